@@ -1,0 +1,1 @@
+"""What moves bytes: process groups, collectives chosen per backend, and lanes they run on."""

@@ -1,0 +1,214 @@
+"""Lanes: ordered queues on which communication runs beside compute.
+
+On CUDA a lane is a stream and compute waits by events, never the host. On a CPU it is a queue of
+asynchronous work, and compute waits by blocking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from fsdp_overlap.comm.collectives import Issued
+from fsdp_overlap.comm.spans import span
+from fsdp_overlap.tensor.flat_buffer import FlatBuffer
+
+Mark = Any
+"""A point in the compute enqueued so far, as :meth:`Lane.mark_compute` gives it."""
+
+
+class Ticket(Protocol):
+    """What a lane hands back for enqueued work."""
+
+    def wait(self) -> None:
+        """Makes the caller's compute wait. Safe to call twice.
+
+        Raises:
+            RuntimeError: the collective failed or timed out; names it and its unit.
+        """
+        ...
+
+    def wait_on_host(self) -> None:
+        """Blocks the host until the work is done."""
+        ...
+
+    def done(self) -> bool:
+        """Whether :meth:`wait_on_host` would return without waiting."""
+        ...
+
+    def abandon(self) -> None:
+        """Instead of :meth:`wait`, where nobody needs the result: afterwards what the work writes
+        to may be freed in the lane's order."""
+        ...
+
+
+class Lane(Protocol):
+    """``label`` names the unit in errors and traces, ``kind`` the collective."""
+
+    runs_ahead: bool
+    """Whether the host enqueues compute and goes on, so that a release can be put off until the
+    next gather is enqueued. Where compute blocks the host there is nothing to put off."""
+
+    def after_compute(self) -> None:
+        """What is enqueued from now on starts after the compute enqueued so far."""
+        ...
+
+    def mark_compute(self) -> Mark:
+        """The compute enqueued so far."""
+        ...
+
+    def allocate(self, label: str, buffer: FlatBuffer) -> None:
+        """Gives ``buffer`` storage, in the lane's order."""
+        ...
+
+    def enqueue(
+        self,
+        kind: str,
+        label: str,
+        issue: Callable[[], Issued],
+        accept: Callable[[torch.Tensor], None] | None = None,
+    ) -> Ticket:
+        """Runs ``issue`` and gives its result to ``accept``, in the lane's order."""
+        ...
+
+    def free(self, label: str, buffer: FlatBuffer, after: Mark) -> None:
+        """Frees what was allocated here, once the compute up to ``after`` is done (None: at
+        once)."""
+        ...
+
+
+class HostTicket:
+    """Asynchronous work of a CPU backend."""
+
+    def __init__(
+        self,
+        kind: str,
+        label: str,
+        issued: Issued,
+        accept: Callable[[torch.Tensor], None] | None,
+    ) -> None:
+        self.kind = kind
+        self.label = label
+        self._issued: Issued | None = issued
+        self._accept = accept
+
+    def wait(self) -> None:
+        issued, self._issued = self._issued, None
+        if issued is None:
+            return
+        with span(f"wait_{self.kind}", self.label):
+            for work in issued.works:
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    raise RuntimeError(
+                        f"{self.kind} of unit {self.label!r} failed or timed out; a rank may have "
+                        f"died or run other units: {error}"
+                    ) from error
+            result = issued.finish()
+            if self._accept is not None:
+                self._accept(result)
+
+    def wait_on_host(self) -> None:
+        self.wait()
+
+    def done(self) -> bool:
+        return self._issued is None or all(work.is_completed() for work in self._issued.works)
+
+    def abandon(self) -> None:
+        self._accept = None
+        self.wait()
+
+
+class HostLane:
+    """A queue of asynchronous work on a CPU."""
+
+    runs_ahead = False
+
+    def after_compute(self) -> None:
+        pass
+
+    def mark_compute(self) -> Mark:
+        return None
+
+    def allocate(self, label: str, buffer: FlatBuffer) -> None:
+        buffer.allocate()
+
+    def enqueue(
+        self,
+        kind: str,
+        label: str,
+        issue: Callable[[], Issued],
+        accept: Callable[[torch.Tensor], None] | None = None,
+    ) -> Ticket:
+        with span(kind, label):
+            return HostTicket(kind, label, issue(), accept)
+
+    def free(self, label: str, buffer: FlatBuffer, after: Mark) -> None:
+        buffer.free()
+
+
+class CudaTicket:
+    """Work on a lane's stream, up to an event."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+    def wait_on_host(self) -> None:
+        self._event.synchronize()
+
+    def done(self) -> bool:
+        return self._event.query()
+
+    def abandon(self) -> None:
+        pass
+
+
+class CudaLane:
+    """A CUDA stream."""
+
+    runs_ahead = True
+
+    def __init__(self, device: torch.device) -> None:
+        # High priority, so that a collective's few blocks are placed before those of waiting GEMMs.
+        self.stream = torch.cuda.Stream(device, priority=-1)
+
+    def after_compute(self) -> None:
+        self.stream.wait_stream(torch.cuda.current_stream())
+
+    def mark_compute(self) -> Mark:
+        return torch.cuda.current_stream().record_event()
+
+    def allocate(self, label: str, buffer: FlatBuffer) -> None:
+        with torch.cuda.stream(self.stream):
+            buffer.allocate()
+
+    def enqueue(
+        self,
+        kind: str,
+        label: str,
+        issue: Callable[[], Issued],
+        accept: Callable[[torch.Tensor], None] | None = None,
+    ) -> Ticket:
+        with span(kind, label), torch.cuda.stream(self.stream):
+            result = issue().finish()
+            if accept is not None:
+                accept(result)
+            return CudaTicket(self.stream.record_event())
+
+    def free(self, label: str, buffer: FlatBuffer, after: Mark) -> None:
+        if after is not None:
+            self.stream.wait_event(after)
+        # On the stream that allocated it, so that no record_stream() is needed.
+        with torch.cuda.stream(self.stream):
+            buffer.free()
+
+
+def make_lane(device: torch.device) -> Lane:
+    """A new lane for compute on ``device``."""
+    return CudaLane(device) if device.type == "cuda" else HostLane()

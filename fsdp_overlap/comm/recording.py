@@ -1,0 +1,66 @@
+"""A lane that writes down what happens on it, for tests of the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fsdp_overlap.comm.collectives import Issued
+from fsdp_overlap.comm.lanes import HostLane, HostTicket, Mark, Ticket
+from fsdp_overlap.tensor.flat_buffer import FlatBuffer
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One thing that happened: ``action`` is allocate, enqueue, wait or free, ``kind`` the
+    collective."""
+
+    lane: str
+    action: str
+    kind: str
+    label: str
+
+
+class RecordingTicket(HostTicket):
+    log: list[Entry]
+    lane: str
+
+    def wait(self) -> None:
+        if self._issued is not None:
+            self.log.append(Entry(self.lane, "wait", self.kind, self.label))
+        super().wait()
+
+
+class RecordingLane(HostLane):
+    """Runs like a host lane and logs to a list that lanes may share, in program order.
+
+    With ``runs_ahead`` it follows the schedule of a GPU, so that a test without one can assert what
+    is enqueued before what.
+    """
+
+    def __init__(self, name: str, log: list[Entry], runs_ahead: bool = False) -> None:
+        self.name = name
+        self.log = log
+        self.runs_ahead = runs_ahead
+
+    def allocate(self, label: str, buffer: FlatBuffer) -> None:
+        self.log.append(Entry(self.name, "allocate", "", label))
+        super().allocate(label, buffer)
+
+    def enqueue(
+        self,
+        kind: str,
+        label: str,
+        issue: Callable[[], Issued],
+        accept: Callable[[torch.Tensor], None] | None = None,
+    ) -> Ticket:
+        self.log.append(Entry(self.name, "enqueue", kind, label))
+        ticket = RecordingTicket(kind, label, issue(), accept)
+        ticket.log, ticket.lane = self.log, self.name
+        return ticket
+
+    def free(self, label: str, buffer: FlatBuffer, after: Mark) -> None:
+        self.log.append(Entry(self.name, "free", "", label))
+        super().free(label, buffer, after)

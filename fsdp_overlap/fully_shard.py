@@ -1,0 +1,300 @@
+"""The entry point: :func:`fully_shard` and what it gives a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Any, NoReturn, TypeVar, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from fsdp_overlap.layout import Flat, ParamSpec, plan_units
+from fsdp_overlap.runtime import hooks
+from fsdp_overlap.runtime.bucket import Bucket, OwnedParameter
+from fsdp_overlap.runtime.context import FsdpContext, unit_of
+from fsdp_overlap.runtime.unit import Unit
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+class UnshardHandle:
+    """What ``unshard(async_op=True)`` returns."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit: Unit | None = unit
+
+    def wait(self) -> None:
+        """Makes compute wait for the all-gather and registers the unsharded parameters."""
+        if self._unit is not None:
+            self._unit.wait()
+            self._unit.use_unsharded()
+            self._unit = None
+
+
+class FsdpModule(nn.Module):
+    """Mixed into the class of every module given to :func:`fully_shard`."""
+
+    _fsdp_unit: Unit
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gathers this unit's parameters, not those of inner units, and registers them in the
+        module until :meth:`reshard` or the end of its next forward. Collective over the mesh.
+
+        With ``async_op`` returns a handle; the parameters may be used after its ``wait()``.
+        """
+        unit = self._fsdp_unit
+        unit.context.settle(unit)
+        unit.follow_trainability()
+        unit.context.schedule.gathers.use(unit)
+        handle = UnshardHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Frees this unit's full buffers and registers its sharded parameters."""
+        unit = self._fsdp_unit
+        unit.use_sharded()
+        if unit.is_gathered:
+            gathers = unit.context.schedule.gathers
+            gathers.release(unit)
+            gathers.flush()
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether backward reduces gradients. Without, they are summed on each rank, unsharded and
+        in the reduce dtype, until a backward that does: gradient accumulation without
+        communication."""
+        for unit in self._units(recurse):
+            unit.syncs_gradients = requires_gradient_sync
+
+    def set_reshard_after_forward(
+        self, reshard_after_forward: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether forward frees the full buffers. As the argument of :func:`fully_shard`."""
+        for unit in self._units(recurse):
+            unit.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether backward frees the full buffers. Buffers that are kept are gathered again before
+        their next use if the parameters were edited."""
+        for unit in self._units(recurse):
+            unit.reshard_after_backward = reshard_after_backward
+
+    def _units(self, recurse: bool) -> Iterable[Unit]:
+        modules = self.modules() if recurse else [self]
+        return [unit for unit in map(unit_of, modules) if unit is not None]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
+        raise RuntimeError(
+            f"{type(self).__name__} is sharded: move or cast a module (to(), cuda(), half(), ...) "
+            "before fully_shard()"
+        )
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied: copy the module before fully_shard(), or "
+            "load "
+            "its state_dict() into a second one"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(f"{type(self).__name__} cannot be pickled: save its state_dict()")
+
+
+def fully_shard(
+    module: ModuleT,
+    ctx: FsdpContext | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008, frozen
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008, frozen
+    ignored_params: set[nn.Parameter] | None = None,
+) -> ModuleT:
+    """Makes ``module`` a unit: shards its parameters, gradients and optimizer states over a mesh.
+
+    Call it on inner modules first, then on the module around them, with one context. The unit owns
+    the parameters of ``module``'s subtree that no inner unit owns; they become ``ShardedTensor``
+    parameters, in place. Every rank must hold the same values before, and call it in the same
+    order.
+
+    Args:
+        module: at rest its parameters are sharded; its own forward sees them whole.
+        ctx: what the units of one model share. Without one, the units of a tree share one from the
+            first forward of its root on.
+        mesh: a 1-D mesh, instead of ``ctx``; all ranks if neither is given.
+        reshard_after_forward: whether the full parameters are freed between forward and backward.
+            ``None``: for all units but the root, which backward needs first.
+        mp_policy: dtypes of compute, of the reduction, of inputs and outputs. Sharded parameters
+            keep the dtype they have. By default gradients are reduced in the dtype of compute.
+        offload_policy: only ``OffloadPolicy()``, which offloads nothing, so far.
+        ignored_params: left as they are.
+
+    Returns:
+        ``module``, whose class now also is :class:`FsdpModule`.
+
+    Raises:
+        TypeError, ValueError: the module or a parameter cannot be sharded. Nothing was changed
+        then.
+    """
+    _check_module(module)
+    _check_arguments(ctx, mesh, reshard_after_forward, offload_policy)
+    owned = _owned_parameters(module, ignored_params or set())
+    if ctx is None:
+        ctx = FsdpContext(mesh)
+        ctx.is_implicit = True
+    _check_parameters(module, owned, ctx.device)
+    unit = Unit(module, ctx, _make_buckets(owned, ctx, mp_policy), mp_policy, reshard_after_forward)
+    for item in owned:
+        item.parameter._fsdp_owner = (unit.module_kind, item.fqn)  # type: ignore[attr-defined]
+    module.__dict__["_fsdp_unit"] = unit
+    module.__class__ = _fsdp_class(type(module))
+    hooks.install(module, unit)
+    return module
+
+
+def _make_buckets(
+    owned: list[OwnedParameter], ctx: FsdpContext, mp_policy: MixedPrecisionPolicy
+) -> list[Bucket]:
+    by_fqn = {item.fqn: item for item in owned}
+    specs = [
+        ParamSpec(
+            item.fqn,
+            tuple(item.parameter.shape),
+            item.parameter.dtype,
+            item.parameter.requires_grad,
+        )
+        for item in owned
+    ]
+    plans = plan_units([specs], ctx.mesh.size(), Flat())
+    return [
+        Bucket(
+            plan,
+            [by_fqn[spec.fqn] for spec in plan.specs],
+            ctx.mesh,
+            ctx.device,
+            _compute_dtype(plan.specs[0].dtype, mp_policy),
+        )
+        for plan in plans
+    ]
+
+
+def _compute_dtype(dtype: torch.dtype, mp_policy: MixedPrecisionPolicy) -> torch.dtype:
+    if mp_policy.param_dtype is None or not dtype.is_floating_point:
+        return dtype
+    return mp_policy.param_dtype
+
+
+def _owned_parameters(module: nn.Module, ignored: set[nn.Parameter]) -> list[OwnedParameter]:
+    """The parameters of the subtree that no inner unit owns, each once, in registration order."""
+    ignored_ids = {id(parameter) for parameter in ignored}
+    found: dict[int, OwnedParameter] = {}
+    for prefix, owner in _modules_outside_units(module):
+        for name, parameter in owner._parameters.items():
+            if parameter is None or id(parameter) in ignored_ids:
+                continue
+            fqn = f"{prefix}.{name}" if prefix else name
+            item = found.setdefault(id(parameter), OwnedParameter(fqn, parameter))
+            item.places.append((owner._parameters, name))
+    return list(found.values())
+
+
+def _modules_outside_units(module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+    """``(name, module)`` of the subtree without inner units, parents first, each module once."""
+    seen = set()
+    pending = [("", module)]
+    while pending:
+        prefix, current = pending.pop()
+        if id(current) in seen or (current is not module and unit_of(current) is not None):
+            continue
+        seen.add(id(current))
+        yield prefix, current
+        children = [
+            (f"{prefix}.{name}" if prefix else name, child)
+            for name, child in current._modules.items()
+            if child is not None
+        ]
+        pending.extend(reversed(children))
+
+
+def _check_module(module: nn.Module) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"fully_shard takes a torch.nn.Module, got {type(module).__name__}")
+    if unit_of(module) is not None:
+        raise ValueError(
+            f"{type(module).__name__} is a unit already; call fully_shard once on each module"
+        )
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        raise ValueError(
+            f"{type(module).__name__} has no forward to hook; call fully_shard on each of its "
+            "modules"
+        )
+
+
+def _check_arguments(
+    ctx: FsdpContext | None,
+    mesh: DeviceMesh | None,
+    reshard_after_forward: bool | None,
+    offload_policy: OffloadPolicy,
+) -> None:
+    if ctx is not None and not isinstance(ctx, FsdpContext):
+        raise TypeError(
+            f"ctx is a {type(ctx).__name__}, not an FsdpContext; pass a mesh as mesh=..."
+        )
+    if ctx is not None and mesh is not None and mesh != ctx.mesh:
+        raise ValueError(
+            f"mesh={mesh} differs from the mesh {ctx.mesh} of the context; pass one of the two"
+        )
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+        raise ValueError(
+            f"reshard_after_forward={reshard_after_forward!r} is not supported; use True, False "
+            "or None"
+        )
+    if isinstance(offload_policy, CPUOffloadPolicy):
+        raise ValueError("CPUOffloadPolicy is not supported; use OffloadPolicy()")
+
+
+def _check_parameters(module: nn.Module, owned: list[OwnedParameter], device: torch.device) -> None:
+    for item in owned:
+        parameter = item.parameter
+        where = f"parameter {item.fqn!r} of {type(module).__name__}"
+        other = getattr(parameter, "_fsdp_owner", None)
+        if other is not None:
+            raise ValueError(
+                f"{where} is also {other[1]!r} of the unit {other[0]}: a parameter belongs to one "
+                "unit; call fully_shard only on a module that holds both"
+            )
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise ValueError(f"{where} is not initialized; run a forward before fully_shard()")
+        if isinstance(parameter, DTensor) or type(parameter) is not nn.Parameter:
+            raise TypeError(
+                f"{where} is a {type(parameter).__name__}; only plain torch.nn.Parameter is "
+                "supported"
+            )
+        if not parameter.is_contiguous():
+            raise ValueError(
+                f"{where} is not contiguous (shape {tuple(parameter.shape)}, strides "
+                f"{parameter.stride()}); replace its data by .contiguous() first"
+            )
+        if parameter.layout is not torch.strided:
+            raise TypeError(f"{where} has layout {parameter.layout}; only strided is supported")
+        if parameter.device.type not in (device.type, "cpu"):
+            raise ValueError(
+                f"{where} is on {parameter.device}, the mesh on {device.type}; move the module "
+                "first"
+            )
+
+
+@cache
+def _fsdp_class(cls: Any) -> Any:
+    """``cls`` with :class:`FsdpModule` mixed in, the same for all its instances."""
+    return type(f"Fsdp{cls.__name__}", (FsdpModule, cls), {})

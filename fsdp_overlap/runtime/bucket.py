@@ -1,0 +1,187 @@
+"""One bucket's storage: the shard that rests, the full buffer that compute sees, and the states
+between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_overlap.comm.collectives import Collectives
+from fsdp_overlap.comm.groups import LaneGroups
+from fsdp_overlap.comm.lanes import Lane, Mark, Ticket
+from fsdp_overlap.layout import BucketPlan
+from fsdp_overlap.tensor.flat_buffer import FlatBuffer
+from fsdp_overlap.tensor.placement import RangeShard, range_spec
+from fsdp_overlap.tensor.sharded_tensor import ShardEdits, ShardedTensor
+
+
+class BucketState(Enum):
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    UNSHARDED = "unsharded"
+
+
+# Everything else is a mistake of the schedule.
+ALLOWED = {
+    BucketState.SHARDED: {BucketState.GATHERING},
+    BucketState.GATHERING: {BucketState.UNSHARDED, BucketState.SHARDED},
+    # Gathered again in place where the shard was edited since.
+    BucketState.UNSHARDED: {BucketState.GATHERING, BucketState.SHARDED},
+}
+
+
+@dataclass
+class OwnedParameter:
+    """A parameter of a unit and every place in the unit's modules where it is registered."""
+
+    fqn: str
+    parameter: nn.Parameter
+    places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    """``(module._parameters, name)``; more than one for a tied parameter."""
+
+
+class Bucket:
+    """The parameters of a unit that travel together.
+
+    The module's original parameters become views into the full buffer, once, with a version counter
+    each: gathering writes underneath them, which autograd's saved tensors do not notice. Registered
+    in the module are the sharded parameters, except while the unit's own forward or backward runs.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        owned: Sequence[OwnedParameter],
+        mesh: DeviceMesh,
+        device: torch.device,
+        compute_dtype: torch.dtype,
+    ) -> None:
+        self.plan = plan
+        self.owned = list(owned)
+        self.label = ""
+        self.index = -1
+        """In the context; the same on every rank."""
+        self.first_flag = 0
+        """Where the context keeps which of the parameters have a gradient."""
+        self.state = BucketState.SHARDED
+        self.edits = ShardEdits()
+        self.full = FlatBuffer(plan, compute_dtype, device)
+        self.parameters = [item.parameter for item in owned]
+        rank = mesh.get_local_rank()
+        self.shard = torch.zeros(plan.shard_numels[rank], dtype=plan.specs[0].dtype, device=device)
+        self.sharded_parameters: list[ShardedTensor] = self._shard_parameters(mesh, rank)
+        self.use_sharded()
+        self._ticket: Ticket | None = None
+        self._gathered_version: tuple[int, int] | None = None
+
+    def _shard_parameters(self, mesh: DeviceMesh, rank: int) -> list[ShardedTensor]:
+        plan = self.plan
+        shard_start = plan.shard_starts[rank]
+        sharded_parameters = []
+        for spec, offset, view, parameter in zip(
+            plan.specs, plan.offsets, self.full.views, self.parameters, strict=True
+        ):
+            placement = RangeShard(tuple(plan.ranges(spec.fqn)))
+            start, stop = placement.local_range(rank)
+            first = offset + start - shard_start if stop > start else 0
+            local = self.shard[first : first + stop - start]
+            local.copy_(parameter.detach().reshape(-1)[start:stop])
+            tensor = ShardedTensor.wrap(
+                local, range_spec(mesh, placement, parameter.shape, spec.dtype), self.edits
+            )
+            sharded = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+            vars(sharded).update(vars(parameter))
+            # A Parameter to isinstance, a ShardedTensor by type.
+            sharded_parameters.append(cast(ShardedTensor, sharded))
+            parameter.data = view
+        self.edits.trainability = 0
+        return sharded_parameters
+
+    def connect(self, collectives: Collectives, groups: LaneGroups) -> None:
+        """Gives the bucket what it gathers through. Before the first :meth:`gather`."""
+        self.collectives = collectives
+        self.groups = groups
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Changes with every edit of the shard, also through ``to_local()``."""
+        return self.edits.values, self.shard._version
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the full buffer holds the parameters, or will once the all-gather is done."""
+        return self.state is not BucketState.SHARDED
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the shard is what was last gathered."""
+        return self._gathered_version == self.version
+
+    def gather(self, lane: Lane) -> None:
+        """Enqueues the all-gather into the full buffer. Collective over the mesh."""
+        if self.state is BucketState.GATHERING:
+            self.wait()
+        self._become(BucketState.GATHERING)
+        if not self.full.allocated:
+            lane.allocate(self.label, self.full)
+        self._gathered_version = self.version
+        self._ticket = lane.enqueue(
+            "all_gather",
+            self.label,
+            lambda: self.collectives.all_gather(
+                self.full.flat, self.shard, self.plan, self.groups.gather
+            ),
+        )
+
+    def wait(self) -> None:
+        """Makes compute wait for the all-gather, if one is under way."""
+        if self.state is BucketState.GATHERING:
+            assert self._ticket is not None
+            self._ticket.wait()
+            self._ticket = None
+            self._become(BucketState.UNSHARDED)
+
+    def free(self, lane: Lane, after: Mark) -> None:
+        """Frees the full buffer once the compute up to ``after`` is done."""
+        if self._ticket is not None:
+            self._ticket.abandon()
+            self._ticket = None
+        self._become(BucketState.SHARDED)
+        lane.free(self.label, self.full, after)
+
+    def reset(self, lane: Lane) -> None:
+        """Back to rest from any state, whatever became of the all-gather."""
+        if self.is_gathered:
+            with suppress(RuntimeError):  # of a collective that failed
+                self.wait()
+            self.state = BucketState.UNSHARDED
+            self._ticket = None
+            self.free(lane, lane.mark_compute())
+        self.use_sharded()
+
+    def use_unsharded(self) -> None:
+        """Registers the unsharded parameters in the module."""
+        for item in self.owned:
+            for parameters, name in item.places:
+                parameters[name] = item.parameter
+
+    def use_sharded(self) -> None:
+        """Registers the sharded parameters in the module."""
+        for item, sharded in zip(self.owned, self.sharded_parameters, strict=True):
+            for parameters, name in item.places:
+                parameters[name] = sharded
+
+    def _become(self, state: BucketState) -> None:
+        if state not in ALLOWED[self.state]:
+            raise RuntimeError(
+                f"bucket of unit {self.label!r} is {self.state.value} and cannot become "
+                f"{state.value}; after an error call ctx.reset() on every rank"
+            )
+        self.state = state

@@ -1,0 +1,269 @@
+"""What the units of one model share: lanes, groups, order and counters."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fsdp_overlap.comm.collectives import choose
+from fsdp_overlap.comm.groups import GroupCache, LaneGroups
+from fsdp_overlap.comm.lanes import Lane, Mark, Ticket, make_lane
+from fsdp_overlap.runtime.bucket import Bucket
+from fsdp_overlap.runtime.gathers import Gathers
+from fsdp_overlap.runtime.gradients import BucketGradients
+from fsdp_overlap.runtime.order_check import OrderCheck
+from fsdp_overlap.runtime.reductions import Reductions
+from fsdp_overlap.runtime.schedule import Schedule
+from fsdp_overlap.runtime.stats import Stats
+from fsdp_overlap.runtime.unit import Unit
+
+
+class FsdpContext:
+    """Owns what the units of one model share: give the same one to every :func:`fully_shard`.
+
+    Args:
+        mesh: a 1-D device mesh to shard over; all ranks if not given.
+        prefetch: how many all-gathers are enqueued ahead of use, and so how many full buffers exist
+            beside those in use. 0 takes the least memory and hides nothing on a CPU.
+        separate_groups: whether reduce-scatters get a process group of their own. With one shared
+            group they and the all-gathers run one after the other.
+
+    Streams, groups and events are made at first use.
+
+    Raises:
+        ValueError: the mesh is not 1-D, or ``prefetch`` is negative.
+    """
+
+    def __init__(
+        self, mesh: DeviceMesh | None = None, *, prefetch: int = 1, separate_groups: bool = True
+    ) -> None:
+        if mesh is not None and mesh.ndim != 1:
+            raise ValueError(
+                f"FsdpContext shards over a 1-D mesh, got {mesh.ndim} dimensions "
+                f"{mesh.mesh_dim_names or tuple(mesh.mesh.shape)}; pass one of them, as "
+                "mesh['shard']"
+            )
+        if prefetch < 0:
+            raise ValueError(f"prefetch={prefetch} is not a number of all-gathers; use 0 or more")
+        self._mesh = mesh
+        self.prefetch = prefetch
+        self.stats = Stats()
+        self.is_implicit = False
+        """Whether :func:`fully_shard` made it, to be merged with others of the same tree."""
+        self.lane_factory: Callable[[str, torch.device], Lane] = lambda name, device: make_lane(
+            device
+        )
+        self._groups = GroupCache(separate_groups)
+        self._units: list[weakref.ref[Unit]] = []
+        self._buckets: list[weakref.ref[Bucket]] = []
+        self._flags = 0
+        self._has_gradient = bytearray()
+        self._is_settled = False
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """The mesh that parameters are sharded over.
+
+        Raises:
+            RuntimeError: none was given and ``torch.distributed`` is not initialized.
+        """
+        if self._mesh is not None:
+            return self._mesh
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "FsdpContext needs process groups: call torch.distributed.init_process_group() "
+                "first, "
+                "under torchrun, or pass a mesh"
+            )
+        device_type = "cuda" if torch.cuda.is_available() and dist.is_nccl_available() else "cpu"
+        if device_type == "cuda" and "nccl" not in str(dist.get_backend_config()):
+            device_type = "cpu"
+        return init_device_mesh(device_type, (dist.get_world_size(),))
+
+    @cached_property
+    def device(self) -> torch.device:
+        if self.mesh.device_type == "cuda":
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device(self.mesh.device_type)
+
+    @cached_property
+    def groups(self) -> LaneGroups:
+        return self._groups.get(self.mesh)
+
+    @cached_property
+    def gather_lane(self) -> Lane:
+        return self.lane_factory("all_gather", self.device)
+
+    @cached_property
+    def reduce_lane(self) -> Lane:
+        return self.lane_factory("reduce_scatter", self.device)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        return Schedule(
+            Gathers(self.gather_lane, self.prefetch, self.stats),
+            Reductions(self._reduce),
+            self.unit_at,
+            self._finish_backward,
+        )
+
+    @cached_property
+    def order_check(self) -> OrderCheck:
+        return OrderCheck(self.device, self._describe)
+
+    # Units
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units that still exist, in the order of their :func:`fully_shard` calls."""
+        return [unit for unit in (ref() for ref in self._units) if unit is not None]
+
+    def unit_at(self, index: int) -> Unit | None:
+        return self._units[index]()
+
+    def register(self, unit: Unit) -> int:
+        """Takes ``unit`` in and returns its index, the same on every rank."""
+        self._units.append(weakref.ref(unit))
+        for bucket in unit.buckets:
+            bucket.index = len(self._buckets)
+            self._buckets.append(weakref.ref(bucket))
+            bucket.first_flag = self._flags
+            self._flags += len(bucket.parameters)
+        self._is_settled = False
+        return len(self._units) - 1
+
+    def settle(self, unit: Unit) -> None:
+        """Before the first forward that ``unit`` starts: takes in the units of its tree that have
+        no context of their own, finds the root, and names units as users know them.
+
+        Raises:
+            ValueError: a unit to take in is sharded over another mesh.
+        """
+        if self._is_settled:
+            return
+        if self.is_implicit:
+            self._adopt_tree(unit)
+        names = unit_names(self.units)
+        tops = [item for item in self.units if item not in names]
+        for item in self.units:
+            kind = item.module_kind
+            item.is_root = tops == [item]
+            item.rename(names.get(item) or (kind if item.is_root else f"{kind}[{item.index}]"))
+            for bucket in item.buckets:
+                bucket.connect(choose(self.mesh.device_type, self.groups.gather), self.groups)
+        self._has_gradient = bytearray(self._flags)
+        self._is_settled = True
+
+    def _adopt_tree(self, root: Unit) -> None:
+        module = root.module()
+        assert module is not None
+        for child in module.modules():
+            unit = unit_of(child)
+            if unit is None or unit.context is self or not unit.context.is_implicit:
+                continue
+            if unit.context.mesh != self.mesh:
+                raise ValueError(
+                    f"{unit.name} is sharded over {unit.context.mesh} inside {root.name}, which is "
+                    f"sharded over {self.mesh}; give both the same mesh or an FsdpContext"
+                )
+            unit.context.reset()
+            unit.context = self
+            unit.index = self.register(unit)
+
+    def reset(self) -> None:
+        """Brings every unit to rest after forward or backward raised, so that the next iteration
+        works. Gradients that have not reached a sharded ``.grad`` are dropped. Must be called on
+        every rank of the mesh.
+        """
+        self.schedule.drop()
+        for unit in self.units:
+            unit.reset(self.gather_lane)
+        self.order_check.drop()
+        self.stats.full_buffers_alive = self.stats.reduce_inputs_alive = 0
+
+    # Memory and collectives, counted and noted for the order check
+
+    def gather(self, bucket: Bucket) -> None:
+        self.order_check.note(bucket.index * 2)
+        self.stats.all_gathers += 1
+        self.stats.all_gather_bytes += bucket.full.nbytes
+        if not bucket.is_gathered:
+            self.stats.count_full_buffer(1)
+        bucket.gather(self.gather_lane)
+
+    def free(self, bucket: Bucket, after: Mark) -> None:
+        self.stats.count_full_buffer(-1)
+        bucket.free(self.gather_lane, after)
+
+    def allocate_input(self, gradients: BucketGradients) -> None:
+        self.stats.count_reduce_input(1)
+        gradients.input.allocate()
+
+    def free_input(self, gradients: BucketGradients) -> None:
+        self.stats.count_reduce_input(-1)
+        gradients.input.free()
+
+    def _reduce(self, gradients: BucketGradients) -> Ticket:
+        bucket = gradients.bucket
+        self.order_check.note(bucket.index * 2 + 1)
+        self.stats.reduce_scatters += 1
+        self.stats.reduce_scatter_bytes += gradients.input.nbytes
+        first = bucket.first_flag
+        self._has_gradient[first : first + len(gradients.filled)] = bytes(gradients.filled)
+        return gradients.reduce(self.reduce_lane, keep_doubtful=self._knows_gradients)
+
+    @cached_property
+    def _knows_gradients(self) -> bool:
+        """Whether it is known at the end of backward, without waiting for a GPU, which parameters
+        have a gradient on some rank."""
+        return self.device.type != "cuda" or self.groups.reduce.size() == 1
+
+    def _finish_backward(self) -> None:
+        """Compares the order of collectives and settles which parameters have a gradient."""
+        if self.schedule.reductions.is_empty:
+            return
+        flags = self._has_gradient
+        self._has_gradient = bytearray(self._flags)
+        agreed: bytes | bytearray | None = flags
+        group = self.groups.reduce
+        if group.size() > 1:
+            self.stats.order_checks += 1
+            if not self._knows_gradients:
+                self.order_check.read(group)  # of the last backward
+            self.order_check.send(self.reduce_lane, group, flags)
+            if self._knows_gradients:
+                agreed = self.order_check.read(group)
+        assert agreed is not None
+        for unit in self.units:
+            for gradients in unit.gradients:
+                gradients.settle_doubts(agreed)
+
+    def _describe(self, code: int) -> str:
+        bucket = self._buckets[code // 2]()
+        kind = "reduce_scatter" if code % 2 else "all_gather"
+        return f"{kind} of unit {bucket.label!r}" if bucket is not None else kind
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that :func:`fully_shard` made of ``module``, if it did."""
+    return module.__dict__.get("_fsdp_unit")
+
+
+def unit_names(units: Sequence[Unit]) -> dict[Unit, str]:
+    """The name of each unit that lies within another, relative to the outermost that has it."""
+    names: dict[Unit, str] = {}
+    for outer in units:
+        module = outer.module()
+        if module is None or outer in names:
+            continue
+        for name, child in module.named_modules():
+            unit = unit_of(child)
+            if unit is not None and unit is not outer:
+                names[unit] = name
+    return names

@@ -1,0 +1,162 @@
+"""One bucket's gradients: from autograd's hooks through the reduce input into the sharded
+``.grad``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from fsdp_overlap.comm.lanes import Lane, Ticket
+from fsdp_overlap.tensor.flat_buffer import FlatBuffer
+
+if TYPE_CHECKING:
+    from fsdp_overlap.runtime.bucket import Bucket
+
+# Gradients from this size on leave autograd's hands as soon as they are there; smaller ones are
+# cheaper to copy together.
+LARGE_BYTES = 1024 * 1024
+
+
+class BucketGradients:
+    """Collects the gradients of one trainable bucket and reduces them.
+
+    ``arrived`` is what autograd delivered in this backward, ``filled`` what the reduce input holds,
+    also from backwards without synchronization.
+    """
+
+    def __init__(self, bucket: Bucket, reduce_dtype: torch.dtype) -> None:
+        self.bucket = bucket
+        self.input = FlatBuffer(bucket.plan, reduce_dtype, bucket.full.flat.device)
+        count = len(bucket.parameters)
+        self.arrived = [False] * count
+        self.filled = [False] * count
+        self.missing = 0
+        self._turning_points = (0, 0)
+        self.forget_arrivals()
+        self.is_large = [
+            parameter.numel() * reduce_dtype.itemsize >= LARGE_BYTES
+            for parameter in bucket.parameters
+        ]
+        # Of parameters without a gradient here, kept until it is known whether another rank has
+        # one.
+        self.doubtful: list[tuple[int, torch.Tensor]] = []
+        self._pieces = self._plan_pieces()
+
+    def _plan_pieces(self) -> tuple[list[int], list[int]]:
+        """Sizes that split a shard into parameter ranges and the gaps between them, and for each
+        parameter which piece is its own."""
+        sizes: list[int] = []
+        pieces = []
+        end = 0
+        for parameter in self.bucket.sharded_parameters:
+            local = parameter.to_local()
+            if local.numel():
+                sizes.append(int(local.storage_offset()) - end)
+                end += sizes[-1] + local.numel()
+            pieces.append(len(sizes))
+            sizes.append(local.numel())
+        sizes.append(self.bucket.shard.numel() - end)
+        return sizes, pieces
+
+    def _count_trainable(self) -> int:
+        return sum(parameter.requires_grad for parameter in self.bucket.parameters)
+
+    def arrive(self, index: int) -> bool:
+        """Autograd has accumulated into parameter ``index``. Returns whether the schedule must
+        know: of the first and the last gradient, and of large ones."""
+        if self.arrived[index]:
+            return True
+        self.arrived[index] = True
+        self.missing -= 1
+        return self.missing in self._turning_points or self.is_large[index]
+
+    def absorb(self, index: int) -> None:
+        """Moves one gradient into the reduce input."""
+        self._absorb([index])
+
+    def absorb_all(self) -> None:
+        """Moves every gradient that autograd holds into the reduce input, and gets ready for the
+        next backward."""
+        self._absorb(range(len(self.arrived)))
+        self.forget_arrivals()
+
+    def forget_arrivals(self) -> None:
+        self.arrived = [False] * len(self.arrived)
+        self.missing = self._count_trainable()
+        self._turning_points = (0, self.missing - 1)
+
+    def _absorb(self, indices: Sequence[int]) -> None:
+        targets, sources = [], []
+        for index in indices:
+            parameter = self.bucket.parameters[index]
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            parameter.grad = None
+            if gradient.requires_grad:  # of backward(create_graph=True)
+                gradient = gradient.detach()
+            if self.filled[index]:
+                self.input.views[index].add_(gradient)
+            else:
+                self.filled[index] = True
+                targets.append(self.input.views[index])
+                sources.append(gradient)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def reduce(self, lane: Lane, keep_doubtful: bool) -> Ticket:
+        """Enqueues the reduce-scatter of the reduce input; its result lands in the sharded
+        parameters' ``.grad``. Parameters without a gradient here get that of the other ranks, or
+        are put in doubt where it will be known whether there is one. Collective over the mesh."""
+        doubtful: list[bool] | None = None
+        if not all(self.filled):
+            empty = [
+                view
+                for view, filled in zip(self.input.views, self.filled, strict=True)
+                if not filled
+            ]
+            torch._foreach_zero_(empty)
+            doubtful = [
+                not filled and (keep_doubtful or not parameter.requires_grad)
+                for filled, parameter in zip(self.filled, self.bucket.parameters, strict=True)
+            ]
+        self.filled = [False] * len(self.filled)
+        bucket = self.bucket
+        lane.after_compute()
+        return lane.enqueue(
+            "reduce_scatter",
+            bucket.label,
+            lambda: bucket.collectives.reduce_scatter_mean(
+                self.input.flat, bucket.plan, bucket.groups.reduce
+            ),
+            lambda mean: self._accept(mean, doubtful),
+        )
+
+    def _accept(self, mean: torch.Tensor, doubtful: Sequence[bool] | None) -> None:
+        sizes, own = self._pieces
+        pieces = mean.to(self.bucket.shard.dtype).split_with_sizes(sizes)
+        for index, (parameter, piece) in enumerate(
+            zip(self.bucket.sharded_parameters, own, strict=True)
+        ):
+            if doubtful is not None and doubtful[index]:
+                self.doubtful.append((index, pieces[piece]))
+            else:
+                parameter.give_grad(pieces[piece])
+
+    def settle_doubts(self, has_gradient: Sequence[int]) -> None:
+        """Gives the gradients in doubt to the parameters for which some rank had one."""
+        for index, local in self.doubtful:
+            if has_gradient[self.bucket.first_flag + index]:
+                self.bucket.sharded_parameters[index].give_grad(local)
+        self.doubtful.clear()
+
+    def drop(self) -> None:
+        """Forgets everything that is not in a sharded ``.grad`` yet."""
+        for parameter in self.bucket.parameters:
+            parameter.grad = None
+        self.forget_arrivals()
+        self.filled = [False] * len(self.filled)
+        self.doubtful.clear()
+        self.input.free()

@@ -1,0 +1,78 @@
+"""The order in which units run: recorded, replayed as a prediction, and walked back in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+# Units are named by their index in the context, so that a record keeps no module alive.
+UnitIndex = int
+
+
+class ForwardOrder:
+    """Records the order of one pass and predicts from the pass before."""
+
+    def __init__(self) -> None:
+        self._learned: list[UnitIndex] = []
+        self._running: list[UnitIndex] = []
+        self._next = 0
+
+    def begin(self) -> None:
+        """A new pass: what the last one did is the prediction."""
+        if self._running:
+            self._learned = self._running
+        self._running = []
+        self._next = 0
+
+    def visit(self, unit: UnitIndex) -> None:
+        """``unit`` runs now. Where that was not predicted, the prediction goes on behind it, or
+        where it stood if it has no such unit ahead."""
+        self._running.append(unit)
+        if self._next < len(self._learned) and self._learned[self._next] == unit:
+            self._next += 1
+            return
+        with suppress(ValueError):
+            self._next = self._learned.index(unit, self._next) + 1
+
+    def upcoming(self, count: int) -> Sequence[UnitIndex]:
+        """The ``count`` units expected next, fewer at the end of the pass."""
+        return self._learned[self._next : self._next + count]
+
+    def has_visited(self, unit: UnitIndex) -> bool:
+        return unit in self._running
+
+
+@dataclass(eq=False)
+class ForwardPass:
+    """One forward pass, as backward needs to know it. Ticks are the schedule's clock."""
+
+    calls: list[Call] = field(default_factory=list)
+    """Calls that backward will come back to, by ``end``."""
+    spans: dict[UnitIndex, tuple[int, int]] = field(default_factory=dict)
+    """First start and last end of each unit that ran, also of calls without gradients."""
+    is_recompute: bool = False
+    """Whether it ran inside a backward, as activation checkpointing does."""
+
+    def note(self, unit: UnitIndex, start: int, end: int) -> None:
+        first, last = self.spans.get(unit, (start, end))
+        self.spans[unit] = (min(first, start), max(last, end))
+
+
+@dataclass(eq=False)
+class Call:
+    """One forward call of a unit whose outputs require grad.
+
+    The autograd engine runs nodes in the reverse of the order in which they were made. So when the
+    gradient of this call's output arrives, backward is done with every call that started after
+    ``end``: that is what releases and reductions rely on.
+    """
+
+    unit: UnitIndex
+    start: int
+    end: int
+    forward_pass: ForwardPass
+    edits: tuple[object, ...]
+    """The versions of the unit's shards that forward computed with."""
+    backward: int = 0
+    """Serial number of the last backward that reached this call."""

@@ -1,0 +1,152 @@
+"""Which reduce-scatter is issued when: in the reverse of forward, two inputs at a time."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from fsdp_overlap.comm.lanes import Ticket
+from fsdp_overlap.runtime.gradients import BucketGradients
+
+if TYPE_CHECKING:
+    from fsdp_overlap.runtime.unit import Unit
+
+# Reduce inputs that exist at once, beside those held by backwards without synchronization: one
+# travels while the next is filled.
+MAX_INPUTS = 2
+
+
+@dataclass(order=True)
+class Turn:
+    """A unit's place in the order: ``key`` is minus the tick of its first use in forward."""
+
+    key: int
+    index: int
+    unit: Unit = field(compare=False)
+    is_ready: bool = field(default=False, compare=False)
+
+
+class Reductions:
+    """The reduce-scatters of one backward.
+
+    Ranks' collectives pair up by order, and which gradient is ready first may differ from rank to
+    rank. So each unit waits for its turn, and a unit that gets no gradient here is reduced with
+    zeros in its turn.
+    """
+
+    def __init__(self, issue: Callable[[BucketGradients], Ticket]) -> None:
+        self._issue = issue
+        self._turns: list[Turn] = []
+        self._by_unit: dict[Unit, Turn] = {}
+        self._late: dict[int, Unit] = {}
+        self._in_flight: deque[tuple[Unit, BucketGradients, Ticket]] = deque()
+        self._filling: set[BucketGradients] = set()
+        self.is_empty = True
+        """Whether no reduce-scatter was issued since :meth:`begin`."""
+
+    def begin(self) -> None:
+        """A new backward."""
+        self.is_empty = True
+
+    def expect(self, unit: Unit, first_use: int) -> None:
+        """``unit`` takes part in this backward, on every rank."""
+        if unit.is_trainable and unit not in self._by_unit:
+            turn = self._by_unit[unit] = Turn(-first_use, unit.index, unit)
+            insort(self._turns, turn)
+
+    def arrived(self, unit: Unit, gradients: BucketGradients, index: int) -> None:
+        """Autograd delivered the gradient of parameter ``index``, the first or the last of its
+        bucket or a large one."""
+        turn = self._by_unit.get(unit)
+        if turn is None:
+            # A second gradient after the unit was reduced (reentrant checkpointing of a module that
+            # runs several times), or parameters used outside their unit's forward.
+            self._late[unit.index] = unit
+            return
+        if gradients.is_large[index] and self._may_fill(turn, gradients):
+            gradients.absorb(index)
+        if not gradients.missing and all(not other.missing for other in unit.gradients):
+            turn.is_ready = True
+            self._advance()
+
+    def passed(self, tick: int) -> None:
+        """Backward is done with every unit first used after ``tick``."""
+        for turn in self._turns:
+            if -turn.key <= tick:
+                break
+            turn.is_ready = True
+        self._advance()
+
+    def finish(self) -> None:
+        """Reduces what is left, with zeros where there is no gradient, and makes compute wait for
+        all of it."""
+        for turn in self._turns:
+            turn.is_ready = True
+        self._advance()
+        for _, unit in sorted(self._late.items()):
+            self._reduce(unit)
+        self._late.clear()
+        while self._in_flight:
+            self._wait_for_oldest()
+
+    def drop(self) -> None:
+        """Forgets everything under way."""
+        for _, _, ticket in self._in_flight:
+            with suppress(RuntimeError):  # of a collective that failed
+                ticket.abandon()
+        self._in_flight.clear()
+        self._filling.clear()
+        self._turns.clear()
+        self._by_unit.clear()
+        self._late.clear()
+
+    def _advance(self) -> None:
+        while self._turns and self._turns[0].is_ready:
+            turn = self._turns.pop(0)
+            del self._by_unit[turn.unit]
+            self._reduce(turn.unit)
+
+    def _reduce(self, unit: Unit) -> None:
+        for gradients in unit.gradients:
+            self._ensure_input(unit, gradients)
+            gradients.absorb_all()
+            if unit.syncs_gradients:
+                while len(self._in_flight) >= MAX_INPUTS:
+                    self._wait_for_oldest()
+                self._filling.discard(gradients)
+                self.is_empty = False
+                ticket = self._issue(gradients)
+                self._in_flight.append((unit, gradients, ticket))
+
+    def _may_fill(self, turn: Turn, gradients: BucketGradients) -> bool:
+        """Whether a gradient may go to the reduce input before its bucket is complete: only where
+        that makes nobody wait for an input."""
+        if gradients.input.allocated:
+            return True
+        while self._in_flight and self._in_flight[0][2].done():
+            self._wait_for_oldest()
+        if turn is not self._turns[0] or not self._has_room():
+            return False
+        self._ensure_input(turn.unit, gradients)
+        return True
+
+    def _ensure_input(self, unit: Unit, gradients: BucketGradients) -> None:
+        if gradients.input.allocated:
+            return
+        while self._in_flight and not self._has_room():
+            self._wait_for_oldest()
+        unit.context.allocate_input(gradients)
+        if unit.syncs_gradients:
+            self._filling.add(gradients)
+
+    def _has_room(self) -> bool:
+        return len(self._in_flight) + len(self._filling) < MAX_INPUTS
+
+    def _wait_for_oldest(self) -> None:
+        unit, gradients, ticket = self._in_flight.popleft()
+        ticket.wait()
+        unit.context.free_input(gradients)

@@ -1,0 +1,327 @@
+"""When a unit is gathered, released and reduced: the events of forward and backward.
+
+In forward, unit *i*: its all-gather is enqueued unless that was done ahead; then delayed releases
+are carried out; then the next all-gather in the predicted order is enqueued; then compute waits. In
+backward the same along the reverse of what ran, and reduce-scatters as buckets become complete.
+
+All of it follows from the order of calls, never from what is ready first on one rank, so that all
+ranks enqueue the same collectives. Where a rank's backward skips a call that others reach, the
+call's all-gather is enqueued all the same.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch.autograd import Variable
+
+from fsdp_overlap.runtime.gathers import Gathers
+from fsdp_overlap.runtime.gradients import BucketGradients
+from fsdp_overlap.runtime.order import Call, ForwardOrder, ForwardPass
+from fsdp_overlap.runtime.reductions import Reductions
+
+if TYPE_CHECKING:
+    from fsdp_overlap.runtime.unit import Unit
+
+# Forwards with gradients that no backward has followed yet. Older ones are forgotten, so that a
+# program that never calls backward does not grow; a backward that reaches one adds it again.
+MAX_OPEN_PASSES = 64
+
+UNFINISHED = (
+    "the last backward did not finish (did it raise?); call ctx.reset() on every rank before the "
+    "next {}"
+)
+
+
+class Backward:
+    """What one backward has done so far."""
+
+    def __init__(self, serial: int, graph_task: int) -> None:
+        self.serial = serial
+        self.graph_task = graph_task
+        self.current: ForwardPass | None = None
+        self.remaining: dict[ForwardPass, list[Call]] = {}
+        """Calls that each reached pass has yet to come back to; the next one is last."""
+        self.open_calls: list[Call] = []
+        """Calls whose backward is under way."""
+        self.recompute: ForwardPass | None = None
+        self.recomputing: list[tuple[Unit, int]] = []
+
+
+class Schedule:
+    """The events of one context. ``unit_at`` finds a unit by its index, ``None`` if it is gone."""
+
+    def __init__(
+        self,
+        gathers: Gathers,
+        reductions: Reductions,
+        unit_at: Callable[[int], Unit | None],
+        finish_backward: Callable[[], None],
+    ) -> None:
+        self.gathers = gathers
+        self.reductions = reductions
+        self.order = ForwardOrder()
+        self._unit_at = unit_at
+        self._finish_backward = finish_backward
+        self._clock = 0
+        self._running: list[tuple[Unit, int]] = []
+        self._pass = ForwardPass()
+        self._is_after_backward = True
+        self._open_passes: deque[ForwardPass] = deque(maxlen=MAX_OPEN_PASSES)
+        self._backward: Backward | None = None
+        self._backwards = 0
+
+    # Forward
+
+    def before_forward(self, unit: Unit) -> None:
+        """``unit``'s forward is about to run: compute may use its full buffers afterwards."""
+        if is_in_backward():
+            self._before_recompute(unit)
+            return
+        if self._backward is not None:
+            raise RuntimeError(UNFINISHED.format("forward"))
+        if not self._running and self._starts_pass(unit):
+            self._begin_pass()
+        self._running.append((unit, self._tick()))
+        if not unit.buckets:
+            return
+        self.order.visit(unit.index)
+        self.gathers.use(unit)
+        self.gathers.flush()
+        self.gathers.use_ahead(self._units(self.order.upcoming(self.gathers.prefetch)))
+        unit.wait()
+
+    def after_forward(self, unit: Unit) -> Call | None:
+        """``unit``'s forward has run. Returns the call to announce in :meth:`before_backward` if
+        gradients will flow back through it; ``None`` where its buffers need no second use."""
+        running = self._running
+        backward = self._backward if is_in_backward() else None
+        if backward is not None:
+            running = backward.recomputing
+        if not running or running[-1][0] is not unit:
+            return None  # before_forward raised
+        _, start = running.pop()
+        end = self._tick()
+        if backward is not None:
+            return self._after_recompute(unit, backward, start, end)
+        self._pass.note(unit.index, start, end)
+        if unit.reshards_after_forward() and not self.is_in_use(unit):
+            self.gathers.release(unit)
+        if unit.is_root and not running:
+            self.gathers.finish_pass()
+        if not unit.buckets or not torch.is_grad_enabled():
+            return None
+        return Call(unit.index, start, end, self._pass, unit.version)
+
+    def is_in_use(self, unit: Unit) -> bool:
+        """Whether a forward or backward of ``unit`` is under way: a module may call itself, and
+        backward may run a forward again."""
+        running = self._running
+        backward = self._backward
+        if backward is not None:
+            if self._is_open(unit, backward):
+                return True
+            running = running + backward.recomputing
+        return any(unit is other for other, _ in running)
+
+    def add_call(self, call: Call) -> None:
+        """Backward will come back to ``call``."""
+        call.forward_pass.calls.append(call)
+
+    def _starts_pass(self, unit: Unit) -> bool:
+        # Where no unit encloses the others a pass has no visible end: a second run of a unit, or a
+        # backward in between, tells.
+        return unit.is_root or self._is_after_backward or self.order.has_visited(unit.index)
+
+    def _begin_pass(self) -> None:
+        self._is_after_backward = False
+        self.gathers.finish_pass()
+        self.gathers.after_edits()
+        self.order.begin()
+        self._pass = ForwardPass()
+        if torch.is_grad_enabled():
+            self._open_passes.append(self._pass)
+
+    # Backward
+
+    def before_backward(self, call: Call) -> None:
+        """The gradient of an output of ``call`` is there: its backward is about to run.
+
+        Raises:
+            RuntimeError: the unit's parameters were edited since its forward, or an earlier
+                backward did not finish.
+        """
+        backward = self._backward or self._begin_backward()
+        if call.backward == backward.serial:
+            return
+        if torch._C._current_graph_task_id() != backward.graph_task and backward.recompute is None:
+            raise RuntimeError(UNFINISHED.format("backward"))
+        call.backward = backward.serial
+        unit = self._unit_at(call.unit)
+        if unit is None:
+            return
+        if unit.version != call.edits:
+            raise RuntimeError(
+                f"parameters of unit {unit.name!r} were modified between its forward and its "
+                "backward; run backward before optimizer.step() and before editing weights"
+            )
+        self._advance_to(call, backward)
+        unit.wait()
+        # Activation checkpointing inside the unit runs its modules again, without the unit's hooks.
+        unit.use_unsharded()
+
+    def gradient_arrived(self, unit: Unit, gradients: BucketGradients, index: int) -> None:
+        """Autograd accumulated into the unsharded parameter ``index`` of a bucket."""
+        if self._backward is None:
+            self._begin_backward()
+        self.reductions.arrived(unit, gradients, index)
+
+    def _begin_backward(self) -> Backward:
+        Variable._execution_engine.queue_callback(self._end_backward)
+        self._backwards += 1
+        self._backward = Backward(self._backwards, torch._C._current_graph_task_id())
+        self.reductions.begin()
+        return self._backward
+
+    def _advance_to(self, call: Call, backward: Backward) -> None:
+        """Enqueues what every rank enqueues up to ``call``, also for calls skipped on this rank."""
+        forward_pass = call.forward_pass
+        left = backward.current
+        if forward_pass is not left:
+            # A recomputed pass runs within the one that it recomputes.
+            if left is not None and (left.is_recompute or not forward_pass.is_recompute):
+                self._walk_to_end(left, backward)
+            backward.current = forward_pass
+            if forward_pass not in backward.remaining:
+                self._reach_pass(forward_pass, backward)
+        remaining = backward.remaining[forward_pass]
+        if not any(other is call for other in reversed(remaining)):
+            self._step(call, backward)
+            return
+        while True:
+            reached = remaining.pop()
+            self._step(reached, backward)
+            if reached is call:
+                return
+
+    def _reach_pass(self, forward_pass: ForwardPass, backward: Backward) -> None:
+        backward.remaining[forward_pass] = list(forward_pass.calls)
+        for call in forward_pass.calls:
+            unit = self._unit_at(call.unit)
+            if unit is not None:
+                self.reductions.expect(unit, self._first_use(call))
+
+    def _walk_to_end(self, forward_pass: ForwardPass, backward: Backward) -> None:
+        remaining = backward.remaining[forward_pass]
+        while remaining:
+            self._step(remaining.pop(), backward)
+
+    def _step(self, call: Call, backward: Backward) -> None:
+        unit = self._unit_at(call.unit)
+        if unit is None:
+            return
+        for passed in [other for other in backward.open_calls if other.start > call.end]:
+            backward.open_calls.remove(passed)
+            if passed.unit != call.unit:
+                self._release_passed(passed.unit)
+        self.gathers.use(unit)
+        backward.open_calls.append(call)
+        self.gathers.flush()
+        self.gathers.use_ahead(self._upcoming_backward(call, backward))
+        self.reductions.passed(call.end)
+
+    def _upcoming_backward(self, call: Call, backward: Backward) -> list[Unit]:
+        remaining = backward.remaining[call.forward_pass]
+        ahead = remaining[: -self.gathers.prefetch - 1 : -1]
+        return self._units([other.unit for other in ahead])
+
+    def _release_passed(self, index: int) -> None:
+        unit = self._unit_at(index)
+        if unit is None:
+            return
+        unit.use_sharded()
+        if unit.reshard_after_backward:
+            self.gathers.release(unit)
+
+    def _end_backward(self) -> None:
+        backward = self._backward
+        if backward is None:
+            return
+        try:
+            for forward_pass in backward.remaining:
+                if not forward_pass.is_recompute:
+                    self._walk_to_end(forward_pass, backward)
+            for call in backward.open_calls:
+                self._release_passed(call.unit)
+            self.gathers.finish_pass()
+            self.reductions.finish()
+            self._finish_backward()
+        finally:
+            self._backward = None
+            self._is_after_backward = True
+            self._open_passes.clear()
+
+    def _first_use(self, call: Call) -> int:
+        """The tick at which the call's unit first ran in the forwards that this backward may
+        reach."""
+        starts = [
+            forward_pass.spans[call.unit][0]
+            for forward_pass in (*self._open_passes, call.forward_pass)
+            if call.unit in forward_pass.spans
+        ]
+        return min(starts, default=call.start)
+
+    # Forward inside backward: activation checkpointing
+
+    def _before_recompute(self, unit: Unit) -> None:
+        backward = self._backward or self._begin_backward()
+        backward.recomputing.append((unit, self._tick()))
+        if unit.buckets and not self._is_open(unit, backward):
+            self.gathers.use(unit)
+            self.gathers.flush()
+        unit.wait()
+
+    def _after_recompute(self, unit: Unit, backward: Backward, start: int, end: int) -> Call | None:
+        if not unit.buckets or self._is_open(unit, backward):
+            return None  # recomputed for the backward under way, which has its own call
+        # Its own backward, if it follows at once, then finds it whole.
+        self.gathers.release_after_next(unit)
+        recompute = backward.recompute
+        if recompute is None or recompute in backward.remaining:
+            recompute = backward.recompute = ForwardPass(is_recompute=True)
+        # Where the unit stood in the forward, so that it keeps its place among the other units.
+        for forward_pass in self._open_passes:
+            if unit.index in forward_pass.spans:
+                start, end = forward_pass.spans[unit.index]
+        recompute.note(unit.index, start, end)
+        return Call(unit.index, start, end, recompute, unit.version)
+
+    def _is_open(self, unit: Unit, backward: Backward) -> bool:
+        return any(call.unit == unit.index for call in backward.open_calls)
+
+    # Both
+
+    def drop(self) -> None:
+        """Forgets what is under way; the recorded order stays."""
+        self.gathers.drop()
+        self.reductions.drop()
+        self._running.clear()
+        self._backward = None
+        self._is_after_backward = True
+        self._open_passes.clear()
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+    def _units(self, indices: Sequence[int]) -> list[Unit]:
+        units = [self._unit_at(index) for index in indices]
+        return [unit for unit in units if unit is not None]
+
+
+def is_in_backward() -> bool:
+    """Whether the autograd engine is running on this thread."""
+    return torch._C._current_graph_task_id() != -1

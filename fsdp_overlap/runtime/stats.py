@@ -1,0 +1,59 @@
+"""Counters that users and tests read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass
+class Stats:
+    """What a context has done since it was made or :meth:`reset`. Bytes are this rank's.
+
+    ``*_alive`` and ``*_in_flight`` are the present; the rest accumulates.
+    """
+
+    all_gathers: int = 0
+    all_gather_bytes: int = 0
+    """Bytes of the gathered buffers."""
+    reduce_scatters: int = 0
+    reduce_scatter_bytes: int = 0
+    """Bytes of the buffers reduced."""
+    order_checks: int = 0
+    prefetch_hits: int = 0
+    """Uses that found their all-gather enqueued ahead."""
+    prefetch_misses: int = 0
+    """Uses that had to enqueue their own."""
+    prefetches_unused: int = 0
+    """All-gathers enqueued ahead and released unused."""
+    full_buffers_alive: int = 0
+    full_buffers_most: int = 0
+    reduce_inputs_alive: int = 0
+    reduce_inputs_most: int = 0
+
+    def reset(self) -> None:
+        """Starts counting again; what is alive stays so."""
+        alive = self.full_buffers_alive, self.reduce_inputs_alive
+        for field in fields(self):
+            setattr(self, field.name, 0)
+        self.full_buffers_alive, self.reduce_inputs_alive = alive
+        self.full_buffers_most, self.reduce_inputs_most = alive
+
+    def count_full_buffer(self, change: int) -> None:
+        self.full_buffers_alive += change
+        self.full_buffers_most = max(self.full_buffers_most, self.full_buffers_alive)
+
+    def count_reduce_input(self, change: int) -> None:
+        self.reduce_inputs_alive += change
+        self.reduce_inputs_most = max(self.reduce_inputs_most, self.reduce_inputs_alive)
+
+    def __repr__(self) -> str:
+        mib = 1024 * 1024
+        return (
+            f"all-gathers {self.all_gathers} ({self.all_gather_bytes / mib:.1f} MiB), "
+            f"reduce-scatters {self.reduce_scatters} ({self.reduce_scatter_bytes / mib:.1f} MiB), "
+            f"order checks {self.order_checks}; "
+            f"prefetch hits {self.prefetch_hits}, misses {self.prefetch_misses}, "
+            f"unused {self.prefetches_unused}; "
+            f"full buffers {self.full_buffers_alive} (most {self.full_buffers_most}), "
+            f"reduce inputs {self.reduce_inputs_alive} (most {self.reduce_inputs_most})"
+        )

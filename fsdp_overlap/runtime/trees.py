@@ -1,0 +1,48 @@
+"""Tensors inside the arguments and outputs of a forward."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in nested lists, tuples, mappings, dataclasses and registered pytree nodes."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, set)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None))
+    elif type(value) in _pytree.SUPPORTED_NODES:
+        for item in _pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)[0]:
+            yield from tensors_in(item)
+
+
+def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """``value`` with every tensor replaced by ``change`` of it; what has none is returned as it
+    is."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if not any(True for _ in tensors_in(value)):
+        return value
+    if isinstance(value, tuple):
+        items = [map_tensors(change, item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, (list, set)):
+        return type(value)(map_tensors(change, item) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, Mapping)):
+        fields = [field.name for field in dataclasses.fields(value) if field.init]
+        return dataclasses.replace(
+            value, **{name: map_tensors(change, getattr(value, name)) for name in fields}
+        )
+    return _pytree.tree_map_only(torch.Tensor, change, value)

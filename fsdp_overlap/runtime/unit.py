@@ -1,0 +1,156 @@
+"""One unit: a module and the parameters it owns."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp_overlap.comm.lanes import Lane, Mark
+from fsdp_overlap.runtime.bucket import Bucket
+from fsdp_overlap.runtime.gradients import BucketGradients
+
+if TYPE_CHECKING:
+    from fsdp_overlap.runtime.context import FsdpContext
+
+
+class Unit:
+    """What :func:`fully_shard` keeps of a module: its buckets and how it is to be treated.
+
+    The module's hooks own the unit; the unit refers to the module weakly, and so does the context
+    to the unit. ``gradients`` are those of the buckets that are trainable now.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        context: FsdpContext,
+        buckets: list[Bucket],
+        mp_policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | None,
+    ) -> None:
+        self.module = weakref.ref(module)
+        self.buckets = buckets
+        self.mp_policy = mp_policy
+        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_backward = True
+        self.syncs_gradients = True
+        self.is_root = False
+        self.name = type(module).__name__
+        self.gradients: list[BucketGradients] = []
+        self._trainability = -1
+        self._known_gradients: dict[Bucket, BucketGradients] = {}
+        self._hooked: set[int] = set()
+        self.context = context
+        self.index = context.register(self)
+
+    def rename(self, name: str) -> None:
+        """Takes the name it has in the root module, by which users know it."""
+        self.name = name
+        for bucket in self.buckets:
+            dtype = str(bucket.shard.dtype).removeprefix("torch.")
+            frozen = "" if bucket.plan.specs[0].requires_grad else ", frozen"
+            bucket.label = name if len(self.buckets) == 1 else f"{name} [{dtype}{frozen}]"
+
+    @property
+    def module_kind(self) -> str:
+        """The name of the module's class as the user wrote it."""
+        module = self.module()
+        return "" if module is None else type(module).__name__.removeprefix("Fsdp")
+
+    @property
+    def is_gathered(self) -> bool:
+        return bool(self.buckets) and self.buckets[0].is_gathered
+
+    @property
+    def is_fresh(self) -> bool:
+        return all(bucket.is_fresh for bucket in self.buckets)
+
+    @property
+    def version(self) -> tuple[object, ...]:
+        """Changes with every edit of the unit's sharded parameters."""
+        return tuple(bucket.version for bucket in self.buckets)
+
+    @property
+    def is_trainable(self) -> bool:
+        return bool(self.gradients)
+
+    def gather(self) -> None:
+        """Enqueues the all-gathers of the buckets that are not whole and fresh."""
+        for bucket in self.buckets:
+            if not (bucket.is_gathered and bucket.is_fresh):
+                self.context.gather(bucket)
+
+    def wait(self) -> None:
+        """Makes compute wait for the unit's all-gathers."""
+        for bucket in self.buckets:
+            bucket.wait()
+
+    def free(self, after: Mark) -> None:
+        """Frees the full buffers once the compute up to ``after`` is done."""
+        for bucket in self.buckets:
+            if bucket.is_gathered:
+                self.context.free(bucket, after)
+
+    def reset(self, lane: Lane) -> None:
+        """Back to rest, from any state."""
+        for bucket in self.buckets:
+            bucket.reset(lane)
+        for gradients in self._known_gradients.values():
+            gradients.drop()
+
+    def use_unsharded(self) -> None:
+        for bucket in self.buckets:
+            bucket.use_unsharded()
+
+    def use_sharded(self) -> None:
+        for bucket in self.buckets:
+            bucket.use_sharded()
+
+    def reshards_after_forward(self) -> bool:
+        """The user's choice; by default all but the root, which backward needs first, reshard."""
+        if self.reshard_after_forward is not None:
+            return self.reshard_after_forward
+        return not (self.is_root and torch.is_grad_enabled())
+
+    def follow_trainability(self) -> None:
+        """Brings ``requires_grad`` of the unsharded parameters in line with the sharded ones, and
+        hooks those that became trainable."""
+        edits = sum(bucket.edits.trainability for bucket in self.buckets)
+        if edits == self._trainability:
+            return
+        self._trainability = edits
+        self.gradients = []
+        for bucket in self.buckets:
+            for parameter, sharded in zip(
+                bucket.parameters, bucket.sharded_parameters, strict=True
+            ):
+                parameter.requires_grad_(sharded.requires_grad)
+            if any(parameter.requires_grad for parameter in bucket.parameters):
+                gradients = self._known_gradients.get(bucket)
+                if gradients is None:
+                    dtype = self.mp_policy.reduce_dtype or bucket.full.flat.dtype
+                    gradients = self._known_gradients[bucket] = BucketGradients(bucket, dtype)
+                gradients.forget_arrivals()
+                self.gradients.append(gradients)
+                self._hook(gradients)
+
+    def _hook(self, gradients: BucketGradients) -> None:
+        owner, target = weakref.ref(self), weakref.ref(gradients)
+        for index, parameter in enumerate(gradients.bucket.parameters):
+            if not parameter.requires_grad or id(parameter) in self._hooked:
+                continue
+            self._hooked.add(id(parameter))
+
+            def arrived(_: torch.Tensor, index: int = index) -> None:
+                gradients = target()
+                if gradients is None or not gradients.arrive(index):
+                    return
+                unit = owner()
+                if unit is not None:
+                    unit.context.schedule.gradient_arrived(unit, gradients, index)
+
+            parameter.register_post_accumulate_grad_hook(arrived)

@@ -1,0 +1,63 @@
+"""A contiguous range of a flattened tensor, as N-dimensional boxes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True)
+class Box:
+    """A box of a tensor: ``offsets`` and ``sizes`` per dimension, ``start`` in the flattened
+    tensor.
+
+    Its elements are contiguous in the flattened tensor.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+
+    @property
+    def numel(self) -> int:
+        return prod(self.sizes)
+
+
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    """The fewest boxes that cover elements ``[start, stop)`` of a flattened tensor of ``shape``.
+
+    A range cut in the middle of rows is a tail of the first row, whole rows and a head of the last:
+    at most three boxes for a matrix, ``2 * ndim - 1`` in general.
+    """
+    return list(_boxes(shape, start, stop, (), 0))
+
+
+def _boxes(
+    shape: tuple[int, ...], start: int, stop: int, outer: tuple[int, ...], base: int
+) -> Iterator[Box]:
+    if start >= stop:
+        return
+    if len(shape) <= 1:
+        ones = (1,) * len(outer)
+        if shape:
+            yield Box((*outer, start), (*ones, stop - start), base + start)
+        else:
+            yield Box(outer, ones, base)
+        return
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:  # inside one row
+        top = start // row
+        inner = (*outer, top)
+        yield from _boxes(shape[1:], start - top * row, stop - top * row, inner, base + top * row)
+        return
+    if start < first * row:
+        inner = (*outer, first - 1)
+        skipped = (first - 1) * row
+        yield from _boxes(shape[1:], start - skipped, row, inner, base + skipped)
+    if first < last:
+        offsets = (*outer, first, *(0,) * (len(shape) - 1))
+        sizes = (*(1,) * len(outer), last - first, *shape[1:])
+        yield Box(offsets, sizes, base + first * row)
+    yield from _boxes(shape[1:], 0, stop - last * row, (*outer, last), base + last * row)

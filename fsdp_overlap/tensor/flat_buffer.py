@@ -1,0 +1,39 @@
+"""A flat tensor whose storage comes and goes while its views stay."""
+
+from __future__ import annotations
+
+import torch
+
+from fsdp_overlap.layout import BucketPlan
+
+
+class FlatBuffer:
+    """The flat storage behind a bucket's unsharded parameters or unreduced gradients.
+
+    ``flat`` has shape ``[plan.numel]`` and ``views[i]`` the shape of ``plan.specs[i]``. They are
+    made once; :meth:`allocate` and :meth:`free` only resize the storage underneath, so a view must
+    not be read while :attr:`allocated` is false.
+    """
+
+    def __init__(self, plan: BucketPlan, dtype: torch.dtype, device: torch.device) -> None:
+        # Outside inference mode, where tensors made could never take part in autograd again.
+        with torch.inference_mode(False), torch.no_grad():
+            self.flat = torch.empty(plan.numel, dtype=dtype, device=device)
+            self.views = [
+                self.flat[offset : offset + spec.numel].view(spec.shape)
+                for spec, offset in zip(plan.specs, plan.offsets, strict=True)
+            ]
+        self._storage = self.flat.untyped_storage()
+        self.nbytes = self._storage.nbytes()
+        self.allocated = True
+        self.free()
+
+    def allocate(self) -> None:
+        """Gives the buffer storage on the current stream; its contents are undefined."""
+        self._storage.resize_(self.nbytes)
+        self.allocated = True
+
+    def free(self) -> None:
+        """Gives the storage back to the current stream's allocator."""
+        self._storage.resize_(0)
+        self.allocated = False

@@ -1,0 +1,46 @@
+"""How a sharded parameter lies over the ranks of a mesh."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
+
+
+class RangeShard(Placement):
+    """Each rank holds one contiguous range of the flattened tensor, possibly empty.
+
+    ``ranges`` lists ``(rank, start, stop)`` in elements for the ranks that hold any. Equal on every
+    rank of the mesh, as DTensor asks of a placement.
+    """
+
+    def __init__(self, ranges: tuple[tuple[int, int, int], ...]) -> None:
+        super().__init__()
+        self.ranges = ranges
+
+    def local_range(self, rank: int) -> tuple[int, int]:
+        """``(start, stop)`` of what ``rank`` of the mesh holds; ``(0, 0)`` if nothing."""
+        for owner, start, stop in self.ranges:
+            if owner == rank:
+                return start, stop
+        return 0, 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RangeShard) and self.ranges == other.ranges
+
+    def __hash__(self) -> int:
+        return hash(self.ranges)
+
+    def __repr__(self) -> str:
+        held = ", ".join(f"{rank}: {start}-{stop}" for rank, start, stop in self.ranges[:4])
+        more = ", ..." if len(self.ranges) > 4 else ""
+        return f"RangeShard({held}{more})"
+
+
+def range_spec(
+    mesh: DeviceMesh, placement: RangeShard, shape: torch.Size, dtype: torch.dtype
+) -> DTensorSpec:
+    """The DTensor spec of a tensor of ``shape`` that lies over ``mesh`` as ``placement`` says."""
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensorSpec(mesh, (placement,), tensor_meta=TensorMeta(shape, stride, dtype))

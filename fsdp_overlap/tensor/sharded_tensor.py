@@ -1,0 +1,247 @@
+"""The sharded form of a parameter, of its gradient and of its optimizer states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from sys import getrefcount
+from types import ModuleType
+from typing import Any, NoReturn, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from fsdp_overlap.tensor.boxes import boxes
+from fsdp_overlap.tensor.placement import RangeShard, range_spec
+
+
+class ShardEdits:
+    """Counts what was done to the shards of one bucket, so that stale full buffers are noticed.
+
+    A shard changes through ops on its :class:`ShardedTensor` parameters. Autograd's version
+    counters cannot be relied on for that: fused optimizers do not bump them.
+    """
+
+    __slots__ = ("trainability", "values")
+
+    clock = 0
+    """Edits of any shard in the process; tells a lane whether anything changed since it last
+    looked."""
+
+    def __init__(self) -> None:
+        self.values = 0
+        self.trainability = 0
+
+    def note_values(self) -> None:
+        self.values += 1
+        ShardEdits.clock += 1
+
+
+_TENSOR_GRAD: Any = torch.Tensor.grad
+_get_grad = _TENSOR_GRAD.__get__
+_set_grad = _TENSOR_GRAD.__set__
+# A gradient's wrapper that only one frame, a variable and the call refer to.
+_UNSHARED = 2
+
+
+_NOTHING = torch.empty(0)
+
+
+@cache
+def _ops() -> ModuleType:
+    """The table of ops, which builds on the class below."""
+    from fsdp_overlap.tensor import ops
+
+    return ops
+
+
+class ShardedTensor(DTensor):
+    """A tensor of which each rank of a mesh holds one contiguous range, flattened.
+
+    It is a :class:`~torch.distributed.tensor.DTensor` to ``isinstance``, ``device_mesh`` and
+    ``placements``, but no op reaches DTensor's sharding rules: point-wise, foreach and fused ops
+    run on the local ranges, norms reduce across the ranks (a collective over the mesh, which
+    returns a plain tensor), and every other op raises.
+    """
+
+    edits: ShardEdits | None = None
+    """Set on parameters; ``None`` on gradients and optimizer states, which nobody gathers."""
+
+    _spare_grad: ShardedTensor | None = None
+
+    @classmethod
+    def wrap(
+        cls, local: torch.Tensor, spec: DTensorSpec, edits: ShardEdits | None = None
+    ) -> ShardedTensor:
+        """The sharded tensor whose range on this rank is ``local``, flat and shared, not copied."""
+        tensor = cast(ShardedTensor, DTensor.__new__(cls, local, spec, requires_grad=False))
+        if edits is not None:
+            tensor.edits = edits
+        return tensor
+
+    def wrap_like(self, local: torch.Tensor) -> ShardedTensor:
+        """``local`` as a tensor that lies over the mesh as this one does, of ``local``'s dtype."""
+        spec = self._spec
+        meta = spec.tensor_meta
+        assert meta is not None
+        if meta.dtype != local.dtype:
+            spec = range_spec(spec.mesh, self.placement, meta.shape, local.dtype)
+        return ShardedTensor.wrap(local, spec)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return _ops().call(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> NoReturn:
+        raise_unsupported(str(func))
+
+    # Read and written for every parameter in every step, so not through __torch_function__.
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        with torch._C.DisableTorchFunctionSubclass():
+            return cast("torch.Tensor | None", _get_grad(self))
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            if gradient is None:
+                dropped = _get_grad(self)
+                _set_grad(self, None)
+                # Making a wrapper takes longer than all else that is done for a gradient, so one
+                # that nobody else holds is kept for the next, without its memory.
+                if type(dropped) is ShardedTensor and getrefcount(dropped) == _UNSHARED:
+                    dropped._local_tensor = _NOTHING
+                    self._spare_grad = dropped
+            else:
+                _set_grad(self, gradient)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def give_grad(self, local: torch.Tensor) -> None:
+        """Makes ``local``, this rank's range, the gradient, or adds it to the gradient there is."""
+        with torch._C.DisableTorchFunctionSubclass():
+            gradient = _get_grad(self)
+            if gradient is None:
+                gradient = self._spare_grad
+                if gradient is None:
+                    gradient = ShardedTensor.wrap(local, self._spec)
+                else:
+                    self._spare_grad = None
+                    gradient._local_tensor = local
+                _set_grad(self, gradient)
+            elif isinstance(gradient, ShardedTensor):
+                gradient._local_tensor.add_(local)
+            else:
+                raise TypeError(
+                    f"the gradient of {self!r} was replaced by a {type(gradient).__name__}; assign "
+                    "a ShardedTensor or None"
+                )
+
+    @property
+    def placement(self) -> RangeShard:
+        placement = self._spec.placements[0]
+        assert isinstance(placement, RangeShard)
+        return placement
+
+    @property
+    def local_range(self) -> tuple[int, int]:
+        """``(start, stop)`` of this rank's range in the flattened tensor, in elements."""
+        return self.placement.local_range(self._spec.mesh.get_local_rank())
+
+    def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """This rank's range, flat, sharing memory: in-place edits of it edit the parameter."""
+        return self._local_tensor
+
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """The whole tensor on every rank, a copy. Must be called on every rank of the mesh."""
+        mesh = self._spec.mesh
+        meta = self._spec.tensor_meta
+        assert meta is not None
+        local = self._local_tensor.detach()
+        full = torch.empty(meta.shape.numel(), dtype=local.dtype, device=local.device)
+        start, stop = self.local_range
+        full[start:stop].copy_(local)
+        group = mesh.get_group()
+        works = [
+            dist.broadcast(full[first:last], group=group, group_src=rank, async_op=True)
+            for rank, first, last in self.placement.ranges
+        ]
+        for work in works:
+            work.wait()
+        return full.view(meta.shape)
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise_unsupported("redistribute")
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        start, stop = self.local_range
+        with torch._C.DisableTorchFunctionSubclass():
+            shape, dtype, numel = tuple(self.shape), self.dtype, self.numel()
+        return f"ShardedTensor(shape={shape}, dtype={dtype}, here={start}-{stop} of {numel})"
+
+    # The protocol through which torch.distributed.checkpoint reads and writes this rank's range.
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        meta = self._spec.tensor_meta
+        assert meta is not None
+        properties = TensorProperties(dtype=meta.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=meta.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        start, stop = self.local_range
+        return [
+            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+            for box in boxes(self._shape, start, stop)
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        start, stop = self.local_range
+        for box in boxes(self._shape, start, stop):
+            if index.offset is None or tuple(index.offset) == box.offsets:
+                first = box.start - start
+                if self.edits is not None:  # the caller may be about to load into it
+                    self.edits.note_values()
+                return self._local_tensor.detach()[first : first + box.numel].view(box.sizes)
+        raise ValueError(f"{index} is not a box of this rank's range of {self!r}")
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        meta = self._spec.tensor_meta
+        assert meta is not None
+        return tuple(meta.shape)
+
+
+def raise_unsupported(op: str) -> NoReturn:
+    """Refuses ``op`` on a sharded tensor and says what to do instead."""
+    raise TypeError(
+        f"{op} is not supported on a ShardedTensor, of which each rank holds only a range: use "
+        "full_tensor() for the whole tensor (on every rank of the mesh) or to_local() for this "
+        "rank's range"
+    )

@@ -1,0 +1,16 @@
+"""The pool of ranks ends with the session; `gpu` tests are skipped where there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import close_pool
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device, and torch.cuda.is_available() is False")
+
+
+def pytest_sessionfinish() -> None:
+    close_pool()

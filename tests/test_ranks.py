@@ -1,0 +1,110 @@
+"""Claims about the harness itself: what the other tests may rely on."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankError, expect_rank_errors, run_ranks
+
+
+def _rank_and_sum(x: float) -> tuple[int, float]:
+    total = torch.tensor(x * (1 + dist.get_rank()))
+    dist.all_reduce(total)
+    return dist.get_rank(), total.item()
+
+
+def _pid() -> int:
+    return os.getpid()
+
+
+def _random_number() -> float:
+    return torch.rand(()).item()
+
+
+def _fail_everywhere() -> None:
+    raise ValueError(f"no shards on rank {dist.get_rank()}")
+
+
+def _fail_on_rank_1() -> None:
+    values = [dist.get_rank(), 7]
+    assert values[0] != 1, "only this rank"
+    dist.barrier()
+
+
+def _enter_only_on_rank_0() -> None:
+    if dist.get_rank() == 0:
+        dist.barrier()
+    else:
+        _never_come()
+
+
+def _never_come() -> None:
+    time.sleep(600)
+
+
+def _die() -> None:
+    os._exit(7)
+
+
+def test_results_come_in_rank_order() -> None:
+    assert run_ranks(_rank_and_sum, 3, 2.0) == [(0, 12.0), (1, 12.0), (2, 12.0)]
+
+
+def test_processes_are_reused() -> None:
+    first = run_ranks(_pid, 2)
+    assert run_ranks(_pid, 2) == first
+    assert os.getpid() not in first
+
+
+def test_every_call_starts_from_the_same_seed() -> None:
+    first = run_ranks(_random_number, 2)
+    assert run_ranks(_random_number, 2) == first
+    assert first[0] == first[1]
+
+
+def test_expected_errors_keep_the_processes() -> None:
+    pids = run_ranks(_pid, 2)
+    messages = expect_rank_errors(_fail_everywhere, 2, match=r"ValueError: no shards on rank \d")
+    assert messages == ["ValueError: no shards on rank 0", "ValueError: no shards on rank 1"]
+    assert run_ranks(_pid, 2) == pids
+
+
+def test_expected_error_that_one_rank_misses_is_a_failure() -> None:
+    with pytest.raises(RankError, match=r"ranks \[0\] did not raise an error matching 'rank 1'"):
+        expect_rank_errors(_fail_everywhere, 2, match="rank 1")
+
+
+def test_failure_on_one_rank_shows_every_rank_and_ends_quickly() -> None:
+    run_ranks(_pid, 2)
+    start = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        run_ranks(_fail_on_rank_1, 2)
+    assert time.monotonic() - start < 20
+    rank_0, rank_1 = str(caught.value).split("---- rank 1: raised ----")
+    assert "assert 1 != 1" in rank_1  # rewritten by pytest, as in this process
+    assert "in _fail_on_rank_1" in rank_0
+    assert "barrier" in rank_0
+    assert "in _fail_on_rank_1" in rank_1
+    assert "only this rank" in rank_1
+
+
+def test_hang_ends_within_the_timeout_with_stacks_of_every_rank() -> None:
+    run_ranks(_pid, 2)
+    start = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        run_ranks(_enter_only_on_rank_0, 2, timeout=3.0)
+    assert time.monotonic() - start < 15
+    rank_0, rank_1 = str(caught.value).split("---- rank 1: still running")
+    assert "in _enter_only_on_rank_0" in rank_0
+    assert "barrier" in rank_0
+    assert "in _never_come" in rank_1
+
+
+def test_pool_works_again_after_a_rank_died() -> None:
+    with pytest.raises(RankError, match=r"rank 0: died ----\nexit code 7"):
+        run_ranks(_die, 1)
+    assert run_ranks(_rank_and_sum, 1, 5.0) == [(0, 5.0)]

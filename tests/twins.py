@@ -1,0 +1,134 @@
+"""A sharded model and its unsharded twin, side by side on every rank."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from zoo import ROWS, VOCABULARY, ZOO, Shard
+
+from fsdp_overlap import FsdpContext, ShardedTensor
+
+LENGTH = 5
+
+
+class Twins:
+    """``model`` is sharded and sees its rank's rows, ``twin`` is not and sees those of all ranks.
+
+    In double precision, so that what differs by more than rounding is wrong.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], nn.Module],
+        shard: Shard,
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+        prefetch: int = 1,
+        **options: Any,
+    ) -> None:
+        torch.manual_seed(7)
+        self.model = build().double()
+        self.twin = copy.deepcopy(self.model)
+        self.ctx = FsdpContext(prefetch=prefetch)
+        shard(self.model, self.ctx)
+        self.optimizer = optimizer(self.model.parameters(), lr=0.05, **options)
+        self.twin_optimizer = optimizer(self.twin.parameters(), lr=0.05, **options)
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+
+    @classmethod
+    def of(cls, name: str, **options: Any) -> Twins:
+        return cls(*ZOO[name], **options)
+
+    def batches(self, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Tokens and targets of all ranks, ``[world * ROWS, LENGTH]`` each."""
+        generator = torch.Generator().manual_seed(3)
+        shape = (self.world * ROWS, LENGTH)
+        for _ in range(count):
+            yield (
+                torch.randint(VOCABULARY, shape, generator=generator),
+                torch.randint(VOCABULARY, shape, generator=generator),
+            )
+
+    def mine(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole[self.rank * ROWS : (self.rank + 1) * ROWS]
+
+    def losses(
+        self, tokens: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss of this rank's rows and the mean over ranks of the twin's losses.
+
+        The twin runs on each rank's rows apart, so that branches on data fall as they do there.
+        """
+        loss = loss_of(self.model(self.mine(tokens)), self.mine(targets))
+        iteration = getattr(self.twin, "iteration", 0)
+        twin_losses = []
+        for rows, wanted in zip(tokens.split(ROWS), targets.split(ROWS), strict=True):
+            if hasattr(self.twin, "iteration"):
+                self.twin.iteration = iteration
+            twin_losses.append(loss_of(self.twin(rows), wanted))
+        return loss, torch.stack(twin_losses).mean()
+
+    def backward(self, tokens: torch.Tensor, targets: torch.Tensor) -> None:
+        loss, twin_loss = self.losses(tokens, targets)
+        loss.backward()
+        twin_loss.backward()
+        self.check_loss(loss, twin_loss)
+
+    def check_loss(self, loss: torch.Tensor, twin_loss: torch.Tensor) -> None:
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        torch.testing.assert_close(mean / self.world, twin_loss.detach())
+
+    def step(self) -> None:
+        for optimizer in (self.optimizer, self.twin_optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def check_gradients(self) -> None:
+        for (name, parameter), twin in self.pairs():
+            assert (parameter.grad is None) == (twin.grad is None), f"{name}: {parameter.grad}"
+            if parameter.grad is not None:
+                assert isinstance(parameter.grad, ShardedTensor)
+                same(parameter.grad.full_tensor(), twin.grad, f"gradient of {name}")
+
+    def check_parameters(self) -> None:
+        for (name, parameter), twin in self.pairs():
+            assert isinstance(parameter, nn.Parameter), name
+            assert isinstance(parameter, ShardedTensor), name
+            same(parameter.full_tensor(), twin.detach(), name)
+
+    def check_rest(self) -> None:
+        """Nothing is left unsharded or in flight."""
+        assert self.ctx.stats.full_buffers_alive == 0, self.ctx.stats
+        assert self.ctx.stats.reduce_inputs_alive == 0, self.ctx.stats
+        for unit in self.ctx.units:
+            for bucket in unit.buckets:
+                assert bucket.full.flat.untyped_storage().nbytes() == 0
+            for gradients in unit.gradients:
+                assert gradients.input.flat.untyped_storage().nbytes() == 0
+
+    def pairs(self) -> Iterator[tuple[tuple[str, nn.Parameter], nn.Parameter]]:
+        return zip(self.model.named_parameters(), self.twin.parameters(), strict=True)
+
+    def train(self, iterations: int) -> None:
+        """Trains both and compares everything at every step."""
+        for tokens, targets in self.batches(iterations):
+            self.backward(tokens, targets)
+            self.check_gradients()
+            self.check_rest()
+            self.step()
+            self.check_parameters()
+
+
+def loss_of(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
+
+
+def same(actual: torch.Tensor, expected: torch.Tensor | None, what: str) -> None:
+    torch.testing.assert_close(
+        actual, expected, rtol=1e-9, atol=1e-11, msg=lambda text: f"{what}: {text}"
+    )
