@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from functools import partial
 from typing import Any
@@ -38,7 +39,9 @@ def _before_forward(
 
 def _after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     schedule = unit.context.schedule
-    call = schedule.after_forward(unit)
+    # torch calls this while it handles the error of a forward that raised, with no output.
+    raised = output is None and sys.exc_info()[0] is not None
+    call = schedule.after_forward(unit, raised)
     if not schedule.is_in_use(unit):
         unit.use_sharded()
     if unit.mp_policy.output_dtype is not None:

@@ -94,9 +94,10 @@ class Schedule:
         self.gathers.use_ahead(self._units(self.order.upcoming(self.gathers.prefetch)))
         unit.wait()
 
-    def after_forward(self, unit: Unit) -> Call | None:
-        """``unit``'s forward has run. Returns the call to announce in :meth:`before_backward` if
-        gradients will flow back through it; ``None`` where its buffers need no second use."""
+    def after_forward(self, unit: Unit, raised: bool = False) -> Call | None:
+        """``unit``'s forward has run, or ``raised``. Returns the call to announce in
+        :meth:`before_backward` if gradients will flow back through it; ``None`` where its buffers
+        need no second use."""
         running = self._running
         backward = self._backward if is_in_backward() else None
         if backward is not None:
@@ -108,7 +109,7 @@ class Schedule:
         if backward is not None:
             return self._after_recompute(unit, backward, start, end)
         self._pass.note(unit.index, start, end)
-        if unit.reshards_after_forward() and not self.is_in_use(unit):
+        if (raised or unit.reshards_after_forward()) and not self.is_in_use(unit):
             self.gathers.release(unit)
         if unit.is_root and not running:
             self.gathers.finish_pass()

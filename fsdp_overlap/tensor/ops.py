@@ -135,15 +135,15 @@ def _set_requires_grad(
 def _pointwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = op_name(func)
     model = _same_layout(name, [*args, *kwargs.values()])
-    in_place = name.endswith("_")
-    if "out" in kwargs or (in_place and not isinstance(args[0], ShardedTensor)):
-        raise_unsupported(f"{name} into a plain tensor or with out=")
+    target = kwargs.get("out", args[0] if name.endswith("_") else model)
+    if not isinstance(target, ShardedTensor):
+        raise_unsupported(f"{name} into a plain tensor")
     if name not in DETACHED:
         _check_no_gradient(name, [*args, *kwargs.values()])
     result = func(*map(_local, args), **{key: _local(value) for key, value in kwargs.items()})
-    if in_place:
-        _note_edit(args[0])
-        return args[0]
+    if "out" in kwargs or name.endswith("_"):
+        _note_edit(target)
+        return target
     # `to` and `contiguous` return their argument where there is nothing to do.
     return model if result is model._local_tensor else model.wrap_like(result)
 

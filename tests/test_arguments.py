@@ -1,0 +1,179 @@
+"""Bad input gets an error that says what to do, before anything is changed."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+from zoo import Model, Tied
+
+from fsdp_overlap import CPUOffloadPolicy, FsdpContext, FsdpModule, fully_shard
+
+
+def linear() -> nn.Module:
+    return nn.Linear(4, 4)
+
+
+def not_a_module() -> None:
+    fully_shard("model", FsdpContext())
+
+
+def module_list() -> None:
+    fully_shard(nn.ModuleList([linear()]), FsdpContext())
+
+
+def twice() -> None:
+    ctx = FsdpContext()
+    fully_shard(fully_shard(linear(), ctx), ctx)
+
+
+def mesh_as_context() -> None:
+    fully_shard(linear(), init_device_mesh("cpu", (2,)))
+
+
+def two_meshes() -> None:
+    ctx = FsdpContext(init_device_mesh("cpu", (2,)))
+    fully_shard(linear(), ctx, mesh=other_mesh())
+
+
+def other_mesh() -> Any:
+    return init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"]
+
+
+def two_dimensions() -> None:
+    FsdpContext(init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard")))
+
+
+def negative_prefetch() -> None:
+    FsdpContext(prefetch=-1)
+
+
+def integer_reshard() -> None:
+    fully_shard(linear(), FsdpContext(), reshard_after_forward=2)
+
+
+def offload() -> None:
+    fully_shard(linear(), FsdpContext(), offload_policy=CPUOffloadPolicy())
+
+
+def shared_with_inner_unit() -> None:
+    model = Tied()
+    ctx = FsdpContext()
+    fully_shard(model.embedding, ctx)
+    fully_shard(model, ctx)
+
+
+def shared_between_siblings() -> None:
+    first, second = linear(), linear()
+    second.weight = first.weight
+    ctx = FsdpContext()
+    fully_shard(first, ctx)
+    fully_shard(second, ctx)
+
+
+def uninitialized() -> None:
+    fully_shard(nn.LazyLinear(3), FsdpContext())
+
+
+def dtensor() -> None:
+    module = linear()
+    mesh = init_device_mesh("cpu", (2,))
+    module.weight = nn.Parameter(distribute_tensor(module.weight.data, mesh, [Replicate()]))
+    fully_shard(module, FsdpContext(mesh))
+
+
+def not_contiguous() -> None:
+    module = linear()
+    module.weight = nn.Parameter(torch.zeros(4, 4).t()[:, ::2])
+    fully_shard(module, FsdpContext())
+
+
+def cast_after() -> None:
+    fully_shard(linear(), FsdpContext()).half()
+
+
+def copied() -> None:
+    copy.deepcopy(fully_shard(linear(), FsdpContext()))
+
+
+def pickled() -> None:
+    pickle.dumps(fully_shard(linear(), FsdpContext()))
+
+
+CASES: dict[Callable[[], None], tuple[type[Exception], str]] = {
+    not_a_module: (TypeError, "takes a torch.nn.Module, got str"),
+    module_list: (ValueError, "ModuleList has no forward to hook; call fully_shard on each"),
+    twice: (ValueError, "Linear is a unit already"),
+    mesh_as_context: (TypeError, "ctx is a DeviceMesh, not an FsdpContext; pass a mesh as mesh="),
+    two_meshes: (ValueError, "differs from the mesh .* of the context; pass one of the two"),
+    two_dimensions: (ValueError, r"shards over a 1-D mesh, got 2 dimensions .*mesh\['shard'\]"),
+    negative_prefetch: (ValueError, "prefetch=-1 is not a number of all-gathers; use 0 or more"),
+    integer_reshard: (ValueError, "reshard_after_forward=2 is not supported; use True, False or"),
+    offload: (ValueError, r"CPUOffloadPolicy is not supported; use OffloadPolicy\(\)"),
+    shared_with_inner_unit: (
+        ValueError,
+        "'head.weight' of Tied is also 'weight' of the unit Embedding: a parameter belongs to one",
+    ),
+    shared_between_siblings: (ValueError, "'weight' of Linear is also 'weight' of the unit Linear"),
+    uninitialized: (ValueError, "not initialized; run a forward before"),
+    dtensor: (TypeError, "'weight' of Linear is a DTensor; only plain"),
+    not_contiguous: (ValueError, r"not contiguous \(shape \(4, 2\), strides \(1, 8\)\)"),
+    cast_after: (RuntimeError, r"FsdpLinear is sharded: move or cast a module .* before"),
+    copied: (TypeError, r"FsdpLinear cannot be copied: copy the module before fully_shard\(\)"),
+    pickled: (TypeError, r"FsdpLinear cannot be pickled: save its state_dict\(\)"),
+}
+
+
+def expect(case: Callable[[], None]) -> None:
+    kind, match = CASES[case]
+    with pytest.raises(kind, match=match):
+        case()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_bad_input_is_refused(case: Callable[[], None]) -> None:
+    run_ranks(expect, 2, case)
+
+
+def unchanged() -> None:
+    model = Tied()
+    parameters = dict(model.named_parameters())
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    ctx = FsdpContext()
+    fully_shard(model.embedding, ctx)
+    with pytest.raises(ValueError, match="also"):
+        fully_shard(model, ctx)
+    assert type(model) is Tied
+    assert not isinstance(model, FsdpModule)
+    assert model.layers[0].up.weight is parameters["layers.0.up.weight"]
+    assert torch.equal(model.layers[0].up.weight, values["layers.0.up.weight"])
+    assert len(ctx.units) == 1
+
+
+def test_a_refused_module_is_unchanged() -> None:
+    run_ranks(unchanged, 2)
+
+
+def test_without_process_groups_the_error_says_how_to_get_them() -> None:
+    with pytest.raises(RuntimeError, match=r"call torch.distributed.init_process_group\(\) first"):
+        fully_shard(Model(), FsdpContext())
+
+
+def mesh_conflict_in_tree() -> None:
+    model = nn.Sequential(linear())
+    fully_shard(model[0], mesh=other_mesh())
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(ValueError, match="Linear.* inside Sequential.*give both the same mesh"):
+        model(torch.zeros(1, 4))
+
+
+def test_units_of_one_tree_over_different_meshes_are_refused() -> None:
+    run_ranks(mesh_conflict_in_tree, 2)

@@ -1,0 +1,238 @@
+"""`fsdp-overlap train` from outside: what it leaves, what it prints, what it refuses."""
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdp_overlap.cli import main
+from fsdp_overlap.cli.config import TrainConfig
+from fsdp_overlap.cli.data import load_text, sample_batch, split_text, unigram_entropy
+from fsdp_overlap.cli.errors import BadInput
+from fsdp_overlap.cli.launch import find_place
+from fsdp_overlap.cli.run_folder import check_out
+
+TINY = "--steps 4 --eval-every 2 --log-every 1 --layers 3 --width 32 --heads 2 --seq-len 32".split()
+TRAIN = ["-m", "fsdp_overlap.cli", "train", "--device", "cpu"]
+
+
+def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {k: v for k, v in os.environ.items() if k not in names}
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("All that is gold does not glitter; not all those who wander are lost.\n" * 200)
+    return path
+
+
+def read_metrics(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_its_folder_and_says_what_it_did(tmp_path: Path, text_file: Path) -> None:
+    done = run(*TRAIN, *TINY, "--data", str(text_file), "--out", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "run"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run"]
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "config.json",
+        "loss.png",
+        "metrics.jsonl",
+        "trace.json",
+    ]
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["ranks"], config["layers"], config["device"]) == (2, 3, "cpu")
+    metrics = read_metrics(folder)
+    assert [m["step"] for m in metrics] == [1, 2, 3, 4]
+    assert [m["step"] for m in metrics if "val_loss" in m] == [2, 4]
+    assert metrics[-1]["loss"] < metrics[0]["loss"]
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert f"{metrics[-1]['val_loss']:.3f} nats/byte" in done.stdout
+    assert f"{config['unigram_entropy']:.3f} nats/byte" in done.stdout
+    # Two steps of three blocks and the root.
+    (reduced,) = [line for line in done.stdout.splitlines() if line.startswith("reduce-scatter")]
+    assert reduced.split()[2] == "8"
+
+
+@pytest.mark.slow
+def test_torchrun_gives_the_same_run(tmp_path: Path, text_file: Path) -> None:
+    arguments = [*TRAIN[1:], *TINY, "--data", str(text_file), "--tied", "--batch-size", "2"]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
+    joined = run(*torchrun, "-m", *arguments, "--out", "joined", cwd=tmp_path)
+    assert joined.returncode == 0, joined.stderr
+    alone = run("-m", *arguments, "--out", "alone", cwd=tmp_path)
+    assert alone.returncode == 0, alone.stderr
+    timeless = ("step", "loss", "val_loss", "lr")
+    assert [[m.get(k) for k in timeless] for m in read_metrics(tmp_path / "joined")] == [
+        [m.get(k) for k in timeless] for m in read_metrics(tmp_path / "alone")
+    ]
+
+
+@pytest.mark.slow
+def test_how_many_ranks_share_a_batch_does_not_change_the_run(
+    tmp_path: Path, text_file: Path
+) -> None:
+    for ranks, batch_size in ((1, 4), (2, 2)):
+        layout = ["--ranks", str(ranks), "--batch-size", str(batch_size), "--out", str(ranks)]
+        done = run(*TRAIN, *TINY, "--data", str(text_file), *layout, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    one, two = (read_metrics(tmp_path / name) for name in ("1", "2"))
+    assert [m["loss"] for m in one] == pytest.approx([m["loss"] for m in two], rel=1e-4)
+    assert one[-1]["grad_norm"] == pytest.approx(two[-1]["grad_norm"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_a_failing_rank_fails_the_command_readably(tmp_path: Path, text_file: Path) -> None:
+    # More sequences than any memory holds.
+    huge = ["--batch-size", str(1 << 50), "--data", str(text_file)]
+    done = run(*TRAIN, *TINY, *huge, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: rank 0 failed: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--data nowhere", "--data nowhere: No such file or directory"),
+        ("--data empty.txt", "--data empty.txt holds no text"),
+        ("--data folder", "--data folder holds no text"),
+        ("--ranks 0", "--ranks 0: must be at least 1"),
+        ("--ranks 100000", "--ranks 100000: at most"),
+        ("--width 100 --heads 3", "--width 100 cannot be split into --heads 3"),
+        ("--data short.txt --seq-len 100", "--seq-len 100 is too long for 500 bytes"),
+        ("--out folder/file", "--out folder/file is not a folder"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: str,
+    message: str,
+) -> None:
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "short.txt").write_text("x" * 500)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").touch()
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        sys, "argv", ["fsdp-overlap", "train", "--device", "cpu", *arguments.split()]
+    )
+    assert main.run() == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith(f"error: {message}")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_bad_input_is_exit_code_two(tmp_path: Path) -> None:
+    done = run(*TRAIN, "--data", "nowhere", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == "error: --data nowhere: No such file or directory\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"steps": 0}, "--steps 0: must be at least 1"),
+        ({"batch_size": -1}, "--batch-size -1: must be at least 1"),
+        ({"prefetch": -1}, "--prefetch -1: must not be negative"),
+        ({"lr": math.nan}, "--lr nan: must be a positive number"),
+        ({"dtype": "int8"}, "--dtype int8: use float32 or bfloat16"),
+        ({"width": 12, "heads": 5}, "heads that fit this width: 1, 2, 3, 6"),
+        ({"width": 7, "heads": 1}, "use an even width"),
+    ],
+)
+def test_impossible_settings_are_refused(settings: dict[str, float | str], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        TrainConfig(out=Path("run"), **settings)
+
+
+def test_a_used_folder_is_not_overwritten(tmp_path: Path) -> None:
+    check_out(tmp_path)
+    (tmp_path / "config.json").touch()
+    with pytest.raises(BadInput, match="is not empty"):
+        check_out(tmp_path)
+    with pytest.raises(BadInput, match="is not a folder"):
+        check_out(tmp_path / "config.json" / "run")
+
+
+def test_ranks_must_agree_with_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    assert find_place(None, "cpu").joining
+    with pytest.raises(BadInput, match="torchrun has started 2"):
+        find_place(3, "cpu")
+
+
+def test_the_split_is_the_same_each_time_and_loses_nothing() -> None:
+    text = bytes(range(256)) * 4000
+    train, validation = split_text(text)
+    assert len(train) + len(validation) == len(text)
+    assert len(validation) == pytest.approx(len(text) / 10, rel=0.1)
+    again = split_text(text)
+    assert torch.equal(train, again[0])
+    assert torch.equal(validation, again[1])
+    short_train, short_validation = split_text(bytes(range(20)))
+    assert short_validation.tolist() == [18, 19]
+    assert short_train.tolist() == list(range(18))
+
+
+def test_a_folder_is_read_in_order_of_name_without_hidden_and_binary_files(tmp_path: Path) -> None:
+    for name, content in (("b", b"B" * 50), ("a/z", b"Z" * 50), (".git", b"!"), ("c", b"\0")):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+    text = load_text(tmp_path, seq_len=4)
+    assert bytes(text.train.tolist()) == b"Z" * 50 + b"B" * 40
+    assert bytes(text.validation.tolist()) == b"B" * 10
+
+
+def test_the_default_text_is_source_code() -> None:
+    text = load_text(None, seq_len=256)
+    assert b"def __init__(self" in bytes(text.train.tolist())
+    assert 2.5 < unigram_entropy(text.validation) < 4
+
+
+def test_unigram_entropy_is_in_nats_per_byte() -> None:
+    def entropy(text: bytes) -> float:
+        return unigram_entropy(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+
+    assert entropy(b"aaaa") == 0
+    assert entropy(b"abab") == pytest.approx(math.log(2))
+    assert entropy(bytes(range(256))) == pytest.approx(math.log(256))
+    assert entropy(b"aaab") == pytest.approx(-0.75 * math.log(0.75) - 0.25 * math.log(0.25))
+
+
+def test_targets_are_the_next_bytes() -> None:
+    text = torch.arange(100, dtype=torch.uint8)
+    inputs, targets = sample_batch(text, 64, 9, torch.Generator().manual_seed(0))
+    assert inputs.shape == targets.shape == (64, 9)
+    assert torch.equal(inputs + 1, targets)
+    # The last sequence that fits may be drawn too.
+    last, _ = sample_batch(text[:10], 1, 9, torch.Generator())
+    assert last.tolist() == [list(range(9))]

@@ -1,0 +1,234 @@
+"""What happens when something goes wrong: errors in a pass, ranks that differ, models that go."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import expect_rank_errors, run_ranks
+from torch import nn
+from twins import Twins
+from zoo import WIDTH, Block, Model, shard_layers
+
+from fsdp_overlap import FsdpContext, ShardedTensor, fully_shard
+from fsdp_overlap.comm.recording import RecordingLane
+
+
+class Failing(Model):
+    """Raises where it is told to: ``"forward"`` in the middle layer, ``"backward"`` behind it."""
+
+    fails: str | None = None
+
+    def run(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        x = super().run(layer, x)
+        if layer is self.layers[1]:
+            if self.fails == "forward":
+                raise ArithmeticError("planned")
+            if self.fails == "backward" and x.requires_grad:
+                x.register_hook(raise_planned)
+        return x
+
+
+def raise_planned(_: torch.Tensor) -> None:
+    raise ArithmeticError("planned")
+
+
+def fail_and_go_on(where: str, runs_ahead: bool, steps_before: int) -> None:
+    twins = Twins(Failing, shard_layers)
+    twins.ctx.lane_factory = lambda name, device: RecordingLane(name, [], runs_ahead)
+    twins.train(steps_before)
+    tokens, targets = next(twins.batches(1))
+    twins.model.fails = where
+    with pytest.raises(ArithmeticError, match="planned"):
+        loss, _ = twins.losses(tokens, targets)
+        loss.backward()
+    twins.model.fails = None
+    twins.ctx.reset()
+    twins.check_rest()
+    twins.check_parameters()
+    twins.optimizer.zero_grad()
+    twins.twin_optimizer.zero_grad()
+    twins.train(2)
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("runs_ahead", [True, False])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_reset_after_an_error_brings_everything_to_rest(
+    where: str, runs_ahead: bool, steps_before: int
+) -> None:
+    run_ranks(fail_and_go_on, 2, where, runs_ahead, steps_before)
+
+
+def fail_in_forward() -> None:
+    twins = Twins(Failing, shard_layers)
+    twins.train(1)
+    twins.model.fails = "forward"
+    with pytest.raises(ArithmeticError):
+        twins.losses(*next(twins.batches(1)))
+    twins.model.fails = None
+    # Forward hooks have run all the same, so nothing is left and no reset is needed.
+    twins.check_rest()
+    twins.train(1)
+
+
+def test_a_forward_that_raised_leaves_nothing_behind() -> None:
+    run_ranks(fail_in_forward, 2)
+
+
+def fail_in_backward_then(then: str) -> None:
+    twins = Twins(Failing, shard_layers)
+    twins.model.fails = "backward"
+    batch = next(twins.batches(1))
+    loss, _ = twins.losses(*batch)
+    other, _ = twins.losses(*batch)
+    with pytest.raises(ArithmeticError):
+        loss.backward()
+    twins.model.fails = None
+    if then == "forward":
+        twins.losses(*batch)
+    else:
+        other.backward()
+
+
+@pytest.mark.parametrize("then", ["forward", "backward"])
+def test_without_reset_the_next_call_says_what_happened(then: str) -> None:
+    expect_rank_errors(
+        fail_in_backward_then, 2, then, match=r"last backward did not finish.*ctx\.reset\(\)"
+    )
+
+
+def different_units(in_forward_only: bool) -> None:
+    """FSDP2 silently computes with the other unit's weights here."""
+    # Without prefetch, which would make ranks gather different numbers of units next time.
+    ctx = FsdpContext(prefetch=0 if in_forward_only else 1)
+    experts = nn.ModuleList(Block() for _ in range(2))
+    for expert in experts:
+        fully_shard(expert, ctx)
+    model = fully_shard(Chosen(experts, dist.get_rank()), ctx)
+    x = torch.ones(2, WIDTH)
+    if in_forward_only:
+        with torch.no_grad():
+            model(x)
+        model.chosen = 0
+    model(x).sum().backward()
+
+
+class Chosen(nn.Module):
+    def __init__(self, experts: nn.ModuleList, chosen: int) -> None:
+        super().__init__()
+        self.experts = experts
+        self.chosen = chosen
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts[self.chosen](x + self.bias)
+
+
+@pytest.mark.parametrize("in_forward_only", [False, True])
+def test_ranks_that_run_different_units_get_an_error_that_names_them(in_forward_only: bool) -> None:
+    messages = expect_rank_errors(
+        different_units, 2, in_forward_only, match="ranks ran different units"
+    )
+    for message in messages:
+        assert "rank 0: all_gather of unit 'experts.0'" in message
+        assert "rank 1: all_gather of unit 'experts.1'" in message
+
+
+def edit_between() -> None:
+    twins = Twins.of("layers")
+    loss, _ = twins.losses(*next(twins.batches(1)))
+    with torch.no_grad():
+        twins.model.layers[1].up.weight.add_(1)
+    loss.backward()
+
+
+def test_editing_weights_between_forward_and_backward_is_an_error() -> None:
+    expect_rank_errors(edit_between, 2, match="unit 'layers.1' were modified between its forward")
+
+
+def delete_model(when: str) -> None:
+    gc.disable()
+    try:
+        ctx = FsdpContext()
+        model = Model()
+        shard_layers(model, ctx)
+        storages = [weakref.ref(bucket) for unit in ctx.units for bucket in unit.buckets]
+        modules = [weakref.ref(module) for module in model.modules()]
+        tokens = torch.zeros(2, 3, dtype=torch.int64)
+        loss = model(tokens).sum()
+        if when != "after forward":
+            loss.backward()
+        if when == "after evaluation":
+            with torch.no_grad():
+                model(tokens)
+        parameters = [weakref.ref(parameter) for parameter in model.parameters()]
+        del model
+        if when == "after forward":
+            del loss
+        assert all(reference() is None for reference in modules)
+        assert all(reference() is None for reference in storages)
+        assert all(reference() is None for reference in parameters)
+        assert ctx.units == []
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("when", ["after forward", "after backward", "after evaluation"])
+def test_a_deleted_model_is_freed_without_the_collector(when: str) -> None:
+    run_ranks(delete_model, 1, when)
+    run_ranks(delete_model, 2, when)
+
+
+def memory_at_rest() -> None:
+    twins = Twins.of("layers")
+    tokens, targets = next(twins.batches(1))
+    twins.model.set_reshard_after_forward(True)
+    loss, _ = twins.losses(tokens, targets)
+    twins.check_rest()
+    loss.backward()
+    twins.check_rest()
+    with torch.no_grad():
+        twins.losses(tokens, targets)
+    twins.check_rest()
+
+
+def test_nothing_is_left_unsharded_after_forward_and_backward() -> None:
+    run_ranks(memory_at_rest, 2)
+
+
+def parameters_are_always_sharded() -> None:
+    """Outside its forward and backward a module shows its sharded parameters, also while its full
+    buffer is kept: what reads model.parameters() then never misses one."""
+    model = Model()
+    shard_layers(model, FsdpContext())
+    expected = list(model.parameters())
+    with torch.no_grad():
+        model(torch.zeros(1, 1, dtype=torch.int64))
+    loss = model(torch.zeros(1, 1, dtype=torch.int64)).sum()
+    assert all(a is b for a, b in zip(model.parameters(), expected, strict=True))
+    loss.backward()
+    assert all(a is b for a, b in zip(model.parameters(), expected, strict=True))
+    assert all(isinstance(parameter, ShardedTensor) for parameter in expected)
+
+
+def test_parameters_are_sharded_whenever_the_user_can_look() -> None:
+    run_ranks(parameters_are_always_sharded, 2)
+
+
+def replace_gradient() -> None:
+    twins = Twins.of("root only")
+    twins.backward(*next(twins.batches(1)))
+    weight = twins.model.head.weight
+    weight.grad = None
+    torch.Tensor.grad.__set__(weight, torch.zeros(weight.shape).double())
+    twins.backward(*next(twins.batches(1)))
+
+
+def test_a_plain_tensor_as_gradient_is_an_error() -> None:
+    expect_rank_errors(
+        replace_gradient, 1, match="was replaced by a Tensor; assign a ShardedTensor"
+    )

@@ -1,0 +1,505 @@
+"""Ways of training: accumulation, evaluation, optimizers, precision. All equal unsharded training."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import nn
+from twins import Twins, loss_of, same
+from zoo import WIDTH, ZOO, Model, shard_layers
+
+from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, ShardedTensor, fully_shard
+
+MODELS = ["layers", "nested units", "unused on some ranks", "tied parameters", "branches"]
+
+
+def accumulate(name: str, sync_each: bool) -> None:
+    twins = Twins.of(name)
+    for step in range(2):
+        microbatches = list(twins.batches(3))
+        for index, batch in enumerate(microbatches):
+            is_last = index == len(microbatches) - 1
+            twins.model.set_requires_gradient_sync(sync_each or is_last)
+            reduced = twins.ctx.stats.reduce_scatters
+            twins.backward(*batch)
+            if not (sync_each or is_last):
+                assert twins.ctx.stats.reduce_scatters == reduced
+        twins.check_gradients()
+        twins.check_rest()
+        twins.step()
+        twins.check_parameters()
+
+
+@pytest.mark.parametrize("sync_each", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_gradients_accumulate(world_size: int, name: str, sync_each: bool) -> None:
+    run_ranks(accumulate, world_size, name, sync_each)
+
+
+def several_forwards(name: str, how: str) -> None:
+    twins = Twins.of(name)
+    for _ in range(3):
+        first, second = (twins.losses(*batch) for batch in twins.batches(2))
+        if how == "summed":
+            (first[0] + 2 * second[0]).backward()
+            (first[1] + 2 * second[1]).backward()
+        else:
+            for loss, twin_loss in (first, second) if how == "in order" else (second, first):
+                loss.backward()
+                twin_loss.backward()
+        twins.check_gradients()
+        twins.check_rest()
+        twins.step()
+        twins.check_parameters()
+
+
+@pytest.mark.parametrize("how", ["summed", "in order", "in reverse"])
+@pytest.mark.parametrize("name", MODELS)
+def test_several_forwards_before_backward(name: str, how: str) -> None:
+    run_ranks(several_forwards, 2, name, how)
+
+
+def evaluate_between(name: str, reshard: bool | None, where: str) -> None:
+    """FSDP2 goes on with old weights where an evaluation leaves a unit whole before the step."""
+    twins = Twins.of(name)
+    if reshard is not None:
+        twins.model.set_reshard_after_forward(reshard)
+
+    def evaluate(tokens: torch.Tensor, targets: torch.Tensor) -> None:
+        with torch.no_grad():
+            twins.check_loss(*twins.losses(tokens, targets))
+
+    for batch in twins.batches(4):
+        if where == "before forward":
+            evaluate(*batch)
+        losses = twins.losses(*batch)
+        if where == "before backward":
+            evaluate(*batch)
+        losses[0].backward()
+        losses[1].backward()
+        if where == "before step":
+            evaluate(*batch)
+        twins.check_gradients()
+        twins.step()
+        if where == "after step":
+            evaluate(*batch)
+        twins.check_parameters()
+
+
+@pytest.mark.parametrize(
+    "where", ["before forward", "before backward", "before step", "after step"]
+)
+@pytest.mark.parametrize("reshard", [None, True, False])
+def test_evaluation_never_makes_weights_stale(reshard: bool | None, where: str) -> None:
+    run_ranks(evaluate_between, 2, "layers", reshard, where)
+
+
+def reshard_modes(reshard: bool | None) -> None:
+    twins = Twins.of("layers")
+    for module in twins.model.modules():
+        if hasattr(module, "set_reshard_after_forward") and reshard is not None:
+            module.set_reshard_after_forward(reshard, recurse=False)
+    for tokens, targets in twins.batches(3):
+        loss, twin_loss = twins.losses(tokens, targets)
+        kept = {True: 0, None: 1, False: 4}[reshard]
+        assert twins.ctx.stats.full_buffers_alive == kept
+        loss.backward()
+        twin_loss.backward()
+        twins.check_rest()
+        twins.check_gradients()
+        twins.step()
+        twins.check_parameters()
+
+
+@pytest.mark.parametrize("reshard", [None, True, False])
+def test_reshard_after_forward_keeps_what_it_says(reshard: bool | None) -> None:
+    run_ranks(reshard_modes, 2, reshard)
+
+
+def kept_after_backward() -> None:
+    twins = Twins.of("layers")
+    twins.model.set_reshard_after_forward(False)
+    twins.model.set_reshard_after_backward(False)
+    for step, batch in enumerate(twins.batches(4)):
+        twins.ctx.stats.reset()
+        twins.backward(*batch)
+        assert twins.ctx.stats.full_buffers_alive == 4
+        # The optimizer changed the shards, so each is gathered once more, and only in forward.
+        assert twins.ctx.stats.all_gathers == 4
+        if step == 1:  # without an edit nothing is gathered
+            with torch.no_grad():
+                twins.check_loss(*twins.losses(*batch))
+            assert twins.ctx.stats.all_gathers == 4
+        twins.check_gradients()
+        twins.step()
+        twins.check_parameters()
+
+
+def test_buffers_kept_across_steps_are_refreshed() -> None:
+    run_ranks(kept_after_backward, 2)
+
+
+def edit_weights(reshard: bool, how: str) -> None:
+    twins = Twins.of("layers")
+    twins.model.set_reshard_after_forward(reshard)
+    batch = next(twins.batches(1))
+    with torch.no_grad():
+        twins.check_loss(*twins.losses(*batch))
+        for (_, parameter), twin in twins.pairs():
+            if how == "mul_":
+                parameter.mul_(1.5)
+                twin.mul_(1.5)
+            elif how == "data":
+                parameter.data.add_(0.25)
+                twin.data.add_(0.25)
+            elif how == "to_local":
+                parameter.to_local().add_(0.25)
+                twin.add_(0.25)
+            elif how == "copy_":
+                value = torch.linspace(0, 1, twin.numel()).double().view(twin.shape)
+                parameter.copy_(value)
+                twin.copy_(value)
+            elif how == "foreach":
+                torch._foreach_mul_([parameter], 0.5)
+                twin.mul_(0.5)
+    if how == "load_state_dict":
+        state = {name: value * 0.3 for name, value in twins.twin.state_dict().items()}
+        twins.model.load_state_dict(state)
+        twins.twin.load_state_dict(state)
+    twins.backward(*batch)
+    twins.check_gradients()
+    twins.step()
+    twins.check_parameters()
+
+
+@pytest.mark.parametrize("how", ["mul_", "data", "to_local", "copy_", "foreach", "load_state_dict"])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_weight_edits_reach_the_next_forward(how: str, reshard: bool) -> None:
+    run_ranks(edit_weights, 2, reshard, how)
+
+
+def optimize(kind: type[torch.optim.Optimizer], options: dict[str, Any], reshard: bool) -> None:
+    twins = Twins(*ZOO["frozen and partly frozen units"], optimizer=kind, **options)
+    twins.model.set_reshard_after_forward(reshard)
+    twins.model.set_reshard_after_backward(reshard)
+    for batch in twins.batches(4):
+        twins.backward(*batch)
+        norms = [
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=options.get("foreach"))
+            for model in (twins.model, twins.twin)
+        ]
+        assert type(norms[0]) is torch.Tensor
+        same(norms[0], norms[1], "norm")
+        twins.check_gradients()
+        twins.step()
+        twins.check_parameters()
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("form", ["single", "foreach", "fused"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.SGD, {}),
+        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+        (torch.optim.Adam, {"weight_decay": 0.1}),
+        (torch.optim.Adam, {"amsgrad": True, "maximize": True}),
+        (torch.optim.AdamW, {}),
+        (torch.optim.AdamW, {"amsgrad": True}),
+    ],
+)
+def test_optimizers(
+    kind: type[torch.optim.Optimizer], options: dict[str, Any], form: str, reshard: bool
+) -> None:
+    forms = {"foreach": form == "foreach"} | ({"fused": True} if form == "fused" else {})
+    if form == "fused":
+        del forms["foreach"]
+    run_ranks(optimize, 2, kind, options | forms, reshard)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf"), 0.0])
+@pytest.mark.parametrize("foreach", [True, False, None])
+def test_gradient_norms_are_of_the_whole_model(norm_type: float, foreach: bool | None) -> None:
+    run_ranks(clip, 3, norm_type, foreach)
+
+
+def clip(norm_type: float, foreach: bool | None) -> None:
+    twins = Twins.of("odd parameters")
+    twins.backward(*next(twins.batches(1)))
+    for _ in range(2):
+        norm, expected = (
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type, foreach=foreach)
+            for model in (twins.model, twins.twin)
+        )
+        same(norm, expected, "norm")
+        twins.check_gradients()
+
+
+def bfloat16_compute() -> None:
+    """bf16 forward and backward, fp32 shards, fp32 reduction, against the same done by hand."""
+    torch.manual_seed(7)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = Model()
+    twin = copy.deepcopy(model)
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+    )
+    ctx = FsdpContext()
+    for layer in model.layers:
+        fully_shard(layer, ctx, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    fully_shard(model, ctx, mp_policy=policy)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (model, twin)]
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(3):
+        tokens, targets = torch.randint(13, (2, world * 2, 5), generator=generator)
+        scores = model(tokens[rank * 2 : rank * 2 + 2])
+        assert scores.dtype is torch.float32
+        loss_of(scores, targets[rank * 2 : rank * 2 + 2]).backward()
+        sums = [torch.zeros_like(parameter) for parameter in twin.parameters()]
+        for rows, wanted in zip(tokens.split(2), targets.split(2), strict=True):
+            low = copy.deepcopy(twin).bfloat16()
+            loss_of(low(rows).float(), wanted).backward()
+            for total, parameter in zip(sums, low.parameters(), strict=True):
+                total += parameter.grad.float()
+        for parameter, total in zip(twin.parameters(), sums, strict=True):
+            parameter.grad = total / world
+        for (name, parameter), expected in zip(
+            model.named_parameters(), twin.parameters(), strict=True
+        ):
+            assert parameter.dtype is torch.float32
+            assert parameter.grad.dtype is torch.float32
+            # Exactly: the reduction adds in rank order, as above.
+            assert torch.equal(parameter.grad.full_tensor(), expected.grad), name
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for parameter, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(parameter.full_tensor(), expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_bfloat16_compute_with_fp32_shards_is_exact(world_size: int) -> None:
+    run_ranks(bfloat16_compute, world_size)
+
+
+class SeesDtype(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, extra: dict[str, Any]) -> torch.Tensor:
+        self.seen = (x.dtype, extra["x"][0].dtype, extra["index"].dtype, self.linear.weight.dtype)
+        return self.linear(x)
+
+
+def input_casting(cast: bool) -> None:
+    module = SeesDtype()
+    policy = MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=cast)
+    fully_shard(module, FsdpContext(), mp_policy=policy)
+    x = torch.ones(2, WIDTH, dtype=torch.float32 if cast else torch.bfloat16)
+    module(x, extra={"x": (torch.ones(1),), "index": torch.tensor(1)})
+    inner = torch.bfloat16 if cast else torch.float32
+    assert module.seen == (torch.bfloat16, inner, torch.int64, torch.bfloat16)
+
+
+@pytest.mark.parametrize("cast", [True, False])
+def test_inputs_are_cast_where_the_policy_says(cast: bool) -> None:
+    run_ranks(input_casting, 1, cast)
+
+
+def ignored_parameters() -> None:
+    torch.manual_seed(7)
+    model = Model().double()
+    kept = model.layers[1].up.weight
+    ctx = FsdpContext()
+    for layer in model.layers:
+        fully_shard(layer, ctx, ignored_params={kept})
+    fully_shard(model, ctx, ignored_params={kept})
+    assert model.layers[1].up.weight is kept
+    assert not isinstance(kept, ShardedTensor)
+    loss_of(
+        model(torch.ones(2, 5, dtype=torch.int64)), torch.ones(2, 5, dtype=torch.int64)
+    ).backward()
+    assert kept.grad is not None
+    assert all(
+        isinstance(parameter.grad, ShardedTensor)
+        for parameter in model.parameters()
+        if parameter is not kept
+    )
+
+
+def test_ignored_parameters_are_left_alone() -> None:
+    run_ranks(ignored_parameters, 2)
+
+
+def freeze_later() -> None:
+    twins = Twins.of("layers")
+    for step, batch in enumerate(twins.batches(6)):
+        for model in (twins.model, twins.twin):
+            model.layers[0].requires_grad_(step < 2 or step > 4)
+            model.layers[1].up.weight.requires_grad_(step % 2 == 0)
+        twins.backward(*batch)
+        twins.check_gradients()
+        twins.step()
+        twins.check_parameters()
+
+
+def test_parameters_can_be_frozen_and_unfrozen_later() -> None:
+    run_ranks(freeze_later, 2)
+
+
+def explicit_unshard() -> None:
+    twins = Twins.of("layers")
+    layer, twin = twins.model.layers[0], twins.twin.layers[0]
+    handle = layer.unshard(async_op=True)
+    handle.wait()
+    handle.wait()
+    assert type(layer.up.weight) is nn.Parameter
+    assert torch.equal(layer.up.weight, twin.up.weight)
+    # Outside any forward: its gradient is reduced all the same.
+    layer.up.weight.square().sum().backward()
+    twin.up.weight.square().sum().backward()
+    layer.reshard()
+    assert isinstance(layer.up.weight, ShardedTensor)
+    twins.check_gradients()
+    twins.check_rest()
+    twins.train(2)
+
+
+def test_explicit_unshard_and_reshard() -> None:
+    run_ranks(explicit_unshard, 2)
+
+
+def kept_gradient() -> None:
+    """A gradient that somebody holds on to is not written over by the next backward."""
+    twins = Twins.of("layers")
+    held = []
+    for batch in twins.batches(3):
+        twins.backward(*batch)
+        weight = twins.model.layers[0].up.weight
+        held.append((weight.grad, weight.grad.full_tensor(), weight.grad.to_local().clone()))
+        twins.step()
+    for gradient, full, local in held:
+        assert torch.equal(gradient.full_tensor(), full)
+        assert torch.equal(gradient.to_local(), local)
+
+
+def test_a_gradient_held_by_the_user_stays() -> None:
+    run_ranks(kept_gradient, 2)
+
+
+def dropped_gradient_memory() -> None:
+    twins = Twins.of("layers")
+    twins.backward(*next(twins.batches(1)))
+    locals_ = [weakref.ref(parameter.grad.to_local()) for parameter in twins.model.parameters()]
+    assert all(local() is not None for local in locals_)
+    twins.optimizer.zero_grad()
+    assert all(local() is None for local in locals_)
+
+
+def test_zero_grad_frees_the_gradients() -> None:
+    run_ranks(dropped_gradient_memory, 2)
+
+
+def retained_graph() -> None:
+    twins = Twins.of("layers")
+    batch = next(twins.batches(1))
+    losses = twins.losses(*batch)
+    for loss in losses:
+        loss.backward(retain_graph=True)
+        loss.backward()
+    twins.check_gradients()
+    twins.check_rest()
+    twins.train(2)
+
+
+def test_backward_twice_through_a_retained_graph() -> None:
+    run_ranks(retained_graph, 2)
+
+
+def large_gradients() -> None:
+    """Gradients of 1 MiB and more leave autograd's hands one by one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=index % 2 == 0) for index in range(5)))
+    twin = copy.deepcopy(model)
+    ctx = FsdpContext()
+    fully_shard(model[1], ctx)
+    fully_shard(model[3], ctx)
+    fully_shard(model, ctx)
+    x = torch.randn(4, 512)
+    for _ in range(2):
+        model(x).square().sum().backward()
+        twin(x).square().sum().backward()
+        for parameter, expected in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(parameter.grad.full_tensor(), expected.grad)
+        assert ctx.stats.reduce_inputs_most <= 2
+        assert ctx.stats.reduce_inputs_alive == 0
+
+
+def test_large_gradients_leave_early_with_two_reduce_inputs() -> None:
+    run_ranks(large_gradients, 2)
+
+
+def blocks_without_a_root() -> None:
+    """An unsharded root around units that share a context."""
+    torch.manual_seed(7)
+    model = Model().double()
+    twin = copy.deepcopy(model)
+    ctx = FsdpContext()
+    for layer in model.layers:
+        fully_shard(layer, ctx)
+    tokens = torch.arange(10).view(2, 5)
+    for _ in range(3):
+        loss_of(model(tokens), tokens).backward()
+        loss_of(twin(tokens), tokens).backward()
+        assert ctx.stats.full_buffers_alive == 0
+        for parameter, expected in zip(
+            model.layers.parameters(), twin.layers.parameters(), strict=True
+        ):
+            same(parameter.grad.full_tensor(), expected.grad, "gradient")
+    assert ctx.stats.prefetch_hits > ctx.stats.prefetch_misses
+
+
+def test_units_under_an_unsharded_root() -> None:
+    run_ranks(blocks_without_a_root, 2)
+
+
+def one_layer_alone() -> None:
+    """A unit other than the root is run by itself, between runs of the whole model."""
+    twins = Twins.of("layers")
+    x = torch.randn(3, WIDTH).double()
+    for batch in twins.batches(3):
+        outputs = [model.layers[1](x) for model in (twins.model, twins.twin)]
+        same(outputs[0], outputs[1], "output")
+        twins.backward(*batch)
+        for output in outputs:
+            output.sum().backward()
+        twins.check_gradients()
+        twins.check_rest()
+        twins.step()
+        twins.check_parameters()
+
+
+def test_a_unit_can_run_by_itself() -> None:
+    run_ranks(one_layer_alone, 2)
+
+
+def sharded_defaults() -> None:
+    model = Model()
+    shard_layers(model, FsdpContext())
+    names = dict(model.named_parameters())
+    assert list(names) == list(dict(Model().named_parameters()))
+    assert list(model.state_dict()) == list(Model().state_dict())
+    assert type(model).__name__ == "FsdpModel"
+    assert isinstance(model, Model)
+
+
+def test_names_stay_as_they_were() -> None:
+    run_ranks(sharded_defaults, 2)

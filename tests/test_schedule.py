@@ -1,0 +1,306 @@
+"""What is enqueued, waited for and freed before what, on recording lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from twins import LENGTH, Twins, loss_of
+from zoo import ROWS, VOCABULARY, Checkpointed, Model, SharedLayer, shard_layers
+
+from fsdp_overlap import FsdpContext
+from fsdp_overlap.comm.recording import Entry, RecordingLane
+
+GATHER, REDUCE = "all_gather", "reduce_scatter"
+
+
+class Recorded:
+    """A model on recording lanes; ``runs_ahead`` follows the schedule of a GPU."""
+
+    def __init__(
+        self, runs_ahead: bool, prefetch: int = 1, build: Callable[[], nn.Module] = Model
+    ) -> None:
+        self.log: list[Entry] = []
+        self.ctx = FsdpContext(prefetch=prefetch)
+        self.ctx.lane_factory = lambda name, device: RecordingLane(name, self.log, runs_ahead)
+        self.model = build()
+        shard_layers(self.model, self.ctx)
+        self.tokens = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % VOCABULARY
+
+    def forward(self) -> torch.Tensor:
+        return loss_of(self.model(self.tokens), self.tokens)
+
+    def step(self) -> None:
+        self.forward().backward()
+        self.model.zero_grad()
+
+    def recorded(self, run: Callable[[], Any]) -> list[Entry]:
+        self.log.clear()
+        run()
+        return list(self.log)
+
+    def passes(self) -> tuple[list[Entry], list[Entry]]:
+        """The logs of forward and backward once the order is learned."""
+        self.step()
+        losses: list[torch.Tensor] = []
+        forward = self.recorded(lambda: losses.append(self.forward()))
+        return forward, self.recorded(losses[0].backward)
+
+
+def position(log: list[Entry], action: str, label: str, lane: str = GATHER) -> int:
+    found = [
+        index
+        for index, entry in enumerate(log)
+        if (entry.lane, entry.action, entry.label) == (lane, action, label)
+    ]
+    assert len(found) == 1, f"{action} of {label!r} on {lane}: {len(found)} times in {log}"
+    return found[0]
+
+
+def layer(index: int) -> str:
+    return f"layers.{index}"
+
+
+def next_gather_before_release(runs_ahead: bool) -> None:
+    forward, backward = Recorded(runs_ahead).passes()
+    for index in range(2):
+        after = position(forward, "enqueue", layer(index + 1))
+        assert after < position(forward, "free", layer(index))
+    for index in (2, 1):
+        after = position(backward, "enqueue", layer(index - 1))
+        assert after < position(backward, "free", layer(index))
+
+
+@pytest.mark.parametrize("runs_ahead", [True, False])
+def test_next_all_gather_is_enqueued_before_release(runs_ahead: bool) -> None:
+    run_ranks(next_gather_before_release, 2, runs_ahead)
+
+
+def second_gather_after_release(runs_ahead: bool) -> None:
+    forward, backward = Recorded(runs_ahead).passes()
+    assert position(forward, "free", layer(0)) < position(forward, "enqueue", layer(2))
+    assert position(backward, "free", layer(2)) < position(backward, "enqueue", layer(0))
+
+
+@pytest.mark.parametrize("runs_ahead", [True, False])
+def test_the_gather_after_next_is_enqueued_after_release(runs_ahead: bool) -> None:
+    run_ranks(second_gather_after_release, 2, runs_ahead)
+
+
+def without_prediction() -> None:
+    recorded = Recorded(runs_ahead=True)
+    forward = recorded.recorded(recorded.forward)
+    for index in range(2):
+        enqueued = position(forward, "enqueue", layer(index + 1))
+        assert enqueued < position(forward, "free", layer(index))
+    assert recorded.ctx.stats.prefetch_hits == 0
+
+
+def test_delayed_release_alone_overlaps_in_the_first_forward() -> None:
+    run_ranks(without_prediction, 2)
+
+
+def waits_for_its_own() -> None:
+    for log in Recorded(runs_ahead=True).passes():
+        waited = [entry.label for entry in log if entry.lane == GATHER and entry.action == "wait"]
+        enqueued = [
+            entry.label for entry in log if entry.lane == GATHER and entry.action == "enqueue"
+        ]
+        assert waited == enqueued
+        for label in waited:
+            before = log[: position(log, "wait", label)]
+            # The next one has been enqueued and is not waited for.
+            later = [entry.label for entry in before if entry.action == "wait"]
+            assert label not in later
+
+
+def test_compute_waits_for_its_own_all_gather_only() -> None:
+    run_ranks(waits_for_its_own, 2)
+
+
+def gather_before_reduce(runs_ahead: bool) -> None:
+    _, backward = Recorded(runs_ahead).passes()
+    for index in (2, 1):
+        enqueued = position(backward, "enqueue", layer(index - 1))
+        assert enqueued < position(backward, "enqueue", layer(index), REDUCE)
+
+
+@pytest.mark.parametrize("runs_ahead", [True, False])
+def test_next_all_gather_is_enqueued_before_reduce_scatter(runs_ahead: bool) -> None:
+    run_ranks(gather_before_reduce, 2, runs_ahead)
+
+
+def reduce_order() -> None:
+    _, backward = Recorded(runs_ahead=True).passes()
+    reduced = [entry.label for entry in backward if entry.lane == REDUCE and entry.kind == REDUCE]
+    enqueued = reduced[: len(reduced) // 2]
+    assert [label for label in dict.fromkeys(reduced)] == [layer(2), layer(1), layer(0), "Model"]
+    assert enqueued[0] == layer(2)
+
+
+def test_reduce_scatters_run_in_the_reverse_of_forward() -> None:
+    run_ranks(reduce_order, 2)
+
+
+def reduce_at_once() -> None:
+    """A layer's reduce-scatter is enqueued before the next layer's buffer is freed, and two at most
+    are waited for late."""
+    _, backward = Recorded(runs_ahead=True).passes()
+    for index in (2, 1):
+        enqueued = position(backward, "enqueue", layer(index), REDUCE)
+        assert enqueued < position(backward, "free", layer(index - 1))
+    in_flight = 0
+    for entry in backward:
+        if entry.lane == REDUCE and entry.kind == REDUCE:
+            in_flight += {"enqueue": 1, "wait": -1}[entry.action]
+            assert in_flight <= 2
+    assert in_flight == 0
+
+
+def test_reduce_scatters_are_enqueued_as_buckets_complete() -> None:
+    run_ranks(reduce_at_once, 2)
+
+
+def most_alive(runs_ahead: bool, prefetch: int, iterations: int) -> None:
+    recorded = Recorded(runs_ahead, prefetch, lambda: Model(layers=6))
+    recorded.ctx.stats.reset()
+    for _ in range(iterations):
+        recorded.step()
+    # The root is kept from its forward to the end of backward.
+    assert recorded.ctx.stats.full_buffers_most <= prefetch + 1 + 1
+    assert recorded.ctx.stats.reduce_inputs_most <= 2
+    assert recorded.ctx.stats.full_buffers_alive == 0
+
+
+@pytest.mark.parametrize("runs_ahead", [True, False])
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
+def test_full_buffers_never_exceed_prefetch_and_one(prefetch: int, runs_ahead: bool) -> None:
+    run_ranks(most_alive, 2, runs_ahead, prefetch, 3)
+
+
+class Reordered(Model):
+    """Another order in every pass."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=6)
+        self.turn = 0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        self.turn += 1
+        for index in range(6):
+            x = self.layers[index * (self.turn % 5 + 1) % 7 % 6](x)
+        return self.head(x)
+
+
+def most_alive_dynamic(runs_ahead: bool, prefetch: int) -> None:
+    recorded = Recorded(runs_ahead, prefetch, Reordered)
+    for _ in range(6):
+        recorded.step()
+        assert recorded.ctx.stats.full_buffers_alive == 0
+    assert recorded.ctx.stats.full_buffers_most <= prefetch + 1 + 1
+    assert recorded.ctx.stats.prefetches_unused > 0 or prefetch == 0
+
+
+@pytest.mark.parametrize("runs_ahead", [True, False])
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_wrong_predictions_stay_within_the_same_memory(prefetch: int, runs_ahead: bool) -> None:
+    run_ranks(most_alive_dynamic, 2, runs_ahead, prefetch)
+
+
+def learns_again() -> None:
+    recorded = Recorded(runs_ahead=False, build=lambda: Model(layers=4))
+    model = recorded.model
+    recorded.step()
+    model.layers = nn.ModuleList([model.layers[index] for index in (2, 0, 3, 1)])
+    recorded.step()
+    recorded.ctx.stats.reset()
+    recorded.step()
+    # All but the root's, which comes first.
+    assert recorded.ctx.stats.prefetch_misses == 1
+    assert recorded.ctx.stats.prefetch_hits == 8
+    assert recorded.ctx.stats.prefetches_unused == 0
+
+
+def test_a_new_order_is_learned_in_one_pass() -> None:
+    run_ranks(learns_again, 2)
+
+
+def separate(separate_groups: bool) -> None:
+    ctx = FsdpContext(separate_groups=separate_groups)
+    model = Model()
+    shard_layers(model, ctx)
+    model(torch.zeros(1, 1, dtype=torch.int64))
+    assert (ctx.groups.gather is not ctx.groups.reduce) == separate_groups
+    assert ctx.gather_lane is not ctx.reduce_lane
+
+
+@pytest.mark.parametrize("separate_groups", [True, False])
+def test_lanes_have_groups_of_their_own(separate_groups: bool) -> None:
+    run_ranks(separate, 2, separate_groups)
+
+
+def lazily_made() -> None:
+    ctx = FsdpContext()
+    model = Model()
+    shard_layers(model, ctx)
+    assert not {"gather_lane", "reduce_lane", "groups", "schedule"} & set(vars(ctx))
+
+
+def test_lanes_and_groups_are_made_at_first_use() -> None:
+    run_ranks(lazily_made, 2)
+
+
+def counts(
+    build: Callable[[], nn.Module], gathers: int, reduces: int, with_gradients: bool
+) -> None:
+    recorded = Recorded(runs_ahead=False, build=build)
+    recorded.step()
+    for _ in range(2):
+        recorded.ctx.stats.reset()
+        with torch.set_grad_enabled(with_gradients):
+            loss = recorded.forward()
+        if with_gradients:
+            loss.backward()
+        stats = recorded.ctx.stats
+        assert (stats.all_gathers, stats.reduce_scatters) == (gathers, reduces)
+        assert stats.order_checks == with_gradients
+
+
+def Layers5() -> nn.Module:
+    return Model(layers=5)
+
+
+@pytest.mark.parametrize(
+    ("build", "gathers", "reduces", "with_gradients"),
+    [
+        (Layers5, 1 + 5 + 5, 6, True),
+        (Layers5, 6, 0, False),
+        (Checkpointed, 1 + 3 + 3, 4, True),
+        # Of two uses in a row backward gathers once.
+        (SharedLayer, 1 + 5 + 4, 3, True),
+    ],
+)
+def test_one_all_gather_a_use_and_one_reduce_scatter_a_backward(
+    build: Callable[[], nn.Module], gathers: int, reduces: int, with_gradients: bool
+) -> None:
+    run_ranks(counts, 2, build, gathers, reduces, with_gradients)
+
+
+def bytes_counted() -> None:
+    twins = Twins.of("root only")
+    twins.ctx.stats.reset()
+    twins.backward(*next(twins.batches(1)))
+    [unit] = twins.ctx.units
+    nbytes = unit.buckets[0].plan.numel * 8
+    assert twins.ctx.stats.all_gather_bytes == nbytes
+    assert twins.ctx.stats.reduce_scatter_bytes == nbytes
+    assert "all-gathers 1 (0.0 MiB), reduce-scatters 1" in repr(twins.ctx.stats)
+
+
+def test_bytes_are_counted() -> None:
+    run_ranks(bytes_counted, 2)
