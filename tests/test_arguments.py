@@ -171,7 +171,7 @@ def mesh_conflict_in_tree() -> None:
     model = nn.Sequential(linear())
     fully_shard(model[0], mesh=other_mesh())
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    with pytest.raises(ValueError, match="Linear.* inside Sequential.*give both the same mesh"):
+    with pytest.raises(ValueError, match=r"Linear.* inside Sequential.*give both the same mesh"):
         model(torch.zeros(1, 4))
 
 

@@ -1,4 +1,4 @@
-"""Ways of training: accumulation, evaluation, optimizers, precision. All equal unsharded training."""
+"""Ways of training: accumulation, evaluation, optimizers, precision. All as without sharding."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODELS = ["layers", "nested units", "unused on some ranks", "tied parameters", "
 
 def accumulate(name: str, sync_each: bool) -> None:
     twins = Twins.of(name)
-    for step in range(2):
+    for _ in range(2):
         microbatches = list(twins.batches(3))
         for index, batch in enumerate(microbatches):
             is_last = index == len(microbatches) - 1

@@ -138,7 +138,7 @@ def reduce_order() -> None:
     _, backward = Recorded(runs_ahead=True).passes()
     reduced = [entry.label for entry in backward if entry.lane == REDUCE and entry.kind == REDUCE]
     enqueued = reduced[: len(reduced) // 2]
-    assert [label for label in dict.fromkeys(reduced)] == [layer(2), layer(1), layer(0), "Model"]
+    assert list(dict.fromkeys(reduced)) == [layer(2), layer(1), layer(0), "Model"]
     assert enqueued[0] == layer(2)
 
 

@@ -53,7 +53,7 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     """Runs ``func``, of which some argument is a sharded tensor.
 
     Raises:
-        TypeError: the op is not known to be right on ranges, the tensors lie differently over the
+        RuntimeError: the op is not known to be right on ranges, the tensors lie differently over the
             mesh, or the op would need gradients to flow through a sharded tensor.
     """
     handler = _resolved.get(func)
@@ -187,7 +187,7 @@ def _copy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         start, stop = target.local_range
         source = source.reshape(-1)[start:stop]
     elif source.numel() != 1:
-        raise TypeError(
+        raise RuntimeError(
             f"copy_ of a tensor of shape {tuple(source.shape)} into a ShardedTensor of shape "
             f"{target._shape}: give a tensor of the whole shape, or a ShardedTensor of its layout"
         )
@@ -222,14 +222,14 @@ def _reduced_norms(
     """The norm of each whole tensor, with one all-reduce for all. Collective over the mesh.
 
     Raises:
-        TypeError: the tensors lie on different meshes, or gradients would have to flow.
+        RuntimeError: the tensors lie on different meshes, or gradients would have to flow.
     """
     _check_no_gradient("norm", tensors)
     mesh = tensors[0]._spec.mesh
     if any(
         not isinstance(tensor, ShardedTensor) or tensor._spec.mesh != mesh for tensor in tensors
     ):
-        raise TypeError("norms of tensors on different meshes: take the norms of each mesh apart")
+        raise RuntimeError("norms of tensors on different meshes: take the norms of each mesh apart")
     # The neutral element for ranks that hold none of a tensor; vector_norm refuses empty input.
     empty = float("inf") if order == float("-inf") else 0.0
     norms = []
@@ -281,12 +281,12 @@ def _same_layout(name: str, values: Sequence[Any]) -> ShardedTensor:
                 or value._spec.mesh != model._spec.mesh
                 or value.placement != model.placement
             ):
-                raise TypeError(
+                raise RuntimeError(
                     f"{name} on {model!r} ({model.placement}) and {value!r} ({value.placement}), "
                     "which lie differently over the ranks: use full_tensor() on both"
                 )
         elif isinstance(value, torch.Tensor) and (value.numel() != 1 or value.dim() > 1):
-            raise TypeError(
+            raise RuntimeError(
                 f"{name} on a ShardedTensor and a plain tensor of shape {tuple(value.shape)}: only "
                 "one-element tensors mix with a ShardedTensor; use full_tensor() or to_local()"
             )
@@ -301,7 +301,7 @@ def _check_no_gradient(name: str, values: Sequence[Any]) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         needs_gradient = any(isinstance(v, ShardedTensor) and v.requires_grad for v in values)
     if needs_gradient:
-        raise TypeError(
+        raise RuntimeError(
             f"{name} on a ShardedTensor that requires grad: gradients do not flow through sharded "
             "parameters; wrap it in torch.no_grad(), or use the parameter inside its unit's forward"
         )

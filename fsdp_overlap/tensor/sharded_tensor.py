@@ -240,7 +240,8 @@ class ShardedTensor(DTensor):
 
 def raise_unsupported(op: str) -> NoReturn:
     """Refuses ``op`` on a sharded tensor and says what to do instead."""
-    raise TypeError(
+    # Not a TypeError, which Python's operators replace by one of their own that says nothing.
+    raise RuntimeError(
         f"{op} is not supported on a ShardedTensor, of which each rank holds only a range: use "
         "full_tensor() for the whole tensor (on every rank of the mesh) or to_local() for this "
         "rank's range"
