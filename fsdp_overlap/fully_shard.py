@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -154,12 +153,28 @@ def fully_shard(
         ctx.is_implicit = True
     _check_parameters(module, owned, ctx.device)
     unit = Unit(module, ctx, _make_buckets(owned, ctx, mp_policy), mp_policy, reshard_after_forward)
-    for item in owned:
-        item.parameter._fsdp_owner = (unit.module_kind, item.fqn)  # type: ignore[attr-defined]
+    _mark_owner(unit)
+    _move_buffers(module, ctx.device)
     module.__dict__["_fsdp_unit"] = unit
     module.__class__ = _fsdp_class(type(module))
     hooks.install(module, unit)
     return module
+
+
+def _mark_owner(unit: Unit) -> None:
+    """So that an outer unit that meets the parameters again can say whose they are."""
+    for bucket in unit.buckets:
+        for item, sharded in zip(bucket.owned, bucket.sharded_parameters, strict=True):
+            for parameter in (item.parameter, sharded):
+                parameter._fsdp_owner = (unit.module_kind, item.fqn)  # type: ignore[union-attr]
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Buffers are not sharded; they go where the unit computes."""
+    for _, owner in _modules_outside_units(module):
+        for buffer in owner._buffers.values():
+            if buffer is not None and buffer.device.type != device.type:
+                buffer.data = buffer.to(device)
 
 
 def _make_buckets(
@@ -294,7 +309,11 @@ def _check_parameters(module: nn.Module, owned: list[OwnedParameter], device: to
             )
 
 
-@cache
-def _fsdp_class(cls: Any) -> Any:
+_fsdp_classes: dict[type, Any] = {}
+
+
+def _fsdp_class(cls: type) -> Any:
     """``cls`` with :class:`FsdpModule` mixed in, the same for all its instances."""
-    return type(f"Fsdp{cls.__name__}", (FsdpModule, cls), {})
+    if cls not in _fsdp_classes:
+        _fsdp_classes[cls] = type(f"Fsdp{cls.__name__}", (FsdpModule, cls), {})
+    return _fsdp_classes[cls]

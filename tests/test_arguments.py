@@ -177,3 +177,75 @@ def mesh_conflict_in_tree() -> None:
 
 def test_units_of_one_tree_over_different_meshes_are_refused() -> None:
     run_ranks(mesh_conflict_in_tree, 2)
+
+
+class Returns(nn.Module):
+    """Returns what ``make`` makes of its weight and its input."""
+
+    def __init__(self, make: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+        self.make = make
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.make(self.weight, x)
+
+
+class Hiding:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def returns_parameter() -> None:
+    for make in (lambda weight, x: weight, lambda weight, x: (x, {"view": weight.t()[1:]})):
+        module = fully_shard(Returns(make), FsdpContext())
+        for enabled in (True, False):
+            with torch.set_grad_enabled(enabled), pytest.raises(RuntimeError, match="of its own"):
+                module(torch.ones(4))
+    module = fully_shard(Returns(lambda weight, x: weight.clone()), FsdpContext())
+    assert module(torch.ones(4)).sum() == 16
+
+
+def test_a_unit_must_not_return_its_parameters() -> None:
+    run_ranks(returns_parameter, 2)
+
+
+def returns_hidden() -> None:
+    module = fully_shard(Returns(lambda weight, x: Hiding(weight @ x)), FsdpContext())
+    with pytest.raises(
+        RuntimeError, match="'Returns' returned a Hiding, in which its tensors cannot"
+    ):
+        module(torch.ones(4))
+    with torch.no_grad():
+        assert module(torch.ones(4)).tensor.sum() == 16
+
+
+def test_outputs_that_hide_tensors_are_refused_where_gradients_flow() -> None:
+    run_ranks(returns_hidden, 2)
+
+
+def shared_module() -> None:
+    inner = nn.Sequential(linear())
+    model = nn.ModuleDict({"inner": inner, "alias": inner[0]})
+    outer = nn.Sequential(model["inner"], model["alias"])
+    ctx = FsdpContext()
+    fully_shard(inner, ctx)
+    with pytest.raises(
+        ValueError, match=r"'1.weight' of Sequential is also '0.weight' of the unit"
+    ):
+        fully_shard(outer, ctx)
+
+
+def test_a_module_shared_across_units_is_refused() -> None:
+    run_ranks(shared_module, 2)
+
+
+def hooked() -> None:
+    module = fully_shard(linear(), FsdpContext())
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        with pytest.raises(RuntimeError, match=f"{register} is not supported on a ShardedTensor"):
+            getattr(module.weight, register)(print)
+
+
+def test_hooks_that_would_never_fire_are_refused() -> None:
+    run_ranks(hooked, 1)

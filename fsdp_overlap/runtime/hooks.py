@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp_overlap.runtime.order import Call
 from fsdp_overlap.runtime.schedule import Schedule
-from fsdp_overlap.runtime.trees import map_tensors, tensors_in
+from fsdp_overlap.runtime.trees import map_tensors, may_hide_tensors, tensors_in
 from fsdp_overlap.runtime.unit import Unit
 
 
@@ -44,22 +44,40 @@ def _after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output:
     call = schedule.after_forward(unit, raised)
     if not schedule.is_in_use(unit):
         unit.use_sharded()
+    tensors = list(tensors_in(output))
+    _check_no_parameter_leaves(unit, tensors)
     if unit.mp_policy.output_dtype is not None:
         output = map_tensors(partial(_cast_floating, unit.mp_policy.output_dtype), output)
+        tensors = list(tensors_in(output))
     if call is not None:
-        _announce_backward(call, schedule, output)
+        differentiable = [tensor for tensor in tensors if tensor.grad_fn is not None]
+        if differentiable:
+            before_backward = partial(_before_backward, weakref.ref(schedule), call)
+            for tensor in differentiable:
+                tensor.register_hook(before_backward)
+            schedule.add_call(call)
+        elif unit.is_trainable and may_hide_tensors(output):
+            raise RuntimeError(
+                f"unit {unit.name!r} returned a {type(output).__name__}, in which its tensors "
+                "cannot "
+                "be found, so backward could not gather its parameters: return tensors, lists, "
+                "tuples, mappings or dataclasses, or register the class as a pytree node"
+            )
     return output
 
 
-def _announce_backward(call: Call, schedule: Schedule, output: Any) -> None:
-    before_backward = partial(_before_backward, weakref.ref(schedule), call)
-    hooked = False
-    for tensor in tensors_in(output):
-        if tensor.requires_grad:
-            tensor.register_hook(before_backward)
-            hooked = True
-    if hooked:
-        schedule.add_call(call)
+def _check_no_parameter_leaves(unit: Unit, tensors: list[torch.Tensor]) -> None:
+    """An output that lies in a full buffer would be read after the buffer is freed."""
+    storages = {bucket.full.flat.untyped_storage()._cdata for bucket in unit.buckets}
+    for tensor in tensors:
+        plain = type(tensor) in (torch.Tensor, nn.Parameter)
+        if plain and tensor.untyped_storage()._cdata in storages:
+            raise RuntimeError(
+                f"unit {unit.name!r} returned a parameter of its own, or a view of one, whose "
+                "memory "
+                "is freed after forward: return a clone(), or make the module that uses it part of "
+                "the unit"
+            )
 
 
 def _before_backward(schedule: weakref.ref[Schedule], call: Call, gradient: torch.Tensor) -> None:

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
+# Cannot hold a tensor. Whatever else is met on the way might.
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor in nested lists, tuples, mappings, dataclasses and registered pytree nodes."""
@@ -26,6 +29,15 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif type(value) in _pytree.SUPPORTED_NODES:
         for item in _pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)[0]:
             yield from tensors_in(item)
+
+
+def may_hide_tensors(value: Any) -> bool:
+    """Whether ``value`` is an object that :func:`tensors_in` cannot look into."""
+    return not (
+        isinstance(value, (torch.Tensor, list, tuple, set, Mapping, *_PLAIN))
+        or dataclasses.is_dataclass(value)
+        or type(value) in _pytree.SUPPORTED_NODES
+    )
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

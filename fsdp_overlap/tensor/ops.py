@@ -42,7 +42,6 @@ METADATA = frozenset(
     is_contiguous is_floating_point is_complex is_inference is_nested is_tensor is_conj is_neg
     requires_grad grad grad_fn grad_dtype retains_grad output_nr name names _version _base
     _backward_hooks _post_accumulate_grad_hooks _is_view __len__ get_device has_names
-    register_hook register_post_accumulate_grad_hook
     """.split()
 )
 
@@ -53,8 +52,8 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     """Runs ``func``, of which some argument is a sharded tensor.
 
     Raises:
-        RuntimeError: the op is not known to be right on ranges, the tensors lie differently over the
-            mesh, or the op would need gradients to flow through a sharded tensor.
+        RuntimeError: the op is not known to be right on ranges, the tensors lie differently over
+            the mesh, or the op would need gradients to flow through a sharded tensor.
     """
     handler = _resolved.get(func)
     if handler is None:
@@ -229,7 +228,9 @@ def _reduced_norms(
     if any(
         not isinstance(tensor, ShardedTensor) or tensor._spec.mesh != mesh for tensor in tensors
     ):
-        raise RuntimeError("norms of tensors on different meshes: take the norms of each mesh apart")
+        raise RuntimeError(
+            "norms of tensors on different meshes: take the norms of each mesh apart"
+        )
     # The neutral element for ranks that hold none of a tensor; vector_norm refuses empty input.
     empty = float("inf") if order == float("-inf") else 0.0
     norms = []

@@ -115,7 +115,7 @@ class ShardedTensor(DTensor):
     # Read and written for every parameter in every step, so not through __torch_function__.
 
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+    def grad(self) -> torch.Tensor | None:
         with torch._C.DisableTorchFunctionSubclass():
             return cast("torch.Tensor | None", _get_grad(self))
 
