@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -43,9 +45,7 @@ class GroupCache:
         return groups
 
 
-def group_timeout(group: dist.ProcessGroup, device_type: str):  # type: ignore[no-untyped-def]
-    """The timeout of ``group`` as a timedelta, or ``None`` where its backend does not tell."""
-    import torch
-
+def group_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
+    """The timeout of ``group``, or ``None`` where its backend does not tell."""
     backend = group._get_backend(torch.device(device_type))
     return getattr(getattr(backend, "options", None), "_timeout", None)

@@ -47,10 +47,6 @@ class Ticket(Protocol):
 class Lane(Protocol):
     """``label`` names the unit in errors and traces, ``kind`` the collective."""
 
-    runs_ahead: bool
-    """Whether the host enqueues compute and goes on, so that a release can be put off until the
-    next gather is enqueued. Where compute blocks the host there is nothing to put off."""
-
     def after_compute(self) -> None:
         """What is enqueued from now on starts after the compute enqueued so far."""
         ...
@@ -125,8 +121,6 @@ class HostTicket:
 class HostLane:
     """A queue of asynchronous work on a CPU."""
 
-    runs_ahead = False
-
     def after_compute(self) -> None:
         pass
 
@@ -171,8 +165,6 @@ class CudaTicket:
 
 class CudaLane:
     """A CUDA stream."""
-
-    runs_ahead = True
 
     def __init__(self, device: torch.device) -> None:
         # High priority, so that a collective's few blocks are placed before those of waiting GEMMs.

@@ -36,14 +36,13 @@ class RecordingTicket(HostTicket):
 class RecordingLane(HostLane):
     """Runs like a host lane and logs to a list that lanes may share, in program order.
 
-    With ``runs_ahead`` it follows the schedule of a GPU, so that a test without one can assert what
-    is enqueued before what.
+    The schedule is the same for every lane, so that a test without a GPU can assert what is
+    enqueued before what on one.
     """
 
-    def __init__(self, name: str, log: list[Entry], runs_ahead: bool = False) -> None:
+    def __init__(self, name: str, log: list[Entry]) -> None:
         self.name = name
         self.log = log
-        self.runs_ahead = runs_ahead
 
     def allocate(self, label: str, buffer: FlatBuffer) -> None:
         self.log.append(Entry(self.name, "allocate", "", label))

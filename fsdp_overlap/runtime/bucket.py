@@ -120,9 +120,9 @@ class Bucket:
         return self.state is not BucketState.SHARDED
 
     @property
-    def is_fresh(self) -> bool:
-        """Whether the shard is what was last gathered."""
-        return self._gathered_version == self.version
+    def is_whole(self) -> bool:
+        """Whether it is gathered and the shard was not edited since."""
+        return self.is_gathered and self._gathered_version == self.version
 
     def gather(self, lane: Lane) -> None:
         """Enqueues the all-gather into the full buffer. Collective over the mesh."""

@@ -107,7 +107,7 @@ class FsdpContext:
     @cached_property
     def schedule(self) -> Schedule:
         return Schedule(
-            Gathers(self.gather_lane, self.prefetch, self.stats),
+            Gathers(self.gather_lane, self.prefetch, self.stats, self.unit_at),
             Reductions(self._reduce),
             self.unit_at,
             self._finish_backward,

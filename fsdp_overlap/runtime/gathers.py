@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from fsdp_overlap.comm.lanes import Lane, Mark
+from fsdp_overlap.runtime.order import UnitIndex
 from fsdp_overlap.runtime.stats import Stats
 from fsdp_overlap.tensor.sharded_tensor import ShardEdits
 
@@ -18,68 +19,72 @@ class Gathers:
 
     A buffer that is not in use was either gathered ahead or waits for its delayed release. Every
     decision follows from the order of calls alone, so that all ranks enqueue the same all-gathers.
+    Units are named by index, so that none is kept alive.
     """
 
-    def __init__(self, lane: Lane, prefetch: int, stats: Stats) -> None:
+    def __init__(
+        self, lane: Lane, prefetch: int, stats: Stats, unit_at: Callable[[UnitIndex], Unit | None]
+    ) -> None:
         self.lane = lane
         self.prefetch = prefetch
         self.stats = stats
-        self._ahead: dict[Unit, None] = {}
-        self._delayed: dict[Unit, Mark] = {}
+        self._unit_at = unit_at
+        self._ahead: dict[UnitIndex, None] = {}
+        self._delayed: dict[UnitIndex, Mark] = {}
         self._seen_edits = -1
 
-    def use(self, unit: Unit) -> None:
-        """Enqueues the all-gather of ``unit`` unless that was done ahead or it is still whole."""
-        self._delayed.pop(unit, None)
-        ahead = unit in self._ahead
-        self._ahead.pop(unit, None)
-        if unit.is_gathered and unit.is_fresh:
+    def use(self, unit: Unit, upcoming: Sequence[UnitIndex] = ()) -> None:
+        """Compute needs ``unit`` now and is expected to need ``upcoming`` next. Enqueues what is
+        not there yet; in between frees what was used, so that this unit's all-gather does not wait
+        for that, and the next ones find its memory."""
+        self._delayed.pop(unit.index, None)
+        ahead = unit.index in self._ahead
+        self._ahead.pop(unit.index, None)
+        if unit.is_whole:
             self.stats.prefetch_hits += ahead
-            return
-        self._make_room()
-        self._gather(unit)
-        self.stats.prefetch_misses += 1
-
-    def use_ahead(self, upcoming: Sequence[Unit]) -> None:
-        """Enqueues the all-gathers of the units expected next and drops what was expected in
-        vain."""
-        for unit in [unit for unit in self._ahead if unit not in upcoming]:
-            self._drop(unit)
-        for unit in upcoming:
-            if unit.is_gathered and unit.is_fresh:
-                continue
-            if len(self._ahead) + len(self._delayed) >= self.prefetch:
-                break
+        else:
+            self._make_room()
             self._gather(unit)
-            self._ahead[unit] = None
+            self.stats.prefetch_misses += 1
+        for index in [index for index in self._ahead if index not in upcoming]:
+            self._drop(index)
+        for index in upcoming:
+            if index in self._delayed:
+                del self._delayed[index]
+                self._ahead[index] = None
+        self.flush()
+        for index in upcoming:
+            if len(self._ahead) >= self.prefetch:
+                break
+            other = self._unit_at(index)
+            if other is not None and not other.is_whole:
+                self._gather(other)
+                self._ahead[index] = None
 
     def release(self, unit: Unit) -> None:
-        """Frees the buffer of ``unit`` once the compute enqueued so far has read it.
-
-        Where the host runs ahead of compute that is put off until the next all-gather is enqueued,
-        which then does not wait for it.
-        """
-        self.release_after_next(unit)
-        if not self.lane.runs_ahead:
-            self.flush()
-
-    def release_after_next(self, unit: Unit) -> None:
-        """Like :meth:`release`, put off on every device: the unit may be used again at once."""
+        """Frees the buffer of ``unit`` once the compute enqueued so far has read it. That is put
+        off until the next all-gather is enqueued, which then does not wait for it."""
         if unit.is_gathered:
-            self._ahead.pop(unit, None)
-            self._delayed[unit] = self.lane.mark_compute()
+            self._ahead.pop(unit.index, None)
+            self._delayed[unit.index] = self.lane.mark_compute()
 
     def flush(self) -> None:
         """Carries out the delayed releases."""
-        for unit, mark in self._delayed.items():
-            unit.free(mark)
+        for index, mark in self._delayed.items():
+            self._free(index, mark)
         self._delayed.clear()
 
-    def finish_pass(self) -> None:
-        """Frees all that is not in use."""
-        self.flush()
-        for unit in list(self._ahead):
-            self._drop(unit)
+    def finish_pass(self, before_backward: bool = False) -> None:
+        """Frees all that is not in use. ``before_backward``, the unit that ran last is kept if the
+        user left that to us: backward needs it first."""
+        for index in list(self._ahead):
+            self._drop(index)
+        for index, mark in list(self._delayed.items()):
+            unit = self._unit_at(index)
+            if before_backward and self.prefetch and unit and unit.reshard_after_forward is None:
+                continue
+            del self._delayed[index]
+            self._free(index, mark)
 
     def drop(self) -> None:
         """Forgets everything; the buckets are brought to rest elsewhere."""
@@ -100,14 +105,19 @@ class Gathers:
     def _make_room(self) -> None:
         """Before an all-gather that nobody predicted. First what was gathered in vain, because a
         delayed release makes the lane wait for compute."""
-        for unit in list(self._ahead):
+        for index in list(self._ahead):
             if len(self._ahead) + len(self._delayed) <= self.prefetch:
                 return
-            self._drop(unit)
+            self._drop(index)
         if len(self._delayed) > self.prefetch:
             self.flush()
 
-    def _drop(self, unit: Unit) -> None:
-        del self._ahead[unit]
+    def _drop(self, index: UnitIndex) -> None:
+        del self._ahead[index]
         self.stats.prefetches_unused += 1
-        unit.free(None)
+        self._free(index, None)
+
+    def _free(self, index: UnitIndex, mark: Mark) -> None:
+        unit = self._unit_at(index)
+        if unit is not None:
+            unit.free(mark)

@@ -12,7 +12,7 @@ call's all-gather is enqueued all the same.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +20,7 @@ from torch.autograd import Variable
 
 from fsdp_overlap.runtime.gathers import Gathers
 from fsdp_overlap.runtime.gradients import BucketGradients
-from fsdp_overlap.runtime.order import Call, ForwardOrder, ForwardPass
+from fsdp_overlap.runtime.order import Call, ForwardOrder, ForwardPass, UnitIndex
 from fsdp_overlap.runtime.reductions import Reductions
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Schedule:
         self,
         gathers: Gathers,
         reductions: Reductions,
-        unit_at: Callable[[int], Unit | None],
+        unit_at: Callable[[UnitIndex], Unit | None],
         finish_backward: Callable[[], None],
     ) -> None:
         self.gathers = gathers
@@ -89,9 +89,7 @@ class Schedule:
         if not unit.buckets:
             return
         self.order.visit(unit.index)
-        self.gathers.use(unit)
-        self.gathers.flush()
-        self.gathers.use_ahead(self._units(self.order.upcoming(self.gathers.prefetch)))
+        self.gathers.use(unit, self.order.upcoming(self.gathers.prefetch))
         unit.wait()
 
     def after_forward(self, unit: Unit, raised: bool = False) -> Call | None:
@@ -112,7 +110,7 @@ class Schedule:
         if (raised or unit.reshards_after_forward()) and not self.is_in_use(unit):
             self.gathers.release(unit)
         if unit.is_root and not running:
-            self.gathers.finish_pass()
+            self.gathers.finish_pass(before_backward=torch.is_grad_enabled() and not raised)
         if not unit.buckets or not torch.is_grad_enabled():
             return None
         return Call(unit.index, start, end, self._pass, unit.version)
@@ -228,18 +226,15 @@ class Schedule:
             backward.open_calls.remove(passed)
             if passed.unit != call.unit:
                 self._release_passed(passed.unit)
-        self.gathers.use(unit)
         backward.open_calls.append(call)
-        self.gathers.flush()
-        self.gathers.use_ahead(self._upcoming_backward(call, backward))
+        self.gathers.use(unit, self._upcoming_backward(call, backward))
         self.reductions.passed(call.end)
 
-    def _upcoming_backward(self, call: Call, backward: Backward) -> list[Unit]:
+    def _upcoming_backward(self, call: Call, backward: Backward) -> list[UnitIndex]:
         remaining = backward.remaining[call.forward_pass]
-        ahead = remaining[: -self.gathers.prefetch - 1 : -1]
-        return self._units([other.unit for other in ahead])
+        return [other.unit for other in remaining[: -self.gathers.prefetch - 1 : -1]]
 
-    def _release_passed(self, index: int) -> None:
+    def _release_passed(self, index: UnitIndex) -> None:
         unit = self._unit_at(index)
         if unit is None:
             return
@@ -282,14 +277,13 @@ class Schedule:
         backward.recomputing.append((unit, self._tick()))
         if unit.buckets and not self._is_open(unit, backward):
             self.gathers.use(unit)
-            self.gathers.flush()
         unit.wait()
 
     def _after_recompute(self, unit: Unit, backward: Backward, start: int, end: int) -> Call | None:
         if not unit.buckets or self._is_open(unit, backward):
             return None  # recomputed for the backward under way, which has its own call
         # Its own backward, if it follows at once, then finds it whole.
-        self.gathers.release_after_next(unit)
+        self.gathers.release(unit)
         recompute = backward.recompute
         if recompute is None or recompute in backward.remaining:
             recompute = backward.recompute = ForwardPass(is_recompute=True)
@@ -317,10 +311,6 @@ class Schedule:
     def _tick(self) -> int:
         self._clock += 1
         return self._clock
-
-    def _units(self, indices: Sequence[int]) -> list[Unit]:
-        units = [self._unit_at(index) for index in indices]
-        return [unit for unit in units if unit is not None]
 
 
 def is_in_backward() -> bool:

@@ -20,7 +20,7 @@ class Stats:
     """Bytes of the buffers reduced."""
     order_checks: int = 0
     prefetch_hits: int = 0
-    """Uses that found their all-gather enqueued ahead."""
+    """Uses that found their all-gather enqueued ahead, or their buffer kept from the last use."""
     prefetch_misses: int = 0
     """Uses that had to enqueue their own."""
     prefetches_unused: int = 0

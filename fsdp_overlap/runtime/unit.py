@@ -66,8 +66,9 @@ class Unit:
         return bool(self.buckets) and self.buckets[0].is_gathered
 
     @property
-    def is_fresh(self) -> bool:
-        return all(bucket.is_fresh for bucket in self.buckets)
+    def is_whole(self) -> bool:
+        """Whether nothing is to be gathered before compute can use the unit."""
+        return all(bucket.is_whole for bucket in self.buckets)
 
     @property
     def version(self) -> tuple[object, ...]:
@@ -81,7 +82,7 @@ class Unit:
     def gather(self) -> None:
         """Enqueues the all-gathers of the buckets that are not whole and fresh."""
         for bucket in self.buckets:
-            if not (bucket.is_gathered and bucket.is_fresh):
+            if not bucket.is_whole:
                 self.context.gather(bucket)
 
     def wait(self) -> None:

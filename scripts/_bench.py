@@ -1,0 +1,238 @@
+"""What the benchmark scripts share: launching ranks, limiting a link, medians and tables.
+
+Nothing here is part of the library. A script launches copies of itself as ranks (`launch_ranks`),
+each copy finds that it is a rank (`is_rank`) and joins the others (`join_ranks`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import gc
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+_CLONE_NEWNET = 0x40000000  # linux/sched.h
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+# ---------------------------------------------------------------- figures
+
+
+def spread(samples: Sequence[float]) -> tuple[float, float]:
+    """The 10th and 90th percentile (nearest rank), which one disturbed round cannot move far."""
+    ordered = sorted(samples)
+    last = len(ordered) - 1
+    return ordered[round(0.1 * last)], ordered[round(0.9 * last)]
+
+
+def summary(samples: Sequence[float]) -> dict[str, float]:
+    """Median and spread of `samples`, in their own unit, for the JSON report."""
+    low, high = spread(samples)
+    return {
+        "median": statistics.median(samples),
+        "p10": low,
+        "p90": high,
+        "rounds": len(samples),
+    }
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; every column but the first is aligned right."""
+    widths = [max(len(line[i]) for line in (header, *rows)) for i in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [cells[0].ljust(widths[0])]
+        padded += [c.rjust(w) for c, w in zip(cells[1:], widths[1:], strict=True)]
+        return "| " + " | ".join(padded) + " |"
+
+    rule = ["-" * widths[0]] + ["-" * (w - 1) + ":" for w in widths[1:]]
+    return "\n".join([line(header), line(rule), *(line(row) for row in rows)])
+
+
+def alternate(
+    systems: Mapping[str, Callable[[], float]], rounds: int, warmup: int
+) -> dict[str, list[float]]:
+    """Measure every system once per round, so that drift of the machine hits all of them alike.
+
+    Each callable runs once and returns its sample; the first `warmup` rounds are thrown away. The
+    order is rotated from round to round, so that nobody always runs after the same neighbour, and
+    garbage of one is collected before the next begins, so that nobody pays for it.
+    """
+    names = list(systems)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for index in range(warmup + rounds):
+        turn = index % len(names)
+        for name in names[turn:] + names[:turn]:
+            gc.collect()
+            sample = systems[name]()
+            if index >= warmup:
+                samples[name].append(sample)
+    return samples
+
+
+@contextmanager
+def quiet_gc() -> Iterator[None]:
+    """Keep the cyclic collector out of the timings: it would hit whichever system runs then.
+
+    What lives now is left out of explicit collections inside, which makes those cheap.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def write_json(path: str | None, report: Mapping[str, Any]) -> None:
+    """Write `report` to `path`, where one was asked for."""
+    if path is not None:
+        Path(path).write_text(json.dumps(report, indent=2) + "\n")
+
+
+def fail(message: str, code: int = 2) -> NoReturn:
+    """End the program with one line on stderr."""
+    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+# ------------------------------------------------------------------ ranks
+
+
+def is_rank() -> bool:
+    """Whether this process is one of the ranks that `launch_ranks` started."""
+    return "BENCH_STORE" in os.environ
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def launch_ranks(
+    world_size: int,
+    argv: Sequence[str],
+    timeout_s: float,
+    extra_env: Mapping[str, str] | None = None,
+) -> Any:
+    """Run this script `world_size` times as gloo ranks and return what rank 0 reported.
+
+    Ranks meet in a file store and talk over the loopback device of the caller's network
+    namespace. They die with this process, when one of them fails, or after `timeout_s` seconds.
+    """
+    # So that `finally` and `with` tidy up as they do after Ctrl-C.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    script = str(Path(sys.argv[0]).resolve())
+    with tempfile.TemporaryDirectory(prefix="fsdp_overlap_bench_") as folder:
+        result = Path(folder) / "result.json"
+        env = {
+            **os.environ,
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            "BENCH_STORE": str(Path(folder) / "store"),
+            "BENCH_RESULT": str(result),
+            "WORLD_SIZE": str(world_size),
+            **(extra_env or {}),
+        }
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, script, *argv],
+                env={**env, "RANK": str(rank)},
+                preexec_fn=_die_with_parent,
+            )
+            for rank in range(world_size)
+        ]
+        try:
+            deadline = time.monotonic() + timeout_s
+            while any(rank.poll() is None for rank in ranks):
+                if any(rank.returncode for rank in ranks):
+                    fail("a rank failed; its error is above", code=1)
+                if time.monotonic() > deadline:
+                    fail(f"the ranks did not finish in {timeout_s:.0f} s", code=1)
+                time.sleep(0.05)
+            if any(rank.returncode for rank in ranks):
+                fail("a rank failed; its error is above", code=1)
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        return json.loads(result.read_text()) if result.exists() else None
+
+
+def join_ranks(timeout_s: float = 120.0) -> tuple[int, int]:
+    """Initialize gloo among the ranks of `launch_ranks`; returns (rank, world size)."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(os.environ["BENCH_STORE"], world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+    return rank, world_size
+
+
+def report(result: Any) -> None:
+    """Hand `result` (anything JSON can hold) to the process that launched this rank."""
+    Path(os.environ["BENCH_RESULT"]).write_text(json.dumps(result))
+
+
+# ------------------------------------------------------------------- link
+
+
+class LinkError(RuntimeError):
+    """The link cannot be limited here; the message says what is missing."""
+
+
+def _command(*argv: str) -> None:
+    done = subprocess.run(argv, capture_output=True, text=True)
+    if done.returncode:
+        raise LinkError(f"`{' '.join(argv)}` failed: {done.stderr.strip() or done.stdout.strip()}")
+
+
+@contextmanager
+def limited_link(rate: str) -> Iterator[None]:
+    """Put this thread, and the processes it starts, where loopback carries at most `rate`.
+
+    `rate` is in the words of `tc` ("2gbit"). Both directions share it, as all loopback traffic
+    leaves through one queue. The network namespace is a nameless one: the kernel removes it with
+    the last process inside, so that not even SIGKILL can leave one behind. Raises LinkError
+    where the rights or the programs are missing.
+    """
+    missing = [program for program in ("ip", "tc") if shutil.which(program) is None]
+    if missing:
+        raise LinkError(f"limiting the link needs {' and '.join(missing)} (package iproute2)")
+    if os.geteuid() != 0:
+        raise LinkError("limiting the link needs root: it makes a network namespace")
+    libc = ctypes.CDLL(None, use_errno=True)
+    home = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if libc.unshare(_CLONE_NEWNET) != 0:
+            reason = os.strerror(ctypes.get_errno())
+            raise LinkError(f"cannot make a network namespace: {reason}")
+        try:
+            _command("ip", "link", "set", "lo", "up")
+            tbf = f"tc qdisc add dev lo root tbf rate {rate} burst 512kb limit 4mb"
+            _command(*tbf.split())
+            yield
+        finally:
+            libc.setns(home, _CLONE_NEWNET)
+    finally:
+        os.close(home)

@@ -1,0 +1,349 @@
+"""Which collectives should carry an all-gather and a reduce-scatter on gloo?
+
+Times every candidate for gathering a flat buffer from equal slices, and for reducing one into
+slices, from a barrier to the moment when the last rank holds its result (milliseconds, median of
+many rounds, candidates alternating within each round). Beside it, per candidate:
+
+- host: milliseconds until the last asynchronous call has returned, which compute has to wait for;
+- cpu: milliseconds of processor time of all threads of one rank, which compute has to do without;
+- extra: MiB by which the resident memory of a rank peaks above the buffers that every candidate
+  is given (the full buffer and the slice), measured by the kernel in a run of its own.
+
+The results are compared with the expected ones in every warm-up round. Needs root and `tc` for
+the limited link; `--no-limit` leaves that part out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import _bench
+import torch
+import torch.distributed as dist
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """What every candidate is given.
+
+    `full` is [world_size * n] and `slices[r]` its [n] range of rank r; `shard` is an [n] tensor
+    outside of it. A gather finds this rank's values in `slices[rank]` and fills the others; a
+    reduce leaves the mean over ranks of `slices[rank]` in `shard`.
+    """
+
+    rank: int
+    world_size: int
+    full: torch.Tensor
+    slices: list[torch.Tensor]
+    shard: torch.Tensor
+
+    @property
+    def others(self) -> list[int]:
+        """The other ranks, nearest successor first, so that not all send to rank 0 first."""
+        return [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
+
+
+# A candidate enqueues its communication and returns what finishes it.
+Finish = Callable[[], None]
+Candidate = Callable[[Buffers], Finish]
+
+
+# torch 2.13 renames both and warns about the old names.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def gather_into_tensor(b: Buffers) -> Finish:
+    work = all_gather_single(b.full, b.slices[b.rank], async_op=True)
+    return lambda: _wait([work])
+
+
+def gather_broadcasts(b: Buffers) -> Finish:
+    works = [dist.broadcast(s, src=r, async_op=True) for r, s in enumerate(b.slices)]
+    return lambda: _wait(works)
+
+
+def gather_list(b: Buffers) -> Finish:
+    work = dist.all_gather(b.slices, b.slices[b.rank], async_op=True)
+    return lambda: _wait([work])
+
+
+def gather_send_receive(b: Buffers) -> Finish:
+    works = [dist.irecv(b.slices[r], src=r) for r in reversed(b.others)]
+    works += [dist.isend(b.slices[b.rank], dst=r) for r in b.others]
+    return lambda: _wait(works)
+
+
+def reduce_scatter_tensor(b: Buffers) -> Finish:
+    work = reduce_scatter_single(b.shard, b.full, async_op=True)
+
+    def finish() -> None:
+        _wait([work])
+        b.shard.div_(b.world_size)
+
+    return finish
+
+
+def reduce_to_each(b: Buffers) -> Finish:
+    works = [dist.reduce(s, dst=r, async_op=True) for r, s in enumerate(b.slices)]
+
+    def finish() -> None:
+        _wait(works)
+        torch.div(b.slices[b.rank], b.world_size, out=b.shard)
+
+    return finish
+
+
+def reduce_all_to_all_sum(b: Buffers) -> Finish:
+    received = torch.empty_like(b.full)
+    work = dist.all_to_all_single(received, b.full, async_op=True)
+
+    def finish() -> None:
+        _wait([work])
+        torch.sum(received.view(b.world_size, -1), dim=0, out=b.shard)
+        b.shard.div_(b.world_size)
+
+    return finish
+
+
+def reduce_all_to_all_mean(b: Buffers) -> Finish:
+    received = torch.empty_like(b.full)
+    work = dist.all_to_all_single(received, b.full, async_op=True)
+
+    def finish() -> None:
+        _wait([work])
+        torch.mean(received.view(b.world_size, -1), dim=0, out=b.shard)
+
+    return finish
+
+
+def reduce_all_to_all_add(b: Buffers) -> Finish:
+    received = torch.empty_like(b.full)
+    work = dist.all_to_all_single(received, b.full, async_op=True)
+
+    def finish() -> None:
+        _wait([work])
+        first, second, *rest = received.view(b.world_size, -1).unbind()
+        torch.add(first, second, out=b.shard)
+        for piece in rest:
+            b.shard.add_(piece)
+        b.shard.div_(b.world_size)
+
+    return finish
+
+
+def reduce_send_receive(b: Buffers) -> Finish:
+    received = torch.empty(b.world_size - 1, b.shard.numel(), dtype=b.shard.dtype).unbind()
+    sources = list(reversed(b.others))
+    works: list[Any] = [dist.irecv(t, src=r) for t, r in zip(received, sources, strict=True)]
+    sends = [dist.isend(b.slices[r], dst=r) for r in b.others]
+
+    def finish() -> None:
+        works[0].wait()
+        torch.add(b.slices[b.rank], received[0], out=b.shard)
+        for work, piece in zip(works[1:], received[1:], strict=True):
+            work.wait()
+            b.shard.add_(piece)
+        b.shard.div_(b.world_size)
+        _wait(sends)
+
+    return finish
+
+
+GATHERS: dict[str, Candidate] = {
+    "all_gather_into_tensor": gather_into_tensor,
+    "all_gather into views": gather_list,
+    "broadcast per slice": gather_broadcasts,
+    "isend / irecv": gather_send_receive,
+}
+REDUCES: dict[str, Candidate] = {
+    "reduce_scatter_tensor": reduce_scatter_tensor,
+    "reduce per slice": reduce_to_each,
+    "all_to_all + sum(dim=0)": reduce_all_to_all_sum,
+    "all_to_all + mean(dim=0)": reduce_all_to_all_mean,
+    "all_to_all + add": reduce_all_to_all_add,
+    "isend / irecv + add": reduce_send_receive,
+}
+
+
+def _wait(works: list[Any]) -> None:
+    for work in works:
+        work.wait()
+
+
+# ------------------------------------------------------------- measuring
+
+
+def prepare(b: Buffers, kind: str) -> None:
+    """Set the input of one call; afterwards `check` knows what must come out."""
+    if kind == "gather":
+        b.full.fill_(-1.0)
+        b.slices[b.rank].fill_(float(b.rank + 1))
+    else:
+        for r, piece in enumerate(b.slices):
+            piece.fill_(float((b.rank + 1) * (r + 1)))
+        b.shard.fill_(-1.0)
+
+
+def check(b: Buffers, kind: str, name: str) -> None:
+    """Raise where a candidate left anything but the right result behind."""
+    if kind == "gather":
+        wrong = [r for r, s in enumerate(b.slices) if not bool((s == float(r + 1)).all())]
+        if wrong:
+            raise AssertionError(f"{name}: the slices of ranks {wrong} are wrong")
+    else:
+        mean = (b.rank + 1) * (b.world_size + 1) / 2
+        if not torch.allclose(b.shard, torch.full_like(b.shard, mean)):
+            raise AssertionError(f"{name}: expected {mean}, got {b.shard[:4].tolist()}")
+
+
+def call(b: Buffers, kind: str, candidate: Candidate) -> tuple[float, float, float]:
+    """One call; returns (total, host, cpu) in milliseconds on this rank."""
+    prepare(b, kind)
+    dist.barrier()
+    cpu = time.process_time()
+    start = time.perf_counter()
+    finish = candidate(b)
+    enqueued = time.perf_counter()
+    finish()
+    end = time.perf_counter()
+    cpu = time.process_time() - cpu
+    return (end - start) * 1e3, (enqueued - start) * 1e3, cpu * 1e3
+
+
+def peak_extra(b: Buffers, kind: str, candidate: Candidate) -> float:
+    """MiB by which this rank's resident memory peaks above where it stood before the call."""
+
+    def status(field: str) -> float:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(field + ":"):
+                return float(line.split()[1]) / 1024
+        raise KeyError(field)
+
+    prepare(b, kind)
+    b.shard.fill_(0.0)
+    dist.barrier()
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak (VmHWM), see proc(5)
+    before = status("VmRSS")
+    candidate(b)()
+    return status("VmHWM") - before
+
+
+def run_rank(args: argparse.Namespace) -> None:
+    """Measure every candidate on this rank; rank 0 reports the slowest rank's time."""
+    rank, world_size = _bench.join_ranks()
+    length = int(args.mib * MIB / 4) // world_size
+    full = torch.empty(world_size * length)
+    b = Buffers(rank, world_size, full, list(full.split(length)), torch.empty(length))
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for kind, candidates in (("gather", GATHERS), ("reduce", REDUCES)):
+        if "BENCH_MEMORY" in os.environ:
+            for name, candidate in candidates.items():
+                # Twice, as the first call also builds connections and touches buffers.
+                extra = [peak_extra(b, kind, candidate) for _ in range(2)][-1]
+                found.setdefault(kind, {})[name] = {"extra": extra}
+            continue
+        names = list(candidates)
+        mine: dict[str, list[tuple[float, float, float]]] = {name: [] for name in names}
+        for index in range(args.warmup + args.rounds):
+            turn = index % len(names)
+            for name in names[turn:] + names[:turn]:
+                sample = call(b, kind, candidates[name])
+                if index < args.warmup:
+                    check(b, kind, name)
+                else:
+                    mine[name].append(sample)
+        everyone: list[Any] = [None] * world_size
+        dist.all_gather_object(everyone, mine)
+        for name in names:
+            rounds = list(zip(*(samples[name] for samples in everyone), strict=True))
+            totals = [max(sample[0] for sample in one) for one in rounds]
+            low, high = _bench.spread(totals)
+            found.setdefault(kind, {})[name] = {
+                "total": statistics.median(totals),
+                "low": low,
+                "high": high,
+                "host": statistics.median(max(sample[1] for sample in one) for one in rounds),
+                "cpu": statistics.median(max(sample[2] for sample in one) for one in rounds),
+            }
+    if rank == 0:
+        _bench.report(found)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(args: argparse.Namespace, world_size: int) -> dict[str, dict[str, dict[str, float]]]:
+    """Time the candidates, then measure their memory, among `world_size` fresh ranks."""
+    argv = [f"--mib={args.mib}", f"--rounds={args.rounds}", f"--warmup={args.warmup}"]
+    timed = _bench.launch_ranks(world_size, argv, args.timeout)
+    # Freed memory must go back at once, or the second call would reuse what the first one left.
+    memory = _bench.launch_ranks(
+        world_size, argv, args.timeout, {"BENCH_MEMORY": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    )
+    return {
+        kind: {name: {**row, **memory[kind][name]} for name, row in rows.items()}
+        for kind, rows in timed.items()
+    }
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mib", type=float, default=25.0, help="full buffer, in MiB of fp32")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="loopback runs")
+    parser.add_argument("--rate", default="2gbit", help="of the limited link, in tc's words")
+    parser.add_argument("--no-limit", action="store_true", help="leave the limited link out")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds, per launch")
+    parser.add_argument("--json", metavar="FILE", help="also write the figures here")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    if _bench.is_rank():
+        return run_rank(args)
+    results: dict[str, Any] = {}
+    for world_size in args.ranks:
+        results[f"{world_size} ranks, loopback"] = measure(args, world_size)
+    if not args.no_limit:
+        try:
+            with _bench.limited_link(args.rate):
+                results[f"2 ranks, {args.rate} link"] = measure(args, 2)
+        except _bench.LinkError as error:
+            _bench.fail(f"{error}; --no-limit measures loopback only")
+    print(f"torch {torch.__version__}, {args.mib:g} MiB fp32, median of {args.rounds} rounds")
+    for where, kinds in results.items():
+        for kind, rows in kinds.items():
+            print(f"\n{kind}, {where}\n")
+            header = [kind, "ms", "p10-p90", "host ms", "cpu ms", "extra MiB"]
+            print(
+                _bench.markdown_table(
+                    header,
+                    [
+                        [
+                            name,
+                            f"{row['total']:.1f}",
+                            f"{row['low']:.1f}-{row['high']:.1f}",
+                            f"{row['host']:.2f}",
+                            f"{row['cpu']:.1f}",
+                            f"{row['extra']:.1f}",
+                        ]
+                        for name, row in rows.items()
+                    ],
+                )
+            )
+    _bench.write_json(args.json, {"torch": torch.__version__, "mib": args.mib, **results})
+
+
+if __name__ == "__main__":
+    main()
