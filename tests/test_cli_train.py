@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -17,8 +18,10 @@ from fsdp_overlap.cli.data import load_text, sample_batch, split_text, unigram_e
 from fsdp_overlap.cli.errors import BadInput
 from fsdp_overlap.cli.launch import find_place
 from fsdp_overlap.cli.run_folder import check_out
+from fsdp_overlap.profiling import summarize_overlap
 
-TINY = "--steps 4 --eval-every 2 --log-every 1 --layers 3 --width 32 --heads 2 --seq-len 32".split()
+TINY = "--steps 4 --eval-every 2 --log-every 1 --batch-size 4 --seq-len 32".split()
+TINY += "--layers 3 --width 32 --heads 2".split()
 TRAIN = ["-m", "fsdp_overlap.cli", "train", "--device", "cpu"]
 
 
@@ -46,11 +49,23 @@ def read_metrics(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_leaves_its_folder_and_says_what_it_did(tmp_path: Path, text_file: Path) -> None:
-    done = run(*TRAIN, *TINY, "--data", str(text_file), "--out", "run", cwd=tmp_path)
+@pytest.fixture(scope="module")
+def finished(
+    tmp_path_factory: pytest.TempPathFactory, text_file: Path
+) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """Where a run on two ranks was started, with its folder `run`, and how it ended."""
+    path = tmp_path_factory.mktemp("cwd")
+    done = run(*TRAIN, *TINY, "--data", str(text_file), "--out", "run", cwd=path)
     assert done.returncode == 0, done.stderr
-    folder = tmp_path / "run"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["run"]
+    return path, done
+
+
+def test_a_run_leaves_its_folder_and_says_what_it_did(
+    finished: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    path, done = finished
+    folder = path / "run"
+    assert [p.name for p in path.iterdir()] == ["run"]
     assert sorted(p.name for p in folder.iterdir()) == [
         "config.json",
         "loss.png",
@@ -66,37 +81,44 @@ def test_a_run_leaves_its_folder_and_says_what_it_did(tmp_path: Path, text_file:
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert f"{metrics[-1]['val_loss']:.3f} nats/byte" in done.stdout
     assert f"{config['unigram_entropy']:.3f} nats/byte" in done.stdout
-    # Two steps of three blocks and the root.
-    (reduced,) = [line for line in done.stdout.splitlines() if line.startswith("reduce-scatter")]
-    assert reduced.split()[2] == "8"
+
+
+def test_the_trace_holds_every_collective_of_two_steps(
+    finished: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    summary = summarize_overlap(finished[0] / "run" / "trace.json")
+    # Three blocks and the root; for backward, at least those that compute has left behind.
+    assert summary.total("all_gather", "forward").count == 2 * 4
+    assert summary.total("all_gather", "backward").count >= 2 * 2
+    assert summary.total("reduce_scatter").count == 2 * 4
+    assert {c.name for c in summary.collectives if c.kind == "reduce_scatter"} >= {"blocks.0"}
 
 
 @pytest.mark.slow
-def test_torchrun_gives_the_same_run(tmp_path: Path, text_file: Path) -> None:
-    arguments = [*TRAIN[1:], *TINY, "--data", str(text_file), "--tied", "--batch-size", "2"]
+def test_torchrun_gives_the_same_run(
+    tmp_path: Path, text_file: Path, finished: tuple[Path, subprocess.CompletedProcess[str]]
+) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
-    joined = run(*torchrun, "-m", *arguments, "--out", "joined", cwd=tmp_path)
-    assert joined.returncode == 0, joined.stderr
-    alone = run("-m", *arguments, "--out", "alone", cwd=tmp_path)
-    assert alone.returncode == 0, alone.stderr
+    arguments = [*TRAIN, *TINY, "--data", str(text_file), "--out", "run"]
+    done = run(*torchrun, *arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     timeless = ("step", "loss", "val_loss", "lr")
-    assert [[m.get(k) for k in timeless] for m in read_metrics(tmp_path / "joined")] == [
-        [m.get(k) for k in timeless] for m in read_metrics(tmp_path / "alone")
+    assert [[m.get(k) for k in timeless] for m in read_metrics(tmp_path / "run")] == [
+        [m.get(k) for k in timeless] for m in read_metrics(finished[0] / "run")
     ]
 
 
 @pytest.mark.slow
 def test_how_many_ranks_share_a_batch_does_not_change_the_run(
-    tmp_path: Path, text_file: Path
+    tmp_path: Path, text_file: Path, finished: tuple[Path, subprocess.CompletedProcess[str]]
 ) -> None:
-    for ranks, batch_size in ((1, 4), (2, 2)):
-        layout = ["--ranks", str(ranks), "--batch-size", str(batch_size), "--out", str(ranks)]
-        done = run(*TRAIN, *TINY, "--data", str(text_file), *layout, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-    one, two = (read_metrics(tmp_path / name) for name in ("1", "2"))
+    alone = ["--ranks", "1", "--batch-size", "8", "--data", str(text_file), "--out", "run"]
+    done = run(*TRAIN, *TINY, *alone, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    one, two = (read_metrics(path / "run") for path in (tmp_path, finished[0]))
     assert [m["loss"] for m in one] == pytest.approx([m["loss"] for m in two], rel=1e-4)
     assert one[-1]["grad_norm"] == pytest.approx(two[-1]["grad_norm"], rel=1e-3)
 
@@ -107,7 +129,7 @@ def test_a_failing_rank_fails_the_command_readably(tmp_path: Path, text_file: Pa
     huge = ["--batch-size", str(1 << 50), "--data", str(text_file)]
     done = run(*TRAIN, *TINY, *huge, cwd=tmp_path)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("error: rank 0 failed: ")
+    assert re.match(r"error: rank [01] failed: RuntimeError: ", done.stderr.splitlines()[-1])
 
 
 @pytest.mark.parametrize(

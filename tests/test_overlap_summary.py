@@ -45,9 +45,9 @@ def test_pieces_of_one_issue_are_one_collective() -> None:
         "forward",
     )
     assert (collective.start, collective.duration) == (4, 100)
-    assert (collective.overlapped, collective.issuing, collective.exposed) == (80, 6, 14)
+    assert (collective.overlapped, collective.exposed) == (80, 20)
     assert collective.ran_under_compute
-    assert summary.exposed == 14
+    assert summary.exposed == 20
 
 
 def test_pieces_go_to_units_in_order_of_issue() -> None:
@@ -86,17 +86,33 @@ def test_half_of_the_time_in_flight_is_enough() -> None:
     assert not summarize(*events, event("aten::mm", 10, 59)).collectives[0].ran_under_compute
 
 
-def test_time_spent_issuing_is_neither_compute_nor_exposed() -> None:
+def test_what_prepares_a_collective_is_not_compute() -> None:
     summary = summarize(
         *gather("a", 0),
+        event("aten::copy_", 1, 5),
         event("gloo:broadcast", 2, 14, GLOO_A),
         event("gloo:broadcast", 6, 16, GLOO_B),
-        event("aten::copy_", 1, 5),  # prepares the gather
         event("aten::mm", 13, 40),
     )
-    (collective,) = summary.collectives
-    assert (collective.overlapped, collective.issuing, collective.exposed) == (3, 8, 3)
-    assert summary.exposed == 3
+    assert summary.collectives[0].overlapped == 3
+
+
+def test_time_spent_waiting_for_another_is_that_others() -> None:
+    summary = summarize(
+        *gather("a", 0),
+        event("gloo:broadcast", 10, 110, GLOO_A),
+        event("gloo:broadcast", 10, 110, GLOO_B),
+        *gather("b", 20),
+        event("gloo:broadcast", 30, 60, GLOO_A),
+        event("gloo:broadcast", 30, 60, GLOO_B),
+        event("fsdp_overlap::wait_all_gather(a)", 40, 110),
+        event("aten::mm", 110, 200),
+        event("fsdp_overlap::wait_all_gather(b)", 200, 201),
+    )
+    a, b = summary.collectives
+    assert (a.exposed, a.room, a.ran_under_compute) == (70, 0, False)
+    assert (b.exposed, b.room, b.ran_under_compute) == (0, 90, True)
+    assert summary.exposed == 70
 
 
 def test_what_had_no_compute_before_its_wait_did_not_run_under_compute() -> None:

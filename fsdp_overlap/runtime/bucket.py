@@ -77,6 +77,11 @@ class Bucket:
         rank = mesh.get_local_rank()
         self.shard = torch.zeros(plan.shard_numels[rank], dtype=plan.specs[0].dtype, device=device)
         self.sharded_parameters: list[ShardedTensor] = self._shard_parameters(mesh, rank)
+        self._places = [
+            (registered, name, item.parameter, sharded)
+            for item, sharded in zip(self.owned, self.sharded_parameters, strict=True)
+            for registered, name in item.places
+        ]
         self.use_sharded()
         self._ticket: Ticket | None = None
         self._gathered_version: tuple[int, int] | None = None
@@ -168,15 +173,13 @@ class Bucket:
 
     def use_unsharded(self) -> None:
         """Registers the unsharded parameters in the module."""
-        for item in self.owned:
-            for parameters, name in item.places:
-                parameters[name] = item.parameter
+        for registered, name, parameter, _ in self._places:
+            registered[name] = parameter
 
     def use_sharded(self) -> None:
         """Registers the sharded parameters in the module."""
-        for item, sharded in zip(self.owned, self.sharded_parameters, strict=True):
-            for parameters, name in item.places:
-                parameters[name] = sharded
+        for registered, name, _, sharded in self._places:
+            registered[name] = sharded
 
     def _become(self, state: BucketState) -> None:
         if state not in ALLOWED[self.state]:

@@ -46,17 +46,21 @@ class BucketGradients:
 
     def _plan_pieces(self) -> tuple[list[int], list[int]]:
         """Sizes that split a shard into parameter ranges and the gaps between them, and for each
-        parameter which piece is its own."""
+        parameter which piece is its own: -1 if this rank holds none of it."""
         sizes: list[int] = []
         pieces = []
         end = 0
         for parameter in self.bucket.sharded_parameters:
             local = parameter.to_local()
-            if local.numel():
-                sizes.append(int(local.storage_offset()) - end)
-                end += sizes[-1] + local.numel()
+            if not local.numel():
+                pieces.append(-1)
+                continue
+            gap = int(local.storage_offset()) - end
+            if gap:
+                sizes.append(gap)
             pieces.append(len(sizes))
             sizes.append(local.numel())
+            end += gap + local.numel()
         sizes.append(self.bucket.shard.numel() - end)
         return sizes, pieces
 
@@ -79,7 +83,15 @@ class BucketGradients:
     def absorb_all(self) -> None:
         """Moves every gradient that autograd holds into the reduce input, and gets ready for the
         next backward."""
-        self._absorb(range(len(self.arrived)))
+        parameters = self.bucket.parameters
+        gradients = [g for p in parameters if (g := p.grad) is not None and not g.requires_grad]
+        if len(gradients) < len(parameters) or any(self.filled):
+            self._absorb(range(len(parameters)))
+        else:
+            torch._foreach_copy_(self.input.views, gradients)
+            for parameter in parameters:
+                parameter.grad = None
+            self.filled = [True] * len(parameters)
         self.forget_arrivals()
 
     def forget_arrivals(self) -> None:
@@ -136,14 +148,18 @@ class BucketGradients:
 
     def _accept(self, mean: torch.Tensor, doubtful: Sequence[bool] | None) -> None:
         sizes, own = self._pieces
-        pieces = mean.to(self.bucket.shard.dtype).split_with_sizes(sizes)
-        for index, (parameter, piece) in enumerate(
-            zip(self.bucket.sharded_parameters, own, strict=True)
-        ):
-            if doubtful is not None and doubtful[index]:
+        mean = mean.to(self.bucket.shard.dtype)
+        pieces = [*mean.split_with_sizes(sizes), mean[:0]]
+        parameters = self.bucket.sharded_parameters
+        if doubtful is None:
+            for parameter, piece in zip(parameters, own, strict=True):
+                parameter.give_grad(pieces[piece])
+            return
+        for index, piece in enumerate(own):
+            if doubtful[index]:
                 self.doubtful.append((index, pieces[piece]))
             else:
-                parameter.give_grad(pieces[piece])
+                parameters[index].give_grad(pieces[piece])
 
     def settle_doubts(self, has_gradient: Sequence[int]) -> None:
         """Gives the gradients in doubt to the parameters for which some rank had one."""

@@ -45,12 +45,9 @@ class ShardEdits:
         ShardEdits.clock += 1
 
 
-_TENSOR_GRAD: Any = torch.Tensor.grad
-_get_grad = _TENSOR_GRAD.__get__
-_set_grad = _TENSOR_GRAD.__set__
-# A gradient's wrapper that only one frame, a variable and the call refer to.
+# References to a gradient that nobody else holds, while the setter below looks: its variable and
+# the argument of getrefcount.
 _UNSHARED = 2
-
 
 _NOTHING = torch.empty(0)
 
@@ -75,7 +72,8 @@ class ShardedTensor(DTensor):
     edits: ShardEdits | None = None
     """Set on parameters; ``None`` on gradients and optimizer states, which nobody gathers."""
 
-    _spare_grad: ShardedTensor | None = None
+    _gradient: ShardedTensor | None = None
+    _spare_gradient: ShardedTensor | None = None
 
     @classmethod
     def wrap(
@@ -112,26 +110,31 @@ class ShardedTensor(DTensor):
     ) -> NoReturn:
         raise_unsupported(str(func))
 
-    # Read and written for every parameter in every step, so not through __torch_function__.
+    # Autograd never accumulates into a sharded tensor, so its gradient is an attribute of ours.
+    # Optimizers read and write it for every parameter in every step: torch's own would go through
+    # __torch_function__ each time.
 
     @property
     def grad(self) -> torch.Tensor | None:
-        with torch._C.DisableTorchFunctionSubclass():
-            return cast("torch.Tensor | None", _get_grad(self))
+        return self._gradient
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            if gradient is None:
-                dropped = _get_grad(self)
-                _set_grad(self, None)
-                # Making a wrapper takes longer than all else that is done for a gradient, so one
-                # that nobody else holds is kept for the next, without its memory.
-                if type(dropped) is ShardedTensor and getrefcount(dropped) == _UNSHARED:
-                    dropped._local_tensor = _NOTHING
-                    self._spare_grad = dropped
-            else:
-                _set_grad(self, gradient)
+        if gradient is None:
+            dropped = self._gradient
+            self._gradient = None
+            # Making a wrapper takes longer than all else that is done for a gradient, so one that
+            # nobody else holds is kept for the next, without its memory.
+            if dropped is not None and getrefcount(dropped) == _UNSHARED:
+                dropped._local_tensor = _NOTHING
+                self._spare_gradient = dropped
+        elif isinstance(gradient, ShardedTensor) and gradient.placement == self.placement:
+            self._gradient = gradient
+        else:
+            raise TypeError(
+                f"the gradient of {self!r} must be a ShardedTensor of the same layout or None, "
+                f"got a {type(gradient).__name__}"
+            )
 
     @grad.deleter
     def grad(self) -> None:
@@ -139,23 +142,17 @@ class ShardedTensor(DTensor):
 
     def give_grad(self, local: torch.Tensor) -> None:
         """Makes ``local``, this rank's range, the gradient, or adds it to the gradient there is."""
-        with torch._C.DisableTorchFunctionSubclass():
-            gradient = _get_grad(self)
-            if gradient is None:
-                gradient = self._spare_grad
-                if gradient is None:
-                    gradient = ShardedTensor.wrap(local, self._spec)
-                else:
-                    self._spare_grad = None
-                    gradient._local_tensor = local
-                _set_grad(self, gradient)
-            elif isinstance(gradient, ShardedTensor):
-                gradient._local_tensor.add_(local)
-            else:
-                raise TypeError(
-                    f"the gradient of {self!r} was replaced by a {type(gradient).__name__}; assign "
-                    "a ShardedTensor or None"
-                )
+        gradient = self._gradient
+        if gradient is not None:
+            gradient._local_tensor.add_(local)
+            return
+        gradient = self._spare_gradient
+        if gradient is None:
+            gradient = ShardedTensor.wrap(local, self._spec)
+        else:
+            self._spare_gradient = None
+            gradient._local_tensor = local
+        self._gradient = gradient
 
     @property
     def placement(self) -> RangeShard:

@@ -1,0 +1,70 @@
+"""What a training run was asked to do."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdp_overlap.cli.errors import BadInput
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Raises BadInput where no such run can be.
+
+    data: a file or a folder of text; None for the standard library's sources.
+    batch_size: sequences per rank and step. seq_len: bytes per sequence.
+    prefetch: how many all-gathers may run ahead of compute.
+    eval_every: steps between validations. log_every: steps between lines of metrics.
+    """
+
+    out: Path
+    data: Path | None = None
+    steps: int = 160
+    batch_size: int = 4
+    seq_len: int = 128
+    layers: int = 6
+    width: int = 192
+    heads: int = 6
+    tied: bool = False
+    lr: float = 3e-3
+    seed: int = 0
+    prefetch: int = 1
+    dtype: str = "float32"
+    eval_every: int = 40
+    log_every: int = 5
+
+    def __post_init__(self) -> None:
+        at_least_one = (
+            "steps",
+            "batch_size",
+            "seq_len",
+            "layers",
+            "width",
+            "heads",
+            "eval_every",
+            "log_every",
+        )
+        for name in at_least_one:
+            if getattr(self, name) < 1:
+                raise BadInput(f"{_option(name)} {getattr(self, name)}: must be at least 1")
+        for name in ("prefetch", "seed"):
+            if getattr(self, name) < 0:
+                raise BadInput(f"{_option(name)} {getattr(self, name)}: must not be negative")
+        if not 0 < self.lr < float("inf"):
+            raise BadInput(f"--lr {self.lr}: must be a positive number")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise BadInput(f"--dtype {self.dtype}: use float32 or bfloat16")
+        if self.width % (2 * self.heads):
+            fits = [h for h in range(1, self.width // 2 + 1) if self.width % (2 * h) == 0]
+            advice = (
+                f"heads that fit this width: {', '.join(map(str, fits))}"
+                if fits
+                else "use an even width"
+            )
+            raise BadInput(
+                f"--width {self.width} cannot be split into --heads {self.heads} of an even size; "
+                f"{advice}"
+            )
+
+
+def _option(field: str) -> str:
+    return "--" + field.replace("_", "-")

@@ -1,0 +1,103 @@
+"""Where the ranks run: joining those of torchrun, or starting our own on this machine."""
+
+import os
+import tempfile
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from fsdp_overlap.cli.config import TrainConfig
+from fsdp_overlap.cli.errors import BadInput
+from fsdp_overlap.cli.system import cores
+from fsdp_overlap.cli.train import train
+
+# More would only wait for each other, each with its own copy of torch in memory.
+_RANKS_PER_CORE = 4
+_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+
+
+@dataclass(frozen=True)
+class Place:
+    """ranks: of the whole job. device_type: "cuda" (NCCL) or "cpu" (gloo). joining: the ranks exist
+    already."""
+
+    ranks: int
+    device_type: str
+    joining: bool
+
+
+def find_place(ranks: int | None, device: str) -> Place:
+    """Where to run `ranks` ranks (None: as many as the torchrun that started this process has, one
+    per GPU, or 2 without GPUs) on `device`: auto, cpu or cuda. Raises BadInput where they cannot
+    run. Starts nothing."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise BadInput(f"--device {device}: use auto, cpu or cuda")
+    gpus = torch.cuda.device_count()
+    if device == "cuda" and not gpus:
+        raise BadInput("--device cuda: this machine has no CUDA device; use --device cpu")
+    device_type = "cuda" if gpus and device != "cpu" else "cpu"
+    if ranks is not None and ranks < 1:
+        raise BadInput(f"--ranks {ranks}: must be at least 1")
+
+    joining = all(name in os.environ for name in _TORCHRUN)
+    if joining:
+        world = int(os.environ["WORLD_SIZE"])
+        if ranks not in (None, world):
+            raise BadInput(
+                f"--ranks {ranks}: torchrun has started {world}; leave --ranks out under torchrun"
+            )
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    else:
+        world = here = ranks if ranks is not None else gpus if device_type == "cuda" else 2
+    _check_fits(here, device_type, gpus)
+    return Place(world, device_type, joining)
+
+
+def launch(config: TrainConfig, place: Place) -> None:
+    """Trains on every rank of `place`; returns when all are done. Raises ChildFailedError if a
+    started one failed."""
+    if place.joining:
+        train(config, place.device_type)
+        return
+    spec = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=place.ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    # The launcher keeps its logs, which nobody reads here, until somebody removes them.
+    with tempfile.TemporaryDirectory() as logs:
+        spec.logs_specs = DefaultLogsSpecs(log_dir=logs)
+        elastic_launch(spec, train)(config, place.device_type)
+
+
+def describe_failure(error: ChildFailedError) -> str:
+    """One line: the rank that failed first and why."""
+    rank, failure = error.get_first_failure()
+    # Declared a string; where the rank raised, it is a dictionary.
+    raised: Any = failure.message
+    message = raised["message"] if isinstance(raised, dict) else raised
+    return f"rank {rank} failed: {' '.join(message.split()) or f'exit code {failure.exitcode}'}"
+
+
+def _check_fits(ranks: int, device_type: str, gpus: int) -> None:
+    if device_type == "cuda":
+        if ranks > gpus:
+            raise BadInput(
+                f"--ranks {ranks}: each rank needs a GPU of its own and this machine has {gpus}"
+            )
+    elif ranks > (most := _RANKS_PER_CORE * cores()):
+        raise BadInput(
+            f"--ranks {ranks}: at most {most} on this machine, "
+            f"{_RANKS_PER_CORE} for each of its {cores()} cores"
+        )

@@ -1,0 +1,108 @@
+"""The commands and their options."""
+
+import os
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from fsdp_overlap.cli.config import TrainConfig
+from fsdp_overlap.cli.data import load_text
+from fsdp_overlap.cli.errors import BadInput
+from fsdp_overlap.cli.launch import describe_failure, find_place, launch
+from fsdp_overlap.cli.run_folder import check_out
+
+app = typer.Typer(
+    help="Fully-sharded data parallelism for PyTorch, with every collective under compute.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+@app.callback()
+def _commands() -> None:
+    """Keeps `train` a subcommand while it is the only one."""
+
+
+@app.command()
+def train(
+    data: Annotated[
+        Path | None,
+        typer.Option(help="File or folder of text [default: the standard library's sources]."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Run folder [default: runs/<timestamp>].")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Ranks to start [default: one per GPU, else 2].")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu (gloo) or cuda (NCCL).")] = "auto",
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 160,
+    batch_size: Annotated[int, typer.Option(help="Sequences per rank and step.")] = 4,
+    seq_len: Annotated[int, typer.Option(help="Bytes per sequence.")] = 128,
+    layers: Annotated[int, typer.Option(help="Blocks, each a unit of its own.")] = 6,
+    width: Annotated[int, typer.Option(help="Width of the residual stream.")] = 192,
+    heads: Annotated[int, typer.Option(help="Attention heads.")] = 6,
+    tied: Annotated[
+        bool, typer.Option("--tied/--untied", help="Share embedding and output weight.")
+    ] = False,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
+    seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = 0,
+    prefetch: Annotated[int, typer.Option(help="All-gathers that may run ahead of compute.")] = 1,
+    dtype: Annotated[str, typer.Option(help="Compute in float32 or bfloat16.")] = "float32",
+    eval_every: Annotated[int, typer.Option(help="Steps between validations.")] = 40,
+    log_every: Annotated[int, typer.Option(help="Steps between lines of metrics.")] = 5,
+) -> None:
+    """Train a byte-level GPT with sharded parameters, and show how much communication ran under
+    compute."""
+    config = TrainConfig(
+        out=out or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S"),
+        data=data,
+        steps=steps,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        layers=layers,
+        width=width,
+        heads=heads,
+        tied=tied,
+        lr=lr,
+        seed=seed,
+        prefetch=prefetch,
+        dtype=dtype,
+        eval_every=eval_every,
+        log_every=log_every,
+    )
+    place = find_place(ranks, device)
+    check_out(config.out)
+    load_text(config.data, config.seq_len)
+    try:
+        launch(config, place)
+    except ChildFailedError as error:
+        _complain(describe_failure(error))
+        raise typer.Exit(1) from None
+    except SignalException as stop:  # the launcher has ended its ranks
+        _complain(f"stopped by {stop.sigval.name}")
+        raise typer.Exit(128 + stop.sigval) from None
+
+
+def run() -> int:
+    """Runs the program; its exit code, 2 for input that it cannot work with."""
+    try:
+        app()
+    except BadInput as error:
+        if (
+            os.environ.get("RANK", "0") == "0"
+        ):  # one line, not one per rank, where torchrun started us
+            _complain(str(error))
+        return 2
+    return 0
+
+
+def _complain(line: str) -> None:
+    print(f"error: {line}", file=sys.stderr)

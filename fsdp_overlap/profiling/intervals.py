@@ -1,0 +1,56 @@
+"""Sets of time as sorted lists of disjoint half-open intervals `(start, end)`, in microseconds."""
+
+from collections.abc import Iterable
+
+Interval = tuple[float, float]
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same time as sorted, disjoint intervals; empty ones are dropped."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if end <= start:
+            continue
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def intersect(a: list[Interval], b: list[Interval]) -> list[Interval]:
+    """Time in both `a` and `b`, each of them a union."""
+    common: list[Interval] = []
+    i = j = 0
+    while i < len(a) and j < len(b):
+        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if start < end:
+            common.append((start, end))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return common
+
+
+def subtract(a: list[Interval], b: list[Interval]) -> list[Interval]:
+    """Time in `a` that is not in `b`, each of them a union."""
+    left: list[Interval] = []
+    j = 0
+    for start, end in a:
+        while j < len(b) and b[j][1] <= start:
+            j += 1
+        k = j
+        while k < len(b) and b[k][0] < end:
+            if start < b[k][0]:
+                left.append((start, b[k][0]))
+            start = b[k][1]
+            k += 1
+        if start < end:
+            left.append((start, end))
+    return left
+
+
+def measure(a: list[Interval]) -> float:
+    """Total length of a union, in microseconds."""
+    return sum(end - start for start, end in a)
