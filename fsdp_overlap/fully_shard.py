@@ -48,6 +48,7 @@ class FsdpModule(nn.Module):
         unit = self._fsdp_unit
         unit.context.settle(unit)
         unit.follow_trainability()
+        unit.watch_gradients()
         unit.context.schedule.gathers.use(unit)
         handle = UnshardHandle(unit)
         if async_op:

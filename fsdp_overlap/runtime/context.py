@@ -110,6 +110,7 @@ class FsdpContext:
             Gathers(self.gather_lane, self.prefetch, self.stats, self.unit_at),
             Reductions(self._reduce),
             self.unit_at,
+            lambda: self.units,
             self._finish_backward,
         )
 

@@ -22,19 +22,15 @@ LARGE_BYTES = 1024 * 1024
 class BucketGradients:
     """Collects the gradients of one trainable bucket and reduces them.
 
-    ``arrived`` is what autograd delivered in this backward, ``filled`` what the reduce input holds,
-    also from backwards without synchronization.
+    ``filled`` says of which parameters the reduce input holds a gradient, also from backwards
+    without synchronization.
     """
 
     def __init__(self, bucket: Bucket, reduce_dtype: torch.dtype) -> None:
         self.bucket = bucket
         self.input = FlatBuffer(bucket.plan, reduce_dtype, bucket.full.flat.device)
         count = len(bucket.parameters)
-        self.arrived = [False] * count
         self.filled = [False] * count
-        self.missing = 0
-        self._turning_points = (0, 0)
-        self.forget_arrivals()
         self.is_large = [
             parameter.numel() * reduce_dtype.itemsize >= LARGE_BYTES
             for parameter in bucket.parameters
@@ -64,25 +60,17 @@ class BucketGradients:
         sizes.append(self.bucket.shard.numel() - end)
         return sizes, pieces
 
-    def _count_trainable(self) -> int:
-        return sum(parameter.requires_grad for parameter in self.bucket.parameters)
-
-    def arrive(self, index: int) -> bool:
-        """Autograd has accumulated into parameter ``index``. Returns whether the schedule must
-        know: of the first and the last gradient, and of large ones."""
-        if self.arrived[index]:
-            return True
-        self.arrived[index] = True
-        self.missing -= 1
-        return self.missing in self._turning_points or self.is_large[index]
+    @property
+    def is_waiting(self) -> bool:
+        """Whether autograd holds a gradient that the reduce input does not have yet."""
+        return any(parameter.grad is not None for parameter in self.bucket.parameters)
 
     def absorb(self, index: int) -> None:
         """Moves one gradient into the reduce input."""
         self._absorb([index])
 
     def absorb_all(self) -> None:
-        """Moves every gradient that autograd holds into the reduce input, and gets ready for the
-        next backward."""
+        """Moves every gradient that autograd holds into the reduce input."""
         parameters = self.bucket.parameters
         gradients = [g for p in parameters if (g := p.grad) is not None and not g.requires_grad]
         if len(gradients) < len(parameters) or any(self.filled):
@@ -92,12 +80,6 @@ class BucketGradients:
             for parameter in parameters:
                 parameter.grad = None
             self.filled = [True] * len(parameters)
-        self.forget_arrivals()
-
-    def forget_arrivals(self) -> None:
-        self.arrived = [False] * len(self.arrived)
-        self.missing = self._count_trainable()
-        self._turning_points = (0, self.missing - 1)
 
     def _absorb(self, indices: Sequence[int]) -> None:
         targets, sources = [], []
@@ -172,7 +154,6 @@ class BucketGradients:
         """Forgets everything that is not in a sharded ``.grad`` yet."""
         for parameter in self.bucket.parameters:
             parameter.grad = None
-        self.forget_arrivals()
         self.filled = [False] * len(self.filled)
         self.doubtful.clear()
         self.input.free()

@@ -28,8 +28,14 @@ def _before_forward(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     unit.context.settle(unit)
     unit.follow_trainability()
-    unit.context.schedule.before_forward(unit)
+    schedule = unit.context.schedule
+    start = schedule.before_forward(unit)
     unit.use_unsharded()
+    if start is not None and unit.is_trainable and torch.is_grad_enabled():
+        for tensor in tensors_in((args, kwargs)):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(partial(_after_backward, weakref.ref(schedule), start))
+                break  # whichever comes first, backward is done with all that ran later
     policy = unit.mp_policy
     if policy.cast_forward_inputs and policy.param_dtype is not None:
         cast = partial(_cast_floating, policy.param_dtype)
@@ -84,6 +90,12 @@ def _before_backward(schedule: weakref.ref[Schedule], call: Call, gradient: torc
     alive = schedule()
     if alive is not None:
         alive.before_backward(call)
+
+
+def _after_backward(schedule: weakref.ref[Schedule], start: int, gradient: torch.Tensor) -> None:
+    alive = schedule()
+    if alive is not None:
+        alive.after_backward(start)
 
 
 def _cast_floating(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:

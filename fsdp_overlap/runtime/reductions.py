@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -42,7 +42,6 @@ class Reductions:
         self._issue = issue
         self._turns: list[Turn] = []
         self._by_unit: dict[Unit, Turn] = {}
-        self._late: dict[int, Unit] = {}
         self._in_flight: deque[tuple[Unit, BucketGradients, Ticket]] = deque()
         self._filling: set[BucketGradients] = set()
         self.is_empty = True
@@ -59,19 +58,10 @@ class Reductions:
             insort(self._turns, turn)
 
     def arrived(self, unit: Unit, gradients: BucketGradients, index: int) -> None:
-        """Autograd delivered the gradient of parameter ``index``, the first or the last of its
-        bucket or a large one."""
+        """Autograd delivered the gradient of parameter ``index``."""
         turn = self._by_unit.get(unit)
-        if turn is None:
-            # A second gradient after the unit was reduced (reentrant checkpointing of a module that
-            # runs several times), or parameters used outside their unit's forward.
-            self._late[unit.index] = unit
-            return
-        if gradients.is_large[index] and self._may_fill(turn, gradients):
+        if turn is not None and gradients.is_large[index] and self._may_fill(turn, gradients):
             gradients.absorb(index)
-        if not gradients.missing and all(not other.missing for other in unit.gradients):
-            turn.is_ready = True
-            self._advance()
 
     def passed(self, tick: int) -> None:
         """Backward is done with every unit first used after ``tick``."""
@@ -81,15 +71,17 @@ class Reductions:
             turn.is_ready = True
         self._advance()
 
-    def finish(self) -> None:
+    def finish(self, units: Iterable[Unit]) -> None:
         """Reduces what is left, with zeros where there is no gradient, and makes compute wait for
         all of it."""
         for turn in self._turns:
             turn.is_ready = True
         self._advance()
-        for _, unit in sorted(self._late.items()):
-            self._reduce(unit)
-        self._late.clear()
+        for unit in units:
+            # A second gradient after the unit was reduced (reentrant checkpointing of a module that
+            # runs several times), or parameters used outside their unit's forward.
+            if any(gradients.is_waiting for gradients in unit.gradients):
+                self._reduce(unit)
         while self._in_flight:
             self._wait_for_oldest()
 
@@ -102,7 +94,6 @@ class Reductions:
         self._filling.clear()
         self._turns.clear()
         self._by_unit.clear()
-        self._late.clear()
 
     def _advance(self) -> None:
         while self._turns and self._turns[0].is_ready:

@@ -59,12 +59,14 @@ class Schedule:
         gathers: Gathers,
         reductions: Reductions,
         unit_at: Callable[[UnitIndex], Unit | None],
+        units: Callable[[], list[Unit]],
         finish_backward: Callable[[], None],
     ) -> None:
         self.gathers = gathers
         self.reductions = reductions
         self.order = ForwardOrder()
         self._unit_at = unit_at
+        self._units = units
         self._finish_backward = finish_backward
         self._clock = 0
         self._running: list[tuple[Unit, int]] = []
@@ -76,21 +78,24 @@ class Schedule:
 
     # Forward
 
-    def before_forward(self, unit: Unit) -> None:
-        """``unit``'s forward is about to run: compute may use its full buffers afterwards."""
+    def before_forward(self, unit: Unit) -> int | None:
+        """``unit``'s forward is about to run: compute may use its full buffers afterwards. Returns
+        the tick to announce in :meth:`after_backward` once gradients have flowed back through the
+        forward; ``None`` within a backward."""
         if is_in_backward():
             self._before_recompute(unit)
-            return
+            return None
         if self._backward is not None:
             raise RuntimeError(UNFINISHED.format("forward"))
         if not self._running and self._starts_pass(unit):
             self._begin_pass()
-        self._running.append((unit, self._tick()))
-        if not unit.buckets:
-            return
-        self.order.visit(unit.index)
-        self.gathers.use(unit, self.order.upcoming(self.gathers.prefetch))
-        unit.wait()
+        start = self._tick()
+        self._running.append((unit, start))
+        if unit.buckets:
+            self.order.visit(unit.index)
+            self.gathers.use(unit, self.order.upcoming(self.gathers.prefetch))
+            unit.wait()
+        return start
 
     def after_forward(self, unit: Unit, raised: bool = False) -> Call | None:
         """``unit``'s forward has run, or ``raised``. Returns the call to announce in
@@ -172,6 +177,13 @@ class Schedule:
         # Activation checkpointing inside the unit runs its modules again, without the unit's hooks.
         unit.use_unsharded()
 
+    def after_backward(self, start: int) -> None:
+        """The gradient of an input is there of a forward that started at ``start``: backward is
+        done with that forward and with everything that ran after it."""
+        if self._backward is not None:
+            self._leave(start - 1, self._backward)
+            self.reductions.passed(start - 1)
+
     def gradient_arrived(self, unit: Unit, gradients: BucketGradients, index: int) -> None:
         """Autograd accumulated into the unsharded parameter ``index`` of a bucket."""
         if self._backward is None:
@@ -222,13 +234,17 @@ class Schedule:
         unit = self._unit_at(call.unit)
         if unit is None:
             return
-        for passed in [other for other in backward.open_calls if other.start > call.end]:
-            backward.open_calls.remove(passed)
-            if passed.unit != call.unit:
-                self._release_passed(passed.unit)
+        self._leave(call.end, backward)
         backward.open_calls.append(call)
         self.gathers.use(unit, self._upcoming_backward(call, backward))
         self.reductions.passed(call.end)
+
+    def _leave(self, tick: int, backward: Backward) -> None:
+        """Backward is done with every call that started after ``tick``."""
+        for call in [call for call in backward.open_calls if call.start > tick]:
+            backward.open_calls.remove(call)
+            if all(other.unit != call.unit for other in backward.open_calls):
+                self._release_passed(call.unit)
 
     def _upcoming_backward(self, call: Call, backward: Backward) -> list[UnitIndex]:
         remaining = backward.remaining[call.forward_pass]
@@ -253,7 +269,7 @@ class Schedule:
             for call in backward.open_calls:
                 self._release_passed(call.unit)
             self.gathers.finish_pass()
-            self.reductions.finish()
+            self.reductions.finish(self._units())
             self._finish_backward()
         finally:
             self._backward = None

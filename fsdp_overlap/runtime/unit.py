@@ -43,7 +43,7 @@ class Unit:
         self.gradients: list[BucketGradients] = []
         self._trainability = -1
         self._known_gradients: dict[Bucket, BucketGradients] = {}
-        self._hooked: set[int] = set()
+        self._watched: set[int] = set()
         self.context = context
         self.index = context.register(self)
 
@@ -119,7 +119,7 @@ class Unit:
 
     def follow_trainability(self) -> None:
         """Brings ``requires_grad`` of the unsharded parameters in line with the sharded ones, and
-        hooks those that became trainable."""
+        watches those that became trainable."""
         edits = sum(bucket.edits.trainability for bucket in self.buckets)
         if edits == self._trainability:
             return
@@ -135,23 +135,26 @@ class Unit:
                 if gradients is None:
                     dtype = self.mp_policy.reduce_dtype or bucket.full.flat.dtype
                     gradients = self._known_gradients[bucket] = BucketGradients(bucket, dtype)
-                gradients.forget_arrivals()
                 self.gradients.append(gradients)
-                self._hook(gradients)
+                self._watch(gradients, only_large=True)
 
-    def _hook(self, gradients: BucketGradients) -> None:
+    def watch_gradients(self) -> None:
+        """Before the parameters are used outside forward: their gradients are noticed without
+        one."""
+        for gradients in self.gradients:
+            self._watch(gradients, only_large=False)
+
+    def _watch(self, gradients: BucketGradients, only_large: bool) -> None:
         owner, target = weakref.ref(self), weakref.ref(gradients)
         for index, parameter in enumerate(gradients.bucket.parameters):
-            if not parameter.requires_grad or id(parameter) in self._hooked:
+            is_wanted = parameter.requires_grad and (gradients.is_large[index] or not only_large)
+            if not is_wanted or id(parameter) in self._watched:
                 continue
-            self._hooked.add(id(parameter))
+            self._watched.add(id(parameter))
 
             def arrived(_: torch.Tensor, index: int = index) -> None:
-                gradients = target()
-                if gradients is None or not gradients.arrive(index):
-                    return
-                unit = owner()
-                if unit is not None:
+                unit, gradients = owner(), target()
+                if unit is not None and gradients is not None:
                     unit.context.schedule.gradient_arrived(unit, gradients, index)
 
             parameter.register_post_accumulate_grad_hook(arrived)
