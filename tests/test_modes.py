@@ -38,7 +38,7 @@ def accumulate(name: str, sync_each: bool) -> None:
 
 @pytest.mark.parametrize("sync_each", [True, False])
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_gradients_accumulate(world_size: int, name: str, sync_each: bool) -> None:
     run_ranks(accumulate, world_size, name, sync_each)
 
@@ -62,8 +62,9 @@ def several_forwards(name: str, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["summed", "in order", "in reverse"])
 @pytest.mark.parametrize("name", MODELS)
-def test_several_forwards_before_backward(name: str, how: str) -> None:
-    run_ranks(several_forwards, 2, name, how)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_several_forwards_before_backward(world_size: int, name: str, how: str) -> None:
+    run_ranks(several_forwards, world_size, name, how)
 
 
 def evaluate_between(name: str, reshard: bool | None, where: str) -> None:
@@ -97,8 +98,11 @@ def evaluate_between(name: str, reshard: bool | None, where: str) -> None:
     "where", ["before forward", "before backward", "before step", "after step"]
 )
 @pytest.mark.parametrize("reshard", [None, True, False])
-def test_evaluation_never_makes_weights_stale(reshard: bool | None, where: str) -> None:
-    run_ranks(evaluate_between, 2, "layers", reshard, where)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_evaluation_never_makes_weights_stale(
+    world_size: int, reshard: bool | None, where: str
+) -> None:
+    run_ranks(evaluate_between, world_size, "layers", reshard, where)
 
 
 def reshard_modes(reshard: bool | None) -> None:
@@ -120,8 +124,9 @@ def reshard_modes(reshard: bool | None) -> None:
 
 
 @pytest.mark.parametrize("reshard", [None, True, False])
-def test_reshard_after_forward_keeps_what_it_says(reshard: bool | None) -> None:
-    run_ranks(reshard_modes, 2, reshard)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_reshard_after_forward_keeps_what_it_says(world_size: int, reshard: bool | None) -> None:
+    run_ranks(reshard_modes, world_size, reshard)
 
 
 def kept_after_backward() -> None:
@@ -285,7 +290,7 @@ def bfloat16_compute() -> None:
         assert torch.equal(parameter.full_tensor(), expected)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_bfloat16_compute_with_fp32_shards_is_exact(world_size: int) -> None:
     run_ranks(bfloat16_compute, world_size)
 

@@ -28,10 +28,12 @@ class Twins:
         shard: Shard,
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
         prefetch: int = 1,
+        device: str = "cpu",
         **options: Any,
     ) -> None:
         torch.manual_seed(7)
-        self.model = build().double()
+        self.device = device
+        self.model = build().double().to(device)
         self.twin = copy.deepcopy(self.model)
         self.ctx = FsdpContext(prefetch=prefetch)
         shard(self.model, self.ctx)
@@ -48,10 +50,8 @@ class Twins:
         generator = torch.Generator().manual_seed(3)
         shape = (self.world * ROWS, LENGTH)
         for _ in range(count):
-            yield (
-                torch.randint(VOCABULARY, shape, generator=generator),
-                torch.randint(VOCABULARY, shape, generator=generator),
-            )
+            tokens, targets = torch.randint(VOCABULARY, (2, *shape), generator=generator)
+            yield tokens.to(self.device), targets.to(self.device)
 
     def mine(self, whole: torch.Tensor) -> torch.Tensor:
         return whole[self.rank * ROWS : (self.rank + 1) * ROWS]

@@ -79,7 +79,8 @@ class Trainer:
         device."""
         loss = self._loss(self.text.train, self._draws)
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        # In the foreach form one collective gives the norms of all gradients, else one each.
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, foreach=True)
         self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad()

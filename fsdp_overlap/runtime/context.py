@@ -182,6 +182,8 @@ class FsdpContext:
         works. Gradients that have not reached a sharded ``.grad`` are dropped. Must be called on
         every rank of the mesh.
         """
+        if "schedule" not in vars(self):
+            return  # nothing ran yet
         self.schedule.drop()
         for unit in self.units:
             unit.reset(self.gather_lane)
