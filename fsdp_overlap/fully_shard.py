@@ -49,7 +49,9 @@ class FsdpModule(nn.Module):
         unit.context.settle(unit)
         unit.follow_trainability()
         unit.watch_gradients()
-        unit.context.schedule.gathers.use(unit)
+        gathers = unit.context.schedule.gathers
+        gathers.after_edits()
+        gathers.use(unit)
         handle = UnshardHandle(unit)
         if async_op:
             return handle
@@ -70,7 +72,7 @@ class FsdpModule(nn.Module):
     ) -> None:
         """Whether backward reduces gradients. Without, they are summed on each rank, unsharded and
         in the reduce dtype, until a backward that does: gradient accumulation without
-        communication."""
+        communication. ``zero_grad()`` does not know of such sums; ``ctx.reset()`` drops them."""
         for unit in self._units(recurse):
             unit.syncs_gradients = requires_gradient_sync
 

@@ -43,6 +43,25 @@ def test_gradients_accumulate(world_size: int, name: str, sync_each: bool) -> No
     run_ranks(accumulate, world_size, name, sync_each)
 
 
+def absent_from_last_microbatch() -> None:
+    """A unit that ran only in a microbatch without synchronization is reduced with the others."""
+    twins = Twins.of("dynamic order")
+    batches = list(twins.batches(3))
+    for model in (twins.model, twins.twin):
+        model.iteration = 1  # all layers, then 0 and 2 only
+    twins.model.set_requires_gradient_sync(False)
+    twins.backward(*batches[0])
+    twins.model.set_requires_gradient_sync(True)
+    twins.backward(*batches[1])
+    twins.check_gradients()
+    twins.check_rest()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_unit_absent_from_the_last_microbatch_is_reduced(world_size: int) -> None:
+    run_ranks(absent_from_last_microbatch, world_size)
+
+
 def several_forwards(name: str, how: str) -> None:
     twins = Twins.of(name)
     for _ in range(3):

@@ -13,7 +13,9 @@ from twins import LENGTH, Twins, loss_of
 from zoo import ROWS, VOCABULARY, Checkpointed, Model, SharedLayer, shard_layers
 
 from fsdp_overlap import FsdpContext
+from fsdp_overlap.comm.lanes import Mark
 from fsdp_overlap.comm.recording import Entry, RecordingLane
+from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 
 GATHER, REDUCE = "all_gather", "reduce_scatter"
 
@@ -297,3 +299,43 @@ def bytes_counted() -> None:
 
 def test_bytes_are_counted() -> None:
     run_ranks(bytes_counted, 2)
+
+
+class Wandering(Model):
+    """Layers 0, 1, 0 in one pass, 0, 1, 2 in another."""
+
+    order: tuple[int, ...] = (0, 1, 0)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for index in self.order:
+            x = self.layers[index](x)
+        return self.head(x)
+
+
+class MarkingLane(RecordingLane):
+    """Notes which frees wait for compute."""
+
+    def mark_compute(self) -> str:
+        return "compute"
+
+    def free(self, label: str, buffer: FlatBuffer, after: Mark) -> None:
+        self.log.append(Entry(self.name, "free after", str(after), label))
+        super().free(label, buffer, after)
+
+
+def used_then_kept_in_vain() -> None:
+    """What was used and then kept for a use that did not come is freed after the compute on it."""
+    recorded = Recorded(build=Wandering)
+    recorded.ctx.lane_factory = lambda name, device: MarkingLane(name, recorded.log)
+    with torch.no_grad():
+        recorded.forward()
+        recorded.model.order = (0, 1, 2)
+        log = recorded.recorded(recorded.forward)
+    freed = [entry.kind for entry in log if (entry.action, entry.label) == ("free after", layer(0))]
+    # The second time it was gathered ahead, and nothing computed with it.
+    assert freed == ["compute", "None"]
+
+
+def test_a_used_buffer_is_always_freed_after_its_compute() -> None:
+    run_ranks(used_then_kept_in_vain, 2)

@@ -205,6 +205,31 @@ def load(folder: str) -> list[torch.Tensor]:
     return [value.full_tensor() for value in model.state_dict().values()]
 
 
+def load_into_kept(folder: str) -> None:
+    """Ranks that hold nothing of a parameter notice the load like the others."""
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    ctx = FsdpContext()
+    fully_shard(model[1], ctx)
+    fully_shard(model, ctx)
+    dcp.save(model.state_dict(), checkpoint_id=folder)
+    x = torch.ones(1, 1)
+    expected = model(x).detach()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    loss = model(x)  # the root is kept
+    dcp.save(model.state_dict(), checkpoint_id=folder + "/other")
+    loss.sum().backward()  # saving edits nothing
+    model(x)
+    dcp.load(model.state_dict(), checkpoint_id=folder)
+    assert torch.equal(model(x), expected)
+
+
+def test_a_load_is_noticed_on_every_rank() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(load_into_kept, 2, folder)
+
+
 def test_checkpoints_load_at_another_world_size_and_grouping() -> None:
     with tempfile.TemporaryDirectory() as folder:
         expected = run_ranks(save, 3, folder)[0]

@@ -192,6 +192,39 @@ class UnusedOnSomeRanks(Model):
         return self.head(x * self.layers[2].spare if False else x)
 
 
+class SkippedOnSomeRanks(Model):
+    """A residual stack in which a rank may drop what the middle layer gave."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=6)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for index, layer in enumerate(self.layers):
+            y = layer(x)
+            if index != 3 or tokens[0, 0] % 2:
+                x = x + y
+        return self.head(x)
+
+
+class FlattenedBlock(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).view(-1)
+
+
+class ViewsEdited(Model):
+    """Layers return views, which the model edits in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(FlattenedBlock() for _ in range(3))
+
+    def run(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        flat = layer(x)
+        flat.relu_()
+        return flat.view(x.shape)
+
+
 class SharedLayer(Model):
     """One layer runs several times, in turn with another."""
 
@@ -287,14 +320,24 @@ class Buffers(Model):
         return layer(x) * self.scale + layer.shift
 
 
+class Empty(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.nothing.sum()
+
+
 class Odd(Model):
-    """Parameters of no dimension, of one element, and an integer one."""
+    """Parameters of no dimension, of one element and of none, and an integer one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers[0].scalar = nn.Parameter(torch.tensor(0.7))
         self.layers[1].one = nn.Parameter(torch.tensor([0.3]))
         self.table = nn.Parameter(torch.arange(5), requires_grad=False)
+        self.layers[2] = nn.Sequential(Empty(), Block())
         block_forward = Block.forward
 
         class Scaled(Block):
@@ -307,6 +350,11 @@ class Odd(Model):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return super().forward(tokens) + self.table[2]
+
+
+def shard_odd(model: Odd, ctx: FsdpContext) -> None:
+    fully_shard(model.layers[2][0], ctx)
+    shard_layers(model, ctx)
 
 
 class Deep(nn.Module):
@@ -377,6 +425,8 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], Shard]] = {
     "frozen and partly frozen units": (Frozen, shard_layers),
     "unused parameters": (Unused, shard_layers),
     "unused on some ranks": (UnusedOnSomeRanks, shard_layers),
+    "skipped on some ranks": (SkippedOnSomeRanks, shard_layers),
+    "views edited in place": (ViewsEdited, shard_layers),
     "a layer that runs several times": (SharedLayer, shard_layers),
     "nested outputs and keyword arguments": (NestedOutputs, shard_many),
     "branches": (Branches, shard_layers),
@@ -387,7 +437,7 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], Shard]] = {
     "checkpointed groups": (CheckpointedGroups, shard_layers),
     "checkpointed groups, reentrant": (CheckpointedGroupsReentrant, shard_layers),
     "buffers": (Buffers, shard_layers),
-    "odd parameters": (Odd, shard_layers),
+    "odd parameters": (Odd, shard_odd),
     "deep tree": (Deep, shard_deep),
     "dynamic order": (Dynamic, shard_layers),
 }

@@ -115,7 +115,7 @@ class GlooCollectives:
         def finish() -> torch.Tensor:
             # In rank order, so that the sum does not depend on who came first. Additions one by one
             # take half the time of sum(dim=0) here, and the sum must not keep `received` alive.
-            first, *others = received.split(own)
+            first, *others = received.view(world, own)
             mean = first + others[0]
             for other in others[1:]:
                 mean.add_(other)

@@ -91,7 +91,7 @@ class HostTicket:
         self._accept = accept
 
     def wait(self) -> None:
-        issued, self._issued = self._issued, None
+        issued = self._issued
         if issued is None:
             return
         with span(f"wait_{self.kind}", self.label):
@@ -103,6 +103,7 @@ class HostTicket:
                         f"{self.kind} of unit {self.label!r} failed or timed out; a rank may have "
                         f"died or run other units: {error}"
                     ) from error
+            self._issued = None
             result = issued.finish()
             if self._accept is not None:
                 self._accept(result)

@@ -73,11 +73,6 @@ class BucketPlan:
         return (0, *accumulate(self.shard_numels[:-1]))
 
     @property
-    def is_equal(self) -> bool:
-        """Whether all ranks hold the same number of elements."""
-        return len(set(self.shard_numels)) == 1
-
-    @property
     def padding(self) -> int:
         """Elements of the flat buffer that belong to no parameter."""
         return self.numel - sum(spec.numel for spec in self.specs)

@@ -217,8 +217,8 @@ class FsdpContext:
         self.order_check.note(bucket.index * 2 + 1)
         self.stats.reduce_scatters += 1
         self.stats.reduce_scatter_bytes += gradients.input.nbytes
-        first = bucket.first_flag
-        self._has_gradient[first : first + len(gradients.filled)] = bytes(gradients.filled)
+        for position, filled in enumerate(gradients.filled, bucket.first_flag):
+            self._has_gradient[position] |= filled
         return gradients.reduce(self.reduce_lane, keep_doubtful=self._knows_gradients)
 
     @cached_property

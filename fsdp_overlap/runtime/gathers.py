@@ -29,7 +29,8 @@ class Gathers:
         self.prefetch = prefetch
         self.stats = stats
         self._unit_at = unit_at
-        self._ahead: dict[UnitIndex, None] = {}
+        # With the compute that still reads the buffer: None where it was gathered ahead.
+        self._ahead: dict[UnitIndex, Mark] = {}
         self._delayed: dict[UnitIndex, Mark] = {}
         self._seen_edits = -1
 
@@ -50,8 +51,7 @@ class Gathers:
             self._drop(index)
         for index in upcoming:
             if index in self._delayed:
-                del self._delayed[index]
-                self._ahead[index] = None
+                self._ahead[index] = self._delayed.pop(index)
         self.flush()
         for index in upcoming:
             if len(self._ahead) >= self.prefetch:
@@ -113,9 +113,8 @@ class Gathers:
             self.flush()
 
     def _drop(self, index: UnitIndex) -> None:
-        del self._ahead[index]
         self.stats.prefetches_unused += 1
-        self._free(index, None)
+        self._free(index, self._ahead.pop(index))
 
     def _free(self, index: UnitIndex, mark: Mark) -> None:
         unit = self._unit_at(index)

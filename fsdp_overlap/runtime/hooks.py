@@ -29,13 +29,8 @@ def _before_forward(
     unit.context.settle(unit)
     unit.follow_trainability()
     schedule = unit.context.schedule
-    start = schedule.before_forward(unit)
+    schedule.before_forward(unit)
     unit.use_unsharded()
-    if start is not None and unit.is_trainable and torch.is_grad_enabled():
-        for tensor in tensors_in((args, kwargs)):
-            if tensor.grad_fn is not None:
-                tensor.register_hook(partial(_after_backward, weakref.ref(schedule), start))
-                break  # whichever comes first, backward is done with all that ran later
     policy = unit.mp_policy
     if policy.cast_forward_inputs and policy.param_dtype is not None:
         cast = partial(_cast_floating, policy.param_dtype)
@@ -61,6 +56,9 @@ def _after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output:
             before_backward = partial(_before_backward, weakref.ref(schedule), call)
             for tensor in differentiable:
                 tensor.register_hook(before_backward)
+                # Editing a view in place gives it a new history, which starts from its base.
+                if tensor._base is not None and tensor._base.grad_fn is not None:
+                    tensor._base.register_hook(before_backward)
             schedule.add_call(call)
         elif unit.is_trainable and may_hide_tensors(output):
             raise RuntimeError(
@@ -90,12 +88,6 @@ def _before_backward(schedule: weakref.ref[Schedule], call: Call, gradient: torc
     alive = schedule()
     if alive is not None:
         alive.before_backward(call)
-
-
-def _after_backward(schedule: weakref.ref[Schedule], start: int, gradient: torch.Tensor) -> None:
-    alive = schedule()
-    if alive is not None:
-        alive.after_backward(start)
 
 
 def _cast_floating(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:

@@ -79,8 +79,10 @@ class Reductions:
         self._advance()
         for unit in units:
             # A second gradient after the unit was reduced (reentrant checkpointing of a module that
-            # runs several times), or parameters used outside their unit's forward.
-            if any(gradients.is_waiting for gradients in unit.gradients):
+            # runs several times), parameters used outside their unit's forward, or a unit that ran
+            # only in backwards without synchronization.
+            is_waiting = any(gradients.is_waiting for gradients in unit.gradients)
+            if is_waiting or (unit.syncs_gradients and unit.has_unreduced):
                 self._reduce(unit)
         while self._in_flight:
             self._wait_for_oldest()
@@ -90,6 +92,7 @@ class Reductions:
         for _, _, ticket in self._in_flight:
             with suppress(RuntimeError):  # of a collective that failed
                 ticket.abandon()
+                ticket.wait()  # what the lane reads is about to be freed
         self._in_flight.clear()
         self._filling.clear()
         self._turns.clear()
@@ -102,6 +105,7 @@ class Reductions:
             self._reduce(turn.unit)
 
     def _reduce(self, unit: Unit) -> None:
+        unit.has_unreduced = not unit.syncs_gradients
         for gradients in unit.gradients:
             self._ensure_input(unit, gradients)
             gradients.absorb_all()

@@ -78,24 +78,20 @@ class Schedule:
 
     # Forward
 
-    def before_forward(self, unit: Unit) -> int | None:
-        """``unit``'s forward is about to run: compute may use its full buffers afterwards. Returns
-        the tick to announce in :meth:`after_backward` once gradients have flowed back through the
-        forward; ``None`` within a backward."""
+    def before_forward(self, unit: Unit) -> None:
+        """``unit``'s forward is about to run: compute may use its full buffers afterwards."""
         if is_in_backward():
             self._before_recompute(unit)
-            return None
+            return
         if self._backward is not None:
             raise RuntimeError(UNFINISHED.format("forward"))
         if not self._running and self._starts_pass(unit):
             self._begin_pass()
-        start = self._tick()
-        self._running.append((unit, start))
+        self._running.append((unit, self._tick()))
         if unit.buckets:
             self.order.visit(unit.index)
             self.gathers.use(unit, self.order.upcoming(self.gathers.prefetch))
             unit.wait()
-        return start
 
     def after_forward(self, unit: Unit, raised: bool = False) -> Call | None:
         """``unit``'s forward has run, or ``raised``. Returns the call to announce in
@@ -161,6 +157,7 @@ class Schedule:
         backward = self._backward or self._begin_backward()
         if call.backward == backward.serial:
             return
+        # Backwards within a backward belong to it only where a forward ran within it before.
         if torch._C._current_graph_task_id() != backward.graph_task and backward.recompute is None:
             raise RuntimeError(UNFINISHED.format("backward"))
         call.backward = backward.serial
@@ -176,13 +173,6 @@ class Schedule:
         unit.wait()
         # Activation checkpointing inside the unit runs its modules again, without the unit's hooks.
         unit.use_unsharded()
-
-    def after_backward(self, start: int) -> None:
-        """The gradient of an input is there of a forward that started at ``start``: backward is
-        done with that forward and with everything that ran after it."""
-        if self._backward is not None:
-            self._leave(start - 1, self._backward)
-            self.reductions.passed(start - 1)
 
     def gradient_arrived(self, unit: Unit, gradients: BucketGradients, index: int) -> None:
         """Autograd accumulated into the unsharded parameter ``index`` of a bucket."""
@@ -299,7 +289,8 @@ class Schedule:
         if not unit.buckets or self._is_open(unit, backward):
             return None  # recomputed for the backward under way, which has its own call
         # Its own backward, if it follows at once, then finds it whole.
-        self.gathers.release(unit)
+        if not self.is_in_use(unit):
+            self.gathers.release(unit)
         recompute = backward.recompute
         if recompute is None or recompute in backward.remaining:
             recompute = backward.recompute = ForwardPass(is_recompute=True)

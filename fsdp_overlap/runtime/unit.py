@@ -38,6 +38,8 @@ class Unit:
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
         self.syncs_gradients = True
+        self.has_unreduced = False
+        """Whether reduce inputs hold what backwards without synchronization left, on every rank."""
         self.is_root = False
         self.name = type(module).__name__
         self.gradients: list[BucketGradients] = []
@@ -102,6 +104,7 @@ class Unit:
             bucket.reset(lane)
         for gradients in self._known_gradients.values():
             gradients.drop()
+        self.has_unreduced = False
 
     def use_unsharded(self) -> None:
         for bucket in self.buckets:

@@ -45,9 +45,13 @@ class ShardEdits:
         ShardEdits.clock += 1
 
 
-# References to a gradient that nobody else holds, while the setter below looks: its variable and
-# the argument of getrefcount.
-_UNSHARED = 2
+def _count_references() -> int:
+    probe = object()
+    return getrefcount(probe)
+
+
+# What getrefcount says of an object that one variable refers to; it depends on the Python version.
+_UNSHARED = _count_references()
 
 _NOTHING = torch.empty(0)
 
@@ -125,7 +129,9 @@ class ShardedTensor(DTensor):
             self._gradient = None
             # Making a wrapper takes longer than all else that is done for a gradient, so one that
             # nobody else holds is kept for the next, without its memory.
-            if dropped is not None and getrefcount(dropped) == _UNSHARED:
+            if dropped is None or dropped._spec is not self._spec:
+                return
+            if getrefcount(dropped) == _UNSHARED:
                 dropped._local_tensor = _NOTHING
                 self._spare_gradient = dropped
         elif isinstance(gradient, ShardedTensor) and gradient.placement == self.placement:
@@ -208,10 +214,16 @@ class ShardedTensor(DTensor):
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=meta.shape),
             )
-            for chunk in self.__create_chunk_list__()
+            for chunk in self._chunks()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        # Asked of every rank before a load, so that all notice the edit, also those that hold none.
+        if self.edits is not None:
+            self.edits.note_values()
+        return self._chunks()
+
+    def _chunks(self) -> list[ChunkStorageMetadata]:
         start, stop = self.local_range
         return [
             ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
@@ -223,8 +235,6 @@ class ShardedTensor(DTensor):
         for box in boxes(self._shape, start, stop):
             if index.offset is None or tuple(index.offset) == box.offsets:
                 first = box.start - start
-                if self.edits is not None:  # the caller may be about to load into it
-                    self.edits.note_values()
                 return self._local_tensor.detach()[first : first + box.numel].view(box.sizes)
         raise ValueError(f"{index} is not a box of this rank's range of {self!r}")
 
