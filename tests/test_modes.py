@@ -256,7 +256,7 @@ def test_gradient_norms_are_of_the_whole_model(norm_type: float, foreach: bool |
 
 
 def clip(norm_type: float, foreach: bool | None) -> None:
-    twins = Twins.of("odd parameters")
+    twins = Twins.of("layers")
     twins.backward(*next(twins.batches(1)))
     for _ in range(2):
         norm, expected = (
