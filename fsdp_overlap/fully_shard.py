@@ -46,7 +46,7 @@ class FsdpModule(nn.Module):
         With ``async_op`` returns a handle; the parameters may be used after its ``wait()``.
         """
         unit = self._fsdp_unit
-        unit.context.settle(unit)
+        unit.context.settle()
         unit.follow_trainability()
         unit.watch_gradients()
         gathers = unit.context.schedule.gathers

@@ -528,3 +528,25 @@ def sharded_defaults() -> None:
 
 def test_names_stay_as_they_were() -> None:
     run_ranks(sharded_defaults, 2)
+
+
+def child_before_root() -> None:
+    """A unit that ran by itself before it met its root, with its backward still to come."""
+    twins = Twins.of("without a context")
+    x = torch.randn(3, WIDTH).double()
+    early = [model.layers[1](x) for model in (twins.model, twins.twin)]
+    first, second = twins.batches(2)
+    twins.backward(*first)
+    for output in early:
+        output.sum().backward()
+    twins.check_gradients()
+    contexts = {module._fsdp_unit.context for module in (twins.model, *twins.model.layers)}
+    assert len(contexts) == 2
+    twins.backward(*second)
+    twins.check_gradients()
+    contexts = {module._fsdp_unit.context for module in (twins.model, *twins.model.layers)}
+    assert len(contexts) == 1
+
+
+def test_a_unit_joins_its_root_once_its_own_backward_is_done() -> None:
+    run_ranks(child_before_root, 2)

@@ -19,7 +19,7 @@ from fsdp_overlap.runtime.gathers import Gathers
 from fsdp_overlap.runtime.gradients import BucketGradients
 from fsdp_overlap.runtime.order_check import OrderCheck
 from fsdp_overlap.runtime.reductions import Reductions
-from fsdp_overlap.runtime.schedule import Schedule
+from fsdp_overlap.runtime.schedule import Schedule, is_in_backward
 from fsdp_overlap.runtime.stats import Stats
 from fsdp_overlap.runtime.unit import Unit
 
@@ -139,17 +139,16 @@ class FsdpContext:
         self._is_settled = False
         return len(self._units) - 1
 
-    def settle(self, unit: Unit) -> None:
-        """Before the first forward that ``unit`` starts: takes in the units of its tree that have
-        no context of their own, finds the root, and names units as users know them.
+    def settle(self) -> None:
+        """Before a forward: takes in the units of the tree that were given no context, finds the
+        root, and names units as users know them. Does nothing once that is done.
 
         Raises:
             ValueError: a unit to take in is sharded over another mesh.
         """
-        if self._is_settled:
+        if self._is_settled or is_in_backward():
             return
-        if self.is_implicit:
-            self._adopt_tree(unit)
+        is_complete = not self.is_implicit or self._adopt_trees()
         names = unit_names(self.units)
         tops = [item for item in self.units if item not in names]
         for item in self.units:
@@ -159,23 +158,31 @@ class FsdpContext:
             for bucket in item.buckets:
                 bucket.connect(choose(self.mesh.device_type, self.groups.gather), self.groups)
         self._has_gradient = bytearray(self._flags)
-        self._is_settled = True
+        self._is_settled = is_complete
 
-    def _adopt_tree(self, root: Unit) -> None:
-        module = root.module()
-        assert module is not None
-        for child in module.modules():
-            unit = unit_of(child)
-            if unit is None or unit.context is self or not unit.context.is_implicit:
-                continue
-            if unit.context.mesh != self.mesh:
-                raise ValueError(
-                    f"{unit.name} is sharded over {unit.context.mesh} inside {root.name}, which is "
-                    f"sharded over {self.mesh}; give both the same mesh or an FsdpContext"
-                )
-            unit.context.reset()
-            unit.context = self
-            unit.index = self.register(unit)
+    def _adopt_trees(self) -> bool:
+        """Takes in the units within those of this context; returns whether none must wait, for a
+        backward of its own."""
+        is_complete = True
+        for outer in self.units:
+            module = outer.module()
+            for child in module.modules() if module is not None else ():
+                unit = unit_of(child)
+                if unit is None or unit.context is self or not unit.context.is_implicit:
+                    continue
+                if unit.context.mesh != self.mesh:
+                    raise ValueError(
+                        f"{unit.name} is sharded over {unit.context.mesh} inside {outer.name}, "
+                        "which "
+                        f"is sharded over {self.mesh}; give both the same mesh or an FsdpContext"
+                    )
+                if unit.context.schedule.awaits_backward:
+                    is_complete = False
+                    continue
+                unit.context.reset()
+                unit.context = self
+                unit.index = self.register(unit)
+        return is_complete
 
     def reset(self) -> None:
         """Brings every unit to rest after forward or backward raised, so that the next iteration

@@ -26,7 +26,7 @@ def install(module: nn.Module, unit: Unit) -> None:
 def _before_forward(
     unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    unit.context.settle(unit)
+    unit.context.settle()
     unit.follow_trainability()
     schedule = unit.context.schedule
     schedule.before_forward(unit)

@@ -127,6 +127,11 @@ class Schedule:
             running = running + backward.recomputing
         return any(unit is other for other, _ in running)
 
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a forward has run that a backward may come back to."""
+        return self._backward is not None or any(past.calls for past in self._open_passes)
+
     def add_call(self, call: Call) -> None:
         """Backward will come back to ``call``."""
         call.forward_pass.calls.append(call)
