@@ -173,8 +173,8 @@ class FsdpContext:
                 if unit.context.mesh != self.mesh:
                     raise ValueError(
                         f"{unit.name} is sharded over {unit.context.mesh} inside {outer.name}, "
-                        "which "
-                        f"is sharded over {self.mesh}; give both the same mesh or an FsdpContext"
+                        f"which is sharded over {self.mesh}; give both the same mesh or an "
+                        "FsdpContext"
                     )
                 if unit.context.schedule.awaits_backward:
                     is_complete = False
