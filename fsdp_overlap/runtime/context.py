@@ -195,6 +195,7 @@ class FsdpContext:
         for unit in self.units:
             unit.reset(self.gather_lane)
         self.order_check.drop()
+        self._has_gradient = bytearray(self._flags)
         self.stats.full_buffers_alive = self.stats.reduce_inputs_alive = 0
 
     # Memory and collectives, counted and noted for the order check

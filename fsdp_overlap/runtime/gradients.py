@@ -65,23 +65,20 @@ class BucketGradients:
         """Whether autograd holds a gradient that the reduce input does not have yet."""
         return any(parameter.grad is not None for parameter in self.bucket.parameters)
 
-    def absorb(self, index: int) -> None:
-        """Moves one gradient into the reduce input."""
-        self._absorb([index])
-
     def absorb_all(self) -> None:
         """Moves every gradient that autograd holds into the reduce input."""
         parameters = self.bucket.parameters
         gradients = [g for p in parameters if (g := p.grad) is not None and not g.requires_grad]
         if len(gradients) < len(parameters) or any(self.filled):
-            self._absorb(range(len(parameters)))
+            self.absorb(range(len(parameters)))
         else:
             torch._foreach_copy_(self.input.views, gradients)
             for parameter in parameters:
                 parameter.grad = None
             self.filled = [True] * len(parameters)
 
-    def _absorb(self, indices: Sequence[int]) -> None:
+    def absorb(self, indices: Sequence[int]) -> None:
+        """Moves the gradients that autograd holds of some parameters into the reduce input."""
         targets, sources = [], []
         for index in indices:
             parameter = self.bucket.parameters[index]

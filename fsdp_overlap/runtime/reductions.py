@@ -61,7 +61,7 @@ class Reductions:
         """Autograd delivered the gradient of parameter ``index``."""
         turn = self._by_unit.get(unit)
         if turn is not None and gradients.is_large[index] and self._may_fill(turn, gradients):
-            gradients.absorb(index)
+            gradients.absorb([index])
 
     def passed(self, tick: int) -> None:
         """Backward is done with every unit first used after ``tick``."""
