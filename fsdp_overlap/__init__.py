@@ -5,6 +5,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from fsdp_overlap.fully_shard import FsdpModule, UnshardHandle, fully_shard
 from fsdp_overlap.runtime.context import FsdpContext
 from fsdp_overlap.runtime.stats import Stats
+from fsdp_overlap.tensor.creation import distribute_tensor
+from fsdp_overlap.tensor.placement import RangeShard
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
 
 __all__ = [
@@ -13,8 +15,10 @@ __all__ = [
     "FsdpModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "RangeShard",
     "ShardedTensor",
     "Stats",
     "UnshardHandle",
+    "distribute_tensor",
     "fully_shard",
 ]

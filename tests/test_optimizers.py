@@ -1,69 +1,217 @@
-"""torch's optimizers and gradient clipping on sharded parameters. All as without sharding."""
+"""torch's optimizers, scalers and averages on sharded parameters. All as without sharding."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
+from torch.optim import swa_utils
 from twins import Twins, same
 from zoo import ZOO
 
+OPTIMIZERS: dict[str, list[dict[str, Any]]] = {
+    "SGD": [{}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, {"maximize": True}],
+    "Adam": [{"weight_decay": 0.1}, {"amsgrad": True, "maximize": True}],
+    "AdamW": [{}, {"amsgrad": True}],
+    "NAdam": [{}, {"decoupled_weight_decay": True, "weight_decay": 0.1}],
+    "RAdam": [{}, {"decoupled_weight_decay": True, "weight_decay": 0.1}],
+    "Adagrad": [{}, {"lr_decay": 0.1, "initial_accumulator_value": 0.5}],
+    "Adamax": [{}, {"weight_decay": 0.1}],
+    "RMSprop": [{}, {"centered": True, "momentum": 0.5, "weight_decay": 0.1}],
+    "Rprop": [{}, {"maximize": True}],
+    "ASGD": [{}, {"weight_decay": 0.1, "t0": 2}],
+    "Adafactor": [{}, {"weight_decay": 0.1, "maximize": True}],
+}
+FUSED = {"SGD", "Adam", "AdamW", "Adagrad"}
+FORMS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "single": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
 
-def optimize(kind: type[torch.optim.Optimizer], options: dict[str, Any], reshard: bool) -> None:
-    twins = Twins(*ZOO["frozen and partly frozen units"], optimizer=kind, **options)
-    twins.model.set_reshard_after_forward(reshard)
-    twins.model.set_reshard_after_backward(reshard)
-    for batch in twins.batches(4):
-        twins.backward(*batch)
-        norms = [
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=options.get("foreach"))
-            for model in (twins.model, twins.twin)
-        ]
-        assert type(norms[0]) is torch.Tensor
-        same(norms[0], norms[1], "norm")
-        twins.check_gradients()
-        twins.step()
-        twins.check_parameters()
+
+def optimize(name: str, forms: list[str], reshard: bool) -> None:
+    for options in OPTIMIZERS[name]:
+        for form in forms:
+            twins = Twins(
+                *ZOO["frozen and partly frozen units"],
+                optimizer=getattr(torch.optim, name),
+                **options,
+                **FORMS[form],
+            )
+            twins.model.set_reshard_after_forward(reshard)
+            twins.model.set_reshard_after_backward(reshard)
+            for batch in twins.batches(3):
+                twins.backward(*batch)
+                twins.step()
+                twins.check_parameters()
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("form", ["single", "foreach", "fused"])
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        (torch.optim.SGD, {}),
-        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
-        (torch.optim.Adam, {"weight_decay": 0.1}),
-        (torch.optim.Adam, {"amsgrad": True, "maximize": True}),
-        (torch.optim.AdamW, {}),
-        (torch.optim.AdamW, {"amsgrad": True}),
-    ],
-)
-def test_optimizers(
-    kind: type[torch.optim.Optimizer], options: dict[str, Any], form: str, reshard: bool
-) -> None:
-    forms = {"foreach": form == "foreach"} | ({"fused": True} if form == "fused" else {})
-    if form == "fused":
-        del forms["foreach"]
-    run_ranks(optimize, 2, kind, options | forms, reshard)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_step_as_on_the_whole_model(name: str, reshard: bool) -> None:
+    forms = [form for form in FORMS if form != "fused" or name in FUSED]
+    run_ranks(optimize, 2 if reshard else 3, name, forms, reshard)
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf"), 0.0])
-@pytest.mark.parametrize("foreach", [True, False, None])
-def test_gradient_norms_are_of_the_whole_model(norm_type: float, foreach: bool | None) -> None:
-    run_ranks(clip, 3, norm_type, foreach)
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_optimizers_step_at_other_world_sizes(world_size: int) -> None:
+    for name in ("AdamW", "Adafactor", "Rprop"):
+        run_ranks(optimize, world_size, name, ["default", "foreach"], True)
 
 
-def clip(norm_type: float, foreach: bool | None) -> None:
+def capturable() -> None:
+    for name in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Rprop", "ASGD"):
+        twins = Twins.of("layers", optimizer=getattr(torch.optim, name), capturable=True)
+        twins.backward(*next(twins.batches(1)))
+        for optimizer in (twins.optimizer, twins.twin_optimizer):
+            with pytest.raises(AssertionError, match="capturable=True"):
+                optimizer.step()
+
+
+def test_capturable_is_refused_on_a_cpu_as_by_torch() -> None:
+    run_ranks(capturable, 1)
+
+
+def clip(foreach: bool | None) -> None:
+    for norm_type in (1.0, 2.0, 3.0, float("inf"), 0.0, float("-inf"), -1.0):
+        twins = Twins.of("layers")
+        twins.backward(*next(twins.batches(1)))
+        for _ in range(2):
+            norm, expected = (
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type, foreach=foreach)
+                for model in (twins.model, twins.twin)
+            )
+            assert type(norm) is torch.Tensor
+            same(norm, expected, f"norm {norm_type}")
+            twins.check_gradients()
+
+
+@pytest.mark.parametrize(("foreach", "world_size"), [(True, 3), (False, 2), (None, 4)])
+def test_gradient_norms_are_of_the_whole_model(foreach: bool | None, world_size: int) -> None:
+    run_ranks(clip, world_size, foreach)
+
+
+def clip_by_value(foreach: bool) -> None:
     twins = Twins.of("layers")
     twins.backward(*next(twins.batches(1)))
-    for _ in range(2):
-        norm, expected = (
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type, foreach=foreach)
-            for model in (twins.model, twins.twin)
+    for model in (twins.model, twins.twin):
+        nn.utils.clip_grad_value_(model.parameters(), 0.01, foreach=foreach)
+    twins.check_gradients()
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_gradients_are_clipped_by_value(foreach: bool) -> None:
+    run_ranks(clip_by_value, 2, foreach)
+
+
+def nonfinite(value: float, norm_type: float) -> None:
+    """Only the last rank's range has the bad element."""
+    twins = Twins.of("layers")
+    twins.backward(*next(twins.batches(1)))
+    gradient = twins.model.head.weight.grad
+    if dist.get_rank() == dist.get_world_size() - 1:
+        gradient.to_local()[-1] = value
+    norm = nn.utils.clip_grad_norm_(twins.model.parameters(), 1e9, norm_type)
+    assert not torch.isfinite(norm)
+    assert norm.isnan() == (value != value)
+    with pytest.raises(RuntimeError, match="non-finite"):
+        nn.utils.clip_grad_norm_(
+            twins.model.parameters(), 1.0, norm_type, error_if_nonfinite=True
         )
-        same(norm, expected, "norm")
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_bad_gradient_on_one_rank_is_seen_on_all(value: float, norm_type: float) -> None:
+    run_ranks(nonfinite, 2, value, norm_type)
+
+
+def scale(name: str, fused: bool) -> None:
+    twins = Twins.of("layers", optimizer=getattr(torch.optim, name), fused=fused)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2) for _ in range(2)]
+    for step, batch in enumerate(twins.batches(4)):
+        for scaler, loss in zip(scalers, twins.losses(*batch), strict=True):
+            scaler.scale(loss).backward()
+        if step == 1:  # an overflow that one rank has
+            if dist.get_rank() == 0:
+                twins.model.layers[0].up.weight.grad.to_local()[0] = float("inf")
+            twins.twin.layers[0].up.weight.grad[0, 0] = float("inf")
+        before = [parameter.full_tensor() for parameter in twins.model.parameters()]
+        for scaler, optimizer in zip(
+            scalers, (twins.optimizer, twins.twin_optimizer), strict=True
+        ):
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert scalers[0].get_scale() == scalers[1].get_scale() == (8.0, 4.0, 4.0, 8.0)[step]
+        twins.check_parameters()
+        is_same = map(
+            torch.equal, before, (parameter.full_tensor() for parameter in twins.model.parameters())
+        )
+        assert all(is_same) == (step == 1)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(world_size: int, fused: bool) -> None:
+    run_ranks(scale, world_size, "AdamW", fused)
+
+
+AVERAGES: dict[str, dict[str, Callable[..., Any]]] = {
+    "swa": {},
+    "ema": {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.9)},
+    "one by one": {"avg_fn": swa_utils.get_ema_avg_fn(0.9)},
+}
+
+
+def average(name: str) -> None:
+    twins = Twins.of("layers")
+    averages = [
+        swa_utils.AveragedModel(model, **AVERAGES[name]) for model in (twins.model, twins.twin)
+    ]
+    plain = [parameter.detach().clone() for parameter in twins.model.parameters()]
+    for batch in twins.batches(3):
+        twins.backward(*batch)
+        twins.step()
+        for averaged, model in zip(averages, (twins.model, twins.twin), strict=True):
+            averaged.update_parameters(model)
+        with torch.no_grad():
+            for mean, parameter in zip(plain, twins.model.parameters(), strict=True):
+                mean.lerp_(parameter, 0.1)
+    for parameter, expected in zip(
+        averages[0].module.parameters(), averages[1].module.parameters(), strict=True
+    ):
+        same(parameter.full_tensor(), expected.detach(), name)
+    tokens = next(twins.batches(1))[0]
+    with torch.no_grad():
+        same(averages[0](twins.mine(tokens)), averages[1](twins.mine(tokens)), "averaged model")
+    twins.train(2)
+
+
+@pytest.mark.parametrize("name", AVERAGES)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_averaged_models_average_shards(world_size: int, name: str) -> None:
+    run_ranks(average, world_size, name)
+
+
+def zero(set_to_none: bool) -> None:
+    twins = Twins.of("layers")
+    for batch in twins.batches(3):
+        twins.backward(*batch)
         twins.check_gradients()
+        for each in (twins.model, twins.twin, twins.optimizer, twins.twin_optimizer):
+            each.zero_grad(set_to_none=set_to_none)
+        twins.check_gradients()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad(set_to_none: bool) -> None:
+    run_ranks(zero, 2, set_to_none)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import cache
 from sys import getrefcount
 from types import ModuleType
@@ -10,14 +11,19 @@ from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import Placement
+from torch.optim import optimizer as torch_optimizer
+from torch.utils import _foreach_utils as torch_foreach
 
 from fsdp_overlap.tensor.boxes import boxes
 from fsdp_overlap.tensor.placement import RangeShard, range_spec
@@ -69,8 +75,8 @@ class ShardedTensor(DTensor):
 
     It is a :class:`~torch.distributed.tensor.DTensor` to ``isinstance``, ``device_mesh`` and
     ``placements``, but no op reaches DTensor's sharding rules: point-wise, foreach and fused ops
-    run on the local ranges, norms reduce across the ranks (a collective over the mesh, which
-    returns a plain tensor), and every other op raises.
+    run on the local ranges, norms and sums reduce across the ranks (a collective over the mesh,
+    which returns a plain tensor), contiguous views stay sharded, and every other op raises.
     """
 
     edits: ShardEdits | None = None
@@ -193,14 +199,59 @@ class ShardedTensor(DTensor):
             work.wait()
         return full.view(meta.shape)
 
-    def redistribute(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise_unsupported("redistribute")
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        **options: Any,
+    ) -> DTensor:
+        """A copy that lies over the same mesh in another way. Must be called on every rank of it.
 
-    def __repr__(self) -> str:  # type: ignore[override]
+        To ``[Replicate()]`` or ``[Shard(dim)]`` it is a plain DTensor, to ``[RangeShard(...)]`` a
+        ShardedTensor; :func:`~fsdp_overlap.distribute_tensor` is the way back from a DTensor. The
+        whole tensor is gathered meanwhile, and gradients do not flow.
+
+        Raises:
+            RuntimeError: another mesh is asked for, or a placement that none of these is.
+        """
+        from fsdp_overlap.tensor import creation
+
+        return creation.redistribute(self, device_mesh, placements)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         start, stop = self.local_range
         with torch._C.DisableTorchFunctionSubclass():
             shape, dtype, numel = tuple(self.shape), self.dtype, self.numel()
-        return f"ShardedTensor(shape={shape}, dtype={dtype}, here={start}-{stop} of {numel})"
+            requires_grad = self.requires_grad
+        local = self._local_tensor.detach()
+        return (
+            f"ShardedTensor(shape={shape}, dtype={dtype}, device={str(local.device)!r}, "
+            f"rank {self._spec.mesh.get_local_rank()} of {self._spec.mesh.size()} holds "
+            f"{start}:{stop} of {numel}: {_summary(local)}"
+            f"{', requires_grad=True' if requires_grad else ''})"
+        )
+
+    def __format__(self, format_spec: str) -> str:
+        return repr(self).__format__(format_spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
+        """A copy with memory of its own: it lies over the mesh as this one does, and belongs to no
+        unit."""
+        if id(self) in memo:
+            return cast(ShardedTensor, memo[id(self)])
+        duplicate = ShardedTensor.wrap(self._local_tensor.detach().clone(), self._spec)
+        if isinstance(self, nn.Parameter):
+            duplicate = cast(ShardedTensor, nn.Parameter(duplicate, self.requires_grad))
+        memo[id(self)] = duplicate
+        if self._gradient is not None:
+            duplicate.grad = deepcopy(self._gradient, memo)
+        return duplicate
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # This rank's range, the mesh and how the tensor lies over it; not the unit it belongs to.
+        parts = (self._local_tensor.detach(), self._spec.mesh, self.placement.ranges, self._shape)
+        is_parameter = isinstance(self, nn.Parameter)
+        return rebuild_sharded_tensor, (*parts, self.requires_grad, is_parameter)
 
     # The protocol through which torch.distributed.checkpoint reads and writes this rank's range.
 
@@ -245,6 +296,17 @@ class ShardedTensor(DTensor):
         return tuple(meta.shape)
 
 
+def _summary(values: torch.Tensor) -> str:
+    """The first and the last few elements."""
+    if values.is_meta:
+        return "..."
+    ends = values.tolist() if values.numel() <= 6 else [*values[:3].tolist(), *values[-3:].tolist()]
+    shown = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in ends]
+    if values.numel() > 6:
+        shown.insert(3, "...")
+    return f"[{', '.join(shown)}]"
+
+
 def raise_unsupported(op: str) -> NoReturn:
     """Refuses ``op`` on a sharded tensor and says what to do instead."""
     # Not a TypeError, which Python's operators replace by one of their own that says nothing.
@@ -253,3 +315,29 @@ def raise_unsupported(op: str) -> NoReturn:
         "full_tensor() for the whole tensor (on every rank of the mesh) or to_local() for this "
         "rank's range"
     )
+
+
+def rebuild_sharded_tensor(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    ranges: tuple[tuple[int, int, int], ...],
+    shape: tuple[int, ...],
+    requires_grad: bool,
+    is_parameter: bool,
+) -> ShardedTensor:
+    """What was pickled."""
+    spec = range_spec(mesh, RangeShard(ranges), torch.Size(shape), local.dtype)
+    tensor = ShardedTensor.wrap(local, spec)
+    if is_parameter:
+        return cast(ShardedTensor, nn.Parameter(tensor, requires_grad))
+    return tensor
+
+
+# torch.load(weights_only=True), the default, makes nothing that is not listed.
+torch.serialization.add_safe_globals([rebuild_sharded_tensor])
+
+# Optimizers and gradient clipping choose their foreach and fused forms by the exact type; torch
+# adds DTensor in the same way.
+for _types in (torch_optimizer._foreach_supported_types, torch_foreach._foreach_supported_types):
+    if ShardedTensor not in _types:
+        _types.append(ShardedTensor)

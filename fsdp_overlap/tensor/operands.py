@@ -1,0 +1,139 @@
+"""How tensors meet in an op on sharded tensors: ranges with ranges, whole tensors with ranges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdp_overlap.tensor.boxes import boxes
+from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, raise_unsupported
+
+
+def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among ``values`` and in the lists among them."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found.extend(item for item in value if isinstance(item, torch.Tensor))
+    return found
+
+
+def first_sharded(name: str, values: Iterable[Any]) -> ShardedTensor:
+    """The sharded tensor whose layout the result of an op on ``values`` takes."""
+    for value in values:
+        if isinstance(value, ShardedTensor):
+            return value
+    raise_unsupported(name)
+
+
+def local_operand(name: str, value: Any, model: ShardedTensor) -> Any:
+    """What of ``value`` meets the local range of ``model``.
+
+    The local range of a sharded tensor that lies as ``model`` does, and the same range of a plain
+    tensor, which stands for the whole and may have to be broadcast. Not a tensor: as it is.
+
+    Raises:
+        RuntimeError: the tensor lies otherwise over the ranks, or does not fit ``model``'s shape.
+    """
+    if isinstance(value, ShardedTensor):
+        if value._spec is not model._spec and not same_layout(value, model):
+            raise RuntimeError(
+                f"{name} on {describe(model)} and {describe(value)}, which lie differently over "
+                "the ranks: use full_tensor() on both, or redistribute() one"
+            )
+        return value._local_tensor
+    if isinstance(value, torch.Tensor):
+        return range_of(name, value, model)
+    if isinstance(value, (list, tuple)):
+        return [local_operand(name, item, model) for item in value]
+    return value
+
+
+def whole_operand(value: Any) -> Any:
+    """``value`` with :meth:`~ShardedTensor.full_tensor` in place of sharded tensors. Collective
+    over their mesh."""
+    if isinstance(value, ShardedTensor):
+        return value.full_tensor()
+    if isinstance(value, (list, tuple)):
+        return [whole_operand(item) for item in value]
+    return value
+
+
+def range_of(name: str, whole: torch.Tensor, model: ShardedTensor) -> torch.Tensor:
+    """The elements of ``whole`` that belong to the local range of ``model``, flat.
+
+    Not a copy where they are contiguous. A 0-dimensional tensor stays one, so that it does not take
+    part in type promotion, unless ``model`` is one too.
+
+    Raises:
+        RuntimeError: ``whole`` is a DTensor, or does not broadcast to ``model``'s shape.
+    """
+    shape = model._shape
+    if isinstance(whole, DTensor):
+        raise RuntimeError(
+            f"{name} on a ShardedTensor and a DTensor placed as {whole.placements}: use "
+            "full_tensor() on the DTensor, or distribute_tensor() it like the other"
+        )
+    if not whole.dim() and shape:
+        return whole
+    try:
+        is_fitting = torch.broadcast_shapes(whole.shape, shape) == shape
+    except RuntimeError:
+        is_fitting = False
+    if not is_fitting:
+        raise RuntimeError(
+            f"{name} on a ShardedTensor of shape {shape} and a plain tensor of shape "
+            f"{tuple(whole.shape)}, which does not broadcast to it: a plain tensor stands for the "
+            "whole one; use to_local() to work on this rank's range"
+        )
+    return elements(whole.expand(shape), *model.local_range)
+
+
+def elements(whole: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Elements ``[start, stop)`` of the flattened ``whole``, without flattening all of it."""
+    if whole.is_contiguous():
+        return whole.reshape(-1)[start:stop]
+    pieces = []
+    for box in boxes(tuple(whole.shape), start, stop):
+        piece = whole
+        for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+            piece = piece.narrow(dim, offset, size)
+        pieces.append(piece.reshape(-1))
+    return torch.cat(pieces) if pieces else whole.new_empty(0)
+
+
+def same_layout(first: ShardedTensor, second: ShardedTensor) -> bool:
+    return (
+        first._shape == second._shape
+        and first._spec.mesh == second._spec.mesh
+        and first.placement == second.placement
+    )
+
+
+def describe(tensor: ShardedTensor) -> str:
+    return f"a ShardedTensor of shape {tensor._shape} ({tensor.placement})"
+
+
+def check_no_gradient(name: str, values: Iterable[Any]) -> None:
+    """Refuses to lose a gradient: sharded tensors take no part in autograd."""
+    if not torch.is_grad_enabled():
+        return
+    with torch._C.DisableTorchFunctionSubclass():
+        needs_gradient = any(tensor.requires_grad for tensor in tensors_in(values))
+    if needs_gradient:
+        raise RuntimeError(
+            f"{name} on a ShardedTensor where a gradient is asked for: gradients do not flow "
+            "through sharded tensors; wrap it in torch.no_grad(), or use the parameter inside its "
+            "unit's forward"
+        )
+
+
+def note_edit(tensor: ShardedTensor) -> None:
+    """So that a full buffer of the parameter is known to be stale."""
+    if tensor.edits is not None:
+        tensor.edits.note_values()

@@ -1,0 +1,210 @@
+"""Ops that reduce across ranks and return plain tensors, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import inf
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_overlap.tensor.operands import check_no_gradient, local_operand
+from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, raise_unsupported
+
+Call = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def norm(name: str, func: Call, args: Args, kwargs: Kwargs) -> torch.Tensor:
+    """``torch.norm`` and ``torch.linalg.vector_norm`` of one tensor, also along dimensions."""
+    given = dict(zip(("input", "ord", "dim", "keepdim"), args, strict=False))
+    given |= {{"p": "ord", "A": "input", "x": "input"}.get(k, k): v for k, v in kwargs.items()}
+    tensor, order = given.pop("input", None), given.pop("ord", None)
+    dim, keepdim = given.pop("dim", None), bool(given.pop("keepdim", False))
+    dtype = given.pop("dtype", None)
+    # linalg.norm means an operator's norm where it is given an order for a matrix, and torch.norm
+    # knows nuclear norms by name.
+    is_of_elements = name != "linalg_norm" or (order is None and dim is None)
+    is_numeric = order in (None, "fro") or isinstance(order, (int, float))
+    if not isinstance(tensor, ShardedTensor) or not is_of_elements or not is_numeric:
+        raise_unsupported(f"{name} with ord={order!r}")
+    if any(value is not None for value in given.values()) or len(args) > 4:
+        raise_unsupported(f"{name} with {', '.join(given) or 'these arguments'}")
+    power = 2.0 if order in (None, "fro") else float(order)
+    if dim is None and not keepdim:
+        return norms([tensor], power, dtype)[0]
+    check_no_gradient(name, [tensor])
+    whole = _embedded(tensor, inf if power < 0 else 0.0)
+    wide = torch.promote_types(dtype or whole.dtype, torch.float32)
+    partial = torch.linalg.vector_norm(whole, power, dim, keepdim, dtype=wide)
+    return combine_norms(partial, power, tensor.device_mesh).to(dtype or whole.dtype)
+
+
+def foreach_norm(name: str, func: Call, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    return norms(args[0], float(order), args[2] if len(args) > 2 else kwargs.get("dtype"))
+
+
+def norms(
+    tensors: Sequence[ShardedTensor], order: float, dtype: torch.dtype | None = None
+) -> list[torch.Tensor]:
+    """The norm of each whole tensor, with one all-reduce for all. Collective over the mesh.
+
+    Raises:
+        RuntimeError: some tensor is not sharded, or lies on another mesh, or a gradient would have
+            to flow.
+    """
+    check_no_gradient("norm", tensors)
+    mesh = tensors[0].device_mesh
+    if any(not isinstance(t, ShardedTensor) or t.device_mesh != mesh for t in tensors):
+        raise RuntimeError(
+            "norms of tensors of which some are not sharded, or on another mesh: take the norms of "
+            "each mesh apart, or use fsdp_overlap.optim.clip_grad_norm_"
+        )
+    locals_ = [tensor._local_tensor.detach() for tensor in tensors]
+    if not all(local.is_floating_point() for local in locals_):
+        raise_unsupported("norm of integers or complex numbers")
+    combined = combine_norms(local_norms(locals_, order), order, mesh)
+    return [
+        value.to(dtype or local.dtype)
+        for value, local in zip(combined.unbind(), locals_, strict=True)
+    ]
+
+
+def local_norms(tensors: Sequence[torch.Tensor], order: float) -> torch.Tensor:
+    """The norms of plain tensors, shape ``[len(tensors)]``, in float32 or wider. Those of empty
+    tensors are the neutral element of :func:`combine_norms`."""
+    dtype = torch.float32
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    neutral = torch.full((), inf if order < 0 else 0.0, dtype=dtype, device=tensors[0].device)
+    held = [tensor for tensor in tensors if tensor.numel()]
+    # One of another dtype makes the others slow as well.
+    values = iter(torch._foreach_norm(held, order, dtype=dtype) if held else [])
+    return torch.stack([next(values) if tensor.numel() else neutral for tensor in tensors])
+
+
+def combine_norms(partial: torch.Tensor, order: float, mesh: DeviceMesh) -> torch.Tensor:
+    """The norms of wholes from those of their ranges, with one all-reduce over ``mesh``."""
+    if order == inf:
+        return _largest(partial, mesh)
+    if order == -inf:
+        return -_largest(-partial, mesh)
+    if order == 0:
+        return _all_reduce(partial, dist.ReduceOp.SUM, mesh)
+    return _all_reduce(partial.pow(order), dist.ReduceOp.SUM, mesh).pow_(1.0 / order)
+
+
+def reduction(name: str, func: Call, args: Args, kwargs: Kwargs) -> torch.Tensor:
+    """``sum``, ``mean``, ``amax``, ``amin``, ``any`` and ``all``, also along dimensions; ``max``
+    and ``min`` of the whole. Needs memory for the whole tensor meanwhile."""
+    tensor = args[0] if args else kwargs.get("input")
+    if not isinstance(tensor, ShardedTensor) or kwargs.get("out") is not None:
+        raise_unsupported(f"{name} with these arguments")
+    if name in ("max", "min") and len(args) + len(kwargs) > 1:
+        raise_unsupported(f"{name} along a dimension")
+    check_no_gradient(name, [tensor])
+    dtype = tensor._local_tensor.dtype
+    if dtype.is_complex or not tensor.numel():
+        raise_unsupported(f"{name} of a complex or empty tensor")
+    is_max = name in ("max", "amax")
+    neutral = {"sum": 0, "mean": 0, "any": 0, "all": 1}.get(name, _extreme(dtype, lowest=is_max))
+    whole = _embedded(tensor, neutral)
+    final = kwargs.get("dtype") or dtype
+    if name in ("sum", "mean") and final in HALF:  # wide, as torch itself sums
+        whole, kwargs = whole.to(final).float(), {**kwargs, "dtype": None}
+
+    def stand_in(value: Any) -> Any:
+        return whole if value is tensor else value
+
+    partial = func(*map(stand_in, args), **{key: stand_in(value) for key, value in kwargs.items()})
+    mesh = tensor.device_mesh
+    if name in ("sum", "mean"):
+        total = _all_reduce(partial, dist.ReduceOp.SUM, mesh)
+        return total.to(final) if final in HALF else total
+    if name == "any" or is_max:
+        return _largest(partial, mesh)
+    return _smallest(partial, mesh)
+
+
+def equal(name: str, func: Call, args: Args, kwargs: Kwargs) -> bool:
+    """``torch.equal``, the same answer on every rank."""
+    values = [*args, *kwargs.values()]
+    model = next(value for value in values if isinstance(value, ShardedTensor))
+    if any(value.shape != model.shape or value.dtype != model.dtype for value in values):
+        return False
+    first, second = (local_operand("equal", value, model) for value in values)
+    is_equal = torch.tensor(torch.equal(first, second), device=first.device)
+    return bool(_smallest(is_equal, model.device_mesh))
+
+
+def unscale(name: str, func: Call, args: Args, kwargs: Kwargs) -> None:
+    """What ``torch.amp.GradScaler`` does to gradients. An overflow on one rank is one on all.
+
+    Raises:
+        RuntimeError: the gradients lie on different meshes.
+    """
+    gradients, found_inf, inv_scale = args
+    meshes = {gradient.device_mesh for gradient in gradients if isinstance(gradient, ShardedTensor)}
+    if len(meshes) > 1:
+        raise RuntimeError("GradScaler on gradients of different meshes: use a scaler for each")
+    locals_ = [
+        gradient._local_tensor if isinstance(gradient, ShardedTensor) else gradient
+        for gradient in gradients
+    ]
+    func(locals_, found_inf, inv_scale)
+    found_inf.copy_(_largest(found_inf, meshes.pop()))
+
+
+def _embedded(tensor: ShardedTensor, neutral: float) -> torch.Tensor:
+    """A plain tensor of the whole shape: this rank's range, and ``neutral`` elsewhere."""
+    local = tensor._local_tensor.detach()
+    whole = local.new_full(tensor._shape, neutral)
+    start, stop = tensor.local_range
+    whole.view(-1)[start:stop] = local
+    return whole
+
+
+def _extreme(dtype: torch.dtype, *, lowest: bool) -> float:
+    if dtype == torch.bool:
+        return not lowest
+    if dtype.is_floating_point:
+        return -inf if lowest else inf
+    info = torch.iinfo(dtype)
+    return info.min if lowest else info.max
+
+
+def _largest(values: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The largest over the ranks; NaN where one of them has NaN, which backends do not promise."""
+    if not values.is_floating_point():
+        return _extreme_integer(values, dist.ReduceOp.MAX, mesh)
+    is_nan = values.isnan()
+    pair = torch.stack([values.masked_fill(is_nan, -inf), is_nan.to(values.dtype)])
+    largest, any_nan = _all_reduce(pair, dist.ReduceOp.MAX, mesh)
+    return largest.masked_fill(any_nan > 0, torch.nan)
+
+
+def _smallest(values: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    if values.is_floating_point():
+        return -_largest(-values, mesh)
+    return _extreme_integer(values, dist.ReduceOp.MIN, mesh)
+
+
+def _extreme_integer(
+    values: torch.Tensor, op: dist.ReduceOp.RedOpType, mesh: DeviceMesh
+) -> torch.Tensor:
+    sent = values.to(torch.uint8) if values.dtype == torch.bool else values
+    return _all_reduce(sent, op, mesh).to(values.dtype)
+
+
+def _all_reduce(
+    values: torch.Tensor, op: dist.ReduceOp.RedOpType, mesh: DeviceMesh
+) -> torch.Tensor:
+    values = values.contiguous()
+    dist.all_reduce(values, op, mesh.get_group())
+    return values

@@ -1,0 +1,68 @@
+"""Views that stay one range on each rank: those that are contiguous in the flattened tensor.
+
+``view(-1)``, ``unsqueeze(0)``, ``tensor[2]``, ``tensor[4:8]``, ``chunk(3)``: torch itself is asked,
+on a meta tensor, which elements a view has and in which shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fsdp_overlap.tensor.operands import check_no_gradient
+from fsdp_overlap.tensor.placement import RangeShard, range_spec
+from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, raise_unsupported
+
+
+def view(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A view of a sharded tensor, or several, which share its memory and are its parts."""
+    tensor = args[0] if args else kwargs.get("input")
+    if not isinstance(tensor, ShardedTensor):
+        raise_unsupported(f"{name} of a plain tensor by a ShardedTensor")
+    check_no_gradient(name, [tensor])
+    shadow = torch.empty(tensor._shape, dtype=tensor._local_tensor.dtype, device="meta")
+
+    def stand_in(value: Any) -> Any:
+        if value is tensor:
+            return shadow
+        if isinstance(value, ShardedTensor):  # of view_as
+            return torch.empty(value._shape, device="meta")
+        return value
+
+    shadows = func(*map(stand_in, args), **{k: stand_in(v) for k, v in kwargs.items()})
+    if isinstance(shadows, torch.Tensor):
+        return _part(name, tensor, shadow, shadows)
+    return tuple(_part(name, tensor, shadow, item) for item in shadows)
+
+
+def _part(
+    name: str, tensor: ShardedTensor, shadow: torch.Tensor, part: torch.Tensor
+) -> ShardedTensor:
+    is_range = (
+        part.untyped_storage()._cdata == shadow.untyped_storage()._cdata
+        and part.dtype == shadow.dtype
+        and part.is_contiguous()
+    )
+    if not is_range:
+        raise_unsupported(f"{name} to a view that is not contiguous in the flattened tensor")
+    first = int(part.storage_offset())
+    last = first + part.numel()
+    if (first, last) == (0, shadow.numel()):
+        ranges = tensor.placement.ranges
+    else:
+        ranges = tuple(
+            (rank, max(start, first) - first, min(stop, last) - first)
+            for rank, start, stop in tensor.placement.ranges
+            if max(start, first) < min(stop, last)
+        )
+    mesh = tensor.device_mesh
+    placement = RangeShard(ranges)
+    here, _ = tensor.local_range
+    start, stop = placement.local_range(mesh.get_local_rank())
+    offset = first + start - here if stop > start else 0
+    local = tensor._local_tensor.detach()[offset : offset + stop - start]
+    return ShardedTensor.wrap(
+        local, range_spec(mesh, placement, part.shape, part.dtype), tensor.edits
+    )

@@ -1,0 +1,360 @@
+"""What the optimizer step and clipping by norm cost the host: ours against FSDP2's, in turn.
+
+Every system has a copy of one model of many tiny blocks (14 parameters of width 32 each, so that
+next to nothing but the host's work is left), sharded over a fake process group of 8 ranks whose
+collectives return at once. This process is rank 0. Forward and backward run once per system; then
+the operation alone is timed, once per round, all systems in turn round by round. Before each sample
+and outside of its time the gradients are set to what an unsharded backward gives, because a fake
+reduce-scatter promises no values and because clipping changes them. With `--fresh-gradients` a
+whole forward and backward run there instead, as in training, so that nothing can be remembered of
+the gradients of the sample before.
+
+*Optimizer step*: `step()` of AdamW with the same settings everywhere, its states warmed up. The
+reference, 1.0, is torch's foreach AdamW on what FSDP2 shards.
+
+*Clipping*: from `model.parameters()` to the norm as a plain tensor on every rank. The limit is half
+the norm, so every gradient is scaled in every sample. FSDP2's norm is a DTensor; `full_tensor()`,
+which makes the plain one, belongs to its time (the norm comes back replicated on the versions of
+torch that were looked at, so this is no second collective). The reference is the faster of FSDP2's
+two. Walking `model.parameters()` is part of every row, and is shown alone as well.
+
+Before anything is timed each system must show that it works: three steps on every system give what
+three plain steps give the unsharded model, on this rank's shard; and each clip returns the norm of
+this rank's gradients, which is what a fake all-reduce leaves, and scales them to half.
+
+The figures are of the host alone: a real all-reduce would cost all who clip about the same. FSDP2
+cuts every parameter, so each rank holds a piece of each; ours cuts the flat row of a unit's
+parameters, so rank 0 holds parts of 5 of a block's 14 here and nothing of the others. The number of
+elements is the same. CPU only, one process, one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import _bench
+import torch
+import torch.distributed as dist
+from bench_host_overhead import ROWS, build, profile, shard_fsdp2, shard_ours, timed
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.utils import clip_grad_norm_
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fsdp_overlap import ShardedTensor, optim
+
+LEARNING_RATE = 1e-3
+CLIP_TO = 0.5  # of the norm
+CHECKED_STEPS = 3
+
+Operation = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class System:
+    """A way to do one of the two operations; `prepare` makes it for a model with gradients."""
+
+    name: str
+    shard: Callable[[nn.Sequential, DeviceMesh], None]
+    prepare: Callable[[nn.Module], Operation]
+    target: float | None = None
+
+
+def ours(model: nn.Sequential, mesh: DeviceMesh) -> None:
+    shard_ours(model, mesh, prefetch=1)
+
+
+def stepping(adamw: Callable[..., torch.optim.Optimizer], **settings: Any) -> Any:
+    """The step of `adamw`, the same everywhere but for `settings`."""
+    return lambda model: adamw(model.parameters(), lr=LEARNING_RATE, **settings).step
+
+
+def clipping(clip: Callable[[Iterator[nn.Parameter], float], torch.Tensor]) -> Any:
+    """`clip` called as users call it, with a limit that always takes effect; returns the norm."""
+
+    def prepare(model: nn.Module) -> Operation:
+        limit = CLIP_TO * local_norm(model)
+        return lambda: clip(model.parameters(), limit)
+
+    return prepare
+
+
+STEPS = {
+    "fsdp2-adamw-foreach": System(
+        "FSDP2, torch AdamW(foreach)", shard_fsdp2, stepping(torch.optim.AdamW, foreach=True)
+    ),
+    "fsdp2-adamw-fused": System(
+        "FSDP2, torch AdamW(fused)", shard_fsdp2, stepping(torch.optim.AdamW, fused=True)
+    ),
+    "ours-adamw-foreach": System(
+        "ours, torch AdamW(foreach)", ours, stepping(torch.optim.AdamW, foreach=True)
+    ),
+    "ours-adamw-fused": System(
+        "ours, torch AdamW(fused)", ours, stepping(torch.optim.AdamW, fused=True), target=0.35
+    ),
+    "ours-adamw": System(
+        "ours, fsdp_overlap.optim.AdamW", ours, stepping(optim.AdamW), target=0.10
+    ),
+}
+STEP_REFERENCE = "fsdp2-adamw-foreach"
+
+CLIPS = {
+    "fsdp2-clip": System(
+        "FSDP2, torch clip_grad_norm_",
+        shard_fsdp2,
+        clipping(lambda parameters, limit: clip_grad_norm_(parameters, limit).full_tensor()),
+    ),
+    "fsdp2-clip-foreach": System(
+        "FSDP2, torch clip_grad_norm_(foreach=True)",
+        shard_fsdp2,
+        clipping(
+            lambda parameters, limit: clip_grad_norm_(parameters, limit, foreach=True).full_tensor()
+        ),
+    ),
+    "ours-clip-foreach": System(
+        "ours, torch clip_grad_norm_(foreach=True)",
+        ours,
+        clipping(lambda parameters, limit: clip_grad_norm_(parameters, limit, foreach=True)),
+    ),
+    "ours-clip": System(
+        "ours, fsdp_overlap.optim.clip_grad_norm_",
+        ours,
+        clipping(optim.clip_grad_norm_),
+        target=0.35,
+    ),
+}
+CLIP_REFERENCES = ("fsdp2-clip", "fsdp2-clip-foreach")
+
+WALK = "(walking model.parameters(), part of each)"
+
+
+def local_part(parameter: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of `full`, which is whole and lies as `parameter` does."""
+    if isinstance(parameter, ShardedTensor):
+        start, stop = parameter.local_range
+        return full.flatten()[start:stop]
+    mesh = parameter.device_mesh
+    return full.chunk(mesh.size())[mesh.get_local_rank()]
+
+
+def local_gradients(model: nn.Module) -> list[torch.Tensor]:
+    """This rank's gradients, sharing memory."""
+    missing = [name for name, parameter in model.named_parameters() if parameter.grad is None]
+    if missing:
+        _bench.fail(f"no gradient after backward: {missing[0]} ({len(missing)} in all)", code=1)
+    return [parameter.grad.to_local() for parameter in model.parameters()]
+
+
+def local_norm(model: nn.Module) -> float:
+    """Of this rank's gradients, which is what a fake all-reduce makes the norm of them all."""
+    flat = torch.cat([local.flatten() for local in local_gradients(model)])
+    return flat.double().norm().item()
+
+
+def forward_backward(model: nn.Module, width: int) -> None:
+    """Gives `model` new gradients."""
+    model.zero_grad(set_to_none=True)
+    batch = torch.linspace(-1.0, 1.0, ROWS * width).view(ROWS, width)
+    model(batch).square().mean().backward()
+
+
+class Candidate:
+    """A system with a model of its own, gradients on it, and the operation to be timed."""
+
+    def __init__(self, system: System, reference: nn.Module, blocks: int, width: int) -> None:
+        self.system = system
+        self.width = width
+        self.model = build(blocks, width)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        system.shard(self.model, mesh)
+        pairs = zip(self.model.parameters(), reference.parameters(), strict=True)
+        self._gradients = [local_part(parameter, full.grad) for parameter, full in pairs]
+        self.renew_gradients(fresh=True)
+        self.operation = system.prepare(self.model)
+
+    def renew_gradients(self, fresh: bool) -> None:
+        """Sets the gradients to those of an unsharded backward; of a new backward if `fresh`."""
+        if fresh:
+            forward_backward(self.model, self.width)
+        torch._foreach_copy_(local_gradients(self.model), self._gradients)
+
+    def sampler(self, fresh: bool) -> Callable[[], float]:
+        take = timed(self.operation, 1)
+
+        def sample() -> float:
+            self.renew_gradients(fresh)
+            return take()
+
+        return sample
+
+    def check_step(self, before: list[torch.Tensor], after: list[torch.Tensor]) -> None:
+        """Fails unless stepping takes this rank's shard from `before` to `after`."""
+        self._check_parameters(before, "before the first step")
+        for _ in range(CHECKED_STEPS):
+            self.operation()
+        self._check_parameters(after, f"after {CHECKED_STEPS} steps")
+
+    def _check_parameters(self, full: list[torch.Tensor], when: str) -> None:
+        for (name, parameter), whole in zip(self.model.named_parameters(), full, strict=True):
+            # Some units in the last place; the weight decay of all steps, 6e-7, would show.
+            self._check(
+                parameter.detach().to_local(), local_part(parameter, whole), f"{name} {when}", 1e-6
+            )
+
+    def check_clip(self) -> None:
+        """Fails unless clipping returns the norm and scales every gradient."""
+        expected = local_norm(self.model)
+        norm = self.operation()
+        if type(norm) is not torch.Tensor:
+            _bench.fail(f"{self.system.name}: the norm is a {type(norm).__name__}", code=1)
+        self._check(norm, torch.tensor(expected), "norm", 1e-4)
+        for clipped, whole in zip(local_gradients(self.model), self._gradients, strict=True):
+            self._check(clipped, whole * CLIP_TO, "gradient", 1e-4)
+
+    def _check(self, actual: torch.Tensor, expected: torch.Tensor, what: str, rtol: float) -> None:
+        try:
+            torch.testing.assert_close(actual, expected, rtol=rtol, atol=1e-9)
+        except AssertionError as error:
+            _bench.fail(f"{self.system.name}: wrong {what}: {error}", code=1)
+
+
+def check(candidates: Mapping[str, Candidate], reference: nn.Module) -> None:
+    """Has every candidate do its work once where the right result is known."""
+    before = [parameter.detach().clone() for parameter in reference.parameters()]
+    plain = torch.optim.AdamW(reference.parameters(), lr=LEARNING_RATE, foreach=False, fused=False)
+    for _ in range(CHECKED_STEPS):
+        plain.step()
+    after = [parameter.detach() for parameter in reference.parameters()]
+    if any(torch.equal(old, new) for old, new in zip(before, after, strict=True)):
+        _bench.fail("the reference steps left a parameter as it was", code=1)
+    for key in STEPS:
+        candidates[key].check_step(before, after)
+    for key in CLIPS:
+        candidates[key].check_clip()
+
+
+def table(samples: Mapping[str, list[float]], reference: float) -> str:
+    rows = []
+    for name, values in samples.items():
+        us = _bench.summary(values)
+        rows.append(
+            [
+                name,
+                f"{us['median']:.0f}",
+                f"{us['p10']:.0f}-{us['p90']:.0f}",
+                f"{us['median'] / reference:.3f}",
+            ]
+        )
+    return _bench.markdown_table(["system", "us", "p10-p90", "ratio"], rows)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--blocks", type=int, default=32)
+    parser.add_argument("--width", type=int, default=32)
+    parser.add_argument("--world-size", type=int, default=8, help="of the fake process group")
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--warmup", type=int, default=10, help="rounds thrown away")
+    parser.add_argument(
+        "--fresh-gradients",
+        action="store_true",
+        help="an untimed forward and backward before every sample (takes far longer)",
+    )
+    parser.add_argument(
+        "--profile",
+        metavar="SYSTEM",
+        choices=[*STEPS, *CLIPS],
+        help=f"print a profile of this one instead: {', '.join([*STEPS, *CLIPS])}",
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write the figures here")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    torch.set_num_threads(1)
+    # Denormals would make some samples slower than others for no reason of ours.
+    torch.set_flush_denormal(True)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.world_size)
+    reference = build(args.blocks, args.width)
+    forward_backward(reference, args.width)
+    systems = {**STEPS, **CLIPS}
+    if args.profile:
+        systems = {args.profile: systems[args.profile]}
+    candidates = {
+        key: Candidate(system, reference, args.blocks, args.width)
+        for key, system in systems.items()
+    }
+
+    if args.profile:
+        operation = candidates[args.profile].operation
+        for _ in range(args.warmup):
+            operation()
+        profile(operation, 20)
+        dist.destroy_process_group()
+        return
+
+    check(candidates, reference)
+    walk = timed(lambda: list(candidates["ours-clip"].model.parameters()), 1)
+    measured: dict[str, dict[str, list[float]]] = {}
+    with _bench.quiet_gc():
+        for what, keys in (("step", list(STEPS)), ("clip", list(CLIPS))):
+            samplers = {key: candidates[key].sampler(args.fresh_gradients) for key in keys}
+            if what == "clip":
+                samplers[WALK] = walk
+            measured[what] = _bench.alternate(samplers, args.rounds, args.warmup)
+    dist.destroy_process_group()
+
+    medians = {
+        key: statistics.median(values)
+        for samples in measured.values()
+        for key, values in samples.items()
+    }
+    clip_reference = min(CLIP_REFERENCES, key=medians.__getitem__)
+    references = {"step": STEP_REFERENCE, "clip": clip_reference}
+    ratios = {
+        key: medians[key] / medians[references[what]]
+        for what, samples in measured.items()
+        for key in samples
+        if key in systems
+    }
+
+    renewed = "gradients of a new backward each" if args.fresh_gradients else "gradients kept"
+    print(
+        f"torch {torch.__version__}, {args.blocks} blocks of 14 parameters, width {args.width}, "
+        f"fake world of {args.world_size}, {renewed}, median of {args.rounds} rounds"
+    )
+    for what, title in (("step", "Optimizer step"), ("clip", "Clipping by norm")):
+        named = {
+            systems[key].name if key in systems else key: values
+            for key, values in measured[what].items()
+        }
+        print(f"\n{title} (1.0 is {systems[references[what]].name}):\n")
+        print(table(named, medians[references[what]]))
+    print()
+    for key, system in systems.items():
+        if system.target is not None:
+            print(f"{system.name}: {ratios[key]:.3f} (target: at most {system.target:.2f})")
+    _bench.write_json(
+        args.json,
+        {
+            "torch": torch.__version__,
+            "blocks": args.blocks,
+            "width": args.width,
+            "world_size": args.world_size,
+            "fresh_gradients": args.fresh_gradients,
+            "step_us": {k: _bench.summary(v) for k, v in measured["step"].items()},
+            "clip_us": {k: _bench.summary(v) for k, v in measured["clip"].items()},
+            "references": references,
+            "ratios": ratios,
+            "targets": {k: s.target for k, s in systems.items() if s.target is not None},
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()
