@@ -2,7 +2,8 @@
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from fsdp_overlap.fully_shard import FsdpModule, UnshardHandle, fully_shard
+from fsdp_overlap.fsdp_module import FsdpModule, UnshardHandle
+from fsdp_overlap.fully_shard import fully_shard
 from fsdp_overlap.runtime.context import FsdpContext
 from fsdp_overlap.runtime.stats import Stats
 from fsdp_overlap.tensor.creation import distribute_tensor

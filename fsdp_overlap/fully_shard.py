@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -11,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
+from fsdp_overlap.fsdp_module import FsdpModule, modules_outside_units
 from fsdp_overlap.layout import Flat, ParamSpec, plan_units
 from fsdp_overlap.runtime import hooks
 from fsdp_overlap.runtime.bucket import Bucket, OwnedParameter
@@ -18,98 +18,6 @@ from fsdp_overlap.runtime.context import FsdpContext, unit_of
 from fsdp_overlap.runtime.unit import Unit
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-
-
-class UnshardHandle:
-    """What ``unshard(async_op=True)`` returns."""
-
-    def __init__(self, unit: Unit) -> None:
-        self._unit: Unit | None = unit
-
-    def wait(self) -> None:
-        """Makes compute wait for the all-gather and registers the unsharded parameters."""
-        if self._unit is not None:
-            self._unit.wait()
-            self._unit.use_unsharded()
-            self._unit = None
-
-
-class FsdpModule(nn.Module):
-    """Mixed into the class of every module given to :func:`fully_shard`."""
-
-    _fsdp_unit: Unit
-
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gathers this unit's parameters, not those of inner units, and registers them in the
-        module until :meth:`reshard` or the end of its next forward. Collective over the mesh.
-
-        With ``async_op`` returns a handle; the parameters may be used after its ``wait()``.
-        """
-        unit = self._fsdp_unit
-        unit.context.settle()
-        unit.follow_trainability()
-        unit.watch_gradients()
-        gathers = unit.context.schedule.gathers
-        gathers.after_edits()
-        gathers.use(unit)
-        handle = UnshardHandle(unit)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
-
-    def reshard(self) -> None:
-        """Frees this unit's full buffers and registers its sharded parameters."""
-        unit = self._fsdp_unit
-        unit.use_sharded()
-        if unit.is_gathered:
-            gathers = unit.context.schedule.gathers
-            gathers.release(unit)
-            gathers.flush()
-
-    def set_requires_gradient_sync(
-        self, requires_gradient_sync: bool, *, recurse: bool = True
-    ) -> None:
-        """Whether backward reduces gradients. Without, they are summed on each rank, unsharded and
-        in the reduce dtype, until a backward that does: gradient accumulation without
-        communication. ``zero_grad()`` does not know of such sums; ``ctx.reset()`` drops them."""
-        for unit in self._units(recurse):
-            unit.syncs_gradients = requires_gradient_sync
-
-    def set_reshard_after_forward(
-        self, reshard_after_forward: bool, *, recurse: bool = True
-    ) -> None:
-        """Whether forward frees the full buffers. As the argument of :func:`fully_shard`."""
-        for unit in self._units(recurse):
-            unit.reshard_after_forward = reshard_after_forward
-
-    def set_reshard_after_backward(
-        self, reshard_after_backward: bool, *, recurse: bool = True
-    ) -> None:
-        """Whether backward frees the full buffers. Buffers that are kept are gathered again before
-        their next use if the parameters were edited."""
-        for unit in self._units(recurse):
-            unit.reshard_after_backward = reshard_after_backward
-
-    def _units(self, recurse: bool) -> Iterable[Unit]:
-        modules = self.modules() if recurse else [self]
-        return [unit for unit in map(unit_of, modules) if unit is not None]
-
-    def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
-        raise RuntimeError(
-            f"{type(self).__name__} is sharded: move or cast a module (to(), cuda(), half(), ...) "
-            "before fully_shard()"
-        )
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise TypeError(
-            f"{type(self).__name__} cannot be copied: copy the module before fully_shard(), or "
-            "load "
-            "its state_dict() into a second one"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(f"{type(self).__name__} cannot be pickled: save its state_dict()")
 
 
 def fully_shard(
@@ -127,7 +35,8 @@ def fully_shard(
     Call it on inner modules first, then on the module around them, with one context. The unit owns
     the parameters of ``module``'s subtree that no inner unit owns; they become ``ShardedTensor``
     parameters, in place. Every rank must hold the same values before, and call it in the same
-    order.
+    order. A model built on the meta device gets memory by ``model.to_empty(device=...)``
+    afterwards, that of its shards alone.
 
     Args:
         module: at rest its parameters are sharded; its own forward sees them whole.
@@ -150,12 +59,14 @@ def fully_shard(
     """
     _check_module(module)
     _check_arguments(ctx, mesh, reshard_after_forward, offload_policy)
-    owned = _owned_parameters(module, ignored_params or set())
+    ignored = frozenset(ignored_params or ())
+    owned = _owned_parameters(module, ignored)
     if ctx is None:
         ctx = FsdpContext(mesh)
         ctx.is_implicit = True
     _check_parameters(module, owned, ctx.device)
     unit = Unit(module, ctx, _make_buckets(owned, ctx, mp_policy), mp_policy, reshard_after_forward)
+    unit.ignored = ignored
     _mark_owner(unit)
     _move_buffers(module, ctx.device)
     module.__dict__["_fsdp_unit"] = unit
@@ -174,9 +85,9 @@ def _mark_owner(unit: Unit) -> None:
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:
     """Buffers are not sharded; they go where the unit computes."""
-    for _, owner in _modules_outside_units(module):
+    for _, owner in modules_outside_units(module):
         for buffer in owner._buffers.values():
-            if buffer is not None and buffer.device.type != device.type:
+            if buffer is not None and buffer.device.type not in (device.type, "meta"):
                 buffer.data = buffer.to(device)
 
 
@@ -194,12 +105,13 @@ def _make_buckets(
         for item in owned
     ]
     plans = plan_units([specs], ctx.mesh.size(), Flat())
+    is_meta = any(item.parameter.is_meta for item in owned)
     return [
         Bucket(
             plan,
             [by_fqn[spec.fqn] for spec in plan.specs],
             ctx.mesh,
-            ctx.device,
+            torch.device("meta") if is_meta else ctx.device,
             _compute_dtype(plan.specs[0].dtype, mp_policy),
         )
         for plan in plans
@@ -212,11 +124,11 @@ def _compute_dtype(dtype: torch.dtype, mp_policy: MixedPrecisionPolicy) -> torch
     return mp_policy.param_dtype
 
 
-def _owned_parameters(module: nn.Module, ignored: set[nn.Parameter]) -> list[OwnedParameter]:
+def _owned_parameters(module: nn.Module, ignored: frozenset[nn.Parameter]) -> list[OwnedParameter]:
     """The parameters of the subtree that no inner unit owns, each once, in registration order."""
     ignored_ids = {id(parameter) for parameter in ignored}
     found: dict[int, OwnedParameter] = {}
-    for prefix, owner in _modules_outside_units(module):
+    for prefix, owner in modules_outside_units(module):
         for name, parameter in owner._parameters.items():
             if parameter is None or id(parameter) in ignored_ids:
                 continue
@@ -224,24 +136,6 @@ def _owned_parameters(module: nn.Module, ignored: set[nn.Parameter]) -> list[Own
             item = found.setdefault(id(parameter), OwnedParameter(fqn, parameter))
             item.places.append((owner._parameters, name))
     return list(found.values())
-
-
-def _modules_outside_units(module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-    """``(name, module)`` of the subtree without inner units, parents first, each module once."""
-    seen = set()
-    pending = [("", module)]
-    while pending:
-        prefix, current = pending.pop()
-        if id(current) in seen or (current is not module and unit_of(current) is not None):
-            continue
-        seen.add(id(current))
-        yield prefix, current
-        children = [
-            (f"{prefix}.{name}" if prefix else name, child)
-            for name, child in current._modules.items()
-            if child is not None
-        ]
-        pending.extend(reversed(children))
 
 
 def _check_module(module: nn.Module) -> None:
@@ -305,10 +199,16 @@ def _check_parameters(module: nn.Module, owned: list[OwnedParameter], device: to
             )
         if parameter.layout is not torch.strided:
             raise TypeError(f"{where} has layout {parameter.layout}; only strided is supported")
-        if parameter.device.type not in (device.type, "cpu"):
+        if parameter.device.type not in (device.type, "cpu", "meta"):
             raise ValueError(
                 f"{where} is on {parameter.device}, the mesh on {device.type}; move the module "
                 "first"
+            )
+        if parameter.is_meta != owned[0].parameter.is_meta:
+            raise ValueError(
+                f"{where} is on {parameter.device}, {owned[0].fqn!r} on "
+                f"{owned[0].parameter.device}: put all parameters of a unit on the meta device, or "
+                "none"
             )
 
 

@@ -122,9 +122,7 @@ def nonfinite(value: float, norm_type: float) -> None:
     assert not torch.isfinite(norm)
     assert norm.isnan() == (value != value)
     with pytest.raises(RuntimeError, match="non-finite"):
-        nn.utils.clip_grad_norm_(
-            twins.model.parameters(), 1.0, norm_type, error_if_nonfinite=True
-        )
+        nn.utils.clip_grad_norm_(twins.model.parameters(), 1.0, norm_type, error_if_nonfinite=True)
 
 
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
@@ -144,9 +142,7 @@ def scale(name: str, fused: bool) -> None:
                 twins.model.layers[0].up.weight.grad.to_local()[0] = float("inf")
             twins.twin.layers[0].up.weight.grad[0, 0] = float("inf")
         before = [parameter.full_tensor() for parameter in twins.model.parameters()]
-        for scaler, optimizer in zip(
-            scalers, (twins.optimizer, twins.twin_optimizer), strict=True
-        ):
+        for scaler, optimizer in zip(scalers, (twins.optimizer, twins.twin_optimizer), strict=True):
             scaler.unscale_(optimizer)
             scaler.step(optimizer)
             scaler.update()

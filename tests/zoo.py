@@ -320,6 +320,22 @@ class Buffers(Model):
         return layer(x) * self.scale + layer.shift
 
 
+class Recurrent(Model):
+    """``nn.LSTM`` keeps a list of its weights beside its parameters."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.lstm(x)[0]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = self.Layer()
+
+
 class Empty(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -437,6 +453,7 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], Shard]] = {
     "checkpointed groups": (CheckpointedGroups, shard_layers),
     "checkpointed groups, reentrant": (CheckpointedGroupsReentrant, shard_layers),
     "buffers": (Buffers, shard_layers),
+    "recurrent": (Recurrent, shard_layers),
     "odd parameters": (Odd, shard_odd),
     "deep tree": (Deep, shard_deep),
     "dynamic order": (Dynamic, shard_layers),

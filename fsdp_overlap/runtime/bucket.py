@@ -19,7 +19,7 @@ from fsdp_overlap.comm.lanes import Lane, Mark, Ticket
 from fsdp_overlap.layout import BucketPlan
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 from fsdp_overlap.tensor.placement import RangeShard, range_spec
-from fsdp_overlap.tensor.sharded_tensor import ShardEdits, ShardedTensor
+from fsdp_overlap.tensor.sharded_tensor import ShardEdits, ShardedTensor, attributes_of
 
 
 class BucketState(Enum):
@@ -72,42 +72,70 @@ class Bucket:
         """Where the context keeps which of the parameters have a gradient."""
         self.state = BucketState.SHARDED
         self.edits = ShardEdits()
-        self.full = FlatBuffer(plan, compute_dtype, device)
+        self.mesh = mesh
+        self.compute_dtype = compute_dtype
         self.parameters = [item.parameter for item in owned]
-        rank = mesh.get_local_rank()
-        self.shard = torch.zeros(plan.shard_numels[rank], dtype=plan.specs[0].dtype, device=device)
-        self.sharded_parameters: list[ShardedTensor] = self._shard_parameters(mesh, rank)
-        self._places = [
-            (registered, name, item.parameter, sharded)
-            for item, sharded in zip(self.owned, self.sharded_parameters, strict=True)
-            for registered, name in item.places
-        ]
-        self.use_sharded()
+        values = [parameter.detach() for parameter in self.parameters]
+        self._allocate(device, self.parameters)
+        for sharded, value, parameter, view in zip(
+            self.sharded_parameters, values, self.parameters, self.full.views, strict=True
+        ):
+            start, stop = sharded.local_range
+            sharded.to_local().copy_(value.reshape(-1)[start:stop])
+            parameter.data = view
         self._ticket: Ticket | None = None
         self._gathered_version: tuple[int, int] | None = None
 
-    def _shard_parameters(self, mesh: DeviceMesh, rank: int) -> list[ShardedTensor]:
+    def _allocate(self, device: torch.device, like: Sequence[torch.Tensor]) -> None:
+        """Makes the buffers, and sharded parameters with the attributes of ``like``, and registers
+        these in the module."""
         plan = self.plan
-        shard_start = plan.shard_starts[rank]
-        sharded_parameters = []
-        for spec, offset, view, parameter in zip(
-            plan.specs, plan.offsets, self.full.views, self.parameters, strict=True
-        ):
+        self.is_meta = device.type == "meta"
+        self.full = FlatBuffer(plan, self.compute_dtype, device)
+        rank = self.mesh.get_local_rank()
+        dtype = plan.specs[0].dtype
+        self.shard = torch.zeros(plan.shard_numels[rank], dtype=dtype, device=device)
+        self.sharded_parameters: list[ShardedTensor] = []
+        for spec, offset, model in zip(plan.specs, plan.offsets, like, strict=True):
             placement = RangeShard(tuple(plan.ranges(spec.fqn)))
             start, stop = placement.local_range(rank)
-            first = offset + start - shard_start if stop > start else 0
-            local = self.shard[first : first + stop - start]
-            local.copy_(parameter.detach().reshape(-1)[start:stop])
+            first = offset + start - plan.shard_starts[rank] if stop > start else 0
             tensor = ShardedTensor.wrap(
-                local, range_spec(mesh, placement, parameter.shape, spec.dtype), self.edits
+                self.shard[first : first + stop - start],
+                range_spec(self.mesh, placement, torch.Size(spec.shape), dtype),
+                self.edits,
             )
-            sharded = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
-            vars(sharded).update(vars(parameter))
+            sharded = nn.Parameter(tensor, requires_grad=model.requires_grad)
+            vars(sharded).update(attributes_of(model))
             # A Parameter to isinstance, a ShardedTensor by type.
-            sharded_parameters.append(cast(ShardedTensor, sharded))
-            parameter.data = view
+            self.sharded_parameters.append(cast(ShardedTensor, sharded))
         self.edits.trainability = 0
-        return sharded_parameters
+        self._list_places()
+        self.use_sharded()
+
+    def _list_places(self) -> None:
+        self._places = [
+            (registered, name, parameter, sharded)
+            for item, parameter, sharded in zip(
+                self.owned, self.parameters, self.sharded_parameters, strict=True
+            )
+            for registered, name in item.places
+        ]
+
+    def materialize(self, device: torch.device) -> None:
+        """Gives a bucket on the meta device memory, all zeros. Its parameters are new objects."""
+        self._allocate(device, self.sharded_parameters)
+        fresh = []
+        for parameter, view in zip(self.parameters, self.full.views, strict=True):
+            # With a version counter of its own, as those that fully_shard() found.
+            unsharded = nn.Parameter(view.new_empty(0), requires_grad=parameter.requires_grad)
+            unsharded.data = view
+            vars(unsharded).update(attributes_of(parameter))
+            fresh.append(unsharded)
+        self.parameters = fresh
+        for item, parameter in zip(self.owned, fresh, strict=True):
+            item.parameter = parameter
+        self._list_places()
 
     def connect(self, collectives: Collectives, groups: LaneGroups) -> None:
         """Gives the bucket what it gathers through. Before the first :meth:`gather`."""
@@ -130,7 +158,16 @@ class Bucket:
         return self.is_gathered and self._gathered_version == self.version
 
     def gather(self, lane: Lane) -> None:
-        """Enqueues the all-gather into the full buffer. Collective over the mesh."""
+        """Enqueues the all-gather into the full buffer. Collective over the mesh.
+
+        Raises:
+            RuntimeError: the bucket is on the meta device.
+        """
+        if self.is_meta:
+            raise RuntimeError(
+                f"unit {self.label!r} is on the meta device: call to_empty(device=...) on the "
+                "model, then initialize it or load a checkpoint"
+            )
         if self.state is BucketState.GATHERING:
             self.wait()
         self._become(BucketState.GATHERING)
@@ -172,14 +209,30 @@ class Bucket:
         self.use_sharded()
 
     def use_unsharded(self) -> None:
-        """Registers the unsharded parameters in the module."""
-        for registered, name, parameter, _ in self._places:
+        """Registers the unsharded parameters in the module.
+
+        Raises:
+            RuntimeError: something else was registered in their place.
+        """
+        for registered, name, parameter, sharded in self._places:
+            found = registered.get(name)
+            if found is not sharded and found is not parameter:
+                raise RuntimeError(
+                    f"parameter {name!r} of unit {self.label!r} was replaced after fully_shard(), "
+                    "which would not be trained: assign and tie parameters before, and edit them "
+                    "in place, under torch.no_grad(), as with copy_(), after"
+                )
             registered[name] = parameter
 
     def use_sharded(self) -> None:
         """Registers the sharded parameters in the module."""
         for registered, name, _, sharded in self._places:
             registered[name] = sharded
+
+    def use_none(self) -> None:
+        """Registers nothing in the module: what is done to all its parameters skips the unit's."""
+        for registered, name, _, _ in self._places:
+            registered[name] = None
 
     def _become(self, state: BucketState) -> None:
         if state not in ALLOWED[self.state]:

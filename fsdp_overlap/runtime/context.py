@@ -66,6 +66,14 @@ class FsdpContext:
         self._has_gradient = bytearray()
         self._is_settled = False
 
+    def __deepcopy__(self, memo: dict[int, object]) -> FsdpContext:
+        """A context for a copy of the model: of the same mesh and options, with no units yet."""
+        duplicate = FsdpContext(
+            self.mesh, prefetch=self.prefetch, separate_groups=self._groups.separate
+        )
+        duplicate.is_implicit = self.is_implicit
+        return duplicate
+
     @cached_property
     def mesh(self) -> DeviceMesh:
         """The mesh that parameters are sharded over.

@@ -23,6 +23,22 @@ def install(module: nn.Module, unit: Unit) -> None:
     module.register_forward_hook(partial(_after_forward, unit), always_call=True)
 
 
+def without_hooks(state: dict[str, Any]) -> dict[str, Any]:
+    """A module's ``__dict__`` as :func:`install` found it."""
+    state = dict(state)
+    installed = [
+        key
+        for name in ("_forward_pre_hooks", "_forward_hooks")
+        for key, hook in state[name].items()
+        if isinstance(hook, partial) and hook.func in (_before_forward, _after_forward)
+    ]
+    for name, value in state.items():
+        if name.startswith("_forward_") and isinstance(value, dict):
+            kept = [(key, hook) for key, hook in value.items() if key not in installed]
+            state[name] = type(value)(kept)
+    return state
+
+
 def _before_forward(
     unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:

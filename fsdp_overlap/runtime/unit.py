@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from copy import deepcopy
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,6 +39,7 @@ class Unit:
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
         self.syncs_gradients = True
+        self.ignored: frozenset[nn.Parameter] = frozenset()
         self.has_unreduced = False
         """Whether reduce inputs hold what backwards without synchronization left, on every rank."""
         self.is_root = False
@@ -105,6 +107,18 @@ class Unit:
         for gradients in self._known_gradients.values():
             gradients.drop()
         self.has_unreduced = False
+
+    def copy_to(self, other: Unit) -> None:
+        """Gives ``other``, which was sharded likewise, the values, gradients and settings."""
+        for mine, its in zip(self.buckets, other.buckets, strict=True):
+            its.shard.copy_(mine.shard)
+            for parameter, duplicate in zip(
+                mine.sharded_parameters, its.sharded_parameters, strict=True
+            ):
+                duplicate.requires_grad_(parameter.requires_grad)
+                duplicate.grad = deepcopy(parameter.grad)
+        other.reshard_after_backward = self.reshard_after_backward
+        other.syncs_gradients = self.syncs_gradients
 
     def use_unsharded(self) -> None:
         for bucket in self.buckets:

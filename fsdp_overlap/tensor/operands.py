@@ -137,3 +137,10 @@ def note_edit(tensor: ShardedTensor) -> None:
     """So that a full buffer of the parameter is known to be stale."""
     if tensor.edits is not None:
         tensor.edits.note_values()
+
+
+def note_edits(tensors: Iterable[torch.Tensor]) -> None:
+    """:func:`note_edit` for many, of which a unit's parameters share what is to be noted."""
+    for edits in {tensor.edits for tensor in tensors if isinstance(tensor, ShardedTensor)}:
+        if edits is not None:
+            edits.note_values()

@@ -21,16 +21,17 @@ Handler = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], A
 # follow from the name.
 POINTWISE = frozenset(
     """
-    abs absolute acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bfloat16 bool ceil clamp
-    clamp_max clamp_min clip clone contiguous copysign cos cosh cpu cuda deg2rad digamma div divide
-    double empty_like eq erf erfc erfinv exp exp2 expm1 fill float float_power floor floor_divide
-    floordiv fmax fmin fmod frac full_like ge greater greater_equal gt half heaviside hypot int
-    isfinite isinf isnan isneginf isposinf ldexp le lerp less less_equal lgamma log log10 log1p log2
+    abs absolute acos acosh add addcdiv addcmul and asin asinh atan atan2 atanh bfloat16
+    bitwise_and bitwise_not bitwise_or bitwise_xor bool ceil clamp clamp_max clamp_min clip
+    clone contiguous copysign cos cosh cpu cuda deg2rad digamma div divide double empty_like eq
+    erf erfc erfinv exp exp2 expm1 fill float float_power floor floor_divide floordiv fmax fmin
+    fmod frac full_like ge greater greater_equal gt half heaviside hypot int isclose isfinite
+    isinf isnan isneginf isposinf ldexp le lerp less less_equal lgamma log log10 log1p log2
     logaddexp logical_and logical_not logical_or logical_xor logit long lt masked_fill maximum
-    minimum mod mul multiply nan_to_num ne neg negative nextafter not_equal ones_like pos positive
-    pow rad2deg real reciprocal relu remainder round rsqrt rsub sgn sigmoid sign signbit sin sinc
-    sinh sqrt square sub subtract tan tanh to true_divide truediv trunc type_as where xlogy zero
-    zeros_like
+    minimum mod mul multiply nan_to_num ne neg negative nextafter not_equal ones_like or pos
+    positive pow rad2deg real reciprocal relu remainder round rsqrt rsub sgn sigmoid sign
+    signbit sin sinc sinh sqrt square sub subtract tan tanh to true_divide truediv trunc type_as
+    where xlogy xor zero zeros_like
     """.split()
 )
 
@@ -52,17 +53,23 @@ RANDOM = frozenset(
     """.split()
 )
 
-FACTORIES = frozenset("new_empty new_full new_ones new_zeros".split())
+FACTORIES = frozenset("new_empty new_full new_ones new_tensor new_zeros".split())
+
+# The same of the local range as of the whole.
+LOCAL_METADATA = frozenset(
+    """
+    device dtype element_size get_device is_complex is_conj is_cpu is_cuda is_floating_point
+    is_inference is_meta is_mkldnn is_mps is_neg is_nested is_quantized is_signed is_sparse
+    is_sparse_csr is_xpu itemsize layout
+    """.split()
+)
 
 # Say something about the tensor as a whole, or about its place in autograd, without its values.
 METADATA = frozenset(
     """
-    shape size dim ndim ndimension numel nelement stride dtype device layout itemsize element_size
-    nbytes is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_mkldnn is_xpu is_mps
-    is_leaf is_contiguous is_floating_point is_complex is_signed is_inference is_nested is_tensor
-    is_same_size is_conj is_neg requires_grad grad grad_fn grad_dtype retains_grad output_nr name
-    names _version _base _backward_hooks _post_accumulate_grad_hooks _is_view __len__ get_device
-    has_names
+    __len__ _backward_hooks _base _is_view _post_accumulate_grad_hooks _version dim grad grad_dtype
+    grad_fn has_names is_contiguous is_leaf is_same_size is_tensor name names nbytes ndim
+    ndimension nelement numel output_nr requires_grad retains_grad shape size stride
     """.split()
 )
 
@@ -129,6 +136,11 @@ def _metadata(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         return func(*args, **kwargs)
 
 
+def _local_metadata(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor = args[0] if args else kwargs["input"]
+    return func(tensor._local_tensor)
+
+
 def _alias(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor: ShardedTensor = args[0]
     # Shares memory with the parameter, so editing it must be noticed as editing the parameter.
@@ -148,7 +160,7 @@ def _factory(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if not isinstance(tensor, ShardedTensor) or kwargs.get("requires_grad"):
         raise_unsupported(f"{name} with these arguments")
     made: torch.Tensor = func(tensor._local_tensor, *args[1:], **kwargs)
-    if made.shape != tensor._shape:
+    if made.shape != tensor._shape or name == "new_tensor":
         return made
     return tensor.wrap_like(elements(made, *tensor.local_range).clone())
 
@@ -161,6 +173,7 @@ def _max_or_min(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 # The first set that has an op's name says who runs it; point-wise ops come after all of these.
 TABLE: list[tuple[Collection[str], Handler]] = [
+    (LOCAL_METADATA, _local_metadata),
     (METADATA, _metadata),
     (("detach", "alias", "data"), _alias),
     (("copy_",), pointwise.copy),

@@ -14,6 +14,7 @@ from fsdp_overlap.tensor.operands import (
     first_sharded,
     local_operand,
     note_edit,
+    note_edits,
     whole_operand,
 )
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, raise_unsupported
@@ -69,9 +70,7 @@ def foreach(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
     }
     result = func([_own(tensor) for tensor in tensors], *operands, **named)
     if name.endswith("_"):
-        for tensor in tensors:
-            if isinstance(tensor, ShardedTensor):
-                note_edit(tensor)
+        note_edits(tensors)
         return tensors
     return [
         tensor.wrap_like(local) if isinstance(tensor, ShardedTensor) else local
@@ -96,9 +95,6 @@ def _column(name: str, value: Any, tensors: Sequence[Any]) -> Any:
 
 
 def _operand(name: str, value: torch.Tensor, target: Any) -> torch.Tensor:
-    # Gradients and states share the parameter's spec, which spares a comparison for each.
-    if isinstance(value, ShardedTensor) and value._spec is getattr(target, "_spec", None):
-        return value._local_tensor
     if isinstance(target, ShardedTensor):
         return local_operand(name, value, target)
     return whole_operand(value)
@@ -115,14 +111,15 @@ def fused(name: str, func: Call, args: Args, kwargs: Kwargs) -> None:
             isinstance(value, ShardedTensor) for value in values
         ):
             values = [
-                _operand(name, value, parameter)
+                value._local_tensor
+                # Gradients and states share the parameter's spec, which spares a comparison.
+                if type(value) is ShardedTensor and value._spec is parameter._spec
+                else _operand(name, value, parameter)
                 for value, parameter in zip(values, parameters, strict=True)
             ]
         columns.append(values)
     func(*columns, **kwargs)
-    for parameter in parameters:
-        if isinstance(parameter, ShardedTensor):
-            note_edit(parameter)
+    note_edits(parameters)
 
 
 def copy(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:

@@ -61,30 +61,32 @@ def norms(
     """
     check_no_gradient("norm", tensors)
     mesh = tensors[0].device_mesh
-    if any(not isinstance(t, ShardedTensor) or t.device_mesh != mesh for t in tensors):
+    if any(
+        not isinstance(t, ShardedTensor) or (t._spec.mesh is not mesh and t._spec.mesh != mesh)
+        for t in tensors
+    ):
         raise RuntimeError(
             "norms of tensors of which some are not sharded, or on another mesh: take the norms of "
             "each mesh apart, or use fsdp_overlap.optim.clip_grad_norm_"
         )
     locals_ = [tensor._local_tensor.detach() for tensor in tensors]
-    if not all(local.is_floating_point() for local in locals_):
+    dtypes = {local.dtype for local in locals_}
+    if not all(each.is_floating_point for each in dtypes):
         raise_unsupported("norm of integers or complex numbers")
     combined = combine_norms(local_norms(locals_, order), order, mesh)
-    return [
-        value.to(dtype or local.dtype)
-        for value, local in zip(combined.unbind(), locals_, strict=True)
-    ]
+    if dtype is None and len(dtypes) > 1:
+        return [v.to(local.dtype) for v, local in zip(combined.unbind(), locals_, strict=True)]
+    return list(combined.to(dtype or dtypes.pop()).unbind())
 
 
 def local_norms(tensors: Sequence[torch.Tensor], order: float) -> torch.Tensor:
     """The norms of plain tensors, shape ``[len(tensors)]``, in float32 or wider. Those of empty
     tensors are the neutral element of :func:`combine_norms`."""
     dtype = torch.float32
-    for tensor in tensors:
-        dtype = torch.promote_types(dtype, tensor.dtype)
+    for each in {tensor.dtype for tensor in tensors}:
+        dtype = torch.promote_types(dtype, each)
     neutral = torch.full((), inf if order < 0 else 0.0, dtype=dtype, device=tensors[0].device)
     held = [tensor for tensor in tensors if tensor.numel()]
-    # One of another dtype makes the others slow as well.
     values = iter(torch._foreach_norm(held, order, dtype=dtype) if held else [])
     return torch.stack([next(values) if tensor.numel() else neutral for tensor in tensors])
 

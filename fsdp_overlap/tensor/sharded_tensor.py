@@ -242,6 +242,7 @@ class ShardedTensor(DTensor):
         duplicate = ShardedTensor.wrap(self._local_tensor.detach().clone(), self._spec)
         if isinstance(self, nn.Parameter):
             duplicate = cast(ShardedTensor, nn.Parameter(duplicate, self.requires_grad))
+        vars(duplicate).update(deepcopy(attributes_of(self), memo))
         memo[id(self)] = duplicate
         if self._gradient is not None:
             duplicate.grad = deepcopy(self._gradient, memo)
@@ -315,6 +316,17 @@ def raise_unsupported(op: str) -> NoReturn:
         "full_tensor() for the whole tensor (on every rank of the mesh) or to_local() for this "
         "rank's range"
     )
+
+
+# What a sharded tensor keeps in its __dict__; the rest is the user's.
+_OWN_ATTRIBUTES = frozenset(
+    {"_local_tensor", "_spec", "_is_param", "edits", "_gradient", "_spare_gradient"}
+)
+
+
+def attributes_of(parameter: torch.Tensor) -> dict[str, Any]:
+    """The attributes that users, and other libraries, hung on a parameter."""
+    return {key: value for key, value in vars(parameter).items() if key not in _OWN_ATTRIBUTES}
 
 
 def rebuild_sharded_tensor(

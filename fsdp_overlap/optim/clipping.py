@@ -1,0 +1,90 @@
+"""Gradient clipping with one collective for the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_overlap.optim.runs import find_runs, flatten, local_of
+from fsdp_overlap.tensor.reductions import combine_norms, local_norms, norms
+from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scales the gradients down so that their norm, taken as one vector, is at most ``max_norm``.
+
+    As ``torch.nn.utils.clip_grad_norm_``, with one all-reduce of one number for each mesh that
+    gradients are sharded over, and one kernel for each run of neighbours in memory. Must be called
+    on every rank. Gradients that are not sharded must be the same on every rank.
+
+    Returns:
+        The norm before clipping, 0-dimensional, the same on every rank.
+
+    Raises:
+        RuntimeError: the norm is not finite and ``error_if_nonfinite`` is true.
+    """
+    if isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
+    gradients = [grad for parameter in parameters if (grad := parameter.grad) is not None]
+    if not gradients:
+        return torch.tensor(0.0)
+    order = float(norm_type)
+    flats: list[torch.Tensor] = []
+    parts = []
+    for mesh, members in _by_mesh(gradients):
+        flat = _flat(members)
+        flats += flat
+        if order == 0:  # which torch counts tensor by tensor
+            each = norms(members, order) if mesh is not None else local_norms(members, order)
+            parts.append(torch.linalg.vector_norm(torch.stack(list(each)), order))
+            continue
+        part = torch.linalg.vector_norm(local_norms(flat or [local_of(members[0])], order), order)
+        parts.append(combine_norms(part, order, mesh) if mesh is not None else part)
+    device, dtype = gradients[0].device, gradients[0].dtype
+    for other in {local_of(gradient).dtype for gradient in gradients}:
+        dtype = torch.promote_types(dtype, other)
+    together = torch.stack([part.to(device) for part in parts])
+    total = together.sum() if order == 0 else torch.linalg.vector_norm(together, order)
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(
+            f"the gradient norm of order {norm_type} is {total.item()}, not finite, so it cannot "
+            "be clipped; pass error_if_nonfinite=False to scale by it anyway"
+        )
+    # Multiplied also by 1, because to compare would make a GPU's host wait.
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for on_device in {flat.device for flat in flats}:
+        torch._foreach_mul_(
+            [flat for flat in flats if flat.device == on_device], scale.to(on_device)
+        )
+    return total.to(dtype)
+
+
+def _by_mesh(gradients: list[Any]) -> list[tuple[DeviceMesh | None, list[Any]]]:
+    """Gradients by the mesh they are sharded over; ``None`` for those that are not."""
+    found: list[tuple[DeviceMesh | None, list[Any]]] = []
+    for gradient in gradients:
+        mesh = gradient._spec.mesh if isinstance(gradient, ShardedTensor) else None
+        for known, members in found:
+            if known is mesh or known == mesh:
+                members.append(gradient)
+                break
+        else:
+            found.append((mesh, [gradient]))
+    return found
+
+
+def _flat(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What this rank holds of the gradients, neighbours in memory together."""
+    is_sharded = isinstance(gradients[0], ShardedTensor)
+    held = [local for local in map(local_of, gradients) if local.numel()]
+    marks = [local.dtype if is_sharded else object() for local in held]
+    return flatten(held, find_runs([held], marks))

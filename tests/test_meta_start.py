@@ -1,0 +1,201 @@
+"""Models built on the meta device: sharded, given memory, then initialized or loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from twins import Twins
+from zoo import WIDTH, ZOO, Model, shard_layers
+
+from fsdp_overlap import FsdpContext, ShardedTensor, fully_shard
+
+MODELS = [
+    "layers",
+    "nested units",
+    "without a context",
+    "tied parameters",
+    "frozen and partly frozen units",
+    "odd parameters",
+    "recurrent",
+]
+
+
+def initialize(model: nn.Module) -> None:
+    torch.manual_seed(9)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+        else:
+            for parameter in module.parameters(recurse=False):
+                nn.init.zeros_(parameter)
+
+
+def start(name: str) -> None:
+    build, shard = ZOO[name]
+    with torch.device("meta"):
+        model = build()
+    shard(model, FsdpContext())
+    model.to_empty(device="cpu")
+    initialize(model)
+    plain = build()
+    initialize(plain)
+    for (fqn, parameter), expected in zip(
+        model.named_parameters(), plain.parameters(), strict=True
+    ):
+        assert isinstance(parameter, ShardedTensor), fqn
+        assert parameter.requires_grad == expected.requires_grad, fqn
+        assert torch.equal(parameter.full_tensor(), expected), fqn
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_initialization_is_that_of_the_whole_model(world_size: int) -> None:
+    for name in MODELS:
+        run_ranks(start, world_size, name)
+
+
+def train(name: str) -> None:
+    """Twins whose sharded model started on the meta device and loaded the other's weights."""
+    build, shard = ZOO[name]
+
+    def build_on_meta() -> nn.Module:
+        with torch.device("meta"):
+            return build()
+
+    twins = Twins(build, shard)
+    model = build_on_meta().double()
+    ctx = FsdpContext()
+    shard(model, ctx)
+    model.to_empty(device="cpu").load_state_dict(twins.twin.state_dict())
+    twins.model, twins.ctx = model, ctx
+    twins.optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    twins.train(3)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "tied parameters"])
+def test_a_model_that_started_on_meta_trains_as_any_other(name: str) -> None:
+    run_ranks(train, 2, name)
+
+
+INITIALIZERS: dict[str, dict[str, Any]] = {
+    "uniform_": {"a": -2.0},
+    "normal_": {"std": 0.3},
+    "trunc_normal_": {"std": 0.3},
+    "constant_": {"val": 0.5},
+    "ones_": {},
+    "xavier_uniform_": {},
+    "xavier_normal_": {},
+    "kaiming_uniform_": {},
+    "kaiming_normal_": {},
+}
+
+
+def initializers() -> None:
+    sharded = fully_shard(nn.Linear(5, 3, bias=False), FsdpContext()).weight
+    plain = nn.Linear(5, 3, bias=False).weight
+    for name, options in INITIALIZERS.items():
+        for weight in (sharded, plain):
+            torch.manual_seed(4)
+            assert getattr(nn.init, name)(weight, **options) is weight
+        assert torch.equal(sharded.full_tensor(), plain), name
+    for name in ("normal_", "uniform_", "exponential_", "bernoulli_", "random_"):
+        for weight in (sharded, plain):
+            torch.manual_seed(4)
+            getattr(weight.data, name)()
+        assert torch.equal(sharded.full_tensor(), plain), name
+        generators = [torch.Generator().manual_seed(6) for _ in range(2)]
+        for weight, generator in zip((sharded, plain), generators, strict=True):
+            getattr(weight.data[1:], name)(generator=generator)
+        assert torch.equal(sharded.full_tensor(), plain), f"{name} of some rows"
+    for make in (torch.rand_like, torch.randn_like):
+        results = []
+        for weight in (sharded, plain):
+            torch.manual_seed(4)
+            results.append(make(weight.detach()))
+        assert torch.equal(results[0].full_tensor(), results[1])
+    embeddings = [nn.Embedding(4, 3, padding_idx=1) for _ in range(2)]
+    fully_shard(embeddings[0], FsdpContext())
+    for embedding in embeddings:
+        torch.manual_seed(4)
+        embedding.reset_parameters()
+    assert torch.equal(embeddings[0].weight.full_tensor(), embeddings[1].weight)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_initializers_draw_what_they_draw_for_the_whole(world_size: int) -> None:
+    run_ranks(initializers, world_size)
+
+
+def peak_bytes(prof: profile) -> int:
+    now = peak = 0
+    for event in prof.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    return peak
+
+
+def peak() -> tuple[int, int, int]:
+    with torch.device("meta"):
+        model = nn.Sequential(
+            *(nn.Sequential(*(nn.Linear(128, 128) for _ in range(2))) for _ in range(12))
+        )
+    ctx = FsdpContext()
+    for layer in model:
+        fully_shard(layer, ctx)
+    fully_shard(model, ctx)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        model.to_empty(device="cpu")
+        initialize(model)
+    sizes = [sum(p.numel() * 4 for p in layer.parameters()) for layer in model]
+    shards = sum(p.to_local().nbytes for p in model.parameters())
+    return peak_bytes(prof), shards, sizes[0]
+
+
+def test_starting_on_meta_never_holds_more_than_the_shards_and_one_unit() -> None:
+    for measured, shards, unit in run_ranks(peak, 4):
+        # Building a block's full buffer touches it once, before it is freed; and small change.
+        assert shards < measured < shards + 1.1 * unit, (measured, shards, unit)
+
+
+def on_meta() -> None:
+    with torch.device("meta"):
+        model = Model()
+    shard_layers(model, FsdpContext())
+    with pytest.raises(RuntimeError, match=r"on the meta device: call to_empty\(device=...\)"):
+        model(torch.zeros(1, 2, dtype=torch.int64))
+    state = {key: torch.ones(value.shape) for key, value in model.state_dict().items()}
+    with (
+        pytest.warns(UserWarning, match="no-op"),
+        pytest.raises(RuntimeError, match=r"no memory: call to_empty\(device=...\)"),
+    ):
+        model.load_state_dict(state)
+    with pytest.raises(NotImplementedError, match="to_empty"):
+        model.to("cpu")
+    with pytest.raises(RuntimeError, match=r"to_empty\(device='cpu'\)"):
+        model.half()
+    model.to_empty(device="cpu")
+    with pytest.raises(RuntimeError, match=r"its shards are .* on cpu: move or cast"):
+        model.to_empty(device="meta")
+    model.to("cpu").load_state_dict(state)
+    assert torch.equal(model.head.bias.full_tensor(), torch.ones(13))
+
+
+def test_a_model_without_memory_says_what_to_do() -> None:
+    run_ranks(on_meta, 2)
+
+
+def half_on_meta() -> None:
+    module = nn.Linear(WIDTH, WIDTH)
+    module.bias = nn.Parameter(torch.zeros(WIDTH, device="meta"))
+    with pytest.raises(ValueError, match="'bias' of Linear is on meta, 'weight' on cpu: put all"):
+        fully_shard(module, FsdpContext())
+    assert type(module) is nn.Linear
+
+
+def test_a_unit_partly_on_meta_is_refused() -> None:
+    run_ranks(half_on_meta, 1)
