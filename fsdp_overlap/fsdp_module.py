@@ -181,7 +181,8 @@ class FsdpModule(nn.Module):
                 # For fully_shard() to take over: of the values, only the shards are copied.
                 empty = torch.empty(spec.shape, dtype=spec.dtype, device=bucket.shard.device)
                 copied = nn.Parameter(empty, spec.requires_grad)
-                vars(copied).update(deepcopy(attributes_of(parameter), memo))
+                attributes = attributes_of(parameter) | attributes_of(sharded)
+                vars(copied).update(deepcopy(attributes, memo))
                 del copied.__dict__["_fsdp_owner"]
                 memo[id(parameter)] = memo[id(sharded)] = copied
         plain_class: Any = type(self).__bases__[1]

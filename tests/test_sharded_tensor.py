@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import tempfile
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
 from torch import nn
-from torch.distributed.tensor import DTensor
-from zoo import Model, shard_layers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from fsdp_overlap import FsdpContext, ShardedTensor, fully_shard
+from fsdp_overlap import (
+    FsdpContext,
+    RangeShard,
+    ShardedTensor,
+    distribute_tensor,
+    fully_shard,
+)
 
 
 def sharded(rows: int = 5, columns: int = 3) -> tuple[Any, torch.Tensor]:
@@ -40,7 +45,9 @@ def identity() -> None:
     assert torch.equal(weight.full_tensor(), whole)
     start, stop = weight.local_range
     assert torch.equal(weight.to_local(), whole.flatten()[start:stop])
-    assert f"here={start}-{stop} of 15" in repr(weight)
+    assert f"rank {dist.get_rank()} of" in repr(weight)
+    assert f"holds {start}:{stop} of 15: [" in f"{weight}"
+    assert "requires_grad=True" in repr(weight)
     assert {weight: 1}[weight] == 1
 
 
@@ -70,7 +77,39 @@ POINTWISE: dict[str, Callable[[Any], Any]] = {
     "in place": lambda x: x.clone().mul_(3).add_(1).clamp_(min=0),
     "in place operator": lambda x: operator_in_place(x.clone()),
     "out": lambda x: torch.maximum(x, x * 2, out=x.clone()),
+    "whole tensor": lambda x: x + torch.arange(15.0).view(5, 3),
+    "transposed tensor": lambda x: x * torch.arange(15.0).view(3, 5).t(),
+    "row": lambda x: x * torch.arange(3.0),
+    "column": lambda x: torch.arange(5.0)[:, None] - x,
+    "masked": lambda x: x.masked_fill(x > 0, 0.5),
+    "mask assigned": lambda x: assigned(x.clone(), x > 0),
+    "foreach with whole tensors": lambda x: torch._foreach_mul([x], [torch.ones(5, 3) * 3])[0],
+    "new_zeros": lambda x: x.new_zeros(5, 3),
+    "rand_like": lambda x: (torch.manual_seed(1), torch.rand_like(x))[1],
+    "view": lambda x: x.view(-1),
+    "reshape": lambda x: x.reshape(3, 5),
+    "row of": lambda x: x[1],
+    "rows of": lambda x: x[1:4],
+    "part of a row": lambda x: x[2, 1:],
+    "iteration": lambda x: list(x)[3],
+    "chunk": lambda x: x.chunk(2)[1],
+    "unsqueeze": lambda x: x.unsqueeze(0),
+    "edited view": lambda x: edited_rows(x.clone()),
+    "deepcopy": copy.deepcopy,
 }
+
+
+def assigned(x: Any, mask: Any) -> Any:
+    x[mask] = 7.0
+    x[0] = 2.0
+    x[1:3] = torch.ones(2, 3)
+    return x
+
+
+def edited_rows(x: Any) -> Any:
+    x[3:].mul_(2)
+    x.view(-1)[1:5].zero_()
+    return x
 
 
 def operator_in_place(x: Any) -> Any:
@@ -120,26 +159,61 @@ def test_norms_are_of_the_whole_tensor(world_size: int) -> None:
     run_ranks(norms, world_size)
 
 
+REDUCED: dict[str, Callable[[Any], Any]] = {
+    "sum": lambda x: x.sum(),
+    "sum of rows": lambda x: x.sum(1, keepdim=True),
+    "mean": lambda x: x.mean(),
+    "mean of columns": lambda x: x.mean(dim=0),
+    "mean in bfloat16": lambda x: x.bfloat16().mean(),
+    "max": lambda x: x.max(),
+    "min": lambda x: x.min(),
+    "amax": lambda x: x.amax(0),
+    "any": lambda x: (x > 0.3).any(),
+    "all": lambda x: (x > -9).all(1),
+    "isnan": lambda x: x.isnan().any(),
+    "norm of rows": lambda x: x.norm(dim=1),
+    "norm of columns": lambda x: torch.linalg.vector_norm(x, 3, 0, keepdim=True),
+    "equal": lambda x: torch.tensor(torch.equal(x, x * 1)),
+    "not equal": lambda x: torch.tensor(torch.equal(x, x * 2)),
+    "into a whole tensor": lambda x: torch.ones(5, 3).add_(x),
+    "copied into a whole tensor": lambda x: torch.ones(5, 3).copy_(x),
+    "new_ones": lambda x: x.new_ones(2, 2),
+}
+
+
+def reductions() -> None:
+    weight, whole = sharded()
+    with torch.no_grad():
+        for name, run in REDUCED.items():
+            result, expected = run(weight), run(whole)
+            assert type(result) is torch.Tensor, name
+            assert result.dtype == expected.dtype, name
+            torch.testing.assert_close(result, expected, msg=name)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_reductions_are_of_the_whole_tensor(world_size: int) -> None:
+    run_ranks(reductions, world_size)
+
+
 REFUSED: dict[str, Callable[[Any], Any]] = {
     "mm": lambda x: x @ x,
     "linear": lambda x: nn.functional.linear(torch.ones(2, 3), x),
-    "sum": lambda x: x.sum(),
-    "view": lambda x: x.view(-1),
-    "index": lambda x: x[0],
+    "index of a column": lambda x: x[:, 0],
+    "index by a list": lambda x: x[[0, 2]],
     "T": lambda x: x.T,
     "item": lambda x: x.item(),
-    "reshape": lambda x: x.reshape(15),
     "cat": lambda x: torch.cat([x, x]),
     "numpy": lambda x: x.numpy(),
     "softmax": lambda x: x.softmax(0),
-    "into plain": lambda x: torch.zeros(5, 3).add_(x),
-    "copy into plain": lambda x: torch.zeros(5, 3).copy_(x),
-    "with plain": lambda x: x + torch.ones(5, 3),
-    "broadcast": lambda x: x * torch.ones(3),
-    "random": lambda x: x.normal_(),
-    "norm of rows": lambda x: x.norm(dim=1),
-    "redistribute": lambda x: x.redistribute(),
-    "wrong copy": lambda x: x.copy_(torch.zeros(3)),
+    "with a tensor that does not fit": lambda x: x + torch.ones(5),
+    "with a larger tensor": lambda x: x + torch.ones(2, 5, 3),
+    "std": lambda x: x.std(),
+    "max along": lambda x: x.max(0),
+    "spectral norm": lambda x: torch.linalg.norm(x, 2),
+    "nuclear norm": lambda x: torch.norm(x, "nuc"),
+    "where": lambda x: torch.where(x > 0),
+    "wrong copy": lambda x: x.copy_(torch.zeros(4)),
     "set data": lambda x: setattr(x, "data", torch.zeros(5, 3)),
     "aten": lambda x: torch.ops.aten.t.default(x),
     "unique": torch.unique,
@@ -152,7 +226,7 @@ def refused() -> None:
     before = weight.full_tensor()
     with torch.no_grad():
         for name, run in REFUSED.items():
-            with pytest.raises(RuntimeError, match=r"full_tensor\(\)|ShardedTensor"):
+            with pytest.raises(RuntimeError, match=r"full_tensor\(\)|ShardedTensor|to_local\(\)"):
                 pytest.fail(f"{name} returned {run(weight)}")
     assert torch.equal(weight.full_tensor(), before)
 
@@ -172,6 +246,58 @@ def test_gradients_through_a_sharded_parameter_are_refused() -> None:
     run_ranks(gradients_do_not_flow, 2)
 
 
+def redistributed() -> None:
+    weight, whole = sharded()
+    mesh = weight.device_mesh
+    for placement in (Replicate(), Shard(0), Shard(1)):
+        standard = weight.redistribute(placements=[placement])
+        assert type(standard) is DTensor
+        assert standard.placements == (placement,)
+        assert torch.equal(standard.full_tensor(), whole)
+        back = distribute_tensor(standard, mesh, weight.placements)
+        assert back.placement == weight.placement
+        assert torch.equal(back.to_local(), weight.to_local())
+        with torch.no_grad():
+            weight.copy_(standard * 2)
+            assert torch.equal(weight.full_tensor(), whole * 2)
+            weight.copy_(whole)
+    mine = [RangeShard(((mesh.size() - 1, 0, 15),))]
+    moved = weight.redistribute(placements=mine)
+    assert isinstance(moved, ShardedTensor)
+    assert torch.equal(moved.full_tensor(), whole)
+    with pytest.raises(RuntimeError, match=r"use Replicate\(\), Shard\(dim\) or RangeShard"):
+        weight.redistribute(placements=[Partial()])
+    with torch.no_grad(), pytest.raises(RuntimeError, match="lie differently over the ranks"):
+        moved.add_(weight)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_redistribute_and_back(world_size: int) -> None:
+    run_ranks(redistributed, world_size)
+
+
+def distributed() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.arange(20.0).view(5, 4) + 100 * dist.get_rank()
+    first = torch.arange(20.0).view(5, 4)
+    assert torch.equal(distribute_tensor(whole, mesh).full_tensor(), first)
+    transposed = distribute_tensor(whole.t(), mesh, src_data_rank=1)
+    assert torch.equal(transposed.full_tensor(), first.t() + 100)
+    own = distribute_tensor(whole, mesh, src_data_rank=None)
+    assert torch.equal(own.to_local(), whole.flatten()[own.local_range[0] : own.local_range[1]])
+    assert distribute_tensor(torch.tensor(2.0), mesh).full_tensor() == 2.0
+    with pytest.raises(ValueError, match="do not make a ShardedTensor"):
+        distribute_tensor(whole, mesh, [Shard(0)])
+    with pytest.raises(ValueError, match="places 20 elements, not the 10"):
+        distribute_tensor(whole.view(-1)[:10], mesh, own.placements)
+    whole.zero_()
+    assert own.full_tensor().sum() > 0
+
+
+def test_a_whole_tensor_is_distributed() -> None:
+    run_ranks(distributed, 2)
+
+
 def different_layouts() -> None:
     first, _ = sharded(5, 3)
     module = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 5))
@@ -184,55 +310,3 @@ def different_layouts() -> None:
 
 def test_tensors_of_different_layouts_do_not_mix() -> None:
     run_ranks(different_layouts, 2)
-
-
-def save(folder: str) -> list[torch.Tensor]:
-    torch.manual_seed(5)
-    model = Model()
-    whole = [value.clone() for value in model.state_dict().values()]
-    shard_layers(model, FsdpContext())
-    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
-    return whole
-
-
-def load(folder: str) -> list[torch.Tensor]:
-    model = Model()
-    ctx = FsdpContext()
-    fully_shard(model.layers[0], ctx)
-    fully_shard(model, ctx)
-    state = {"model": model.state_dict()}
-    dcp.load(state, checkpoint_id=folder)
-    return [value.full_tensor() for value in model.state_dict().values()]
-
-
-def load_into_kept(folder: str) -> None:
-    """Ranks that hold nothing of a parameter notice the load like the others."""
-    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
-    ctx = FsdpContext()
-    fully_shard(model[1], ctx)
-    fully_shard(model, ctx)
-    dcp.save(model.state_dict(), checkpoint_id=folder)
-    x = torch.ones(1, 1)
-    expected = model(x).detach()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(2)
-    loss = model(x)  # the root is kept
-    dcp.save(model.state_dict(), checkpoint_id=folder + "/other")
-    loss.sum().backward()  # saving edits nothing
-    model(x)
-    dcp.load(model.state_dict(), checkpoint_id=folder)
-    assert torch.equal(model(x), expected)
-
-
-def test_a_load_is_noticed_on_every_rank() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        run_ranks(load_into_kept, 2, folder)
-
-
-def test_checkpoints_load_at_another_world_size_and_grouping() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        expected = run_ranks(save, 3, folder)[0]
-        for world_size in (1, 2, 4):
-            for loaded in run_ranks(load, world_size, folder):
-                assert all(map(torch.equal, loaded, expected))

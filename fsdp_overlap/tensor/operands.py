@@ -41,7 +41,7 @@ def local_operand(name: str, value: Any, model: ShardedTensor) -> Any:
         RuntimeError: the tensor lies otherwise over the ranks, or does not fit ``model``'s shape.
     """
     if isinstance(value, ShardedTensor):
-        if value._spec is not model._spec and not same_layout(value, model):
+        if not same_layout(value, model):
             raise RuntimeError(
                 f"{name} on {describe(model)} and {describe(value)}, which lie differently over "
                 "the ranks: use full_tensor() on both, or redistribute() one"
@@ -108,7 +108,7 @@ def elements(whole: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 
 
 def same_layout(first: ShardedTensor, second: ShardedTensor) -> bool:
-    return (
+    return first._spec is second._spec or (
         first._shape == second._shape
         and first._spec.mesh == second._spec.mesh
         and first.placement == second.placement

@@ -131,6 +131,14 @@ def _refuse(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     raise_unsupported(name)
 
 
+def _refuse_move(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    # Asked by nn.Module.to() and the like of each parameter, before it is replaced.
+    raise RuntimeError(
+        "a sharded parameter cannot be replaced, its unit gathers the shard it knows: move or cast "
+        "a module (to(), cuda(), half(), ...) before fully_shard()"
+    )
+
+
 def _metadata(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
@@ -175,6 +183,7 @@ def _max_or_min(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
 TABLE: list[tuple[Collection[str], Handler]] = [
     (LOCAL_METADATA, _local_metadata),
     (METADATA, _metadata),
+    (("_has_compatible_shallow_copy_type",), _refuse_move),
     (("detach", "alias", "data"), _alias),
     (("copy_",), pointwise.copy),
     (("__setitem__",), pointwise.set_item),

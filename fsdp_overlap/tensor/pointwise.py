@@ -15,6 +15,7 @@ from fsdp_overlap.tensor.operands import (
     local_operand,
     note_edit,
     note_edits,
+    same_layout,
     whole_operand,
 )
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, raise_unsupported
@@ -123,13 +124,15 @@ def fused(name: str, func: Call, args: Args, kwargs: Kwargs) -> None:
 
 
 def copy(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
-    """``copy_`` between sharded tensors of one layout; from a whole tensor or DTensor, of which
-    each rank takes its range; and into a plain tensor, which gets the whole (collective)."""
+    """``copy_``. From a whole tensor each rank takes its range. A tensor that lies otherwise over
+    the ranks is gathered first, as is one that is copied into a plain tensor: collective."""
     target, source = args[0], args[1]
     check_no_gradient("copy_", [target])
     if not isinstance(target, ShardedTensor):
         return target.copy_(source.full_tensor(), *args[2:], **kwargs)
-    if isinstance(source, DTensor) and not isinstance(source, ShardedTensor):
+    if isinstance(source, DTensor) and not (
+        isinstance(source, ShardedTensor) and same_layout(source, target)
+    ):
         source = source.full_tensor()
     local = local_operand("copy_", source, target)
     if target._local_tensor.is_meta and not local.is_meta:
