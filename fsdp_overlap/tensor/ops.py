@@ -35,6 +35,9 @@ POINTWISE = frozenset(
     """.split()
 )
 
+# To a Python number, of the whole, which Tensor.int() and the like are not.
+CONVERSIONS = frozenset("__bool__ __complex__ __float__ __index__ __int__ __long__".split())
+
 REDUCTIONS = frozenset("all amax amin any max mean min sum".split())
 
 NORMS = frozenset("linalg_norm linalg_vector_norm norm vector_norm".split())
@@ -96,7 +99,7 @@ def op_name(func: Callable[..., Any]) -> str:
     if name in ("__get__", "__set__", "__delete__"):
         return str(func.__self__.__name__)  # type: ignore[attr-defined]
     name = name.split(".")[0]
-    if name.startswith("__") and name.endswith("__"):
+    if name.startswith("__") and name.endswith("__") and name not in CONVERSIONS:
         bare = name[2:-2]
         if bare in POINTWISE:
             return bare

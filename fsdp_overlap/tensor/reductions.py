@@ -60,7 +60,7 @@ def norms(
             to flow.
     """
     check_no_gradient("norm", tensors)
-    mesh = tensors[0].device_mesh
+    mesh = next(tensor for tensor in tensors if isinstance(tensor, ShardedTensor))._spec.mesh
     if any(
         not isinstance(t, ShardedTensor) or (t._spec.mesh is not mesh and t._spec.mesh != mesh)
         for t in tensors
@@ -73,16 +73,18 @@ def norms(
     dtypes = {local.dtype for local in locals_}
     if not all(each.is_floating_point for each in dtypes):
         raise_unsupported("norm of integers or complex numbers")
-    combined = combine_norms(local_norms(locals_, order), order, mesh)
+    combined = combine_norms(local_norms(locals_, order, dtype), order, mesh)
     if dtype is None and len(dtypes) > 1:
         return [v.to(local.dtype) for v, local in zip(combined.unbind(), locals_, strict=True)]
     return list(combined.to(dtype or dtypes.pop()).unbind())
 
 
-def local_norms(tensors: Sequence[torch.Tensor], order: float) -> torch.Tensor:
+def local_norms(
+    tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """The norms of plain tensors, shape ``[len(tensors)]``, in float32 or wider. Those of empty
     tensors are the neutral element of :func:`combine_norms`."""
-    dtype = torch.float32
+    dtype = torch.promote_types(dtype or torch.float32, torch.float32)
     for each in {tensor.dtype for tensor in tensors}:
         dtype = torch.promote_types(dtype, each)
     neutral = torch.full((), inf if order < 0 else 0.0, dtype=dtype, device=tensors[0].device)

@@ -32,6 +32,8 @@ def view(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
         return value
 
     shadows = func(*map(stand_in, args), **{k: stand_in(v) for k, v in kwargs.items()})
+    if shadows is shadow:  # flatten() of a flat tensor
+        return tensor
     if isinstance(shadows, torch.Tensor):
         return _part(name, tensor, shadow, shadows)
     return tuple(_part(name, tensor, shadow, item) for item in shadows)
