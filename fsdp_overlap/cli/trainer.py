@@ -8,13 +8,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, fully_shard
 from fsdp_overlap.cli.config import TrainConfig
 from fsdp_overlap.cli.data import Text, sample_batch
 from fsdp_overlap.cli.model import GPT
+from fsdp_overlap.optim import AdamW, clip_grad_norm_
 
 PROFILED_STEPS = 2
 _VALIDATION_BATCHES = 8
@@ -39,7 +40,7 @@ class Trainer:
         for block in self.model.blocks:
             fully_shard(block, self.context, mp_policy=policy)
         fully_shard(self.model, self.context, mp_policy=policy)
-        self.optimizer = torch.optim.AdamW(
+        self.optimizer = AdamW(
             self.model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.1
         )
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor)
@@ -79,8 +80,7 @@ class Trainer:
         device."""
         loss = self._loss(self.text.train, self._draws)
         loss.backward()
-        # In the foreach form one collective gives the norms of all gradients, else one each.
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, foreach=True)
+        norm = clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad()
