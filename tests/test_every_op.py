@@ -322,8 +322,8 @@ def changed(given: Any, wanted: Any) -> str:
 def walk(part: int) -> tuple[set[str], set[str], list[str]]:
     """The ops that were right at least once, those refused, and what was wrong."""
     # Apart from the mesh's, so that a rank alone in a collective waits, and the others say where.
-    group = dist.new_group(timeout=timedelta(seconds=10))
-    own = dist.new_group(timeout=timedelta(seconds=10))
+    group = dist.new_group(timeout=timedelta(seconds=30))
+    own = dist.new_group(timeout=timedelta(seconds=30))
     mesh = DeviceMesh.from_group(own, "cpu")
     ended: dict[str, set[str]] = {"right": set(), "refused": set()}
     wrong: list[str] = []
