@@ -127,11 +127,15 @@ class FsdpModule(nn.Module):
                 )
         with hidden(buckets):
             super()._apply(fn, recurse)
-        for bucket, shard in zip(buckets, applied, strict=True):
-            if shard.device != bucket.shard.device:
-                bucket.materialize(device)
-            elif shard is not bucket.shard:
-                bucket.shard.copy_(shard)
+        if any(
+            bucket.is_meta and not shard.is_meta
+            for bucket, shard in zip(buckets, applied, strict=True)
+        ):
+            self._fsdp_unit.materialize(device)
+        else:
+            for bucket, shard in zip(buckets, applied, strict=True):
+                if shard is not bucket.shard:
+                    bucket.shard.copy_(shard)
         self._announce_unsharded()
         return self
 

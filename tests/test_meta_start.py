@@ -182,7 +182,12 @@ def on_meta() -> None:
     with pytest.raises(RuntimeError, match=r"its shards are .* on cpu: move or cast"):
         model.to_empty(device="meta")
     model.to("cpu").load_state_dict(state)
+    model.layers[0].requires_grad_(False)
     assert torch.equal(model.head.bias.full_tensor(), torch.ones(13))
+    model(torch.zeros(1, 2, dtype=torch.int64)).sum().backward()
+    for parameter in model.layers.parameters():
+        assert (parameter.grad is None) == (not parameter.requires_grad)
+    assert model.head.bias.grad.device.type == "cpu"
 
 
 def test_a_model_without_memory_says_what_to_do() -> None:

@@ -329,6 +329,41 @@ def test_clipping_is_that_of_the_whole_model(world_size: int) -> None:
     run_ranks(clip, world_size, world_size)
 
 
+class Lonely(nn.Module):
+    """One rank holds nothing of the scalar, which is all there is of its dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale
+
+
+def lonely() -> None:
+    torch.manual_seed(1)
+    model, plain = Lonely(), Lonely()
+    plain.load_state_dict(model.state_dict())
+    fully_shard(model, FsdpContext())
+    ours = optim.AdamW(model.parameters(), lr=0.1)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=0.1, fused=True)
+    for _ in range(3):
+        for module, optimizer in ((model, ours), (plain, theirs)):
+            optimizer.zero_grad()
+            module(torch.ones(2, 4)).sum().backward()
+            clip = optim.clip_grad_norm_ if module is model else nn.utils.clip_grad_norm_
+            assert clip(module.parameters(), 0.5).dtype == torch.float64
+            optimizer.step()
+        for first, second in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(first.full_tensor(), second.detach())
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_rank_may_hold_nothing_of_a_dtype(world_size: int) -> None:
+    run_ranks(lonely, world_size)
+
+
 def count_collectives() -> None:
     (model,) = models(1)
     backward(model, 0)

@@ -69,6 +69,7 @@ POINTWISE: dict[str, Callable[[Any], Any]] = {
     "clone": lambda x: x.clone(),
     "double": lambda x: x.double(),
     "to": lambda x: x.to(torch.bfloat16),
+    "to like": lambda x: x.to(torch.zeros(7, dtype=torch.float64)),
     "detach": lambda x: x.detach(),
     "data": lambda x: x.data,
     "scalar tensor": lambda x: x * torch.tensor(3.0),
@@ -178,7 +179,15 @@ REDUCED: dict[str, Callable[[Any], Any]] = {
     "into a whole tensor": lambda x: torch.ones(5, 3).add_(x),
     "copied into a whole tensor": lambda x: torch.ones(5, 3).copy_(x),
     "new_ones": lambda x: x.new_ones(2, 2),
+    "assigned to rows of a whole tensor": lambda x: filled(torch.zeros(6, 3), [0, 2, 3, 4, 5], x),
+    "plain to": lambda x: torch.arange(4).to(x),
+    "plain type_as": lambda x: torch.arange(4).type_as(x),
 }
+
+
+def filled(target: torch.Tensor, rows: list[int], values: Any) -> torch.Tensor:
+    target[rows] = values
+    return target
 
 
 def reductions() -> None:

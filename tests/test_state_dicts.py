@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import tempfile
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -252,11 +253,13 @@ def copy_details() -> None:
     model.layers[0].requires_grad_(False)
     model.set_requires_gradient_sync(False)
     model.head.weight.note = "mine"
+    model._forward_cache = defaultdict(list)
     model(torch.zeros(1, 2, dtype=torch.int64)).sum().backward()
     model.set_requires_gradient_sync(True)
     model(torch.zeros(1, 2, dtype=torch.int64)).sum().backward()
     duplicate = copy.deepcopy(model)
     assert type(duplicate) is type(model)
+    assert duplicate._forward_cache == {}
     assert duplicate.head.weight.note == "mine"
     assert not duplicate.layers[0].up.weight.requires_grad
     for first, second in zip(model.parameters(), duplicate.parameters(), strict=True):

@@ -132,19 +132,20 @@ class AdamW(torch.optim.AdamW):
         lr = group["lr"]
         if isinstance(lr, torch.Tensor) and lr.device.type != "cpu":
             lr = lr.to(device)
-        torch._fused_adamw_(  # type: ignore[call-overload]
-            *flat,
-            [steps.views[held[first]] for first, _ in runs],
-            amsgrad=group["amsgrad"],
-            lr=lr,
-            beta1=float(group["betas"][0]),
-            beta2=float(group["betas"][1]),
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=group["maximize"],
-            grad_scale=getattr(self, "grad_scale", None),
-            found_inf=found_inf,
-        )
+        if runs:  # this rank may hold nothing of these parameters
+            torch._fused_adamw_(  # type: ignore[call-overload]
+                *flat,
+                [steps.views[held[first]] for first, _ in runs],
+                amsgrad=group["amsgrad"],
+                lr=lr,
+                beta1=float(group["betas"][0]),
+                beta2=float(group["betas"][1]),
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=group["maximize"],
+                grad_scale=getattr(self, "grad_scale", None),
+                found_inf=found_inf,
+            )
         if found_inf is not None:
             steps.add(-found_inf)
         note_edits(parameters)

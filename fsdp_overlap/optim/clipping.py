@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -43,15 +44,16 @@ def clip_grad_norm_(
     for mesh, members in _by_mesh(gradients):
         flat = _flat(members)
         flats += flat
+        # Of all members, also those of which this rank holds nothing: ranks must agree on it.
+        wide = _promoted(members)
         if order == 0:  # which torch counts tensor by tensor
-            each = norms(members, order) if mesh is not None else local_norms(members, order)
-            parts.append(torch.linalg.vector_norm(torch.stack(list(each)), order))
+            counts = norms(members, order) if mesh is not None else local_norms(members, order)
+            parts.append(torch.linalg.vector_norm(torch.stack(list(counts)), order))
             continue
-        part = torch.linalg.vector_norm(local_norms(flat or [local_of(members[0])], order), order)
+        each = local_norms(flat or [local_of(members[0])], order, wide)
+        part = torch.linalg.vector_norm(each, order)
         parts.append(combine_norms(part, order, mesh) if mesh is not None else part)
-    device, dtype = gradients[0].device, gradients[0].dtype
-    for other in {local_of(gradient).dtype for gradient in gradients}:
-        dtype = torch.promote_types(dtype, other)
+    device = gradients[0].device
     together = torch.stack([part.to(device) for part in parts])
     total = together.sum() if order == 0 else torch.linalg.vector_norm(together, order)
     if error_if_nonfinite and not torch.isfinite(total):
@@ -65,7 +67,11 @@ def clip_grad_norm_(
         torch._foreach_mul_(
             [flat for flat in flats if flat.device == on_device], scale.to(on_device)
         )
-    return total.to(dtype)
+    return total.to(_promoted(gradients))
+
+
+def _promoted(gradients: list[Any]) -> torch.dtype:
+    return reduce(torch.promote_types, {local_of(gradient).dtype for gradient in gradients})
 
 
 def _by_mesh(gradients: list[Any]) -> list[tuple[DeviceMesh | None, list[Any]]]:

@@ -126,9 +126,11 @@ class Bucket:
         """Gives a bucket on the meta device memory, all zeros. Its parameters are new objects."""
         self._allocate(device, self.sharded_parameters)
         fresh = []
-        for parameter, view in zip(self.parameters, self.full.views, strict=True):
+        for parameter, sharded, view in zip(
+            self.parameters, self.sharded_parameters, self.full.views, strict=True
+        ):
             # With a version counter of its own, as those that fully_shard() found.
-            unsharded = nn.Parameter(view.new_empty(0), requires_grad=parameter.requires_grad)
+            unsharded = nn.Parameter(view.new_empty(0), requires_grad=sharded.requires_grad)
             unsharded.data = view
             vars(unsharded).update(attributes_of(parameter))
             fresh.append(unsharded)

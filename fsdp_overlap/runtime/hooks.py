@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import OrderedDict
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,16 @@ def install(module: nn.Module, unit: Unit) -> None:
     module.register_forward_hook(partial(_after_forward, unit), always_call=True)
 
 
+# Where nn.Module notes the hooks of a forward, and how to call them.
+_HOOK_TABLES = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+
+
 def without_hooks(state: dict[str, Any]) -> dict[str, Any]:
     """A module's ``__dict__`` as :func:`install` found it."""
     state = dict(state)
@@ -32,10 +43,9 @@ def without_hooks(state: dict[str, Any]) -> dict[str, Any]:
         for key, hook in state[name].items()
         if isinstance(hook, partial) and hook.func in (_before_forward, _after_forward)
     ]
-    for name, value in state.items():
-        if name.startswith("_forward_") and isinstance(value, dict):
-            kept = [(key, hook) for key, hook in value.items() if key not in installed]
-            state[name] = type(value)(kept)
+    for name in _HOOK_TABLES:
+        kept = [(key, hook) for key, hook in state[name].items() if key not in installed]
+        state[name] = OrderedDict(kept)
     return state
 
 

@@ -155,6 +155,16 @@ class Unit:
                 self.gradients.append(gradients)
                 self._watch(gradients, only_large=True)
 
+    def materialize(self, device: torch.device) -> None:
+        """Gives a unit on the meta device memory. Its parameters are new objects."""
+        for bucket in self.buckets:
+            bucket.materialize(device)
+        # What a forward that failed for want of memory may have remembered of the old ones.
+        self.gradients = []
+        self._trainability = -1
+        self._known_gradients = {}
+        self._watched = set()
+
     def watch_gradients(self) -> None:
         """Before the parameters are used outside forward: their gradients are noticed without
         one."""

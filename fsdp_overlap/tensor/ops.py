@@ -190,6 +190,7 @@ TABLE: list[tuple[Collection[str], Handler]] = [
     (("detach", "alias", "data"), _alias),
     (("copy_",), pointwise.copy),
     (("__setitem__",), pointwise.set_item),
+    (("to", "type_as"), pointwise.convert),
     (RANDOM, pointwise.random),
     (FACTORIES, _factory),
     (VIEWS, views.view),

@@ -127,7 +127,7 @@ def copy(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
     """``copy_``. From a whole tensor each rank takes its range. A tensor that lies otherwise over
     the ranks is gathered first, as is one that is copied into a plain tensor: collective."""
     target, source = args[0], args[1]
-    check_no_gradient("copy_", [target])
+    check_no_gradient("copy_", [target, source])
     if not isinstance(target, ShardedTensor):
         return target.copy_(source.full_tensor(), *args[2:], **kwargs)
     if isinstance(source, DTensor) and not (
@@ -145,9 +145,23 @@ def copy(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
     return target
 
 
+def convert(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
+    """``to`` and ``type_as``, where another tensor may say the dtype and the device."""
+    check_no_gradient(name, args[:1])
+    tensor = args[0]
+    options = [_own(value) for value in args[1:]]
+    result = func(_own(tensor), *options, **{key: _own(value) for key, value in kwargs.items()})
+    if not isinstance(tensor, ShardedTensor):
+        return result
+    return tensor if result is tensor._local_tensor else tensor.wrap_like(result)
+
+
 def set_item(name: str, func: Call, args: Args, kwargs: Kwargs) -> None:
     """``tensor[mask] = number`` and ``tensor[index] = value``."""
     target, index, value = args
+    if not isinstance(target, ShardedTensor):
+        target[whole_operand(index)] = whole_operand(value)
+        return
     if isinstance(index, ShardedTensor):
         if isinstance(value, torch.Tensor) and value.dim():
             raise_unsupported("assigning a tensor under a mask")

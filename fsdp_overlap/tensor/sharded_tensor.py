@@ -140,7 +140,11 @@ class ShardedTensor(DTensor):
             if getrefcount(dropped) == _UNSHARED:
                 dropped._local_tensor = _NOTHING
                 self._spare_gradient = dropped
-        elif isinstance(gradient, ShardedTensor) and gradient.placement == self.placement:
+        elif (
+            isinstance(gradient, ShardedTensor)
+            and gradient.placement == self.placement
+            and gradient._shape == self._shape
+        ):
             self._gradient = gradient
         else:
             raise TypeError(
