@@ -128,6 +128,8 @@ def copy(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
     the ranks is gathered first, as is one that is copied into a plain tensor: collective."""
     target, source = args[0], args[1]
     check_no_gradient("copy_", [target, source])
+    if not isinstance(target, torch.Tensor):
+        raise_unsupported(f"{name} of a {type(target).__name__}")
     if not isinstance(target, ShardedTensor):
         return target.copy_(source.full_tensor(), *args[2:], **kwargs)
     if isinstance(source, DTensor) and not (
