@@ -67,6 +67,7 @@ def test_a_run_leaves_its_folder_and_says_what_it_did(
     folder = path / "run"
     assert [p.name for p in path.iterdir()] == ["run"]
     assert sorted(p.name for p in folder.iterdir()) == [
+        "checkpoints",
         "config.json",
         "loss.png",
         "metrics.jsonl",

@@ -14,6 +14,7 @@ class TrainConfig:
     batch_size: sequences per rank and step. seq_len: bytes per sequence.
     prefetch: how many all-gathers may run ahead of compute.
     eval_every: steps between validations. log_every: steps between lines of metrics.
+    save_every: steps between checkpoints. keep: how many of them are kept.
     """
 
     out: Path
@@ -31,6 +32,8 @@ class TrainConfig:
     dtype: str = "float32"
     eval_every: int = 40
     log_every: int = 5
+    save_every: int = 40
+    keep: int = 2
 
     def __post_init__(self) -> None:
         at_least_one = (
@@ -42,6 +45,8 @@ class TrainConfig:
             "heads",
             "eval_every",
             "log_every",
+            "save_every",
+            "keep",
         )
         for name in at_least_one:
             if getattr(self, name) < 1:

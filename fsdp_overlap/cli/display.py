@@ -9,7 +9,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 class Display:
     """A progress bar, and a line at each validation so that a log file has them too."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, done: int) -> None:
+        """`done` of `steps` were done before."""
         # soft_wrap: a log file's lines are not cut to the width of a terminal that is not there.
         self._console = Console(highlight=False, soft_wrap=True)
         self._progress = Progress(
@@ -20,7 +21,7 @@ class Display:
             TimeRemainingColumn(),
             console=self._console,
         )
-        self._task = self._progress.add_task("training", total=steps, status="")
+        self._task = self._progress.add_task("training", total=steps, completed=done, status="")
 
     def __enter__(self) -> "Display":
         self._progress.start()

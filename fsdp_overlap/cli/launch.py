@@ -58,11 +58,11 @@ def find_place(ranks: int | None, device: str) -> Place:
     return Place(world, device_type, joining)
 
 
-def launch(config: TrainConfig, place: Place) -> None:
+def launch(config: TrainConfig, place: Place, resume: bool) -> None:
     """Trains on every rank of `place`; returns when all are done. Raises ChildFailedError if a
     started one failed."""
     if place.joining:
-        train(config, place.device_type)
+        train(config, place.device_type, resume)
         return
     spec = LaunchConfig(
         min_nodes=1,
@@ -78,7 +78,7 @@ def launch(config: TrainConfig, place: Place) -> None:
     # The launcher keeps its logs, which nobody reads here, until somebody removes them.
     with tempfile.TemporaryDirectory() as logs:
         spec.logs_specs = DefaultLogsSpecs(log_dir=logs)
-        elastic_launch(spec, train)(config, place.device_type)
+        elastic_launch(spec, train)(config, place.device_type, resume)
 
 
 def describe_failure(error: ChildFailedError) -> str:

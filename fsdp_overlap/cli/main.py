@@ -2,6 +2,7 @@
 
 import os
 import sys
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -10,11 +11,13 @@ import typer
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from fsdp_overlap.checkpoint import CheckpointError, read_metadata
+from fsdp_overlap.cli.checkpoints import Checkpoints
 from fsdp_overlap.cli.config import TrainConfig
 from fsdp_overlap.cli.data import load_text
 from fsdp_overlap.cli.errors import BadInput
-from fsdp_overlap.cli.launch import describe_failure, find_place, launch
-from fsdp_overlap.cli.run_folder import check_out
+from fsdp_overlap.cli.launch import Place, describe_failure, find_place, launch
+from fsdp_overlap.cli.run_folder import check_out, read_config
 
 app = typer.Typer(
     help="Fully-sharded data parallelism for PyTorch, with every collective under compute.",
@@ -32,6 +35,7 @@ def _commands() -> None:
 
 @app.command()
 def train(
+    context: typer.Context,
     data: Annotated[
         Path | None,
         typer.Option(help="File or folder of text [default: the standard library's sources]."),
@@ -58,9 +62,18 @@ def train(
     dtype: Annotated[str, typer.Option(help="Compute in float32 or bfloat16.")] = "float32",
     eval_every: Annotated[int, typer.Option(help="Steps between validations.")] = 40,
     log_every: Annotated[int, typer.Option(help="Steps between lines of metrics.")] = 5,
+    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 40,
+    keep: Annotated[int, typer.Option(help="Checkpoints to keep.")] = 2,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="Go on with the run in this folder, from its latest checkpoint."),
+    ] = None,
 ) -> None:
     """Train a byte-level GPT with sharded parameters, and show how much communication ran under
-    compute."""
+    compute. SIGTERM and Ctrl-C save a checkpoint and stop."""
+    if resume is not None:
+        _resume(context, resume, ranks, device)
+        return
     config = TrainConfig(
         out=out or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S"),
         data=data,
@@ -77,12 +90,49 @@ def train(
         dtype=dtype,
         eval_every=eval_every,
         log_every=log_every,
+        save_every=save_every,
+        keep=keep,
     )
     place = find_place(ranks, device)
     check_out(config.out)
+    _run(config, place, resume=False)
+
+
+def _resume(context: typer.Context, folder: Path, ranks: int | None, device: str) -> None:
+    given = [
+        name
+        for name in context.params
+        if (source := context.get_parameter_source(name)) is not None
+        and source.name != "DEFAULT"
+        and name not in ("resume", "ranks", "device")
+    ]
+    if given:
+        raise BadInput(
+            f"--{given[0].replace('_', '-')} cannot be changed by --resume, which goes on with the "
+            "run as it was; --ranks and --device can"
+        )
+    config, before = read_config(folder)
+    place = find_place(ranks, device)
+    together = before * config.batch_size
+    if together % place.ranks:
+        raise BadInput(
+            f"--ranks {place.ranks}: the run's {together} sequences a step cannot be shared "
+            "equally; use a divisor of that"
+        )
+    if (latest := Checkpoints(folder / "checkpoints", config.keep).latest()) is not None:
+        try:
+            read_metadata(latest)
+        except CheckpointError as error:
+            raise BadInput(
+                f"--resume {folder}: {error}; remove {latest} to resume from the checkpoint before"
+            ) from None
+    _run(replace(config, batch_size=together // place.ranks), place, resume=True)
+
+
+def _run(config: TrainConfig, place: Place, resume: bool) -> None:
     load_text(config.data, config.seq_len)
     try:
-        launch(config, place)
+        launch(config, place, resume)
     except ChildFailedError as error:
         _complain(describe_failure(error))
         raise typer.Exit(1) from None

@@ -1,7 +1,10 @@
-"""The folder that a run leaves: config.json, metrics.jsonl, loss.png and trace.json."""
+"""The folder that a run leaves: config.json, metrics.jsonl, loss.png, trace.json,
+checkpoints."""
 
+import fcntl
 import json
-from dataclasses import asdict
+import os
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +27,46 @@ def check_out(out: Path) -> None:
         raise BadInput(f"--out {out}: {parent} is not a folder")
 
 
-class RunFolder:
-    """Made by one rank, when training begins."""
+def read_config(folder: Path) -> tuple[TrainConfig, int]:
+    """The configuration of the run in `folder`, and the number of its ranks. Raises BadInput if
+    there is no run."""
+    path = folder / "config.json"
+    try:
+        settings = json.loads(path.read_text())
+        of_config = {field.name: settings[field.name] for field in fields(TrainConfig)}
+        ranks = int(settings["ranks"])
+    except OSError as error:
+        raise BadInput(f"--resume {folder}: {path.name}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadInput(f"--resume {folder}: {path.name} is not that of a run ({error})") from None
+    data = of_config.pop("data")
+    out = of_config.pop("out")
+    del out  # the folder may have been moved
+    return TrainConfig(out=folder, data=None if data is None else Path(data), **of_config), ranks
 
-    def __init__(self, config: TrainConfig, about: dict[str, Any]) -> None:
-        """`about`: what else the run depended on, kept beside the configuration."""
-        self.path = config.out
-        self.path.mkdir(parents=True, exist_ok=True)
+
+class RunFolder:
+    """Made by one rank, and its alone while it lives."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises BadInput if another run is writing there."""
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(path, os.O_RDONLY)  # held until this process ends, however it does
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BadInput(
+                f"{path}: another run is writing there; wait for it or stop it"
+            ) from None
+
+    def begin(self, config: TrainConfig, about: dict[str, Any], steps_done: int) -> None:
+        """Writes the configuration, with `about`: what else the run depended on. Drops the metrics
+        of steps beyond `steps_done`, which will be done again."""
         settings = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(config).items()}
-        (self.path / "config.json").write_text(json.dumps(settings | about, indent=2) + "\n")
+        _replace(self.path / "config.json", json.dumps(settings | about, indent=2) + "\n")
+        kept = [m for m in self.metrics() if m["step"] <= steps_done]
+        _replace(self.path / "metrics.jsonl", "".join(json.dumps(m) + "\n" for m in kept))
 
     @property
     def trace(self) -> Path:
@@ -43,10 +77,17 @@ class RunFolder:
         with (self.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(metrics) + "\n")
 
+    def metrics(self) -> list[dict[str, float]]:
+        path = self.path / "metrics.jsonl"
+        if not path.exists():
+            return []
+        # A run that is killed may leave half a line, without its end.
+        lines = path.read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
     def plot(self, entropy: float) -> None:
         """loss.png: both losses by step, in nats per byte, and `entropy` as the line to beat."""
-        lines = (self.path / "metrics.jsonl").read_text().splitlines()
-        metrics = [json.loads(line) for line in lines]
+        metrics = self.metrics()
         matplotlib.use("agg")
         figure = Figure(figsize=(7, 4.2), layout="constrained")
         axes = figure.subplots()
@@ -59,3 +100,10 @@ class RunFolder:
         axes.set(xlabel="step", ylabel="nats per byte")
         axes.legend()
         figure.savefig(self.path / "loss.png", dpi=150)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes the file anew; a run that is killed leaves the old or the new."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(text)
+    new.replace(path)

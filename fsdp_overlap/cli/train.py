@@ -7,60 +7,57 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+from fsdp_overlap.cli.checkpoints import Checkpoints
 from fsdp_overlap.cli.config import TrainConfig
-from fsdp_overlap.cli.data import Text, bits, load_text, unigram_entropy
-from fsdp_overlap.cli.display import Display
+from fsdp_overlap.cli.data import load_text
+from fsdp_overlap.cli.report import Report
 from fsdp_overlap.cli.run_folder import RunFolder
+from fsdp_overlap.cli.stopping import StopRequest
 from fsdp_overlap.cli.system import cores
-from fsdp_overlap.cli.trainer import PROFILED_STEPS, Trainer
-from fsdp_overlap.profiling import render_overlap, summarize_overlap
+from fsdp_overlap.cli.trainer import Trainer
 
 
-def train(config: TrainConfig, device_type: str) -> None:
-    """Trains as `config` says, on "cpu" with gloo or "cuda" with NCCL. Collective: called on every
-    rank, with the environment that torchrun sets. Rank 0 alone prints and writes."""
+def train(config: TrainConfig, device_type: str, resume: bool) -> None:
+    """Trains as `config` says, on "cpu" with gloo or "cuda" with NCCL; `resume`: from the latest
+    checkpoint of the run, if it has one. Collective: called on every rank, with the environment
+    that torchrun sets. Rank 0 alone prints and writes, but for checkpoints."""
     with _process_group(device_type) as device:
+        folder = RunFolder(config.out) if dist.get_rank() == 0 else None
+        dist.barrier()  # nobody looks for checkpoints before the folder is this run's alone
         text = load_text(config.data, config.seq_len)
         trainer = Trainer(config, text, device)
-        if dist.get_rank() == 0:
-            _report(config, text, trainer)
-        else:
-            for _ in trainer.run():
-                pass
-            trainer.profile_steps(None)
+        checkpoints = Checkpoints(config.out / "checkpoints", config.keep)
+        if resume and (latest := checkpoints.latest()) is not None:
+            checkpoints.load(latest, {"run": trainer})
+        report = None if folder is None else Report(config, text, trainer, folder)
+        with report or contextlib.nullcontext():
+            is_finished = _train(config, trainer, checkpoints, report)
+        if not is_finished:
+            return
+        trainer.profile_steps(None if folder is None else folder.trace)
+        if report is not None:
+            report.conclude()
 
 
-def _report(config: TrainConfig, text: Text, trainer: Trainer) -> None:
-    """Runs `trainer` on rank 0, and shows and writes what it gives."""
-    entropy = unigram_entropy(text.validation)
-    about = {
-        "ranks": dist.get_world_size(),
-        "device": str(trainer.device),
-        "torch": torch.__version__,
-    }
-    folder = RunFolder(config, about | {"text": text.origin, "unigram_entropy": entropy})
-    with Display(config.steps) as display:
-        display.print(
-            f"{trainer.parameters:,} parameters on {dist.get_world_size()} ranks; "
-            f"{len(text.train):,} + {len(text.validation):,} bytes of {text.origin}"
-        )
-        val_loss = None
-        for metrics in trainer.run():
-            folder.log(metrics)
-            step = int(metrics["step"])
-            val_loss = metrics.get("val_loss", val_loss)
-            display.show(step, metrics["loss"], val_loss, metrics["tokens_per_s"])
-            if "val_loss" in metrics:
-                display.print(f"step {step}: loss {metrics['loss']:.3f}, validation {val_loss:.3f}")
-    folder.plot(entropy)
-    trainer.profile_steps(folder.trace)
-    assert val_loss is not None, "the last step always validates"
-    print(f"\noverlap on rank 0 over {PROFILED_STEPS} steps of {config.layers} blocks and the root")
-    print(render_overlap(summarize_overlap(folder.trace)))
-    print(f"\n{trainer.context.stats}")
-    print(f"\nvalidation loss       {val_loss:.3f} nats/byte ({bits(val_loss):.3f} bits)")
-    print(f"byte-unigram entropy  {entropy:.3f} nats/byte ({bits(entropy):.3f} bits), same text")
-    print(f"run folder: {folder.path}")
+def _train(
+    config: TrainConfig, trainer: Trainer, checkpoints: Checkpoints, report: Report | None
+) -> bool:
+    """Whether all steps are done, which they are unless somebody asks to stop."""
+    stop = StopRequest()
+    while trainer.steps_done < config.steps:
+        stop.begin_step()
+        metrics = trainer.advance()
+        stops = stop.end_step()
+        step = trainer.steps_done
+        if report is not None:
+            report.show(metrics)
+        if stops or step % config.save_every == 0 or step == config.steps:
+            saved = checkpoints.save(step, {"run": trainer})
+            if stops and report is not None:
+                report.stopped(saved)
+        if stops:
+            return False
+    return True
 
 
 @contextlib.contextmanager

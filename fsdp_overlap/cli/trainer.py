@@ -2,13 +2,17 @@
 
 import math
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.profiler import ProfilerActivity, profile
 
 from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, fully_shard
@@ -45,35 +49,41 @@ class Trainer:
         )
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor)
         self._draws = torch.Generator().manual_seed(config.seed)
+        self.steps_done = 0
+        # Of this rank, since the last line of metrics. In double precision, where the sum of these
+        # few is exact: the same whichever ranks saw them, and whenever the run was interrupted.
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        self._steps_summed = 0
+        self._steps_timed = 0
+        self._start = self._lap = time.perf_counter()
 
-    def run(self) -> Iterator[dict[str, float]]:
-        """Trains, and yields metrics every `log_every` steps, at every validation and at the last
-        step."""
+    def advance(self) -> dict[str, float]:
+        """One step; its number and, every `log_every` steps, at every validation and at the last
+        step, the metrics since the last of these."""
         config, ranks = self.config, dist.get_world_size()
-        loss_sum = torch.zeros((), device=self.device)
-        steps = 0
-        start = lap = time.perf_counter()
-        for step in range(1, config.steps + 1):
-            loss, norm = self.step()
-            loss_sum += loss
-            steps += 1
-            validates = step % config.eval_every == 0 or step == config.steps
-            if not validates and step % config.log_every:
-                continue
-            # A number makes the host wait for the device: not at every step.
-            metrics: dict[str, float] = {"step": step}
-            metrics["loss"] = _mean_over_ranks(loss_sum / steps)
-            metrics["grad_norm"] = norm.item()
-            metrics["lr"] = float(self.schedule.get_last_lr()[0])
-            tokens = steps * ranks * config.batch_size * config.seq_len
-            metrics["tokens_per_s"] = tokens / (time.perf_counter() - lap)
-            if validates:
-                metrics["val_loss"] = self.validate()
-            lap = time.perf_counter()
-            metrics["seconds"] = lap - start
-            loss_sum.zero_()
-            steps = 0
-            yield metrics
+        loss, norm = self.step()
+        self.steps_done += 1
+        self._loss_sum += loss
+        self._steps_summed += 1
+        self._steps_timed += 1
+        step = self.steps_done
+        metrics: dict[str, float] = {"step": step}
+        validates = step % config.eval_every == 0 or step == config.steps
+        if not validates and step % config.log_every:
+            return metrics
+        # A number makes the host wait for the device: not at every step.
+        metrics["loss"] = _sum_over_ranks(self._loss_sum).item() / (ranks * self._steps_summed)
+        metrics["grad_norm"] = norm.item()
+        metrics["lr"] = float(self.schedule.get_last_lr()[0])
+        tokens = self._steps_timed * ranks * config.batch_size * config.seq_len
+        metrics["tokens_per_s"] = tokens / (time.perf_counter() - self._lap)
+        if validates:
+            metrics["val_loss"] = self.validate()
+        self._loss_sum.zero_()
+        self._steps_summed = self._steps_timed = 0
+        self._lap = time.perf_counter()
+        metrics["seconds"] = self._lap - self._start
+        return metrics
 
     def step(self) -> tuple[Tensor, Tensor]:
         """One optimizer step; this rank's loss and the gradients' norm, both scalars on the
@@ -91,7 +101,31 @@ class Trainer:
         """Mean loss in nats per byte over the same validation sequences each time."""
         draws = torch.Generator().manual_seed(0)
         losses = [self._loss(self.text.validation, draws) for _ in range(_VALIDATION_BATCHES)]
-        return _mean_over_ranks(torch.stack(losses).mean())
+        return _sum_over_ranks(torch.stack(losses).mean()).item() / dist.get_world_size()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next step depends on, for DCP: `load_state_dict` may be called with it on
+        another number of ranks."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
+            "schedule": self.schedule.state_dict(),
+            "draws": self._draws.get_state(),
+            "random": torch.get_rng_state(),
+            "steps_done": self.steps_done,
+            "loss_sum": _sum_over_ranks(self._loss_sum),
+            "steps_summed": self._steps_summed,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        self._draws.set_state(state["draws"])
+        torch.set_rng_state(state["random"])
+        self.steps_done = state["steps_done"]
+        self._loss_sum.copy_(state["loss_sum"] * (dist.get_rank() == 0))
+        self._steps_summed = state["steps_summed"]
 
     def profile_steps(self, trace: Path | None) -> None:
         """Two more steps under the profiler, on every rank so that none is slower than the others;
@@ -125,7 +159,7 @@ class Trainer:
         return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
 
 
-def _mean_over_ranks(value: Tensor) -> float:
+def _sum_over_ranks(value: Tensor) -> Tensor:
     total = value.clone()
     dist.all_reduce(total)
-    return total.item() / dist.get_world_size()
+    return total

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 
@@ -31,6 +32,15 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     at most three boxes for a matrix, ``2 * ndim - 1`` in general.
     """
     return list(_boxes(shape, start, stop, (), 0))
+
+
+def pieces(shape: tuple[int, ...], start: int, stop: int, most: int) -> list[Box]:
+    """:func:`boxes` of at most ``most`` elements each, cut between rows where rows are short
+    enough."""
+    row = prod(shape[1:])
+    step = max(1, most // max(1, row)) * row if row <= most else most
+    cuts = [start, *range((start // step + 1) * step, stop, step), stop] if step else [start, stop]
+    return [box for first, last in pairwise(cuts) for box in boxes(shape, first, last)]
 
 
 def _boxes(

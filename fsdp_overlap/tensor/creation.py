@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor
+from torch.distributed import _state_dict_utils as torch_state_dicts
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -101,3 +104,41 @@ def _range_shard(placements: Sequence[Placement]) -> RangeShard:
         f"placements={placements} do not make a ShardedTensor: pass [RangeShard(...)], as the "
         "placements of another ShardedTensor, or use torch.distributed.tensor.distribute_tensor"
     )
+
+
+# torch's set_state_dict() family cuts whole tensors itself where it is given full_state_dict or
+# broadcast_from_rank0, and knows no placements but DTensor's own. Two of its helpers are taught
+# ours; with every other tensor they do what they did.
+
+
+def _with_range_shards(torchs: Callable[..., DTensor]) -> Callable[..., DTensor]:
+    @wraps(torchs)
+    def distribute(
+        tensor: torch.Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement]
+    ) -> DTensor:
+        if any(isinstance(placement, RangeShard) for placement in placements):
+            return distribute_tensor(tensor, device_mesh, placements)
+        return torchs(tensor, device_mesh, placements)
+
+    return distribute
+
+
+def _with_sharded_tensors(torchs: Callable[..., None]) -> Callable[..., None]:
+    @wraps(torchs)
+    def distribute(states: dict[str, Any], keys: list[str], *args: Any, **kwargs: Any) -> None:
+        for key in keys:
+            # Where the state is a DTensor, it and the whole tensor that was broadcast.
+            if isinstance(pair := states.get(key), tuple) and isinstance(pair[0], ShardedTensor):
+                state, whole = pair
+                start, stop = state.local_range
+                if state._local_tensor.is_meta:
+                    states[key] = state.wrap_like(elements(whole, start, stop).clone())
+                else:
+                    states[key] = state.copy_(whole)
+        torchs(states, keys, *args, **kwargs)
+
+    return distribute
+
+
+torch_state_dicts.distribute_tensor = _with_range_shards(torch_state_dicts.distribute_tensor)
+torch_state_dicts._distribute_tensors = _with_sharded_tensors(torch_state_dicts._distribute_tensors)

@@ -158,6 +158,10 @@ def _alias(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return ShardedTensor.wrap(tensor._local_tensor.detach(), tensor._spec, tensor.edits)
 
 
+def _data_ptr(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    return 0  # as of a DTensor, which has no memory itself; torch's checkpoint staging relies on it
+
+
 def _set_requires_grad(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = _metadata(name, func, args, kwargs)
     if args[0].edits is not None:
@@ -186,6 +190,7 @@ def _max_or_min(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
 TABLE: list[tuple[Collection[str], Handler]] = [
     (LOCAL_METADATA, _local_metadata),
     (METADATA, _metadata),
+    (("data_ptr",), _data_ptr),
     (("_has_compatible_shallow_copy_type",), _refuse_move),
     (("detach", "alias", "data"), _alias),
     (("copy_",), pointwise.copy),

@@ -32,6 +32,10 @@ class RangeShard(Placement):
     def __hash__(self) -> int:
         return hash(self.ranges)
 
+    def __reduce__(self) -> tuple[type[RangeShard], tuple[object, ...]]:
+        # The base class, of C++, cannot be pickled by itself.
+        return RangeShard, (self.ranges,)
+
     def __repr__(self) -> str:
         held = ", ".join(f"{rank}: {start}-{stop}" for rank, start, stop in self.ranges[:4])
         more = ", ..." if len(self.ranges) > 4 else ""

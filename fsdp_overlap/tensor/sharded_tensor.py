@@ -25,7 +25,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils as torch_foreach
 
-from fsdp_overlap.tensor.boxes import boxes
+from fsdp_overlap.tensor.boxes import Box, pieces
 from fsdp_overlap.tensor.placement import RangeShard, range_spec
 
 
@@ -60,6 +60,8 @@ def _count_references() -> int:
 _UNSHARED = _count_references()
 
 _NOTHING = torch.empty(0)
+
+_MOST_BYTES_OF_A_CHUNK = 32 << 20
 
 
 @cache
@@ -280,17 +282,21 @@ class ShardedTensor(DTensor):
         return self._chunks()
 
     def _chunks(self) -> list[ChunkStorageMetadata]:
-        start, stop = self.local_range
         return [
             ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-            for box in boxes(self._shape, start, stop)
+            for box in self._boxes()
         ]
 
+    def _boxes(self) -> list[Box]:
+        # Writers copy a chunk before they write it, so its size bounds the memory that saving
+        # takes.
+        most = _MOST_BYTES_OF_A_CHUNK // self._local_tensor.element_size()
+        return pieces(self._shape, *self.local_range, most)
+
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        start, stop = self.local_range
-        for box in boxes(self._shape, start, stop):
+        for box in self._boxes():
             if index.offset is None or tuple(index.offset) == box.offsets:
-                first = box.start - start
+                first = box.start - self.local_range[0]
                 return self._local_tensor.detach()[first : first + box.numel].view(box.sizes)
         raise ValueError(f"{index} is not a box of this rank's range of {self!r}")
 

@@ -1,0 +1,138 @@
+"""A DCP reader for checkpoints that strangers may have written or disks damaged."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.futures import Future
+
+from fsdp_overlap.checkpoint.entries import StoredTensor, plain_value, read_entry
+from fsdp_overlap.checkpoint.errors import CheckpointError
+from fsdp_overlap.checkpoint.metadata import read_metadata
+
+
+class SafeFileSystemReader(FileSystemReader):
+    """A ``FileSystemReader`` that runs nothing of what a checkpoint says and believes none of it.
+
+    ``torch.distributed.checkpoint.load(state, storage_reader=SafeFileSystemReader(folder))`` loads
+    what torch's own reader loads, from any DCP writer. Before anything is changed, every rank
+    compares what it is about to read with its checksums, sizes and dtypes; if one rank refuses, all
+    do. Besides its targets it holds a few megabytes, whatever the size of a tensor. Values that are
+    no tensors may be numbers, strings, ``None``, dtypes, devices, and dicts, lists, tuples and sets
+    of these and of tensors.
+
+    Raises:
+        CheckpointException: with the :class:`CheckpointError` of each rank that refused: a file is
+            missing, damaged, not a regular file or outside the folder; sizes do not fit; or
+            something else than values is named.
+    """
+
+    def read_metadata(self) -> Metadata:
+        """The checked metadata; empty, until :meth:`set_up_storage_reader` raises, if refused."""
+        # torch.distributed.checkpoint.load() drops what is raised here.
+        self._refused: CheckpointError | None = None
+        try:
+            self._metadata = read_metadata(Path(self.path))
+        except CheckpointError as error:
+            self._refused = error
+            self._metadata = Metadata({}, {}, {}, StorageMeta())
+        assert self._metadata.storage_meta is not None
+        self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        if self._refused is not None:
+            raise self._refused
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Reads and checks what this rank is about to load, and keeps where it lies."""
+        self._values: dict[MetadataIndex, Any] = {}
+        needed = {item.storage_index for item in plan.items}
+        for name, file, indices in self._by_file(needed):
+            for index in indices:
+                where = f"{name}, {index.fqn!r}"
+                info = self.storage_data[index]
+                value = read_entry(file, info.offset, info.length, where)
+                item = self._metadata.state_dict_metadata[index.fqn]
+                if isinstance(item, TensorStorageMetadata):
+                    _check_tensor(value, item, index, where)
+                elif isinstance(item, BytesStorageMetadata):
+                    value = plain_value(value, file, where)
+                self._values[index] = value
+        return plan
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        items: dict[MetadataIndex, list[Any]] = {}
+        for item in plan.items:
+            items.setdefault(item.storage_index, []).append(item)
+        for _, file, indices in self._by_file(set(items)):
+            for index in indices:
+                value = self._values[index]
+                for item in items[index]:
+                    if item.type == LoadItemType.BYTE_IO:
+                        # The planner loads it again, and now it is our own writing.
+                        planner.load_bytes(item, _saved(value))
+                        continue
+                    target = planner.resolve_tensor(item).detach()
+                    value.copy_box(file, item.storage_offsets, item.lengths, target)
+                    planner.commit_tensor(item, target)
+        self._values = {}
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _by_file(
+        self, indices: set[MetadataIndex]
+    ) -> Iterator[tuple[str, BinaryIO, list[MetadataIndex]]]:
+        """Each file with the entries to read of it, in the order in which they lie there."""
+        files: dict[str, list[MetadataIndex]] = {}
+        for index in sorted(indices, key=lambda index: self.storage_data[index].offset):
+            files.setdefault(self.storage_data[index].relative_path, []).append(index)
+        for name, inside in files.items():
+            with _opened(Path(self.path) / name) as file:
+                yield str(Path(self.path) / name), file, inside
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    try:
+        file = path.open("rb", buffering=0)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from None
+    with file:
+        yield file
+
+
+def _check_tensor(
+    value: Any, item: TensorStorageMetadata, index: MetadataIndex, where: str
+) -> None:
+    assert index.index is not None  # which of the tensor's chunks
+    size = tuple(item.chunks[index.index].sizes)
+    if not isinstance(value, StoredTensor) or value.dtype != item.properties.dtype:
+        raise CheckpointError(f"{where} is not the tensor of {item.properties.dtype} it should be")
+    if value.size != size:
+        raise CheckpointError(f"{where} has the shape {value.size}, not {size}")
+
+
+def _saved(value: Any) -> io.BytesIO:
+    data = io.BytesIO()
+    torch.save(value, data)
+    data.seek(0)
+    return data

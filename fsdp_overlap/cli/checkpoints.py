@@ -1,0 +1,86 @@
+"""The checkpoints of a run: each is complete or not there."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from fsdp_overlap.checkpoint import CheckpointError, SafeFileSystemReader, SafeFileSystemWriter
+
+_PREFIX = "step-"
+_UNFINISHED = ".unfinished"  # of which there may be one, being written or being removed
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step after which `checkpoint` was saved."""
+    return int(checkpoint.name.removeprefix(_PREFIX))
+
+
+class Checkpoints:
+    """Folders `step-000040` in `folder`, of which the last `keep` are kept.
+
+    A checkpoint is written under another name, which it changes for its own once every byte is on
+    the disk: a run that is killed at any moment leaves complete ones only.
+    """
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder = folder
+        self.keep = keep
+
+    def all(self) -> list[Path]:
+        """The complete ones, oldest first."""
+        found = [
+            path
+            for path in self.folder.glob(_PREFIX + "*")
+            if path.name.removeprefix(_PREFIX).isdecimal()
+        ]
+        return sorted(found, key=step_of)
+
+    def latest(self) -> Path | None:
+        return next(reversed(self.all()), None)
+
+    def save(self, step: int, state: dict[str, Any]) -> Path:
+        """Saves what `step` steps gave; collective. Returns where it is."""
+        path = self.folder / f"{_PREFIX}{step:06d}"
+        unfinished = self.folder / _UNFINISHED
+        if dist.get_rank() == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        dist.barrier()
+        dcp.save(state, storage_writer=SafeFileSystemWriter(unfinished))
+        if dist.get_rank() == 0:
+            _sync(unfinished)
+            unfinished.rename(path)
+            _sync(self.folder)
+            for old in self.all()[: -self.keep]:
+                # Half removed, it must not look like a checkpoint.
+                old.rename(unfinished)
+                shutil.rmtree(unfinished)
+        dist.barrier()
+        return path
+
+    def load(self, path: Path, state: dict[str, Any]) -> None:
+        """Loads the checkpoint at `path` into `state`, in place; collective.
+
+        Raises CheckpointError, with `state` as it was, if it is damaged or of another kind of run.
+        """
+        try:
+            dcp.load(state, storage_reader=SafeFileSystemReader(path))
+        except CheckpointException as failed:
+            reason = next(iter(failed.failures.values()))[0]
+            raise CheckpointError(
+                f"cannot resume from {path}: {reason}; remove this folder to resume from the "
+                "checkpoint before it"
+            ) from None
+
+
+def _sync(folder: Path) -> None:
+    """Waits until the names in `folder` are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
