@@ -3,11 +3,11 @@
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.stateful import Stateful
 
 from fsdp_overlap.checkpoint import CheckpointError, SafeFileSystemReader, SafeFileSystemWriter
 
@@ -43,14 +43,14 @@ class Checkpoints:
     def latest(self) -> Path | None:
         return next(reversed(self.all()), None)
 
-    def save(self, step: int, state: dict[str, Any]) -> Path:
+    def save(self, step: int, run: Stateful) -> Path:
         """Saves what `step` steps gave; collective. Returns where it is."""
         path = self.folder / f"{_PREFIX}{step:06d}"
         unfinished = self.folder / _UNFINISHED
         if dist.get_rank() == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
         dist.barrier()
-        dcp.save(state, storage_writer=SafeFileSystemWriter(unfinished))
+        dcp.save(run.state_dict(), storage_writer=SafeFileSystemWriter(unfinished))
         if dist.get_rank() == 0:
             _sync(unfinished)
             unfinished.rename(path)
@@ -62,11 +62,12 @@ class Checkpoints:
         dist.barrier()
         return path
 
-    def load(self, path: Path, state: dict[str, Any]) -> None:
-        """Loads the checkpoint at `path` into `state`, in place; collective.
+    def load(self, path: Path, run: Stateful) -> None:
+        """Loads the checkpoint at `path` into `run`; collective.
 
-        Raises CheckpointError, with `state` as it was, if it is damaged or of another kind of run.
+        Raises CheckpointError, with `run` as it was, if it is damaged or of another kind of run.
         """
+        state = run.state_dict()
         try:
             dcp.load(state, storage_reader=SafeFileSystemReader(path))
         except CheckpointException as failed:
@@ -75,6 +76,7 @@ class Checkpoints:
                 f"cannot resume from {path}: {reason}; remove this folder to resume from the "
                 "checkpoint before it"
             ) from None
+        run.load_state_dict(state)
 
 
 def _sync(folder: Path) -> None:

@@ -16,6 +16,7 @@ from fsdp_overlap.cli.checkpoints import Checkpoints
 from fsdp_overlap.cli.config import TrainConfig
 from fsdp_overlap.cli.data import load_text
 from fsdp_overlap.cli.errors import BadInput
+from fsdp_overlap.cli.export import export as export_checkpoint
 from fsdp_overlap.cli.launch import Place, describe_failure, find_place, launch
 from fsdp_overlap.cli.run_folder import check_out, read_config
 
@@ -26,11 +27,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-
-@app.callback()
-def _commands() -> None:
-    """Keeps `train` a subcommand while it is the only one."""
 
 
 @app.command()
@@ -139,6 +135,19 @@ def _run(config: TrainConfig, place: Place, resume: bool) -> None:
     except SignalException as stop:  # the launcher has ended its ranks
         _complain(f"stopped by {stop.sigval.name}")
         raise typer.Exit(128 + stop.sigval) from None
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A folder that DCP wrote.")],
+    out: Annotated[Path, typer.Argument(help="A new .pt, .pth or .safetensors file.")],
+    prefix: Annotated[
+        str, typer.Option(help="Take what is under this key, with names less the key.")
+    ] = "model",
+) -> None:
+    """Write the tensors of a checkpoint to one file that needs no DCP to be read."""
+    count = export_checkpoint(checkpoint, out, prefix)
+    print(f"{count} tensors in {out}")
 
 
 def run() -> int:

@@ -28,7 +28,7 @@ def train(config: TrainConfig, device_type: str, resume: bool) -> None:
         trainer = Trainer(config, text, device)
         checkpoints = Checkpoints(config.out / "checkpoints", config.keep)
         if resume and (latest := checkpoints.latest()) is not None:
-            checkpoints.load(latest, {"run": trainer})
+            checkpoints.load(latest, trainer)
         report = None if folder is None else Report(config, text, trainer, folder)
         with report or contextlib.nullcontext():
             is_finished = _train(config, trainer, checkpoints, report)
@@ -52,7 +52,7 @@ def _train(
         if report is not None:
             report.show(metrics)
         if stops or step % config.save_every == 0 or step == config.steps:
-            saved = checkpoints.save(step, {"run": trainer})
+            saved = checkpoints.save(step, trainer)
             if stops and report is not None:
                 report.stopped(saved)
         if stops:

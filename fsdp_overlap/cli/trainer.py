@@ -50,10 +50,11 @@ class Trainer:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor)
         self._draws = torch.Generator().manual_seed(config.seed)
         self.steps_done = 0
-        # Of this rank, since the last line of metrics. In double precision, where the sum of these
-        # few is exact: the same whichever ranks saw them, and whenever the run was interrupted.
+        # Over this rank's sequences since the last line of metrics. In double precision, where the
+        # sum of these few is exact: the same whichever ranks saw them, and whenever the run was
+        # interrupted.
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        self._steps_summed = 0
+        self._sequences_summed = 0  # of all ranks
         self._steps_timed = 0
         self._start = self._lap = time.perf_counter()
 
@@ -63,8 +64,8 @@ class Trainer:
         config, ranks = self.config, dist.get_world_size()
         loss, norm = self.step()
         self.steps_done += 1
-        self._loss_sum += loss
-        self._steps_summed += 1
+        self._loss_sum += loss.double() * config.batch_size
+        self._sequences_summed += ranks * config.batch_size
         self._steps_timed += 1
         step = self.steps_done
         metrics: dict[str, float] = {"step": step}
@@ -72,7 +73,7 @@ class Trainer:
         if not validates and step % config.log_every:
             return metrics
         # A number makes the host wait for the device: not at every step.
-        metrics["loss"] = _sum_over_ranks(self._loss_sum).item() / (ranks * self._steps_summed)
+        metrics["loss"] = _sum_over_ranks(self._loss_sum).item() / self._sequences_summed
         metrics["grad_norm"] = norm.item()
         metrics["lr"] = float(self.schedule.get_last_lr()[0])
         tokens = self._steps_timed * ranks * config.batch_size * config.seq_len
@@ -80,7 +81,7 @@ class Trainer:
         if validates:
             metrics["val_loss"] = self.validate()
         self._loss_sum.zero_()
-        self._steps_summed = self._steps_timed = 0
+        self._sequences_summed = self._steps_timed = 0
         self._lap = time.perf_counter()
         metrics["seconds"] = self._lap - self._start
         return metrics
@@ -114,7 +115,7 @@ class Trainer:
             "random": torch.get_rng_state(),
             "steps_done": self.steps_done,
             "loss_sum": _sum_over_ranks(self._loss_sum),
-            "steps_summed": self._steps_summed,
+            "sequences_summed": self._sequences_summed,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -125,7 +126,7 @@ class Trainer:
         torch.set_rng_state(state["random"])
         self.steps_done = state["steps_done"]
         self._loss_sum.copy_(state["loss_sum"] * (dist.get_rank() == 0))
-        self._steps_summed = state["steps_summed"]
+        self._sequences_summed = state["sequences_summed"]
 
     def profile_steps(self, trace: Path | None) -> None:
         """Two more steps under the profiler, on every rank so that none is slower than the others;
