@@ -317,10 +317,11 @@ def saved_asynchronously(folder: str) -> None:
     model, optimizer = build(1)
     train(model, optimizer, range(2))
     expected = everything(model, optimizer)
-    saving = dcp.async_save(state_of(model, optimizer), checkpoint_id=folder)
+    # A group of the saving thread's own: ranks would not agree on the order of its collectives and
+    # those of training.
+    group = dist.new_group()
+    saving = dcp.async_save(state_of(model, optimizer), checkpoint_id=folder, process_group=group)
     done = getattr(saving, "upload_completion", saving)
-    # The saving thread shares the default group with nobody: training here has groups of its own,
-    # but no collective of the default group may be issued meanwhile.
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from ranks import run_ranks
 
-PAGE = Path(__file__).parents[1] / "docs" / "sharded_tensors.md"
+DOCS = Path(__file__).parents[1] / "docs"
 
 
-def python_blocks(page: Path) -> list[str]:
-    """The page's Python examples, each padded so that its line numbers are the page's."""
+def blocks_of(page: Path, language: str) -> list[str]:
+    """The page's examples, each padded so that its line numbers are the page's."""
     text = page.read_text(encoding="utf-8")
-    found = re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return ["\n" * text.count("\n", 0, block.start(1)) + block[1] for block in found]
+    found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    blocks = ["\n" * text.count("\n", 0, block.start(1)) + block[1] for block in found]
+    assert blocks
+    assert len(blocks) == text.count(f"```{language}")
+    return blocks
 
 
 def run_blocks(blocks: list[str], name: str) -> None:
@@ -24,8 +31,20 @@ def run_blocks(blocks: list[str], name: str) -> None:
         exec(compile(block, name, "exec"), namespace)
 
 
-def test_the_examples_on_sharded_tensors_run() -> None:
-    blocks = python_blocks(PAGE)
-    assert blocks
-    assert len(blocks) == PAGE.read_text(encoding="utf-8").count("```python")
-    run_ranks(run_blocks, 2, blocks, str(PAGE))
+@pytest.mark.parametrize("page", ["sharded_tensors.md", "checkpoints.md"])
+def test_the_python_examples_run(page: str) -> None:
+    run_ranks(run_blocks, 2, blocks_of(DOCS / page, "python"), page)
+
+
+@pytest.mark.slow
+def test_the_commands_on_checkpoints_run(tmp_path: Path) -> None:
+    for line in "".join(blocks_of(DOCS / "checkpoints.md", "bash")).split("\n"):
+        if not line:
+            continue
+        program, *arguments = shlex.split(line)
+        assert program == "fsdp-overlap"
+        command = [sys.executable, "-m", "fsdp_overlap.cli", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150)
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "small.pt").exists()
+    assert (tmp_path / "small.safetensors").exists()

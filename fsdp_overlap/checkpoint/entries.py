@@ -7,20 +7,26 @@ import io
 import sys
 import zipfile
 import zlib
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from math import prod
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
 from fsdp_overlap.checkpoint.errors import CheckpointError
-from fsdp_overlap.checkpoint.pickles import Maker, Record, read_pickle, record
+from fsdp_overlap.checkpoint.files import refuse_holes
+from fsdp_overlap.checkpoint.pickles import Maker, key, read_pickle
 
 BLOCK_BYTES = 4 << 20
 """What reading holds in memory beside its targets."""
 
 _LOCAL_HEADER = 30  # bytes, before a record's name and extra field
+_MOST_AT_ONCE = 16 << 20  # bytes of an entry's directory, a hundred or so for a record
+_MOST_DEEP = 100  # containers in containers
+_MOST_DIMS = 64
 
 
 DTYPES: dict[str, torch.dtype] = {
@@ -55,6 +61,15 @@ class Bytes:
     start: int
     numel: int
 
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def read(self, file: FileIO) -> torch.Tensor:
+        flat = torch.empty(self.nbytes, dtype=torch.uint8)
+        _read_into(file, self.start, flat)
+        return flat
+
 
 @dataclass(frozen=True)
 class StoredTensor:
@@ -75,15 +90,17 @@ class StoredTensor:
             expected *= n
         return True
 
-    def read(self, file: BinaryIO) -> torch.Tensor:
+    def read(self, file: FileIO) -> torch.Tensor:
         """The whole tensor, on the CPU."""
-        flat = torch.empty(self.storage.numel * self.storage.dtype.itemsize, dtype=torch.uint8)
-        _read_into(file, self.storage.start, flat)
+        return self.view(self.storage.read(file))
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """The tensor in ``flat``, the storage's bytes."""
         return flat.view(self.dtype).as_strided(self.size, self.stride, self.offset)
 
     def copy_box(
         self,
-        file: BinaryIO,
+        file: FileIO,
         offsets: Sequence[int],
         lengths: Sequence[int],
         target: torch.Tensor,
@@ -104,7 +121,7 @@ class StoredTensor:
 
     def _copy_rows(
         self,
-        file: BinaryIO,
+        file: FileIO,
         block: torch.Tensor,
         dim: int,
         position: int,
@@ -135,67 +152,94 @@ class StoredTensor:
             target[i : i + rows].copy_(values)
 
 
-def read_entry(file: BinaryIO, start: int, length: int, where: str) -> Any:
+def read_entry(file: FileIO, start: int, length: int) -> Any:
     """The value of the entry in bytes ``[start, start + length)`` of ``file``, with
     :class:`StoredTensor` in place of tensors. Reads all of it, to compare checksums.
 
     Raises:
-        CheckpointError: the entry is damaged, or holds what no checkpoint needs.
+        CheckpointError: the entry holds what no checkpoint needs.
+        Exception: it is damaged.
     """
-    try:
-        return _read_entry(file, start, length, where)
-    except (zipfile.BadZipFile, EOFError, OSError, NotImplementedError, OverflowError) as error:
-        raise CheckpointError(f"{where} is damaged: {error}") from None
-
-
-def _read_entry(file: BinaryIO, start: int, length: int, where: str) -> Any:
     with zipfile.ZipFile(_Slice(file, start, length)) as archive:
-        infos = {info.filename: info for info in archive.infolist()}
-        if len(infos) != len(archive.infolist()):
-            raise CheckpointError(f"{where} is damaged: two records of one name")
-        positions = {name: _check_record(file, start, length, info) for name, info in infos.items()}
-        pickles = [name for name in infos if name.endswith("/data.pkl")]
-        if len(pickles) != 1:
-            raise CheckpointError(f"{where} is not what torch.save writes: no data.pkl")
-        folder = pickles[0].removesuffix("data.pkl")
-        if archive.read(folder + "byteorder").decode() != sys.byteorder:
-            raise CheckpointError(f"{where} has the byte order of another kind of machine")
+        records = archive.infolist()
+    infos = {info.filename: info for info in records}
+    if len(infos) != len(records):
+        raise ValueError("two records of one name")
+    # Overlapping ones would be read, and checked, again and again.
+    if sum(info.file_size for info in records) > length:
+        raise ValueError(f"its records claim more bytes than its {length:,}")
+    positions = {name: _check_record(file, start, length, info) for name, info in infos.items()}
+    pickles = [name for name in infos if name.endswith("/data.pkl")]
+    if len(pickles) != 1:
+        raise ValueError("torch.save writes one data.pkl")
+    folder = pickles[0].removesuffix("data.pkl")
+    order = folder + "byteorder"
+    if order in infos:
+        file.seek(positions[order])
+        if file.read(min(infos[order].file_size, 16)) != sys.byteorder.encode():
+            raise CheckpointError("it has the byte order of another kind of machine")
 
-        def storage(identity: Any) -> Bytes:
-            kind, dtype, key, _, numel = identity
-            name = f"{folder}data/{key}"
-            if kind != "storage" or not isinstance(dtype, torch.dtype) or name not in infos:
-                raise ValueError("a storage that is not in the file")
-            if _count(numel) * dtype.itemsize != infos[name].file_size:
-                raise ValueError(
-                    f"a storage of {infos[name].file_size:,} bytes claims {numel:,} elements of "
-                    f"{dtype}"
-                )
-            return Bytes(dtype, positions[name], numel)
+    def storage(identity: Any) -> Bytes:
+        kind, dtype, name, _, numel = identity
+        if kind != "storage" or not isinstance(dtype, torch.dtype) or not isinstance(name, str):
+            raise ValueError("a storage that is none")
+        name = f"{folder}data/{name}"
+        if name not in infos:
+            raise ValueError("a storage that is not in the file")
+        size = infos[name].file_size
+        if _count(numel) * dtype.itemsize != size:
+            raise ValueError(f"a storage of {size:,} bytes claims {numel:,} elements of {dtype}")
+        return Bytes(dtype, positions[name], numel)
 
-        return read_pickle(io.BytesIO(archive.read(pickles[0])), _ADMITTED, where, storage)
+    position, size = positions[pickles[0]], infos[pickles[0]].file_size
+    refuse_holes(file, position, size)
+    file.seek(position)
+    return read_pickle(io.BytesIO(file.read(size)), size, _ADMITTED, storage)
 
 
-def plain_value(value: Any, file: BinaryIO, where: str) -> Any:
-    """``value`` of an entry with tensors read from ``file``, as the user saved it."""
-    if isinstance(value, StoredTensor):
-        return value.read(file).clone()
-    if isinstance(value, dict):
-        return {plain_value(k, file, where): plain_value(v, file, where) for k, v in value.items()}
-    if isinstance(value, (list, tuple, set)):
-        items = [plain_value(item, file, where) for item in value]
-        return torch.Size(items) if isinstance(value, torch.Size) else type(value)(items)
-    if isinstance(value, Record) and value.kind == "device":
-        return torch.device(*value.args)
-    if isinstance(value, (bool, int, float, str, bytes, torch.dtype)) or value is None:
-        return value
-    raise CheckpointError(f"{where} holds something that is no value of a checkpoint")
+def plain_value(value: Any, file: FileIO) -> Any:
+    """``value`` of an entry with tensors read from ``file``, as the user saved it.
+
+    Raises:
+        ValueError: it is no value of a checkpoint, or nests too deep.
+    """
+    return _Plain(file).of(value)
+
+
+class _Plain:
+    """Keeps what is shared shared: there may be more paths to a value than atoms in a machine."""
+
+    def __init__(self, file: FileIO) -> None:
+        self.file = file
+        self.made: dict[int, Any] = {}
+        self.storages: dict[Bytes, torch.Tensor] = {}
+
+    def of(self, value: Any, depth: int = 0) -> Any:
+        if isinstance(value, _PLAIN):
+            return value
+        if id(value) not in self.made:
+            self.made[id(value)] = self._of(value, depth)
+        return self.made[id(value)]
+
+    def _of(self, value: Any, depth: int) -> Any:
+        if depth > _MOST_DEEP:
+            raise ValueError(f"containers are nested deeper than {_MOST_DEEP}")
+        if isinstance(value, StoredTensor):
+            if value.storage not in self.storages:
+                self.storages[value.storage] = value.storage.read(self.file)
+            return value.view(self.storages[value.storage])
+        if isinstance(value, dict):
+            items = [(self.of(k, depth + 1), self.of(v, depth + 1)) for k, v in value.items()]
+            return type(value)(items)
+        if isinstance(value, (list, tuple, set)):
+            return type(value)([self.of(item, depth + 1) for item in value])
+        raise ValueError("something that is no value of a checkpoint")
 
 
 def shape_of(value: Any) -> torch.Size:
     """``value``, of a pickle, as a shape."""
-    if not isinstance(value, tuple):
-        raise ValueError(f"{value!r} is not a shape")
+    if not isinstance(value, tuple) or len(value) > _MOST_DIMS:
+        raise ValueError(f"a {type(value).__name__} that is no shape")
     return torch.Size([_count(n) for n in value])
 
 
@@ -206,21 +250,58 @@ def _tensor(dtype: torch.dtype, storage: Any, offset: Any, size: Any, stride: An
     last = _count(offset)
     if prod(shape):
         last += sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + 1
-    if last * dtype.itemsize > storage.numel * storage.dtype.itemsize:
-        raise ValueError(f"a tensor of {tuple(shape)} reaches beyond its storage")
-    return StoredTensor(storage, dtype, offset, tuple(shape), tuple(strides))
+    if last * dtype.itemsize > storage.nbytes or storage.nbytes % dtype.itemsize:
+        raise ValueError(f"a tensor of {tuple(shape)} does not fit its storage")
+    # Of no meaning, and unchecked so far, are the strides of one and of no elements.
+    moves = bool(prod(shape))
+    steps = tuple(step if moves and n > 1 else 0 for n, step in zip(shape, strides, strict=True))
+    return StoredTensor(storage, dtype, offset, tuple(shape), steps)
 
 
-def _rebuild_tensor_v2(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> StoredTensor:
-    return _tensor(storage.dtype, storage, offset, size, stride)
+def _rebuild_tensor_v2(
+    storage: Any, offset: Any, size: Any, stride: Any, _grad: Any, _hooks: Any, flags: Any = None
+) -> StoredTensor:
+    if not isinstance(storage, Bytes):
+        raise ValueError("a tensor without a storage")
+    return _rebuild_tensor_v3(storage, offset, size, stride, _grad, _hooks, storage.dtype, flags)
 
 
 def _rebuild_tensor_v3(
-    storage: Any, offset: Any, size: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, *_: Any
+    storage: Any,
+    offset: Any,
+    size: Any,
+    stride: Any,
+    _grad: Any,
+    _hooks: Any,
+    dtype: Any,
+    flags: Any = None,
 ) -> StoredTensor:
     if not isinstance(dtype, torch.dtype):
         raise ValueError("a tensor without a dtype")
+    if flags:
+        raise CheckpointError("a view that conjugates or negates is refused; resolve it, then save")
     return _tensor(dtype, storage, offset, size, stride)
+
+
+def _device(kind: Any, index: Any = None) -> torch.device:
+    if not isinstance(kind, str) or (index is not None and not 0 <= _count(index) < 1 << 7):
+        raise ValueError("a device that is none")
+    return torch.device(kind) if index is None else torch.device(kind, index)
+
+
+def _set(items: Any) -> set[Any]:
+    """Moves them: a list that was copied could be copied again, at every few bytes."""
+    if not isinstance(items, list):
+        raise ValueError("a set of what is no list")
+    made = set(map(key, items))
+    items.clear()
+    return made
+
+
+def _complex(real: Any, imaginary: Any) -> complex:
+    if not isinstance(real, float) or not isinstance(imaginary, float):
+        raise ValueError("a complex number of what are no numbers")
+    return complex(real, imaginary)
 
 
 # What torch.save writes of tensors and plain values, by the names that it gives them.
@@ -231,64 +312,70 @@ _ADMITTED: dict[str, Any] = {
     "torch._utils._rebuild_tensor_v3": Maker(_rebuild_tensor_v3),
     "torch._utils._rebuild_parameter": Maker(lambda tensor, *_: tensor),
     "torch.Size": Maker(shape_of),
-    "torch.device": record("device"),
-    "collections.OrderedDict": Maker(dict),
+    "torch.device": Maker(_device),
+    "collections.OrderedDict": Maker(lambda: OrderedDict()),
+    "__builtin__.set": Maker(_set),  # as Python 2 called it, which the protocol in use dates from
+    "__builtin__.complex": Maker(_complex),
 }
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 
 
 def _count(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is not a number of elements")
+        raise ValueError(f"a {type(value).__name__} that is no number of elements")
     return value
 
 
-def _check_record(file: BinaryIO, start: int, length: int, info: zipfile.ZipInfo) -> int:
+def _check_record(file: FileIO, start: int, length: int, info: zipfile.ZipInfo) -> int:
     """Where in ``file`` the record's bytes begin, once they have the checksum that it names."""
+    name = info.filename[:100]
     if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
-        raise zipfile.BadZipFile(f"record {info.filename} is compressed")
-    file.seek(start + info.header_offset)
+        raise ValueError(f"record {name!r} is compressed")
+    position = start + info.header_offset + _LOCAL_HEADER
+    if info.header_offset < 0 or position > start + length:
+        raise ValueError(f"record {name!r} lies outside its entry")
+    file.seek(position - _LOCAL_HEADER)
     header = file.read(_LOCAL_HEADER)
-    if len(header) < _LOCAL_HEADER or header[:4] != b"PK\x03\x04":
-        raise zipfile.BadZipFile(f"record {info.filename} has no header")
-    names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-    position = start + info.header_offset + _LOCAL_HEADER + names
+    if header[:4] != b"PK\x03\x04":
+        raise ValueError(f"record {name!r} has no header")
+    position += int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
     if position + info.file_size > start + length:
-        raise zipfile.BadZipFile(f"record {info.filename} reaches beyond its entry")
+        raise ValueError(f"record {name!r} reaches beyond its entry")
     file.seek(position)
     checksum = 0
     for part in _parts(file, info.file_size):
         checksum = zlib.crc32(part, checksum)
     if checksum != info.CRC:
-        raise zipfile.BadZipFile(f"the checksum of {info.filename} does not match")
+        raise ValueError(f"the checksum of record {name!r} does not match")
     return position
 
 
-def _parts(file: BinaryIO, size: int) -> Iterator[memoryview]:
+def _parts(file: FileIO, size: int) -> Iterator[memoryview]:
     """The next ``size`` bytes, a block at a time in the same memory."""
     block = memoryview(bytearray(min(size, BLOCK_BYTES)))
     while size:
-        count = file.readinto(block[: min(size, BLOCK_BYTES)])  # type: ignore[attr-defined]
+        count = file.readinto(block[: min(size, BLOCK_BYTES)])
         if not count:
-            raise EOFError("the file ends early")
+            raise CheckpointError(f"{file.name!s} ends early")
         yield block[:count]
         size -= count
 
 
-def _read_into(file: BinaryIO, position: int, target: torch.Tensor) -> None:
+def _read_into(file: FileIO, position: int, target: torch.Tensor) -> None:
     """Fills ``target``, contiguous bytes on the CPU, from ``position`` on."""
     file.seek(position)
     memory = memoryview((ctypes.c_char * target.numel()).from_address(target.data_ptr())).cast("B")
     while memory:
-        count = file.readinto(memory)  # type: ignore[attr-defined]
+        count = file.readinto(memory)
         if not count:
-            raise EOFError("the file ends early")
+            raise CheckpointError(f"{file.name!s} ends early")
         memory = memory[count:]
 
 
 class _Slice(io.RawIOBase):
     """A part of a file, for reading."""
 
-    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+    def __init__(self, file: FileIO, start: int, length: int) -> None:
         self._file, self._start, self._length = file, start, length
         self._position = 0
 
@@ -306,10 +393,15 @@ class _Slice(io.RawIOBase):
     def tell(self) -> int:
         return self._position
 
+    def read(self, size: int = -1) -> bytes:
+        if size > _MOST_AT_ONCE:  # else room would be made for it, whatever there is to read
+            raise ValueError(f"its directory claims {size:,} bytes")
+        return super().read(size) or b""
+
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
         count = max(0, min(len(view), self._length - self._position))
         self._file.seek(self._start + self._position)
-        count = self._file.readinto(view[:count])  # type: ignore[attr-defined]
+        count = self._file.readinto(view[:count])
         self._position += count
         return count

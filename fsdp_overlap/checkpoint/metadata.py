@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
-import stat
-from bisect import bisect_right, insort
-from io import BufferedReader
+from collections import Counter
+from io import BufferedReader, FileIO
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -23,12 +25,18 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fsdp_overlap.checkpoint.entries import DTYPES, shape_of
-from fsdp_overlap.checkpoint.errors import CheckpointError
+from fsdp_overlap.checkpoint.errors import CheckpointError, refusing
+from fsdp_overlap.checkpoint.files import file_size, opened, refuse_holes
 from fsdp_overlap.checkpoint.pickles import Maker, Record, read_pickle, record
 
 METADATA_FILE = ".metadata"
 CHECKSUM_FILE = ".metadata.sha256"
 """Written by ours beside the metadata, which has no checksum of its own."""
+
+_MOST_AROUND = 1 << 20  # bytes of a tensor's entry beside the tensor's
+_MOST_CUTS = 8  # dimensions along which a tensor is cut
+_MOST_DEEP = 100  # steps of a key's path
+_MOST_GAPS = 1 << 20  # list items without a value
 
 _DCP = "torch.distributed.checkpoint"
 _CLASSES = "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta"
@@ -39,8 +47,8 @@ _ADMITTED: dict[str, Any] = {
     f"{_DCP}.metadata._MEM_FORMAT_ENCODING": record("_MEM_FORMAT_ENCODING"),
     f"{_DCP}.filesystem._StorageInfo": record("_StorageInfo"),
     "torch.Size": Maker(shape_of),
-    "torch.serialization._get_layout": Maker(str),
-    "collections.OrderedDict": Maker(dict),
+    "torch.serialization._get_layout": Maker(lambda name: name),
+    "collections.OrderedDict": Maker(lambda: {}),
     # Where the checkpoint was when it was written, which nobody reads.
     **{
         f"{module}.{name}": record("path")
@@ -60,49 +68,27 @@ def read_metadata(folder: Path) -> Metadata:
         CheckpointError: it is not so, or the metadata is missing, damaged or no metadata.
     """
     path = folder / METADATA_FILE
-    size = file_size(path)
-    with path.open("rb") as file:
+    with opened(path) as file, refusing(str(path)):
+        size = file_size(path)
+        refuse_holes(file, 0, size)
         _check_sum(folder, file)
-        value = read_pickle(file, _ADMITTED, str(path))
-        if file.tell() != size:
-            raise CheckpointError(f"{path} is damaged: bytes are left after the end")
-    try:
-        metadata = _metadata(value)
+        metadata = _metadata(read_pickle(BufferedReader(file), size, _ADMITTED))
         _check_entries(folder, metadata)
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from None
-    except (AttributeError, ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from None
     return metadata
 
 
-def file_size(path: Path) -> int:
-    """Bytes of the regular file at ``path``.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    try:
-        status = os.lstat(path)
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}; a complete checkpoint has it") from None
-    if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"{path} is not a regular file, as those of a checkpoint are")
-    return status.st_size
-
-
-def _check_sum(folder: Path, file: BufferedReader) -> None:
+def _check_sum(folder: Path, file: FileIO) -> None:
     path = folder / CHECKSUM_FILE
-    if not path.exists():
+    if not os.path.lexists(path):
         return  # torch's own writer makes none
     if file_size(path) > 256:
-        raise CheckpointError(f"{path} is no checksum")
+        raise CheckpointError(f"{path.name} is no checksum")
     found = hashlib.file_digest(file, "sha256").hexdigest()
     file.seek(0)
     if path.read_bytes().strip() != found.encode():
         raise CheckpointError(
-            f"{folder / METADATA_FILE} is damaged: its checksum is not that in {path.name} (if "
-            "another writer has saved over this checkpoint, remove that file)"
+            f"it is damaged: its checksum is not that in {path.name} (if another writer has saved "
+            "over this checkpoint, remove that file)"
         )
 
 
@@ -120,11 +106,11 @@ def _metadata(value: Any) -> Metadata:
         raise ValueError("two entries of one value")
     paths = state.get("planner_data")
     if paths is not None:
-        for fqn, path in _typed(paths, dict).items():
-            _check_path(fqn, path, tensors)
+        _check_paths(_typed(paths, dict), tensors)
     metadata = Metadata(tensors, paths, entries)
     metadata.storage_meta = StorageMeta()
-    metadata.version = state.get("version")
+    version = state.get("version")
+    metadata.version = version if isinstance(version, str) else None
     return metadata
 
 
@@ -135,6 +121,8 @@ def _storage_type(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     dtype = _typed(state["properties"], Record).state[0]
     if state["properties"].kind != "TensorProperties" or dtype not in DTYPES.values():
         raise ValueError("a tensor without a dtype")
+    if not _copies(dtype):  # which would show only once other tensors were loaded
+        raise CheckpointError(f"{dtype} is refused: torch cannot copy tensors of it into others")
     size = shape_of(state["size"])
     chunks = []
     for item in _typed(state["chunks"], list):
@@ -153,9 +141,7 @@ def _index(value: Any) -> MetadataIndex:
 def _storage_info(value: Any) -> _StorageInfo:
     state = _state(value, "_StorageInfo")
     if state.get("transform_descriptors"):
-        raise CheckpointError(
-            f"entries are transformed by {state['transform_descriptors']}, which is not supported"
-        )
+        raise CheckpointError("entries are transformed (encrypted, compressed), not supported")
     name = _text(state["relative_path"])
     if name != os.path.basename(name) or name in ("", ".", "..") or "\\" in name or "\0" in name:
         raise CheckpointError(f"file {name!r} is not in the checkpoint's folder")
@@ -163,14 +149,30 @@ def _storage_info(value: Any) -> _StorageInfo:
     return _StorageInfo(name, offset, length)
 
 
-def _check_path(fqn: Any, path: Any, tensors: dict[str, Any]) -> None:
-    """A key's path in the nested state dict, as DCP flattens it."""
-    if ".".join(map(str, _typed(path, tuple))) != fqn or fqn not in tensors:
-        raise ValueError(f"{path!r} is not the path of a key")
-    for step in path:
-        # A list is filled up to its largest index.
-        if type(step) not in (str, int) or (type(step) is int and not 0 <= step < len(tensors)):
-            raise ValueError(f"{path!r} is not a path")
+@functools.cache
+def _copies(dtype: torch.dtype) -> bool:
+    try:
+        torch.empty(1).copy_(torch.empty(2, dtype=dtype)[:1])
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def _check_paths(paths: dict[Any, Any], tensors: dict[str, Any]) -> None:
+    """The keys' paths in the nested state dict, as DCP flattens it."""
+    lengths: dict[tuple[Any, ...], int] = {}  # of the lists, which are filled up to the last item
+    for fqn, path in paths.items():
+        if len(_typed(path, tuple)) > _MOST_DEEP or any(type(s) not in (str, int) for s in path):
+            raise ValueError("a key has a path that is none")
+        if ".".join(map(str, path)) != fqn or fqn not in tensors:
+            raise ValueError(f"{fqn!r} has the path of another key")
+        for i, step in enumerate(path):
+            if type(step) is int:
+                if step < 0:
+                    raise ValueError(f"{fqn!r} has a negative index")
+                lengths[path[:i]] = max(lengths.get(path[:i], 0), step + 1)
+    if sum(lengths.values()) > len(paths) * _MOST_DEEP + _MOST_GAPS:
+        raise ValueError(f"lists of {sum(lengths.values()):,} items for {len(paths):,} values")
 
 
 def _check_tiles(size: tuple[int, ...], chunks: list[ChunkStorageMetadata]) -> None:
@@ -180,28 +182,22 @@ def _check_tiles(size: tuple[int, ...], chunks: list[ChunkStorageMetadata]) -> N
             raise ValueError(f"chunk {chunk} of a tensor of {tuple(size)}")
         if any(o + s > n for o, s, n in zip(chunk.offsets, chunk.sizes, size, strict=True)):
             raise ValueError(f"chunk {chunk} reaches beyond the tensor of {tuple(size)}")
-    filled = [chunk for chunk in chunks if prod(chunk.sizes)]
-    if sum(prod(chunk.sizes) for chunk in filled) != prod(size):
-        raise ValueError(f"chunks do not cover a tensor of {tuple(size)}")
-    if not size:
-        return
-    # Boxes that end before the next one begins cannot overlap it: sweep the longest dimension.
-    sweep = max(range(len(size)), key=lambda dim: size[dim])
-    filled.sort(key=lambda chunk: chunk.offsets[sweep])
-    active: list[tuple[int, int]] = []
-    for i, chunk in enumerate(filled):
-        del active[: bisect_right(active, (chunk.offsets[sweep], len(filled)))]
-        for _, j in active:
-            if _overlap(chunk, filled[j]):
-                raise ValueError(f"chunks {chunk} and {filled[j]} overlap")
-        insort(active, (chunk.offsets[sweep] + chunk.sizes[sweep], i))
-
-
-def _overlap(first: ChunkStorageMetadata, second: ChunkStorageMetadata) -> bool:
-    return all(
-        a < b + n and b < a + m
-        for a, m, b, n in zip(first.offsets, first.sizes, second.offsets, second.sizes, strict=True)
-    )
+    boxes = [(chunk.offsets, chunk.sizes, 1) for chunk in chunks if prod(chunk.sizes)]
+    cut = [dim for dim, n in enumerate(size) if any(box[1][dim] != n for box in boxes)]
+    if len(cut) > _MOST_CUTS:
+        raise ValueError(f"a tensor of {tuple(size)} is cut along {len(cut)} dimensions")
+    # How often each element is covered follows from the differences along all dimensions, and those
+    # of a box are 1 and -1 in turn at its corners, 0 elsewhere: all chunks' together must be those
+    # of the tensor. That takes no look at pairs of chunks.
+    if prod(size):
+        boxes.append((torch.Size([0] * len(size)), torch.Size(size), -1))
+    corners: Counter[tuple[int, ...]] = Counter()
+    for offsets, sizes, weight in boxes:
+        for ends in product((0, 1), repeat=len(cut)):
+            corner = tuple(offsets[d] + e * sizes[d] for d, e in zip(cut, ends, strict=True))
+            corners[corner] += -weight if sum(ends) % 2 else weight
+    if any(corners.values()):
+        raise ValueError(f"chunks do not cover a tensor of {tuple(size)} exactly once")
 
 
 def _check_entries(folder: Path, metadata: Metadata) -> None:
@@ -218,11 +214,14 @@ def _check_entries(folder: Path, metadata: Metadata) -> None:
     entries = metadata.storage_data
     for index, nbytes in needed.items():
         if index not in entries:
-            raise ValueError(f"{index.fqn} has no entry at {index.offset}")
-        if nbytes > entries[index].length:
+            raise ValueError(f"{index.fqn!r} has no entry at {index.offset}")
+        length = entries[index].length
+        if nbytes > length:
             raise CheckpointError(
-                f"{index.fqn} claims {nbytes:,} bytes of an entry of {entries[index].length:,}"
+                f"{index.fqn!r} claims {nbytes:,} bytes of an entry of {length:,}"
             )
+        if index.offset is not None and length > nbytes + _MOST_AROUND:
+            raise CheckpointError(f"{index.fqn!r}, {nbytes:,} bytes, has an entry of {length:,}")
     if unknown := entries.keys() - needed.keys():
         raise ValueError(f"entries of unknown values: {sorted(index.fqn for index in unknown)[:3]}")
     by_file: dict[str, list[_StorageInfo]] = {}
@@ -232,10 +231,10 @@ def _check_entries(folder: Path, metadata: Metadata) -> None:
         size, end = file_size(folder / name), 0
         for info in sorted(infos, key=lambda info: info.offset):
             if info.offset < end:
-                raise ValueError(f"entries of {name} overlap")
+                raise ValueError(f"entries of {name!r} overlap")
             end = info.offset + info.length
         if end > size:
-            raise CheckpointError(f"{name} has {size:,} bytes of the {end:,} that were written")
+            raise CheckpointError(f"{name!r} has {size:,} bytes of the {end:,} that were written")
 
 
 def _state(value: Any, kind: str) -> dict[str, Any]:
@@ -246,7 +245,7 @@ def _state(value: Any, kind: str) -> dict[str, Any]:
 
 def _typed(value: Any, kind: type[Any]) -> Any:
     if type(value) is not kind:
-        raise ValueError(f"a {kind.__name__} was expected, not {value!r}")
+        raise ValueError(f"a {kind.__name__} was expected, not a {type(value).__name__}")
     return value
 
 

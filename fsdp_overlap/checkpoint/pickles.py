@@ -9,7 +9,10 @@ from typing import Any, BinaryIO
 
 from fsdp_overlap.checkpoint.errors import CheckpointError
 
-_MOST_BYTES = 1 << 30  # of one value; a file with holes could claim any number
+_MOST_ARGUMENTS = 256  # of one call; the path of a checkpoint has that many parts, if any
+_MOST_IN_KEY = 64  # items of a tuple, and bits of a number
+_MOST_OF_A_LINE = 1 << 16  # bytes
+_MOST_OF_A_NAME = 200  # characters, in errors
 
 # Opcodes whose argument is the value itself.
 _VALUES = frozenset(
@@ -26,54 +29,72 @@ _EMPTY: dict[str, Callable[[], Any]] = {
     "EMPTY_SET": set,
 }
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-_MARK = object()
 
 
 @dataclass(frozen=True)
 class Maker:
-    """Stands for a class or function that a pickle may name: ``make``, ours, is called for it."""
+    """Stands for a class or function that a pickle may name: ``make``, ours, is called for it.
+
+    ``make`` is fast and makes no more of its arguments than they were: a pickle may call it with
+    the same ones at every few bytes.
+    """
 
     make: Callable[..., Any]
 
 
 @dataclass(eq=False)
 class Record:
-    """What would have been an object: the class's name, constructor arguments and state."""
+    """What would have been an object: the class's name and the state, less what made it."""
 
     kind: str
-    args: tuple[Any, ...] = ()
     state: Any = None
 
 
 def record(kind: str) -> Maker:
     """A class whose objects become Records of ``kind``."""
-    return Maker(lambda *args: Record(kind, args))
+    return Maker(lambda *_: Record(kind))
+
+
+def key(value: Any) -> Any:
+    """``value``, which hashes in no time.
+
+    Tuples in tuples take as long as there are paths through them, numbers can be chosen to share
+    one hash.
+
+    Raises:
+        ValueError: it may not.
+    """
+    parts = value if isinstance(value, tuple) else (value,)
+    if len(parts) > _MOST_IN_KEY or any(
+        isinstance(part, tuple) or (isinstance(part, int) and part.bit_length() > _MOST_IN_KEY)
+        for part in parts
+    ):
+        raise ValueError("a key is no string, number or short tuple of these")
+    return value
 
 
 def read_pickle(
     file: BinaryIO,
+    size: int,
     admitted: Mapping[str, Any],
-    where: str,
     persistent: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """The value of the pickle that starts at ``file``'s position.
+    """The value of the pickle that is the next ``size`` bytes of ``file``.
 
     Args:
         admitted: by ``module.name``, what stands for the globals that the pickle may name:
             a :class:`Maker`, or the value itself.
-        where: names the pickle in errors.
         persistent: from a persistent id to what it stands for.
 
     Raises:
-        CheckpointError: the pickle names another global, uses an opcode that no checkpoint needs,
-            or is damaged.
+        CheckpointError: the pickle names another global or uses an opcode that no checkpoint needs.
+        Exception: it is damaged.
     """
-    try:
-        return _Machine(admitted, persistent).run(_Bounded(file))
-    except CheckpointError as error:
-        raise CheckpointError(f"{where}: {error}") from None
-    except (ValueError, IndexError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise CheckpointError(f"{where} is damaged: {error}") from None
+    source = _Bounded(file, size)
+    value = _Machine(admitted, persistent).run(source)
+    if source.left:
+        raise ValueError(f"{source.left:,} bytes are left after the end")
+    return value
 
 
 class _Machine:
@@ -85,36 +106,40 @@ class _Machine:
         self.admitted = admitted
         self.persistent = persistent
         self.stack: list[Any] = []
+        self.marks: list[int] = []  # the stack's lengths at the marks
         self.memo: dict[int, Any] = {}
 
-    def run(self, file: Any) -> Any:
+    def run(self, file: _Bounded) -> Any:
         stack, memo = self.stack, self.memo
         argument: Any
-        for opcode, argument, _ in pickletools.genops(file):
+        for opcode, argument, _ in pickletools.genops(file):  # type: ignore[arg-type]
             name = opcode.name
             if name in _VALUES:
                 stack.append(argument)
             elif name in ("BINGET", "LONG_BINGET"):
                 stack.append(memo[argument])
             elif name == "MEMOIZE":
-                memo[len(memo)] = stack[-1]
+                memo[len(memo)] = self._top()
             elif name in ("BINPUT", "LONG_BINPUT"):
-                memo[argument] = stack[-1]
+                memo[argument] = self._top()
             elif name in _TUPLES:
                 count = _TUPLES[name]
+                self._top(count)
                 stack[-count:] = [tuple(stack[-count:])]
             elif name == "MARK":
-                stack.append(_MARK)
+                self.marks.append(len(stack))
             elif name in _EMPTY:
                 stack.append(_EMPTY[name]())
             elif name in _CONSTANTS:
                 stack.append(_CONSTANTS[name])
             elif name == "STOP":
-                value = stack.pop()
-                if stack:
+                value = self._pop()
+                if stack or self.marks:
                     raise ValueError("values are left on the stack")
                 return value
-            elif name not in ("PROTO", "FRAME"):
+            elif name == "FRAME":
+                file.claim(argument)
+            elif name != "PROTO":
                 self._step(name, argument)
         raise ValueError("it does not end")
 
@@ -123,72 +148,91 @@ class _Machine:
         if name == "TUPLE":
             stack.append(tuple(self._since_mark()))
         elif name == "APPEND":
-            item = stack.pop()
-            self._top(list).append(item)
+            item = self._pop()
+            self._a(list).append(item)
         elif name == "APPENDS":
             items = self._since_mark()
-            self._top(list).extend(items)
+            self._a(list).extend(items)
         elif name == "SETITEM":
-            value, key = stack.pop(), stack.pop()
-            self._top(dict)[key] = value
+            value, at = self._pop(), self._pop()
+            self._a(dict)[key(at)] = value
         elif name == "SETITEMS":
             items = self._since_mark()
-            self._top(dict).update(zip(items[::2], items[1::2], strict=True))
+            self._a(dict).update(zip(map(key, items[::2]), items[1::2], strict=True))
         elif name == "ADDITEMS":
             items = self._since_mark()
-            self._top(set).update(items)
+            self._a(set).update(map(key, items))
         elif name == "GLOBAL":
-            stack.append(self._admit(argument.replace(" ", ".", 1)))
+            stack.append(self._admit(*argument.split(" ", 1)))
         elif name == "STACK_GLOBAL":
-            attribute, module = stack.pop(), stack.pop()
-            stack.append(self._admit(f"{module}.{attribute}"))
+            attribute, module = self._pop(), self._pop()
+            stack.append(self._admit(module, attribute))
         elif name in ("REDUCE", "NEWOBJ"):
-            args, maker = stack.pop(), stack.pop()
+            args, maker = self._pop(), self._pop()
             if not isinstance(maker, Maker) or not isinstance(args, tuple):
                 raise ValueError("something that is no class is called")
+            if len(args) > _MOST_ARGUMENTS:
+                raise ValueError(f"a call with {len(args):,} arguments")
             stack.append(maker.make(*args))
         elif name == "BUILD":
-            state = stack.pop()
-            self._top(Record).state = state
+            state = self._pop()
+            self._a(Record).state = state
         elif name == "BINPERSID" and self.persistent is not None:
-            stack.append(self.persistent(stack.pop()))
+            stack.append(self.persistent(self._pop()))
         else:
             raise CheckpointError(f"opcode {name}, which no checkpoint needs, is refused")
 
-    def _admit(self, name: str) -> Any:
-        try:
-            return self.admitted[name]
-        except KeyError:
+    def _admit(self, module: Any, attribute: Any) -> Any:
+        if not isinstance(module, str) or not isinstance(attribute, str):
+            raise ValueError("a name is no string")
+        name = f"{module}.{attribute}"
+        if name not in self.admitted:
             raise CheckpointError(
-                f"{name} is refused: a checkpoint needs tensors, numbers, strings and containers "
-                "of these, nothing else"
-            ) from None
+                f"{name[:_MOST_OF_A_NAME]!r} is refused: a checkpoint needs tensors, numbers, "
+                "strings and containers of these, nothing else"
+            )
+        return self.admitted[name]
 
-    def _top(self, kind: type[Any]) -> Any:
-        if type(self.stack[-1]) is not kind:
+    def _top(self, count: int = 1) -> Any:
+        """The topmost value, of ``count`` that there must be since the last mark."""
+        if len(self.stack) - (self.marks[-1] if self.marks else 0) < count:
+            raise ValueError("a value is missing on the stack")
+        return self.stack[-1]
+
+    def _pop(self) -> Any:
+        self._top()
+        return self.stack.pop()
+
+    def _a(self, kind: type[Any]) -> Any:
+        if not isinstance(self._top(), kind):
             raise ValueError(f"a {kind.__name__} was expected")
         return self.stack[-1]
 
     def _since_mark(self) -> list[Any]:
-        stack = self.stack
-        for position in range(len(stack) - 1, -1, -1):
-            if stack[position] is _MARK:
-                items = stack[position + 1 :]
-                del stack[position:]
-                return items
-        raise ValueError("a mark is missing")
+        if not self.marks:
+            raise ValueError("a mark is missing")
+        start = self.marks.pop()
+        items = self.stack[start:]
+        del self.stack[start:]
+        return items
 
 
 class _Bounded:
-    """What pickletools reads from a file, but never more at once than a checkpoint could need."""
+    """What pickletools reads of a file, and never more than there is."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file, self.left = file, size
 
-    def read(self, size: int) -> bytes:
-        if size > _MOST_BYTES:
-            raise ValueError(f"one value claims {size:,} bytes")
-        return self._file.read(size)
+    def claim(self, count: int) -> None:
+        if count > self.left:
+            raise ValueError(f"{count:,} bytes are claimed where {self.left:,} are left")
+
+    def read(self, count: int) -> bytes:
+        self.claim(count)
+        self.left -= count
+        return self._file.read(count)
 
     def readline(self) -> bytes:
-        return self._file.readline(1 << 16)
+        line = self._file.readline(min(self.left, _MOST_OF_A_LINE))
+        self.left -= len(line)
+        return line

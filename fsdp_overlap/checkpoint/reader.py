@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
-from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
@@ -21,7 +22,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from fsdp_overlap.checkpoint.entries import StoredTensor, plain_value, read_entry
-from fsdp_overlap.checkpoint.errors import CheckpointError
+from fsdp_overlap.checkpoint.errors import CheckpointError, refusing
+from fsdp_overlap.checkpoint.files import opened, refuse_holes
 from fsdp_overlap.checkpoint.metadata import read_metadata
 
 
@@ -67,15 +69,9 @@ class SafeFileSystemReader(FileSystemReader):
         needed = {item.storage_index for item in plan.items}
         for name, file, indices in self._by_file(needed):
             for index in indices:
-                where = f"{name}, {index.fqn!r}"
-                info = self.storage_data[index]
-                value = read_entry(file, info.offset, info.length, where)
                 item = self._metadata.state_dict_metadata[index.fqn]
-                if isinstance(item, TensorStorageMetadata):
-                    _check_tensor(value, item, index, where)
-                elif isinstance(item, BytesStorageMetadata):
-                    value = plain_value(value, file, where)
-                self._values[index] = value
+                with refusing(f"{name}, {index.fqn!r}"):
+                    self._values[index] = _checked(file, self.storage_data[index], item, index)
         return plan
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -87,8 +83,8 @@ class SafeFileSystemReader(FileSystemReader):
                 value = self._values[index]
                 for item in items[index]:
                     if item.type == LoadItemType.BYTE_IO:
-                        # The planner loads it again, and now it is our own writing.
-                        planner.load_bytes(item, _saved(value))
+                        value.seek(0)
+                        planner.load_bytes(item, value)
                         continue
                     target = planner.resolve_tensor(item).detach()
                     value.copy_box(file, item.storage_offsets, item.lengths, target)
@@ -100,39 +96,35 @@ class SafeFileSystemReader(FileSystemReader):
 
     def _by_file(
         self, indices: set[MetadataIndex]
-    ) -> Iterator[tuple[str, BinaryIO, list[MetadataIndex]]]:
+    ) -> Iterator[tuple[str, FileIO, list[MetadataIndex]]]:
         """Each file with the entries to read of it, in the order in which they lie there."""
         files: dict[str, list[MetadataIndex]] = {}
         for index in sorted(indices, key=lambda index: self.storage_data[index].offset):
             files.setdefault(self.storage_data[index].relative_path, []).append(index)
         for name, inside in files.items():
-            with _opened(Path(self.path) / name) as file:
+            with opened(Path(self.path) / name) as file:
                 yield str(Path(self.path) / name), file, inside
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
-    try:
-        file = path.open("rb", buffering=0)
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from None
-    with file:
-        yield file
-
-
-def _check_tensor(
-    value: Any, item: TensorStorageMetadata, index: MetadataIndex, where: str
-) -> None:
+def _checked(
+    file: FileIO,
+    info: _StorageInfo,
+    item: TensorStorageMetadata | BytesStorageMetadata,
+    index: MetadataIndex,
+) -> StoredTensor | io.BytesIO:
+    """The tensor at ``info``; of other values what torch.save writes of them, in our own writing,
+    because planners load it without a check."""
+    if isinstance(item, BytesStorageMetadata):
+        refuse_holes(file, info.offset, info.length)
+        value = plain_value(read_entry(file, info.offset, info.length), file)
+        data = io.BytesIO()
+        torch.save(value, data)
+        return data
+    value = read_entry(file, info.offset, info.length)
     assert index.index is not None  # which of the tensor's chunks
     size = tuple(item.chunks[index.index].sizes)
     if not isinstance(value, StoredTensor) or value.dtype != item.properties.dtype:
-        raise CheckpointError(f"{where} is not the tensor of {item.properties.dtype} it should be")
+        raise CheckpointError(f"it is not the tensor of {item.properties.dtype} it should be")
     if value.size != size:
-        raise CheckpointError(f"{where} has the shape {value.size}, not {size}")
-
-
-def _saved(value: Any) -> io.BytesIO:
-    data = io.BytesIO()
-    torch.save(value, data)
-    data.seek(0)
-    return data
+        raise CheckpointError(f"it has the shape {value.size}, not {size}")
+    return value

@@ -25,8 +25,10 @@ class SafeFileSystemWriter(FileSystemWriter):
         super().finish(metadata, results)
         with (Path(self.path) / METADATA_FILE).open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        with checksum.open("w") as file:
+        unfinished = checksum.with_suffix(".tmp")
+        with unfinished.open("w") as file:
             file.write(digest + "\n")
             file.flush()
             if self.sync_files:
                 os.fsync(file.fileno())
+        unfinished.replace(checksum)  # half a checksum would condemn a whole checkpoint
