@@ -9,14 +9,16 @@ by torch's reader, which compares none. All five take turns, round by round in t
 
 *Time* is from a barrier to the end of the slowest rank, `state_dict()` included; throughput is the
 size of the whole model over it. Loads find the files in the page cache, as they were just written:
-they measure the software. Saves wait for the disk, so `--folder /dev/shm` is the one to look at for
-what the software adds.
+they measure the software; with `--cold` they come from the disk, as after a restart. Saves wait for
+the disk, so `--folder /dev/shm` is the one to look at for what the software adds.
 
 *Memory* is the peak of a rank's resident memory during one save or load above what it was before,
-on the rank with most; files in the page cache do not count. Freed blocks of 64 KiB and more go back
-to the system at once (MALLOC_MMAP_THRESHOLD_), so that none hides in what rested before.
+on the rank with most; files in the page cache do not count. It is measured in ranks of its own, in
+which freed blocks of 64 KiB and more go back to the system at once (MALLOC_MMAP_THRESHOLD_), so
+that none hides in what rested before. That slows down whoever takes large blocks, FSDP2's load to
+half its speed, and so nothing is timed there.
 
-Before anything is timed each reader must bring back every shard, bit by bit.
+Before anything is measured each reader must bring back every shard, bit by bit.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import itertools
+import os
 import re
 import shutil
 import statistics
@@ -115,34 +118,46 @@ def _resident(field: str) -> int:
     return int(found[1]) << 10
 
 
-class Operation:
-    """A save or a load of this rank; keeps the peak of each call, in bytes."""
+Operation = Callable[[Path], None]
 
-    def __init__(self, run: Callable[[Path], None], folders: Callable[[], Path]) -> None:
-        self._run, self._folders = run, folders
-        self.peaks: list[int] = []
 
-    def sample(self) -> float:
-        """Seconds on this rank, all ranks starting together."""
-        folder = self._folders()
-        with PeakMemory() as peak:
-            dist.barrier()
-            start = time.perf_counter()
-            self._run(folder)
-            seconds = time.perf_counter() - start
-        self.peaks.append(peak.nbytes)
+def timed(run: Operation, folders: Callable[[], Path]) -> Callable[[], float]:
+    """A sample: seconds on this rank, all ranks starting together."""
+
+    def sample() -> float:
+        folder = folders()
         dist.barrier()
-        return seconds
+        start = time.perf_counter()
+        run(folder)
+        return time.perf_counter() - start
+
+    return sample
 
 
-def saving(model: nn.Module, writer: type[dcp.FileSystemWriter]) -> Callable[[Path], None]:
+def weighed(run: Operation, folders: Callable[[], Path]) -> Callable[[], float]:
+    """A sample: bytes that this rank needs above what rested before."""
+
+    def sample() -> float:
+        folder = folders()
+        with PeakMemory() as peak:
+            run(folder)
+        return peak.nbytes
+
+    return sample
+
+
+SAMPLERS = {"seconds": timed, "bytes": weighed}
+MALLOC = {"seconds": {}, "bytes": {"MALLOC_MMAP_THRESHOLD_": "65536"}}
+
+
+def saving(model: nn.Module, writer: type[dcp.FileSystemWriter]) -> Operation:
     def save(folder: Path) -> None:
         dcp.save(model.state_dict(), storage_writer=writer(folder))
 
     return save
 
 
-def loading(model: nn.Module, reader: type[dcp.FileSystemReader]) -> Callable[[Path], None]:
+def loading(model: nn.Module, reader: type[dcp.FileSystemReader]) -> Operation:
     def load(folder: Path) -> None:
         dcp.load(model.state_dict(), storage_reader=reader(folder))
 
@@ -164,7 +179,21 @@ def new_folders(parent: Path) -> Callable[[], Path]:
     return next_folder
 
 
-def check(name: str, model: nn.Module, load: Callable[[Path], None], folder: Path) -> None:
+def kept_folder(folder: Path, cold: bool) -> Callable[[], Path]:
+    """`folder` each time; its files are out of the page cache if `cold`."""
+
+    def same_folder() -> Path:
+        if cold and dist.get_rank() == 0:
+            for path in folder.iterdir():
+                with path.open("rb") as file:  # synced when it was saved, so nothing is dirty
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        dist.barrier()
+        return folder
+
+    return same_folder
+
+
+def check(name: str, model: nn.Module, load: Operation, folder: Path) -> None:
     """Fails unless `load` brings back what was saved in `folder` and is in `model`."""
     shards = [parameter.detach().to_local() for parameter in model.parameters()]
     before = [shard.clone() for shard in shards]
@@ -176,7 +205,7 @@ def check(name: str, model: nn.Module, load: Callable[[Path], None], folder: Pat
 
 
 def run_rank(args: argparse.Namespace) -> None:
-    """Measure on this rank; rank 0 reports the slowest rank's times and the largest peaks."""
+    """Measure on this rank; rank 0 reports the figures of the slowest, or the heaviest, rank."""
     _, world_size = _bench.join_ranks(timeout_s=args.timeout)
     mesh = init_device_mesh("cpu", (world_size,))
     ctx = fsdp_overlap.FsdpContext(mesh)
@@ -199,35 +228,21 @@ def run_rank(args: argparse.Namespace) -> None:
         check(name, model, load, kept[model])
 
     folders = new_folders(folder / "saved")
-    operations = {name: Operation(save, folders) for name, (_, save) in saves.items()}
+    sampler = SAMPLERS[args.measure]
+    samplers = {name: sampler(save, folders) for name, (_, save) in saves.items()}
     for name, (model, load) in loads.items():
-        operations[name] = Operation(load, lambda saved=kept[model]: saved)
+        samplers[name] = sampler(load, kept_folder(kept[model], args.cold))
     with _bench.quiet_gc():
-        seconds = _bench.alternate(
-            {name: operation.sample for name, operation in operations.items()}, args.rounds, 1
-        )
-    mine = {
-        name: {"seconds": seconds[name], "bytes": operation.peaks[-args.rounds :]}
-        for name, operation in operations.items()
-    }
+        mine = _bench.alternate(samplers, args.rounds, 1)
     everyone: list[Any] = [None] * world_size
     dist.all_gather_object(everyone, mine)
     if dist.get_rank() == 0:
-        _bench.report(
-            {
-                "numel": sum(parameter.numel() for parameter in ours.parameters()),
-                "samples": {
-                    name: {
-                        unit: [
-                            max(ranks)
-                            for ranks in zip(*(e[name][unit] for e in everyone), strict=True)
-                        ]
-                        for unit in mine[name]
-                    }
-                    for name in mine
-                },
-            }
-        )
+        numel = sum(parameter.numel() for parameter in ours.parameters())
+        worst = {
+            name: [max(ranks) for ranks in zip(*(e[name] for e in everyone), strict=True)]
+            for name in mine
+        }
+        _bench.report({"numel": numel, "samples": worst})
     dist.barrier()
     dist.destroy_process_group()
 
@@ -243,30 +258,35 @@ def parse() -> argparse.Namespace:
         default=tempfile.gettempdir(),
         help="where to save, in a folder that is removed at the end; takes three checkpoints",
     )
-    parser.add_argument("--timeout", type=float, default=1200.0, help="seconds, for the whole run")
+    parser.add_argument("--cold", action="store_true", help="loads find nothing in the page cache")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds, for each of the two")
     parser.add_argument("--json", metavar="FILE", help="also write the figures here")
+    # Of the ranks, which this script starts twice.
+    parser.add_argument("--measure", choices=list(SAMPLERS), help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def show(args: argparse.Namespace, measured: dict[str, Any]) -> None:
+def show(args: argparse.Namespace, numel: int, samples: dict[str, dict[str, list[float]]]) -> None:
     """Print the table and the ratios, and write the JSON report."""
-    numel, samples = measured["numel"], measured["samples"]
     print(
         f"torch {torch.__version__}, {args.ranks} ranks, {args.blocks} blocks of "
-        f"12*{args.width}^2, {numel / 1e6:.0f} million parameters in float32, in {args.folder}; "
-        f"median of {args.rounds} rounds\n"
+        f"12*{args.width}^2, {numel / 1e6:.0f} million parameters in float32, in {args.folder}, "
+        f"{'cold' if args.cold else 'cached'} files; median of {args.rounds} rounds\n"
     )
-    rows, medians = [], {}
-    for name, units in samples.items():
-        rate = [4 * numel / 1e9 / seconds for seconds in units["seconds"]]
-        extra = [nbytes / 1e6 for nbytes in units["bytes"]]
+    medians = {
+        unit: {name: statistics.median(values) for name, values in named.items()}
+        for unit, named in samples.items()
+    }
+    rows = []
+    for name, seconds in samples["seconds"].items():
+        rate = [4 * numel / 1e9 / s for s in seconds]
+        extra = [nbytes / 1e6 for nbytes in samples["bytes"][name]]
         low, high = _bench.spread(rate)
         least, most = _bench.spread(extra)
-        medians[name] = {unit: statistics.median(values) for unit, values in units.items()}
         rows.append(
             [
                 name,
-                f"{medians[name]['seconds']:.2f}",
+                f"{medians['seconds'][name]:.2f}",
                 f"{statistics.median(rate):.2f}",
                 f"{low:.2f}-{high:.2f}",
                 f"{statistics.median(extra):.1f}",
@@ -275,16 +295,16 @@ def show(args: argparse.Namespace, measured: dict[str, Any]) -> None:
         )
     header = ["", "s", "GB/s", "p10-p90", "extra MB a rank", "p10-p90"]
     print(_bench.markdown_table(header, rows), end="\n\n")
-    ratios: dict[str, dict[str, float]] = {}
-    for name, reference in COMPARED.items():
-        ratios[name] = {
-            unit: medians[name][unit] / max(medians[reference][unit], 1e-9)
-            for unit in ("seconds", "bytes")
-        }
+    ratios = {
+        unit: {name: median[name] / max(median[other], 1e-9) for name, other in COMPARED.items()}
+        for unit, median in medians.items()
+    }
+    for name, other in COMPARED.items():
+        mine, theirs = medians["bytes"][name] / 1e6, medians["bytes"][other] / 1e6
         print(
-            f"{name} / FSDP2: time {ratios[name]['seconds']:.2f}, memory "
-            f"{ratios[name]['bytes']:.2f} ({medians[name]['bytes'] / 1e6:.1f} against "
-            f"{medians[reference]['bytes'] / 1e6:.1f} MB); targets: at most 1.00"
+            f"{name} / FSDP2: time {ratios['seconds'][name]:.2f}, memory "
+            f"{ratios['bytes'][name]:.2f} ({mine:.1f} against {theirs:.1f} MB); "
+            "targets: at most 1.00"
         )
     _bench.write_json(
         args.json,
@@ -294,8 +314,11 @@ def show(args: argparse.Namespace, measured: dict[str, Any]) -> None:
             "blocks": args.blocks,
             "width": args.width,
             "numel": numel,
-            "seconds": {name: _bench.summary(u["seconds"]) for name, u in samples.items()},
-            "extra_bytes": {name: _bench.summary(u["bytes"]) for name, u in samples.items()},
+            "cold": args.cold,
+            **{
+                unit: {name: _bench.summary(values) for name, values in named.items()}
+                for unit, named in samples.items()
+            },
             "ours_to_fsdp2": ratios,
         },
     )
@@ -305,14 +328,13 @@ def main() -> None:
     args = parse()
     if _bench.is_rank():
         return run_rank(args)
-    with tempfile.TemporaryDirectory(prefix="fsdp_overlap_ckpt_", dir=args.folder) as folder:
-        measured = _bench.launch_ranks(
-            args.ranks,
-            [*sys.argv[1:], f"--folder={folder}"],
-            args.timeout,
-            {"MALLOC_MMAP_THRESHOLD_": "65536"},
-        )
-    show(args, measured)
+    measured = {}
+    for unit, malloc in MALLOC.items():
+        with tempfile.TemporaryDirectory(prefix="fsdp_overlap_ckpt_", dir=args.folder) as folder:
+            argv = [*sys.argv[1:], f"--folder={folder}", f"--measure={unit}"]
+            measured[unit] = _bench.launch_ranks(args.ranks, argv, args.timeout, malloc)
+    samples = {unit: result["samples"] for unit, result in measured.items()}
+    show(args, measured["seconds"]["numel"], samples)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from fsdp_overlap.checkpoint.errors import CheckpointError
 from fsdp_overlap.checkpoint.files import refuse_holes
 from fsdp_overlap.checkpoint.pickles import Maker, key, read_pickle
 
-BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 512 << 10
 """What reading holds in memory beside its targets."""
 
 _LOCAL_HEADER = 30  # bytes, before a record's name and extra field
@@ -134,6 +134,10 @@ class StoredTensor:
         row = prod(inner)
         position += offsets[dim] * row
         itemsize = self.dtype.itemsize
+        if tuple(lengths[dim + 1 :]) == inner and _is_memory_of(target, self.dtype):
+            at = self.storage.start + position * itemsize
+            _read_into(file, at, target.view(-1).view(torch.uint8))
+            return
         if row * itemsize > BLOCK_BYTES:
             for i in range(lengths[dim]):
                 at = position + i * row
@@ -212,7 +216,7 @@ class _Plain:
     def __init__(self, file: FileIO) -> None:
         self.file = file
         self.made: dict[int, Any] = {}
-        self.storages: dict[Bytes, torch.Tensor] = {}
+        self.storages: dict[tuple[int, int], torch.Tensor] = {}
 
     def of(self, value: Any, depth: int = 0) -> Any:
         if isinstance(value, _PLAIN):
@@ -225,9 +229,10 @@ class _Plain:
         if depth > _MOST_DEEP:
             raise ValueError(f"containers are nested deeper than {_MOST_DEEP}")
         if isinstance(value, StoredTensor):
-            if value.storage not in self.storages:
-                self.storages[value.storage] = value.storage.read(self.file)
-            return value.view(self.storages[value.storage])
+            place = (value.storage.start, value.storage.nbytes)
+            if place not in self.storages:
+                self.storages[place] = value.storage.read(self.file)
+            return value.view(self.storages[place])
         if isinstance(value, dict):
             items = [(self.of(k, depth + 1), self.of(v, depth + 1)) for k, v in value.items()]
             return type(value)(items)
@@ -239,7 +244,9 @@ class _Plain:
 def shape_of(value: Any) -> torch.Size:
     """``value``, of a pickle, as a shape."""
     if not isinstance(value, tuple) or len(value) > _MOST_DIMS:
-        raise ValueError(f"a {type(value).__name__} that is no shape")
+        raise ValueError(
+            f"a {type(value).__name__} is no shape, or none of {_MOST_DIMS} dimensions"
+        )
     return torch.Size([_count(n) for n in value])
 
 
@@ -252,10 +259,7 @@ def _tensor(dtype: torch.dtype, storage: Any, offset: Any, size: Any, stride: An
         last += sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + 1
     if last * dtype.itemsize > storage.nbytes or storage.nbytes % dtype.itemsize:
         raise ValueError(f"a tensor of {tuple(shape)} does not fit its storage")
-    # Of no meaning, and unchecked so far, are the strides of one and of no elements.
-    moves = bool(prod(shape))
-    steps = tuple(step if moves and n > 1 else 0 for n, step in zip(shape, strides, strict=True))
-    return StoredTensor(storage, dtype, offset, tuple(shape), steps)
+    return StoredTensor(storage, dtype, offset, tuple(shape), tuple(strides))
 
 
 def _rebuild_tensor_v2(
@@ -321,8 +325,9 @@ _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type
 
 
 def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"a {type(value).__name__} that is no number of elements")
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        shown = f"{value:,}" if type(value) is int else f"a {type(value).__name__}"
+        raise ValueError(f"{shown} is no number of elements")
     return value
 
 
@@ -359,6 +364,12 @@ def _parts(file: FileIO, size: int) -> Iterator[memoryview]:
             raise CheckpointError(f"{file.name!s} ends early")
         yield block[:count]
         size -= count
+
+
+def _is_memory_of(target: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether elements of ``dtype`` in a file are, byte by byte, what ``target`` holds."""
+    plain = target.is_cpu and target.dtype == dtype and target.is_contiguous()
+    return plain and not target.is_conj() and not target.is_neg()
 
 
 def _read_into(file: FileIO, position: int, target: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import warnings
 from collections import Counter
 from io import BufferedReader, FileIO
 from itertools import product
@@ -37,6 +38,7 @@ _MOST_AROUND = 1 << 20  # bytes of a tensor's entry beside the tensor's
 _MOST_CUTS = 8  # dimensions along which a tensor is cut
 _MOST_DEEP = 100  # steps of a key's path
 _MOST_GAPS = 1 << 20  # list items without a value
+_MOST_OF_A_NAME = 255  # characters, which file systems hold to as well
 
 _DCP = "torch.distributed.checkpoint"
 _CLASSES = "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta"
@@ -75,6 +77,18 @@ def read_metadata(folder: Path) -> Metadata:
         metadata = _metadata(read_pickle(BufferedReader(file), size, _ADMITTED))
         _check_entries(folder, metadata)
     return metadata
+
+
+@functools.cache
+def copies(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether torch copies tensors of one dtype into those of another, as it does for most."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            torch.empty(1, dtype=target).copy_(torch.empty(1, dtype=source))
+        except (RuntimeError, NotImplementedError):
+            return False
+    return True
 
 
 def _check_sum(folder: Path, file: FileIO) -> None:
@@ -121,8 +135,8 @@ def _storage_type(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     dtype = _typed(state["properties"], Record).state[0]
     if state["properties"].kind != "TensorProperties" or dtype not in DTYPES.values():
         raise ValueError("a tensor without a dtype")
-    if not _copies(dtype):  # which would show only once other tensors were loaded
-        raise CheckpointError(f"{dtype} is refused: torch cannot copy tensors of it into others")
+    if not copies(dtype, dtype):
+        raise CheckpointError(f"{dtype} is refused: torch cannot copy tensors of it")
     size = shape_of(state["size"])
     chunks = []
     for item in _typed(state["chunks"], list):
@@ -141,21 +155,19 @@ def _index(value: Any) -> MetadataIndex:
 def _storage_info(value: Any) -> _StorageInfo:
     state = _state(value, "_StorageInfo")
     if state.get("transform_descriptors"):
-        raise CheckpointError("entries are transformed (encrypted, compressed), not supported")
+        raise CheckpointError("entries are transformed (compressed, say): not supported")
     name = _text(state["relative_path"])
-    if name != os.path.basename(name) or name in ("", ".", "..") or "\\" in name or "\0" in name:
+    if (
+        name != os.path.basename(name)
+        or name in ("", ".", "..")
+        or "\\" in name
+        or "\0" in name
+        or len(name) > _MOST_OF_A_NAME
+    ):
+        name = name[:_MOST_OF_A_NAME]
         raise CheckpointError(f"file {name!r} is not in the checkpoint's folder")
     offset, length = shape_of((state["offset"], state["length"]))
     return _StorageInfo(name, offset, length)
-
-
-@functools.cache
-def _copies(dtype: torch.dtype) -> bool:
-    try:
-        torch.empty(1).copy_(torch.empty(2, dtype=dtype)[:1])
-    except (RuntimeError, NotImplementedError):
-        return False
-    return True
 
 
 def _check_paths(paths: dict[Any, Any], tensors: dict[str, Any]) -> None:
@@ -164,7 +176,7 @@ def _check_paths(paths: dict[Any, Any], tensors: dict[str, Any]) -> None:
     for fqn, path in paths.items():
         if len(_typed(path, tuple)) > _MOST_DEEP or any(type(s) not in (str, int) for s in path):
             raise ValueError("a key has a path that is none")
-        if ".".join(map(str, path)) != fqn or fqn not in tensors:
+        if ".".join(map(str, path)) != _text(fqn) or fqn not in tensors:
             raise ValueError(f"{fqn!r} has the path of another key")
         for i, step in enumerate(path):
             if type(step) is int:

@@ -42,7 +42,7 @@ class Maker:
     make: Callable[..., Any]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)  # neither hashing nor showing one looks at its state
 class Record:
     """What would have been an object: the class's name and the state, less what made it."""
 

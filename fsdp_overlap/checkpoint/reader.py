@@ -24,7 +24,7 @@ from torch.futures import Future
 from fsdp_overlap.checkpoint.entries import StoredTensor, plain_value, read_entry
 from fsdp_overlap.checkpoint.errors import CheckpointError, refusing
 from fsdp_overlap.checkpoint.files import opened, refuse_holes
-from fsdp_overlap.checkpoint.metadata import read_metadata
+from fsdp_overlap.checkpoint.metadata import copies, read_metadata
 
 
 class SafeFileSystemReader(FileSystemReader):
@@ -75,6 +75,7 @@ class SafeFileSystemReader(FileSystemReader):
         return plan
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        self._check_targets(planner)
         items: dict[MetadataIndex, list[Any]] = {}
         for item in plan.items:
             items.setdefault(item.storage_index, []).append(item)
@@ -93,6 +94,23 @@ class SafeFileSystemReader(FileSystemReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _check_targets(self, planner: LoadPlanner) -> None:
+        """Before anything is changed; each rank has all keys, so that all refuse alike."""
+        targets = getattr(planner, "state_dict", {})  # which a planner need not have
+        for fqn, target in targets.items():
+            item = self._metadata.state_dict_metadata.get(fqn)
+            if item is None or not isinstance(target, torch.Tensor):
+                continue
+            if isinstance(item, BytesStorageMetadata):
+                # The planner would put another value in the tensor's place, and the tensor, most
+                # often a model's own, would stay as it was.
+                raise CheckpointError(f"{self.path}: {fqn!r} is no tensor in this checkpoint")
+            if not copies(item.properties.dtype, target.dtype):
+                raise CheckpointError(
+                    f"{self.path}: {fqn!r} is of {item.properties.dtype} in this checkpoint, which "
+                    f"torch cannot copy into {target.dtype}"
+                )
 
     def _by_file(
         self, indices: set[MetadataIndex]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import cache
+from math import prod
 from sys import getrefcount
 from types import ModuleType
 from typing import Any, NoReturn, cast
@@ -61,7 +62,7 @@ _UNSHARED = _count_references()
 
 _NOTHING = torch.empty(0)
 
-_MOST_BYTES_OF_A_CHUNK = 32 << 20
+_BYTES_OF_A_CHUNK = (8 << 20, 32 << 20)
 
 
 @cache
@@ -288,16 +289,19 @@ class ShardedTensor(DTensor):
         ]
 
     def _boxes(self) -> list[Box]:
-        # Writers copy a chunk before they write it, so its size bounds the memory that saving
-        # takes.
-        most = _MOST_BYTES_OF_A_CHUNK // self._local_tensor.element_size()
+        # From a GPU writers copy a chunk before they write it, and torch's reader holds two: the
+        # size of a chunk bounds the memory that saving and loading take.
+        least, most = (n // self._local_tensor.element_size() for n in _BYTES_OF_A_CHUNK)
+        share = prod(self._shape) // self._spec.mesh.size()
+        most = min(max(share, least), most)
         return pieces(self._shape, *self.local_range, most)
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         for box in self._boxes():
             if index.offset is None or tuple(index.offset) == box.offsets:
                 first = box.start - self.local_range[0]
-                return self._local_tensor.detach()[first : first + box.numel].view(box.sizes)
+                values = self._local_tensor.detach()[first : first + box.numel].view(box.sizes)
+                return _all_of_a_storage(values)
         raise ValueError(f"{index} is not a box of this rank's range of {self!r}")
 
     @property
@@ -305,6 +309,19 @@ class ShardedTensor(DTensor):
         meta = self._spec.tensor_meta
         assert meta is not None
         return tuple(meta.shape)
+
+
+def _all_of_a_storage(values: torch.Tensor) -> torch.Tensor:
+    """``values``, contiguous, as the whole of a storage, which shares its memory.
+
+    Writers copy what is a part of its storage only, and keep all copies until the file is done.
+    """
+    if values.device.type != "cpu":  # they copy it anyway
+        return values
+    start = values.storage_offset() * values.element_size()
+    part = values.untyped_storage()[start : start + values.nbytes]
+    whole = torch.empty(0, dtype=values.dtype)
+    return whole.set_(part, 0, values.size(), values.stride())
 
 
 def _summary(values: torch.Tensor) -> str:
