@@ -4,6 +4,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from fsdp_overlap.fsdp_module import FsdpModule, UnshardHandle
 from fsdp_overlap.fully_shard import fully_shard
+from fsdp_overlap.layout import Blocks, Flat, Whole
 from fsdp_overlap.runtime.context import FsdpContext
 from fsdp_overlap.runtime.stats import Stats
 from fsdp_overlap.tensor.creation import distribute_tensor
@@ -11,7 +12,9 @@ from fsdp_overlap.tensor.placement import RangeShard
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
 
 __all__ = [
+    "Blocks",
     "CPUOffloadPolicy",
+    "Flat",
     "FsdpContext",
     "FsdpModule",
     "MixedPrecisionPolicy",
@@ -20,6 +23,7 @@ __all__ = [
     "ShardedTensor",
     "Stats",
     "UnshardHandle",
+    "Whole",
     "distribute_tensor",
     "fully_shard",
 ]

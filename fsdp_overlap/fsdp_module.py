@@ -14,6 +14,7 @@ from torch import nn
 from fsdp_overlap.runtime import hooks
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.context import unit_of
+from fsdp_overlap.runtime.ownership import modules_outside_units
 from fsdp_overlap.runtime.unit import Unit
 from fsdp_overlap.tensor.sharded_tensor import attributes_of
 
@@ -195,9 +196,11 @@ class FsdpModule(nn.Module):
         state = hooks.without_hooks(self.__getstate__())
         del state["_fsdp_unit"]
         duplicate.__setstate__(deepcopy(state, memo))
+        context = deepcopy(unit.context, memo)
+        context.plans.place(duplicate, [bucket.plan for bucket in unit.buckets])
         fully_shard(
             duplicate,
-            deepcopy(unit.context, memo),
+            context,
             reshard_after_forward=unit.reshard_after_forward,
             mp_policy=unit.mp_policy,
             ignored_params={deepcopy(parameter, memo) for parameter in unit.ignored},
@@ -207,21 +210,3 @@ class FsdpModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(f"{type(self).__name__} cannot be pickled: save its state_dict()")
-
-
-def modules_outside_units(module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-    """``(name, module)`` of the subtree without inner units, parents first, each module once."""
-    seen = set()
-    pending = [("", module)]
-    while pending:
-        prefix, current = pending.pop()
-        if id(current) in seen or (current is not module and unit_of(current) is not None):
-            continue
-        seen.add(id(current))
-        yield prefix, current
-        children = [
-            (f"{prefix}.{name}" if prefix else name, child)
-            for name, child in current._modules.items()
-            if child is not None
-        ]
-        pending.extend(reversed(children))

@@ -10,11 +10,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap.fsdp_module import FsdpModule, modules_outside_units
-from fsdp_overlap.layout import Flat, ParamSpec, plan_units
+from fsdp_overlap.fsdp_module import FsdpModule
 from fsdp_overlap.runtime import hooks
-from fsdp_overlap.runtime.bucket import Bucket, OwnedParameter
+from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.context import FsdpContext, unit_of
+from fsdp_overlap.runtime.ownership import (
+    OwnedParameter,
+    modules_outside_units,
+    owned_parameters,
+)
 from fsdp_overlap.runtime.unit import Unit
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -60,12 +64,13 @@ def fully_shard(
     _check_module(module)
     _check_arguments(ctx, mesh, reshard_after_forward, offload_policy)
     ignored = frozenset(ignored_params or ())
-    owned = _owned_parameters(module, ignored)
+    owned = owned_parameters(module, ignored)
     if ctx is None:
         ctx = FsdpContext(mesh)
         ctx.is_implicit = True
     _check_parameters(module, owned, ctx.device)
-    unit = Unit(module, ctx, _make_buckets(owned, ctx, mp_policy), mp_policy, reshard_after_forward)
+    buckets = _make_buckets(module, owned, ctx, mp_policy)
+    unit = Unit(module, ctx, buckets, mp_policy, reshard_after_forward)
     unit.ignored = ignored
     _mark_owner(unit)
     _move_buffers(module, ctx.device)
@@ -92,19 +97,12 @@ def _move_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 def _make_buckets(
-    owned: list[OwnedParameter], ctx: FsdpContext, mp_policy: MixedPrecisionPolicy
+    module: nn.Module,
+    owned: list[OwnedParameter],
+    ctx: FsdpContext,
+    mp_policy: MixedPrecisionPolicy,
 ) -> list[Bucket]:
     by_fqn = {item.fqn: item for item in owned}
-    specs = [
-        ParamSpec(
-            item.fqn,
-            tuple(item.parameter.shape),
-            item.parameter.dtype,
-            item.parameter.requires_grad,
-        )
-        for item in owned
-    ]
-    plans = plan_units([specs], ctx.mesh.size(), Flat())
     is_meta = any(item.parameter.is_meta for item in owned)
     return [
         Bucket(
@@ -114,7 +112,7 @@ def _make_buckets(
             torch.device("meta") if is_meta else ctx.device,
             _compute_dtype(plan.specs[0].dtype, mp_policy),
         )
-        for plan in plans
+        for plan in ctx.plans.take(module, [item.spec for item in owned])
     ]
 
 
@@ -122,20 +120,6 @@ def _compute_dtype(dtype: torch.dtype, mp_policy: MixedPrecisionPolicy) -> torch
     if mp_policy.param_dtype is None or not dtype.is_floating_point:
         return dtype
     return mp_policy.param_dtype
-
-
-def _owned_parameters(module: nn.Module, ignored: frozenset[nn.Parameter]) -> list[OwnedParameter]:
-    """The parameters of the subtree that no inner unit owns, each once, in registration order."""
-    ignored_ids = {id(parameter) for parameter in ignored}
-    found: dict[int, OwnedParameter] = {}
-    for prefix, owner in modules_outside_units(module):
-        for name, parameter in owner._parameters.items():
-            if parameter is None or id(parameter) in ignored_ids:
-                continue
-            fqn = f"{prefix}.{name}" if prefix else name
-            item = found.setdefault(id(parameter), OwnedParameter(fqn, parameter))
-            item.places.append((owner._parameters, name))
-    return list(found.values())
 
 
 def _check_module(module: nn.Module) -> None:

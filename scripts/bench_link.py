@@ -3,7 +3,8 @@
 Gloo ranks on loopback, limited to `--rate` in a network namespace made for the run (needs root and
 `tc`). They train one model in four ways, which take turns round by round in the same processes:
 
-- ours and FSDP2: every block a unit, and the root;
+- ours and FSDP2: every block a unit, and the root; with `--layout`, ours also as `Flat()` lays it
+  out, because a layout must not cost anything;
 - compute alone: the model unsharded, all ranks at the same time, nothing communicated;
 - communication alone: the collectives of a step of ours (each block gathered twice and reduced
   once, in the same forms), all enqueued back to back on both groups, nothing computed.
@@ -33,13 +34,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_overlap
 from fsdp_overlap.comm.collectives import choose
-from fsdp_overlap.layout import Flat, ParamSpec
+from fsdp_overlap.layout import Blocks, Flat, Layout, ParamSpec, Whole, plan_units
 
 WIDTH = 512
 HEADS = 8
 ROWS = 512
 SEQUENCE = 64
-OURS, FSDP2, COMPUTE, COMMUNICATION = "ours", "FSDP2", "compute alone", "communication alone"
+OURS, FLAT, FSDP2 = "ours", "ours, flat", "FSDP2"
+COMPUTE, COMMUNICATION = "compute alone", "communication alone"
+LAYOUTS: dict[str, Layout] = {"flat": Flat(), "blocks": Blocks(rows=128), "whole": Whole()}
 
 
 class Block(nn.Module):
@@ -92,11 +95,17 @@ def shard_fsdp2(model: nn.Sequential) -> nn.Sequential:
 
 
 def shard_ours(
-    model: nn.Sequential, prefetch: int, separate_groups: bool
+    model: nn.Sequential, args: argparse.Namespace, layout: str
 ) -> tuple[nn.Sequential, fsdp_overlap.FsdpContext]:
     """Shard `model` in place; returns it and its context."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    ctx = fsdp_overlap.FsdpContext(mesh, prefetch=prefetch, separate_groups=separate_groups)
+    ctx = fsdp_overlap.FsdpContext(
+        mesh,
+        prefetch=args.prefetch,
+        separate_groups=not args.shared_group,
+        layout=LAYOUTS[layout],
+    )
+    ctx.plan([*model, model])
     for block in model:
         fsdp_overlap.fully_shard(block, ctx)
     fsdp_overlap.fully_shard(model, ctx)
@@ -109,8 +118,8 @@ def make_communication(
     """The collectives of one step of ours, enqueued at once and then waited for in order."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     specs = [ParamSpec(n, tuple(p.shape), p.dtype) for n, p in model[0].named_parameters()]
-    plan = Flat().plan(specs, world_size)
-    collectives = choose("cpu", gather_group)
+    [plan] = plan_units([specs], world_size, Flat())
+    collectives = choose("cpu", gather_group, plan)
     # Buffers are made beforehand and gathers share one: what it holds does not matter here.
     full, gradients = torch.zeros(plan.numel), torch.zeros(plan.numel)
     shard = torch.zeros(plan.shard_numels[rank])
@@ -146,13 +155,16 @@ def timed(run: Callable[[], float], steps: int) -> Callable[[], float]:
 def run_rank(args: argparse.Namespace) -> None:
     """Measure on this rank; rank 0 reports the slowest rank's times."""
     rank, world_size = _bench.join_ranks(timeout_s=args.timeout)
-    sharded, ctx = shard_ours(build(args.blocks), args.prefetch, not args.shared_group)
+    sharded, ctx = shard_ours(build(args.blocks), args, args.layout)
     plain = build(args.blocks)
     steps = {
         OURS: make_step(sharded, rank),
         FSDP2: make_step(shard_fsdp2(build(args.blocks)), rank),
         COMPUTE: make_step(plain, rank),
     }
+    if args.layout != "flat":
+        flat, _ = shard_ours(build(args.blocks), args, "flat")
+        steps[FLAT] = make_step(flat, rank)
     # A system that computes something else wins nothing.
     losses = {name: step() for name, step in steps.items()}
     if max(losses.values()) - min(losses.values()) > 1e-4 * abs(losses[COMPUTE]):
@@ -188,6 +200,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--shared-group", action="store_true", help="our gathers and reductions share one group"
     )
+    parser.add_argument("--layout", choices=LAYOUTS, default="flat", help="of our units")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=7)
@@ -205,8 +218,8 @@ def show(args: argparse.Namespace, samples: dict[str, list[float]]) -> None:
     groups = "one shared group" if args.shared_group else "separate groups"
     print(
         f"torch {torch.__version__}, {args.ranks} ranks, {link}, {args.blocks} blocks of "
-        f"12*{WIDTH}^2, {ROWS} rows a rank; ours: prefetch {args.prefetch}, {groups}; "
-        f"median of {args.rounds} rounds of {args.steps} steps\n"
+        f"12*{WIDTH}^2, {ROWS} rows a rank; ours: {args.layout}, prefetch {args.prefetch}, "
+        f"{groups}; median of {args.rounds} rounds of {args.steps} steps\n"
     )
     rows = []
     for name, values in samples.items():
@@ -217,9 +230,13 @@ def show(args: argparse.Namespace, samples: dict[str, list[float]]) -> None:
     to_fsdp2, to_bound = median[OURS] / median[FSDP2], median[OURS] / bound
     print(f"\nours / FSDP2: {to_fsdp2:.3f} (target: at most 0.55)")
     print(f"ours / bound: {to_bound:.3f} (target: at most 1.20)")
+    if FLAT in median:
+        ratio = median[OURS] / median[FLAT]
+        print(f"ours, {args.layout} / ours, flat: {ratio:.3f} (target: at most 1.05)")
     _bench.write_json(
         args.json,
         {
+            "layout": args.layout,
             "torch": torch.__version__,
             "rate": None if args.no_limit else args.rate,
             "ranks": args.ranks,

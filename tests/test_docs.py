@@ -31,7 +31,7 @@ def run_blocks(blocks: list[str], name: str) -> None:
         exec(compile(block, name, "exec"), namespace)
 
 
-@pytest.mark.parametrize("page", ["sharded_tensors.md", "checkpoints.md"])
+@pytest.mark.parametrize("page", ["sharded_tensors.md", "checkpoints.md", "layouts.md"])
 def test_the_python_examples_run(page: str) -> None:
     run_ranks(run_blocks, 2, blocks_of(DOCS / page, "python"), page)
 

@@ -12,6 +12,7 @@ from torch import nn
 from zoo import ROWS, VOCABULARY, ZOO, Shard
 
 from fsdp_overlap import FsdpContext, ShardedTensor
+from fsdp_overlap.layout import Flat, LayoutRule
 
 LENGTH = 5
 
@@ -29,13 +30,14 @@ class Twins:
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
         prefetch: int = 1,
         device: str = "cpu",
+        layout: LayoutRule = Flat(),  # noqa: B008, frozen
         **options: Any,
     ) -> None:
         torch.manual_seed(7)
         self.device = device
         self.model = build().double().to(device)
         self.twin = copy.deepcopy(self.model)
-        self.ctx = FsdpContext(prefetch=prefetch)
+        self.ctx = FsdpContext(prefetch=prefetch, layout=layout)
         shard(self.model, self.ctx)
         self.optimizer = optimizer(self.model.parameters(), lr=0.05, **options)
         self.twin_optimizer = optimizer(self.twin.parameters(), lr=0.05, **options)

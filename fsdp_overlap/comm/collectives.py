@@ -85,8 +85,29 @@ class TensorCollectives:
         return Issued((), lambda: mean)
 
 
+class RaggedTensorCollectives:
+    """Lists of ranges of different sizes, which NCCL makes one group of broadcasts or reduces
+    of."""
+
+    def all_gather(
+        self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
+    ) -> Issued:
+        own = _own_range(full, plan, group).copy_(shard)
+        dist.all_gather(list(full.split(list(plan.shard_numels))), own, group)
+        return Issued((), lambda: full)
+
+    def reduce_scatter_mean(
+        self, gradients: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
+    ) -> Issued:
+        mean = gradients.new_empty(plan.shard_numels[group.rank()])
+        ranges = list(gradients.split(list(plan.shard_numels)))
+        dist.reduce_scatter(mean, ranges, dist.ReduceOp.AVG, group)
+        return Issued((), lambda: mean)
+
+
 class GlooCollectives:
-    """Gloo: a broadcast of each rank's range in place, and an all-to-all with a local sum.
+    """Gloo, equal or ragged: a broadcast of each rank's range in place, and an all-to-all with a
+    local sum.
 
     Its own all-gather copies through lists of tensors, its reduce-scatter is an all-reduce inside.
     """
@@ -124,13 +145,13 @@ class GlooCollectives:
         return Issued([work], finish)
 
 
-def choose(device_type: str, group: dist.ProcessGroup) -> Collectives:
-    """The fastest collectives known for the backend of ``group`` on ``device_type``."""
+def choose(device_type: str, group: dist.ProcessGroup, plan: BucketPlan) -> Collectives:
+    """The fastest collectives known for ``plan`` on the backend of ``group`` on ``device_type``."""
     if group.size() == 1:
         return LocalCollectives()
     if device_type == "cpu" and backend_name(device_type, group) == "gloo":
         return GlooCollectives()
-    return TensorCollectives()
+    return TensorCollectives() if plan.is_equal else RaggedTensorCollectives()
 
 
 def backend_name(device_type: str, group: dist.ProcessGroup) -> str:

@@ -1,7 +1,19 @@
 """Pure planning: shapes and a world size in, offsets and ranges out. No process groups, no
 tensors."""
 
-from fsdp_overlap.layout.flat import Flat
-from fsdp_overlap.layout.plan import ALIGN_ELEMENTS, BucketPlan, ParamSpec, plan_units
+from fsdp_overlap.layout.bucket_plan import ALIGN_ELEMENTS, BucketPlan
+from fsdp_overlap.layout.layouts import Blocks, Flat, Layout, LayoutRule, Whole
+from fsdp_overlap.layout.plan import plan_units
+from fsdp_overlap.layout.spec import ParamSpec
 
-__all__ = ["ALIGN_ELEMENTS", "BucketPlan", "Flat", "ParamSpec", "plan_units"]
+__all__ = [
+    "ALIGN_ELEMENTS",
+    "Blocks",
+    "BucketPlan",
+    "Flat",
+    "Layout",
+    "LayoutRule",
+    "ParamSpec",
+    "Whole",
+    "plan_units",
+]

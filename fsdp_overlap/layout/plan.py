@@ -1,128 +1,171 @@
-"""What a layout decides about a bucket, and the entry point that plans whole units."""
+"""The planner: whole parameters to the ranks with the least load, the others cut to fill gaps.
+
+A parameter that must stay whole is a *rock*, the others are *sand*. A rank's section of the flat
+buffer is contiguous, and so is a parameter: sand that is cut runs from the end of one rank's
+section into the beginning of the next, and through the sections of ranks that hold no rock.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
-from math import prod
-from typing import Protocol
 
 import torch
 
-# Every parameter and every rank's range starts on a multiple of this many elements: 16 bytes in the
-# narrowest compute dtype in use (bfloat16), which is what vectorized kernels ask of a pointer.
-ALIGN_ELEMENTS = 8
+from fsdp_overlap.layout.balance import Item, Loads, assign, water_fill
+from fsdp_overlap.layout.bucket_plan import BucketPlan, align
+from fsdp_overlap.layout.layouts import LayoutRule, layout_for
+from fsdp_overlap.layout.sections import Sections, line, nearest_cut, plan_of
+from fsdp_overlap.layout.spec import ParamSpec
 
-
-def align(numel: int) -> int:
-    """The smallest multiple of :data:`ALIGN_ELEMENTS` that is at least ``numel``."""
-    return -(-numel // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
-
-
-@dataclass(frozen=True)
-class ParamSpec:
-    """What a layout needs to know of a parameter. ``fqn`` is its name relative to its unit."""
-
-    fqn: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool = True
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
-
-
-@dataclass(frozen=True)
-class BucketPlan:
-    """Where each parameter of a bucket lies in its flat buffer, and which rank holds which range.
-
-    All figures are elements. Rank ``r`` holds ``[shard_starts[r], shard_starts[r] +
-    shard_numels[r])``.
-
-    Raises:
-        ValueError: parameters overlap or lie outside the buffer.
-    """
-
-    specs: tuple[ParamSpec, ...]
-    offsets: tuple[int, ...]
-    shard_numels: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        end = 0
-        for spec, offset in zip(self.specs, self.offsets, strict=True):
-            if offset < end:
-                raise ValueError(f"{spec.fqn} starts at {offset}, inside the parameter before it")
-            end = offset + spec.numel
-        if end > self.numel:
-            raise ValueError(f"the shards hold {self.numel} elements, the parameters end at {end}")
-
-    @property
-    def world_size(self) -> int:
-        return len(self.shard_numels)
-
-    @cached_property
-    def numel(self) -> int:
-        """Size of the flat buffer."""
-        return sum(self.shard_numels)
-
-    @cached_property
-    def shard_starts(self) -> tuple[int, ...]:
-        return (0, *accumulate(self.shard_numels[:-1]))
-
-    @property
-    def padding(self) -> int:
-        """Elements of the flat buffer that belong to no parameter."""
-        return self.numel - sum(spec.numel for spec in self.specs)
-
-    def ranges(self, fqn: str) -> list[tuple[int, int, int]]:
-        """``(rank, start, stop)`` inside the flattened parameter, for each rank that holds any of
-        it.
-
-        Raises:
-            KeyError: the bucket has no parameter of that name.
-        """
-        return list(self._ranges[fqn])
-
-    @cached_property
-    def _ranges(self) -> dict[str, list[tuple[int, int, int]]]:
-        found: dict[str, list[tuple[int, int, int]]] = {}
-        for spec, offset in zip(self.specs, self.offsets, strict=True):
-            pieces = found.setdefault(spec.fqn, [])
-            for rank, (start, numel) in enumerate(
-                zip(self.shard_starts, self.shard_numels, strict=True)
-            ):
-                first = max(start, offset)
-                last = min(start + numel, offset + spec.numel)
-                if first < last:
-                    pieces.append((rank, first - offset, last - offset))
-        return found
-
-
-class Layout(Protocol):
-    """A rule that places the parameters of one bucket."""
-
-    def plan(self, specs: Sequence[ParamSpec], world_size: int) -> BucketPlan: ...
+# Of a rank's share of everything: sand that is not worth cutting.
+_PEBBLE = 0.01
 
 
 def plan_units(
-    units: Sequence[Sequence[ParamSpec]], world_size: int, layout: Layout
+    units: Sequence[Sequence[ParamSpec]], world_size: int, layout: LayoutRule
 ) -> list[BucketPlan]:
     """Plans the buckets of ``units`` in order: one for each dtype and trainability in a unit.
 
-    Deterministic: the same input gives the same plan on every rank.
+    Loads are balanced over all of them. Deterministic: the same input gives the same plan on every
+    rank.
 
     Raises:
         ValueError: ``world_size`` is not positive.
+        TypeError: ``layout`` gives something else than a layout for some parameter.
     """
-    if world_size < 1:
-        raise ValueError(f"world_size={world_size} is not a number of ranks; use 1 or more")
-    plans: list[BucketPlan] = []
-    for specs in units:
-        buckets: dict[tuple[torch.dtype, bool], list[ParamSpec]] = {}
+    return [plan for plans in Planner(world_size, layout).plan(units) for plan in plans]
+
+
+class Planner:
+    """Plans units as they become known, and remembers what each rank holds already."""
+
+    def __init__(self, world_size: int, layout: LayoutRule) -> None:
+        if world_size < 1:
+            raise ValueError(f"world_size={world_size} is not a number of ranks; use 1 or more")
+        self.layout = layout
+        self._loads = Loads(world_size)
+
+    def plan(self, units: Sequence[Sequence[ParamSpec]]) -> list[list[BucketPlan]]:
+        """For each unit the plans of its buckets. Units that are planned together come out most
+        even."""
+        by_unit = [self._buckets(specs) for specs in units]
+        buckets = [bucket for unit in by_unit for bucket in unit]
+        loads = self._loads
+        loads.expect(item for bucket in buckets for item in bucket)
+        rocks = [item for bucket in buckets if _is_rocky(bucket) for item in bucket if item.is_rock]
+        owners = assign(rocks, loads)
+        plans = (self._plan(bucket, owners) for bucket in buckets)
+        return [[next(plans) for _ in unit] for unit in by_unit]
+
+    def _buckets(self, specs: Sequence[ParamSpec]) -> list[list[Item]]:
+        found: dict[tuple[torch.dtype, bool], list[Item]] = {}
         for spec in specs:
-            buckets.setdefault((spec.dtype, spec.requires_grad), []).append(spec)
-        plans.extend(layout.plan(bucket, world_size) for bucket in buckets.values())
-    return plans
+            rule = layout_for(self.layout, spec)
+            item = Item(spec, rule.grain(spec), rule.work(spec))
+            found.setdefault((spec.dtype, spec.requires_grad), []).append(item)
+        return list(found.values())
+
+    def _plan(self, items: Sequence[Item], owners: dict[Item, int]) -> BucketPlan:
+        if _is_rocky(items):
+            return plan_of(_between_rocks(items, owners, self._loads))
+        if all(item.grain == 1 for item in items) and self._loads.are_even(items):
+            return _equal(items, self._loads)
+        return plan_of(_leveling(items, self._loads))
+
+
+def _equal(items: Sequence[Item], loads: Loads) -> BucketPlan:
+    """All sand, and all ranks alike: the same for each, to the element."""
+    offsets = []
+    end = 0
+    for item in items:
+        offsets.append(align(end))
+        end = offsets[-1] + item.numel
+    loads.add_to_all(items)
+    shard = align(-(-end // loads.world_size))
+    return BucketPlan(
+        tuple(item.spec for item in items), tuple(offsets), (shard,) * loads.world_size
+    )
+
+
+def _is_rocky(items: Sequence[Item]) -> bool:
+    rocks = sum(item.numel for item in items if item.is_rock)
+    return 2 * rocks > sum(item.numel for item in items)
+
+
+def _leveling(items: Sequence[Item], loads: Loads) -> Sections:
+    """Nearly all sand: one line, of which each rank takes what it lacks."""
+    amount = sum(map(loads.weight, items))
+    levels = loads.bytes
+    if any(item.work for item in items):
+        levels = [2 * max(pair) for pair in zip(loads.bytes, loads.work, strict=True)]
+    sections = line(items, water_fill(levels, amount), loads.weight)
+    for rank, pieces in enumerate(sections):
+        for item, start, stop in pieces:
+            loads.add(rank, item, (stop - start) / max(1, item.numel))
+    return sections
+
+
+def _between_rocks(items: Sequence[Item], owners: dict[Item, int], loads: Loads) -> Sections:
+    """Nearly all rocks, which have their owners: small sand goes whole to who holds the least,
+    large sand is cut to fill gaps."""
+    sections: Sections = [[] for _ in range(loads.world_size)]
+    sand = []
+    for item in items:
+        if item in owners:
+            sections[owners[item]].append((item, 0, item.numel))
+        elif loads.fraction(item)[0] > _PEBBLE:
+            sand.append(item)
+        else:
+            rank = loads.least_bytes()
+            sections[rank].append((item, 0, item.numel))
+            loads.add(rank, item)
+    if sand:
+        _fill_gaps(sections, sand, loads)
+    return sections
+
+
+def _fill_gaps(sections: Sections, sand: Sequence[Item], loads: Loads) -> None:
+    """Adds ``sand`` to ``sections``, the largest first, where gaps of neighbours together hold it
+    best."""
+    gaps = water_fill(loads.bytes, sum(loads.fraction(item)[0] for item in sand))
+    # Whether sand may begin, or go on, at this end of a rank's section.
+    is_free_at_start = [True] * len(sections)
+    is_free_at_end = [True] * len(sections)
+    for item in sorted(sand, key=lambda item: -item.nbytes):
+        share = loads.fraction(item)[0]
+        runs = [
+            _run(first, share, gaps, sections, is_free_at_start)
+            for first in range(len(sections))
+            if is_free_at_end[first]
+        ]
+        first, last, _ = min(runs, key=lambda run: share - run[2])
+        start = 0
+        for rank in range(first, last + 1):
+            stop = nearest_cut(item, start + gaps[rank] / share * item.numel)
+            stop = item.numel if rank == last else stop
+            if start < stop:
+                place = len(sections[rank]) if rank == first else 0
+                sections[rank].insert(place, (item, start, stop))
+            loads.add(rank, item, (stop - start) / item.numel)
+            gaps[rank] = max(0.0, gaps[rank] - (stop - start) / item.numel * share)
+            is_free_at_start[rank] &= rank == first
+            is_free_at_end[rank] &= rank == last
+            start = stop
+
+
+def _run(
+    first: int,
+    share: float,
+    gaps: Sequence[float],
+    sections: Sections,
+    is_free_at_start: Sequence[bool],
+) -> tuple[int, int, float]:
+    """The ranks from ``first`` on that sand of size ``share`` would fill, as ``(first, last, what
+    they hold of it)``: up to the first that holds anything else, which it cannot pass."""
+    last, held = first, gaps[first]
+    while held < share and last + 1 < len(gaps) and is_free_at_start[last + 1]:
+        last += 1
+        held += gaps[last]
+        if sections[last]:
+            break
+    return first, last, min(held, share)

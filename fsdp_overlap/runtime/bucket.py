@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -17,6 +16,7 @@ from fsdp_overlap.comm.collectives import Collectives
 from fsdp_overlap.comm.groups import LaneGroups
 from fsdp_overlap.comm.lanes import Lane, Mark, Ticket
 from fsdp_overlap.layout import BucketPlan
+from fsdp_overlap.runtime.ownership import OwnedParameter
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 from fsdp_overlap.tensor.placement import RangeShard, range_spec
 from fsdp_overlap.tensor.sharded_tensor import ShardEdits, ShardedTensor, attributes_of
@@ -35,16 +35,6 @@ ALLOWED = {
     # Gathered again in place where the shard was edited since.
     BucketState.UNSHARDED: {BucketState.GATHERING, BucketState.SHARDED},
 }
-
-
-@dataclass
-class OwnedParameter:
-    """A parameter of a unit and every place in the unit's modules where it is registered."""
-
-    fqn: str
-    parameter: nn.Parameter
-    places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
-    """``(module._parameters, name)``; more than one for a tied parameter."""
 
 
 class Bucket:

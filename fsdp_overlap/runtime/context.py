@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 
 import torch
@@ -14,10 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdp_overlap.comm.collectives import choose
 from fsdp_overlap.comm.groups import GroupCache, LaneGroups
 from fsdp_overlap.comm.lanes import Lane, Mark, Ticket, make_lane
+from fsdp_overlap.layout import Flat, LayoutRule
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.gathers import Gathers
 from fsdp_overlap.runtime.gradients import BucketGradients
 from fsdp_overlap.runtime.order_check import OrderCheck
+from fsdp_overlap.runtime.plans import UnitPlans, compare_plans
 from fsdp_overlap.runtime.reductions import Reductions
 from fsdp_overlap.runtime.schedule import Schedule, is_in_backward
 from fsdp_overlap.runtime.stats import Stats
@@ -33,6 +35,10 @@ class FsdpContext:
             beside those in use. 0 takes the least memory and hides nothing on a CPU.
         separate_groups: whether reduce-scatters get a process group of their own. With one shared
             group they and the all-gathers run one after the other.
+        layout: where parameters may be cut: ``Flat()`` anywhere, ``Blocks(rows=...)`` between rows,
+            ``Whole()`` no matrix at all, or a function from ``(fqn, spec)`` to one of these, with
+            the parameter's name in its unit and its :class:`~fsdp_overlap.layout.ParamSpec`.
+        check_plans: whether ranks compare at the first forward what each of them planned.
 
     Streams, groups and events are made at first use.
 
@@ -41,7 +47,13 @@ class FsdpContext:
     """
 
     def __init__(
-        self, mesh: DeviceMesh | None = None, *, prefetch: int = 1, separate_groups: bool = True
+        self,
+        mesh: DeviceMesh | None = None,
+        *,
+        prefetch: int = 1,
+        separate_groups: bool = True,
+        layout: LayoutRule = Flat(),  # noqa: B008, frozen
+        check_plans: bool = False,
     ) -> None:
         if mesh is not None and mesh.ndim != 1:
             raise ValueError(
@@ -53,6 +65,8 @@ class FsdpContext:
             raise ValueError(f"prefetch={prefetch} is not a number of all-gathers; use 0 or more")
         self._mesh = mesh
         self.prefetch = prefetch
+        self.layout = layout
+        self.check_plans = check_plans
         self.stats = Stats()
         self.is_implicit = False
         """Whether :func:`fully_shard` made it, to be merged with others of the same tree."""
@@ -69,7 +83,11 @@ class FsdpContext:
     def __deepcopy__(self, memo: dict[int, object]) -> FsdpContext:
         """A context for a copy of the model: of the same mesh and options, with no units yet."""
         duplicate = FsdpContext(
-            self.mesh, prefetch=self.prefetch, separate_groups=self._groups.separate
+            self.mesh,
+            prefetch=self.prefetch,
+            separate_groups=self._groups.separate,
+            layout=self.layout,
+            check_plans=self.check_plans,
         )
         duplicate.is_implicit = self.is_implicit
         return duplicate
@@ -126,6 +144,22 @@ class FsdpContext:
     def order_check(self) -> OrderCheck:
         return OrderCheck(self.device, self._describe)
 
+    @cached_property
+    def plans(self) -> UnitPlans:
+        return UnitPlans(self.mesh.size(), self.layout)
+
+    def plan(
+        self, units: Sequence[nn.Module], *, ignored_params: Collection[nn.Parameter] = ()
+    ) -> None:
+        """Plans the units that ``units`` will become, so that whole parameters are balanced over
+        all of them, the first as the last. Reads shapes alone; call it before
+        :func:`fully_shard`, which otherwise places each unit knowing only those before it.
+
+        Raises:
+            TypeError: the layout is none for some parameter.
+        """
+        self.plans.plan(units, ignored_params)
+
     # Units
 
     @property
@@ -164,7 +198,10 @@ class FsdpContext:
             item.is_root = tops == [item]
             item.rename(names.get(item) or (kind if item.is_root else f"{kind}[{item.index}]"))
             for bucket in item.buckets:
-                bucket.connect(choose(self.mesh.device_type, self.groups.gather), self.groups)
+                collectives = choose(self.mesh.device_type, self.groups.gather, bucket.plan)
+                bucket.connect(collectives, self.groups)
+        if self.check_plans:
+            compare_plans(self.units, self.groups.gather)
         self._has_gradient = bytearray(self._flags)
         self._is_settled = is_complete
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp_overlap.layout import Flat, ParamSpec
+from fsdp_overlap.layout import Flat, ParamSpec, plan_units
 from fsdp_overlap.tensor.operands import elements
 from fsdp_overlap.tensor.placement import RangeShard, range_spec
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
@@ -45,7 +45,8 @@ def distribute_tensor(
         raise ValueError(f"a ShardedTensor lies over a 1-D mesh, got {device_mesh.ndim} dimensions")
     if placements is None:
         spec = ParamSpec("tensor", tuple(tensor.shape), tensor.dtype)
-        placement = RangeShard(tuple(Flat().plan([spec], device_mesh.size()).ranges("tensor")))
+        [plan] = plan_units([[spec]], device_mesh.size(), Flat())
+        placement = RangeShard(tuple(plan.ranges("tensor")))
     else:
         placement = _range_shard(placements)
     held = sum(stop - start for _, start, stop in placement.ranges)

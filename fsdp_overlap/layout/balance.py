@@ -1,0 +1,131 @@
+"""Loads of ranks, and what goes where so that they come out even."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from fsdp_overlap.layout.spec import ParamSpec
+
+_EVEN = 0.001
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """A parameter with the rules of its layout."""
+
+    spec: ParamSpec
+    grain: int
+    work: int
+
+    @cached_property
+    def numel(self) -> int:
+        return self.spec.numel
+
+    @cached_property
+    def nbytes(self) -> int:
+        return self.numel * self.spec.dtype.itemsize
+
+    @cached_property
+    def is_rock(self) -> bool:
+        """Whether it is worth balancing and cannot be cut."""
+        return self.work > 0 and self.grain >= self.numel
+
+
+class Loads:
+    """What each rank holds so far, as fractions of its fair share of all that is known of."""
+
+    def __init__(self, world_size: int) -> None:
+        self._bytes = [0.0] * world_size
+        self._work = [0.0] * world_size
+        self._all_bytes = self._all_work = 0
+
+    def expect(self, items: Iterable[Item]) -> None:
+        """Makes ``items`` part of what is to be shared."""
+        for item in items:
+            self._all_bytes += item.nbytes
+            self._all_work += item.work
+
+    @property
+    def world_size(self) -> int:
+        return len(self._bytes)
+
+    @property
+    def bytes(self) -> list[float]:
+        """Each rank's, as a fraction of its share."""
+        share = max(1, self._all_bytes) / self.world_size
+        return [held / share for held in self._bytes]
+
+    @property
+    def work(self) -> list[float]:
+        """Each rank's, as a fraction of its share."""
+        share = max(1, self._all_work) / self.world_size
+        return [held / share for held in self._work]
+
+    def fraction(self, item: Item) -> tuple[float, float]:
+        """Of a rank's share: of bytes, and of work."""
+        return (
+            item.nbytes * self.world_size / max(1, self._all_bytes),
+            item.work * self.world_size / max(1, self._all_work),
+        )
+
+    def weight(self, item: Item) -> float:
+        """Bytes and work in one number."""
+        return sum(self.fraction(item))
+
+    def add(self, rank: int, item: Item, part: float = 1.0) -> None:
+        """Gives ``part`` of ``item`` to ``rank``."""
+        self._bytes[rank] += item.nbytes * part
+        self._work[rank] += item.work * part
+
+    def add_to_all(self, items: Iterable[Item]) -> None:
+        """Gives an equal part of ``items``, which have no work, to each rank."""
+        part = sum(item.nbytes for item in items) / self.world_size
+        self._bytes = [held + part for held in self._bytes]
+
+    def are_even(self, items: Sequence[Item]) -> bool:
+        """Whether the ranks hold so nearly the same that equal parts of ``items`` keep them so."""
+        spread = max(self._bytes) - min(self._bytes)
+        return spread * self.world_size <= _EVEN * sum(item.nbytes for item in items)
+
+    def least_bytes(self) -> int:
+        """The rank that holds the fewest."""
+        return min(range(self.world_size), key=self._bytes.__getitem__)
+
+
+def assign(rocks: Sequence[Item], loads: Loads) -> dict[Item, int]:
+    """An owner for each: the largest first, to the rank with the least load at that moment (Graham,
+    "Bounds on multiprocessing timing anomalies", 1969), where the load is the larger of bytes and
+    work."""
+    sizes = [loads.fraction(rock) for rock in rocks]
+    heap = [
+        (max(held), rank, *held)
+        for rank, held in enumerate(zip(loads.bytes, loads.work, strict=True))
+    ]
+    heapq.heapify(heap)
+    owners = {}
+    for i in sorted(range(len(rocks)), key=lambda i: (-max(sizes[i]), i)):
+        _, rank, nbytes, work = heap[0]
+        nbytes, work = nbytes + sizes[i][0], work + sizes[i][1]
+        heapq.heapreplace(heap, (max(nbytes, work), rank, nbytes, work))
+        owners[rocks[i]] = rank
+        loads.add(rank, rocks[i])
+    return owners
+
+
+def water_fill(levels: Sequence[float], amount: float) -> list[float]:
+    """How much to add to each of ``levels`` so that ``amount`` raises the lowest ones to one
+    level."""
+    ordered = sorted(levels)
+    below = 0.0
+    level = ordered[-1] + amount
+    for count, (low, high) in enumerate(
+        zip(ordered, [*ordered[1:], float("inf")], strict=True), start=1
+    ):
+        below += low
+        if high * count - below >= amount:
+            level = (amount + below) / count
+            break
+    return [max(0.0, level - each) for each in levels]

@@ -1,0 +1,148 @@
+"""What is decided about a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from fsdp_overlap.layout.spec import ParamSpec
+
+# Every parameter and every cut starts on a multiple of this many elements: 16 bytes in the
+# narrowest compute dtype in use (bfloat16), which is what vectorized kernels ask of a pointer.
+ALIGN_ELEMENTS = 8
+
+_PICTURE_COLUMNS = 64
+
+
+def align(numel: int) -> int:
+    """The smallest multiple of :data:`ALIGN_ELEMENTS` that is at least ``numel``."""
+    return -(-numel // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Where each parameter of a bucket lies in its flat buffer, and which rank holds which range.
+
+    All figures are elements. Rank ``r`` holds ``[shard_starts[r], shard_starts[r] +
+    shard_numels[r])``. Parameters stand in the order of their offsets. ``grains[i]`` is the number
+    of elements between allowed cuts of ``specs[i]``, 1 for all where none are given.
+
+    ``print(plan)`` draws it.
+
+    Raises:
+        ValueError: parameters overlap or lie outside the buffer, or one is cut where it must not
+            be.
+    """
+
+    specs: tuple[ParamSpec, ...]
+    offsets: tuple[int, ...]
+    shard_numels: tuple[int, ...]
+    grains: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        end = 0
+        for spec, offset in zip(self.specs, self.offsets, strict=True):
+            if offset < end:
+                raise ValueError(f"{spec.fqn} starts at {offset}, inside the parameter before it")
+            end = offset + spec.numel
+        if end > self.numel:
+            raise ValueError(f"the shards hold {self.numel} elements, the parameters end at {end}")
+        if not self.grains:
+            object.__setattr__(self, "grains", (1,) * len(self.specs))
+        for spec, grain in zip(self.specs, self.grains, strict=True):
+            for _, _, stop in self._ranges[spec.fqn]:
+                if stop % grain and stop != spec.numel:
+                    raise ValueError(
+                        f"{spec.fqn} of shape {spec.shape} is cut at element {stop}, but its "
+                        f"layout allows cuts at multiples of {grain} only"
+                    )
+
+    @property
+    def world_size(self) -> int:
+        return len(self.shard_numels)
+
+    @cached_property
+    def numel(self) -> int:
+        """Size of the flat buffer."""
+        return sum(self.shard_numels)
+
+    @cached_property
+    def shard_starts(self) -> tuple[int, ...]:
+        return (0, *accumulate(self.shard_numels[:-1]))
+
+    @cached_property
+    def is_equal(self) -> bool:
+        """Whether all shards have the same size."""
+        return len(set(self.shard_numels)) == 1
+
+    @property
+    def padding(self) -> int:
+        """Elements of the flat buffer that belong to no parameter."""
+        return self.numel - sum(spec.numel for spec in self.specs)
+
+    def ranges(self, fqn: str) -> list[tuple[int, int, int]]:
+        """``(rank, start, stop)`` inside the flattened parameter, for each rank that holds any of
+        it.
+
+        Raises:
+            KeyError: the bucket has no parameter of that name.
+        """
+        return list(self._ranges[fqn])
+
+    def owner(self, fqn: str) -> int | None:
+        """The rank that holds all of a parameter; ``None`` if several hold some or it is empty.
+
+        Raises:
+            KeyError: the bucket has no parameter of that name.
+        """
+        ranges = self._ranges[fqn]
+        return ranges[0][0] if len(ranges) == 1 else None
+
+    @cached_property
+    def _ranges(self) -> dict[str, list[tuple[int, int, int]]]:
+        found: dict[str, list[tuple[int, int, int]]] = {}
+        starts, numels = self.shard_starts, self.shard_numels
+        rank = 0
+        for spec, offset in zip(self.specs, self.offsets, strict=True):
+            pieces = found.setdefault(spec.fqn, [])
+            end = offset + spec.numel
+            while rank < len(numels) and starts[rank] + numels[rank] <= offset:
+                rank += 1
+            at = rank
+            while at < len(numels) and starts[at] < end:
+                first = max(starts[at], offset)
+                last = min(starts[at] + numels[at], end)
+                if first < last:
+                    pieces.append((at, first - offset, last - offset))
+                at += 1
+        return found
+
+    def __str__(self) -> str:
+        """A picture in text: a line a rank, as wide as its range, and what lies there."""
+        kind = "equal" if self.is_equal else "ragged"
+        lines = [
+            f"{len(self.specs)} parameters on {self.world_size} ranks, {self.numel:,} elements in "
+            f"{kind} shards, {self.padding:,} of them padding"
+        ]
+        held = _by_rank(self._ranges, self.world_size)
+        most = max(1, max(self.shard_numels))
+        for rank, numel in enumerate(self.shard_numels):
+            bar = "#" * round(_PICTURE_COLUMNS * numel / most)
+            names = ", ".join(
+                fqn if self.owner(fqn) is not None else f"{fqn}[{start:,}:{stop:,}]"
+                for fqn, start, stop in held[rank]
+            )
+            lines.append(f"rank {rank:>4} {bar:<{_PICTURE_COLUMNS}} {numel:>13,}  {names}".rstrip())
+        return "\n".join(lines)
+
+
+def _by_rank(
+    ranges: dict[str, list[tuple[int, int, int]]], world_size: int
+) -> Sequence[list[tuple[str, int, int]]]:
+    held: list[list[tuple[str, int, int]]] = [[] for _ in range(world_size)]
+    for fqn, pieces in ranges.items():
+        for rank, start, stop in pieces:
+            held[rank].append((fqn, start, stop))
+    return held

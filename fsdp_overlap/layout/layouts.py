@@ -1,0 +1,115 @@
+"""The layouts: where a parameter may be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Protocol
+
+from fsdp_overlap.layout.spec import ParamSpec
+
+
+class Layout(Protocol):
+    """Where the parameters that it is chosen for may be cut between ranks."""
+
+    def grain(self, spec: ParamSpec) -> int:
+        """Elements between allowed cuts, counted from the parameter's first; at least 1. The
+        parameter's size or more: it is never cut."""
+        ...
+
+    def work(self, spec: ParamSpec) -> int:
+        """What the optimizer's step costs the rank that holds the parameter, beyond what every
+        element costs: to be balanced. 0 where every element costs the same."""
+        ...
+
+
+LayoutRule = Layout | Callable[[str, ParamSpec], Layout]
+"""A layout for all parameters, or ``(fqn, spec)`` to the layout of each."""
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Equal ranges of elements, cut anywhere: for element-wise optimizers."""
+
+    def grain(self, spec: ParamSpec) -> int:
+        return 1
+
+    def work(self, spec: ParamSpec) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Cut only at multiples of ``rows`` of a parameter's first dimension; its last block may be
+    short. For block-quantized states and kernels; ``Blocks(rows=1)`` is row sharding.
+
+    Raises:
+        ValueError: ``rows`` is not positive.
+    """
+
+    rows: int
+
+    def __post_init__(self) -> None:
+        if type(self.rows) is not int or self.rows < 1:
+            raise ValueError(f"Blocks(rows={self.rows!r}): rows must be an int of at least 1")
+
+    def grain(self, spec: ParamSpec) -> int:
+        return max(1, self.rows * prod(spec.shape[1:]))
+
+    def work(self, spec: ParamSpec) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Whole:
+    """No matrix is cut; each has one owner. For Muon and other optimizers of whole matrices.
+
+    What has less than two dimensions, embeddings, and parameters whose name matches one of ``cut``
+    (patterns as in a shell, as ``"output.weight"`` or ``"*.bias"``) are cut anywhere. What has more
+    than two dimensions is a stack of matrices, cut between them.
+
+    Owners are balanced over all units that are planned together, by bytes and by the cost of
+    Newton-Schulz iterations, ``max(m, n) * min(m, n) ** 2`` for a matrix ``[m, n]``.
+
+    Raises:
+        TypeError: ``cut`` is not a tuple of strings.
+    """
+
+    cut: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if type(self.cut) is not tuple or any(type(pattern) is not str for pattern in self.cut):
+            raise TypeError(f"Whole(cut={self.cut!r}): cut must be a tuple of names or patterns")
+
+    def grain(self, spec: ParamSpec) -> int:
+        return max(1, prod(spec.shape[-2:])) if self._has_matrices(spec) else 1
+
+    def work(self, spec: ParamSpec) -> int:
+        if not self._has_matrices(spec):
+            return 0
+        m, n = spec.shape[-2:]
+        return prod(spec.shape[:-2]) * max(m, n) * min(m, n) ** 2
+
+    def _has_matrices(self, spec: ParamSpec) -> bool:
+        return (
+            len(spec.shape) >= 2
+            and not spec.is_embedding
+            and not any(fnmatchcase(spec.fqn, pattern) for pattern in self.cut)
+        )
+
+
+def layout_for(rule: LayoutRule, spec: ParamSpec) -> Layout:
+    """What ``rule`` says for a parameter.
+
+    Raises:
+        TypeError: it is no layout.
+    """
+    layout = rule(spec.fqn, spec) if callable(rule) else rule
+    if not hasattr(layout, "grain"):
+        raise TypeError(
+            f"the layout of parameter {spec.fqn!r} is {layout!r}; use Flat(), Blocks(rows=...) or "
+            "Whole()"
+        )
+    return layout

@@ -1,0 +1,28 @@
+"""What planning needs to know of a parameter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """A parameter as layouts see it. ``fqn`` is its name relative to its unit; ``is_embedding``
+    says that it is the weight of an ``nn.Embedding``."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = True
+    is_embedding: bool = False
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)

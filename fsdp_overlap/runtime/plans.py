@@ -1,0 +1,83 @@
+"""The plans of a context's units: made ahead or one by one, and the same on every rank."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Sequence
+from hashlib import sha256
+from itertools import zip_longest
+
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_overlap.layout import BucketPlan, LayoutRule, ParamSpec
+from fsdp_overlap.layout.plan import Planner
+from fsdp_overlap.runtime.ownership import owned_parameters
+from fsdp_overlap.runtime.unit import Unit
+
+
+class UnitPlans:
+    """How units are laid out, also those that are none yet."""
+
+    def __init__(self, world_size: int, layout: LayoutRule) -> None:
+        self._planner = Planner(world_size, layout)
+        self._ahead: weakref.WeakKeyDictionary[nn.Module, list[BucketPlan]]
+        self._ahead = weakref.WeakKeyDictionary()
+
+    def plan(self, units: Sequence[nn.Module], ignored: Collection[nn.Parameter]) -> None:
+        """Plans all of ``units``, which will be units, together."""
+        owned = [owned_parameters(module, ignored, units) for module in units]
+        planned = self._planner.plan([[item.spec for item in items] for items in owned])
+        for module, plans in zip(units, planned, strict=True):
+            self.place(module, plans)
+
+    def place(self, module: nn.Module, plans: list[BucketPlan]) -> None:
+        """Says how ``module`` is to be laid out when it becomes a unit."""
+        self._ahead[module] = plans
+
+    def take(self, module: nn.Module, specs: Sequence[ParamSpec]) -> list[BucketPlan]:
+        """For ``module``, which is becoming a unit of the parameters ``specs``.
+
+        Raises:
+            ValueError: other parameters were planned for it.
+        """
+        plans = self._ahead.pop(module, None)
+        if plans is None:
+            return self._planner.plan([specs])[0]
+        different = {spec for plan in plans for spec in plan.specs} ^ set(specs)
+        if different:
+            names = sorted({spec.fqn for spec in different})
+            more = ", ..." if len(names) > 3 else ""
+            raise ValueError(
+                f"{type(module).__name__} was planned with other parameters "
+                f"({', '.join(names[:3])}{more}): give plan() all modules that will be units, and "
+                "the same ignored_params"
+            )
+        return plans
+
+
+def compare_plans(units: Sequence[Unit], group: dist.ProcessGroup) -> None:
+    """Collective over ``group``.
+
+    Raises:
+        RuntimeError: ranks planned differently.
+    """
+    mine = [
+        (f"{unit.name!r} ({unit.module_kind})", _digest([bucket.plan for bucket in unit.buckets]))
+        for unit in units
+    ]
+    of_all: list[list[tuple[str, str]]] = [[]] * group.size()
+    dist.all_gather_object(of_all, mine, group)
+    none = ("none", "")
+    for rank, theirs in enumerate(of_all):
+        for ours, other in zip_longest(of_all[0], theirs, fillvalue=none):
+            if ours != other:
+                raise RuntimeError(
+                    f"ranks planned differently: where rank 0 has unit {ours[0]}, rank {rank} has "
+                    f"{other[0]}, or the same with other parameters, dtypes or layouts; every rank "
+                    "must build the same model and shard it in the same order"
+                )
+
+
+def _digest(plans: list[BucketPlan]) -> str:
+    return sha256(repr(plans).encode()).hexdigest()

@@ -1,0 +1,74 @@
+"""Draws docs/layouts.svg: one block of a transformer under each layout."""
+
+from pathlib import Path
+from typing import Annotated
+
+import matplotlib
+import torch
+import typer
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+
+from fsdp_overlap.layout import Blocks, BucketPlan, Flat, LayoutRule, ParamSpec, Whole, plan_units
+
+RANKS = 4
+SHAPES = {
+    "qkv": (768, 256),
+    "project": (256, 256),
+    "up": (1024, 256),
+    "down": (256, 1024),
+    "norms": (2048,),
+}
+COLORS = dict(zip(SHAPES, ["#4477aa", "#66ccee", "#228833", "#ccbb44", "#aa3377"], strict=True))
+LAYOUTS: dict[str, LayoutRule] = {
+    "Flat(): cut anywhere, equal shards": Flat(),
+    "Blocks(rows=256): cut between blocks of rows": Blocks(rows=256),
+    "Whole(): no matrix is cut, shards as large as what they hold": Whole(),
+}
+
+
+def draw(axes: Axes, plan: BucketPlan, title: str, width: int) -> None:
+    for spec in plan.specs:
+        offset = plan.offsets[plan.specs.index(spec)]
+        for rank, start, stop in plan.ranges(spec.fqn):
+            left = offset + start - plan.shard_starts[rank]
+            axes.add_patch(
+                Rectangle((left, rank - 0.38), stop - start, 0.76, color=COLORS[spec.fqn], lw=0)
+            )
+        grain = plan.grains[plan.specs.index(spec)]
+        for rank, start, stop in plan.ranges(spec.fqn):
+            for cut in range(start, stop, grain) if width // 100 < grain < spec.numel else ():
+                left = offset + cut - plan.shard_starts[rank]
+                axes.plot([left, left], [rank - 0.38, rank + 0.38], color="white", lw=0.6)
+    axes.set(xlim=(0, max(plan.shard_numels) * 1.02), ylim=(RANKS - 0.5, -0.5), yticks=range(RANKS))
+    axes.set_yticklabels([f"rank {rank}" for rank in range(RANKS)])
+    axes.set_xticks([])
+    axes.set_title(title, loc="left", fontsize=9)
+    axes.spines[:].set_visible(False)
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="The picture.")] = Path("docs/layouts.svg"),
+) -> None:
+    """One block of width 256 on four ranks. A bar is what a rank holds."""
+    specs = [ParamSpec(fqn, shape, torch.float32) for fqn, shape in SHAPES.items()]
+    matplotlib.rcParams.update({"svg.hashsalt": "layouts", "svg.fonttype": "none"})
+    figure = Figure(figsize=(7.5, 5.2), layout="constrained")
+    plans = {title: plan_units([specs], RANKS, rule)[0] for title, rule in LAYOUTS.items()}
+    width = max(max(plan.shard_numels) for plan in plans.values())
+    for axes, (title, plan) in zip(figure.subplots(len(plans)), plans.items(), strict=True):
+        draw(axes, plan, title, width)
+    names = {fqn: f"{fqn} {' x '.join(map(str, shape))}" for fqn, shape in SHAPES.items()}
+    figure.legend(
+        handles=[Patch(color=COLORS[fqn], label=names[fqn]) for fqn in SHAPES],
+        loc="outside lower center",
+        ncols=len(SHAPES),
+        fontsize=8,
+        frameon=False,
+    )
+    figure.savefig(out, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    typer.run(main)
