@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
@@ -37,11 +38,20 @@ class SafeFileSystemReader(FileSystemReader):
     no tensors may be numbers, strings, ``None``, dtypes, devices, and dicts, lists, tuples and sets
     of these and of tensors.
 
+    Args:
+        path: the checkpoint's folder.
+        verify: whether the elements of tensors are compared with their checksums, for which they
+            are read twice. All else is checked in any case.
+
     Raises:
         CheckpointException: with the :class:`CheckpointError` of each rank that refused: a file is
             missing, damaged, not a regular file or outside the folder; sizes do not fit; or
             something else than values is named.
     """
+
+    def __init__(self, path: str | os.PathLike[str], *, verify: bool = True) -> None:
+        super().__init__(path)
+        self.verify = verify
 
     def read_metadata(self) -> Metadata:
         """The checked metadata; empty, until :meth:`set_up_storage_reader` raises, if refused."""
@@ -71,7 +81,8 @@ class SafeFileSystemReader(FileSystemReader):
             for index in indices:
                 item = self._metadata.state_dict_metadata[index.fqn]
                 with refusing(f"{name}, {index.fqn!r}"):
-                    self._values[index] = _checked(file, self.storage_data[index], item, index)
+                    info = self.storage_data[index]
+                    self._values[index] = _checked(file, info, item, index, self.verify)
         return plan
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -129,6 +140,7 @@ def _checked(
     info: _StorageInfo,
     item: TensorStorageMetadata | BytesStorageMetadata,
     index: MetadataIndex,
+    verify: bool,
 ) -> StoredTensor | io.BytesIO:
     """The tensor at ``info``; of other values what torch.save writes of them, in our own writing,
     because planners load it without a check."""
@@ -138,7 +150,7 @@ def _checked(
         data = io.BytesIO()
         torch.save(value, data)
         return data
-    value = read_entry(file, info.offset, info.length)
+    value = read_entry(file, info.offset, info.length, verify)
     assert index.index is not None  # which of the tensor's chunks
     size = tuple(item.chunks[index.index].sizes)
     if not isinstance(value, StoredTensor) or value.dtype != item.properties.dtype:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from ranks import run_ranks
-from tampering import DATA, SHA, assert_same, check_failures, load, original, target
+from tampering import DATA, SHA, assert_same, check_failures, load, original, target, tensors
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from zoo import Model, shard_layers
@@ -97,6 +97,26 @@ def test_without_a_checksum_the_metadata_may_lie_but_not_surprise(
                 str(failure),
             ), repr(failure)
         assert_same(state, target())
+
+
+def test_without_verification_only_the_elements_of_tensors_are_believed(folder: Path) -> None:
+    """All damage of one bit: refused, without effect, or in the elements."""
+    state = target()
+    data = (folder / DATA).read_bytes()
+    changed = 0
+    for position in range(0, len(data), 7):
+        flipped = bytearray(data)
+        flipped[position] ^= 16
+        (folder / DATA).write_bytes(flipped)
+        reader = SafeFileSystemReader(folder, verify=False)
+        try:
+            dcp.load(state, storage_reader=reader, no_dist=True)
+        except CheckpointException as error:
+            check_failures(error)
+        else:
+            assert (state["step"], state["name"]) == (7, "a run")
+            changed += not all(map(torch.equal, tensors(state), tensors(original())))
+    assert changed
 
 
 # ---- ranks ----
