@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -126,7 +127,7 @@ def main(
             begun = (killed / "config.json").exists()
             arguments = ["--resume", str(killed)] if begun else [*common, "--out", str(killed)]
             if killed.exists() and not begun:  # killed before it had written anything
-                killed.rmdir()
+                shutil.rmtree(killed)
             moment = live_once(killed, arguments, draw)
             if moment == "finished":
                 break

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from zoo import Model, shard_layers
 
-from fsdp_overlap import FsdpContext, ShardedTensor, fully_shard
+from fsdp_overlap import Blocks, Flat, FsdpContext, ShardedTensor, Whole, fully_shard
 from fsdp_overlap.checkpoint import SafeFileSystemReader, SafeFileSystemWriter
 from fsdp_overlap.optim import AdamW
 
@@ -198,6 +198,22 @@ def with_plain_state_dicts(folder: str) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_plain_state_dicts_are_saved_and_loaded(tmp_path: Path, world_size: int) -> None:
     run_ranks(with_plain_state_dicts, world_size, str(tmp_path))
+
+
+def with_an_empty_parameter(folder: str) -> None:
+    for layout in (Flat(), Whole(), Blocks(rows=1)):
+        model = nn.Sequential(nn.Linear(3, 2))
+        model[0].nothing = nn.Parameter(torch.ones(0, 3))
+        fully_shard(model, FsdpContext(layout=layout))
+        path = f"{folder}/{type(layout).__name__}"
+        dcp.save({"model": model.state_dict()}, storage_writer=SafeFileSystemWriter(path))
+        dcp.load({"model": model.state_dict()}, storage_reader=SafeFileSystemReader(path))
+        dcp.load({"model": model.state_dict()}, checkpoint_id=path)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_parameters_without_elements_are_saved_and_loaded(tmp_path: Path, world_size: int) -> None:
+    run_ranks(with_an_empty_parameter, world_size, str(tmp_path))
 
 
 # ---- the helpers' options ----

@@ -51,6 +51,14 @@ def wait_until(is_there: Callable[[], bool], process: subprocess.Popen[str]) -> 
         time.sleep(0.001)
 
 
+def somebody_is_left(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def curve(run: Path) -> list[dict[str, float]]:
     lines = (run / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if k in TIMELESS} for line in lines]
@@ -92,7 +100,9 @@ def stopped(runs: Path) -> Path:
     process = start(runs, f"{TINY} --data text.txt --out stopped")
     wait_until((runs / "stopped" / "checkpoints" / "step-000004").exists, process)
     os.kill(process.pid, signal.SIGTERM)
+    asked = time.monotonic()
     out, err = process.communicate(timeout=120)
+    assert time.monotonic() - asked < 20  # less than who asks usually waits before he kills
     assert process.returncode == 128 + signal.SIGTERM
     assert "stopped by SIGTERM" in err
     assert "--resume stopped" in out
@@ -149,6 +159,21 @@ def test_a_killed_run_resumes_as_if_it_had_not_been(
     finish(start(runs, f"--resume {run}"))
     assert_is_the_run_left_alone(run, runs)
     assert not (run / "checkpoints" / ".unfinished").exists()
+
+
+@pytest.mark.slow
+def test_ranks_whose_launcher_was_killed_save_and_end(runs: Path, tmp_path: Path) -> None:
+    run = tmp_path / "alone"
+    process = start(runs, f"{TINY} --data text.txt --out {run}")
+    wait_until((run / "checkpoints" / "step-000004").exists, process)
+    process.kill()
+    process.communicate()
+    end = time.monotonic() + 30
+    while somebody_is_left(process.pid):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    RunFolder(run)
+    assert latest(run).name >= "step-000004"
 
 
 @pytest.mark.slow
@@ -218,9 +243,15 @@ def test_what_cannot_be_resumed_is_one_line(
     (tmp_path / "empty").mkdir()
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "config.json").write_text('{"steps": 3}')
+    moved = Path(shutil.copytree(copy, tmp_path / "moved"))
+    (tmp_path / "other.txt").write_text("Call me Ishmael. " * 300)
+    settings = json.loads((moved / "config.json").read_text())
+    settings["data"] = str(tmp_path / "other.txt")
+    (moved / "config.json").write_text(json.dumps(settings))
     cases = {
         f"--resume {tmp_path / 'empty'}": r"config.json: No such file or directory",
         f"--resume {tmp_path / 'foreign'}": r"config.json is not that of a run",
+        f"--resume {moved}": r"is not the text that the run began with",
         f"--resume {copy} --lr 0.1": r"--lr cannot be changed by --resume",
         f"--resume {copy} --save-every 3": r"--save-every cannot be changed by --resume",
         f"--resume {copy} --ranks 3 --device cpu": r"8 sequences a step cannot be shared equally",

@@ -198,6 +198,9 @@ def planned_otherwise() -> None:
     ):
         fully_shard(model, ctx)
     assert not any(isinstance(p, ShardedTensor) for p in model.head.parameters())
+    for units in ([model.layers[0]], [model], [model.layers[2], model.layers[2]]):
+        with pytest.raises(ValueError, match=r"planned already|given a module twice"):
+            ctx.plan(units)
 
 
 def test_a_unit_must_own_what_was_planned() -> None:

@@ -1,7 +1,9 @@
 """Where the ranks run: joining those of torchrun, or starting our own on this machine."""
 
 import os
+import sys
 import tempfile
+import threading
 import uuid
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +20,7 @@ from fsdp_overlap.cli.train import train
 
 # More would only wait for each other, each with its own copy of torch in memory.
 _RANKS_PER_CORE = 4
+_LAUNCHER_SECONDS = 2.0
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
@@ -78,7 +81,17 @@ def launch(config: TrainConfig, place: Place, resume: bool) -> None:
     # The launcher keeps its logs, which nobody reads here, until somebody removes them.
     with tempfile.TemporaryDirectory() as logs:
         spec.logs_specs = DefaultLogsSpecs(log_dir=logs)
-        elastic_launch(spec, train)(config, place.device_type, resume)
+        elastic_launch(spec, _train_started)(config, place.device_type, resume)
+
+
+def _train_started(config: TrainConfig, device_type: str, resume: bool) -> None:
+    """On a rank of ours. Once it returns it waits for the launcher to take its result, which one
+    that was told to stop, or was killed, never does."""
+    train(config, device_type, resume)
+    sys.stdout.flush()
+    leave = threading.Timer(_LAUNCHER_SECONDS, os._exit, (0,))
+    leave.daemon = True
+    leave.start()
 
 
 def describe_failure(error: ChildFailedError) -> str:

@@ -14,11 +14,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from fsdp_overlap.checkpoint import CheckpointError, read_metadata
 from fsdp_overlap.cli.checkpoints import Checkpoints
 from fsdp_overlap.cli.config import TrainConfig
-from fsdp_overlap.cli.data import load_text
+from fsdp_overlap.cli.data import load_text, unigram_entropy
 from fsdp_overlap.cli.errors import BadInput
 from fsdp_overlap.cli.export import export as export_checkpoint
 from fsdp_overlap.cli.launch import Place, describe_failure, find_place, launch
-from fsdp_overlap.cli.run_folder import check_out, read_config
+from fsdp_overlap.cli.run_folder import check_out, read_begun
 
 app = typer.Typer(
     help="Fully-sharded data parallelism for PyTorch, with every collective under compute.",
@@ -91,6 +91,7 @@ def train(
     )
     place = find_place(ranks, device)
     check_out(config.out)
+    load_text(config.data, config.seq_len)
     _run(config, place, resume=False)
 
 
@@ -107,9 +108,10 @@ def _resume(context: typer.Context, folder: Path, ranks: int | None, device: str
             f"--{given[0].replace('_', '-')} cannot be changed by --resume, which goes on with the "
             "run as it was; --ranks and --device can"
         )
-    config, before = read_config(folder)
+    begun = read_begun(folder)
+    config = begun.config
     place = find_place(ranks, device)
-    together = before * config.batch_size
+    together = begun.ranks * config.batch_size
     if together % place.ranks:
         raise BadInput(
             f"--ranks {place.ranks}: the run's {together} sequences a step cannot be shared "
@@ -122,11 +124,13 @@ def _resume(context: typer.Context, folder: Path, ranks: int | None, device: str
             raise BadInput(
                 f"--resume {folder}: {error}; remove {latest} to resume from the checkpoint before"
             ) from None
+    text = load_text(config.data, config.seq_len)
+    if unigram_entropy(text.validation) != begun.unigram_entropy:
+        raise BadInput(f"--resume {folder}: {text.origin} is not the text that the run began with")
     _run(replace(config, batch_size=together // place.ranks), place, resume=True)
 
 
 def _run(config: TrainConfig, place: Place, resume: bool) -> None:
-    load_text(config.data, config.seq_len)
     try:
         launch(config, place, resume)
     except ChildFailedError as error:

@@ -4,7 +4,7 @@ checkpoints."""
 import fcntl
 import json
 import os
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,14 @@ from matplotlib.figure import Figure
 from fsdp_overlap.cli.config import TrainConfig
 from fsdp_overlap.cli.errors import BadInput
 
+_NEW = ".new"  # ends the name of a file that is being written
+
 
 def check_out(out: Path) -> None:
     """Raises BadInput if a run folder cannot be made at `out`. Writes nothing."""
     if out.is_dir():
-        if any(out.iterdir()):
+        # A run that was killed at its very start leaves an unfinished file.
+        if any(path.suffix != _NEW for path in out.iterdir()):
             raise BadInput(f"--out {out} is not empty; give a new folder")
     elif out.exists():
         raise BadInput(f"--out {out} is not a folder")
@@ -27,22 +30,30 @@ def check_out(out: Path) -> None:
         raise BadInput(f"--out {out}: {parent} is not a folder")
 
 
-def read_config(folder: Path) -> tuple[TrainConfig, int]:
-    """The configuration of the run in `folder`, and the number of its ranks. Raises BadInput if
-    there is no run."""
+@dataclass(frozen=True)
+class Begun:
+    """A run that was begun: its configuration, on how many ranks, and what its text was like."""
+
+    config: TrainConfig
+    ranks: int
+    unigram_entropy: float
+
+
+def read_begun(folder: Path) -> Begun:
+    """The run in `folder`. Raises BadInput if there is none."""
     path = folder / "config.json"
     try:
         settings = json.loads(path.read_text())
         of_config = {field.name: settings[field.name] for field in fields(TrainConfig)}
-        ranks = int(settings["ranks"])
+        ranks, entropy = int(settings["ranks"]), float(settings["unigram_entropy"])
     except OSError as error:
         raise BadInput(f"--resume {folder}: {path.name}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
         raise BadInput(f"--resume {folder}: {path.name} is not that of a run ({error})") from None
-    data = of_config.pop("data")
-    out = of_config.pop("out")
-    del out  # the folder may have been moved
-    return TrainConfig(out=folder, data=None if data is None else Path(data), **of_config), ranks
+    of_config["out"] = folder  # it may have been moved
+    if of_config["data"] is not None:
+        of_config["data"] = Path(of_config["data"])
+    return Begun(TrainConfig(**of_config), ranks, entropy)
 
 
 class RunFolder:
@@ -63,7 +74,10 @@ class RunFolder:
     def begin(self, config: TrainConfig, about: dict[str, Any], steps_done: int) -> None:
         """Writes the configuration, with `about`: what else the run depended on. Drops the metrics
         of steps beyond `steps_done`, which will be done again."""
-        settings = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(config).items()}
+        # Absolute: it may be resumed from anywhere.
+        settings = {
+            k: str(v.absolute()) if isinstance(v, Path) else v for k, v in asdict(config).items()
+        }
         _replace(self.path / "config.json", json.dumps(settings | about, indent=2) + "\n")
         kept = [m for m in self.metrics() if m["step"] <= steps_done]
         _replace(self.path / "metrics.jsonl", "".join(json.dumps(m) + "\n" for m in kept))
@@ -76,6 +90,8 @@ class RunFolder:
         """Adds a line at once, so that a run that dies keeps what it had."""
         with (self.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(metrics) + "\n")
+            file.flush()
+            os.fsync(file.fileno())  # no checkpoint is on the disk before its metrics
 
     def metrics(self) -> list[dict[str, float]]:
         path = self.path / "metrics.jsonl"
@@ -104,6 +120,6 @@ class RunFolder:
 
 def _replace(path: Path, text: str) -> None:
     """Writes the file anew; a run that is killed leaves the old or the new."""
-    new = path.with_name(path.name + ".new")
+    new = path.with_name(path.name + _NEW)
     new.write_text(text)
     new.replace(path)

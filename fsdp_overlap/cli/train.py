@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ def train(config: TrainConfig, device_type: str, resume: bool) -> None:
     checkpoint of the run, if it has one. Collective: called on every rank, with the environment
     that torchrun sets. Rank 0 alone prints and writes, but for checkpoints."""
     with _process_group(device_type) as device:
+        config = _agreed(config)
         folder = RunFolder(config.out) if dist.get_rank() == 0 else None
         dist.barrier()  # nobody looks for checkpoints before the folder is this run's alone
         text = load_text(config.data, config.seq_len)
@@ -37,6 +39,13 @@ def train(config: TrainConfig, device_type: str, resume: bool) -> None:
         trainer.profile_steps(None if folder is None else folder.trace)
         if report is not None:
             report.conclude()
+
+
+def _agreed(config: TrainConfig) -> TrainConfig:
+    """With rank 0's folder: under torchrun each rank names its own, by the time."""
+    out = [config.out]
+    dist.broadcast_object_list(out)
+    return replace(config, out=out[0])
 
 
 def _train(

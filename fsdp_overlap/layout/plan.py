@@ -141,7 +141,7 @@ def _fill_gaps(sections: Sections, sand: Sequence[Item], loads: Loads) -> None:
         first, last, _ = min(runs, key=lambda run: share - run[2])
         start = 0
         for rank in range(first, last + 1):
-            stop = nearest_cut(item, start + gaps[rank] / share * item.numel)
+            stop = max(start, nearest_cut(item, start + gaps[rank] / share * item.numel))
             stop = item.numel if rank == last else stop
             if start < stop:
                 place = len(sections[rank]) if rank == first else 0

@@ -157,6 +157,7 @@ class FsdpContext:
 
         Raises:
             TypeError: the layout is none for some parameter.
+            ValueError: one is a unit already, was planned before, or is named twice.
         """
         self.plans.plan(units, ignored_params)
 

@@ -25,8 +25,21 @@ class UnitPlans:
         self._ahead = weakref.WeakKeyDictionary()
 
     def plan(self, units: Sequence[nn.Module], ignored: Collection[nn.Parameter]) -> None:
-        """Plans all of ``units``, which will be units, together."""
-        owned = [owned_parameters(module, ignored, units) for module in units]
+        """Plans all of ``units``, which will be units, together.
+
+        Raises:
+            ValueError: one is a unit already, was planned before, or is named twice.
+        """
+        for module in units:
+            if "_fsdp_unit" in module.__dict__ or module in self._ahead:
+                raise ValueError(
+                    f"{type(module).__name__} is a unit or was planned already: call plan() once, "
+                    "before fully_shard()"
+                )
+        if len(set(units)) != len(units):
+            raise ValueError("plan() was given a module twice; name each unit once")
+        among = set(units)
+        owned = [owned_parameters(module, ignored, among) for module in units]
         planned = self._planner.plan([[item.spec for item in items] for items in owned])
         for module, plans in zip(units, planned, strict=True):
             self.place(module, plans)
@@ -41,7 +54,7 @@ class UnitPlans:
         Raises:
             ValueError: other parameters were planned for it.
         """
-        plans = self._ahead.pop(module, None)
+        plans = self._ahead.get(module)
         if plans is None:
             return self._planner.plan([specs])[0]
         different = {spec for plan in plans for spec in plan.specs} ^ set(specs)
@@ -50,9 +63,10 @@ class UnitPlans:
             more = ", ..." if len(names) > 3 else ""
             raise ValueError(
                 f"{type(module).__name__} was planned with other parameters "
-                f"({', '.join(names[:3])}{more}): give plan() all modules that will be units, and "
-                "the same ignored_params"
+                f"({', '.join(names[:3])}{more}): give plan() all modules that will be units, the "
+                "same ignored_params, and parameters as frozen as they will be"
             )
+        del self._ahead[module]
         return plans
 
 

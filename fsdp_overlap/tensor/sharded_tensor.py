@@ -291,6 +291,8 @@ class ShardedTensor(DTensor):
     def _boxes(self) -> list[Box]:
         # From a GPU writers copy a chunk before they write it, and torch's reader holds two: the
         # size of a chunk bounds the memory that saving and loading take.
+        if not prod(self._shape):  # of which nobody holds anything: without it, loads miss the key
+            return [Box((0,) * len(self._shape), self._shape, 0)]
         least, most = (n // self._local_tensor.element_size() for n in _BYTES_OF_A_CHUNK)
         share = prod(self._shape) // self._spec.mesh.size()
         most = min(max(share, least), most)
