@@ -85,9 +85,19 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("layout", ["rows", "blocks", "whole", "mixed"])
+@pytest.mark.parametrize(
+    ("layout", "world_size"),
+    [
+        ("whole", 2),
+        ("whole", 3),
+        ("whole", 4),
+        ("mixed", 2),
+        ("mixed", 4),
+        ("rows", 3),
+        ("blocks", 3),
+    ],
+)
 def test_training_equals_unsharded_training(layout: str, name: str, world_size: int) -> None:
     run_ranks(train, world_size, layout, name)
 
