@@ -4,14 +4,12 @@ import time
 from collections.abc import Sequence
 from typing import Annotated
 
+import _bench
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from fsdp_overlap.layout import Blocks, BucketPlan, Flat, Layout, ParamSpec, Whole, plan_units
 
-OUT = Console(highlight=False, soft_wrap=True)
 Shapes = list[tuple[int, ...]]
 
 WORLD_SIZES = (8, 32, 64, 256, 1024)
@@ -84,11 +82,9 @@ def main(
     ] = None,
 ) -> None:
     """One unit a block. Imbalance is the largest over the mean."""
-    table = Table(title="one unit a block; parameters in bfloat16; imbalance: largest / mean")
     columns = "model,ranks,layout,matrices a rank,buckets a unit,padding %,imbalance of bytes"
     columns += ",of Newton-Schulz cost,shards,planning s"
-    for i, column in enumerate(columns.split(",")):
-        table.add_column(column, justify="left" if i in (0, 2) else "right")
+    rows = []
     for name in MODELS:
         if model is not None and model.lower() not in name.lower():
             continue
@@ -106,19 +102,22 @@ def main(
                 padding = sum(plan.padding for plan in plans) / sum(plan.numel for plan in plans)
                 work = f"{imbalance(work_of(plans, rule)):.3f}" if kind == "whole" else ""
                 ragged = sum(not plan.is_equal for plan in plans)
-                table.add_row(
-                    name,
-                    str(world_size),
-                    kind,
-                    f"{matrices / world_size:.1f}",
-                    f"{len(plans) / len(units):.0f}",
-                    f"{100 * padding:.4f}",
-                    f"{imbalance(held):.3f}",
-                    work,
-                    "equal" if not ragged else f"{ragged} of {len(plans)} ragged",
-                    f"{seconds:.3f}",
+                rows.append(
+                    [
+                        name,
+                        str(world_size),
+                        kind,
+                        f"{matrices / world_size:.1f}",
+                        f"{len(plans) / len(units):.0f}",
+                        f"{100 * padding:.4f}",
+                        f"{imbalance(held):.3f}",
+                        work,
+                        "equal" if not ragged else f"{ragged} of {len(plans)} ragged",
+                        f"{seconds:.3f}",
+                    ]
                 )
-    OUT.print(table)
+    print("one unit a block; parameters in bfloat16; imbalance: the largest over the mean\n")
+    print(_bench.markdown_table(columns.split(","), rows))
 
 
 if __name__ == "__main__":
