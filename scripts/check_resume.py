@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
@@ -98,7 +99,9 @@ def final_tensors(run: Path) -> dict[str, torch.Tensor]:
         for fqn, item in read_metadata(last).state_dict_metadata.items()
         if hasattr(item, "size")
     }
-    dcp.load(tensors, storage_reader=SafeFileSystemReader(last), no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.load(tensors, storage_reader=SafeFileSystemReader(last), no_dist=True)
     return tensors
 
 
