@@ -21,6 +21,7 @@ from twins import Twins, same
 from zoo import Model, shard_layers
 
 from fsdp_overlap import FsdpContext, ShardedTensor, fully_shard, optim
+from fsdp_overlap.optim import fused_adamw
 from fsdp_overlap.optim.runs import find_runs, flatten
 
 OPTIONS: list[dict[str, Any]] = [
@@ -435,3 +436,58 @@ def test_a_model_of_many_parameters_is_stepped_in_few_runs() -> None:
         assert len(runs_of(optimizer)) == 32
     finally:
         dist.destroy_process_group()
+
+
+def moments_of_another_dtype(dtype: torch.dtype, moment_dtype: torch.dtype) -> None:
+    """Widened, stepped by torch and rounded again, whatever runs and chunks they are stepped in."""
+    chunk, fused_adamw._CHUNK = fused_adamw._CHUNK, 10
+    (model,) = models(1, dtype)
+    plain = nn.Parameter(torch.linspace(0, 1, 12).view(3, 4).t().to(dtype))
+    model.register_parameter("plain", plain)
+    options: dict[str, Any] = {"betas": (0.8, 0.9), "lr": 0.05}
+    optimizer = optim.AdamW(model.parameters(), **options, moment_dtype=moment_dtype)
+    expected = [p.detach().clone() for p in model.parameters()]
+    moments = [[torch.zeros_like(p, dtype=moment_dtype) for p in expected] for _ in range(2)]
+    for step in range(4):
+        model.zero_grad()
+        backward(model, step)
+        plain.grad = torch.linspace(-1, 1, 12).view(4, 3).to(dtype)
+        if step == 2:  # torch casts a loaded state to the parameter's dtype
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        optimizer.step()
+        for index, parameter in enumerate(model.parameters()):
+            row = [expected[index], parameter.grad, moments[0][index], moments[1][index]]
+            kept = [t.to_local() if isinstance(t, ShardedTensor) else t for t in row]
+            wide = [t.to(torch.float32) for t in kept]
+            torch._fused_adamw_(
+                *([t] for t in wide),
+                [],
+                [torch.tensor(step + 1.0)],
+                amsgrad=False,
+                lr=0.05,
+                beta1=0.8,
+                beta2=0.9,
+                weight_decay=0.01,
+                eps=1e-8,
+                maximize=False,
+            )
+            for old, new in zip(kept, wide, strict=True):
+                old.copy_(new)
+            state = optimizer.state[parameter]
+            assert state["exp_avg"].dtype == moment_dtype
+            stepped = (parameter.detach(), state["exp_avg"], state["exp_avg_sq"])
+            for mine, theirs in zip(stepped, (kept[0], *kept[2:]), strict=True):
+                local = mine.to_local() if isinstance(mine, ShardedTensor) else mine
+                # Where a run begins decides which elements the kernel steps in vectors.
+                torch.testing.assert_close(local, theirs, rtol=1e-2, atol=5e-4)
+    fused_adamw._CHUNK = chunk
+
+
+@pytest.mark.parametrize(
+    ("dtype", "moment_dtype"),
+    [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)],
+)
+def test_moments_may_have_a_dtype_of_their_own(
+    dtype: torch.dtype, moment_dtype: torch.dtype
+) -> None:
+    run_ranks(moments_of_another_dtype, 2, dtype, moment_dtype)

@@ -56,3 +56,9 @@ def flatten(column: Sequence[torch.Tensor], runs: Sequence[tuple[int, int]]) -> 
         leader = column[first]
         flat.append(leader if leader.numel() == numel else leader.as_strided((numel,), (1,)))
     return flat
+
+
+def mark_of(parameter: torch.Tensor, mark: object) -> object:
+    """``mark`` for parameters that may be stepped together with neighbours, which are the sharded
+    ones: others need not be flat."""
+    return mark if isinstance(parameter, ShardedTensor) else object()

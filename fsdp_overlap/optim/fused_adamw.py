@@ -1,0 +1,176 @@
+"""AdamW for neighbours in memory: one element of a fused kernel's list steps a whole run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import is_
+from typing import Any
+
+import torch
+
+from fsdp_overlap.optim.runs import find_runs, flatten, local_of, mark_of
+from fsdp_overlap.optim.states import pack
+from fsdp_overlap.tensor.operands import note_edits
+
+State = Mapping[torch.Tensor, dict[str, Any]]
+
+# Elements that are widened at once where moments have another dtype than their parameters.
+_CHUNK = 1 << 20
+
+
+@dataclass
+class Steps:
+    """The step counts of some parameters: a tensor each, as in torch's state, in one memory.
+
+    ``counts`` are as last read. They go stale together, so they still tell which are equal, as long
+    as ``version`` shows that nobody else wrote; so a GPU is hardly ever asked.
+    """
+
+    flat: torch.Tensor
+    views: Sequence[torch.Tensor]
+    counts: list[float]
+    version: int
+
+    @classmethod
+    def of(cls, steps: Sequence[torch.Tensor], device: torch.device) -> Steps:
+        counts = [float(step) for step in steps]
+        flat = torch.tensor(counts, dtype=torch.float32, device=device)
+        return cls(flat, flat.unbind(), counts, flat._version)
+
+    def are(self, steps: Sequence[torch.Tensor]) -> bool:
+        """Whether ``steps`` are these, written by nobody else."""
+        return (
+            len(steps) == len(self.views)
+            and all(map(is_, steps, self.views))
+            and self.version == self.flat._version
+        )
+
+    def add(self, number: float | torch.Tensor) -> None:
+        self.flat.add_(number)
+        self.version = self.flat._version
+
+
+class FusedAdamW:
+    """Steps the parameters of an optimizer's groups. ``moment_dtype``: of the moments, that of each
+    parameter if not given."""
+
+    def __init__(self, moment_dtype: torch.dtype | None = None) -> None:
+        self._moment_dtype = moment_dtype
+        self._steps: dict[object, Steps] = {}
+
+    def load(self, state: State, group: dict[str, Any]) -> None:
+        """Takes over the state of ``group``, which was loaded."""
+        started = [parameter for parameter in group["params"] if state.get(parameter)]
+        self._prepare(state, started, _moments(group))
+
+    def step(
+        self,
+        state: State,
+        index: int,
+        group: dict[str, Any],
+        grad_scale: torch.Tensor | None = None,
+        found_inf: torch.Tensor | None = None,
+    ) -> None:
+        """One step of those parameters of ``group``, the optimizer's number ``index``, that have a
+        gradient; ``grad_scale`` and ``found_inf`` as a ``GradScaler`` gives them.
+
+        Raises:
+            RuntimeError: a parameter is not of floating point.
+        """
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        kinds = {(local.device, local.dtype) for local in map(local_of, parameters)}
+        for kind in kinds:
+            alike = parameters
+            if len(kinds) > 1:
+                alike = [p for p in parameters if (p.device, p.dtype) == kind]
+            self._step(state, (index, kind), group, alike, grad_scale, found_inf)
+
+    def _step(
+        self,
+        state: State,
+        key: object,
+        group: dict[str, Any],
+        parameters: list[torch.Tensor],
+        grad_scale: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
+    ) -> None:
+        """Steps parameters of one device and dtype."""
+        moments = _moments(group)
+        states = [state[parameter] for parameter in parameters]
+        if not all(states):
+            self._prepare(state, [p for p in parameters if not state[p]], moments)
+        locals_ = [local_of(parameter) for parameter in parameters]
+        device = locals_[0].device
+        steps = self._steps.get(key)
+        if steps is None or not steps.are([its["step"] for its in states]):
+            steps = self._steps[key] = Steps.of([its["step"] for its in states], device)
+            for its, view in zip(states, steps.views, strict=True):
+                its["step"] = view
+
+        held = [row for row, local in enumerate(locals_) if local.numel()]
+        columns = [
+            [locals_[row] for row in held],
+            [local_of(parameters[row].grad) for row in held],  # type: ignore[arg-type]
+            *([local_of(states[row][name]) for row in held] for name in moments),
+        ]
+        marks = [mark_of(parameters[row], steps.counts[row]) for row in held]
+        runs = find_runs(columns, marks)
+        flat = [flatten(column, runs) for column in columns]
+        counts = [steps.views[held[first]] for first, _ in runs]
+        steps.add(1)
+        lr = group["lr"]
+        if isinstance(lr, torch.Tensor) and lr.device.type != "cpu":
+            lr = lr.to(device)
+        options = {
+            "amsgrad": group["amsgrad"],
+            "lr": lr,
+            "beta1": float(group["betas"][0]),
+            "beta2": float(group["betas"][1]),
+            "weight_decay": group["weight_decay"],
+            "eps": group["eps"],
+            "maximize": group["maximize"],
+            "grad_scale": grad_scale,
+            "found_inf": found_inf,
+        }
+        if runs:  # this rank may hold nothing of these parameters
+            _run_kernel(flat, counts, options)
+        if found_inf is not None:
+            steps.add(-found_inf)
+        note_edits(parameters)
+
+    def _prepare(
+        self, state: State, parameters: list[torch.Tensor], moments: Sequence[str]
+    ) -> None:
+        pack(state, parameters, moments, self._moment_dtype)
+        for parameter in parameters:
+            zero = torch.zeros((), dtype=torch.float32, device=local_of(parameter).device)
+            state[parameter].setdefault("step", zero)
+
+
+def _run_kernel(
+    columns: list[list[torch.Tensor]], counts: list[torch.Tensor], options: dict[str, Any]
+) -> None:
+    """``columns``: parameters, gradients and moments, a flat tensor for each run."""
+    if all(tensor.dtype == columns[0][0].dtype for column in columns for tensor in column[:1]):
+        empty: list[list[torch.Tensor]] = [] if options["amsgrad"] else [[]]
+        torch._fused_adamw_(*columns, *empty, counts, **options)  # type: ignore[call-overload]
+        return
+    # The kernel knows one dtype, so a part at a time is widened, stepped and rounded again.
+    for *row, count in zip(*columns, counts, strict=True):
+        wide = torch.promote_types(row[0].dtype, row[2].dtype)
+        for parts in zip(*map(_chunks, row), strict=True):
+            widened = [part.to(wide) for part in parts]
+            _run_kernel([[part] for part in widened], [count], options)
+            for part, stepped in zip(parts, widened, strict=True):
+                if stepped is not part:
+                    part.copy_(stepped)
+
+
+def _chunks(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    return tensor.split(_CHUNK) if tensor.dim() == 1 else (tensor,)
+
+
+def _moments(group: dict[str, Any]) -> tuple[str, ...]:
+    moments = ("exp_avg", "exp_avg_sq")
+    return (*moments, "max_exp_avg_sq") if group["amsgrad"] else moments

@@ -1,0 +1,60 @@
+"""Optimizer states that lie in memory as their parameters do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fsdp_overlap.optim.runs import find_runs, local_of, mark_of
+from fsdp_overlap.tensor.operands import local_operand
+from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
+
+
+def pack(
+    state: Mapping[torch.Tensor, dict[str, Any]],
+    parameters: Sequence[torch.Tensor],
+    names: Sequence[str],
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Makes the states ``names`` of neighbours neighbours: new ones, zero, and those there are.
+
+    Of ``dtype``, or the parameter's.
+
+    Raises:
+        RuntimeError: a parameter is not of floating point, or a state lies over the ranks in
+            another way than its parameter.
+    """
+    for parameter in parameters:
+        if not local_of(parameter).is_floating_point():
+            raise RuntimeError(
+                f"optimizers step floating-point parameters, not {local_of(parameter).dtype}"
+            )
+    held = [parameter for parameter in parameters if local_of(parameter).numel()]
+    locals_ = [local_of(parameter) for parameter in held]
+    marks = [
+        mark_of(parameter, local.dtype) for parameter, local in zip(held, locals_, strict=True)
+    ]
+    runs = {id(held[first]): numel for first, numel in find_runs([locals_], marks)}
+    flats: list[torch.Tensor] = []
+    start = 0
+    for parameter in parameters:
+        local = local_of(parameter)
+        its = state[parameter]
+        if not isinstance(parameter, ShardedTensor):
+            for name in names:
+                zeros = torch.zeros_like(parameter, dtype=dtype)
+                its[name] = zeros.copy_(its[name]) if name in its else zeros
+            continue
+        if id(parameter) in runs:
+            flats = [local.new_zeros(runs[id(parameter)], dtype=dtype) for _ in names]
+            start = 0
+        for index, name in enumerate(names):
+            part = local.new_zeros(0, dtype=dtype)
+            if local.numel():
+                part = flats[index][start : start + local.numel()]
+            if name in its:
+                part.copy_(local_operand("load_state_dict", its[name], parameter))
+            its[name] = parameter.wrap_like(part)
+        start += local.numel()
