@@ -85,7 +85,31 @@ class FsdpModule(nn.Module):
         in the reduce dtype, until a backward that does: gradient accumulation without
         communication. ``zero_grad()`` does not know of such sums; ``ctx.reset()`` drops them."""
         for unit in self._units(recurse):
-            unit.syncs_gradients = requires_gradient_sync
+            unit.requires_gradient_sync = requires_gradient_sync
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the next backward is the last before the optimizer's step. At stage 1 of
+        :meth:`set_zero_stage` it is the one that reduces gradients."""
+        for unit in self._units(recurse=True):
+            unit.is_last_backward = is_last_backward
+
+    def set_zero_stage(self, stage: int, *, recurse: bool = True) -> None:
+        """What is sharded at rest, in the words of ZeRO (arXiv 1910.02054).
+
+        3: all, as :func:`fully_shard` leaves it. 2: gradients and optimizer states; full buffers
+        are kept, and gathered again after the optimizer's step, under the next forward. 1: as 2,
+        and gradients too are full until the last backward of a step, which alone reduces them; say
+        which is by :meth:`set_is_last_backward`.
+
+        Raises:
+            ValueError: there is no such stage.
+        """
+        if stage not in (1, 2, 3):
+            raise ValueError(f"set_zero_stage({stage!r}): use 1, 2 or 3")
+        for unit in self._units(recurse):
+            unit.reshard_after_forward = None if stage == 3 else False
+            unit.reshard_after_backward = stage == 3
+            unit.reduces_last_only = stage == 1
 
     def set_reshard_after_forward(
         self, reshard_after_forward: bool, *, recurse: bool = True

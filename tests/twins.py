@@ -13,6 +13,7 @@ from zoo import ROWS, VOCABULARY, ZOO, Shard
 
 from fsdp_overlap import FsdpContext, ShardedTensor
 from fsdp_overlap.layout import Flat, LayoutRule
+from fsdp_overlap.optim import Muon
 
 LENGTH = 5
 
@@ -39,8 +40,11 @@ class Twins:
         self.twin = copy.deepcopy(self.model)
         self.ctx = FsdpContext(prefetch=prefetch, layout=layout)
         shard(self.model, self.ctx)
-        self.optimizer = optimizer(self.model.parameters(), lr=0.05, **options)
-        self.twin_optimizer = optimizer(self.twin.parameters(), lr=0.05, **options)
+        self.optimizer, self.twin_optimizer = (
+            # Muon is for a whole model.
+            optimizer(model if optimizer is Muon else model.parameters(), lr=0.05, **options)
+            for model in (self.model, self.twin)
+        )
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
 
     @classmethod

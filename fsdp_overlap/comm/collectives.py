@@ -129,9 +129,7 @@ class GlooCollectives:
     ) -> Issued:
         world, own = plan.world_size, plan.shard_numels[group.rank()]
         received = torch.empty(world * own, dtype=gradients.dtype, device=gradients.device)
-        work = dist.all_to_all_single(
-            received, gradients, [own] * world, list(plan.shard_numels), group, async_op=True
-        )
+        issued = all_to_all(received, gradients, [own] * world, list(plan.shard_numels), group)
 
         def finish() -> torch.Tensor:
             # In rank order, so that the sum does not depend on who came first. Additions one by one
@@ -142,7 +140,23 @@ class GlooCollectives:
                 mean.add_(other)
             return mean.div_(world)
 
-        return Issued([work], finish)
+        return Issued(issued.works, finish)
+
+
+def all_to_all(
+    output: torch.Tensor,
+    source: torch.Tensor,
+    output_sizes: list[int],
+    source_sizes: list[int],
+    group: dist.ProcessGroup,
+) -> Issued:
+    """Sends ``source_sizes[r]`` elements of ``source``, flat, to each rank ``r``, and fills
+    ``output`` with ``output_sizes[r]`` elements of each. Collective over ``group``."""
+    is_host = output.device.type == "cpu"  # elsewhere the current stream waits, not the host
+    work = dist.all_to_all_single(
+        output, source, output_sizes, source_sizes, group, async_op=is_host
+    )
+    return Issued((work,) if is_host else (), lambda: output)
 
 
 def choose(device_type: str, group: dist.ProcessGroup, plan: BucketPlan) -> Collectives:

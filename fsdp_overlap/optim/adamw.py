@@ -42,6 +42,9 @@ class AdamW(torch.optim.AdamW):
         self._moment_dtype = moment_dtype
         self._kernel = FusedAdamW(moment_dtype)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_moment_dtype": self._moment_dtype}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._kernel = FusedAdamW(self._moment_dtype)

@@ -230,6 +230,33 @@ class FsdpContext:
                 unit.index = self.register(unit)
         return is_complete
 
+    # Full buffers that are kept between steps
+
+    def start_param_sync(self) -> None:
+        """After ``optimizer.step()``: enqueues the all-gathers of all full buffers that are kept
+        and stale now, so that they run under what comes before the next forward, and under the
+        forward itself, which waits unit by unit. Without it, forward gathers them, ``prefetch``
+        units ahead.
+
+        This and the next two may be called at any time, and do nothing where there is nothing to
+        do. What a forward or backward under way uses is left alone. Must be called on every rank of
+        the mesh.
+        """
+        self.settle()
+        self.schedule.start_param_sync()
+
+    def finish_param_sync(self) -> None:
+        """Makes all full buffers that are kept fresh, and compute wait for that: before modules are
+        used without their forward."""
+        self.settle()
+        self.schedule.finish_param_sync()
+
+    def release_unsharded(self) -> None:
+        """Frees the full buffers that are kept, as before a checkpoint or where memory is short.
+        The next use gathers them again."""
+        self.settle()
+        self.schedule.release_unsharded()
+
     def reset(self) -> None:
         """Brings every unit to rest after forward or backward raised, so that the next iteration
         works. Gradients that have not reached a sharded ``.grad`` are dropped. Must be called on

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from fsdp_overlap.comm.lanes import Lane, Mark
@@ -60,6 +60,12 @@ class Gathers:
             if other is not None and not other.is_whole:
                 self._gather(other)
                 self._ahead[index] = None
+
+    def refresh(self, units: Iterable[Unit]) -> None:
+        """Enqueues the all-gathers of full buffers whose shards were edited since."""
+        for unit in units:
+            if unit.is_gathered and not unit.is_whole:
+                self._gather(unit)
 
     def release(self, unit: Unit) -> None:
         """Frees the buffer of ``unit`` once the compute enqueued so far has read it. That is put

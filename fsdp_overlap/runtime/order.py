@@ -39,6 +39,10 @@ class ForwardOrder:
         """The ``count`` units expected next, fewer at the end of the pass."""
         return self._learned[self._next : self._next + count]
 
+    def predicted(self) -> Sequence[UnitIndex]:
+        """The units of the next pass, in order."""
+        return self._running or self._learned
+
     def has_visited(self, unit: UnitIndex) -> bool:
         return unit in self._running
 

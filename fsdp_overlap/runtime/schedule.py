@@ -309,7 +309,32 @@ class Schedule:
     def _is_open(self, unit: Unit, backward: Backward) -> bool:
         return any(call.unit == unit.index for call in backward.open_calls)
 
-    # Both
+    # Between passes
+
+    def start_param_sync(self) -> None:
+        """Gathers stale full buffers again, in the order in which forward will use them."""
+        predicted = [self._unit_at(index) for index in self.order.predicted()]
+        self.gathers.refresh(
+            unit
+            for unit in dict.fromkeys([*predicted, *self._units()])
+            if unit is not None and not self.is_in_use(unit)
+        )
+
+    def finish_param_sync(self) -> None:
+        """The same, and makes compute wait for all of them."""
+        self.start_param_sync()
+        for unit in self._units():
+            unit.wait()
+
+    def release_unsharded(self) -> None:
+        """Frees every full buffer that is not in use."""
+        for unit in self._units():
+            if not self.is_in_use(unit):
+                unit.use_sharded()
+                self.gathers.release(unit)
+        self.gathers.flush()
+
+    # All
 
     def drop(self) -> None:
         """Forgets what is under way; the recorded order stays."""

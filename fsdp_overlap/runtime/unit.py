@@ -38,7 +38,10 @@ class Unit:
         self.mp_policy = mp_policy
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
-        self.syncs_gradients = True
+        self.requires_gradient_sync = True
+        self.reduces_last_only = False
+        """Whether backwards but the last of a step leave gradients unreduced."""
+        self.is_last_backward = True
         self.ignored: frozenset[nn.Parameter] = frozenset()
         self.has_unreduced = False
         """Whether reduce inputs hold what backwards without synchronization left, on every rank."""
@@ -80,6 +83,11 @@ class Unit:
         return tuple(bucket.version for bucket in self.buckets)
 
     @property
+    def syncs_gradients(self) -> bool:
+        """Whether backward reduces gradients, or leaves them for one that does."""
+        return self.requires_gradient_sync and (self.is_last_backward or not self.reduces_last_only)
+
+    @property
     def is_trainable(self) -> bool:
         return bool(self.gradients)
 
@@ -118,7 +126,9 @@ class Unit:
                 duplicate.requires_grad_(parameter.requires_grad)
                 duplicate.grad = deepcopy(parameter.grad)
         other.reshard_after_backward = self.reshard_after_backward
-        other.syncs_gradients = self.syncs_gradients
+        other.requires_gradient_sync = self.requires_gradient_sync
+        other.reduces_last_only = self.reduces_last_only
+        other.is_last_backward = self.is_last_backward
 
     def use_unsharded(self) -> None:
         for bucket in self.buckets:

@@ -1,0 +1,76 @@
+"""Which parameters of a model are stepped by Muon, and which by AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from fsdp_overlap.optim.matrices import Split
+
+ALGORITHMS = ("muon", "adamw")
+
+T = TypeVar("T")
+
+
+def parameter_groups(
+    model: nn.Module, algorithms: Mapping[str, str], split: Mapping[str, Split]
+) -> list[dict[str, Any]]:
+    """A group of parameters for each algorithm and split that occurs in ``model``.
+
+    Raises:
+        ValueError: a pattern matches no parameter, or names no algorithm.
+    """
+    chosen = _default_algorithms(model)
+    for pattern, algorithm in algorithms.items():
+        if algorithm not in ALGORITHMS:
+            raise ValueError(f"algorithms[{pattern!r}] = {algorithm!r}: use 'muon' or 'adamw'")
+    chosen |= _by_name(chosen, algorithms, "algorithms")
+    splits = _by_name(chosen, split, "split")
+    groups: dict[tuple[str, Split], dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        algorithm, parts = chosen[name], splits.get(name, 1)
+        if algorithm == "adamw" and name in splits:
+            raise ValueError(f"split names {name!r}, which AdamW steps; see algorithms")
+        group = groups.setdefault((algorithm, parts), {"algorithm": algorithm, "params": []})
+        if algorithm == "muon":
+            group["split"] = parts
+        group["params"].append(parameter)
+    return [group for _, group in sorted(groups.items(), key=lambda item: item[0][0] == "adamw")]
+
+
+def _default_algorithms(model: nn.Module) -> dict[str, str]:
+    """By parameter name. Muon takes parameters of two dimensions or more, without embeddings,
+    convolutions and the output head: the last matrix, if it has the shape of an embedding."""
+    embeddings = set()
+    others = set()
+    for module in model.modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            embeddings.add(module.weight)
+        elif isinstance(module, _ConvNd):
+            others.add(module.weight)
+    named = dict(model.named_parameters())
+    matrices = [
+        name
+        for name, parameter in named.items()
+        if parameter.dim() >= 2 and parameter not in embeddings and parameter not in others
+    ]
+    shapes = {tuple(parameter.shape) for parameter in embeddings}
+    if matrices and tuple(named[matrices[-1]].shape) in shapes:
+        matrices.pop()
+    return {name: "muon" if name in matrices else "adamw" for name in named}
+
+
+def _by_name(names: Mapping[str, Any], patterns: Mapping[str, T], what: str) -> dict[str, T]:
+    """For each name that a pattern matches what the last such pattern says."""
+    found = {}
+    for pattern, value in patterns.items():
+        matching = [name for name in names if fnmatchcase(name, pattern)]
+        if not matching:
+            some = ", ".join(list(names)[:4])
+            raise ValueError(f"{what}: {pattern!r} matches no parameter; there are {some}, ...")
+        found.update(dict.fromkeys(matching, value))
+    return found

@@ -1,0 +1,73 @@
+"""Orthogonal matrices next to given ones, by Newton-Schulz iterations on batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+Polynomial = tuple[float, float, float]
+"""``(a, b, c)`` of ``a x + b x^3 + c x^5``, which an iteration applies to every singular value."""
+
+# By whose optimality the steps are few: it raises the singular value 1e-3 to 1 in the fewest.
+_POLAR_EXPRESS: tuple[Polynomial, ...] = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+)
+
+COEFFICIENTS: dict[str, tuple[Polynomial, ...]] = {
+    # Keller Jordan, kellerjordan.github.io/posts/muon: the steepest at zero that keeps singular
+    # values near 1, between about 0.7 and 1.2. The same in every step.
+    "quintic": ((3.4445, -4.7750, 2.0315),),
+    # Amsel et al., "The Polar Express", arXiv 2505.16932: the best polynomial for each step, which
+    # converges to 1. With the paper's margin for rounding, except in the last, which repeats.
+    "polar_express": (
+        *((a / 1.01, b / 1.01**3, c / 1.01**5) for a, b, c in _POLAR_EXPRESS),
+        (1.875, -1.25, 0.375),
+    ),
+}
+
+
+def polynomials(
+    coefficients: str | Sequence[float] | Sequence[Polynomial], steps: int
+) -> list[Polynomial]:
+    """One for each step. ``coefficients``: the name of a preset, one polynomial for all steps, or
+    one for each, of which the last repeats.
+
+    Raises:
+        ValueError: they are none of these, or ``steps`` is not positive.
+    """
+    if steps < 1:
+        raise ValueError(f"ns_steps={steps}: use 1 or more")
+    if isinstance(coefficients, str):
+        if coefficients not in COEFFICIENTS:
+            names = " or ".join(map(repr, COEFFICIENTS))
+            raise ValueError(f"ns_coefficients={coefficients!r}: use {names}, or numbers")
+        found: Sequence[Polynomial] = COEFFICIENTS[coefficients]
+    else:
+        rows = [coefficients] if isinstance(coefficients[0], (int, float)) else coefficients
+        if any(len(row) != 3 for row in rows):  # type: ignore[arg-type]
+            raise ValueError(f"ns_coefficients={coefficients!r}: each step takes 3 numbers a, b, c")
+        found = [tuple(map(float, row)) for row in rows]  # type: ignore[arg-type, misc]
+    return [found[min(step, len(found) - 1)] for step in range(steps)]
+
+
+def orthogonalize(
+    matrices: torch.Tensor, steps: Sequence[Polynomial], eps: float = 1e-7
+) -> torch.Tensor:
+    """``U V^T`` of each of ``matrices [count, m, n]``, which are ``U S V^T``, as nearly as
+    ``steps`` come; ``matrices`` is overwritten. In its dtype; cheapest where ``m <= n``.
+
+    ``eps`` is what a matrix is divided by at least, before the first step, instead of its norm.
+    """
+    x = matrices.div_(torch.linalg.matrix_norm(matrices, keepdim=True).clamp_(min=eps))
+    for a, b, c in steps:
+        gram = torch.bmm(x, x.mT)
+        change = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, change, x, beta=a)
+    return x
