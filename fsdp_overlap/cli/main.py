@@ -52,7 +52,11 @@ def train(
     tied: Annotated[
         bool, typer.Option("--tied/--untied", help="Share embedding and output weight.")
     ] = False,
-    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
+    optimizer: Annotated[str, typer.Option(help="adamw or muon.")] = "adamw",
+    lr: Annotated[
+        float | None,
+        typer.Option(help="Peak learning rate [default: 0.003 for adamw, 0.01 for muon]."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = 0,
     prefetch: Annotated[int, typer.Option(help="All-gathers that may run ahead of compute.")] = 1,
     dtype: Annotated[str, typer.Option(help="Compute in float32 or bfloat16.")] = "float32",
@@ -80,6 +84,7 @@ def train(
         width=width,
         heads=heads,
         tied=tied,
+        optimizer=optimizer,
         lr=lr,
         seed=seed,
         prefetch=prefetch,

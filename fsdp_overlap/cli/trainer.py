@@ -15,11 +15,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.profiler import ProfilerActivity, profile
 
-from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, fully_shard
+from fsdp_overlap import Flat, FsdpContext, MixedPrecisionPolicy, Whole, fully_shard
 from fsdp_overlap.cli.config import TrainConfig
 from fsdp_overlap.cli.data import Text, sample_batch
 from fsdp_overlap.cli.model import GPT
-from fsdp_overlap.optim import AdamW, clip_grad_norm_
+from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 
 PROFILED_STEPS = 2
 _VALIDATION_BATCHES = 8
@@ -37,16 +37,17 @@ class Trainer:
         model = GPT(layers=config.layers, width=config.width, heads=config.heads, tied=config.tied)
         self.model = model.to(device)
         self.parameters = sum(p.numel() for p in self.model.parameters())
-        self.context = FsdpContext(prefetch=config.prefetch)
+        # Muon steps whole matrices, but not the output head.
+        layout = Whole(cut=("output.weight",)) if config.optimizer == "muon" else Flat()
+        self.context = FsdpContext(prefetch=config.prefetch, layout=layout)
+        self.context.plan([*self.model.blocks, self.model])
         policy = MixedPrecisionPolicy()
         if config.dtype == "bfloat16":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for block in self.model.blocks:
             fully_shard(block, self.context, mp_policy=policy)
         fully_shard(self.model, self.context, mp_policy=policy)
-        self.optimizer = AdamW(
-            self.model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.1
-        )
+        self.optimizer = _make_optimizer(self.model, config)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor)
         self._draws = torch.Generator().manual_seed(config.seed)
         self.steps_done = 0
@@ -158,6 +159,20 @@ class Trainer:
             return (step + 1) / warmup
         progress = min(1.0, (step - warmup) / max(1, self.config.steps - warmup))
         return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
+
+
+def _make_optimizer(model: GPT, config: TrainConfig) -> torch.optim.Optimizer:
+    assert config.lr is not None
+    adamw: dict[str, Any] = {"lr": config.lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    if config.optimizer == "adamw":
+        return AdamW(model.parameters(), **adamw)
+    return Muon(
+        model,
+        config.lr,
+        adjust_lr_fn="match_rms_adamw",  # so that one learning rate suits both
+        split={"*.qkv.weight": 3},
+        adamw=adamw,
+    )
 
 
 def _sum_over_ranks(value: Tensor) -> Tensor:
