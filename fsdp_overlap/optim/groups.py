@@ -44,7 +44,8 @@ def parameter_groups(
 
 def _default_algorithms(model: nn.Module) -> dict[str, str]:
     """By parameter name. Muon takes parameters of two dimensions or more, without embeddings,
-    convolutions and the output head: the last matrix, if it has the shape of an embedding."""
+    convolutions and the output head: the last matrix, if it has the shape of the largest
+    embedding."""
     embeddings = set()
     others = set()
     for module in model.modules():
@@ -58,8 +59,9 @@ def _default_algorithms(model: nn.Module) -> dict[str, str]:
         for name, parameter in named.items()
         if parameter.dim() >= 2 and parameter not in embeddings and parameter not in others
     ]
-    shapes = {tuple(parameter.shape) for parameter in embeddings}
-    if matrices and tuple(named[matrices[-1]].shape) in shapes:
+    # Not any embedding: one of positions may be as square as a matrix in the model.
+    largest = max(embeddings, key=lambda parameter: parameter.numel(), default=None)
+    if largest is not None and matrices and named[matrices[-1]].shape == largest.shape:
         matrices.pop()
     return {name: "muon" if name in matrices else "adamw" for name in named}
 

@@ -17,7 +17,7 @@ from fsdp_overlap.optim.exchange import Exchange, cut_matrix, plan_rounds
 from fsdp_overlap.optim.fused_adamw import FusedAdamW
 from fsdp_overlap.optim.groups import ALGORITHMS, parameter_groups
 from fsdp_overlap.optim.matrices import Ranges, Split, Stack, divide, part_rows
-from fsdp_overlap.optim.newton_schulz import Polynomial, polynomials
+from fsdp_overlap.optim.newton_schulz import COEFFICIENTS, Polynomial, polynomials
 from fsdp_overlap.optim.orthogonalization import run, run_rounds, tasks_of
 from fsdp_overlap.optim.runs import local_of
 from fsdp_overlap.optim.states import pack
@@ -38,9 +38,9 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         params: a model: AdamW steps its embeddings, its output head (the last matrix, if it has
-            the shape of an embedding), its convolutions and all of less than two dimensions, Muon
-            the rest. Or parameters or groups as for any optimizer, which Muon steps but for groups
-            with ``"algorithm": "adamw"``.
+            the shape of the largest embedding), its convolutions and all of less than two
+            dimensions, Muon the rest. Or parameters or groups as for any optimizer, which Muon
+            steps but for groups with ``"algorithm": "adamw"``.
         lr, weight_decay, momentum, nesterov, eps, ns_steps, adjust_lr_fn: as for
             ``torch.optim.Muon``. Of three dimensions or more, the last two are matrices.
         ns_coefficients: ``"quintic"``, torch's default; ``"polar_express"`` (arXiv 2505.16932),
@@ -115,8 +115,11 @@ class Muon(torch.optim.Optimizer):
         if param_group.get("algorithm") == "adamw":
             param_group = self._adamw_options | param_group
         super().add_param_group(param_group)
+        group = self.param_groups[-1]
         try:
-            _check_group(self.param_groups[-1])
+            _check_group(group)
+            if group["ns_coefficients"] == "quintic":  # as torch's Muon, which may load it
+                [group["ns_coefficients"]] = COEFFICIENTS["quintic"]
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise

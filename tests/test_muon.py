@@ -1,0 +1,587 @@
+"""Muon: as torch's, whole models, every layout, and what it communicates."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as fsdp2_shard
+from torch.distributed.tensor.debug import CommDebugMode
+from twins import Twins, same
+from zoo import ZOO, Model, shard_layers
+
+from fsdp_overlap import Blocks, Flat, FsdpContext, ShardedTensor, Whole, fully_shard
+from fsdp_overlap.layout import LayoutRule
+from fsdp_overlap.optim import AdamW, Muon, exchange, orthogonalization
+from fsdp_overlap.optim.exchange import cut_matrix, plan_rounds
+from fsdp_overlap.optim.matrices import Stack, divide, part_rows
+from fsdp_overlap.optim.newton_schulz import COEFFICIENTS, orthogonalize, polynomials
+
+LAYOUTS: dict[str, LayoutRule] = {
+    "flat": Flat(),
+    "blocks": Blocks(rows=2),
+    "whole": Whole(),
+    "mixed": lambda fqn, spec: Whole() if "up" in fqn else Flat(),
+}
+EXACT = {"ns_dtype": torch.float64}
+
+
+# The products
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "low", "high"),
+    [
+        ("quintic", 5, 0.65, 1.21),
+        ("polar_express", 5, 0.84, 1.13),
+        ("polar_express", 8, 0.999, 1.001),
+    ],
+)
+def test_presets_bring_singular_values_to_one(
+    name: str, steps: int, low: float, high: float
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(4, 20, 50, dtype=torch.float64, generator=generator)
+    left, _, right = torch.linalg.svd(wide, full_matrices=False)
+    result = orthogonalize(wide.clone(), polynomials(name, steps))
+    found = torch.linalg.svdvals(result)
+    assert low < found.min()
+    assert found.max() < high
+    # The singular vectors stay, so it is the nearest orthogonal matrix that is approached.
+    torch.testing.assert_close(
+        left.mT @ result @ right.mT,
+        torch.diag_embed(torch.diagonal(left.mT @ result @ right.mT, dim1=1, dim2=2)),
+    )
+
+
+def test_polar_express_is_optimal_in_its_first_step() -> None:
+    """The error is the same, and largest, at both ends of [0.001, 1] and at the extrema."""
+    a, b, c = (
+        k * 1.01**n for k, n in zip(COEFFICIENTS["polar_express"][0], (1, 3, 5), strict=True)
+    )
+    x = torch.linspace(1e-3, 1, 100_001, dtype=torch.float64)
+    error = (1 - (a * x + b * x**3 + c * x**5)).abs()
+    for end in (error[0], error[-1]):
+        torch.testing.assert_close(end, error.max(), rtol=1e-6, atol=0)
+
+
+def test_a_batch_is_as_its_matrices_one_by_one_and_zeros_stay() -> None:
+    batch = torch.randn(3, 4, 6, dtype=torch.float64)
+    batch[1] = 0
+    steps = polynomials("quintic", 5)
+    expected = torch.cat([orthogonalize(one[None].clone(), steps) for one in batch])
+    torch.testing.assert_close(orthogonalize(batch.clone(), steps), expected)
+    assert not expected[1].any()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"weight_decay": 0.3, "momentum": 0.5},
+        {"nesterov": False, "adjust_lr_fn": "match_rms_adamw"},
+        {
+            "ns_coefficients": (2.0, -1.5, 0.5),
+            "eps": 1e-3,
+            "ns_steps": 3,
+            "adjust_lr_fn": "original",
+        },
+    ],
+)
+def test_matrices_are_stepped_as_by_torch(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    pair = [nn.Sequential(nn.Linear(6, 9, False), nn.Linear(9, 9, False), nn.Linear(9, 2, False))]
+    pair.append(copy.deepcopy(pair[0]))
+    # torch's multiplies in bfloat16, everywhere.
+    ours = Muon(pair[0].parameters(), lr=0.1, **options, ns_dtype=torch.bfloat16)
+    theirs = torch.optim.Muon(pair[1].parameters(), lr=0.1, **options)
+    for step in range(4):
+        batch = torch.randn(5, 6)
+        for model, optimizer in zip(pair, (ours, theirs), strict=True):
+            optimizer.zero_grad()
+            model(batch).square().sum().backward()
+            optimizer.step()
+        for mine, its in zip(pair[0].parameters(), pair[1].parameters(), strict=True):
+            torch.testing.assert_close(mine, its, rtol=0, atol=1e-3 * 0.1)
+        if step == 1:  # each goes on from the other's state
+            states = [copy.deepcopy(optimizer.state_dict()) for optimizer in (ours, theirs)]
+            ours.load_state_dict(states[1])
+            theirs.load_state_dict(states[0])
+
+
+# Training
+
+
+def train(layout: str, names: list[str], options: dict[str, Any]) -> None:
+    # So small that several rounds and batches are needed.
+    kept = exchange.ROUND_ELEMENTS, orthogonalization._BATCH_ELEMENTS
+    exchange.ROUND_ELEMENTS = 60
+    orthogonalization._BATCH_ELEMENTS = 150
+    for name in names:
+        twins = Twins.of(name, optimizer=Muon, layout=LAYOUTS[layout], **EXACT, **options)
+        for batch in twins.batches(3):
+            twins.backward(*batch)
+            with CommDebugMode() as issued:
+                twins.step()
+            assert layout != "whole" or not issued.get_total_counts()
+            assert set(map(str, issued.get_comm_counts())) <= {"c10d.alltoall_base_"}
+            twins.check_parameters()
+    exchange.ROUND_ELEMENTS, orthogonalization._BATCH_ELEMENTS = kept
+
+
+NAMES = [
+    "layers",
+    "root only",
+    "tied parameters",
+    "frozen and partly frozen units",
+    "unused on some ranks",
+    "odd parameters",
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size"),
+    [
+        ("flat", 1),
+        ("flat", 2),
+        ("flat", 4),
+        ("whole", 3),
+        ("whole", 4),
+        ("blocks", 3),
+        ("mixed", 4),
+    ],
+)
+def test_training_equals_unsharded_training(layout: str, world_size: int) -> None:
+    run_ranks(train, world_size, layout, NAMES, {})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_parts_of_matrices_are_stepped_as_unsharded(layout: str) -> None:
+    for options in (
+        {"split": {"*.up.weight": 3, "*.down.weight": (1, 3, 2)}},
+        {"algorithms": {"head.*": "adamw", "*.up.weight": "adamw", "layers.0.up.weight": "muon"}},
+        {"adamw": {"lr": 0.1, "betas": (0.8, 0.9), "amsgrad": True}, "nesterov": False},
+    ):
+        run_ranks(train, 3, layout, ["layers"], options)
+
+
+class Experts(nn.Module):
+    """Stacked experts ``[E, m, n]``, all of which see every row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, 6)
+        self.layers = nn.ModuleList(ExpertLayer() for _ in range(2))
+        self.head = nn.Linear(6, 13, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class ExpertLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(5, 6, 4) / 3)
+        self.down = nn.Parameter(torch.randn(5, 4, 6) / 3)
+        self.mix = nn.Linear(6, 6, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(torch.einsum("...i,eio->...eo", x, self.up))
+        return self.mix(x) + torch.einsum("...eo,eoi->...i", hidden, self.down)
+
+
+def train_experts(layout: str) -> None:
+    twins = Twins(Experts, shard_layers, optimizer=Muon, layout=LAYOUTS[layout], **EXACT)
+    twins.train(3)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_stacked_experts_are_batches_of_matrices(layout: str, world_size: int) -> None:
+    run_ranks(train_experts, world_size, layout)
+
+
+def owners(layout: str) -> tuple[list[tuple[int, int]], int]:
+    """The matrices that this rank orthogonalized in a step, and the collectives it took."""
+    seen: list[tuple[int, int]] = []
+    original = orthogonalization.orthogonalize
+
+    def spy(matrices: torch.Tensor, *args: Any) -> torch.Tensor:
+        seen.extend([tuple(matrices.shape[1:])] * len(matrices))
+        return original(matrices, *args)
+
+    model = Model(layers=4)
+    ctx = FsdpContext(layout=LAYOUTS[layout])
+    ctx.plan([*model.layers, model])
+    shard_layers(model, ctx)
+    optimizer = Muon(model)
+    model(torch.zeros(1, 2, dtype=torch.int64)).square().mean().backward()
+    orthogonalization.orthogonalize = spy  # type: ignore[assignment]
+    with CommDebugMode() as issued:
+        optimizer.step()
+    orthogonalization.orthogonalize = original
+    return seen, issued.get_total_counts()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_matrix_is_orthogonalized_by_one_rank(layout: str) -> None:
+    ranks = run_ranks(owners, 4, layout)
+    assert Counter(shape for seen, _ in ranks for shape in seen) == {(6, 18): 8}
+    shares = [len(seen) for seen, _ in ranks]
+    assert max(shares) <= (3 if layout == "mixed" else 2), shares
+    collectives = {count for _, count in ranks}
+    assert collectives == {0} if layout == "whole" else max(collectives) in (0, 2)
+
+
+# Which parameters
+
+
+class Everything(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(10, 8)
+        self.places = nn.Embedding(8, 8)
+        self.patches = nn.Conv1d(3, 8, 2)
+        self.square = nn.Linear(8, 8)
+        self.experts = nn.Parameter(torch.ones(2, 8, 8))
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 10, bias=False)
+
+
+def algorithms(optimizer: Muon, model: nn.Module) -> dict[str, str]:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        names[parameter]: group["algorithm"]
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+
+
+def test_embeddings_head_convolutions_and_vectors_go_to_adamw() -> None:
+    model = Everything()
+    found = algorithms(Muon(model), model)
+    assert {name for name, algorithm in found.items() if algorithm == "muon"} == {
+        "square.weight",
+        "experts",
+    }
+    assert found.keys() == dict(model.named_parameters()).keys()
+    model.head.weight = model.words.weight
+    assert algorithms(Muon(model), model)["square.weight"] == "muon"
+
+
+def sharded_algorithms() -> dict[str, str]:
+    model = Everything()
+    fully_shard(model.square, ctx := FsdpContext())
+    fully_shard(model, ctx)
+    return algorithms(Muon(model), model)
+
+
+def test_the_choice_is_the_same_sharded() -> None:
+    model = Everything()
+    assert run_ranks(sharded_algorithms, 2) == [algorithms(Muon(model), model)] * 2
+
+
+def test_the_choice_can_be_changed_by_name() -> None:
+    model = Everything()
+    found = algorithms(
+        Muon(model, algorithms={"*.weight": "muon", "square.*": "adamw", "norm.*": "adamw"}), model
+    )
+    assert found["words.weight"] == found["patches.weight"] == found["head.weight"] == "muon"
+    assert found["square.weight"] == found["norm.weight"] == "adamw"
+
+
+def test_groups_have_options_of_their_own() -> None:
+    model = Everything()
+    optimizer = Muon(
+        [
+            {"params": [model.square.weight], "lr": 0.5, "split": 2},
+            {"params": [model.norm.weight], "algorithm": "adamw", "lr": 0.25},
+        ],
+        lr=0.1,
+        adamw={"betas": (0.5, 0.6)},
+    )
+    optimizer.add_param_group({"params": [model.head.weight]})
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.25, 0.1]
+    assert optimizer.param_groups[1]["betas"] == (0.5, 0.6)
+    assert Muon(model).param_groups[-1]["lr"] == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"algorithms": {"nothing.*": "muon"}},
+            r"'nothing.\*' matches no parameter; there are exp",
+        ),
+        ({"algorithms": {"head.weight": "sgd"}}, "use 'muon' or 'adamw'"),
+        ({"algorithms": {"norm.weight": "muon"}}, r"not a parameter of shape \(8,\)"),
+        ({"split": {"square.weight": 3}}, "split=3 does not divide the 8 rows"),
+        ({"split": {"square.weight": (3, 4)}}, r"split=\(3, 4\) makes 7 rows"),
+        ({"split": {"words.weight": 2}}, "'words.weight', which AdamW steps"),
+        ({"ns_coefficients": "cubic"}, "use 'quintic' or 'polar_express'"),
+        ({"ns_coefficients": (1.0, 2.0)}, "3 numbers"),
+        ({"ns_steps": 0}, "ns_steps=0"),
+        ({"adjust_lr_fn": "rms"}, 'use "original" or "match_rms_adamw"'),
+        ({"lr": -1.0}, "lr=-1.0: must not be negative"),
+        ({"adamw": {"lr": -1.0}}, "Invalid learning rate"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        Muon(Everything(), **options)
+
+
+def test_wrong_parameters_are_refused() -> None:
+    model = Everything()
+    with pytest.raises(ValueError, match="pass the model"):
+        Muon(model.parameters(), split={"square.weight": 2})
+    with pytest.raises(ValueError, match="not contiguous"):
+        Muon([nn.Parameter(torch.ones(2, 3).t())])
+    with pytest.raises(ValueError, match="complex64"):
+        Muon([nn.Parameter(torch.ones(2, 3, dtype=torch.complex64))])
+    with pytest.raises(ValueError, match='use "muon" or "adamw"'):
+        Muon([{"params": [model.square.weight], "algorithm": "sgd"}])
+    optimizer = Muon([model.square.weight])
+    with pytest.raises(ValueError, match="matrices"):
+        optimizer.add_param_group({"params": [model.norm.bias]})
+    assert len(optimizer.param_groups) == 1
+
+
+def foreign() -> None:
+    model = nn.Linear(4, 4)
+    fsdp2_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(TypeError, match=r"shard it by fsdp_overlap\.fully_shard"):
+        Muon(model)
+
+
+def test_parameters_of_fsdp2_are_refused() -> None:
+    run_ranks(foreign, 2)
+
+
+# Schedulers, states, copies
+
+
+def scheduled() -> None:
+    twins = Twins.of("layers", optimizer=Muon, layout=Whole(), **EXACT)
+    schedulers = [
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8)
+        for optimizer in (twins.optimizer, twins.twin_optimizer)
+    ]
+    for batch in twins.batches(4):
+        twins.backward(*batch)
+        twins.step()
+        for scheduler in schedulers:
+            scheduler.step()
+        twins.check_parameters()
+    twins.optimizer = copy.deepcopy(twins.optimizer)
+    assert twins.optimizer._ns_dtype == torch.float64
+
+
+def test_schedulers_work() -> None:
+    run_ranks(scheduled, 2)
+
+
+def save(folder: str, layout: str, build: str) -> list[torch.Tensor]:
+    """Three steps; returns the parameters two steps after the checkpoint."""
+    model, optimizer = experts(LAYOUTS[layout])
+    steps(model, optimizer, [0, 1, 2])
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.save(states, checkpoint_id=folder)
+    steps(model, optimizer, [3, 4])
+    return [parameter.full_tensor() for parameter in model.parameters()]
+
+
+def load(folder: str, layout: str) -> list[torch.Tensor]:
+    model, optimizer = experts(LAYOUTS[layout])
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(states, checkpoint_id=folder)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=states["model"],
+        optim_state_dict=states["optimizer"],
+    )
+    steps(model, optimizer, [3, 4])
+    return [parameter.full_tensor() for parameter in model.parameters()]
+
+
+def experts(layout: LayoutRule) -> tuple[Experts, Muon]:
+    torch.manual_seed(0)
+    model = Experts().double()
+    ctx = FsdpContext(layout=layout)
+    ctx.plan([*model.layers, model])
+    shard_layers(model, ctx)
+    return model, Muon(model, lr=0.1, **EXACT)
+
+
+def steps(model: nn.Module, optimizer: Muon, seeds: list[int]) -> None:
+    """The same batch on every rank, so that the number of ranks does not matter."""
+    for seed in seeds:
+        tokens = torch.randint(13, (3, 4), generator=torch.Generator().manual_seed(seed))
+        model(tokens).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_checkpoints_move_between_worlds_and_spreads_of_experts(tmp_path: Path) -> None:
+    [expected, *_] = run_ranks(save, 2, str(tmp_path), "whole", "")
+    for world_size, layout in ((3, "whole"), (4, "whole"), (4, "flat"), (1, "blocks")):
+        for found in run_ranks(load, world_size, str(tmp_path), layout):
+            for name, (mine, its) in enumerate(zip(found, expected, strict=True)):
+                same(mine, its, str(name))
+
+
+def low_precision(layout: str) -> None:
+    """bf16 compute, fp32 shards and states; bf16 moments where asked for."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8))
+    ctx = FsdpContext(layout=LAYOUTS[layout])
+    policy = torch.distributed.fsdp.MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+    )
+    for layer in model:
+        fully_shard(layer, ctx, mp_policy=policy)
+    fully_shard(model, ctx, mp_policy=policy)
+    optimizer = Muon(model, adamw={"moment_dtype": torch.bfloat16})
+    losses = []
+    for _ in range(6):
+        loss = (model(torch.eye(8)).float() - torch.eye(8)).square().mean()
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0]
+    for parameter in model.parameters():
+        assert parameter.dtype == torch.float32
+        state = optimizer.state[parameter]
+        if parameter.dim() == 2:
+            assert state["momentum_buffer"].dtype == torch.float32
+        else:
+            assert state["exp_avg"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fewer_matrices_than_ranks_in_low_precision(layout: str) -> None:
+    run_ranks(low_precision, 4, layout)
+
+
+# Plans
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], Any, tuple[tuple[int, int, int], ...]]:
+    """A shape, how its matrices are split, and how ranks hold it."""
+    rows, columns = draw(st.integers(1, 6)), draw(st.integers(1, 5))
+    shape = (*draw(st.lists(st.integers(1, 3), max_size=2)), rows, columns)
+    divisors = [d for d in range(1, rows + 1) if rows % d == 0]
+    split: Any = draw(st.sampled_from(divisors))
+    if rows > 2 and draw(st.booleans()):
+        split = (1, rows - 2, 1)
+    total = torch.Size(shape).numel()
+    ends = sorted(draw(st.sets(st.integers(1, total), max_size=4)) | {total})
+    starts = [0, *ends[:-1]]
+    return shape, split, tuple((r, a, b) for r, (a, b) in enumerate(zip(starts, ends, strict=True)))
+
+
+@given(cuts())
+@settings(deadline=None, max_examples=300)
+def test_every_matrix_is_whole_on_one_rank_or_cut(case: Any) -> None:
+    shape, split, ranges = case
+    division = divide(shape, split, ranges)
+    matrices = []
+    for rank, stacks in division.whole.items():
+        [(start, stop)] = [(a, b) for r, a, b in ranges if r == rank]
+        for stack in stacks:
+            assert start <= stack.start <= stack.stop <= stop
+            size = stack.rows * stack.columns
+            matrices += [(stack.start + i * size, stack.rows) for i in range(stack.count)]
+    for stack in division.cut:
+        assert len(cut_matrix(0, stack, ranges).pieces) > 1
+        matrices.append((stack.start, stack.rows))
+    expected = []
+    start = 0
+    while start < torch.Size(shape).numel():
+        for rows in part_rows(shape, split):
+            expected.append((start, rows))
+            start += rows * shape[-1]
+    assert sorted(matrices) == expected
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=30),
+    st.integers(2, 8),
+    st.randoms(use_true_random=False),
+)
+@settings(deadline=None, max_examples=100)
+def test_owners_of_cut_matrices_are_balanced(
+    shapes: list[tuple[int, int]], world_size: int, random: Any
+) -> None:
+    matrices = []
+    for index, (rows, columns) in enumerate(shapes):
+        half = random.randint(0, rows * columns)
+        first = random.randrange(world_size - 1)
+        ranges = ((first, 0, half), (first + 1, half, rows * columns))
+        matrices.append(cut_matrix(index, Stack(0, 1, rows, columns), ranges))
+    loads = tuple(random.randint(0, 10_000) for _ in range(world_size))
+    rounds = plan_rounds(tuple(matrices), loads)
+    placed = [pair for matrices_of_round in rounds for pair in matrices_of_round]
+    assert sorted(matrix.parameter for _, matrix in placed) == list(range(len(shapes)))
+    total = list(loads)
+    for owner, matrix in placed:
+        total[owner] += matrix.stack.work
+    # The largest first to the least loaded: nobody who got any is above another by more than one.
+    largest = max(matrix.stack.work for matrix in matrices)
+    for owner in {owner for owner, _ in placed}:
+        assert total[owner] - min(total) <= largest
+
+
+def lost() -> None:
+    """Gradients that are missing here and there, from step to step."""
+    twins = Twins.of("layers", optimizer=Muon, layout=Flat(), **EXACT)
+    for step, batch in enumerate(twins.batches(4)):
+        twins.backward(*batch)
+        for model in (twins.model, twins.twin):
+            for index, parameter in enumerate(model.parameters()):
+                if (index + step) % 3 == 0:
+                    parameter.grad = None
+        twins.step()
+        twins.check_parameters()
+    plain = nn.Parameter(torch.ones(3, 2, dtype=torch.float64))
+    plain.grad = torch.ones(2, 3, dtype=torch.float64).t()
+    Muon([plain], lr=0.1).step()
+    assert dist.get_world_size() == 3
+
+
+def test_parameters_without_a_gradient_stay() -> None:
+    run_ranks(lost, 3)
+
+
+def test_both_adamws_of_the_library_are_one() -> None:
+    """What Muon steps by AdamW is what AdamW steps."""
+    torch.manual_seed(0)
+    pair = [nn.LayerNorm(5), nn.LayerNorm(5)]
+    options: dict[str, Any] = {"lr": 0.1, "betas": (0.5, 0.7), "weight_decay": 0.3}
+    optimizers = [Muon(pair[0], adamw=options), AdamW(pair[1].parameters(), **options)]
+    for model, optimizer in zip(pair, optimizers, strict=True):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.arange(5.0)).square().sum().backward()
+            optimizer.step()
+    assert torch.equal(pair[0].weight, pair[1].weight)
+    assert isinstance(pair[0].weight, nn.Parameter)
+    assert not isinstance(pair[0].weight, ShardedTensor)
+    assert "layers" in ZOO
