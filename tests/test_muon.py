@@ -125,9 +125,9 @@ def test_matrices_are_stepped_as_by_torch(options: dict[str, Any]) -> None:
 
 def train(layout: str, names: list[str], options: dict[str, Any]) -> None:
     # So small that several rounds and batches are needed.
-    kept = exchange.ROUND_ELEMENTS, orthogonalization._BATCH_ELEMENTS
+    kept = exchange.ROUND_ELEMENTS, dict(orthogonalization._BATCH_ELEMENTS)
     exchange.ROUND_ELEMENTS = 60
-    orthogonalization._BATCH_ELEMENTS = 150
+    orthogonalization._BATCH_ELEMENTS["cpu"] = 150
     for name in names:
         twins = Twins.of(name, optimizer=Muon, layout=LAYOUTS[layout], **EXACT, **options)
         for batch in twins.batches(3):
@@ -137,7 +137,8 @@ def train(layout: str, names: list[str], options: dict[str, Any]) -> None:
             assert layout != "whole" or not issued.get_total_counts()
             assert set(map(str, issued.get_comm_counts())) <= {"c10d.alltoall_base_"}
             twins.check_parameters()
-    exchange.ROUND_ELEMENTS, orthogonalization._BATCH_ELEMENTS = kept
+    exchange.ROUND_ELEMENTS = kept[0]
+    orthogonalization._BATCH_ELEMENTS.update(kept[1])
 
 
 NAMES = [

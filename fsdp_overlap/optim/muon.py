@@ -18,7 +18,7 @@ from fsdp_overlap.optim.fused_adamw import FusedAdamW
 from fsdp_overlap.optim.groups import ALGORITHMS, parameter_groups
 from fsdp_overlap.optim.matrices import Ranges, Split, Stack, divide, part_rows
 from fsdp_overlap.optim.newton_schulz import COEFFICIENTS, Polynomial, polynomials
-from fsdp_overlap.optim.orthogonalization import run, run_rounds, tasks_of
+from fsdp_overlap.optim.orthogonalization import Products, run, run_rounds, tasks_of
 from fsdp_overlap.optim.runs import local_of
 from fsdp_overlap.optim.states import pack
 from fsdp_overlap.tensor.operands import note_edits
@@ -189,10 +189,11 @@ class Muon(torch.optim.Optimizer):
         """Moves parameters of one mesh, or of none, along their orthogonalized momentum."""
         dtype = self._ns_dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
         rank = mesh.get_local_rank() if mesh is not None else 0
+        products = Products(device, dtype)
         whole = (
             task
             for update in updates
-            for task in tasks_of(update, update.division.whole.get(rank, ()))
+            for task in tasks_of(update, update.division.whole.get(rank, ()), products)
         )
         cut = tuple(
             cut_matrix(index, stack, update.ranges)
@@ -200,7 +201,7 @@ class Muon(torch.optim.Optimizer):
             for stack in update.division.cut
         )
         if mesh is None or not cut:
-            run(whole, dtype)
+            run(whole, products)
             return
         loads = [0] * mesh.size()
         for update in updates:
@@ -212,7 +213,7 @@ class Muon(torch.optim.Optimizer):
             Exchange(matrices, mesh.get_group(), self._lanes[device], dtype, device)
             for matrices in plan_rounds(cut, tuple(loads))
         )
-        run_rounds(updates, whole, exchanges, dtype)
+        run_rounds(updates, whole, exchanges, products)
 
 
 class Update:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -31,6 +31,9 @@ COEFFICIENTS: dict[str, tuple[Polynomial, ...]] = {
         (1.875, -1.25, 0.375),
     ),
 }
+
+# Of a singular value's square at the end of a segment of steps: less than Newton-Schulz leaves.
+_LARGEST_ERROR = 0.02
 
 
 def polynomials(
@@ -66,8 +69,40 @@ def orthogonalize(
     ``eps`` is what a matrix is divided by at least, before the first step, instead of its norm.
     """
     x = matrices.div_(torch.linalg.matrix_norm(matrices, keepdim=True).clamp_(min=eps))
-    for a, b, c in steps:
-        gram = torch.bmm(x, x.mT)
-        change = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, change, x, beta=a)
+    _, m, n = x.shape
+    # For m x m matrices instead of m x n, a step takes two more products.
+    most = _LARGEST_ERROR / (torch.finfo(x.dtype).eps / 2) if n > 1.5 * m else 1.0
+    for segment in _segments(steps, most):
+        x = _advance(x, segment)
     return x
+
+
+def _segments(steps: Sequence[Polynomial], most: float) -> Iterator[Sequence[Polynomial]]:
+    """Steps that work on one Gram matrix. Its rounding errors, which matter where squares of
+    singular values are as small, grow by ``a**2`` in each, so that segments end where that is more
+    than ``most`` times; but one step is always possible."""
+    first, growth = 0, 1.0
+    for index, (a, _, _) in enumerate(steps):
+        growth *= a * a
+        if index > first and growth > most:
+            yield steps[first:index]
+            first, growth = index, a * a
+    yield steps[first:]
+
+
+def _advance(x: torch.Tensor, steps: Sequence[Polynomial]) -> torch.Tensor:
+    """``x`` after ``steps``, each of which multiplies it by a polynomial of its Gram matrix."""
+    gram = torch.bmm(x, x.mT)
+    factor = x
+    for index, (a, b, c) in enumerate(steps):
+        change = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        is_last = index == len(steps) - 1
+        if index == 0 and not is_last:
+            factor = change.clone()
+            factor.diagonal(dim1=1, dim2=2).add_(a)
+        else:
+            factor = torch.baddbmm(factor, change, factor, beta=a)
+        if not is_last:
+            half = torch.baddbmm(gram, change, gram, beta=a)
+            gram = torch.baddbmm(half, half, change, beta=a)
+    return factor if len(steps) == 1 else torch.bmm(factor, x)

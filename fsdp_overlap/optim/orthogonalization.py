@@ -13,8 +13,20 @@ from fsdp_overlap.optim.exchange import CutMatrix, Exchange
 from fsdp_overlap.optim.matrices import Stack
 from fsdp_overlap.optim.newton_schulz import Polynomial, orthogonalize
 
-# What is orthogonalized at once: enough to fill a GPU, little beside a shard.
-_BATCH_ELEMENTS = 1 << 25
+# What is orthogonalized at once, by device: what fills a GPU, what a CPU's cache holds.
+_BATCH_ELEMENTS = {"cuda": 1 << 25, "cpu": 1 << 18}
+
+
+@dataclass(frozen=True)
+class Products:
+    """Where and in which dtype matrices are multiplied."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def batch_elements(self) -> int:
+        return _BATCH_ELEMENTS.get(self.device.type, _BATCH_ELEMENTS["cuda"])
 
 
 class Matrices(Protocol):
@@ -44,10 +56,10 @@ class Task:
     write: Callable[[torch.Tensor], None]
 
 
-def tasks_of(matrices: Matrices, stacks: Sequence[Stack]) -> Iterator[Task]:
+def tasks_of(matrices: Matrices, stacks: Sequence[Stack], products: Products) -> Iterator[Task]:
     """For what a rank holds all of, no more at once than makes a batch."""
     for stack in stacks:
-        for part in stack.split(_BATCH_ELEMENTS):
+        for part in stack.split(products.batch_elements):
             yield Task(
                 part,
                 matrices.steps,
@@ -57,7 +69,7 @@ def tasks_of(matrices: Matrices, stacks: Sequence[Stack]) -> Iterator[Task]:
             )
 
 
-def run(tasks: Iterable[Task], dtype: torch.dtype) -> None:
+def run(tasks: Iterable[Task], products: Products) -> None:
     """Does ``tasks``, those of the same shape in batches; a matrix and the transpose of another are
     of the same shape."""
     kinds: dict[object, list[Task]] = {}
@@ -65,16 +77,16 @@ def run(tasks: Iterable[Task], dtype: torch.dtype) -> None:
         shape = tuple(sorted((task.stack.rows, task.stack.columns)))
         kinds.setdefault((shape, task.steps, task.eps), []).append(task)
     for alike in kinds.values():
-        for batch in _batches(alike):
-            _run_batch(batch, dtype)
+        for batch in _batches(alike, products.batch_elements):
+            _run_batch(batch, products)
 
 
-def _batches(tasks: Sequence[Task]) -> Iterator[list[Task]]:
+def _batches(tasks: Sequence[Task], most: int) -> Iterator[list[Task]]:
     batch: list[Task] = []
     elements = 0
     for task in tasks:
         size = task.stack.stop - task.stack.start
-        if batch and elements + size > _BATCH_ELEMENTS:
+        if batch and elements + size > most:
             yield batch
             batch, elements = [], 0
         batch.append(task)
@@ -82,14 +94,12 @@ def _batches(tasks: Sequence[Task]) -> Iterator[list[Task]]:
     yield batch
 
 
-def _run_batch(batch: Sequence[Task], dtype: torch.dtype) -> None:
+def _run_batch(batch: Sequence[Task], products: Products) -> None:
     counts = [task.stack.count for task in batch]
-    values = [task.read() for task in batch]
-    first = batch[0].stack
-    shorter, longer = sorted((first.rows, first.columns))
-    together = torch.empty(sum(counts), shorter, longer, dtype=dtype, device=values[0].device)
-    for task, value, part in zip(batch, values, together.split(counts), strict=True):
-        _along(task.stack, part).copy_(value.view(task.stack.shape))
+    shape = sum(counts), *sorted((batch[0].stack.rows, batch[0].stack.columns))
+    together = torch.empty(shape, dtype=products.dtype, device=products.device)
+    for task, part in zip(batch, together.split(counts), strict=True):
+        _along(task.stack, part).copy_(task.read().view(task.stack.shape))
     done = orthogonalize(together, batch[0].steps, batch[0].eps)
     for task, part in zip(batch, done.split(counts), strict=True):
         task.write(_along(task.stack, part))
@@ -104,7 +114,7 @@ def run_rounds(
     matrices: Sequence[Matrices],
     whole: Iterable[Task],
     exchanges: Iterable[Exchange],
-    dtype: torch.dtype,
+    products: Products,
 ) -> None:
     """Does the tasks ``whole`` and those of ``exchanges``, whose cut matrices are of ``matrices``
     by number: while one is on its way, the products of another run. Collective."""
@@ -120,7 +130,7 @@ def run_rounds(
     going: Exchange | None = None
     if current is not None:
         current.send(read)
-    run(whole, dtype)
+    run(whole, products)
     while current is not None:
         following = next(coming, None)
         if following is not None:
@@ -136,7 +146,7 @@ def run_rounds(
                 )
                 for cut, received in zip(current.mine, current.receive(), strict=True)
             ),
-            dtype,
+            products,
         )
         current.send_back()
         if going is not None:

@@ -1,0 +1,245 @@
+"""A step of Muon: ours on whole and on cut matrices, FSDP2 with torch's, and without sharding.
+
+Gloo ranks on loopback, each with a copy of one model: `--blocks` blocks of 12 * width^2 parameters
+in four matrices, and two norms. The matrices are stepped by Muon, the norms by AdamW, with the same
+settings everywhere:
+
+- unsharded: `torch.optim.Muon` and `torch.optim.AdamW`, on every rank all of it, at the same time;
+- FSDP2: the same two on what `torch.distributed.fsdp.fully_shard` shards;
+- ours: `fsdp_overlap.optim.Muon` under `Whole()`, under `Flat()`, and unsharded.
+
+torch's Muon multiplies in bfloat16, which most CPUs do many times slower than float32. That is no
+matter of sharding, so its products are made in `--dtype`, as ours are; `bfloat16` leaves torch's
+alone.
+
+A sample is one `step()`, from a barrier to the end of the slowest rank; gradients are there before.
+Collectives are those that torch's `CommDebugMode` counts in one step. Before anything is timed,
+every system must have stepped as the unsharded one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import _bench
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import fsdp as fsdp2
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.optim import _muon as torch_muon
+
+from fsdp_overlap import Flat, FsdpContext, Whole, fully_shard
+from fsdp_overlap.layout import Layout
+from fsdp_overlap.optim import Muon
+
+UNSHARDED, FSDP2, WHOLE, FLAT, ALONE = (
+    "unsharded, torch's",
+    "FSDP2, torch's",
+    "ours, Whole()",
+    "ours, Flat()",
+    "ours, unsharded",
+)
+LR = 0.02
+ADAMW = {"lr": 1e-3, "weight_decay": 0.1}
+# Of WHOLE's time to these, at 2 ranks; the project's goals.
+TARGETS = {UNSHARDED: 0.6, FSDP2: 0.5}
+
+
+class Block(nn.Module):
+    """What a transformer block multiplies, without attention: only its parameters matter here."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm1(x)).chunk(3, dim=-1)
+        x = x + self.out(torch.tanh(q) * k + v)
+        return x + self.down(torch.relu(self.up(self.norm2(x))))
+
+
+def build(args: argparse.Namespace) -> nn.Sequential:
+    """The same model on every rank and for every system."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(args.width) for _ in range(args.blocks)))
+
+
+def shard_fsdp2(model: nn.Sequential) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in (*model, model):
+        fsdp2.fully_shard(module, mesh=mesh)
+
+
+def shard_ours(model: nn.Sequential, layout: Layout) -> None:
+    ctx = FsdpContext(layout=layout)
+    ctx.plan([*model, model])
+    for module in (*model, model):
+        fully_shard(module, ctx)
+
+
+def torchs(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
+    """A step of torch's optimizers."""
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    others = [parameter for parameter in model.parameters() if parameter.dim() != 2]
+    muon = torch.optim.Muon(matrices, lr=LR)
+    adamw = torch.optim.AdamW(others, **ADAMW, fused=True)
+    if dtype != torch.bfloat16:
+        torch_muon._zeropower_via_newtonschulz = products_in(dtype)
+
+    def step() -> None:
+        muon.step()
+        adamw.step()
+
+    return step
+
+
+def products_in(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    """What torch's Muon calls, with its own products in another dtype than bfloat16."""
+
+    def orthogonalize(
+        grad: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+    ) -> torch.Tensor:
+        a, b, c = coefficients
+        is_tall = grad.size(0) > grad.size(1)
+        x = grad.to(dtype).T if is_tall else grad.to(dtype)
+        x = x / x.norm().clamp(min=eps)
+        for _ in range(steps):
+            gram = x @ x.T
+            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        return x.T if is_tall else x
+
+    return orthogonalize
+
+
+def ours(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
+    return Muon(model, LR, adamw=ADAMW, ns_dtype=dtype).step
+
+
+def run_rank(args: argparse.Namespace) -> None:
+    """Measure on this rank; rank 0 reports the slowest rank's times."""
+    _, world_size = _bench.join_ranks(timeout_s=args.timeout)
+    dtype = getattr(torch, args.dtype)
+    shard: dict[str, Callable[[nn.Sequential], None]] = {
+        UNSHARDED: lambda model: None,
+        FSDP2: shard_fsdp2,
+        WHOLE: lambda model: shard_ours(model, Whole()),
+        FLAT: lambda model: shard_ours(model, Flat()),
+        ALONE: lambda model: None,
+    }
+    models = {name: build(args) for name in shard}
+    steps = {}
+    # The same rows on every rank, so that all gradients are those of the unsharded model.
+    batch = torch.randn(64, args.width, generator=torch.Generator().manual_seed(0))
+    for name, model in models.items():
+        shard[name](model)
+        model(batch).square().mean().backward()
+        steps[name] = (torchs if name in (UNSHARDED, FSDP2) else ours)(model, dtype)
+    collectives = {}
+    for name, step in steps.items():
+        with CommDebugMode() as issued:
+            step()
+        collectives[name] = issued.get_total_counts()
+        check(name, models[name], models[UNSHARDED], args.dtype)
+
+    def timed(step: Callable[[], None]) -> Callable[[], float]:
+        def sample() -> float:
+            dist.barrier()
+            start = time.perf_counter()
+            step()
+            return (time.perf_counter() - start) * 1e3
+
+        return sample
+
+    with _bench.quiet_gc():
+        samplers = {name: timed(step) for name, step in steps.items()}
+        mine = _bench.alternate(samplers, args.rounds, 1)
+    everyone: list[Any] = [None] * world_size
+    dist.all_gather_object(everyone, mine)
+    if dist.get_rank() == 0:
+        slowest = {
+            name: [max(ranks) for ranks in zip(*(e[name] for e in everyone), strict=True)]
+            for name in mine
+        }
+        _bench.report({"step_ms": slowest, "collectives": collectives})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def check(name: str, model: nn.Module, unsharded: nn.Module, dtype: str) -> None:
+    """Fails unless both have the same parameters, after one step of each."""
+    close = 1e-4 if dtype == "float32" else 2e-2
+    for (fqn, mine), its in zip(model.named_parameters(), unsharded.parameters(), strict=True):
+        whole = mine.full_tensor() if hasattr(mine, "full_tensor") else mine
+        # A step is of the size of the learning rate.
+        error = (whole - its).abs().max().item()
+        if not error <= close * LR:
+            _bench.fail(f"{name}: {fqn} is off by {error} after a step", code=1)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds, for the whole run")
+    parser.add_argument("--json", metavar="FILE", help="also write the figures here")
+    return parser.parse_args()
+
+
+def show(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    samples, collectives = result["step_ms"], result["collectives"]
+    median = {name: statistics.median(values) for name, values in samples.items()}
+    print(
+        f"torch {torch.__version__}, {args.ranks} ranks, {args.blocks} blocks of "
+        f"12*{args.width}^2, products in {args.dtype}; median of {args.rounds} rounds\n"
+    )
+    rows = []
+    for name, values in samples.items():
+        low, high = _bench.spread(values)
+        ratios = (f"{median[name] / median[other]:.2f}" for other in TARGETS)
+        figures = f"{median[name]:.0f}", f"{low:.0f}-{high:.0f}", *ratios
+        rows.append([name, *figures, f"{collectives[name]}"])
+    header = ["", "ms/step", "p10-p90", "/ unsharded", "/ FSDP2", "collectives"]
+    print(_bench.markdown_table(header, rows))
+    ratios = {other: median[WHOLE] / median[other] for other in TARGETS}
+    print()
+    for other, target in TARGETS.items():
+        print(f"{WHOLE} / {other}: {ratios[other]:.3f} (target at 2 ranks: at most {target})")
+    _bench.write_json(
+        args.json,
+        {
+            "torch": torch.__version__,
+            "ranks": args.ranks,
+            "blocks": args.blocks,
+            "width": args.width,
+            "dtype": args.dtype,
+            "step_ms": {name: _bench.summary(values) for name, values in samples.items()},
+            "collectives": collectives,
+            "whole_to": ratios,
+        },
+    )
+
+
+def main() -> None:
+    args = parse()
+    if _bench.is_rank():
+        return run_rank(args)
+    show(args, _bench.launch_ranks(args.ranks, sys.argv[1:], args.timeout))
+
+
+if __name__ == "__main__":
+    main()
