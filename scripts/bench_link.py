@@ -13,6 +13,15 @@ No step can be shorter than the larger of the last two, the bound. A step is for
 and zero_grad. There is no optimizer: unsharded, it would update as many times more parameters as
 there are ranks, and so raise the bound. A sample is the mean of `--steps` steps, from a barrier to
 the end of the slowest rank, in milliseconds; figures are medians over rounds.
+
+With `--optimizer` the question is another one: what it buys to gather parameters under compute. A
+step is one of training then, of `--microbatches` forwards and backwards, and the systems are ours
+with overlap `on` and `off`, or one of them, and FSDP2. At `--stage` 1 and 2 full buffers are kept
+between steps: on, their refresh is started after the optimizer's step and runs under the next
+forward; off, the step ends with it. At stage 3, off is a prefetch of 0. Muon is our optimizer, on
+whole matrices, and torch's on FSDP2, with products in float32 (see `bench_muon.py`); AdamW is ours,
+and torch's fused. FSDP2 comes as near to the stage as it can: at 1 and 2 it keeps parameters from
+forward to backward, and from one microbatch to the next.
 """
 
 from __future__ import annotations
@@ -25,6 +34,7 @@ from collections.abc import Callable
 from typing import Any
 
 import _bench
+import bench_muon
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -35,12 +45,13 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp_overlap
 from fsdp_overlap.comm.collectives import choose
 from fsdp_overlap.layout import Blocks, Flat, Layout, ParamSpec, Whole, plan_units
+from fsdp_overlap.optim import AdamW, Muon
 
 WIDTH = 512
 HEADS = 8
-ROWS = 512
 SEQUENCE = 64
 OURS, FLAT, FSDP2 = "ours", "ours, flat", "FSDP2"
+ON, OFF = "ours, overlap on", "ours, overlap off"
 COMPUTE, COMMUNICATION = "compute alone", "communication alone"
 LAYOUTS: dict[str, Layout] = {"flat": Flat(), "blocks": Blocks(rows=128), "whole": Whole()}
 
@@ -71,10 +82,14 @@ def build(blocks: int) -> nn.Sequential:
     return nn.Sequential(*(Block() for _ in range(blocks)))
 
 
-def make_step(model: nn.Module, rank: int) -> Callable[[], float]:
-    """A training step on this rank's ROWS rows, without optimizer; returns the loss."""
+def make_batch(rank: int, rows: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rank)
-    batch = torch.randn(ROWS // SEQUENCE, SEQUENCE, WIDTH, generator=generator)
+    return torch.randn(rows // SEQUENCE, SEQUENCE, WIDTH, generator=generator)
+
+
+def make_step(model: nn.Module, rank: int, rows: int) -> Callable[[], float]:
+    """Forward and backward on this rank's rows; returns the loss."""
+    batch = make_batch(rank, rows)
 
     def step() -> float:
         loss = model(batch).square().mean()
@@ -95,13 +110,13 @@ def shard_fsdp2(model: nn.Sequential) -> nn.Sequential:
 
 
 def shard_ours(
-    model: nn.Sequential, args: argparse.Namespace, layout: str
+    model: nn.Sequential, args: argparse.Namespace, layout: str, prefetch: int
 ) -> tuple[nn.Sequential, fsdp_overlap.FsdpContext]:
     """Shard `model` in place; returns it and its context."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     ctx = fsdp_overlap.FsdpContext(
         mesh,
-        prefetch=args.prefetch,
+        prefetch=prefetch,
         separate_groups=not args.shared_group,
         layout=LAYOUTS[layout],
     )
@@ -110,6 +125,69 @@ def shard_ours(
         fsdp_overlap.fully_shard(block, ctx)
     fsdp_overlap.fully_shard(model, ctx)
     return model, ctx
+
+
+def make_training(
+    model: nn.Module,
+    args: argparse.Namespace,
+    begin: Callable[[bool], None],
+    update: Callable[[], None],
+) -> Callable[[], float]:
+    """A step of training; `begin` is told before each microbatch whether it is the last, `update`
+    follows them. Returns the loss of the last."""
+    batch = make_batch(dist.get_rank(), args.rows)
+
+    def step() -> float:
+        for index in range(args.microbatches):
+            begin(index == args.microbatches - 1)
+            loss = model(batch).square().mean()
+            loss.backward()
+        update()
+        model.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return step
+
+
+def train_ours(
+    args: argparse.Namespace, overlap: bool
+) -> tuple[Callable[[], float], fsdp_overlap.FsdpContext]:
+    prefetch = 0 if args.stage == 3 and not overlap else args.prefetch
+    model, ctx = shard_ours(build(args.blocks), args, args.layout, prefetch)
+    model.set_zero_stage(args.stage)
+    optimizer: torch.optim.Optimizer
+    if args.optimizer == "muon":
+        optimizer = Muon(model, bench_muon.LR, adamw=bench_muon.ADAMW)
+    else:
+        optimizer = AdamW(model.parameters(), **bench_muon.ADAMW)
+
+    def update() -> None:
+        optimizer.step()
+        if overlap:
+            ctx.start_param_sync()
+        else:
+            ctx.finish_param_sync()
+
+    return make_training(model, args, model.set_is_last_backward, update), ctx
+
+
+def train_fsdp2(args: argparse.Namespace) -> Callable[[], float]:
+    model = shard_fsdp2(build(args.blocks))
+    assert isinstance(model, fsdp2.FSDPModule)
+    if args.stage < 3:
+        model.set_reshard_after_forward(False)
+
+    def begin(is_last: bool) -> None:
+        if args.stage < 3:
+            model.set_reshard_after_backward(is_last)
+        if args.stage == 1:
+            model.set_requires_gradient_sync(is_last)
+
+    if args.optimizer == "muon":
+        update = bench_muon.torchs(model, torch.float32)
+    else:
+        update = torch.optim.AdamW(model.parameters(), **bench_muon.ADAMW, fused=True).step
+    return make_training(model, args, begin, update)
 
 
 def make_communication(
@@ -152,26 +230,38 @@ def timed(run: Callable[[], float], steps: int) -> Callable[[], float]:
     return sample
 
 
+def check(losses: dict[str, float]) -> None:
+    """A system that computes something else wins nothing."""
+    low, high = min(losses.values()), max(losses.values())
+    if high - low > 1e-4 * abs(high):
+        _bench.fail(f"the systems compute different losses: {losses}", code=1)
+
+
 def run_rank(args: argparse.Namespace) -> None:
     """Measure on this rank; rank 0 reports the slowest rank's times."""
     rank, world_size = _bench.join_ranks(timeout_s=args.timeout)
-    sharded, ctx = shard_ours(build(args.blocks), args, args.layout)
     plain = build(args.blocks)
-    steps = {
-        OURS: make_step(sharded, rank),
-        FSDP2: make_step(shard_fsdp2(build(args.blocks)), rank),
-        COMPUTE: make_step(plain, rank),
-    }
-    if args.layout != "flat":
-        flat, _ = shard_ours(build(args.blocks), args, "flat")
-        steps[FLAT] = make_step(flat, rank)
-    # A system that computes something else wins nothing.
-    losses = {name: step() for name, step in steps.items()}
-    if max(losses.values()) - min(losses.values()) > 1e-4 * abs(losses[COMPUTE]):
-        _bench.fail(f"the systems compute different losses: {losses}", code=1)
-    gather_group = dist.new_group()
-    reduce_group = gather_group if args.shared_group else dist.new_group()
-    steps[COMMUNICATION] = make_communication(plain, gather_group, reduce_group)
+    steps = {COMPUTE: make_step(plain, rank, args.rows)}
+    if args.optimizer is None:
+        sharded, ctx = shard_ours(build(args.blocks), args, args.layout, args.prefetch)
+        steps[OURS] = make_step(sharded, rank, args.rows)
+        steps[FSDP2] = make_step(shard_fsdp2(build(args.blocks)), rank, args.rows)
+        if args.layout != "flat":
+            flat, _ = shard_ours(build(args.blocks), args, "flat", args.prefetch)
+            steps[FLAT] = make_step(flat, rank, args.rows)
+    else:
+        for name, overlap in ((OFF, "off"), (ON, "on")):
+            if args.overlap in (overlap, "both"):
+                steps[name], ctx = train_ours(args, overlap == "on")
+        steps[FSDP2] = train_fsdp2(args)
+    check({name: step() for name, step in steps.items()})
+    if args.optimizer is None:
+        gather_group = dist.new_group()
+        reduce_group = gather_group if args.shared_group else dist.new_group()
+        steps[COMMUNICATION] = make_communication(plain, gather_group, reduce_group)
+    else:
+        del steps[COMPUTE]  # which trains nothing
+        check({name: step() for name, step in steps.items()})
 
     ctx.stats.reset()
     with _bench.quiet_gc():
@@ -201,35 +291,53 @@ def parse() -> argparse.Namespace:
         "--shared-group", action="store_true", help="our gathers and reductions share one group"
     )
     parser.add_argument("--layout", choices=LAYOUTS, default="flat", help="of our units")
+    parser.add_argument("--optimizer", choices=["adamw", "muon"], help="train, see above")
+    parser.add_argument("--stage", type=int, choices=[1, 2, 3], default=2, help="of ZeRO")
+    parser.add_argument("--overlap", choices=["both", "on", "off"], default="both")
+    parser.add_argument("--microbatches", type=int, default=1, help="forwards in a training step")
+    parser.add_argument("--rows", type=int, default=512, help="of each rank's batch")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=2, help="steps per sample")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds, for the whole run")
     parser.add_argument("--json", metavar="FILE", help="also write the figures here")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.optimizer == "muon":
+        args.layout = "whole"
+    return args
 
 
 def show(args: argparse.Namespace, samples: dict[str, list[float]]) -> None:
     """Print the table and the ratios, and write the JSON report."""
     median = {name: statistics.median(values) for name, values in samples.items()}
-    bound = max(median[COMPUTE], median[COMMUNICATION])
     link = "unlimited loopback" if args.no_limit else f"{args.rate} link"
     groups = "one shared group" if args.shared_group else "separate groups"
     print(
         f"torch {torch.__version__}, {args.ranks} ranks, {link}, {args.blocks} blocks of "
-        f"12*{WIDTH}^2, {ROWS} rows a rank; ours: {args.layout}, prefetch {args.prefetch}, "
-        f"{groups}; median of {args.rounds} rounds of {args.steps} steps\n"
+        f"12*{WIDTH}^2, {args.rows} rows a rank; ours: {args.layout}, prefetch {args.prefetch}, "
+        f"{groups}; median of {args.rounds} rounds of {args.steps} steps"
     )
+    if args.optimizer is not None:
+        print(f"{args.optimizer}, stage {args.stage}, {args.microbatches} microbatches a step")
+    print()
     rows = []
     for name, values in samples.items():
         low, high = _bench.spread(values)
         rows.append([name, f"{median[name]:.0f}", f"{low:.0f}-{high:.0f}"])
-    rows.append(["bound", f"{bound:.0f}", ""])
-    print(_bench.markdown_table(["", "ms/step", "p10-p90"], rows))
-    to_fsdp2, to_bound = median[OURS] / median[FSDP2], median[OURS] / bound
-    print(f"\nours / FSDP2: {to_fsdp2:.3f} (target: at most 0.55)")
-    print(f"ours / bound: {to_bound:.3f} (target: at most 1.20)")
+    if args.optimizer is None:
+        bound = max(median[COMPUTE], median[COMMUNICATION])
+        rows.append(["bound", f"{bound:.0f}", ""])
+    print(_bench.markdown_table(["", "ms/step", "p10-p90"], rows) + "\n")
+    ours = OURS if args.optimizer is None else OFF if args.overlap == "off" else ON
+    figures = {"ours_to_fsdp2": median[ours] / median[FSDP2]}
+    print(f"{ours} / FSDP2: {figures['ours_to_fsdp2']:.3f} (target: at most 0.55)")
+    if args.optimizer is None:
+        figures |= {"bound_ms": bound, "ours_to_bound": median[OURS] / bound}
+        print(f"ours / bound: {figures['ours_to_bound']:.3f} (target: at most 1.20)")
+    elif args.overlap == "both":
+        figures["overlap_gain"] = median[OFF] / median[ON] - 1
+        print(f"steps per second, overlap on against off: {figures['overlap_gain']:+.1%}")
     if FLAT in median:
         ratio = median[OURS] / median[FLAT]
         print(f"ours, {args.layout} / ours, flat: {ratio:.3f} (target: at most 1.05)")
@@ -244,10 +352,12 @@ def show(args: argparse.Namespace, samples: dict[str, list[float]]) -> None:
             "prefetch": args.prefetch,
             "separate_groups": not args.shared_group,
             "steps": args.steps,
+            "rows": args.rows,
+            "optimizer": args.optimizer,
+            "stage": args.stage,
+            "microbatches": args.microbatches,
             "step_ms": {name: _bench.summary(values) for name, values in samples.items()},
-            "bound_ms": bound,
-            "ours_to_fsdp2": to_fsdp2,
-            "ours_to_bound": to_bound,
+            **figures,
         },
     )
 

@@ -31,7 +31,7 @@ def run_blocks(blocks: list[str], name: str) -> None:
         exec(compile(block, name, "exec"), namespace)
 
 
-@pytest.mark.parametrize("page", ["sharded_tensors.md", "checkpoints.md", "layouts.md"])
+@pytest.mark.parametrize("page", ["sharded_tensors.md", "checkpoints.md", "layouts.md", "muon.md"])
 def test_the_python_examples_run(page: str) -> None:
     run_ranks(run_blocks, 2, blocks_of(DOCS / page, "python"), page)
 
@@ -48,3 +48,11 @@ def test_the_commands_on_checkpoints_run(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
     assert (tmp_path / "small.pt").exists()
     assert (tmp_path / "small.safetensors").exists()
+
+
+def test_the_formulas_of_memory_are_what_ranks_allocate() -> None:
+    script = DOCS.parent / "scripts" / "draw_memory.py"
+    done = subprocess.run(
+        [sys.executable, script, "--check"], capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
