@@ -21,8 +21,9 @@ from fsdp_overlap.cli.checkpoints import Checkpoints, step_of
 from fsdp_overlap.cli.run_folder import RunFolder
 
 STEPS = 24
+# With Muon, whose state is of two kinds: its own and AdamW's.
 TINY = f"--device cpu --steps {STEPS} --eval-every 8 --log-every 3 --batch-size 4 --seq-len 16"
-TINY += " --layers 2 --width 16 --heads 2 --save-every 4"
+TINY += " --layers 2 --width 16 --heads 2 --save-every 4 --optimizer muon"
 TIMELESS = ("step", "loss", "grad_norm", "lr", "val_loss")
 
 
