@@ -96,10 +96,10 @@ class FsdpModule(nn.Module):
     def set_zero_stage(self, stage: int, *, recurse: bool = True) -> None:
         """What is sharded at rest, in the words of ZeRO (arXiv 1910.02054).
 
-        3: all, as :func:`fully_shard` leaves it. 2: gradients and optimizer states; full buffers
-        are kept, and gathered again after the optimizer's step, under the next forward. 1: as 2,
-        and gradients too are full until the last backward of a step, which alone reduces them; say
-        which is by :meth:`set_is_last_backward`.
+        3: all, as :func:`fully_shard` does by default. 2: gradients and optimizer states; full
+        buffers are kept, and gathered again after the optimizer's step, under the next forward. 1:
+        as 2, and gradients too are full until the last backward of a step, which alone reduces
+        them; say which is by :meth:`set_is_last_backward`.
 
         Raises:
             ValueError: there is no such stage.
@@ -229,6 +229,9 @@ class FsdpModule(nn.Module):
             mp_policy=unit.mp_policy,
             ignored_params={deepcopy(parameter, memo) for parameter in unit.ignored},
         )
+        for mine, its in zip(unit.buckets, duplicate._fsdp_unit.buckets, strict=True):
+            # For an optimizer that is copied together with the model.
+            memo.update(zip(map(id, mine.sharded_parameters), its.sharded_parameters, strict=True))
         unit.copy_to(duplicate._fsdp_unit)
         return duplicate
 

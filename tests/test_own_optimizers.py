@@ -491,3 +491,22 @@ def test_moments_may_have_a_dtype_of_their_own(
     dtype: torch.dtype, moment_dtype: torch.dtype
 ) -> None:
     run_ranks(moments_of_another_dtype, 2, dtype, moment_dtype)
+
+
+def loaded_wide(dtype: torch.dtype) -> None:
+    """torch's ``load_state_dict`` casts states to the parameter's dtype: to bf16, here."""
+    pair = models(2, torch.bfloat16)
+    options: dict[str, Any] = {"lr": 0.05, "moment_dtype": dtype}
+    optimizers = [optim.AdamW(model.parameters(), **options) for model in pair]
+    for step in range(4):
+        for model, optimizer in zip(pair, optimizers, strict=True):
+            model.zero_grad()
+            backward(model, step)
+            optimizer.step()
+        if step == 1:
+            optimizers[1].load_state_dict(copy.deepcopy(optimizers[1].state_dict()))
+    check_same(*optimizers, pair)
+
+
+def test_moments_of_another_dtype_are_loaded_unrounded() -> None:
+    run_ranks(loaded_wide, 2, torch.float32)

@@ -203,6 +203,48 @@ def test_a_refresh_while_autograd_records() -> None:
     run_ranks(while_recording, 2)
 
 
+def alone(call: str | None) -> None:
+    """One rank runs layers while all of them are whole, which takes no collective, in an order of
+    its own."""
+    twins = of_stage("layers", 2)
+    batches = twins.batches(6)
+    for _ in range(2):
+        twins.backward(*next(batches))
+        if twins.rank == 0:
+            with torch.no_grad():
+                x = torch.ones(1, 6, dtype=torch.float64)
+                for layer in (*reversed(twins.model.layers), *twins.model.layers):
+                    x = layer(x)
+                twins.model.layers[2](x)
+        twins.step()
+        poison(twins)
+        if call is not None:
+            getattr(twins.ctx, call)()
+        tokens, _ = next(batches)
+        with torch.no_grad():
+            same(twins.model(twins.mine(tokens)), twins.twin(twins.mine(tokens)), "evaluation")
+
+
+@pytest.mark.parametrize("call", [None, "start_param_sync", "finish_param_sync"])
+def test_what_one_rank_ran_alone_does_not_change_the_order(call: str | None) -> None:
+    run_ranks(alone, 2, call)
+
+
+def recomputed() -> int:
+    twins = of_stage("checkpointed groups", 2)
+    for batch in twins.batches(3):
+        twins.ctx.stats.reset()
+        twins.backward(*batch)
+        twins.check_gradients()
+        twins.step()
+    return twins.ctx.stats.all_gathers
+
+
+def test_recomputed_units_are_kept() -> None:
+    """Four layers and the root, gathered once a step."""
+    assert run_ranks(recomputed, 2) == [5, 5]
+
+
 def everywhere() -> None:
     """All three, twice, from within forward and backward, and where there is nothing to do."""
     twins = of_stage("nested units", 2)

@@ -44,14 +44,15 @@ def read_begun(folder: Path) -> Begun:
     path = folder / "config.json"
     try:
         settings = json.loads(path.read_text())
-        of_config = {field.name: settings[field.name] for field in fields(TrainConfig)}
+        names = {field.name for field in fields(TrainConfig)}
+        of_config = {name: value for name, value in settings.items() if name in names}
         ranks, entropy = int(settings["ranks"]), float(settings["unigram_entropy"])
     except OSError as error:
         raise BadInput(f"--resume {folder}: {path.name}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
         raise BadInput(f"--resume {folder}: {path.name} is not that of a run ({error})") from None
     of_config["out"] = folder  # it may have been moved
-    if of_config["data"] is not None:
+    if of_config.get("data") is not None:
         of_config["data"] = Path(of_config["data"])
     return Begun(TrainConfig(**of_config), ranks, entropy)
 

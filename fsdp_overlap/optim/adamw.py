@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fsdp_overlap.optim.fused_adamw import FusedAdamW
+from fsdp_overlap.optim.states import restore
 
 
 class AdamW(torch.optim.AdamW):
@@ -41,6 +42,10 @@ class AdamW(torch.optim.AdamW):
         )
         self._moment_dtype = moment_dtype
         self._kernel = FusedAdamW(moment_dtype)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        restore(self, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_moment_dtype": self._moment_dtype}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from math import prod
 from typing import Any, TypeVar
 
 from torch import nn
@@ -33,6 +34,7 @@ def parameter_groups(
     groups: dict[tuple[str, Split], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         algorithm, parts = chosen[name], splits.get(name, 1)
+        parts = parts if isinstance(parts, int) else tuple(parts)
         if algorithm == "adamw" and name in splits:
             raise ValueError(f"split names {name!r}, which AdamW steps; see algorithms")
         group = groups.setdefault((algorithm, parts), {"algorithm": algorithm, "params": []})
@@ -43,9 +45,9 @@ def parameter_groups(
 
 
 def _default_algorithms(model: nn.Module) -> dict[str, str]:
-    """By parameter name. Muon takes parameters of two dimensions or more, without embeddings,
-    convolutions and the output head: the last matrix, if it has the shape of the largest
-    embedding."""
+    """By parameter name. Muon takes parameters of two dimensions, and stacks of matrices, but no
+    embeddings, no convolutions and not the output head: the last matrix, if it has the shape of the
+    largest embedding."""
     embeddings = set()
     others = set()
     for module in model.modules():
@@ -57,13 +59,20 @@ def _default_algorithms(model: nn.Module) -> dict[str, str]:
     matrices = [
         name
         for name, parameter in named.items()
-        if parameter.dim() >= 2 and parameter not in embeddings and parameter not in others
+        if _is_matrix(parameter) and parameter not in embeddings and parameter not in others
     ]
     # Not any embedding: one of positions may be as square as a matrix in the model.
     largest = max(embeddings, key=lambda parameter: parameter.numel(), default=None)
     if largest is not None and matrices and named[matrices[-1]].shape == largest.shape:
         matrices.pop()
     return {name: "muon" if name in matrices else "adamw" for name in named}
+
+
+def _is_matrix(parameter: nn.Parameter) -> bool:
+    """One matrix or a stack: a stack of one is something else, as learned positions ``[1, n, d]``
+    are."""
+    is_stack = parameter.dim() > 2 and prod(parameter.shape[:-2]) > 1
+    return (parameter.dim() == 2 or is_stack) and parameter.is_floating_point()
 
 
 def _by_name(names: Mapping[str, Any], patterns: Mapping[str, T], what: str) -> dict[str, T]:

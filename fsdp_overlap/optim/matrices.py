@@ -27,8 +27,12 @@ class Stack:
     columns: int
 
     @property
+    def numel(self) -> int:
+        return self.count * self.rows * self.columns
+
+    @property
     def stop(self) -> int:
-        return self.start + self.count * self.rows * self.columns
+        return self.start + self.numel
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -54,11 +58,20 @@ class Stack:
 
 
 @dataclass(frozen=True)
+class CutStack:
+    """A single matrix that several ranks hold ``pieces`` of: ``(rank, first, last)`` in elements of
+    the parameter."""
+
+    stack: Stack
+    pieces: Ranges
+
+
+@dataclass(frozen=True, eq=False)
 class Division:
     """``whole[rank]``: what the rank holds all of. ``cut``: matrices that several ranks hold."""
 
     whole: dict[int, tuple[Stack, ...]]
-    cut: tuple[Stack, ...]
+    cut: tuple[CutStack, ...]
 
 
 def part_rows(shape: Sequence[int], split: Split) -> tuple[int, ...]:
@@ -85,7 +98,8 @@ def part_rows(shape: Sequence[int], split: Split) -> tuple[int, ...]:
 
 @cache
 def divide(shape: tuple[int, ...], split: Split, ranges: Ranges) -> Division:
-    """A parameter of at least two dimensions, the last two of which are matrices."""
+    """A parameter of at least two dimensions, the last two of which are matrices. The same object
+    for the same arguments."""
     if not prod(shape):
         return Division({}, ())
     *_, rows, columns = shape
@@ -120,7 +134,10 @@ def divide(shape: tuple[int, ...], split: Split, ranges: Ranges) -> Division:
         whole[rank] = stacks(first, last)
         if stop < total and start_of(last) < stop:
             cut.add(last)
-    return Division(
-        whole,
-        tuple(Stack(start_of(i), 1, parts[i % len(parts)], columns) for i in sorted(cut)),
-    )
+    cut_stacks = (Stack(start_of(i), 1, parts[i % len(parts)], columns) for i in sorted(cut))
+    return Division(whole, tuple(CutStack(one, _pieces(one, ranges)) for one in cut_stacks))
+
+
+def _pieces(stack: Stack, ranges: Ranges) -> Ranges:
+    clipped = ((r, max(first, stack.start), min(last, stack.stop)) for r, first, last in ranges)
+    return tuple((rank, first, last) for rank, first, last in clipped if first < last)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import sqrt
 from typing import Any
 
 import torch
@@ -12,15 +11,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.comm.lanes import Lane, make_lane
+from fsdp_overlap.optim import exchange
 from fsdp_overlap.optim.adamw import AdamW
-from fsdp_overlap.optim.exchange import Exchange, cut_matrix, plan_rounds
+from fsdp_overlap.optim.exchange import Exchange, plan_rounds
 from fsdp_overlap.optim.fused_adamw import FusedAdamW
 from fsdp_overlap.optim.groups import ALGORITHMS, parameter_groups
-from fsdp_overlap.optim.matrices import Ranges, Split, Stack, divide, part_rows
+from fsdp_overlap.optim.matrices import Split, part_rows
 from fsdp_overlap.optim.newton_schulz import COEFFICIENTS, Polynomial, polynomials
 from fsdp_overlap.optim.orthogonalization import Products, run, run_rounds, tasks_of
 from fsdp_overlap.optim.runs import local_of
-from fsdp_overlap.optim.states import pack
+from fsdp_overlap.optim.states import pack, restore
+from fsdp_overlap.optim.updates import Settings, Update
 from fsdp_overlap.tensor.operands import note_edits
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
 
@@ -80,6 +81,8 @@ class Muon(torch.optim.Optimizer):
         options = dict(adamw or {})
         checked = AdamW([torch.empty(0)], **options).defaults  # by torch
         self._adamw_options = {name: checked[name] for name in _OF_ADAMW}
+        if ns_dtype is not None and not ns_dtype.is_floating_point:
+            raise ValueError(f"ns_dtype={ns_dtype}: products need a dtype of floating point")
         self._moment_dtype = options.get("moment_dtype")
         self._ns_dtype = ns_dtype
         self._forget()
@@ -118,23 +121,43 @@ class Muon(torch.optim.Optimizer):
         group = self.param_groups[-1]
         try:
             _check_group(group)
-            if group["ns_coefficients"] == "quintic":  # as torch's Muon, which may load it
-                [group["ns_coefficients"]] = COEFFICIENTS["quintic"]
-        except (TypeError, ValueError):
+        except Exception:
             self.param_groups.pop()
             raise
+        if group["ns_coefficients"] == "quintic":  # as torch's Muon, which may load it
+            [group["ns_coefficients"]] = COEFFICIENTS["quintic"]
+        if not isinstance(group["split"], int):
+            group["split"] = tuple(group["split"])
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("_adamw_options", "_moment_dtype", "_ns_dtype")
         return super().__getstate__() | {name: getattr(self, name) for name in names}
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Also of torch's Muon or AdamW, for groups that the same algorithm steps.
+
+        Raises:
+            ValueError: a group was stepped by another algorithm. Nothing was changed then.
+        """
+        super().load_state_dict(state_dict)
+        restore(self, state_dict)
+
     def __setstate__(self, state: dict[str, Any]) -> None:
+        groups = state["param_groups"]
+        # What torch's optimizers wrote does not name these, which are as they were chosen here.
+        for group, own in zip(groups, self.__dict__.get("param_groups", groups), strict=True):
+            for name in ("algorithm", "split"):
+                group.setdefault(name, own[name])
+            known = "betas" if group["algorithm"] == "adamw" else "momentum"
+            if known not in group:
+                raise ValueError(
+                    f"a group of {len(group['params'])} parameters is to be stepped by "
+                    f"{group['algorithm']}, but was saved by another optimizer: its options are "
+                    f"{', '.join(sorted(group.keys() - {'params', 'algorithm', 'split'}))}"
+                )
         super().__setstate__(state)
         self._forget()
         for group in self.param_groups:
-            # What comes from torch's Muon has neither.
-            group.setdefault("algorithm", "muon")
-            group.setdefault("split", 1)
             if group["algorithm"] == "adamw":
                 self._adamw.load(self.state, group)
             else:
@@ -144,130 +167,88 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of the parameters that have a gradient. Where ranks hold parts of a matrix, must
-        be called on every rank of its mesh."""
+        be called on every rank of its mesh, with gradients of the same parameters, as backward
+        leaves them."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        updates: list[Update] = []
+        updates = [
+            update
+            for group in self.param_groups
+            if group["algorithm"] == "muon"
+            for update in self._updates(group)
+        ]
         for index, group in enumerate(self.param_groups):
             if group["algorithm"] == "adamw":
                 self._adamw.step(self.state, index, group)
-            else:
-                updates += self._advance(group)
+        for settings in dict.fromkeys(update.settings for update in updates):
+            _advance(settings, [u for u in updates if u.settings == settings and u.local.numel()])
         for mesh, device in dict.fromkeys((update.mesh, update.device) for update in updates):
             self._orthogonalize(
                 mesh, device, [u for u in updates if u.mesh == mesh and u.device == device]
             )
-        note_edits([update.parameter for update in updates])
+        note_edits(
+            parameter
+            for group in self.param_groups
+            if group["algorithm"] == "muon"
+            for parameter in group["params"]
+            if parameter.grad is not None
+        )
         return loss
 
-    def _advance(self, group: dict[str, Any]) -> list[Update]:
-        """Lets the momentum take in the gradients, and the weights decay; what is to be done
-        then."""
+    def _updates(self, group: dict[str, Any]) -> list[Update]:
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
         fresh = [parameter for parameter in parameters if not self.state[parameter]]
         pack(self.state, fresh, ["momentum_buffer"])
-        updates = [
-            Update(parameter, self.state[parameter]["momentum_buffer"], group)
+        settings = Settings.of(group)
+        return [
+            Update(parameter, self.state[parameter]["momentum_buffer"], group["split"], settings)
             for parameter in parameters
         ]
-        held = [update for update in updates if update.local.numel()]
-        if held:
-            torch._foreach_lerp_(
-                [update.buffer for update in held],
-                [update.gradient for update in held],
-                1 - group["momentum"],
-            )
-            decay = 1 - float(group["lr"]) * group["weight_decay"]
-            torch._foreach_mul_([update.local for update in held], decay)
-        return updates
 
     def _orthogonalize(
         self, mesh: DeviceMesh | None, device: torch.device, updates: list[Update]
     ) -> None:
         """Moves parameters of one mesh, or of none, along their orthogonalized momentum."""
         dtype = self._ns_dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
-        rank = mesh.get_local_rank() if mesh is not None else 0
         products = Products(device, dtype)
+        rank = mesh.get_local_rank() if mesh is not None else 0
         whole = (
             task
             for update in updates
             for task in tasks_of(update, update.division.whole.get(rank, ()), products)
         )
-        cut = tuple(
-            cut_matrix(index, stack, update.ranges)
-            for index, update in enumerate(updates)
-            for stack in update.division.cut
-        )
-        if mesh is None or not cut:
+        if mesh is None or not any(update.division.cut for update in updates):
             run(whole, products)
             return
-        loads = [0] * mesh.size()
-        for update in updates:
-            for other, stacks in update.division.whole.items():
-                loads[other] += sum(stack.work for stack in stacks)
         if device not in self._lanes:
             self._lanes[device] = make_lane(device)
+        divisions = tuple(update.division for update in updates)
         exchanges = (
-            Exchange(matrices, mesh.get_group(), self._lanes[device], dtype, device)
-            for matrices in plan_rounds(cut, tuple(loads))
+            Exchange(parcels, mesh.get_group(), self._lanes[device], dtype, device)
+            for parcels in plan_rounds(divisions, mesh.size(), exchange.ROUND_ELEMENTS)
         )
         run_rounds(updates, whole, exchanges, products)
 
 
-class Update:
-    """A parameter that is to move along its orthogonalized momentum.
-
-    ``local``, ``gradient`` and ``buffer``, the momentum, are what this rank holds, flat.
-    """
-
-    def __init__(
-        self, parameter: torch.Tensor, buffer: torch.Tensor, group: dict[str, Any]
-    ) -> None:
-        assert parameter.grad is not None
-        self.parameter = parameter
-        self.mesh: DeviceMesh | None = None
-        self._start = 0
-        self.ranges: Ranges = ((0, 0, parameter.numel()),)
-        if isinstance(parameter, ShardedTensor):
-            self.mesh = parameter.device_mesh
-            self._start = parameter.local_range[0]
-            self.ranges = parameter.placement.ranges
-        self.local = local_of(parameter).detach().view(-1)
-        self.gradient = local_of(parameter.grad).reshape(-1)
-        self.buffer = local_of(buffer).view(-1)
-        self.device = self.local.device
-        self._group = group
-        self.division = divide(tuple(parameter.shape), group["split"], self.ranges)
-        self.steps = tuple(polynomials(group["ns_coefficients"], group["ns_steps"]))
-        self.eps = group["eps"]
-
-    def read(self, first: int, last: int) -> torch.Tensor:
-        """Elements of the direction, before it is orthogonalized."""
-        part = slice(first - self._start, last - self._start)
-        if not self._group["nesterov"]:
-            return self.buffer[part]
-        return self.gradient[part].lerp(self.buffer[part], self._group["momentum"])
-
-    def write(self, stack: Stack, first: int, last: int, values: torch.Tensor) -> None:
-        """Moves the elements by ``values``, of the orthogonal matrices ``stack``."""
-        part = self.local[first - self._start : last - self._start].view(values.shape)
-        part.add_(values, alpha=-_step_size(self._group, stack))
-
-
-def _step_size(group: dict[str, Any], stack: Stack) -> float:
-    """The learning rate for matrices of this shape, as torch's Muon has it."""
-    lr = float(group["lr"])
-    if group["adjust_lr_fn"] == "match_rms_adamw":
-        return 0.2 * sqrt(max(stack.rows, stack.columns)) * lr
-    return sqrt(max(1, stack.rows / stack.columns)) * lr
+def _advance(settings: Settings, updates: list[Update]) -> None:
+    """Lets the momentum take in the gradients, and the weights decay."""
+    if updates:
+        torch._foreach_lerp_(
+            [update.buffer for update in updates],
+            [update.gradient for update in updates],
+            1 - settings.momentum,
+        )
+        decay = 1 - settings.lr * settings.weight_decay
+        torch._foreach_mul_([update.local for update in updates], decay)
 
 
 def _check_group(group: dict[str, Any]) -> None:
     if group["algorithm"] not in ALGORITHMS:
         raise ValueError(f'"algorithm": {group["algorithm"]!r} in a group; use "muon" or "adamw"')
     if group["algorithm"] == "adamw":
+        AdamW([torch.empty(0)], **{name: group[name] for name in _OF_ADAMW})
         return
     for name in ("lr", "weight_decay", "momentum", "eps"):
         if not float(group[name]) >= 0:
@@ -278,20 +259,25 @@ def _check_group(group: dict[str, Any]) -> None:
         )
     polynomials(group["ns_coefficients"], group["ns_steps"])
     for parameter in group["params"]:
-        shape = tuple(parameter.shape)
-        if parameter.dim() < 2 or not local_of(parameter).is_floating_point():
-            raise ValueError(
-                f"Muon orthogonalizes matrices, not a parameter of shape {shape} and "
-                f'{parameter.dtype}: pass the model, or put it in a group with "algorithm": "adamw"'
-            )
-        if isinstance(parameter, DTensor) and not isinstance(parameter, ShardedTensor):
-            raise TypeError(
-                f"a parameter of shape {shape} is a DTensor with placements "
-                f"{parameter.placements}, of another library: shard it by fsdp_overlap.fully_shard"
-            )
-        if not isinstance(parameter, ShardedTensor) and not parameter.is_contiguous():
-            raise ValueError(
-                f"a parameter of shape {shape} is not contiguous (strides {parameter.stride()}); "
-                "replace its data by .contiguous() first"
-            )
-        part_rows(shape, group["split"])
+        _check_matrices(parameter, group["split"])
+
+
+def _check_matrices(parameter: torch.Tensor, split: Split) -> None:
+    shape = tuple(parameter.shape)
+    if parameter.dim() < 2 or not local_of(parameter).is_floating_point():
+        raise ValueError(
+            f"Muon orthogonalizes matrices, not a parameter of shape {shape} and "
+            f"{parameter.dtype}: give that to AdamW, by the names in algorithms= or in a group "
+            'with "algorithm": "adamw"'
+        )
+    if isinstance(parameter, DTensor) and not isinstance(parameter, ShardedTensor):
+        raise TypeError(
+            f"a parameter of shape {shape} is a DTensor with placements {parameter.placements}, "
+            "of another library: shard it by fsdp_overlap.fully_shard"
+        )
+    if not isinstance(parameter, ShardedTensor) and not parameter.is_contiguous():
+        raise ValueError(
+            f"a parameter of shape {shape} is not contiguous (strides {parameter.stride()}); "
+            "replace its data by .contiguous() first"
+        )
+    part_rows(shape, split)

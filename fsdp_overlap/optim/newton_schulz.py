@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -53,10 +54,12 @@ def polynomials(
             raise ValueError(f"ns_coefficients={coefficients!r}: use {names}, or numbers")
         found: Sequence[Polynomial] = COEFFICIENTS[coefficients]
     else:
-        rows = [coefficients] if isinstance(coefficients[0], (int, float)) else coefficients
-        if any(len(row) != 3 for row in rows):  # type: ignore[arg-type]
+        rows: list[Any] = list(coefficients)
+        if all(isinstance(row, (int, float)) for row in rows):
+            rows = [rows]
+        if any(len(row) != 3 for row in rows):
             raise ValueError(f"ns_coefficients={coefficients!r}: each step takes 3 numbers a, b, c")
-        found = [tuple(map(float, row)) for row in rows]  # type: ignore[arg-type, misc]
+        found = [tuple(map(float, row)) for row in rows]  # type: ignore[misc]
     return [found[min(step, len(found) - 1)] for step in range(steps)]
 
 
@@ -71,10 +74,17 @@ def orthogonalize(
     x = matrices.div_(torch.linalg.matrix_norm(matrices, keepdim=True).clamp_(min=eps))
     _, m, n = x.shape
     # For m x m matrices instead of m x n, a step takes two more products.
-    most = _LARGEST_ERROR / (torch.finfo(x.dtype).eps / 2) if n > 1.5 * m else 1.0
+    most = _LARGEST_ERROR / _rounding(x.dtype) if n > 1.5 * m else 1.0
     for segment in _segments(steps, most):
         x = _advance(x, segment)
     return x
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    """The relative error of a product's factors."""
+    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        dtype = torch.bfloat16  # or a little better: TF32
+    return torch.finfo(dtype).eps / 2
 
 
 def _segments(steps: Sequence[Polynomial], most: float) -> Iterator[Sequence[Polynomial]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -58,3 +59,19 @@ def pack(
                 part.copy_(local_operand("load_state_dict", its[name], parameter))
             its[name] = parameter.wrap_like(part)
         start += local.numel()
+
+
+@torch.no_grad()
+def restore(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """After ``load_state_dict``, which rounds states to the dtype of their parameters: gives those
+    of another dtype the values of ``state_dict``."""
+    saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+    own = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for index, parameter in zip(saved, own, strict=True):
+        dtype = local_of(parameter).dtype
+        for name, value in state_dict["state"].get(index, {}).items():
+            state = optimizer.state[parameter].get(name)
+            if name != "step" and isinstance(state, torch.Tensor) and state.dtype != dtype:
+                if isinstance(parameter, ShardedTensor):
+                    value = local_operand("load_state_dict", value, parameter)
+                local_of(state).copy_(value)

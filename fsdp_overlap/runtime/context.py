@@ -246,8 +246,7 @@ class FsdpContext:
         self.schedule.start_param_sync()
 
     def finish_param_sync(self) -> None:
-        """Makes all full buffers that are kept fresh, and compute wait for that: before modules are
-        used without their forward."""
+        """Makes all full buffers that are kept fresh, and compute wait for that."""
         self.settle()
         self.schedule.finish_param_sync()
 

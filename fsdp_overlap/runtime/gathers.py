@@ -34,10 +34,11 @@ class Gathers:
         self._delayed: dict[UnitIndex, Mark] = {}
         self._seen_edits = -1
 
-    def use(self, unit: Unit, upcoming: Sequence[UnitIndex] = ()) -> None:
+    def use(self, unit: Unit, upcoming: Sequence[UnitIndex] = ()) -> bool:
         """Compute needs ``unit`` now and is expected to need ``upcoming`` next. Enqueues what is
         not there yet; in between frees what was used, so that this unit's all-gather does not wait
-        for that, and the next ones find its memory."""
+        for that, and the next ones find its memory. Returns whether anything was enqueued."""
+        gathers = self.stats.all_gathers
         self._delayed.pop(unit.index, None)
         ahead = unit.index in self._ahead
         self._ahead.pop(unit.index, None)
@@ -60,6 +61,7 @@ class Gathers:
             if other is not None and not other.is_whole:
                 self._gather(other)
                 self._ahead[index] = None
+        return self.stats.all_gathers != gathers
 
     def refresh(self, units: Iterable[Unit]) -> None:
         """Enqueues the all-gathers of full buffers whose shards were edited since."""

@@ -11,19 +11,28 @@ UnitIndex = int
 
 
 class ForwardOrder:
-    """Records the order of one pass and predicts from the pass before."""
+    """Records the order of one pass and predicts from the last one that gathered anything.
+
+    A pass that found all units whole may have run on this rank alone; what is predicted is
+    enqueued, and so must be the same on every rank.
+    """
 
     def __init__(self) -> None:
         self._learned: list[UnitIndex] = []
         self._running: list[UnitIndex] = []
+        self._teaches = False
         self._next = 0
 
     def begin(self) -> None:
-        """A new pass: what the last one did is the prediction."""
-        if self._running:
-            self._learned = self._running
+        """A new pass."""
+        self._learned = list(self.predicted())
         self._running = []
+        self._teaches = False
         self._next = 0
+
+    def teach(self) -> None:
+        """The pass under way enqueues all-gathers, so that it runs on every rank."""
+        self._teaches = True
 
     def visit(self, unit: UnitIndex) -> None:
         """``unit`` runs now. Where that was not predicted, the prediction goes on behind it, or
@@ -41,7 +50,7 @@ class ForwardOrder:
 
     def predicted(self) -> Sequence[UnitIndex]:
         """The units of the next pass, in order."""
-        return self._running or self._learned
+        return self._running if self._teaches else self._learned
 
     def has_visited(self, unit: UnitIndex) -> bool:
         return unit in self._running

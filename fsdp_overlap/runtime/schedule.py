@@ -90,7 +90,8 @@ class Schedule:
         self._running.append((unit, self._tick()))
         if unit.buckets:
             self.order.visit(unit.index)
-            self.gathers.use(unit, self.order.upcoming(self.gathers.prefetch))
+            if self.gathers.use(unit, self.order.upcoming(self.gathers.prefetch)):
+                self.order.teach()
             unit.wait()
 
     def after_forward(self, unit: Unit, raised: bool = False) -> Call | None:
@@ -294,7 +295,7 @@ class Schedule:
         if not unit.buckets or self._is_open(unit, backward):
             return None  # recomputed for the backward under way, which has its own call
         # Its own backward, if it follows at once, then finds it whole.
-        if not self.is_in_use(unit):
+        if unit.reshard_after_backward and not self.is_in_use(unit):
             self.gathers.release(unit)
         recompute = backward.recompute
         if recompute is None or recompute in backward.remaining:

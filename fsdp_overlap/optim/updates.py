@@ -1,0 +1,83 @@
+"""What Muon is to do to one parameter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_overlap.optim.matrices import Ranges, Stack, divide
+from fsdp_overlap.optim.newton_schulz import Polynomial, polynomials
+from fsdp_overlap.optim.runs import local_of
+from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of a group of parameters, read once in a step."""
+
+    lr: float
+    weight_decay: float
+    momentum: float
+    nesterov: bool
+    steps: tuple[Polynomial, ...]
+    eps: float
+    matches_adamw: bool
+
+    @classmethod
+    def of(cls, group: dict[str, Any]) -> Settings:
+        return cls(
+            float(group["lr"]),
+            group["weight_decay"],
+            group["momentum"],
+            group["nesterov"],
+            tuple(polynomials(group["ns_coefficients"], group["ns_steps"])),
+            group["eps"],
+            group["adjust_lr_fn"] == "match_rms_adamw",
+        )
+
+    def step_size(self, stack: Stack) -> float:
+        """The learning rate for matrices of this shape, as torch's Muon has it."""
+        if self.matches_adamw:
+            return 0.2 * sqrt(max(stack.rows, stack.columns)) * self.lr
+        return sqrt(max(1, stack.rows / stack.columns)) * self.lr
+
+
+class Update:
+    """A parameter that is to move along its orthogonalized momentum.
+
+    ``local``, ``gradient`` and ``buffer``, the momentum, are what this rank holds, flat.
+    """
+
+    def __init__(
+        self, parameter: torch.Tensor, buffer: torch.Tensor, split: Any, settings: Settings
+    ) -> None:
+        assert parameter.grad is not None
+        self.settings = settings
+        self.mesh: DeviceMesh | None = None
+        self._start = 0
+        ranges: Ranges = ((0, 0, parameter.numel()),)
+        if isinstance(parameter, ShardedTensor):
+            self.mesh = parameter.device_mesh
+            self._start = parameter.local_range[0]
+            ranges = parameter.placement.ranges
+        self.local = local_of(parameter).detach().view(-1)
+        self.buffer = local_of(buffer).view(-1)
+        self.gradient = local_of(parameter.grad).reshape(-1).to(self.buffer.dtype)
+        self.device = self.local.device
+        self.division = divide(tuple(parameter.shape), split, ranges)
+
+    def read(self, first: int, last: int) -> torch.Tensor:
+        """Elements of the direction, before it is orthogonalized."""
+        part = slice(first - self._start, last - self._start)
+        if not self.settings.nesterov:
+            return self.buffer[part]
+        return self.gradient[part].lerp(self.buffer[part], self.settings.momentum)
+
+    def write(self, stack: Stack, first: int, last: int, values: torch.Tensor) -> None:
+        """Moves the elements by ``values``, of the orthogonal matrices ``stack``."""
+        part = self.local[first - self._start : last - self._start].view(values.shape)
+        part.add_(values, alpha=-self.settings.step_size(stack))
