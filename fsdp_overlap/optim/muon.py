@@ -148,7 +148,7 @@ class Muon(torch.optim.Optimizer):
         for group, own in zip(groups, self.__dict__.get("param_groups", groups), strict=True):
             for name in ("algorithm", "split"):
                 group.setdefault(name, own[name])
-            known = "betas" if group["algorithm"] == "adamw" else "momentum"
+            known = "betas" if group["algorithm"] == "adamw" else "ns_steps"
             if known not in group:
                 raise ValueError(
                     f"a group of {len(group['params'])} parameters is to be stepped by "
