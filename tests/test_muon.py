@@ -25,7 +25,7 @@ from zoo import Model, shard_layers
 
 from fsdp_overlap import Blocks, Flat, FsdpContext, Whole, fully_shard
 from fsdp_overlap.layout import LayoutRule
-from fsdp_overlap.optim import AdamW, Muon, exchange, orthogonalization
+from fsdp_overlap.optim import AdamW, Muon, exchange, newton_schulz, orthogonalization
 from fsdp_overlap.optim.exchange import plan_rounds
 from fsdp_overlap.optim.matrices import divide, part_rows
 from fsdp_overlap.optim.newton_schulz import COEFFICIENTS, orthogonalize, polynomials
@@ -85,6 +85,25 @@ def test_a_batch_is_as_its_matrices_one_by_one_and_zeros_stay() -> None:
     expected = torch.cat([orthogonalize(one[None].clone(), steps) for one in batch])
     torch.testing.assert_close(orthogonalize(batch.clone(), steps), expected)
     assert not expected[1].any()
+
+
+def test_gram_matrices_are_not_trusted_with_coarse_products() -> None:
+    wide = torch.randn(1, 8, 40)
+    steps = polynomials("quintic", 5)
+    segments = []
+
+    def spy(x: torch.Tensor, segment: Any) -> torch.Tensor:
+        segments.append(len(segment))
+        return x
+
+    with patch.object(newton_schulz, "_advance", spy):
+        for precision in ("highest", "high", "medium"):
+            torch.set_float32_matmul_precision(precision)
+            orthogonalize(wide.clone(), steps)
+        torch.set_float32_matmul_precision("highest")
+        orthogonalize(wide.bfloat16(), steps)
+        orthogonalize(wide[:, :, :10].contiguous(), steps)
+    assert segments == [5] + [1] * 20
 
 
 @pytest.mark.parametrize(

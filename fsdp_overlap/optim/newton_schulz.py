@@ -74,17 +74,17 @@ def orthogonalize(
     x = matrices.div_(torch.linalg.matrix_norm(matrices, keepdim=True).clamp_(min=eps))
     _, m, n = x.shape
     # For m x m matrices instead of m x n, a step takes two more products.
-    most = _LARGEST_ERROR / _rounding(x.dtype) if n > 1.5 * m else 1.0
+    most = _LARGEST_ERROR / _rounding(x) if n > 1.5 * m else 1.0
     for segment in _segments(steps, most):
         x = _advance(x, segment)
     return x
 
 
-def _rounding(dtype: torch.dtype) -> float:
+def _rounding(x: torch.Tensor) -> float:
     """The relative error of a product's factors."""
-    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
-        dtype = torch.bfloat16  # or a little better: TF32
-    return torch.finfo(dtype).eps / 2
+    backend = torch.backends.cuda if x.is_cuda else torch.backends.mkldnn
+    is_coarse = x.dtype == torch.float32 and backend.matmul.fp32_precision in ("tf32", "bf16")
+    return torch.finfo(torch.bfloat16 if is_coarse else x.dtype).eps / 2
 
 
 def _segments(steps: Sequence[Polynomial], most: float) -> Iterator[Sequence[Polynomial]]:
