@@ -1,12 +1,13 @@
 """The overlap summary of small hand-made traces, in exact numbers."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fsdp_overlap.profiling import OverlapSummary, render_overlap, summarize_overlap
+from fsdp_overlap.profiling import OverlapSummary, events, render_overlap, summarize_overlap
 from fsdp_overlap.profiling.intervals import intersect, measure, subtract, union
 
 MAIN, GLOO_A, GLOO_B = 1, 2, 3
@@ -233,13 +234,34 @@ def test_totals_and_table() -> None:
     ]
 
 
-def test_reads_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    path.write_text(json.dumps({"traceEvents": gather("a", 0)}))
-    assert summarize_overlap(path).collectives == ()
+@pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
+@pytest.mark.parametrize("opened", [open, gzip.open])
+def test_files_are_read_in_chunks(
+    tmp_path: Path, opened: Any, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "_CHUNK", chunk)
+    trace = {
+        "schemaVersion": 1,
+        "deviceProperties": [{"name": "[]"}],
+        "traceEvents": [
+            {"ph": "M", "name": "process_name", "args": {"labels": ["x", "y"]}},
+            *gather('a \\ "é"', 0),
+            event("gloo:broadcast", 4, 54, GLOO_A),
+        ],
+        "traceName": "after",
+    }
+    path = tmp_path / "trace"
+    with opened(path, "wt", encoding="utf-8") as file:
+        json.dump(trace, file, indent=chunk % 3, ensure_ascii=False)
+    (collective,) = summarize_overlap(path).collectives
+    assert (collective.name, collective.duration) == ('a \\ "é"', 50)
+    assert summarize_overlap(path) == summarize_overlap(trace)
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"traceEvents": 1}'])
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", '{"traceEvents": 1}', '{"traceEvents": [{"ph": "X", "na', '{"traceEvents": [}]}'],
+)
 def test_what_is_no_trace_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "trace.json"
     path.write_text(content)

@@ -14,22 +14,23 @@ led back to the range that issued it:
 """
 
 import bisect
-import json
 import os
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
+from fsdp_overlap.profiling.events import Event, read_events
 from fsdp_overlap.profiling.intervals import Interval, subtract, union
 
 Kind = Literal["all_gather", "reduce_scatter", "other"]
 Pass = Literal["forward", "backward"]
-Event = dict[str, Any]
 
 _PREFIX = "fsdp_overlap::"
+_CATEGORIES = {"user_annotation", "cuda_runtime", "cuda_driver", "kernel"}
+_CPU_OPS = ("aten::", "c10d::", "autograd::engine::evaluate_function")
 _ISSUE = re.compile(_PREFIX + r"(all_gather|reduce_scatter)\(")
 _ISSUE_OR_WAIT = re.compile(_PREFIX + r"(wait_)?(all_gather|reduce_scatter)\(")
 # Where the name of the c10d op and that of its gloo range differ by more than a trailing
@@ -79,14 +80,7 @@ def read_timeline(trace: str | os.PathLike[str] | dict[str, Any]) -> Timeline:
     collective). On a CPU, it is every `aten::` op on a thread that gloo does not own, less the time
     in the engine's issue and wait ranges on that thread. Raises ValueError if it is no such trace.
     """
-    if not isinstance(trace, dict):
-        try:
-            trace = json.loads(Path(trace).read_text())
-        except ValueError as error:
-            raise ValueError(f"{trace} is not a Chrome trace: {error}") from None
-    if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
-        raise ValueError("not a Chrome trace: it has no list 'traceEvents'")
-    events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
+    events = [_slim(e) for e in read_events(trace) if _is_of_use(e)]
     issues = _Ranges(e for e in events if _is(e, "user_annotation") and _ISSUE.match(e["name"]))
 
     if any(_is_nccl(e) for e in events):
@@ -217,6 +211,24 @@ class _Ranges:
         ranges = self._by_thread.get(event["tid"], [])
         k = bisect.bisect_right(ranges, _start(event), key=_start) - 1
         return ranges[k] if k >= 0 and _start(event) <= _span(ranges[k])[1] else None
+
+
+def _is_of_use(event: Event) -> bool:
+    if event.get("ph") != "X":
+        return False
+    if _is(event, "cpu_op"):
+        return event["name"].startswith(_CPU_OPS)
+    return event.get("cat") in _CATEGORIES or event["name"].startswith("gloo:")
+
+
+def _slim(event: Event) -> Event:
+    """Without what nobody asks for, which is most of a trace. Names and categories are shared."""
+    kept = {key: event[key] for key in ("tid", "ts", "dur")}
+    kept["name"], kept["cat"] = sys.intern(event["name"]), sys.intern(event.get("cat", ""))
+    args = event.get("args", {})
+    if used := {key: args[key] for key in ("correlation", "Collective name") if key in args}:
+        kept["args"] = used
+    return kept
 
 
 def _is(event: Event, category: str) -> bool:
