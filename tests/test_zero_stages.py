@@ -312,11 +312,17 @@ def rescheduled() -> None:
     for batch in twins.batches(4):
         twins.backward(*batch)
         twins.step()
+        poison(twins)
         twins.ctx.start_param_sync()
         for scheduler in schedulers:
             scheduler.step()
         twins.ctx.finish_param_sync()
         twins.check_parameters()
+        gathers = twins.ctx.stats.all_gathers
+        mine = twins.mine(batch[0])
+        with torch.no_grad():
+            same(twins.model(mine), twins.twin(mine), "evaluation")
+        assert twins.ctx.stats.all_gathers == gathers  # all were fresh
 
 
 def test_a_scheduler_between_start_and_finish() -> None:
