@@ -18,7 +18,7 @@ from fsdp_overlap.cli.data import load_text, sample_batch, split_text, unigram_e
 from fsdp_overlap.cli.errors import BadInput
 from fsdp_overlap.cli.launch import find_place
 from fsdp_overlap.cli.run_folder import check_out
-from fsdp_overlap.profiling import summarize_overlap
+from fsdp_overlap.profiling import read_report
 
 TINY = "--steps 4 --eval-every 2 --log-every 1 --batch-size 4 --seq-len 32".split()
 TINY += "--layers 3 --width 32 --heads 2".split()
@@ -71,7 +71,10 @@ def test_a_run_leaves_its_folder_and_says_what_it_did(
         "config.json",
         "loss.png",
         "metrics.jsonl",
-        "trace.json",
+        "overlap.html",
+        "overlap.json",
+        "overlap.png",
+        "traces",
     ]
     config = json.loads((folder / "config.json").read_text())
     assert (config["ranks"], config["layers"], config["device"]) == (2, 3, "cpu")
@@ -84,15 +87,19 @@ def test_a_run_leaves_its_folder_and_says_what_it_did(
     assert f"{config['unigram_entropy']:.3f} nats/byte" in done.stdout
 
 
-def test_the_trace_holds_every_collective_of_two_steps(
+def test_the_traces_hold_every_collective_of_two_steps(
     finished: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
-    summary = summarize_overlap(finished[0] / "run" / "trace.json")
-    # Three blocks and the root; for backward, at least those that compute has left behind.
-    assert summary.total("all_gather", "forward").count == 2 * 4
-    assert summary.total("all_gather", "backward").count >= 2 * 2
-    assert summary.total("reduce_scatter").count == 2 * 4
-    assert {c.name for c in summary.collectives if c.kind == "reduce_scatter"} >= {"blocks.0"}
+    path, done = finished
+    report = read_report(*(path / "run" / "traces").iterdir())
+    assert [(rank.rank, rank.steps) for rank in report.ranks] == [(0, 2), (1, 2)]
+    for rank in report.ranks:
+        # Three blocks and the root; for backward, at least those that compute has left behind.
+        assert rank.total("all_gather", "forward").count == 2 * 4
+        assert rank.total("all_gather", "backward").count >= 2 * 2
+        assert rank.total("reduce_scatter").count == 2 * 4
+        assert {c.name for c in rank.collectives if c.kind == "reduce_scatter"} >= {"blocks.0"}
+    assert re.search(r"^forward all-gathers +[\d.]+ of 4 ", done.stdout, re.MULTILINE)
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from fsdp_overlap.cli.data import load_text, unigram_entropy
 from fsdp_overlap.cli.errors import BadInput
 from fsdp_overlap.cli.export import export as export_checkpoint
 from fsdp_overlap.cli.launch import Place, describe_failure, find_place, launch
+from fsdp_overlap.cli.report import report as write_overlap_report
 from fsdp_overlap.cli.run_folder import check_out, read_begun
 
 app = typer.Typer(
@@ -157,6 +158,34 @@ def export(
     """Write the tensors of a checkpoint to one file that needs no DCP to be read."""
     count = export_checkpoint(checkpoint, out, prefix)
     print(f"{count} tensors in {out}")
+
+
+@app.command()
+def report(
+    traces: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Chrome traces of torch.profiler, one for each rank, or a folder of them, such as "
+            "that of a run."
+        ),
+    ],
+    against: Annotated[
+        list[Path] | None,
+        typer.Option(help="Traces, or a folder of them, of another run, such as of FSDP2."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for overlap.html, .png and .json [default: beside the traces]."),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Steps in each trace [default: as the trace says].")
+    ] = None,
+) -> None:
+    """Say which communication ran under compute, which did not, and why. Traces may be gzipped, and
+    of this library or FSDP2."""
+    if steps is not None and steps < 1:
+        raise BadInput(f"--steps {steps}: must be at least 1")
+    write_overlap_report(traces, against or [], out, steps)
 
 
 def run() -> int:

@@ -1,87 +1,102 @@
-"""What rank 0 shows and writes of a run."""
+"""The overlap report in a terminal and in files."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
-import torch
-import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.table import Table as RichTable
 
-from fsdp_overlap.cli.config import TrainConfig
-from fsdp_overlap.cli.data import Text, bits, unigram_entropy
-from fsdp_overlap.cli.display import Display
-from fsdp_overlap.cli.run_folder import RunFolder
-from fsdp_overlap.cli.trainer import PROFILED_STEPS, Trainer
-from fsdp_overlap.profiling import render_overlap, summarize_overlap
+from fsdp_overlap.cli.errors import BadInput
+from fsdp_overlap.profiling import Report, diagnose, read_report
+from fsdp_overlap.profiling.page import write_html
+from fsdp_overlap.profiling.picture import write_png
+from fsdp_overlap.profiling.record import write_json
+from fsdp_overlap.profiling.tables import Table, kinds_table, ranks_table
+
+_SUFFIXES = (".json", ".json.gz")
 
 
-class Report:
-    """Begins, or goes on, where `trainer` stands. A context while the run trains."""
+def report(
+    given: Sequence[Path], against: Sequence[Path], out: Path | None, steps: int | None
+) -> None:
+    """Reads the traces of one run, or of two, shows the report and writes it to `out`, by default
+    where the first trace is. Raises BadInput before anything is written."""
+    runs = [(paths, find_traces(paths)) for paths in (given, against) if paths]
+    if out is not None and out.exists() and not out.is_dir():
+        raise BadInput(f"--out {out} is not a folder")
+    names = _names([paths for paths, _ in runs])
+    reports = {name: _read(traces, steps) for name, (_, traces) in zip(names, runs, strict=True)}
+    first = given[0]
+    folder = out or (first if first.is_dir() else first.parent)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_report(reports, folder)
+    show_report(reports)
+    print(f"\n{folder / 'overlap.html'}, .png and .json")
 
-    def __init__(
-        self, config: TrainConfig, text: Text, trainer: Trainer, folder: RunFolder
-    ) -> None:
-        self._config = config
-        self._trainer = trainer
-        self._folder = folder
-        self._entropy = unigram_entropy(text.validation)
-        about = {
-            "ranks": dist.get_world_size(),
-            "device": str(trainer.device),
-            "torch": torch.__version__,
-            "text": text.origin,
-            "unigram_entropy": self._entropy,
-        }
-        folder.begin(config, about, trainer.steps_done)
-        self._val_loss = next(
-            (m["val_loss"] for m in reversed(folder.metrics()) if "val_loss" in m), None
-        )
-        self._display = Display(config.steps, trainer.steps_done)
-        self._first_line = (
-            f"{trainer.parameters:,} parameters on {dist.get_world_size()} ranks; "
-            f"{len(text.train):,} + {len(text.validation):,} bytes of {text.origin}"
-        )
-        if trainer.steps_done:
-            self._first_line += f"; resumed after step {trainer.steps_done}"
 
-    def __enter__(self) -> "Report":
-        self._display.__enter__()
-        self._display.print(self._first_line)
-        return self
+def find_traces(paths: Sequence[Path]) -> list[Path]:
+    """The trace files among `paths`, of which a folder stands for those in it, or those that
+    `train` left in it. Raises BadInput where there is none."""
+    found: list[Path] = []
+    for path in paths:
+        if not path.is_dir():
+            if not path.exists():
+                raise BadInput(f"{path}: no such file or folder")
+            found.append(path)
+            continue
+        folder = path / "traces" if (path / "traces").is_dir() else path
+        traces = sorted(p for p in folder.iterdir() if p.name.endswith(_SUFFIXES))
+        if not traces:
+            raise BadInput(f"{path}: holds no trace (*.json or *.json.gz)")
+        found += traces
+    return found
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._display.__exit__(kind, error, traceback)
 
-    def show(self, metrics: dict[str, float]) -> None:
-        """Of one step, as the trainer gives them."""
-        if "loss" not in metrics:
-            return
-        self._folder.log(metrics)
-        step, loss = int(metrics["step"]), metrics["loss"]
-        self._val_loss = metrics.get("val_loss", self._val_loss)
-        self._display.show(step, loss, self._val_loss, metrics["tokens_per_s"])
-        if "val_loss" in metrics:
-            self._display.print(f"step {step}: loss {loss:.3f}, validation {self._val_loss:.3f}")
+def write_report(reports: Mapping[str, Report], folder: Path) -> None:
+    """overlap.html, overlap.png and overlap.json."""
+    write_html(reports, folder / "overlap.html")
+    write_png(reports, folder / "overlap.png")
+    write_json(reports, folder / "overlap.json")
 
-    def stopped(self, saved: Path) -> None:
-        """The run was asked to stop, and was saved."""
-        self._display.print(f"stopped; saved {saved}")
-        self._display.print(f"go on with: fsdp-overlap train --resume {self._folder.path}")
 
-    def conclude(self) -> None:
-        """Once all is trained and profiled."""
-        config, val_loss, entropy = self._config, self._val_loss, self._entropy
-        assert val_loss is not None, "the last step always validates"
-        self._folder.plot(entropy)
-        print(f"\noverlap on rank 0 over {PROFILED_STEPS} steps of {config.layers} blocks and root")
-        print(render_overlap(summarize_overlap(self._folder.trace)))
-        print(f"\n{self._trainer.context.stats}")
-        print(f"\nvalidation loss       {val_loss:.3f} nats/byte ({bits(val_loss):.3f} bits)")
-        print(
-            f"byte-unigram entropy  {entropy:.3f} nats/byte ({bits(entropy):.3f} bits), same text"
-        )
-        print(f"run folder: {self._folder.path}")
+def show_report(reports: Mapping[str, Report]) -> None:
+    """The tables and what was found, on stdout."""
+    console = Console(highlight=False, soft_wrap=True)
+    for table in (ranks_table(reports), kinds_table(reports)):
+        console.print(_rich(table))
+    for name, one in reports.items():
+        if len(reports) > 1:
+            console.print(f"{name}:", markup=False)
+        for finding in diagnose(one):
+            console.print(f"- {finding.text}", markup=False)
+
+
+def _rich(table: Table) -> RichTable:
+    shown = RichTable(box=None, pad_edge=False, header_style="bold")
+    for k, cell in enumerate(table.header):
+        shown.add_column(cell, justify="right" if k else "left", no_wrap=not k)
+    for row in table.rows:
+        shown.add_row(*row)
+    return shown
+
+
+def _read(traces: Sequence[Path], steps: int | None) -> Report:
+    columns = TextColumn("reading"), BarColumn(), DownloadColumn()
+    try:
+        total = sum(path.stat().st_size for path in traces)
+        with Progress(*columns, transient=True) as progress:
+            task = progress.add_task("reading", total=total)
+            return read_report(
+                *traces, steps=steps, progress=lambda read: progress.update(task, completed=read)
+            )
+    except ValueError as error:
+        raise BadInput(str(error)) from None
+    except OSError as error:
+        raise BadInput(f"{error.filename}: {error.strerror}") from None
+
+
+def _names(runs: Sequence[Sequence[Path]]) -> list[str]:
+    """Short ones where they differ."""
+    short = [paths[0].absolute().name.split(".")[0] for paths in runs]
+    return short if len(set(short)) == len(runs) else [str(paths[0]) for paths in runs]

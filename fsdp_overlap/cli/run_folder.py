@@ -1,5 +1,5 @@
-"""The folder that a run leaves: config.json, metrics.jsonl, loss.png, trace.json,
-checkpoints."""
+"""The folder that a run leaves: config.json, metrics.jsonl, loss.png, checkpoints, traces, and
+the overlap report of these."""
 
 import fcntl
 import json
@@ -57,6 +57,11 @@ def read_begun(folder: Path) -> Begun:
     return Begun(TrainConfig(**of_config), ranks, entropy)
 
 
+def trace_path(folder: Path, rank: int) -> Path:
+    """Where a rank of the run in `folder` writes its profiler trace."""
+    return folder / "traces" / f"rank-{rank}.json.gz"
+
+
 class RunFolder:
     """Made by one rank, and its alone while it lives."""
 
@@ -83,9 +88,14 @@ class RunFolder:
         kept = [m for m in self.metrics() if m["step"] <= steps_done]
         _replace(self.path / "metrics.jsonl", "".join(json.dumps(m) + "\n" for m in kept))
 
-    @property
-    def trace(self) -> Path:
-        return self.path / "trace.json"
+    def clear_traces(self) -> None:
+        """Of a run before, which may have had other ranks."""
+        for trace in self.traces():
+            trace.unlink()
+
+    def traces(self) -> list[Path]:
+        """The profiler traces that ranks left."""
+        return sorted(trace_path(self.path, 0).parent.glob("*.json.gz"))
 
     def log(self, metrics: dict[str, float]) -> None:
         """Adds a line at once, so that a run that dies keeps what it had."""

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from fsdp_overlap.cli.checkpoints import Checkpoints
 from fsdp_overlap.cli.config import TrainConfig
 from fsdp_overlap.cli.data import load_text
-from fsdp_overlap.cli.report import Report
-from fsdp_overlap.cli.run_folder import RunFolder
+from fsdp_overlap.cli.run_folder import RunFolder, trace_path
+from fsdp_overlap.cli.run_log import RunLog
 from fsdp_overlap.cli.stopping import StopRequest
 from fsdp_overlap.cli.system import cores
 from fsdp_overlap.cli.trainer import Trainer
@@ -31,14 +31,17 @@ def train(config: TrainConfig, device_type: str, resume: bool) -> None:
         checkpoints = Checkpoints(config.out / "checkpoints", config.keep)
         if resume and (latest := checkpoints.latest()) is not None:
             checkpoints.load(latest, trainer)
-        report = None if folder is None else Report(config, text, trainer, folder)
-        with report or contextlib.nullcontext():
-            is_finished = _train(config, trainer, checkpoints, report)
+        log = None if folder is None else RunLog(config, text, trainer, folder)
+        with log or contextlib.nullcontext():
+            is_finished = _train(config, trainer, checkpoints, log)
         if not is_finished:
             return
-        trainer.profile_steps(None if folder is None else folder.trace)
-        if report is not None:
-            report.conclude()
+        if folder is not None:
+            folder.clear_traces()
+        trainer.profile_steps(trace_path(config.out, dist.get_rank()))
+        if log is not None:
+            log.conclude()
+        dist.barrier()  # all end together, as the launcher expects
 
 
 def _agreed(config: TrainConfig) -> TrainConfig:
@@ -49,7 +52,7 @@ def _agreed(config: TrainConfig) -> TrainConfig:
 
 
 def _train(
-    config: TrainConfig, trainer: Trainer, checkpoints: Checkpoints, report: Report | None
+    config: TrainConfig, trainer: Trainer, checkpoints: Checkpoints, log: RunLog | None
 ) -> bool:
     """Whether all steps are done, which they are unless somebody asks to stop."""
     stop = StopRequest()
@@ -58,12 +61,12 @@ def _train(
         metrics = trainer.advance()
         stops = stop.end_step()
         step = trainer.steps_done
-        if report is not None:
-            report.show(metrics)
+        if log is not None:
+            log.show(metrics)
         if stops or step % config.save_every == 0 or step == config.steps:
             saved = checkpoints.save(step, trainer)
-            if stops and report is not None:
-                report.stopped(saved)
+            if stops and log is not None:
+                log.stopped(saved)
         if stops:
             return False
     return True

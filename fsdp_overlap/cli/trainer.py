@@ -129,9 +129,9 @@ class Trainer:
         self._loss_sum.copy_(state["loss_sum"] * (dist.get_rank() == 0))
         self._sequences_summed = state["sequences_summed"]
 
-    def profile_steps(self, trace: Path | None) -> None:
+    def profile_steps(self, trace: Path) -> None:
         """Two more steps under the profiler, on every rank so that none is slower than the others;
-        what this rank did is written to `trace`, if given."""
+        what this rank did is written to `trace`."""
         activities = [ProfilerActivity.CPU]
         if self.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
@@ -140,8 +140,9 @@ class Trainer:
             for _ in range(PROFILED_STEPS):
                 self.step()
             dist.barrier()  # it may crash on what is in flight when it stops
-        if trace is not None:
-            profiler.export_chrome_trace(str(trace))
+        trace.parent.mkdir(exist_ok=True)
+        profiler.export_chrome_trace(str(trace))
+        dist.barrier()  # all are written
 
     def _loss(self, text: Tensor, draws: torch.Generator) -> Tensor:
         # All ranks draw the same global batch and each takes its part, so that a run does not

@@ -65,8 +65,10 @@ class Lane(Protocol):
         label: str,
         issue: Callable[[], Issued],
         accept: Callable[[torch.Tensor], None] | None = None,
+        nbytes: int = 0,
     ) -> Ticket:
-        """Runs ``issue`` and gives its result to ``accept``, in the lane's order."""
+        """Runs ``issue`` and gives its result to ``accept``, in the lane's order. ``nbytes`` of
+        it travel to or from this rank, 0 where nobody counted."""
         ...
 
     def free(self, label: str, buffer: FlatBuffer, after: Mark) -> None:
@@ -137,8 +139,9 @@ class HostLane:
         label: str,
         issue: Callable[[], Issued],
         accept: Callable[[torch.Tensor], None] | None = None,
+        nbytes: int = 0,
     ) -> Ticket:
-        with span(kind, label):
+        with span(kind, label, nbytes):
             return HostTicket(kind, label, issue(), accept)
 
     def free(self, label: str, buffer: FlatBuffer, after: Mark) -> None:
@@ -187,8 +190,9 @@ class CudaLane:
         label: str,
         issue: Callable[[], Issued],
         accept: Callable[[torch.Tensor], None] | None = None,
+        nbytes: int = 0,
     ) -> Ticket:
-        with span(kind, label), torch.cuda.stream(self.stream):
+        with span(kind, label, nbytes), torch.cuda.stream(self.stream):
             result = issue().finish()
             if accept is not None:
                 accept(result)

@@ -54,6 +54,7 @@ class RecordingLane(HostLane):
         label: str,
         issue: Callable[[], Issued],
         accept: Callable[[torch.Tensor], None] | None = None,
+        nbytes: int = 0,
     ) -> Ticket:
         self.log.append(Entry(self.name, "enqueue", kind, label))
         ticket = RecordingTicket(kind, label, issue(), accept)

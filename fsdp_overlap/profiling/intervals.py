@@ -1,5 +1,7 @@
 """Sets of time as sorted lists of disjoint half-open intervals `(start, end)`, in microseconds."""
 
+import bisect
+import math
 from collections.abc import Iterable
 
 Interval = tuple[float, float]
@@ -51,6 +53,25 @@ def subtract(a: list[Interval], b: list[Interval]) -> list[Interval]:
     return left
 
 
-def measure(a: list[Interval]) -> float:
+def covers(a: list[Interval], time: float) -> bool:
+    """Whether `time` lies in the union `a`, its ends included."""
+    k = bisect.bisect_right(a, (time, math.inf)) - 1
+    return k >= 0 and time <= a[k][1]
+
+
+def clip(a: list[Interval], start: float, end: float) -> list[Interval]:
+    """The part of the union `a` between two times, in time that grows with that part alone."""
+    first = max(bisect.bisect_right(a, (start, math.inf)) - 1, 0)
+    found: list[Interval] = []
+    for k in range(first, len(a)):
+        begin, finish = a[k]
+        if begin >= end:
+            break
+        if finish > start:
+            found.append((max(begin, start), min(finish, end)))
+    return found
+
+
+def measure(a: Iterable[Interval]) -> float:
     """Total length of a union, in microseconds."""
     return sum(end - start for start, end in a)

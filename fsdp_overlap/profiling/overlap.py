@@ -1,41 +1,86 @@
-"""How much communication ran under compute, from a torch.profiler Chrome trace."""
+"""How much of one rank's communication ran under its compute."""
 
-import os
+import bisect
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
-from fsdp_overlap.profiling.intervals import Interval, intersect, measure, subtract, union
-from fsdp_overlap.profiling.trace import Kind, Pass, Timeline, read_timeline
+from fsdp_overlap.profiling.intervals import Interval, clip, intersect, measure, subtract, union
+from fsdp_overlap.profiling.names import Kind, Pass
+from fsdp_overlap.profiling.pieces import Compute
+from fsdp_overlap.profiling.timeline import InFlight, Timeline
 
 # See Collective.ran_under_compute.
 UNDER_COMPUTE = 0.5
+# Ops that multiply matrices, in whole or for the most part.
+_GEMMS = (
+    "aten::linear",
+    "aten::matmul",
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "aten::baddbmm",
+    "aten::_scaled_mm",
+    "aten::_grouped_mm",
+    "aten::convolution",
+    "aten::conv",
+    "aten::scaled_dot_product",
+    "aten::_scaled_dot_product",
+    "aten::_flash_attention",
+    "aten::_efficient_attention",
+    "aten::cudnn_convolution",
+    "aten::mkldnn_convolution",
+)
+_LABELS = 3
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of one unit on one rank. Times in microseconds; `start` is on the trace's
-    clock.
+    """One collective of one unit on one rank. Times in microseconds, those of moments on the
+    trace's clock.
 
-    duration: time in flight, the union of its pieces. On gloo this includes waiting for a slower
-    rank.
+    kind, name, pass_, spans, nbytes, lanes, group: as in `InFlight`.
+    exposed_spans: when this rank waited for it. Where the trace does not say so, as on a GPU, where
+    it is the stream that waits: when it was in flight and this rank did not compute.
     overlapped: the part of `duration` in which this rank computed (see `read_timeline` for what
     counts).
-    exposed: the part in which this rank waited for it. Where the trace does not say so, as on a
-    GPU, where it is the stream that waits: the part in which this rank did not compute.
     room: how long this rank computed between issuing it and waiting for it; where the trace does
     not say when that was, while it was in flight.
-    name, pass_: as in `InFlight`.
+    under: the compute that ran meanwhile, the most first: whose part of which pass, and how long.
+    held_up: the compute that came after the wait for it; None if there was no such wait.
     """
 
     kind: Kind
     name: str
     pass_: Pass | None
-    start: float
-    duration: float
+    spans: tuple[Interval, ...]
+    exposed_spans: tuple[Interval, ...]
     overlapped: float
-    exposed: float
     room: float
+    under: tuple[tuple[str, float], ...]
+    held_up: str | None
+    nbytes: int | None
+    lanes: tuple[str, ...]
+    group: str | None
+
+    @property
+    def start(self) -> float:
+        return self.spans[0][0]
+
+    @property
+    def duration(self) -> float:
+        """Time in flight. On gloo this includes waiting for a slower rank."""
+        return measure(self.spans)
+
+    @property
+    def exposed(self) -> float:
+        return measure(self.exposed_spans)
+
+    @property
+    def bandwidth(self) -> float | None:
+        """Bytes a second that this rank received or sent; None if unknown."""
+        return self.nbytes / self.duration * 1e6 if self.nbytes and self.duration else None
 
     @property
     def ran_under_compute(self) -> bool:
@@ -51,89 +96,176 @@ class Collective:
 
 @dataclass(frozen=True)
 class Total:
-    """Sums over collectives. Times in microseconds; collectives in flight together each count."""
+    """Sums over collectives. Times in microseconds; collectives in flight together each count.
+
+    nbytes: None where it is not known of each.
+    """
 
     count: int
     under_compute: int
     duration: float
     exposed: float
+    nbytes: int | None
+
+    @property
+    def hidden(self) -> float | None:
+        """The part of the time in flight that was not exposed, 0 to 1; None of nothing."""
+        return 1 - self.exposed / self.duration if self.duration else None
+
+    @property
+    def bandwidth(self) -> float | None:
+        """Bytes a second that a rank received or sent while one was in flight; None if unknown."""
+        return self.nbytes / self.duration * 1e6 if self.nbytes and self.duration else None
 
 
 @dataclass(frozen=True)
-class OverlapSummary:
-    """The collectives of one rank by start.
+class RankReport:
+    """What one rank did. Times in microseconds, of all its steps together.
 
-    exposed: microseconds in which any was exposed; moments that several share count once.
+    rank, world_size: None where the trace does not say. steps: 1 if nobody says.
+    window: from the first to the last of what is counted, on the trace's clock.
+    collectives, compute: by start. engine: when it prepared or finished collectives.
     """
 
+    rank: int | None
+    world_size: int | None
+    steps: int
+    window: Interval
     collectives: tuple[Collective, ...]
-    exposed: float
+    compute: tuple[Compute, ...]
+    engine: tuple[Interval, ...]
+
+    @property
+    def duration(self) -> float:
+        return self.window[1] - self.window[0]
+
+    @cached_property
+    def compute_time(self) -> float:
+        return measure(self._busy)
+
+    @cached_property
+    def gemm_time(self) -> float:
+        """The part of `compute_time` that multiplies matrices, by the ops that started it."""
+        return measure(union((c.start, c.end) for c in self.compute if c.op.startswith(_GEMMS)))
+
+    @cached_property
+    def communication_time(self) -> float:
+        """In which any collective was in flight."""
+        return measure(union(span for c in self.collectives for span in c.spans))
+
+    @cached_property
+    def exposed_time(self) -> float:
+        """In which any was exposed; moments that several share count once."""
+        return measure(self._waits)
+
+    @cached_property
+    def _busy(self) -> list[Interval]:
+        return union((c.start, c.end) for c in self.compute)
+
+    @cached_property
+    def _waits(self) -> list[Interval]:
+        return union(span for c in self.collectives for span in c.exposed_spans)
+
+    def computed(self, start: float, end: float) -> float:
+        """How much of the time between two moments it computed."""
+        return measure(clip(self._busy, start, end))
+
+    @property
+    def own_time(self) -> float:
+        """In which this rank did not wait for communication, and so perhaps for other ranks."""
+        return self.duration - self.exposed_time
+
+    @cached_property
+    def idle_time(self) -> float:
+        """In which it neither computed nor waited, nor the engine worked."""
+        return self.duration - measure(union([*self._waits, *self._busy, *self.engine]))
+
+    @property
+    def bound(self) -> float:
+        """No schedule of the same work is shorter: the larger of compute and communication."""
+        return max(self.compute_time, self.communication_time)
 
     def total(self, kind: Kind, pass_: Pass | None = None) -> Total:
         """The sums for one kind, of one pass or (None) of both."""
         return _sum(c for c in self.collectives if c.kind == kind and pass_ in (None, c.pass_))
 
+    def compute_by_op(self) -> list[tuple[str, float]]:
+        """The ops that took most of the compute, and how long, the longest first."""
+        times: dict[str, float] = defaultdict(float)
+        for c in self.compute:
+            times[c.op] += c.end - c.start
+        return sorted(times.items(), key=lambda item: -item[1])
 
-def summarize_overlap(trace: str | os.PathLike[str] | dict[str, Any]) -> OverlapSummary:
-    """The overlap summary of one rank's Chrome trace, given as a path or as the loaded JSON
-    object."""
-    return summarize_timeline(read_timeline(trace))
+
+def measure_overlap(timeline: Timeline, steps: int | None = None) -> RankReport:
+    """`steps`: how many the trace holds, if not as many as it says itself."""
+    return RankReport(
+        rank=timeline.rank,
+        world_size=timeline.world_size,
+        steps=steps or timeline.steps or 1,
+        window=timeline.window,
+        collectives=tuple(_Measure(timeline.compute).each(timeline.collectives)),
+        compute=timeline.compute,
+        engine=timeline.engine,
+    )
 
 
-def summarize_timeline(timeline: Timeline) -> OverlapSummary:
-    compute = list(timeline.compute)
-    collectives: list[Collective] = []
-    all_exposed: list[Interval] = []
-    for c in timeline.collectives:
-        spans = list(c.spans)
-        exposed = intersect(spans, [c.wait]) if c.wait else subtract(spans, compute)
-        all_exposed += exposed
-        issued = spans[0][0] if c.issued is None else c.issued
-        needed = c.wait[0] if c.wait else spans[-1][1]
-        collectives.append(
-            Collective(
+class _Measure:
+    def __init__(self, compute: tuple[Compute, ...]) -> None:
+        self._compute = compute
+        self._starts = [c.start for c in compute]
+        self._busy = union((c.start, c.end) for c in compute)
+        # Streams run at once, so that one may start before another's that is still under way.
+        self._longest = max((c.end - c.start for c in compute), default=0.0)
+
+    def each(self, collectives: Iterable[InFlight]) -> Iterable[Collective]:
+        for c in collectives:
+            spans = list(c.spans)
+            busy = clip(self._busy, spans[0][0], spans[-1][1])
+            exposed = intersect(spans, [c.wait]) if c.wait else subtract(spans, busy)
+            issued = spans[0][0] if c.issued is None else c.issued
+            needed = c.wait[0] if c.wait else spans[-1][1]
+            yield Collective(
                 kind=c.kind,
                 name=c.name,
                 pass_=c.pass_,
-                start=spans[0][0],
-                duration=measure(spans),
-                overlapped=measure(intersect(spans, compute)),
-                exposed=measure(exposed),
-                room=measure(intersect(union([(issued, needed)]), compute)),
+                spans=c.spans,
+                exposed_spans=tuple(exposed),
+                overlapped=measure(intersect(spans, busy)),
+                room=measure(clip(self._busy, issued, needed)),
+                under=self._under(spans),
+                held_up=self._after(max(exposed, key=_length)[1]) if exposed else None,
+                nbytes=c.nbytes,
+                lanes=c.lanes,
+                group=c.group,
             )
-        )
-    return OverlapSummary(tuple(collectives), measure(union(all_exposed)))
+
+    def _under(self, spans: list[Interval]) -> tuple[tuple[str, float], ...]:
+        parts: dict[str, list[Interval]] = {}
+        for start, end in spans:
+            first = bisect.bisect_left(self._starts, start - self._longest)
+            for c in self._compute[first : bisect.bisect_left(self._starts, end)]:
+                if c.end > start:
+                    parts.setdefault(c.label, []).append((max(c.start, start), min(c.end, end)))
+        times = {label: measure(union(found)) for label, found in parts.items()}
+        return tuple(sorted(times.items(), key=lambda item: -item[1])[:_LABELS])
+
+    def _after(self, time: float) -> str | None:
+        k = bisect.bisect_left(self._starts, time)
+        return self._compute[k].label if k < len(self._compute) else None
 
 
-def render_overlap(summary: OverlapSummary) -> str:
-    """A plain-text table, a line for each kind and pass; times in milliseconds."""
-    rows = [("collective", "pass", "ran", "under compute", "in flight ms", "exposed ms")]
-    sums = {
-        ("all-gather", "forward"): summary.total("all_gather", "forward"),
-        ("all-gather", "backward"): summary.total("all_gather", "backward"),
-        ("reduce-scatter", "backward"): summary.total("reduce_scatter"),
-        ("other", ""): summary.total("other"),
-    }
-    for (kind, pass_), s in sums.items():
-        times = f"{s.duration / 1e3:.1f}", f"{s.exposed / 1e3:.1f}"
-        rows.append((kind, pass_, str(s.count), str(s.under_compute), *times))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            c.ljust(w) if i < 2 else c.rjust(w)
-            for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-    lines.append(f"exposed communication time: {summary.exposed / 1e3:.1f} ms")
-    return "\n".join(line.rstrip() for line in lines)
+def _length(interval: Interval) -> float:
+    return interval[1] - interval[0]
 
 
 def _sum(collectives: Iterable[Collective]) -> Total:
     chosen = list(collectives)
+    known = all(c.nbytes is not None for c in chosen)
     return Total(
         count=len(chosen),
         under_compute=sum(c.ran_under_compute for c in chosen),
         duration=sum(c.duration for c in chosen),
         exposed=sum(c.exposed for c in chosen),
+        nbytes=sum(c.nbytes or 0 for c in chosen) if known else None,
     )

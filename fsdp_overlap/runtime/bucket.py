@@ -83,6 +83,7 @@ class Bucket:
         self.is_meta = device.type == "meta"
         self.full = FlatBuffer(plan, self.compute_dtype, device)
         rank = self.mesh.get_local_rank()
+        self._travels = self.full.nbytes_of_others(rank)
         dtype = plan.specs[0].dtype
         self.shard = torch.zeros(plan.shard_numels[rank], dtype=dtype, device=device)
         self.sharded_parameters: list[ShardedTensor] = []
@@ -172,6 +173,7 @@ class Bucket:
             lambda: self.collectives.all_gather(
                 self.full.flat, self.shard, self.plan, self.groups.gather
             ),
+            nbytes=self._travels,
         )
 
     def wait(self) -> None:

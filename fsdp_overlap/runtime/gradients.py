@@ -29,6 +29,7 @@ class BucketGradients:
     def __init__(self, bucket: Bucket, reduce_dtype: torch.dtype) -> None:
         self.bucket = bucket
         self.input = FlatBuffer(bucket.plan, reduce_dtype, bucket.full.flat.device)
+        self._travels = self.input.nbytes_of_others(bucket.mesh.get_local_rank())
         count = len(bucket.parameters)
         self.filled = [False] * count
         self.is_large = [
@@ -123,6 +124,7 @@ class BucketGradients:
                 self.input.flat, bucket.plan, bucket.groups.reduce
             ),
             lambda mean: self._accept(mean, doubtful),
+            nbytes=self._travels,
         )
 
     def _accept(self, mean: torch.Tensor, doubtful: Sequence[bool] | None) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_overlap.comm.spans import span
 from fsdp_overlap.runtime.order import Call
 from fsdp_overlap.runtime.schedule import Schedule
 from fsdp_overlap.runtime.trees import map_tensors, may_hide_tensors, tensors_in
@@ -52,11 +53,11 @@ def without_hooks(state: dict[str, Any]) -> dict[str, Any]:
 def _before_forward(
     unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    unit.context.settle()
-    unit.follow_trainability()
-    schedule = unit.context.schedule
-    schedule.before_forward(unit)
-    unit.use_unsharded()
+    with span("pre_forward", unit.name):
+        unit.context.settle()
+        unit.follow_trainability()
+        unit.context.schedule.before_forward(unit)
+        unit.use_unsharded()
     policy = unit.mp_policy
     if policy.cast_forward_inputs and policy.param_dtype is not None:
         cast = partial(_cast_floating, policy.param_dtype)
@@ -68,9 +69,10 @@ def _after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output:
     schedule = unit.context.schedule
     # torch calls this while it handles the error of a forward that raised, with no output.
     raised = output is None and sys.exc_info()[0] is not None
-    call = schedule.after_forward(unit, raised)
-    if not schedule.is_in_use(unit):
-        unit.use_sharded()
+    with span("post_forward", unit.name):
+        call = schedule.after_forward(unit, raised)
+        if not schedule.is_in_use(unit):
+            unit.use_sharded()
     tensors = list(tensors_in(output))
     _check_no_parameter_leaves(unit, tensors)
     if unit.mp_policy.output_dtype is not None:

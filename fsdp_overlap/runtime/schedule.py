@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd import Variable
 
+from fsdp_overlap.comm.spans import span
 from fsdp_overlap.runtime.gathers import Gathers
 from fsdp_overlap.runtime.gradients import BucketGradients
 from fsdp_overlap.runtime.order import Call, ForwardOrder, ForwardPass, UnitIndex
@@ -175,10 +176,12 @@ class Schedule:
                 f"parameters of unit {unit.name!r} were modified between its forward and its "
                 "backward; run backward before optimizer.step() and before editing weights"
             )
-        self._advance_to(call, backward)
-        unit.wait()
-        # Activation checkpointing inside the unit runs its modules again, without the unit's hooks.
-        unit.use_unsharded()
+        with span("pre_backward", unit.name):
+            self._advance_to(call, backward)
+            unit.wait()
+            # Activation checkpointing inside the unit runs its modules again, without the unit's
+            # hooks.
+            unit.use_unsharded()
 
     def gradient_arrived(self, unit: Unit, gradients: BucketGradients, index: int) -> None:
         """Autograd accumulated into the unsharded parameter ``index`` of a bucket."""
@@ -250,9 +253,10 @@ class Schedule:
         unit = self._unit_at(index)
         if unit is None:
             return
-        unit.use_sharded()
-        if unit.reshard_after_backward:
-            self.gathers.release(unit)
+        with span("post_backward", unit.name):
+            unit.use_sharded()
+            if unit.reshard_after_backward:
+                self.gathers.release(unit)
 
     def _end_backward(self) -> None:
         backward = self._backward

@@ -16,6 +16,7 @@ class FlatBuffer:
     """
 
     def __init__(self, plan: BucketPlan, dtype: torch.dtype, device: torch.device) -> None:
+        self.plan = plan
         # Outside inference mode, where tensors made could never take part in autograd again.
         with torch.inference_mode(False), torch.no_grad():
             self.flat = torch.empty(plan.numel, dtype=dtype, device=device)
@@ -27,6 +28,11 @@ class FlatBuffer:
         self.nbytes = self._storage.nbytes()
         self.allocated = True
         self.free()
+
+    def nbytes_of_others(self, rank: int) -> int:
+        """Size of what other ranks than ``rank`` hold: what travels to it in an all-gather, and
+        from it in a reduce-scatter."""
+        return (self.plan.numel - self.plan.shard_numels[rank]) * self.flat.element_size()
 
     def allocate(self) -> None:
         """Gives the buffer storage on the current stream; its contents are undefined."""

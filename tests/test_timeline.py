@@ -1,4 +1,4 @@
-"""The overlap summary of small hand-made traces, in exact numbers."""
+"""What hand-made traces say, in exact numbers."""
 
 import gzip
 import json
@@ -6,40 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from traces import GLOO_A, GLOO_B, Step, event, gather, read, trace_of
 
-from fsdp_overlap.profiling import OverlapSummary, events, render_overlap, summarize_overlap
-from fsdp_overlap.profiling.intervals import intersect, measure, subtract, union
-
-MAIN, GLOO_A, GLOO_B = 1, 2, 3
-
-
-def event(name: str, start: float, end: float, tid: int = MAIN, **more: Any) -> dict[str, Any]:
-    category = "cpu_op" if name.startswith(("aten", "c10d", "autograd")) else "user_annotation"
-    fields = {"ph": "X", "cat": category, "name": name, "pid": 1, "tid": tid}
-    return fields | {"ts": start, "dur": end - start} | more
-
-
-def summarize(*events: dict[str, Any]) -> OverlapSummary:
-    return summarize_overlap({"traceEvents": [{"ph": "M", "name": "process_name"}, *events]})
-
-
-def gather(unit: str, start: float) -> list[dict[str, Any]]:
-    """An issue range of ten microseconds with a broadcast for each of two ranks."""
-    return [
-        event(f"fsdp_overlap::all_gather({unit})", start, start + 10),
-        event("c10d::broadcast_", start + 1, start + 3),
-        event("c10d::broadcast_", start + 5, start + 7),
-    ]
+from fsdp_overlap.profiling import events, read_report
+from fsdp_overlap.profiling.intervals import clip, covers, intersect, measure, subtract, union
 
 
 def test_pieces_of_one_issue_are_one_collective() -> None:
-    summary = summarize(
+    report = read(
         *gather("blocks.0", 0),
         event("gloo:broadcast", 4, 54, GLOO_A),
         event("gloo:broadcast", 8, 104, GLOO_B),
         event("aten::mm", 20, 100),
     )
-    (collective,) = summary.collectives
+    (collective,) = report.collectives
     assert (collective.kind, collective.name, collective.pass_) == (
         "all_gather",
         "blocks.0",
@@ -48,11 +28,11 @@ def test_pieces_of_one_issue_are_one_collective() -> None:
     assert (collective.start, collective.duration) == (4, 100)
     assert (collective.overlapped, collective.exposed) == (80, 20)
     assert collective.ran_under_compute
-    assert summary.exposed == 20
+    assert report.exposed_time == 20
 
 
 def test_pieces_go_to_units_in_order_of_issue() -> None:
-    summary = summarize(
+    report = read(
         *gather("a", 0),
         *gather("b", 20),
         # On two threads, out of order in the file.
@@ -61,14 +41,14 @@ def test_pieces_go_to_units_in_order_of_issue() -> None:
         event("gloo:broadcast", 8, 20, GLOO_B),
         event("gloo:broadcast", 4, 45, GLOO_A),
     )
-    assert [(c.name, c.start, c.duration) for c in summary.collectives] == [
+    assert [(c.name, c.start, c.duration) for c in report.collectives] == [
         ("a", 4, 41),
         ("b", 40, 20),
     ]
 
 
 def test_waiting_is_not_compute() -> None:
-    summary = summarize(
+    report = read(
         *gather("a", 0),
         event("gloo:broadcast", 10, 110, GLOO_A),
         event("gloo:broadcast", 10, 110, GLOO_B),
@@ -76,30 +56,30 @@ def test_waiting_is_not_compute() -> None:
         event("fsdp_overlap::wait_all_gather(a)", 50, 110),
         event("aten::add_", 100, 108),  # what the wait itself computes
     )
-    assert summary.collectives[0].overlapped == 40
-    assert not summary.collectives[0].ran_under_compute
-    assert summary.exposed == 60
+    assert report.collectives[0].overlapped == 40
+    assert not report.collectives[0].ran_under_compute
+    assert report.exposed_time == 60
 
 
 def test_half_of_the_time_in_flight_is_enough() -> None:
     events = [*gather("a", 0), event("gloo:broadcast", 10, 110, GLOO_A)]
-    assert summarize(*events, event("aten::mm", 10, 60)).collectives[0].ran_under_compute
-    assert not summarize(*events, event("aten::mm", 10, 59)).collectives[0].ran_under_compute
+    assert read(*events, event("aten::mm", 10, 60)).collectives[0].ran_under_compute
+    assert not read(*events, event("aten::mm", 10, 59)).collectives[0].ran_under_compute
 
 
 def test_what_prepares_a_collective_is_not_compute() -> None:
-    summary = summarize(
+    report = read(
         *gather("a", 0),
         event("aten::copy_", 1, 5),
         event("gloo:broadcast", 2, 14, GLOO_A),
         event("gloo:broadcast", 6, 16, GLOO_B),
         event("aten::mm", 13, 40),
     )
-    assert summary.collectives[0].overlapped == 3
+    assert report.collectives[0].overlapped == 3
 
 
 def test_time_spent_waiting_for_another_is_that_others() -> None:
-    summary = summarize(
+    report = read(
         *gather("a", 0),
         event("gloo:broadcast", 10, 110, GLOO_A),
         event("gloo:broadcast", 10, 110, GLOO_B),
@@ -110,15 +90,15 @@ def test_time_spent_waiting_for_another_is_that_others() -> None:
         event("aten::mm", 110, 200),
         event("fsdp_overlap::wait_all_gather(b)", 200, 201),
     )
-    a, b = summary.collectives
+    a, b = report.collectives
     assert (a.exposed, a.room, a.ran_under_compute) == (70, 0, False)
     assert (b.exposed, b.room, b.ran_under_compute) == (0, 90, True)
-    assert summary.exposed == 70
+    assert report.exposed_time == 70
 
 
 def test_what_had_no_compute_before_its_wait_did_not_run_under_compute() -> None:
     # Both are over before they are all issued, because the other rank came first.
-    summary = summarize(
+    report = read(
         *gather("root", 0),
         event("gloo:broadcast", 2, 9, GLOO_A),
         event("gloo:broadcast", 6, 10, GLOO_B),
@@ -129,22 +109,22 @@ def test_what_had_no_compute_before_its_wait_did_not_run_under_compute() -> None
         event("aten::mm", 30, 80),
         event("fsdp_overlap::wait_all_gather(a)", 80, 81),
     )
-    root, a = summary.collectives
+    root, a = report.collectives
     assert (root.exposed, root.room, root.ran_under_compute) == (0, 0, False)
     assert (a.exposed, a.room, a.ran_under_compute) == (0, 50, True)
 
 
 def test_work_on_the_backends_threads_is_not_compute() -> None:
-    summary = summarize(
+    report = read(
         *gather("a", 0),
         event("gloo:broadcast", 10, 110, GLOO_A),
         event("aten::copy_", 20, 100, GLOO_A),
     )
-    assert summary.collectives[0].overlapped == 0
+    assert report.collectives[0].overlapped == 0
 
 
 def test_a_gather_issued_under_autograd_is_of_the_backward_pass() -> None:
-    summary = summarize(
+    report = read(
         *gather("a", 0),
         event("gloo:broadcast", 4, 14, GLOO_A),
         event("gloo:broadcast", 8, 14, GLOO_B),
@@ -157,7 +137,7 @@ def test_a_gather_issued_under_autograd_is_of_the_backward_pass() -> None:
         event("c10d::alltoall_base_", 212, 214),
         event("gloo:all_to_all", 215, 240, GLOO_A),
     )
-    assert [(c.kind, c.name, c.pass_) for c in summary.collectives] == [
+    assert [(c.kind, c.name, c.pass_) for c in report.collectives] == [
         ("all_gather", "a", "forward"),
         ("all_gather", "b", "backward"),
         ("reduce_scatter", "b", "backward"),
@@ -165,20 +145,23 @@ def test_a_gather_issued_under_autograd_is_of_the_backward_pass() -> None:
 
 
 def test_what_no_unit_issued_is_other() -> None:
-    summary = summarize(
+    report = read(
         event("gloo:broadcast", 1, 5, GLOO_A),  # issued before the trace began
         *gather("a", 6),
         event("gloo:broadcast", 8, 20, GLOO_A),
         event("gloo:broadcast", 12, 20, GLOO_B),
         event("c10d::allreduce_", 30, 31),
         event("gloo:all_reduce", 32, 40, GLOO_A),
+        event("fsdp_overlap::order_check()", 41, 44),
+        event("c10d::allreduce_", 42, 43),
+        event("gloo:all_reduce", 43, 46, GLOO_A),
+        event("aten::mm", 46, 47),
     )
-    assert [(c.kind, c.name, c.duration) for c in summary.collectives] == [
-        ("other", "broadcast", 4),
-        ("all_gather", "a", 12),
-        ("other", "all_reduce", 8),
+    assert [(c.kind, c.name, c.duration, c.pass_) for c in report.collectives] == [
+        ("all_gather", "a", 12, "forward"),
+        ("other", "all_reduce", 8, None),
+        ("other", "order_check", 3, None),
     ]
-    assert summary.collectives[0].pass_ is None
 
 
 def test_nccl_kernels_belong_to_the_range_that_launched_them() -> None:
@@ -192,7 +175,7 @@ def test_nccl_kernels_belong_to_the_range_that_launched_them() -> None:
         args = {"correlation": correlation, **args}
         return event(name, start, end, tid=7, cat="kernel", args=args)
 
-    summary = summarize(
+    report = read(
         event("fsdp_overlap::all_gather(a)", 0, 10),
         # The profiler repeats ranges on the GPU's clock; those issued nothing.
         event("fsdp_overlap::all_gather(a)", 100, 200, tid=7, cat="gpu_user_annotation"),
@@ -205,33 +188,95 @@ def test_nccl_kernels_belong_to_the_range_that_launched_them() -> None:
         launch(30, 14),
         kernel("ncclDevKernel_AllReduce", 310, 320, 14, **{"Collective name": "allreduce"}),
     )
-    gathered, other = summary.collectives
+    gathered, other = report.collectives
     assert (gathered.name, gathered.duration, gathered.overlapped) == ("a", 100, 75)
     assert (other.kind, other.name, other.overlapped) == ("other", "allreduce", 0)
-    assert summary.exposed == 35
+    assert report.exposed_time == 35
 
 
-def test_totals_and_table() -> None:
-    summary = summarize(
-        *gather("a", 0),
-        *gather("b", 20),
+def test_totals() -> None:
+    report = read(
+        event("fsdp_overlap::all_gather(a) 3000 B", 0, 10),
+        event("c10d::broadcast_", 1, 3),
+        event("fsdp_overlap::all_gather(b) 5000 B", 20, 30),
+        event("c10d::broadcast_", 21, 23),
         event("gloo:broadcast", 1000, 2000, GLOO_A),
-        event("gloo:broadcast", 1000, 2000, GLOO_B),
         event("gloo:broadcast", 1500, 3500, GLOO_A),
-        event("gloo:broadcast", 1500, 3500, GLOO_B),
         event("aten::mm", 1500, 3500),
     )
-    total = summary.total("all_gather", "forward")
+    total = report.total("all_gather", "forward")
     assert (total.count, total.under_compute, total.duration, total.exposed) == (2, 2, 3000, 500)
-    assert summary.total("all_gather", "backward").count == 0
-    assert render_overlap(summary).splitlines() == [
-        "collective      pass      ran  under compute  in flight ms  exposed ms",
-        "all-gather      forward     2              2           3.0         0.5",
-        "all-gather      backward    0              0           0.0         0.0",
-        "reduce-scatter  backward    0              0           0.0         0.0",
-        "other                       0              0           0.0         0.0",
-        "exposed communication time: 0.5 ms",
+    assert total.hidden == pytest.approx(5 / 6)
+    assert (total.nbytes, total.bandwidth) == (8000, pytest.approx(8000 / 3e-3))
+    assert report.total("all_gather", "backward").count == 0
+    assert report.total("all_gather", "backward").hidden is None
+    assert (report.compute_time, report.gemm_time, report.communication_time) == (2000, 2000, 2500)
+    assert (report.window, report.bound) == ((0, 3500), 2500)
+
+
+def test_a_step_is_read_as_it_was_played() -> None:
+    report = read(*Step(units=3, compute=1000, all_gather=400, reduce_scatter=400).events)
+    found = [(c.kind, c.pass_, c.name, c.exposed > 0) for c in report.collectives]
+    assert found == [
+        ("all_gather", "forward", "blocks.0", True),
+        ("all_gather", "forward", "blocks.1", False),
+        ("all_gather", "forward", "blocks.2", False),
+        ("all_gather", "backward", "blocks.1", False),
+        ("all_gather", "backward", "blocks.0", False),
+        ("reduce_scatter", "backward", "blocks.2", False),
+        ("reduce_scatter", "backward", "blocks.1", False),
+        ("reduce_scatter", "backward", "blocks.0", True),
     ]
+    by_unit = {(c.kind, c.pass_, c.name): c for c in report.collectives}
+    hidden = by_unit["all_gather", "forward", "blocks.2"]
+    assert [label for label, _ in hidden.under] == ["forward blocks.1"]
+    assert (hidden.held_up, hidden.nbytes, hidden.lanes) == (None, 4000, ("thread 2",))
+    first, last = report.collectives[0], report.collectives[-1]
+    assert (first.under, first.held_up) == ((), "forward blocks.0")
+    assert (last.held_up, last.lanes) == ("optimizer", ("thread 3",))
+    assert report.compute_by_op() == [("aten::mm", 3 * 3000 + 100)]
+    assert (report.steps, report.compute_time) == (1, 9100)
+    assert report.exposed_time == pytest.approx(first.exposed + last.exposed)
+
+
+def test_fsdp2_is_read_by_its_own_names() -> None:
+    shapes = {
+        "Input Dims": [[4104], [2052], [], [], []],
+        "Input type": ["c10::BFloat16", "c10::BFloat16", "", "Scalar", "Scalar"],
+    }
+    report = read(
+        event("FSDP::pre_forward", 0, 100),
+        event("FSDP::all_gather", 10, 90),
+        event("c10d::_allgather_base_", 20, 25, args=shapes),
+        event("gloo:all_gather", 30, 80, GLOO_A),
+        event("aten::mm", 110, 150),
+        event("FSDP::backward_prefetch for layers.0", 200, 260),
+        event("FSDP::all_gather (layers.0)", 201, 259),
+        event("c10d::_allgather_base_", 210, 211),
+        event("gloo:all_gather", 220, 250, GLOO_A),
+        event("FSDP::pre_backward (layers.0)", 260, 262),
+        event("aten::mm", 262, 300),
+        event("FSDP::post_backward_reshard (layers.0)", 300, 301),
+        event("FSDP::post_backward_reduce (layers.0)", 301, 360),
+        event("c10d::_reduce_scatter_base_", 302, 303),
+        event("gloo:all_reduce", 304, 350, GLOO_A),
+    )
+    assert [(c.kind, c.name, c.nbytes, c.exposed) for c in report.collectives] == [
+        ("all_gather", "(root)", 4104, 50),
+        ("all_gather", "layers.0", None, 30),
+        ("reduce_scatter", "layers.0", None, 46),
+    ]
+    assert [c.label for c in report.compute] == ["forward (root)", "backward layers.0"]
+
+
+def test_steps_are_those_of_the_profiler_or_the_optimizer() -> None:
+    step = [*gather("a", 0), event("aten::mm", 20, 30)]
+    optimizers = [event("Optimizer.step#AdamW.step", t, t + 5) for t in (40, 50)]
+    optimizers += [event("Optimizer.step#Muon.step", t, t + 1) for t in (46, 56)]
+    assert read(*step).steps == 1
+    assert read(*step, *optimizers).steps == 2
+    assert read(*step, *optimizers, event("ProfilerStep#7", 0, 60)).steps == 1
+    assert read_report(trace_of(*step, *optimizers), steps=4).ranks[0].steps == 4
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
@@ -248,25 +293,36 @@ def test_files_are_read_in_chunks(
             *gather('a \\ "é"', 0),
             event("gloo:broadcast", 4, 54, GLOO_A),
         ],
-        "traceName": "after",
+        "distributedInfo": {"rank": 3, "world_size": 4},
     }
     path = tmp_path / "trace"
     with opened(path, "wt", encoding="utf-8") as file:
         json.dump(trace, file, indent=chunk % 3, ensure_ascii=False)
-    (collective,) = summarize_overlap(path).collectives
+    seen: list[int] = []
+    (collective,) = read_report(path, progress=seen.append).ranks[0].collectives
+    assert read_report(path).ranks[0].rank == 3
     assert (collective.name, collective.duration) == ('a \\ "é"', 50)
-    assert summarize_overlap(path) == summarize_overlap(trace)
+    assert read_report(path) == read_report(trace)
+    assert seen == sorted(seen)
+    assert seen[-1] == path.stat().st_size
 
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[]", '{"traceEvents": 1}', '{"traceEvents": [{"ph": "X", "na', '{"traceEvents": [}]}'],
+    [
+        "",
+        "[]",
+        '{"traceEvents": 1}',
+        '{"traceEvents": [{"ph": "X", "na',
+        '{"traceEvents": [}]}',
+        '{"traceEvents": []',
+    ],
 )
 def test_what_is_no_trace_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "trace.json"
     path.write_text(content)
     with pytest.raises(ValueError, match="not a Chrome trace"):
-        summarize_overlap(path)
+        read_report(path)
 
 
 def test_interval_sets() -> None:
@@ -276,3 +332,14 @@ def test_interval_sets() -> None:
     assert subtract(a, [(1, 2), (4, 6), (7, 8), (9, 12)]) == [(0, 1), (2, 3), (6, 7), (8, 9)]
     assert subtract([(0, 10), (12, 14)], [(5, 13)]) == [(0, 5), (13, 14)]
     assert measure(a) == 8
+    assert [covers(a, time) for time in (-1, 0, 2, 3, 4, 5, 11)] == [
+        False,
+        True,
+        True,
+        True,
+        False,
+        True,
+        False,
+    ]
+    assert clip(a, 2, 6) == [(2, 3), (5, 6)]
+    assert clip(a, 3, 5) == clip(a, 12, 13) == clip(a, 6, 5) == []

@@ -1,0 +1,90 @@
+"""What rank 0 shows and writes of a run."""
+
+from pathlib import Path
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from fsdp_overlap.cli.config import TrainConfig
+from fsdp_overlap.cli.data import Text, bits, unigram_entropy
+from fsdp_overlap.cli.display import Display
+from fsdp_overlap.cli.report import show_report, write_report
+from fsdp_overlap.cli.run_folder import RunFolder
+from fsdp_overlap.cli.trainer import PROFILED_STEPS, Trainer
+from fsdp_overlap.profiling import read_report
+
+
+class RunLog:
+    """Begins, or goes on, where `trainer` stands. A context while the run trains."""
+
+    def __init__(
+        self, config: TrainConfig, text: Text, trainer: Trainer, folder: RunFolder
+    ) -> None:
+        self._config = config
+        self._trainer = trainer
+        self._folder = folder
+        self._entropy = unigram_entropy(text.validation)
+        about = {
+            "ranks": dist.get_world_size(),
+            "device": str(trainer.device),
+            "torch": torch.__version__,
+            "text": text.origin,
+            "unigram_entropy": self._entropy,
+        }
+        folder.begin(config, about, trainer.steps_done)
+        self._val_loss = next(
+            (m["val_loss"] for m in reversed(folder.metrics()) if "val_loss" in m), None
+        )
+        self._display = Display(config.steps, trainer.steps_done)
+        self._first_line = (
+            f"{trainer.parameters:,} parameters on {dist.get_world_size()} ranks; "
+            f"{len(text.train):,} + {len(text.validation):,} bytes of {text.origin}"
+        )
+        if trainer.steps_done:
+            self._first_line += f"; resumed after step {trainer.steps_done}"
+
+    def __enter__(self) -> "RunLog":
+        self._display.__enter__()
+        self._display.print(self._first_line)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._display.__exit__(kind, error, traceback)
+
+    def show(self, metrics: dict[str, float]) -> None:
+        """Of one step, as the trainer gives them."""
+        if "loss" not in metrics:
+            return
+        self._folder.log(metrics)
+        step, loss = int(metrics["step"]), metrics["loss"]
+        self._val_loss = metrics.get("val_loss", self._val_loss)
+        self._display.show(step, loss, self._val_loss, metrics["tokens_per_s"])
+        if "val_loss" in metrics:
+            self._display.print(f"step {step}: loss {loss:.3f}, validation {self._val_loss:.3f}")
+
+    def stopped(self, saved: Path) -> None:
+        """The run was asked to stop, and was saved."""
+        self._display.print(f"stopped; saved {saved}")
+        self._display.print(f"go on with: fsdp-overlap train --resume {self._folder.path}")
+
+    def conclude(self) -> None:
+        """Once all is trained and profiled."""
+        config, val_loss, entropy = self._config, self._val_loss, self._entropy
+        assert val_loss is not None, "the last step always validates"
+        self._folder.plot(entropy)
+        print(f"\noverlap over {PROFILED_STEPS} steps of {config.layers} blocks and root")
+        reports = {self._folder.path.absolute().name: read_report(*self._folder.traces())}
+        write_report(reports, self._folder.path)
+        show_report(reports)
+        print(f"\n{self._trainer.context.stats}")
+        print(f"\nvalidation loss       {val_loss:.3f} nats/byte ({bits(val_loss):.3f} bits)")
+        print(
+            f"byte-unigram entropy  {entropy:.3f} nats/byte ({bits(entropy):.3f} bits), same text"
+        )
+        print(f"run folder: {self._folder.path}; the overlap is drawn in overlap.html")

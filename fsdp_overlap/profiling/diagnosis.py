@@ -1,0 +1,230 @@
+"""Why communication is exposed, in plain words."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from fsdp_overlap.profiling.intervals import measure, union
+from fsdp_overlap.profiling.names import Kind, Pass
+from fsdp_overlap.profiling.overlap import Collective, RankReport
+from fsdp_overlap.profiling.report import Report
+
+Cause = Literal[
+    "slow rank",
+    "shared group",
+    "issued late",
+    "short compute",
+    "edge",
+    "more communication than compute",
+    "not of a unit",
+    "idle",
+    "hidden",
+]
+
+# What costs less of a step is not worth a word.
+_WORTH = 0.02
+# With less room than this part of its duration, nothing can have hidden a collective.
+_NO_ROOM = 0.1
+_IDLE = 0.15
+_NAMES = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """cost: microseconds a step that it costs, at most. text: what, how much, and what to do."""
+
+    cause: Cause
+    cost: float
+    text: str
+
+
+def diagnose(report: Report) -> list[Finding]:
+    """What is found, the costliest first; of the rank that the others wait for."""
+    rank = report.slowest
+    found = [*_slow_rank(report), *_exposed(rank), *_limits(rank)]
+    found.sort(key=lambda finding: -finding.cost)
+    return found or [_hidden(rank)]
+
+
+def _slow_rank(report: Report) -> Iterator[Finding]:
+    if not report.has_straggler:
+        return
+    rank = report.slowest
+    others = "the other" if len(report.ranks) == 2 else "the others"
+    busy = (
+        "compute that it does alone, or a slower device"
+        if _computes_longer(report)
+        else "what it does alone that is no compute, such as reading data"
+    )
+    lag = report.lag / rank.steps
+    yield Finding(
+        "slow rank",
+        lag,
+        f"rank {rank.rank} is slow: it works {_ms(lag)} a step longer than {others}, and the "
+        f"difference is spent waiting in collectives; look for {busy}",
+    )
+
+
+def _computes_longer(report: Report) -> bool:
+    """Whether the slowest rank's lag is compute, for the most part."""
+    slowest = report.slowest
+    least = min(rank.compute_time for rank in report.ranks)
+    return slowest.compute_time - least > report.lag / 2
+
+
+def _exposed(rank: RankReport) -> Iterator[Finding]:
+    worth = _WORTH * rank.duration
+    of_units = [c for c in rank.collectives if c.kind != "other"]
+    edges = _edges(of_units, rank)
+    inner = [c for c in of_units if id(c) not in edges]
+    if shared := _shared_group(inner):
+        waiting = [c for c in inner if c.pass_ == "backward" and not _is_late(c)]
+        yield Finding(
+            "shared group",
+            _cost(waiting, rank),
+            f"all-gathers and reduce-scatters share {shared}, where they run one after the other: "
+            f"in backward {_ms(_cost(waiting, rank))} a step are exposed; give each kind a group "
+            "of its own (separate_groups=True, the default of FsdpContext)",
+        )
+    for pass_ in ("forward", "backward"):
+        for kind in ("all_gather", "reduce_scatter"):
+            same = [c for c in inner if c.kind == kind and c.pass_ == pass_]
+            yield from _of_kind(kind, pass_, same, rank, worth)
+    at_edges = [c for c in of_units if id(c) in edges]
+    if sum(c.exposed for c in at_edges) > worth:
+        worst = max(at_edges, key=lambda c: c.exposed)
+        yield Finding(
+            "edge",
+            _cost(at_edges, rank),
+            f"the first all-gathers of a pass and the last reduce-scatters have nothing to run "
+            f"under: {_ms(_cost(at_edges, rank))} a step, most of it for the {_name(worst)}; make "
+            "the first and the last unit small",
+        )
+    others = [c for c in rank.collectives if c.kind == "other"]
+    if sum(c.exposed for c in others) > worth:
+        worst = max(others, key=lambda c: c.exposed)
+        why = (
+            "the check of the order at the end of backward, where ranks meet"
+            if worst.name == "order_check"
+            else f"{worst.name}: see who calls it"
+        )
+        yield Finding(
+            "not of a unit",
+            _cost(others, rank),
+            f"collectives of no unit are exposed {_ms(_cost(others, rank))} a step, most of it "
+            f"{why}",
+        )
+
+
+def _of_kind(
+    kind: Kind, pass_: Pass, same: list[Collective], rank: RankReport, worth: float
+) -> Iterator[Finding]:
+    late = [c for c in same if _is_late(c)]
+    if len(late) > len(same) / 2 and sum(c.exposed for c in late) > worth:
+        what = f"{_each(late, rank)} of {_each(same, rank)} {pass_} {_NAMES[kind]}s"
+        how = (
+            "issue them ahead: FsdpContext(prefetch=1), or set_modules_to_forward_prefetch() and "
+            "set_modules_to_backward_prefetch() in FSDP2"
+            if kind == "all_gather"
+            else "they should run under the backward compute of the unit before"
+        )
+        yield Finding(
+            "issued late",
+            _cost(late, rank),
+            f"{what} are waited for as soon as they are issued, with no compute in between: "
+            f"{_ms(_cost(late, rank))} a step are exposed; {how}",
+        )
+        same = [c for c in same if not _is_late(c)]
+    if sum(c.exposed for c in same) <= worth:
+        return
+    worst = max(same, key=lambda c: c.exposed)
+    some = [c for c in same if c.name == worst.name]
+    duration, exposed = sum(c.duration for c in some), sum(c.exposed for c in some)
+    more = "" if len({c.name for c in same}) == 1 else f"; with others {_ms(_cost(same, rank))}"
+    took = sum(c.room for c in some) / len(some)
+    yield Finding(
+        "short compute",
+        _cost(same, rank),
+        f"the {_name(worst)} in {pass_} is exposed {exposed / duration:.0%} "
+        f"({_ms(exposed / rank.steps)} a step{more}): it takes {_ms(duration / len(some))}, the "
+        f"compute between its issue and the wait for it {_ms(took)}; merge units, raise prefetch, "
+        "or send fewer bytes",
+    )
+
+
+def _limits(rank: RankReport) -> Iterator[Finding]:
+    excess = rank.communication_time - rank.compute_time
+    if excess > _WORTH * rank.duration and rank.compute_time:
+        yield Finding(
+            "more communication than compute",
+            excess / rank.steps,
+            f"communication takes {_ms(rank.communication_time / rank.steps)} a step and compute "
+            f"{_ms(rank.compute_time / rank.steps)}: {_ms(excess / rank.steps)} cannot hide "
+            "whatever the schedule; compute more between collectives (a larger batch, "
+            "accumulation without synchronization), or send fewer bytes (bfloat16)",
+        )
+    if rank.idle_time > _IDLE * rank.duration:
+        yield Finding(
+            "idle",
+            rank.idle_time / rank.steps,
+            f"for {_ms(rank.idle_time / rank.steps)} a step there is neither compute nor a wait "
+            "for communication: the host is busy with something else, such as Python or data",
+        )
+
+
+def _hidden(rank: RankReport) -> Finding:
+    part = rank.exposed_time / rank.duration if rank.duration else 0.0
+    return Finding(
+        "hidden",
+        rank.exposed_time / rank.steps,
+        f"communication is hidden: what is exposed takes {part:.1%} of a step",
+    )
+
+
+def _edges(of_units: list[Collective], rank: RankReport) -> set[int]:
+    """The ids of gathers before any compute of their pass, and reduce-scatters after all of it."""
+    edges = set()
+    for _, group in itertools.groupby(of_units, key=lambda c: c.pass_):
+        same = list(group)
+        start, end = same[0].start, max(c.spans[-1][1] for c in same)
+        for c in same:
+            gap = (start, c.start) if c.kind == "all_gather" else (c.start, end)
+            if _is_late(c) and rank.computed(*gap) < _NO_ROOM * c.duration:
+                edges.add(id(c))
+    return edges
+
+
+def _is_late(c: Collective) -> bool:
+    return c.room < _NO_ROOM * c.duration
+
+
+def _shared_group(of_units: Iterable[Collective]) -> str | None:
+    """What both kinds run in, where they do in one pass."""
+    groups: dict[str, set[str | None]] = {"all_gather": set(), "reduce_scatter": set()}
+    lanes: dict[str, set[str]] = {"all_gather": set(), "reduce_scatter": set()}
+    for c in of_units:
+        if c.pass_ == "backward" and not _is_late(c):
+            groups[c.kind].add(c.group)
+            lanes[c.kind].update(c.lanes)
+    if both := (groups["all_gather"] & groups["reduce_scatter"]) - {None}:
+        return f"the process group {both.pop()}"
+    if any(groups.values()) and None not in groups["all_gather"]:
+        return None
+    return "one process group" if lanes["all_gather"] & lanes["reduce_scatter"] else None
+
+
+def _cost(collectives: Iterable[Collective], rank: RankReport) -> float:
+    return measure(union(span for c in collectives for span in c.exposed_spans)) / rank.steps
+
+
+def _each(collectives: list[Collective], rank: RankReport) -> str:
+    return f"{len(collectives) / rank.steps:g}"
+
+
+def _name(c: Collective) -> str:
+    return f"{_NAMES[c.kind]} of {c.name}"
+
+
+def _ms(microseconds: float) -> str:
+    return f"{microseconds / 1e3:.3g} ms"

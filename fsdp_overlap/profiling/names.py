@@ -1,0 +1,63 @@
+"""What ranges are called in a trace: this library's (`comm/spans.py` writes them) and FSDP2's."""
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+Kind = Literal["all_gather", "reduce_scatter", "other"]
+Pass = Literal["forward", "backward"]
+Role = Literal["issue", "wait", "begin forward", "end forward", "begin backward", "end backward"]
+
+PREFIXES = ("fsdp_overlap::", "FSDP::")
+OPTIMIZER_STEP = "Optimizer.step#"
+PROFILER_STEP = "ProfilerStep#"
+# FSDP2's marks do not name the root.
+ROOT = "(root)"
+
+_NAME = re.compile(r"(fsdp_overlap|FSDP)::(wait_)?(\w+)(?: ?\((.*)\))?(?: (\d+) B)?")
+_ROLES: dict[str, Role] = {
+    "pre_forward": "begin forward",
+    "post_forward": "end forward",
+    "pre_backward": "begin backward",
+    "post_backward": "end backward",
+    "post_backward_reshard": "end backward",
+}
+_KINDS: dict[str, Kind] = {
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "post_backward_reduce": "reduce_scatter",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What a range's name says.
+
+    role: "issue" and "wait" stand around what an engine does for a collective, the others before
+    and after a unit's part of a pass.
+    operation: the collective, as the engine calls it.
+    nbytes: what travels to or from this rank; None if the name does not say.
+    """
+
+    role: Role
+    unit: str
+    kind: Kind = "other"
+    operation: str = ""
+    nbytes: int | None = None
+
+
+@lru_cache(maxsize=1 << 16)
+def read_mark(name: str) -> Mark | None:
+    """The mark that a range's name is, None if it is none."""
+    if (match := _NAME.fullmatch(name)) is None:
+        return None
+    engine, wait, operation, unit, nbytes = match.groups()
+    unit = ROOT if unit is None else unit
+    if role := _ROLES.get(operation):
+        return Mark(role, unit)
+    if engine == "FSDP" and operation not in _KINDS:
+        return None
+    kind = _KINDS.get(operation, "other")
+    size = None if nbytes is None else int(nbytes)
+    return Mark("wait" if wait else "issue", unit, kind, operation, size)

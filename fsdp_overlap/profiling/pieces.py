@@ -1,0 +1,208 @@
+"""What a backend records: pieces of collectives in flight, and compute."""
+
+import heapq
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from fsdp_overlap.profiling.events import Event
+from fsdp_overlap.profiling.intervals import Interval, clip, subtract, union
+from fsdp_overlap.profiling.ranges import ELSEWHERE, Phases, Ranges
+
+# Where the name of the c10d op and that of its gloo range differ by more than a trailing
+# underscore.
+_GLOO_NAMES = {
+    "allgather": "all_gather",
+    "_allgather_base": "all_gather",
+    "allreduce": "all_reduce",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "reduce_scatter": "all_reduce",  # that is what gloo does inside
+    "_reduce_scatter_base": "all_reduce",
+}
+# By the names of c10d ops' inputs and of NCCL kernels' arguments.
+_ITEM_BYTES = {
+    "double": 8,
+    "float": 4,
+    "c10::bfloat16": 2,
+    "bfloat16": 2,
+    "c10::half": 2,
+    "half": 2,
+    "long": 8,
+    "int": 4,
+    "short": 2,
+    "char": 1,
+    "signed char": 1,
+    "byte": 1,
+    "unsigned char": 1,
+    "bool": 1,
+}
+
+
+class Piece(NamedTuple):
+    """A part of a collective in flight. issuer: the event that issued it, if the trace holds it.
+    The others are as in `InFlight`."""
+
+    operation: str
+    issuer: Event | None
+    start: float
+    end: float
+    lane: str
+    group: str | None
+    nbytes: int | None
+
+
+class Compute(NamedTuple):
+    """A stretch of compute. Times in microseconds.
+
+    label: whose part of which pass it is ("forward blocks.0"). op: that started it: the outermost
+    `aten::` op on a CPU, the innermost around the launch of a kernel on a GPU, or the kernel.
+    """
+
+    start: float
+    end: float
+    label: str
+    op: str
+
+
+def read_gloo(
+    events: list[Event], engine: list[Event], phases: Phases
+) -> tuple[list[Piece], list[Compute], list[Interval]]:
+    """From a CPU's trace; the last are the engine's. `engine`: ranges in which ops are no
+    compute."""
+    running: dict[str, list[Event]] = defaultdict(list)
+    issued: dict[str, list[Event]] = defaultdict(list)
+    for e in events:
+        if e.name.startswith("gloo:"):
+            running[e.name.removeprefix("gloo:")].append(e)
+        elif e.name.startswith("c10d::"):
+            operation = e.name.removeprefix("c10d::").removesuffix("_")
+            issued[_GLOO_NAMES.get(operation, operation)].append(e)
+
+    pieces: list[Piece] = []
+    for operation, ranges in running.items():
+        issuers = sorted(issued[operation], key=_start)
+        k = 0
+        for e in sorted(ranges, key=_start):
+            # A range older than the next op to match was issued before the trace began.
+            issuer = issuers[k] if k < len(issuers) and issuers[k].start <= e.start else None
+            k += issuer is not None
+            nbytes = _bytes_of_op(issuer) if issuer else None
+            pieces.append(
+                Piece(operation, issuer, e.start, e.end, f"thread {e.thread}", None, nbytes)
+            )
+
+    gloo_threads = {e.thread for ranges in running.values() for e in ranges}
+    ops: dict[Any, list[Event]] = defaultdict(list)
+    busy: dict[Any, list[Interval]] = defaultdict(list)
+    for e in events:
+        if e.category == "cpu_op" and e.name.startswith("aten::") and e.thread not in gloo_threads:
+            ops[e.thread].append(e)
+    for e in engine:
+        busy[e.thread].append((e.start, e.end))
+    compute = [
+        Compute(start, end, phases.at(thread, start), op.name)
+        for thread in ops
+        for op, (start, end) in _outside(_outermost(ops[thread]), union(busy[thread]))
+    ]
+    return pieces, sorted(compute), union(span for spans in busy.values() for span in spans)
+
+
+def _outermost(ops: list[Event]) -> Iterator[Event]:
+    """Those of one thread that lie in no other."""
+    end = float("-inf")
+    for op in sorted(ops, key=lambda op: (op.start, -op.end)):
+        if op.end > end:
+            yield op
+            end = op.end
+
+
+def _outside(ops: Iterator[Event], busy: list[Interval]) -> Iterator[tuple[Event, Interval]]:
+    for op in ops:
+        for part in subtract([(op.start, op.end)], clip(busy, op.start, op.end)):
+            yield op, part
+
+
+def _bytes_of_op(op: Event) -> int | None:
+    """Where input and output are one tensor each, and the trace was taken with their shapes."""
+    shapes, types = op.args.get("Input Dims"), op.args.get("Input type")
+    if not shapes or not types or "_base" not in op.name:
+        return None
+    return _travels(math.prod(shapes[0]), math.prod(shapes[1]), types[0])
+
+
+def _travels(one: int, other: int, dtype: str) -> int | None:
+    """What one rank's collective moves, between its elements before and after: one of them is the
+    rank's own part of the other."""
+    size = _ITEM_BYTES.get(dtype.lower())
+    return None if size is None or one == other else abs(one - other) * size
+
+
+def is_nccl(event: Event) -> bool:
+    return event.category == "kernel" and event.name.startswith("nccl")
+
+
+def read_cuda(
+    events: list[Event], issues: Ranges, phases: Phases
+) -> tuple[list[Piece], list[Compute], list[Interval]]:
+    """From a GPU's trace; the last are the engine's kernels."""
+    launches = {
+        e.args["correlation"]: e
+        for e in events
+        if e.category in ("cuda_runtime", "cuda_driver") and "correlation" in e.args
+    }
+    kernels = [e for e in events if e.category == "kernel"]
+    used = {correlation for e in kernels if (correlation := e.args.get("correlation")) in launches}
+    ops = _innermost_ops(events, [launches[correlation] for correlation in used])
+    pieces: list[Piece] = []
+    compute: list[Compute] = []
+    engine: list[Interval] = []
+    for e in kernels:
+        launch = launches.get(e.args.get("correlation"))
+        if is_nccl(e):
+            name = e.args.get("Collective name", e.name.split("(")[0])
+            lane = f"stream {e.args.get('stream', e.thread)}"
+            group = e.args.get("Process Group Name")
+            pieces.append(Piece(name, launch, e.start, e.end, lane, group, _bytes_of_kernel(e)))
+        elif launch is None:
+            compute.append(Compute(e.start, e.end, ELSEWHERE, e.name))
+        elif issues.around(launch) is None:
+            op = ops.get(launch.args["correlation"], e.name)
+            compute.append(Compute(e.start, e.end, phases.at(launch.thread, launch.start), op))
+        else:
+            engine.append((e.start, e.end))
+    return pieces, sorted(compute), union(engine)
+
+
+def _bytes_of_kernel(kernel: Event) -> int | None:
+    args = kernel.args
+    try:
+        return _travels(args["In msg nelems"], args["Out msg nelems"], args["dtype"])
+    except KeyError:
+        return None
+
+
+def _innermost_ops(events: list[Event], launches: list[Event]) -> dict[Any, str]:
+    """The `aten::` op around each launch that has one, by its correlation id."""
+    ops = [e for e in events if e.category == "cpu_op" and e.name.startswith("aten::")]
+    found: dict[Any, str] = {}
+    under_way: dict[Any, list[Event]] = defaultdict(list)
+    # Of what starts at one moment, the outer op comes first and the launch last.
+    for is_launch, e in heapq.merge(
+        ((False, e) for e in sorted(ops, key=lambda e: (e.start, -e.end))),
+        ((True, e) for e in sorted(launches, key=_start)),
+        key=lambda item: (item[1].start, item[0]),
+    ):
+        stack = under_way[e.thread]
+        while stack and stack[-1].end < e.start:
+            stack.pop()
+        if not is_launch:
+            stack.append(e)
+        elif stack:
+            found[e.args["correlation"]] = stack[-1].name
+    return found
+
+
+def _start(event: Event) -> float:
+    return event.start

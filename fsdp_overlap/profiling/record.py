@@ -1,0 +1,75 @@
+"""The report as JSON."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fsdp_overlap.profiling.diagnosis import diagnose
+from fsdp_overlap.profiling.overlap import Collective, RankReport
+from fsdp_overlap.profiling.report import ROWS, Report
+
+_OPS = 20
+
+
+def write_json(reports: Mapping[str, Report], path: str | os.PathLike[str]) -> None:
+    """The reports, by name: all that the page shows, and every collective. Times in microseconds,
+    bandwidths in bytes a second; `per_step` and `cost` are of one step, the others of all."""
+    runs = {name: _run(report) for name, report in reports.items()}
+    Path(path).write_text(json.dumps({"runs": runs}, indent=1) + "\n", encoding="utf-8")
+
+
+def _run(report: Report) -> dict[str, Any]:
+    return {
+        "findings": [asdict(finding) for finding in diagnose(report)],
+        "slowest_rank": report.slowest.rank,
+        "ranks": [
+            _rank(rank, waits)
+            for rank, waits in zip(report.ranks, report.waits_for_ranks, strict=True)
+        ],
+    }
+
+
+def _rank(rank: RankReport, waits: float | None) -> dict[str, Any]:
+    times = {
+        "step": rank.duration,
+        "compute": rank.compute_time,
+        "gemms": rank.gemm_time,
+        "communication": rank.communication_time,
+        "exposed": rank.exposed_time,
+        "waiting_for_ranks": waits,
+        "neither": rank.idle_time,
+        "bound": rank.bound,
+    }
+    return {
+        "rank": rank.rank,
+        "world_size": rank.world_size,
+        "steps": rank.steps,
+        "per_step": {k: None if v is None else v / rank.steps for k, v in times.items()},
+        "totals": {label: _total(rank, label) for label, _, _ in ROWS},
+        "compute_by_op": dict(rank.compute_by_op()[:_OPS]),
+        "collectives": [_collective(c, rank) for c in rank.collectives],
+    }
+
+
+def _total(rank: RankReport, label: str) -> dict[str, Any]:
+    kind, pass_ = next((kind, pass_) for name, kind, pass_ in ROWS if name == label)
+    total = rank.total(kind, pass_)
+    return asdict(total) | {"hidden": total.hidden, "bandwidth": total.bandwidth}
+
+
+def _collective(c: Collective, rank: RankReport) -> dict[str, Any]:
+    start = rank.window[0]
+    fields = asdict(c) | {
+        "start": c.start - start,
+        "duration": c.duration,
+        "exposed": c.exposed,
+        "ran_under_compute": c.ran_under_compute,
+        "bandwidth": c.bandwidth,
+        "under": dict(c.under),
+        "spans": [(a - start, b - start) for a, b in c.spans],
+        "exposed_spans": [(a - start, b - start) for a, b in c.exposed_spans],
+    }
+    return {key.rstrip("_"): value for key, value in fields.items()}

@@ -1,0 +1,126 @@
+"""The figures of reports as tables, for a terminal and for a page."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fsdp_overlap.profiling.overlap import Collective, RankReport, Total
+from fsdp_overlap.profiling.report import ROWS, Report
+
+UNKNOWN = "-"
+_KIND_NAMES = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "other": "other"}
+
+
+@dataclass(frozen=True)
+class Table:
+    """The first column is aligned left, the others right."""
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def ranks_table(reports: Mapping[str, Report]) -> Table:
+    """Where a step's time goes, a column for each rank."""
+    ranks = [
+        (name, rank, waits)
+        for name, report in reports.items()
+        for rank, waits in zip(report.ranks, report.waits_for_ranks, strict=True)
+    ]
+    header = ("ms a step", *(_column(name, rank, len(reports) > 1) for name, rank, _ in ranks))
+    rows = (
+        ("step", *(_ms(r.duration, r) for _, r, _ in ranks)),
+        ("compute", *(_ms(r.compute_time, r) for _, r, _ in ranks)),
+        ("  of it in GEMMs", *(_ms(r.gemm_time, r) for _, r, _ in ranks)),
+        ("communication", *(_ms(r.communication_time, r) for _, r, _ in ranks)),
+        ("  of it exposed", *(_ms(r.exposed_time, r) for _, r, _ in ranks)),
+        ("  collectives waiting for a rank", *(_ms(waits, r) for _, r, waits in ranks)),
+        ("neither", *(_ms(r.idle_time, r) for _, r, _ in ranks)),
+        ("bound", *(_ms(r.bound, r) for _, r, _ in ranks)),
+        ("step / bound", *(_ratio(r.duration, r.bound) for _, r, _ in ranks)),
+    )
+    return Table(header, rows)
+
+
+def kinds_table(reports: Mapping[str, Report]) -> Table:
+    """What became of each kind of collective, on the rank of each report that the others wait
+    for."""
+    header = ["in a step"]
+    for name, report in reports.items():
+        who = f"{_column(name, report.slowest, len(reports) > 1)}: "
+        header += [f"{who}under compute", "hidden", "in flight ms", "exposed ms", "GB/s"]
+    rows = []
+    for label, kind, pass_ in ROWS:
+        totals = [(r.slowest, r.slowest.total(kind, pass_)) for r in reports.values()]
+        if any(total.count for _, total in totals):
+            rows.append((label, *(cell for rank, total in totals for cell in _cells(rank, total))))
+    return Table(tuple(header), tuple(rows))
+
+
+def collectives_table(rank: RankReport, most: int) -> Table:
+    """The collectives of one rank that were exposed the longest, `most` of them."""
+    header = (
+        "collective",
+        "pass",
+        "at ms",
+        "MB",
+        "in flight ms",
+        "exposed ms",
+        "exposed",
+        "held up",
+        "ran under",
+        "lane",
+    )
+    worst = sorted(rank.collectives, key=lambda c: -c.exposed)[:most]
+    return Table(header, tuple(_row(c, rank) for c in worst))
+
+
+def describe(c: Collective) -> str:
+    """What it is: "all-gather of blocks.0"."""
+    return c.name if c.kind == "other" else f"{_KIND_NAMES[c.kind]} of {c.name}"
+
+
+def describe_under(c: Collective) -> str:
+    """What it ran under: "backward blocks.1 8.5 ms"."""
+    return ", ".join(f"{label} {time / 1e3:.1f} ms" for label, time in c.under) or "nothing"
+
+
+def _row(c: Collective, rank: RankReport) -> tuple[str, ...]:
+    return (
+        describe(c),
+        c.pass_ or "",
+        f"{(c.start - rank.window[0]) / 1e3:.1f}",
+        UNKNOWN if c.nbytes is None else f"{c.nbytes / 1e6:.2f}",
+        f"{c.duration / 1e3:.2f}",
+        f"{c.exposed / 1e3:.2f}",
+        _part(c.exposed, c.duration),
+        c.held_up or "",
+        describe_under(c),
+        ", ".join(c.lanes),
+    )
+
+
+def _cells(rank: RankReport, total: Total) -> tuple[str, ...]:
+    speed = total.bandwidth
+    return (
+        f"{total.under_compute / rank.steps:g} of {total.count / rank.steps:g}",
+        UNKNOWN if total.hidden is None else f"{total.hidden:.0%}",
+        _ms(total.duration, rank),
+        _ms(total.exposed, rank),
+        UNKNOWN if speed is None else f"{speed / 1e9:.2f}",
+    )
+
+
+def _column(name: str, rank: RankReport, several: bool) -> str:
+    who = "rank" if rank.rank is None else f"rank {rank.rank}"
+    return f"{name} {who}" if several else who
+
+
+def _ms(microseconds: float | None, rank: RankReport) -> str:
+    return UNKNOWN if microseconds is None else f"{microseconds / rank.steps / 1e3:.1f}"
+
+
+def _ratio(a: float, b: float) -> str:
+    return f"{a / b:.2f}" if b else UNKNOWN
+
+
+def _part(a: float, b: float) -> str:
+    return f"{a / b:.0%}" if b else UNKNOWN

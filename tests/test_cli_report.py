@@ -1,0 +1,89 @@
+"""`fsdp-overlap report` from outside."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from traces import Step, trace_of
+
+from fsdp_overlap.cli import main
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """As `train` leaves it: a trace of each of two ranks."""
+    folder = tmp_path / "run"
+    (folder / "traces").mkdir(parents=True)
+    for rank in range(2):
+        with gzip.open(folder / "traces" / f"rank-{rank}.json.gz", "wt") as file:
+            json.dump(trace_of(*Step().events, rank=rank), file)
+    return folder
+
+
+def report(monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> int:
+    monkeypatch.setattr(sys, "argv", ["fsdp-overlap", "report", *map(str, arguments)])
+    try:
+        return main.run()
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+def test_a_run_is_reported(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert report(monkeypatch, run_folder) == 0
+    out = capsys.readouterr().out
+    assert "rank 0" in out
+    assert "rank 1" in out
+    assert "3 of 4" in out
+    assert "nothing to run under" in out
+    assert (run_folder / "overlap.html").exists()
+    assert (run_folder / "overlap.png").exists()
+    record = json.loads((run_folder / "overlap.json").read_text())
+    assert [rank["rank"] for rank in record["runs"]["run"]["ranks"]] == [0, 1]
+
+
+def test_two_runs_are_reported_side_by_side(
+    run_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(trace_of(*Step(prefetch=0).events)))
+    out = tmp_path / "both"
+    assert report(monkeypatch, run_folder, "--against", other, "--out", out) == 0
+    shown = capsys.readouterr().out
+    assert "run:" in shown
+    assert "other:" in shown
+    assert "3 of 3 forward all-gathers are waited for as soon as they are issued" in shown
+    assert list(json.loads((out / "overlap.json").read_text())["runs"]) == ["run", "other"]
+
+
+def test_what_cannot_be_reported_is_refused_before_anything_is_written(
+    run_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refusal(*arguments: Any) -> str:
+        assert report(monkeypatch, *arguments, "--out", tmp_path / "out") == 2
+        return capsys.readouterr().err
+
+    no_trace = tmp_path / "no_trace.json"
+    no_trace.write_text("[]")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty.json").write_text(json.dumps(trace_of()))
+    one = run_folder / "traces" / "rank-0.json.gz"
+    assert "no such file or folder" in refusal(tmp_path / "nowhere.json")
+    assert "holds no trace" in refusal(tmp_path / "empty")
+    assert "not a Chrome trace" in refusal(no_trace)
+    assert "holds no collective and no compute" in refusal(tmp_path / "empty.json")
+    assert "both of rank 0" in refusal(one, one)
+    assert "--steps 0: must be at least 1" in refusal(run_folder, "--steps", "0")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,166 @@
+"""What the report finds in traces made by hand, each with one fault."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from traces import GLOO_A, Step, event, read, report_of, trace_of
+
+from fsdp_overlap.profiling import Finding, Report, assert_overlapped, diagnose, read_report
+from fsdp_overlap.profiling.record import write_json
+
+
+def causes(report: Report) -> list[str]:
+    return [finding.cause for finding in diagnose(report)]
+
+
+def find(report: Report, cause: str) -> Finding:
+    (found,) = [finding for finding in diagnose(report) if finding.cause == cause]
+    return found
+
+
+def test_nothing_is_wrong_with_a_step_that_hides_all() -> None:
+    report = report_of(Step(units=8, all_gather=40, reduce_scatter=40))
+    assert causes(report) == ["hidden"]
+    assert_overlapped(report, all_gathers=7, backward_all_gathers=6, reduce_scatters=7)
+
+
+def test_what_only_the_ends_expose_is_said_of_them() -> None:
+    report = report_of(Step(units=8, all_gather=800, reduce_scatter=800))
+    finding = find(report, "edge")
+    assert causes(report) == ["edge"]
+    # All of the first gather, and of the last reduce-scatter.
+    assert finding.cost == pytest.approx(1600, rel=0.02)
+    assert "of blocks.0" in finding.text
+
+
+def test_without_prefetch_gathers_are_issued_late() -> None:
+    report = report_of(Step(prefetch=0))
+    late = [finding for finding in diagnose(report) if finding.cause == "issued late"]
+    # Without the first of forward, which nothing could hide, and the last of it, which is kept.
+    assert any("3 of 3 forward all-gathers" in finding.text for finding in late)
+    assert any("2 of 2 backward all-gathers" in finding.text for finding in late)
+    assert all("FsdpContext(prefetch=1)" in finding.text for finding in late)
+    assert sum(finding.cost for finding in late) == pytest.approx(5 * 400, rel=0.02)
+
+
+def test_a_shared_group_is_found() -> None:
+    apart, shared = (
+        report_of(Step(all_gather=1500, reduce_scatter=1900, shared=shared))
+        for shared in (False, True)
+    )
+    assert "shared group" not in causes(apart)
+    finding = find(shared, "shared group")
+    assert "separate_groups=True" in finding.text
+    assert finding.cost > 1000
+    assert shared.ranks[0].exposed_time > apart.ranks[0].exposed_time + 1000
+
+
+def test_compute_that_is_too_short_is_named() -> None:
+    report = report_of(Step(units=6, compute=1000, all_gather=200, reduce_scatter=3000))
+    finding = find(report, "short compute")
+    assert "reduce-scatter of blocks." in finding.text
+    assert "in backward is exposed" in finding.text
+    assert "merge units" in finding.text
+
+
+def test_more_communication_than_compute_is_said() -> None:
+    report = report_of(Step(all_gather=4000, reduce_scatter=8000))
+    finding = find(report, "more communication than compute")
+    rank = report.ranks[0]
+    assert finding.cost == rank.communication_time - rank.compute_time > 0
+    assert rank.bound == rank.communication_time
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_a_slow_rank_is_named(computes: bool) -> None:
+    # The last gather of the fast rank, and its reduce-scatters, are in flight until the slow rank
+    # comes to them.
+    slow = Step(compute=2000) if computes else Step(pause=8000)
+    fast = Step(reduce_scatter=400 + 12000 / 4, all_gather=400 if computes else 500)
+    report = report_of(fast, slow)
+    finding = find(report, "slow rank")
+    assert report.slowest.rank == 1
+    assert finding.text.startswith("rank 1 is slow: ")
+    assert ("compute that it does alone" in finding.text) == computes
+    mine, others = report.waits_for_ranks[1], report.waits_for_ranks[0]
+    assert mine is not None
+    assert others is not None
+    assert mine < others
+
+
+def test_ranks_alike_have_no_straggler() -> None:
+    report = report_of(Step(), Step(compute=1020))
+    assert "slow rank" not in causes(report)
+
+
+def test_ranks_are_put_on_one_clock() -> None:
+    late = [{**e, "ts": e["ts"] + 5e6} for e in Step().events]
+    report = read_report(trace_of(*Step().events, rank=0), trace_of(*late, rank=1))
+    assert report.clock_offsets == (0, pytest.approx(5e6))
+    assert report.waits_for_ranks == (pytest.approx(0), pytest.approx(0))
+
+
+def test_ranks_that_ran_other_collectives_are_not_compared() -> None:
+    report = report_of(Step(units=3), Step(units=4))
+    assert report.waits_for_ranks == (None, None)
+    assert report.clock_offsets == (0, 0)
+
+
+def test_a_host_that_does_neither_is_said() -> None:
+    assert "idle" in causes(report_of(Step(pause=20_000)))
+    assert "idle" not in causes(report_of(Step(pause=100)))
+
+
+def test_collectives_that_no_unit_issued_are_said() -> None:
+    more = [event("c10d::allreduce_", 13000, 13001), event("gloo:all_reduce", 13002, 19000, GLOO_A)]
+    report = read_report(trace_of(*Step().events, *more))
+    assert "all_reduce" in find(report, "not of a unit").text
+
+
+def test_the_assertion_says_what_did_not_run_under_compute() -> None:
+    report = report_of(Step(units=4, prefetch=0))
+    with pytest.raises(AssertionError) as raised:
+        assert_overlapped(report, all_gathers=2, reduce_scatters=3)
+    message = str(raised.value)
+    assert "rank 0: 0 forward all-gathers of 4 ran under compute in 1 steps, not 2" in message
+    assert "blocks.3 at " in message
+    assert "reduce-scatters" not in message
+    assert_overlapped(report, reduce_scatters=3)
+
+
+def test_traces_of_one_rank_cannot_stand_for_two() -> None:
+    trace = trace_of(*Step().events, rank=1)
+    with pytest.raises(ValueError, match="both of rank 1: give traces of one run"):
+        read_report(trace, trace)
+
+
+def test_a_trace_without_training_is_refused() -> None:
+    with pytest.raises(ValueError, match="holds no collective and no compute"):
+        read_report(trace_of())
+    with pytest.raises(ValueError, match="no trace given"):
+        read_report()
+
+
+def test_the_record_holds_every_collective(tmp_path: Path) -> None:
+    report = report_of(Step(), Step(compute=1010))
+    write_json({"mine": report}, tmp_path / "overlap.json")
+    written = json.loads((tmp_path / "overlap.json").read_text())["runs"]["mine"]
+    assert [finding["text"] for finding in written["findings"]] == [
+        finding.text for finding in diagnose(report)
+    ]
+    for rank, found in zip(report.ranks, written["ranks"], strict=True):
+        assert found["rank"] == rank.rank
+        assert found["per_step"]["exposed"] == rank.exposed_time
+        assert found["totals"]["reduce-scatters"]["count"] == 4
+        collectives = found["collectives"]
+        assert [c["name"] for c in collectives] == [c.name for c in rank.collectives]
+        assert sum(c["exposed"] for c in collectives) == sum(c.exposed for c in rank.collectives)
+        assert all(c["nbytes"] == 4000 for c in collectives)
+
+
+def test_one_rank_alone_needs_no_number() -> None:
+    assert read(*Step().events).rank is None
+    assert causes(read_report(trace_of(*Step(prefetch=0).events)))[0] == "issued late"
