@@ -6,6 +6,7 @@ each copy finds that it is a rank (`is_rank`) and joins the others (`join_ranks`
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import datetime
 import gc
@@ -236,3 +237,15 @@ def limited_link(rate: str) -> Iterator[None]:
             libc.setns(home, _CLONE_NEWNET)
     finally:
         os.close(home)
+
+
+def launch_on_link(args: argparse.Namespace, argv: Sequence[str]) -> Any:
+    """`launch_ranks` by the options `ranks` and `timeout`, over a link limited to `rate` unless
+    there is `no_limit`."""
+    if args.no_limit:
+        return launch_ranks(args.ranks, argv, args.timeout)
+    try:
+        with limited_link(args.rate):
+            return launch_ranks(args.ranks, argv, args.timeout)
+    except LinkError as error:
+        fail(f"{error}; --no-limit runs on plain loopback")

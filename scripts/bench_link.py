@@ -366,15 +366,7 @@ def main() -> None:
     args = parse()
     if _bench.is_rank():
         return run_rank(args)
-    if args.no_limit:
-        samples = _bench.launch_ranks(args.ranks, sys.argv[1:], args.timeout)
-    else:
-        try:
-            with _bench.limited_link(args.rate):
-                samples = _bench.launch_ranks(args.ranks, sys.argv[1:], args.timeout)
-        except _bench.LinkError as error:
-            _bench.fail(f"{error}; --no-limit runs on plain loopback")
-    show(args, samples)
+    show(args, _bench.launch_on_link(args, sys.argv[1:]))
 
 
 if __name__ == "__main__":

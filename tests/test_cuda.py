@@ -1,13 +1,20 @@
-"""The CUDA lanes: parity on real streams, and memory that comes back."""
+"""The CUDA lanes: parity on real streams, memory that comes back, and overlap."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
 from twins import Twins
 from zoo import ZOO
+
+from fsdp_overlap import FsdpContext, fully_shard
+from fsdp_overlap.profiling import assert_overlapped, read_report
 
 pytestmark = pytest.mark.gpu
 
@@ -41,3 +48,42 @@ def memory() -> None:
 
 def test_gpu_memory_does_not_grow() -> None:
     run_ranks(memory, 1, backend="nccl")
+
+
+BLOCKS = 6
+
+
+def profile_blocks(folder: str) -> None:
+    blocks = [nn.Sequential(nn.Linear(4096, 4096), nn.GELU()) for _ in range(BLOCKS)]
+    model = nn.Sequential(*blocks).cuda()
+    ctx = FsdpContext()
+    for block in model:
+        fully_shard(block, ctx)
+    fully_shard(model, ctx)
+    batch = torch.randn(16384, 4096, device="cuda")
+
+    def step() -> None:
+        model(batch).square().mean().backward()
+        model.zero_grad()
+
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    profiler.export_chrome_trace(f"{folder}/rank-{dist.get_rank()}.json")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU gathers nothing")
+def test_collectives_run_under_compute_on_streams_of_their_own(tmp_path: Path) -> None:
+    run_ranks(profile_blocks, 2, str(tmp_path), backend="nccl")
+    report = read_report(*tmp_path.iterdir())
+    assert_overlapped(report, all_gathers=BLOCKS - 1, reduce_scatters=BLOCKS - 1)
+    for rank in report.ranks:
+        assert rank.gemm_time > rank.compute_time / 2
+        lanes = {
+            kind: {lane for c in rank.collectives if c.kind == kind for lane in c.lanes}
+            for kind in ("all_gather", "reduce_scatter")
+        }
+        assert lanes["all_gather"].isdisjoint(lanes["reduce_scatter"])

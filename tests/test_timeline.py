@@ -165,16 +165,6 @@ def test_what_no_unit_issued_is_other() -> None:
 
 
 def test_nccl_kernels_belong_to_the_range_that_launched_them() -> None:
-    def launch(start: float, correlation: int) -> dict[str, Any]:
-        args = {"correlation": correlation}
-        return event("cudaLaunchKernelExC", start, start + 1, cat="cuda_runtime", args=args)
-
-    def kernel(
-        name: str, start: float, end: float, correlation: int, **args: Any
-    ) -> dict[str, Any]:
-        args = {"correlation": correlation, **args}
-        return event(name, start, end, tid=7, cat="kernel", args=args)
-
     report = read(
         event("fsdp_overlap::all_gather(a)", 0, 10),
         # The profiler repeats ranges on the GPU's clock; those issued nothing.
@@ -192,6 +182,56 @@ def test_nccl_kernels_belong_to_the_range_that_launched_them() -> None:
     assert (gathered.name, gathered.duration, gathered.overlapped) == ("a", 100, 75)
     assert (other.kind, other.name, other.overlapped) == ("other", "allreduce", 0)
     assert report.exposed_time == 35
+
+
+def launch(start: float, correlation: int) -> dict[str, Any]:
+    args = {"correlation": correlation}
+    return event("cudaLaunchKernelExC", start, start + 1, cat="cuda_runtime", args=args)
+
+
+def kernel(name: str, start: float, end: float, correlation: int, **args: Any) -> dict[str, Any]:
+    args = {"correlation": correlation, "stream": 7, **args}
+    return event(name, start, end, tid=7, cat="kernel", args=args)
+
+
+def test_kernels_are_of_the_op_that_launched_them_whatever_they_are_called() -> None:
+    report = read(
+        event("fsdp_overlap::pre_forward(a)", 0, 2),
+        event("aten::linear", 5, 20),
+        event("aten::addmm", 6, 19),
+        launch(10, 1),
+        event("fsdp_overlap::post_forward(a)", 25, 26),
+        event("aten::add", 30, 40),
+        launch(35, 2),
+        kernel("nvjet_tst_128x256", 100, 150, 1),
+        kernel("a_gemm_by_name_alone", 150, 160, 2),
+        kernel("triton_fused", 160, 170, 3),  # launched by nobody known
+    )
+    assert [(c.label, c.op) for c in report.compute] == [
+        ("forward a", "aten::addmm"),
+        ("outside units", "aten::add"),
+        ("outside units", "triton_fused"),
+    ]
+    assert (report.gemm_time, report.compute_time) == (50, 70)
+
+
+def test_nccl_kernels_say_their_bytes_stream_and_group() -> None:
+    def gather(correlation: int, **args: Any) -> dict[str, Any]:
+        return kernel("ncclDevKernel_AllGather_RING_LL", 90, 190, correlation, **args)
+
+    sizes = {"In msg nelems": 1000, "Out msg nelems": 8000, "dtype": "BFloat16"}
+    report = read(
+        event("FSDP::all_gather (a)", 0, 10),
+        launch(4, 1),
+        gather(1, **sizes, **{"Process Group Name": "0"}),
+        event("FSDP::post_backward_reduce (a)", 20, 30),
+        launch(24, 2),
+        gather(2),
+    )
+    known, unknown = report.collectives
+    assert (known.nbytes, known.lanes, known.group) == (14000, ("stream 7",), "0")
+    assert known.bandwidth == pytest.approx(14000 / 100e-6)
+    assert (unknown.nbytes, unknown.group, unknown.bandwidth) == (None, None, None)
 
 
 def test_totals() -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table as RichTable
 
@@ -64,7 +64,7 @@ def show_report(reports: Mapping[str, Report]) -> None:
     """The tables and what was found, on stdout."""
     console = Console(highlight=False, soft_wrap=True)
     for table in (ranks_table(reports), kinds_table(reports)):
-        console.print(_rich(table))
+        console.print(_rich(table), "")
     for name, one in reports.items():
         if len(reports) > 1:
             console.print(f"{name}:", markup=False)
@@ -75,7 +75,8 @@ def show_report(reports: Mapping[str, Report]) -> None:
 def _rich(table: Table) -> RichTable:
     shown = RichTable(box=None, pad_edge=False, header_style="bold")
     for k, cell in enumerate(table.header):
-        shown.add_column(cell, justify="right" if k else "left", no_wrap=not k)
+        justify: JustifyMethod = "right" if k else "left"
+        shown.add_column(cell, justify=justify, no_wrap=not k, overflow="fold")
     for row in table.rows:
         shown.add_row(*row)
     return shown

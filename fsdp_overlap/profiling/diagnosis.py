@@ -227,4 +227,5 @@ def _name(c: Collective) -> str:
 
 
 def _ms(microseconds: float) -> str:
-    return f"{microseconds / 1e3:.3g} ms"
+    milliseconds = microseconds / 1e3
+    return f"{milliseconds:.{0 if milliseconds >= 100 else 1 if milliseconds >= 10 else 2}f} ms"

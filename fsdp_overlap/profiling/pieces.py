@@ -139,7 +139,7 @@ def _travels(one: int, other: int, dtype: str) -> int | None:
     return None if size is None or one == other else abs(one - other) * size
 
 
-def is_nccl(event: Event) -> bool:
+def _is_nccl(event: Event) -> bool:
     return event.category == "kernel" and event.name.startswith("nccl")
 
 
@@ -160,7 +160,7 @@ def read_cuda(
     engine: list[Interval] = []
     for e in kernels:
         launch = launches.get(e.args.get("correlation"))
-        if is_nccl(e):
+        if _is_nccl(e):
             name = e.args.get("Collective name", e.name.split("(")[0])
             lane = f"stream {e.args.get('stream', e.thread)}"
             group = e.args.get("Process Group Name")

@@ -32,7 +32,7 @@ def ranks_table(reports: Mapping[str, Report]) -> Table:
         ("  of it in GEMMs", *(_ms(r.gemm_time, r) for _, r, _ in ranks)),
         ("communication", *(_ms(r.communication_time, r) for _, r, _ in ranks)),
         ("  of it exposed", *(_ms(r.exposed_time, r) for _, r, _ in ranks)),
-        ("  collectives waiting for a rank", *(_ms(waits, r) for _, r, waits in ranks)),
+        ("  waiting for a rank", *(_ms(waits, r) for _, r, waits in ranks)),
         ("neither", *(_ms(r.idle_time, r) for _, r, _ in ranks)),
         ("bound", *(_ms(r.bound, r) for _, r, _ in ranks)),
         ("step / bound", *(_ratio(r.duration, r.bound) for _, r, _ in ranks)),
@@ -43,16 +43,18 @@ def ranks_table(reports: Mapping[str, Report]) -> Table:
 def kinds_table(reports: Mapping[str, Report]) -> Table:
     """What became of each kind of collective, on the rank of each report that the others wait
     for."""
-    header = ["in a step"]
-    for name, report in reports.items():
-        who = f"{_column(name, report.slowest, len(reports) > 1)}: "
-        header += [f"{who}under compute", "hidden", "in flight ms", "exposed ms", "GB/s"]
+    several = len(reports) > 1
+    header = ("in a step", "of", "under compute", "hidden", "in flight ms", "exposed ms", "GB/s")
     rows = []
     for label, kind, pass_ in ROWS:
-        totals = [(r.slowest, r.slowest.total(kind, pass_)) for r in reports.values()]
-        if any(total.count for _, total in totals):
-            rows.append((label, *(cell for rank, total in totals for cell in _cells(rank, total))))
-    return Table(tuple(header), tuple(rows))
+        totals = [
+            (_column(name, report.slowest, several), report.slowest)
+            for name, report in reports.items()
+        ]
+        for k, (who, rank) in enumerate(totals):
+            if (total := rank.total(kind, pass_)).count:
+                rows.append(("" if k else label, who, *_cells(rank, total)))
+    return Table(header, tuple(rows))
 
 
 def collectives_table(rank: RankReport, most: int) -> Table:

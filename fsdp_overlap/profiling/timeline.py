@@ -28,7 +28,7 @@ from fsdp_overlap.profiling.names import (
     Pass,
     read_mark,
 )
-from fsdp_overlap.profiling.pieces import Compute, Piece, is_nccl, read_cuda, read_gloo
+from fsdp_overlap.profiling.pieces import Compute, Piece, read_cuda, read_gloo
 from fsdp_overlap.profiling.ranges import Phases, Ranges, Waits
 
 _DEVICE = {"cuda_runtime", "cuda_driver", "kernel"}
@@ -82,7 +82,7 @@ class Timeline:
 def read_timeline(source: Any, progress: Progress | None = None) -> Timeline:
     """The timeline of one rank, from whatever `read_trace` reads.
 
-    With NCCL, compute is every other kernel that no issue range launched (those prepare the
+    On a GPU, compute is every kernel but NCCL's that no issue range launched (those prepare the
     collective). On a CPU, it is every `aten::` op on a thread that gloo does not own, less the time
     in the engine's issue and wait ranges on that thread. Raises ValueError if it is no such trace.
     """
@@ -96,7 +96,7 @@ def read_timeline(source: Any, progress: Progress | None = None) -> Timeline:
     issues = Ranges(event for event, mark in marked if mark.role == "issue")
     steps = [e for e in events if e.name.startswith((OPTIMIZER_STEP, PROFILER_STEP))]
     phases = Phases(marked, [e for e in steps if e.name.startswith(OPTIMIZER_STEP)])
-    if any(is_nccl(e) for e in events):
+    if any(e.category == "kernel" for e in events):
         pieces, compute, engine = read_cuda(events, issues, phases)
         waits = Waits(())  # the host's, and it is the stream that waits
     else:
