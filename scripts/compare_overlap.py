@@ -50,7 +50,7 @@ def trace(step: Callable[[], float], steps: int, path: Path) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--out", type=Path, default=Path("overlap"), help="folder for all it writes"
+        "--out", type=Path, default=Path("runs/against_fsdp2"), help="folder for its files"
     )
     parser.add_argument("--rate", default="2gbit", help="of the link, in tc's words")
     parser.add_argument("--no-limit", action="store_true", help="plain loopback, needs no root")

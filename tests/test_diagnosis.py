@@ -9,7 +9,7 @@ import pytest
 from traces import GLOO_A, Step, event, read, report_of, trace_of
 
 from fsdp_overlap.profiling import Finding, Report, assert_overlapped, diagnose, read_report
-from fsdp_overlap.profiling.record import write_json
+from fsdp_overlap.profiling.json_report import write_json
 
 
 def causes(report: Report) -> list[str]:

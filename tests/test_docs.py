@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 import subprocess
@@ -36,16 +37,34 @@ def test_the_python_examples_run(page: str) -> None:
     run_ranks(run_blocks, 2, blocks_of(DOCS / page, "python"), page)
 
 
-@pytest.mark.slow
-def test_the_commands_on_checkpoints_run(tmp_path: Path) -> None:
-    for line in "".join(blocks_of(DOCS / "checkpoints.md", "bash")).split("\n"):
+def run_blocks_in(folder: str, blocks: list[str], name: str) -> None:
+    with contextlib.chdir(folder):
+        run_blocks(blocks, name)
+
+
+def test_the_examples_on_overlap_run(tmp_path: Path) -> None:
+    page = DOCS / "overlap.md"
+    run_ranks(run_blocks_in, 2, str(tmp_path), blocks_of(page, "python"), page.name)
+    run_commands(page, tmp_path)
+    assert (tmp_path / "overlap.html").exists()
+    assert (tmp_path / "both" / "overlap.json").exists()
+
+
+def run_commands(page: Path, folder: Path) -> None:
+    """The page's commands, of fsdp-overlap all."""
+    for line in "".join(blocks_of(page, "bash")).split("\n"):
         if not line:
             continue
         program, *arguments = shlex.split(line)
         assert program == "fsdp-overlap"
         command = [sys.executable, "-m", "fsdp_overlap.cli", *arguments]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150)
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=150)
         assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_the_commands_on_checkpoints_run(tmp_path: Path) -> None:
+    run_commands(DOCS / "checkpoints.md", tmp_path)
     assert (tmp_path / "small.pt").exists()
     assert (tmp_path / "small.safetensors").exists()
 

@@ -15,9 +15,9 @@ from playwright.sync_api import Page, sync_playwright
 from traces import Step, report_of
 
 from fsdp_overlap.profiling.drawing import COLOURS
+from fsdp_overlap.profiling.json_report import write_json
 from fsdp_overlap.profiling.page import write_html
 from fsdp_overlap.profiling.picture import write_png
-from fsdp_overlap.profiling.record import write_json
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 # A name that would be read as HTML, were it not escaped.

@@ -9,9 +9,9 @@ from rich.table import Table as RichTable
 
 from fsdp_overlap.cli.errors import BadInput
 from fsdp_overlap.profiling import Report, diagnose, read_report
+from fsdp_overlap.profiling.json_report import write_json
 from fsdp_overlap.profiling.page import write_html
 from fsdp_overlap.profiling.picture import write_png
-from fsdp_overlap.profiling.record import write_json
 from fsdp_overlap.profiling.tables import Table, kinds_table, ranks_table
 
 _SUFFIXES = (".json", ".json.gz")

@@ -175,6 +175,12 @@ class RankReport:
         """In which this rank did not wait for communication, and so perhaps for other ranks."""
         return self.duration - self.exposed_time
 
+    @property
+    def engine_time(self) -> float:
+        """In which it neither computed nor waited, and the engine issued or finished
+        collectives."""
+        return self.duration - measure(union([*self._waits, *self._busy])) - self.idle_time
+
     @cached_property
     def idle_time(self) -> float:
         """In which it neither computed nor waited, nor the engine worked."""

@@ -33,7 +33,8 @@ def ranks_table(reports: Mapping[str, Report]) -> Table:
         ("communication", *(_ms(r.communication_time, r) for _, r, _ in ranks)),
         ("  of it exposed", *(_ms(r.exposed_time, r) for _, r, _ in ranks)),
         ("  waiting for a rank", *(_ms(waits, r) for _, r, waits in ranks)),
-        ("neither", *(_ms(r.idle_time, r) for _, r, _ in ranks)),
+        ("issuing collectives", *(_ms(r.engine_time, r) for _, r, _ in ranks)),
+        ("none of these", *(_ms(r.idle_time, r) for _, r, _ in ranks)),
         ("bound", *(_ms(r.bound, r) for _, r, _ in ranks)),
         ("step / bound", *(_ratio(r.duration, r.bound) for _, r, _ in ranks)),
     )

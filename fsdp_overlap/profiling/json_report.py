@@ -40,7 +40,8 @@ def _rank(rank: RankReport, waits: float | None) -> dict[str, Any]:
         "communication": rank.communication_time,
         "exposed": rank.exposed_time,
         "waiting_for_ranks": waits,
-        "neither": rank.idle_time,
+        "issuing": rank.engine_time,
+        "idle": rank.idle_time,
         "bound": rank.bound,
     }
     return {
