@@ -65,6 +65,14 @@ def test_two_runs_are_reported_side_by_side(
     assert list(json.loads((out / "overlap.json").read_text())["runs"]) == ["run", "other"]
 
 
+def test_a_report_may_be_made_again_where_it_lies(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traces = run_folder / "traces"
+    assert report(monkeypatch, traces) == 0
+    assert report(monkeypatch, traces) == 0
+
+
 def test_what_cannot_be_reported_is_refused_before_anything_is_written(
     run_folder: Path,
     tmp_path: Path,
@@ -84,6 +92,7 @@ def test_what_cannot_be_reported_is_refused_before_anything_is_written(
     assert "holds no trace" in refusal(tmp_path / "empty")
     assert "not a Chrome trace" in refusal(no_trace)
     assert "holds no collective and no compute" in refusal(tmp_path / "empty.json")
+    assert "that is the same run" in refusal(run_folder, "--against", run_folder)
     assert "both of rank 0" in refusal(one, one)
     assert "--steps 0: must be at least 1" in refusal(run_folder, "--steps", "0")
     assert not (tmp_path / "out").exists()

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from traces import GLOO_A, Step, event, read, report_of, trace_of
 
 from fsdp_overlap.profiling import Finding, Report, assert_overlapped, diagnose, read_report
+from fsdp_overlap.profiling.drawing import draw
 from fsdp_overlap.profiling.json_report import write_json
+
+
+def later(step: Step, time: float) -> list[dict[str, Any]]:
+    return [{**e, "ts": e["ts"] + time} for e in step.events]
 
 
 def causes(report: Report) -> list[str]:
@@ -63,7 +69,7 @@ def test_compute_that_is_too_short_is_named() -> None:
     finding = find(report, "short compute")
     assert "reduce-scatter of blocks." in finding.text
     assert "in backward is exposed" in finding.text
-    assert "merge units" in finding.text
+    assert "merge small units" in finding.text
 
 
 def test_more_communication_than_compute_is_said() -> None:
@@ -97,8 +103,13 @@ def test_ranks_alike_have_no_straggler() -> None:
 
 
 def test_ranks_are_put_on_one_clock() -> None:
-    late = [{**e, "ts": e["ts"] + 5e6} for e in Step().events]
-    report = read_report(trace_of(*Step().events, rank=0), trace_of(*late, rank=1))
+    late = trace_of(*later(Step(), 5e6), rank=1)
+    report = read_report(trace_of(*Step().events, rank=0), late)
+    drawn = [(bar.start, bar.end, bar.what) for bar in draw({"": report}).bars]
+    half = len(drawn) // 2
+    assert drawn[:half] == [
+        (pytest.approx(start), pytest.approx(end), what) for start, end, what in drawn[half:]
+    ]
     assert report.clock_offsets == (0, pytest.approx(5e6))
     assert report.waits_for_ranks == (pytest.approx(0), pytest.approx(0))
 
@@ -125,10 +136,26 @@ def test_the_assertion_says_what_did_not_run_under_compute() -> None:
     with pytest.raises(AssertionError) as raised:
         assert_overlapped(report, all_gathers=2, reduce_scatters=3)
     message = str(raised.value)
-    assert "rank 0: 0 forward all-gathers of 4 ran under compute in 1 steps, not 2" in message
-    assert "blocks.3 at " in message
+    assert "rank 0: 0 of 4 forward all-gathers ran under compute at 0.0 ms, not 2:" in message
+    assert "  blocks.3: in flight 0.40 ms, exposed 0.40, compute until the wait 0.00" in message
     assert "reduce-scatters" not in message
     assert_overlapped(report, reduce_scatters=3)
+
+
+def test_the_assertion_is_about_every_pass() -> None:
+    healthy, bad = Step(units=3), later(Step(units=3, prefetch=0), 50_000)
+    both = read_report(trace_of(*healthy.events, *bad))
+    assert both.ranks[0].steps == 2
+    assert_overlapped(both, reduce_scatters=2)
+    with pytest.raises(AssertionError, match="0 of 3 forward all-gathers ran under compute at 50"):
+        assert_overlapped(both, forward_all_gathers=1)
+    with pytest.raises(AssertionError, match="2 passes have backward reduce-scatters, in 3 steps"):
+        assert_overlapped(trace_of(*healthy.events, *bad), reduce_scatters=1, steps=3)
+
+
+def test_an_assertion_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="say how many"):
+        assert_overlapped(report_of(Step()))
 
 
 def test_traces_of_one_rank_cannot_stand_for_two() -> None:
@@ -142,6 +169,45 @@ def test_a_trace_without_training_is_refused() -> None:
         read_report(trace_of())
     with pytest.raises(ValueError, match="no trace given"):
         read_report()
+    with pytest.raises(ValueError, match="steps=-1: a trace holds at least one"):
+        read_report(trace_of(*Step().events), steps=-1)
+
+
+def test_collectives_that_were_called_and_never_seen_are_no_overlap() -> None:
+    blind = [e for e in Step().events if not e["name"].startswith("gloo:")]
+    with pytest.raises(ValueError, match=r"none in flight: profile with ProfilerActivity\.CUDA"):
+        read_report(trace_of(*blind))
+
+
+def test_a_model_of_one_unit_is_told_to_shard_its_blocks() -> None:
+    assert "call fully_shard() on its blocks" in find(report_of(Step(units=1)), "edge").text
+
+
+def test_each_evaluation_has_a_first_gather() -> None:
+    events = Step(units=4).events
+    backward = min(e["ts"] for e in events if "_backward(" in e["name"])
+    forward = [e for e in events if e["ts"] + e["dur"] <= backward]
+    passes = [{**e, "ts": e["ts"] + 1e5 * k} for k in range(4) for e in forward]
+    report = read_report(trace_of(*passes))
+    assert [len(found) for found in report.ranks[0].passes] == [4, 4, 4, 4]
+    assert "issued late" not in causes(report)
+
+
+def test_long_gathers_are_late_all_the_same() -> None:
+    report = report_of(Step(units=8, compute=100, all_gather=20_000, prefetch=0))
+    assert any("7 of 7 forward all-gathers" in finding.text for finding in diagnose(report))
+
+
+def test_collectives_of_one_lane_are_told_to_queue() -> None:
+    report = report_of(Step(units=12, compute=1000, all_gather=100, reduce_scatter=2600))
+    text = find(report, "short compute").text
+    assert "behind others in its lane" in text
+    assert "prefetch" not in text
+
+
+def test_traces_without_ranks_are_numbered() -> None:
+    report = read_report(trace_of(*Step().events), trace_of(*Step(pause=8000).events))
+    assert [rank.rank for rank in report.ranks] == [0, 1]
 
 
 def test_the_record_holds_every_collective(tmp_path: Path) -> None:

@@ -42,12 +42,13 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Run:
-    """How a model is trained. slow: rank 1 pauses in each forward."""
+    """How a model is trained. slow: rank 1 pauses in each forward. rows: of each rank's batch."""
 
     engine: str = "ours"
     prefetch: int = 1
     separate_groups: bool = True
     slow: bool = False
+    rows: int = 768
 
 
 def make_step(run: Run) -> Callable[[], None]:
@@ -64,7 +65,7 @@ def make_step(run: Run) -> Callable[[], None]:
             fully_shard(block, ctx)
         fully_shard(model, ctx)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    batch = torch.randn(768, 512)
+    batch = torch.randn(run.rows, 512)
 
     def step() -> None:
         model(batch).square().mean().backward()
@@ -94,7 +95,7 @@ RUNS = {
     "healthy": Run(),
     "no prefetch": Run(prefetch=0),
     "slow rank": Run(slow=True),
-    "shared group": Run(separate_groups=False),
+    "shared group": Run(separate_groups=False, rows=96),  # with less to hide behind
     "FSDP2": Run(engine="FSDP2"),
 }
 
@@ -195,7 +196,8 @@ def profile_live() -> None:
         dist.barrier()
         step()
         dist.barrier()
-    assert_overlapped(profiler)
+    (rank,) = read_report(profiler).ranks
+    assert rank.total("all_gather").count == 2 * BLOCKS - 1
     with pytest.raises(ValueError, match="torch does only once"):
         read_report(profiler)
 

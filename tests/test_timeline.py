@@ -144,6 +144,72 @@ def test_a_gather_issued_under_autograd_is_of_the_backward_pass() -> None:
     ]
 
 
+def test_a_receive_on_the_training_thread_does_not_hide_its_compute() -> None:
+    report = read(
+        event("c10d::recv_", 0, 1),
+        event("gloo:recv", 1, 5),  # on the thread that called it
+        event("aten::mm", 10, 30),
+    )
+    assert report.compute_time == 20
+
+
+def test_compiled_and_custom_ops_compute_and_the_engines_do_not() -> None:
+    report = read(
+        event("## Call CompiledFxGraph 0 ##", 0, 10, cat="cpu_op"),
+        event("mylib::op", 10, 30, cat="cpu_op"),
+        event("fsdp::chunk_cat", 30, 40, cat="cpu_op"),
+        event("torch::autograd::AccumulateGrad", 40, 50, cat="cpu_op"),
+        event("FSDP::all_gather_copy_out (a)", 50, 60),
+        event("aten::split_with_sizes_copy", 51, 59),
+        event("aten::einsum", 60, 80),
+        event("aten::bmm", 62, 78),
+    )
+    assert (report.compute_time, report.gemm_time) == (50, 16)
+
+
+def test_two_units_of_one_name_are_waited_for_in_turn() -> None:
+    report = read(
+        *gather("blocks.0", 0),  # of one model
+        event("gloo:broadcast", 4, 50, GLOO_A),
+        event("gloo:broadcast", 8, 50, GLOO_A),
+        *gather("blocks.0", 20),  # of another
+        event("gloo:broadcast", 50, 90, GLOO_A),
+        event("gloo:broadcast", 51, 90, GLOO_A),
+        event("fsdp_overlap::wait_all_gather(blocks.0)", 40, 50),
+        event("aten::mm", 50, 100),
+        event("fsdp_overlap::wait_all_gather(blocks.0)", 100, 101),
+    )
+    assert [c.exposed for c in report.collectives] == [10, 0]
+
+
+def test_barriers_around_what_is_profiled_do_not_count() -> None:
+    report = read(
+        event("c10d::barrier", 0, 1),
+        event("gloo:barrier", 1, 500, GLOO_A),
+        *(e | {"ts": e["ts"] + 1000} for e in Step().events),
+        event("c10d::barrier", 50_000, 50_001),
+        event("gloo:barrier", 50_001, 60_000, GLOO_A),
+    )
+    assert all(c.name != "barrier" for c in report.collectives)
+    assert report.window[0] == 1001
+    assert report.duration < 20_000
+
+
+def test_checkpointing_runs_forward_again_as_a_part_of_backward() -> None:
+    report = read(
+        event("autograd::engine::evaluate_function: CheckpointBackward", 0, 100),
+        event("fsdp_overlap::pre_backward(a)", 1, 2),
+        event("fsdp_overlap::pre_forward(a)", 10, 11),
+        event("aten::mm", 20, 30),
+        event("fsdp_overlap::post_forward(a)", 31, 32),
+        event("aten::mm", 40, 50),
+        event("fsdp_overlap::post_backward(a)", 60, 61),
+        event("aten::mm", 70, 80),
+    )
+    labels = [c.label for c in report.compute]
+    assert labels == ["backward a", "backward a", "outside units"]
+
+
 def test_what_no_unit_issued_is_other() -> None:
     report = read(
         event("gloo:broadcast", 1, 5, GLOO_A),  # issued before the trace began
@@ -213,6 +279,24 @@ def test_kernels_are_of_the_op_that_launched_them_whatever_they_are_called() -> 
         ("outside units", "triton_fused"),
     ]
     assert (report.gemm_time, report.compute_time) == (50, 70)
+
+
+def test_a_host_that_runs_ahead_gives_no_room() -> None:
+    report = read(
+        event("fsdp_overlap::all_gather(a)", 0, 10),
+        launch(2, 1),
+        event("fsdp_overlap::pre_forward(b)", 20, 21),
+        launch(25, 2),
+        kernel("compute_of_the_step_before", 30, 500, 2),
+        kernel("ncclDevKernel_AllGather_RING_LL", 500, 600, 1),
+    )
+    (gathered,) = report.collectives
+    assert (gathered.room, gathered.exposed, gathered.ran_under_compute) == (0, 100, False)
+
+
+def test_gloo_beside_kernels_is_seen() -> None:
+    report = read(*gather("a", 0), event("gloo:broadcast", 4, 54, GLOO_A), kernel("k", 10, 20, 9))
+    assert [(c.name, c.overlapped) for c in report.collectives] == [("a", 10)]
 
 
 def test_nccl_kernels_say_their_bytes_stream_and_group() -> None:
@@ -310,12 +394,14 @@ def test_fsdp2_is_read_by_its_own_names() -> None:
 
 
 def test_steps_are_those_of_the_profiler_or_the_optimizer() -> None:
-    step = [*gather("a", 0), event("aten::mm", 20, 30)]
-    optimizers = [event("Optimizer.step#AdamW.step", t, t + 5) for t in (40, 50)]
-    optimizers += [event("Optimizer.step#Muon.step", t, t + 1) for t in (46, 56)]
+    step = [*gather("a", 0), event("gloo:broadcast", 4, 14, GLOO_A), event("aten::mm", 20, 30)]
+    step += [event("fsdp_overlap::pre_forward(a)", 70, 71)]
+    optimizers = [event("Optimizer.step#AdamW.step", t, t + 3) for t in (40, 44, 100, 104)]
+    optimizers += [event("Optimizer.step#Muon.step", t, t + 1) for t in (48, 108)]
     assert read(*step).steps == 1
     assert read(*step, *optimizers).steps == 2
-    assert read(*step, *optimizers, event("ProfilerStep#7", 0, 60)).steps == 1
+    steps = [event("ProfilerStep#7", 0, 110), event("ProfilerStep#8", 110, 112)]  # the last, empty
+    assert read(*step, *optimizers, *steps).steps == 1
     assert read_report(trace_of(*step, *optimizers), steps=4).ranks[0].steps == 4
 
 
@@ -363,6 +449,14 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, content: str) -> None:
     path.write_text(content)
     with pytest.raises(ValueError, match="not a Chrome trace"):
         read_report(path)
+
+
+@pytest.mark.parametrize(
+    "broken", [3, None, {"ph": "X", "ts": 1}, {"ph": "X", "cat": "kernel", "name": "k", "ts": "1"}]
+)
+def test_an_event_that_is_none_is_shown(broken: Any) -> None:
+    with pytest.raises(ValueError, match="not a Chrome trace: cannot read the event"):
+        read_report({"traceEvents": [broken]})
 
 
 def test_interval_sets() -> None:

@@ -15,6 +15,7 @@ from fsdp_overlap.profiling.picture import write_png
 from fsdp_overlap.profiling.tables import Table, kinds_table, ranks_table
 
 _SUFFIXES = (".json", ".json.gz")
+_RECORD = "overlap.json"
 
 
 def report(
@@ -25,6 +26,8 @@ def report(
     runs = [(paths, find_traces(paths)) for paths in (given, against) if paths]
     if out is not None and out.exists() and not out.is_dir():
         raise BadInput(f"--out {out} is not a folder")
+    if len(runs) == 2 and runs[0][1] == runs[1][1]:
+        raise BadInput(f"--against {against[0]}: that is the same run")
     names = _names([paths for paths, _ in runs])
     reports = {name: _read(traces, steps) for name, (_, traces) in zip(names, runs, strict=True)}
     first = given[0]
@@ -46,7 +49,9 @@ def find_traces(paths: Sequence[Path]) -> list[Path]:
             found.append(path)
             continue
         folder = path / "traces" if (path / "traces").is_dir() else path
-        traces = sorted(p for p in folder.iterdir() if p.name.endswith(_SUFFIXES))
+        traces = sorted(
+            p for p in folder.iterdir() if p.name.endswith(_SUFFIXES) and p.name != _RECORD
+        )
         if not traces:
             raise BadInput(f"{path}: holds no trace (*.json or *.json.gz)")
         found += traces
@@ -57,7 +62,7 @@ def write_report(reports: Mapping[str, Report], folder: Path) -> None:
     """overlap.html, overlap.png and overlap.json."""
     write_html(reports, folder / "overlap.html")
     write_png(reports, folder / "overlap.png")
-    write_json(reports, folder / "overlap.json")
+    write_json(reports, folder / _RECORD)
 
 
 def show_report(reports: Mapping[str, Report]) -> None:
@@ -75,8 +80,9 @@ def show_report(reports: Mapping[str, Report]) -> None:
 def _rich(table: Table) -> RichTable:
     shown = RichTable(box=None, pad_edge=False, header_style="bold")
     for k, cell in enumerate(table.header):
-        justify: JustifyMethod = "right" if k else "left"
-        shown.add_column(cell, justify=justify, no_wrap=not k, overflow="fold")
+        is_label = k < table.labels
+        justify: JustifyMethod = "left" if is_label else "right"
+        shown.add_column(cell, justify=justify, no_wrap=is_label, overflow="fold")
     for row in table.rows:
         shown.add_row(*row)
     return shown

@@ -1,4 +1,4 @@
-"""What a torch.profiler trace says about overlap. Needs no process group and no torch."""
+"""What a torch.profiler trace says about overlap. Needs no process group."""
 
 from fsdp_overlap.profiling.claims import assert_overlapped
 from fsdp_overlap.profiling.diagnosis import Finding, diagnose

@@ -1,5 +1,6 @@
 """Assertions about overlap, for users' own tests."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from fsdp_overlap.profiling.names import Kind, Pass
@@ -10,61 +11,68 @@ from fsdp_overlap.profiling.report import Report, read_report
 def assert_overlapped(
     source: Any,
     *,
-    all_gathers: int = 0,
+    all_gathers: int | None = None,
     forward_all_gathers: int | None = None,
     backward_all_gathers: int | None = None,
-    reduce_scatters: int = 0,
+    reduce_scatters: int | None = None,
     steps: int | None = None,
 ) -> None:
-    """Asserts that at least so many collectives ran under compute in every step and rank.
+    """Asserts that on every rank and in every pass at least so many collectives ran under compute.
 
     For `n` equal blocks under one context, `all_gathers=n - 1, reduce_scatters=n - 1` holds: only
-    the first gather of a pass and the last reduce-scatter have nothing to run under. What counts
-    as under compute says `Collective.ran_under_compute`.
+    the first gather of forward and the last reduce-scatter have nothing to run under. What counts
+    as under compute says `Collective.ran_under_compute`. Passes without such collectives, as those
+    of microbatches that do not reduce, are left out, but there are at least as many with them as
+    steps.
 
     source: a `Report`, or what `read_report` takes for one rank, with `steps`.
-    all_gathers: in forward, and as many in backward, where `forward_all_gathers` and
+    all_gathers: of a forward and of a backward, where `forward_all_gathers` and
     `backward_all_gathers` say nothing else.
 
     Raises:
         AssertionError: fewer did; lists those that did not, and what they were exposed for.
-        ValueError: the source is no trace.
+        ValueError: the source is no trace, or nothing is asked for.
     """
-    report = source if isinstance(source, Report) else read_report(source, steps=steps)
-    wanted: list[tuple[Kind, Pass, int]] = [
-        ("all_gather", "forward", _either(forward_all_gathers, all_gathers)),
-        ("all_gather", "backward", _either(backward_all_gathers, all_gathers)),
+    forward = all_gathers if forward_all_gathers is None else forward_all_gathers
+    backward = all_gathers if backward_all_gathers is None else backward_all_gathers
+    wanted: list[tuple[Kind, Pass, int | None]] = [
+        ("all_gather", "forward", forward),
+        ("all_gather", "backward", backward),
         ("reduce_scatter", "backward", reduce_scatters),
     ]
+    if all(count is None for _, _, count in wanted):
+        raise ValueError("say how many: all_gathers=n - 1, reduce_scatters=n - 1")
+    report = source if isinstance(source, Report) else read_report(source, steps=steps)
     wrong = [
         line
         for rank in report.ranks
         for kind, pass_, count in wanted
+        if count
         for line in _missing(rank, kind, pass_, count)
     ]
     if wrong:
         raise AssertionError("\n".join(wrong))
 
 
-def _either(one: int | None, other: int) -> int:
-    return other if one is None else one
-
-
-def _missing(rank: RankReport, kind: Kind, pass_: Pass, count: int) -> list[str]:
-    total = rank.total(kind, pass_)
-    if total.under_compute >= count * rank.steps:
-        return []
+def _missing(rank: RankReport, kind: Kind, pass_: Pass, count: int) -> Iterator[str]:
     who = "" if rank.rank is None else f"rank {rank.rank}: "
     what = f"{pass_} {kind.replace('_', '-')}s"
-    lines = [
-        f"{who}{total.under_compute} {what} of {total.count} ran under compute in {rank.steps} "
-        f"steps, not {count * rank.steps}:"
+    passes = [
+        same
+        for found in rank.passes
+        if (same := [c for c in found if (c.kind, c.pass_) == (kind, pass_)])
     ]
-    for c in rank.collectives:
-        if (c.kind, c.pass_) == (kind, pass_) and not c.ran_under_compute:
-            lines.append(
-                f"  {c.name} at {(c.start - rank.window[0]) / 1e3:.1f} ms: in flight "
-                f"{c.duration / 1e3:.1f} ms, exposed {c.exposed / 1e3:.1f}, compute until the wait "
-                f"{c.room / 1e3:.1f}"
-            )
-    return lines
+    if len(passes) < rank.steps:
+        yield f"{who}{len(passes)} passes have {what}, in {rank.steps} steps"
+    for same in passes:
+        hidden = sum(c.ran_under_compute for c in same)
+        if hidden >= count:
+            continue
+        at = (same[0].start - rank.window[0]) / 1e3
+        yield f"{who}{hidden} of {len(same)} {what} ran under compute at {at:.1f} ms, not {count}:"
+        for c in same:
+            if not c.ran_under_compute:
+                yield (
+                    f"  {c.name}: in flight {c.duration / 1e3:.2f} ms, exposed "
+                    f"{c.exposed / 1e3:.2f}, compute until the wait {c.room / 1e3:.2f}"
+                )

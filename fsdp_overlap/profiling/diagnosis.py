@@ -1,6 +1,5 @@
 """Why communication is exposed, in plain words."""
 
-import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -19,6 +18,7 @@ Cause = Literal[
     "more communication than compute",
     "not of a unit",
     "idle",
+    "small causes",
     "hidden",
 ]
 
@@ -27,6 +27,10 @@ _WORTH = 0.02
 # With less room than this part of its duration, nothing can have hidden a collective.
 _NO_ROOM = 0.1
 _IDLE = 0.15
+_REASONS = {
+    "order_check": "the check of the order at the end of backward, where ranks meet",
+    "all_to_all of Muon": "Muon's exchange of cut matrices, which the layout Whole() does without",
+}
 _NAMES = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
 
 
@@ -44,7 +48,7 @@ def diagnose(report: Report) -> list[Finding]:
     rank = report.slowest
     found = [*_slow_rank(report), *_exposed(rank), *_limits(rank)]
     found.sort(key=lambda finding: -finding.cost)
-    return found or [_hidden(rank)]
+    return found or [_nothing(rank)]
 
 
 def _slow_rank(report: Report) -> Iterator[Finding]:
@@ -76,44 +80,34 @@ def _computes_longer(report: Report) -> bool:
 def _exposed(rank: RankReport) -> Iterator[Finding]:
     worth = _WORTH * rank.duration
     of_units = [c for c in rank.collectives if c.kind != "other"]
-    edges = _edges(of_units, rank)
+    edges = _edges(rank)
     inner = [c for c in of_units if id(c) not in edges]
-    if shared := _shared_group(inner):
-        waiting = [c for c in inner if c.pass_ == "backward" and not _is_late(c)]
+    waiting = [c for c in inner if c.pass_ == "backward" and not _is_late(c)]
+    if (shared := _shared_group(waiting)) and _sum(waiting) > worth:
         yield Finding(
             "shared group",
             _cost(waiting, rank),
             f"all-gathers and reduce-scatters share {shared}, where they run one after the other: "
             f"in backward {_ms(_cost(waiting, rank))} a step are exposed; give each kind a group "
-            "of its own (separate_groups=True, the default of FsdpContext)",
+            "of its own (separate_groups=True, the default of FsdpContext; FSDP2 has "
+            "set_separate_reduce_scatter_group() from torch 2.13 on)",
         )
+        inner = [c for c in inner if c.pass_ == "forward" or _is_late(c)]
     for pass_ in ("forward", "backward"):
         for kind in ("all_gather", "reduce_scatter"):
             same = [c for c in inner if c.kind == kind and c.pass_ == pass_]
             yield from _of_kind(kind, pass_, same, rank, worth)
     at_edges = [c for c in of_units if id(c) in edges]
-    if sum(c.exposed for c in at_edges) > worth:
-        worst = max(at_edges, key=lambda c: c.exposed)
-        yield Finding(
-            "edge",
-            _cost(at_edges, rank),
-            f"the first all-gathers of a pass and the last reduce-scatters have nothing to run "
-            f"under: {_ms(_cost(at_edges, rank))} a step, most of it for the {_name(worst)}; make "
-            "the first and the last unit small",
-        )
+    if _sum(at_edges) > worth:
+        yield _at_edges(at_edges, rank)
     others = [c for c in rank.collectives if c.kind == "other"]
-    if sum(c.exposed for c in others) > worth:
+    if _sum(others) > worth:
         worst = max(others, key=lambda c: c.exposed)
-        why = (
-            "the check of the order at the end of backward, where ranks meet"
-            if worst.name == "order_check"
-            else f"{worst.name}: see who calls it"
-        )
         yield Finding(
             "not of a unit",
             _cost(others, rank),
             f"collectives of no unit are exposed {_ms(_cost(others, rank))} a step, most of it "
-            f"{why}",
+            f"{_REASONS.get(worst.name, f'{worst.name}: see who calls it')}",
         )
 
 
@@ -121,36 +115,71 @@ def _of_kind(
     kind: Kind, pass_: Pass, same: list[Collective], rank: RankReport, worth: float
 ) -> Iterator[Finding]:
     late = [c for c in same if _is_late(c)]
-    if len(late) > len(same) / 2 and sum(c.exposed for c in late) > worth:
+    if len(late) > len(same) / 2 and _sum(late) > worth:
         what = f"{_each(late, rank)} of {_each(same, rank)} {pass_} {_NAMES[kind]}s"
-        how = (
-            "issue them ahead: FsdpContext(prefetch=1), or set_modules_to_forward_prefetch() and "
-            "set_modules_to_backward_prefetch() in FSDP2"
-            if kind == "all_gather"
-            else "they should run under the backward compute of the unit before"
-        )
         yield Finding(
             "issued late",
             _cost(late, rank),
             f"{what} are waited for as soon as they are issued, with no compute in between: "
-            f"{_ms(_cost(late, rank))} a step are exposed; {how}",
+            f"{_ms(_cost(late, rank))} a step are exposed; {_issue_ahead(late, kind, pass_)}",
         )
         same = [c for c in same if not _is_late(c)]
-    if sum(c.exposed for c in same) <= worth:
+    if _sum(same) <= worth:
         return
     worst = max(same, key=lambda c: c.exposed)
     some = [c for c in same if c.name == worst.name]
-    duration, exposed = sum(c.duration for c in some), sum(c.exposed for c in some)
+    duration, exposed = sum(c.duration for c in some) / len(some), _sum(some) / len(some)
+    room = sum(c.room for c in some) / len(some)
     more = "" if len({c.name for c in same}) == 1 else f"; with others {_ms(_cost(same, rank))}"
-    took = sum(c.room for c in some) / len(some)
+    why = (
+        f"the compute between its issue and the wait for it takes {_ms(room)}; compute more "
+        "between collectives (a larger batch), merge small units"
+        + (", raise prefetch" if kind == "all_gather" else "")
+        if room < duration
+        else "there is compute enough beside it, but it comes late, behind others in its lane"
+    )
     yield Finding(
         "short compute",
         _cost(same, rank),
         f"the {_name(worst)} in {pass_} is exposed {exposed / duration:.0%} "
-        f"({_ms(exposed / rank.steps)} a step{more}): it takes {_ms(duration / len(some))}, the "
-        f"compute between its issue and the wait for it {_ms(took)}; merge units, raise prefetch, "
-        "or send fewer bytes",
+        f"({_ms(_cost(some, rank))} a step{more}): it takes {_ms(duration)}, and {why}; or send "
+        "fewer bytes (bfloat16)",
     )
+
+
+def _issue_ahead(late: list[Collective], kind: Kind, pass_: Pass) -> str:
+    if sum(c.blocks for c in late) > len(late) / 2:
+        return (
+            "the call that issues them does not return before they are done, as with FSDP2 on a "
+            "CPU, so that nothing can hide them"
+        )
+    if kind == "reduce_scatter":
+        return "merge units that are too small to hide one"
+    if late[0].engine == "FSDP":
+        return f"gather ahead with set_modules_to_{pass_}_prefetch()"
+    return (
+        "gather ahead with FsdpContext(prefetch=1); what activation checkpointing runs again in "
+        "backward is not gathered ahead"
+        if pass_ == "backward"
+        else "gather ahead with FsdpContext(prefetch=1)"
+    )
+
+
+def _at_edges(at_edges: list[Collective], rank: RankReport) -> Finding:
+    cost = _cost(at_edges, rank)
+    if len({c.name for c in rank.collectives if c.kind != "other"}) == 1:
+        text = (
+            f"the model is one unit, {at_edges[0].name}, so that nothing computes beside its "
+            f"collectives: {_ms(cost)} a step are exposed; call fully_shard() on its blocks first"
+        )
+    else:
+        worst = max(at_edges, key=lambda c: c.exposed)
+        text = (
+            "the first all-gathers of a pass and the last reduce-scatters have nothing to run "
+            f"under: {_ms(cost)} a step, most of it for the {_name(worst)}; make the first and the "
+            "last unit small"
+        )
+    return Finding("edge", cost, text)
 
 
 def _limits(rank: RankReport) -> Iterator[Finding]:
@@ -173,24 +202,33 @@ def _limits(rank: RankReport) -> Iterator[Finding]:
         )
 
 
-def _hidden(rank: RankReport) -> Finding:
+def _nothing(rank: RankReport) -> Finding:
+    """Where nothing costs enough to be told."""
+    cost = rank.exposed_time / rank.steps
     part = rank.exposed_time / rank.duration if rank.duration else 0.0
+    if not rank.collectives:
+        return Finding("hidden", 0.0, "nothing travels: the trace holds no collective")
+    if part > _WORTH:
+        return Finding(
+            "small causes",
+            cost,
+            f"{part:.1%} of a step is exposed, and no cause by itself costs {_WORTH:.0%}",
+        )
     return Finding(
-        "hidden",
-        rank.exposed_time / rank.steps,
-        f"communication is hidden: what is exposed takes {part:.1%} of a step",
+        "hidden", cost, f"communication is hidden: what is exposed takes {part:.1%} of a step"
     )
 
 
-def _edges(of_units: list[Collective], rank: RankReport) -> set[int]:
-    """The ids of gathers before any compute of their pass, and reduce-scatters after all of it."""
+def _edges(rank: RankReport) -> set[int]:
+    """The ids of gathers before the compute of their pass, and reduce-scatters after it."""
     edges = set()
-    for _, group in itertools.groupby(of_units, key=lambda c: c.pass_):
-        same = list(group)
+    for same in rank.passes:
         start, end = same[0].start, max(c.spans[-1][1] for c in same)
+        # Less than half of what one unit computes.
+        little = rank.computed(start, end) / len({c.name for c in same}) / 2
         for c in same:
             gap = (start, c.start) if c.kind == "all_gather" else (c.start, end)
-            if _is_late(c) and rank.computed(*gap) < _NO_ROOM * c.duration:
+            if _is_late(c) and rank.computed(*gap) <= little:
                 edges.add(id(c))
     return edges
 
@@ -200,18 +238,21 @@ def _is_late(c: Collective) -> bool:
 
 
 def _shared_group(of_units: Iterable[Collective]) -> str | None:
-    """What both kinds run in, where they do in one pass."""
+    """What both kinds run in, if they do."""
     groups: dict[str, set[str | None]] = {"all_gather": set(), "reduce_scatter": set()}
     lanes: dict[str, set[str]] = {"all_gather": set(), "reduce_scatter": set()}
     for c in of_units:
-        if c.pass_ == "backward" and not _is_late(c):
-            groups[c.kind].add(c.group)
-            lanes[c.kind].update(c.lanes)
+        groups[c.kind].add(c.group)
+        lanes[c.kind].update(c.lanes)
     if both := (groups["all_gather"] & groups["reduce_scatter"]) - {None}:
         return f"the process group {both.pop()}"
     if any(groups.values()) and None not in groups["all_gather"]:
         return None
     return "one process group" if lanes["all_gather"] & lanes["reduce_scatter"] else None
+
+
+def _sum(collectives: Iterable[Collective]) -> float:
+    return sum(c.exposed for c in collectives)
 
 
 def _cost(collectives: Iterable[Collective], rank: RankReport) -> float:

@@ -38,8 +38,8 @@ class Bar:
 
 @dataclass(frozen=True)
 class Drawing:
-    """rows: labels from the top down; "" for one more of the row above. bars: those of one row do
-    not overlap, but for the exposed parts, which come after what they are parts of."""
+    """rows: labels from the top down; "" for one more of the row above. bars: collectives of one
+    row do not overlap; their exposed parts come after what they are parts of."""
 
     rows: tuple[str, ...]
     bars: tuple[Bar, ...]

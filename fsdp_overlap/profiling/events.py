@@ -20,6 +20,7 @@ Progress = Callable[[int], None]
 # Characters: read at once, and of one event.
 _CHUNK = 1 << 20
 _LONGEST = 1 << 24
+_NOTHING: dict[str, Any] = {}
 _GZIP = b"\x1f\x8b"
 _EVENTS = re.compile(r'"traceEvents"\s*:\s*\[')
 _BETWEEN = re.compile(r"[\s,]*")
@@ -79,26 +80,28 @@ def read_trace(
         if isinstance(source, dict)
         else _events_in_file(source, trace.about, progress or (lambda _: None))
     )
-    nothing: dict[str, Any] = {}
     for event in events:
-        if event.get("ph") != "X":
-            continue
-        name, category = event["name"], event.get("cat", "")
-        if not keep(category, name):
-            continue
-        has_args = category in _WITH_ARGS or name.startswith("c10d::")
-        start = event["ts"]
-        trace.events.append(
-            Event(
-                sys.intern(name),
-                sys.intern(category),
-                event["tid"],
-                start,
-                start + event.get("dur", 0),
-                _of_use(event.get("args", nothing)) if has_args else nothing,
-            )
-        )
+        try:
+            if event.get("ph") == "X" and keep(event.get("cat", ""), event["name"]):
+                trace.events.append(_read_event(event))
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"not a Chrome trace: cannot read the event {str(event)[:200]} ({error!r})"
+            ) from None
     return trace
+
+
+def _read_event(event: dict[str, Any]) -> Event:
+    name, category, start = event["name"], event.get("cat", ""), event["ts"]
+    has_args = category in _WITH_ARGS or name.startswith("c10d::")
+    return Event(
+        sys.intern(name),
+        sys.intern(category),
+        event.get("tid"),
+        start,
+        start + event.get("dur", 0.0),
+        _of_use(event.get("args", _NOTHING)) if has_args else _NOTHING,
+    )
 
 
 def _of_use(args: dict[str, Any]) -> dict[str, Any]:
@@ -112,9 +115,11 @@ def _exported(profile: Any) -> Iterator[Path]:
         try:
             profile.export_chrome_trace(str(path))
         except RuntimeError as error:
+            if "already saved" not in str(error):
+                raise
             raise ValueError(
-                f"the profile's trace cannot be written ({error}), which torch does only once: "
-                "call export_chrome_trace() once and pass the path of the file"
+                "the profile's trace has been written, which torch does only once: pass the path "
+                "of the file that export_chrome_trace() wrote"
             ) from None
         except (AttributeError, AssertionError):
             raise ValueError("the profile has no trace yet: leave its `with` block first") from None

@@ -36,10 +36,11 @@ class Mark:
 
     role: "issue" and "wait" stand around what an engine does for a collective, the others before
     and after a unit's part of a pass.
-    operation: the collective, as the engine calls it.
+    engine: "fsdp_overlap" or "FSDP". operation: the collective, as the engine calls it.
     nbytes: what travels to or from this rank; None if the name does not say.
     """
 
+    engine: str
     role: Role
     unit: str
     kind: Kind = "other"
@@ -55,9 +56,9 @@ def read_mark(name: str) -> Mark | None:
     engine, wait, operation, unit, nbytes = match.groups()
     unit = ROOT if unit is None else unit
     if role := _ROLES.get(operation):
-        return Mark(role, unit)
+        return Mark(engine, role, unit)
     if engine == "FSDP" and operation not in _KINDS:
         return None
     kind = _KINDS.get(operation, "other")
     size = None if nbytes is None else int(nbytes)
-    return Mark("wait" if wait else "issue", unit, kind, operation, size)
+    return Mark(engine, "wait" if wait else "issue", unit, kind, operation, size)

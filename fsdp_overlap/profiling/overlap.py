@@ -13,25 +13,6 @@ from fsdp_overlap.profiling.timeline import InFlight, Timeline
 
 # See Collective.ran_under_compute.
 UNDER_COMPUTE = 0.5
-# Ops that multiply matrices, in whole or for the most part.
-_GEMMS = (
-    "aten::linear",
-    "aten::matmul",
-    "aten::mm",
-    "aten::addmm",
-    "aten::bmm",
-    "aten::baddbmm",
-    "aten::_scaled_mm",
-    "aten::_grouped_mm",
-    "aten::convolution",
-    "aten::conv",
-    "aten::scaled_dot_product",
-    "aten::_scaled_dot_product",
-    "aten::_flash_attention",
-    "aten::_efficient_attention",
-    "aten::cudnn_convolution",
-    "aten::mkldnn_convolution",
-)
 _LABELS = 3
 
 
@@ -40,7 +21,7 @@ class Collective:
     """One collective of one unit on one rank. Times in microseconds, those of moments on the
     trace's clock.
 
-    kind, name, pass_, spans, nbytes, lanes, group: as in `InFlight`.
+    kind, name, pass_, spans, nbytes, lanes, group, engine, blocks: as in `InFlight`.
     exposed_spans: when this rank waited for it. Where the trace does not say so, as on a GPU, where
     it is the stream that waits: when it was in flight and this rank did not compute.
     overlapped: the part of `duration` in which this rank computed (see `read_timeline` for what
@@ -63,6 +44,8 @@ class Collective:
     nbytes: int | None
     lanes: tuple[str, ...]
     group: str | None
+    engine: str | None
+    blocks: bool
 
     @property
     def start(self) -> float:
@@ -124,7 +107,7 @@ class RankReport:
 
     rank, world_size: None where the trace does not say. steps: 1 if nobody says.
     window: from the first to the last of what is counted, on the trace's clock.
-    collectives, compute: by start. engine: when it prepared or finished collectives.
+    collectives, compute: by start. gemms, engine: as in `Timeline`.
     """
 
     rank: int | None
@@ -133,6 +116,7 @@ class RankReport:
     window: Interval
     collectives: tuple[Collective, ...]
     compute: tuple[Compute, ...]
+    gemms: tuple[Interval, ...]
     engine: tuple[Interval, ...]
 
     @property
@@ -143,10 +127,10 @@ class RankReport:
     def compute_time(self) -> float:
         return measure(self._busy)
 
-    @cached_property
+    @property
     def gemm_time(self) -> float:
         """The part of `compute_time` that multiplies matrices, by the ops that started it."""
-        return measure(union((c.start, c.end) for c in self.compute if c.op.startswith(_GEMMS)))
+        return measure(self.gemms)
 
     @cached_property
     def communication_time(self) -> float:
@@ -195,6 +179,23 @@ class RankReport:
         """The sums for one kind, of one pass or (None) of both."""
         return _sum(c for c in self.collectives if c.kind == kind and pass_ in (None, c.pass_))
 
+    @cached_property
+    def passes(self) -> tuple[tuple[Collective, ...], ...]:
+        """The collectives of units, pass by pass: a forward ends where backward begins, or where a
+        unit is gathered again."""
+        passes: list[list[Collective]] = []
+        seen: set[str] = set()
+        for c in self.collectives:
+            if c.kind == "other":
+                continue
+            again = c.pass_ == "forward" and c.name in seen
+            if not passes or passes[-1][0].pass_ != c.pass_ or again:
+                passes.append([])
+                seen.clear()
+            passes[-1].append(c)
+            seen.add(c.name)
+        return tuple(tuple(found) for found in passes)
+
     def compute_by_op(self) -> list[tuple[str, float]]:
         """The ops that took most of the compute, and how long, the longest first."""
         times: dict[str, float] = defaultdict(float)
@@ -212,6 +213,7 @@ def measure_overlap(timeline: Timeline, steps: int | None = None) -> RankReport:
         window=timeline.window,
         collectives=tuple(_Measure(timeline.compute).each(timeline.collectives)),
         compute=timeline.compute,
+        gemms=timeline.gemms,
         engine=timeline.engine,
     )
 
@@ -221,8 +223,9 @@ class _Measure:
         self._compute = compute
         self._starts = [c.start for c in compute]
         self._busy = union((c.start, c.end) for c in compute)
-        # Streams run at once, so that one may start before another's that is still under way.
-        self._longest = max((c.end - c.start for c in compute), default=0.0)
+        self._lanes: dict[str, list[Compute]] = defaultdict(list)
+        for c in compute:
+            self._lanes[c.lane].append(c)
 
     def each(self, collectives: Iterable[InFlight]) -> Iterable[Collective]:
         for c in collectives:
@@ -244,14 +247,17 @@ class _Measure:
                 nbytes=c.nbytes,
                 lanes=c.lanes,
                 group=c.group,
+                engine=c.engine,
+                blocks=c.blocks,
             )
 
     def _under(self, spans: list[Interval]) -> tuple[tuple[str, float], ...]:
         parts: dict[str, list[Interval]] = {}
-        for start, end in spans:
-            first = bisect.bisect_left(self._starts, start - self._longest)
-            for c in self._compute[first : bisect.bisect_left(self._starts, end)]:
-                if c.end > start:
+        for lane in self._lanes.values():
+            for start, end in spans:
+                # On one lane they end in the order in which they start.
+                first = bisect.bisect_right(lane, start, key=_end)
+                for c in lane[first : bisect.bisect_left(lane, end, key=_start)]:
                     parts.setdefault(c.label, []).append((max(c.start, start), min(c.end, end)))
         times = {label: measure(union(found)) for label, found in parts.items()}
         return tuple(sorted(times.items(), key=lambda item: -item[1])[:_LABELS])
@@ -259,6 +265,14 @@ class _Measure:
     def _after(self, time: float) -> str | None:
         k = bisect.bisect_left(self._starts, time)
         return self._compute[k].label if k < len(self._compute) else None
+
+
+def _start(compute: Compute) -> float:
+    return compute.start
+
+
+def _end(compute: Compute) -> float:
+    return compute.end
 
 
 def _length(interval: Interval) -> float:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from fsdp_overlap.profiling.events import Event
-from fsdp_overlap.profiling.intervals import Interval, clip, subtract, union
-from fsdp_overlap.profiling.ranges import ELSEWHERE, Phases, Ranges
+from fsdp_overlap.profiling.intervals import Interval, union
+from fsdp_overlap.profiling.ranges import ELSEWHERE, Engine, Phases
 
 # Where the name of the c10d op and that of its gloo range differ by more than a trailing
 # underscore.
@@ -40,6 +40,31 @@ _ITEM_BYTES = {
 }
 
 
+# Ops that multiply matrices, in whole or for the most part.
+_GEMMS = (
+    "aten::linear",
+    "aten::matmul",
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "aten::baddbmm",
+    "aten::_scaled_mm",
+    "aten::_grouped_mm",
+    "aten::convolution",
+    "aten::conv",
+    "aten::cudnn_convolution",
+    "aten::mkldnn_convolution",
+    "aten::mkldnn_rnn",
+    "aten::scaled_dot_product",
+    "aten::_scaled_dot_product",
+    "aten::_flash_attention",
+    "aten::_efficient_attention",
+)
+# On a CPU every op with a namespace computes, but for these; what is compiled has none.
+_NO_COMPUTE = ("c10d", "_c10d", "autograd::", "torch::", "profiler::", "fsdp::")
+_COMPILED = "## Call CompiledFxGraph"
+
+
 class Piece(NamedTuple):
     """A part of a collective in flight. issuer: the event that issued it, if the trace holds it.
     The others are as in `InFlight`."""
@@ -57,20 +82,54 @@ class Compute(NamedTuple):
     """A stretch of compute. Times in microseconds.
 
     label: whose part of which pass it is ("forward blocks.0"). op: that started it: the outermost
-    `aten::` op on a CPU, the innermost around the launch of a kernel on a GPU, or the kernel.
+    op on a CPU, the innermost `aten::` op around the launch of a kernel on a GPU, or the kernel.
+    lane: the thread or stream, on which stretches do not overlap.
     """
 
     start: float
     end: float
     label: str
     op: str
+    lane: str
 
 
-def read_gloo(
-    events: list[Event], engine: list[Event], phases: Phases
-) -> tuple[list[Piece], list[Compute], list[Interval]]:
-    """From a CPU's trace; the last are the engine's. `engine`: ranges in which ops are no
-    compute."""
+class Recorded(NamedTuple):
+    """compute: by start. gemms: the part of it that multiplies matrices; engine: when an engine
+    worked; each a union of intervals."""
+
+    pieces: list[Piece]
+    compute: list[Compute]
+    gemms: list[Interval]
+    engine: list[Interval]
+
+
+def read_cpu(events: list[Event], engine: Engine, phases: Phases) -> Recorded:
+    """Gloo's ranges, and ops."""
+    pieces = _read_gloo(events)
+    # A send or receive is recorded where it is called, not on a thread of gloo's.
+    callers = {e.thread for e in events if e.name.startswith("c10d::")}
+    gloo_threads = {e.thread for e in events if e.name.startswith("gloo:")} - callers
+    ops: dict[Any, list[Event]] = defaultdict(list)
+    for e in events:
+        if _computes(e) and e.thread not in gloo_threads:
+            ops[e.thread].append(e)
+    compute = [
+        Compute(start, end, phases.at(thread, start), op.name, f"thread {thread}")
+        for thread in ops
+        for op in _outermost(ops[thread])
+        for start, end in engine.outside(op)
+    ]
+    gemms = [
+        span
+        for found in ops.values()
+        for op in found
+        if op.name.startswith(_GEMMS)
+        for span in engine.outside(op)
+    ]
+    return Recorded(pieces, sorted(compute), union(gemms), engine.spans())
+
+
+def _read_gloo(events: list[Event]) -> list[Piece]:
     running: dict[str, list[Event]] = defaultdict(list)
     issued: dict[str, list[Event]] = defaultdict(list)
     for e in events:
@@ -92,21 +151,15 @@ def read_gloo(
             pieces.append(
                 Piece(operation, issuer, e.start, e.end, f"thread {e.thread}", None, nbytes)
             )
+    return pieces
 
-    gloo_threads = {e.thread for ranges in running.values() for e in ranges}
-    ops: dict[Any, list[Event]] = defaultdict(list)
-    busy: dict[Any, list[Interval]] = defaultdict(list)
-    for e in events:
-        if e.category == "cpu_op" and e.name.startswith("aten::") and e.thread not in gloo_threads:
-            ops[e.thread].append(e)
-    for e in engine:
-        busy[e.thread].append((e.start, e.end))
-    compute = [
-        Compute(start, end, phases.at(thread, start), op.name)
-        for thread in ops
-        for op, (start, end) in _outside(_outermost(ops[thread]), union(busy[thread]))
-    ]
-    return pieces, sorted(compute), union(span for spans in busy.values() for span in spans)
+
+def _computes(event: Event) -> bool:
+    if event.category != "cpu_op":
+        return False
+    return event.name.startswith(_COMPILED) or (
+        "::" in event.name and not event.name.startswith(_NO_COMPUTE)
+    )
 
 
 def _outermost(ops: list[Event]) -> Iterator[Event]:
@@ -116,12 +169,6 @@ def _outermost(ops: list[Event]) -> Iterator[Event]:
         if op.end > end:
             yield op
             end = op.end
-
-
-def _outside(ops: Iterator[Event], busy: list[Interval]) -> Iterator[tuple[Event, Interval]]:
-    for op in ops:
-        for part in subtract([(op.start, op.end)], clip(busy, op.start, op.end)):
-            yield op, part
 
 
 def _bytes_of_op(op: Event) -> int | None:
@@ -143,10 +190,8 @@ def _is_nccl(event: Event) -> bool:
     return event.category == "kernel" and event.name.startswith("nccl")
 
 
-def read_cuda(
-    events: list[Event], issues: Ranges, phases: Phases
-) -> tuple[list[Piece], list[Compute], list[Interval]]:
-    """From a GPU's trace; the last are the engine's kernels."""
+def read_cuda(events: list[Event], engine: Engine, phases: Phases) -> Recorded:
+    """NCCL's kernels, gloo's ranges if there are any, and all other kernels."""
     launches = {
         e.args["correlation"]: e
         for e in events
@@ -155,24 +200,26 @@ def read_cuda(
     kernels = [e for e in events if e.category == "kernel"]
     used = {correlation for e in kernels if (correlation := e.args.get("correlation")) in launches}
     ops = _innermost_ops(events, [launches[correlation] for correlation in used])
-    pieces: list[Piece] = []
+    pieces = _read_gloo(events)
     compute: list[Compute] = []
-    engine: list[Interval] = []
+    copies: list[Interval] = []
     for e in kernels:
         launch = launches.get(e.args.get("correlation"))
+        lane = f"stream {e.args.get('stream', e.thread)}"
         if _is_nccl(e):
             name = e.args.get("Collective name", e.name.split("(")[0])
-            lane = f"stream {e.args.get('stream', e.thread)}"
             group = e.args.get("Process Group Name")
             pieces.append(Piece(name, launch, e.start, e.end, lane, group, _bytes_of_kernel(e)))
         elif launch is None:
-            compute.append(Compute(e.start, e.end, ELSEWHERE, e.name))
-        elif issues.around(launch) is None:
-            op = ops.get(launch.args["correlation"], e.name)
-            compute.append(Compute(e.start, e.end, phases.at(launch.thread, launch.start), op))
+            compute.append(Compute(e.start, e.end, ELSEWHERE, e.name, lane))
+        elif engine.covers(launch):
+            copies.append((e.start, e.end))
         else:
-            engine.append((e.start, e.end))
-    return pieces, sorted(compute), union(engine)
+            op = ops.get(launch.args["correlation"], e.name)
+            label = phases.at(launch.thread, launch.start)
+            compute.append(Compute(e.start, e.end, label, op, lane))
+    gemms = union((c.start, c.end) for c in compute if c.op.startswith(_GEMMS))
+    return Recorded(pieces, sorted(compute), gemms, union(copies))
 
 
 def _bytes_of_kernel(kernel: Event) -> int | None:

@@ -2,11 +2,11 @@
 
 import bisect
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fsdp_overlap.profiling.events import Event
-from fsdp_overlap.profiling.intervals import Interval
+from fsdp_overlap.profiling.intervals import Interval, clip, covers, subtract, union
 from fsdp_overlap.profiling.names import Mark
 
 OPTIMIZER = "optimizer"
@@ -28,16 +28,44 @@ class Ranges:
         return ranges[k] if k >= 0 and event.start <= ranges[k].end else None
 
 
+class Engine:
+    """When an engine works on a thread for its own ends, by the ranges that it marks."""
+
+    def __init__(self, ranges: Iterable[Event]) -> None:
+        spans: dict[Any, list[Interval]] = defaultdict(list)
+        for e in ranges:
+            spans[e.thread].append((e.start, e.end))
+        self._by_thread = {thread: union(found) for thread, found in spans.items()}
+
+    def covers(self, event: Event) -> bool:
+        """Whether `event` starts inside."""
+        return covers(self._by_thread.get(event.thread, []), event.start)
+
+    def outside(self, event: Event) -> list[Interval]:
+        """The parts of `event` in which the engine does not work."""
+        busy = clip(self._by_thread.get(event.thread, []), event.start, event.end)
+        return subtract([(event.start, event.end)], busy)
+
+    def spans(self) -> list[Interval]:
+        """On any thread."""
+        return union(span for spans in self._by_thread.values() for span in spans)
+
+
 class Phases:
-    """Whose part of which pass a thread computes at a moment: "forward blocks.0"."""
+    """Whose part of which pass a thread computes at a moment: "forward blocks.0". What activation
+    checkpointing runs again is a part of the backward that it is run for."""
 
     def __init__(
-        self, marked: Iterable[tuple[Event, Mark]], optimizer_steps: Iterable[Event]
+        self,
+        marked: Iterable[tuple[Event, Mark]],
+        optimizer_steps: Iterable[Event],
+        backward: Mapping[Any, list[Interval]],
     ) -> None:
         changes: dict[Any, list[tuple[float, bool, str]]] = defaultdict(list)
         for event, mark in marked:
             turn, _, pass_ = mark.role.partition(" ")
-            if pass_:
+            runs_again = pass_ == "forward" and covers(backward[event.thread], event.start)
+            if pass_ and not runs_again:
                 change = event.start, turn == "begin", f"{pass_} {mark.unit}"
                 changes[event.thread].append(change)
         for step in optimizer_steps:
@@ -69,27 +97,27 @@ def _innermost(changes: list[tuple[float, bool, str]]) -> list[str]:
 
 
 class Waits:
-    """Finds the wait that belongs to an issue: the first after it, and before the next issue of the
-    same."""
+    """Finds the wait that belongs to an issue. Each is waited for once, and of several of one name
+    (of two models) the first issued is taken to be waited for first."""
 
     def __init__(self, marked: Iterable[tuple[Event, Mark]]) -> None:
-        self._issues: dict[tuple[str, str], list[float]] = defaultdict(list)
-        self._waits: dict[tuple[str, str], list[Interval]] = defaultdict(list)
+        issues: dict[tuple[str, str], list[Event]] = defaultdict(list)
+        waits: dict[tuple[str, str], list[Event]] = defaultdict(list)
         for event, mark in sorted(marked, key=lambda pair: pair[0].start):
-            key = (mark.operation, mark.unit)
-            if mark.role == "issue":
-                self._issues[key].append(event.start)
-            elif mark.role == "wait":
-                self._waits[key].append((event.start, event.end))
+            if mark.role in ("issue", "wait"):
+                found = issues if mark.role == "issue" else waits
+                found[mark.operation, mark.unit].append(event)
+        self._of: dict[int, Interval] = {}
+        for key, issued in issues.items():
+            following = iter(waits[key])
+            for issue in issued:
+                # One that came before was of what was issued before the trace began.
+                wait = next((wait for wait in following if wait.start >= issue.start), None)
+                if wait is not None:
+                    self._of[id(issue)] = wait.start, wait.end
 
-    def of(self, issue: Event, mark: Mark) -> Interval | None:
-        key = (mark.operation, mark.unit)
-        issues, waits = self._issues[key], self._waits[key]
-        k = bisect.bisect_left(waits, (issue.start, issue.start))
-        following = bisect.bisect_right(issues, issue.start)
-        if k == len(waits) or (following < len(issues) and issues[following] < waits[k][0]):
-            return None
-        return waits[k]
+    def of(self, issue: Event) -> Interval | None:
+        return self._of.get(id(issue))
 
 
 def _start(event: Event) -> float:

@@ -3,7 +3,7 @@
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -96,7 +96,8 @@ def _numbered(collectives: Sequence[Collective]) -> dict[tuple[Any, ...], Collec
 def read_report(
     *sources: Any, steps: int | None = None, progress: Progress | None = None
 ) -> Report:
-    """The report of one run: a trace of each rank that has one, or of one rank alone.
+    """The report of one run: a trace of each rank that has one, or of one rank alone. Where traces
+    do not name their ranks, their order does.
 
     A source is a path of a Chrome trace, gzipped or not, of this library or FSDP2; the loaded JSON
     object; or a finished `torch.profiler.profile`, whose trace torch writes only once, so to keep
@@ -106,10 +107,12 @@ def read_report(
 
     Raises:
         ValueError: a source is no such trace, holds no collective and no compute, or two are of the
-            same rank.
+            same rank; or `steps` is not positive.
     """
     if not sources:
         raise ValueError("no trace given")
+    if steps is not None and steps < 1:
+        raise ValueError(f"steps={steps}: a trace holds at least one")
     done = 0
     ranks = []
     for source in sources:
@@ -129,6 +132,8 @@ def read_report(
                 "while the model trained, with ProfilerActivity.CPU, and CUDA on a GPU?"
             )
         ranks.append(rank)
+    if len(ranks) > 1 and any(rank.rank is None for rank in ranks):
+        ranks = [replace(rank, rank=k) for k, rank in enumerate(ranks)]
     _check_ranks(ranks, sources)
     return Report(tuple(sorted(ranks, key=lambda rank: (rank.rank is None, rank.rank or 0))))
 

@@ -12,10 +12,11 @@ _KIND_NAMES = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "
 
 @dataclass(frozen=True)
 class Table:
-    """The first column is aligned left, the others right."""
+    """labels: how many columns, from the left, are words; the others are figures."""
 
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    labels: int = 1
 
 
 def ranks_table(reports: Mapping[str, Report]) -> Table:
@@ -55,7 +56,7 @@ def kinds_table(reports: Mapping[str, Report]) -> Table:
         for k, (who, rank) in enumerate(totals):
             if (total := rank.total(kind, pass_)).count:
                 rows.append(("" if k else label, who, *_cells(rank, total)))
-    return Table(header, tuple(rows))
+    return Table(header, tuple(rows), labels=2)
 
 
 def collectives_table(rank: RankReport, most: int) -> Table:
@@ -73,7 +74,7 @@ def collectives_table(rank: RankReport, most: int) -> Table:
         "lane",
     )
     worst = sorted(rank.collectives, key=lambda c: -c.exposed)[:most]
-    return Table(header, tuple(_row(c, rank) for c in worst))
+    return Table(header, tuple(_row(c, rank) for c in worst), labels=2)
 
 
 def describe(c: Collective) -> str:
