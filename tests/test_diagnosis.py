@@ -64,6 +64,12 @@ def test_a_shared_group_is_found() -> None:
     assert shared.ranks[0].exposed_time > apart.ranks[0].exposed_time + 1000
 
 
+def test_a_shared_group_is_said_where_it_costs_nothing_yet() -> None:
+    report = report_of(Step(units=8, all_gather=40, reduce_scatter=40, shared=True))
+    assert sorted(causes(report)) == ["hidden", "shared group"]
+    assert "0.00 ms a step are exposed" in find(report, "shared group").text
+
+
 def test_compute_that_is_too_short_is_named() -> None:
     report = report_of(Step(units=6, compute=1000, all_gather=200, reduce_scatter=3000))
     finding = find(report, "short compute")

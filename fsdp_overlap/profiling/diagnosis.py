@@ -47,8 +47,10 @@ def diagnose(report: Report) -> list[Finding]:
     """What is found, the costliest first; of the rank that the others wait for."""
     rank = report.slowest
     found = [*_slow_rank(report), *_exposed(rank), *_limits(rank)]
-    found.sort(key=lambda finding: -finding.cost)
-    return found or [_nothing(rank)]
+    # A shared group is said also where it costs nothing yet.
+    if all(finding.cost * rank.steps <= _WORTH * rank.duration for finding in found):
+        found.append(_nothing(rank))
+    return sorted(found, key=lambda finding: -finding.cost)
 
 
 def _slow_rank(report: Report) -> Iterator[Finding]:
@@ -83,13 +85,13 @@ def _exposed(rank: RankReport) -> Iterator[Finding]:
     edges = _edges(rank)
     inner = [c for c in of_units if id(c) not in edges]
     waiting = [c for c in inner if c.pass_ == "backward" and not _is_late(c)]
-    if (shared := _shared_group(waiting)) and _sum(waiting) > worth:
+    if shared := _shared_group(waiting):
         yield Finding(
             "shared group",
             _cost(waiting, rank),
-            f"all-gathers and reduce-scatters share {shared}, where they run one after the other: "
-            f"in backward {_ms(_cost(waiting, rank))} a step are exposed; give each kind a group "
-            "of its own (separate_groups=True, the default of FsdpContext; FSDP2 has "
+            f"all-gathers and reduce-scatters share {shared}, where they run one after the other; "
+            f"in backward {_ms(_cost(waiting, rank))} a step are exposed beside compute; give each "
+            "kind a group of its own (separate_groups=True, the default of FsdpContext; FSDP2 has "
             "set_separate_reduce_scatter_group() from torch 2.13 on)",
         )
         inner = [c for c in inner if c.pass_ == "forward" or _is_late(c)]
