@@ -3,8 +3,8 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-import plotly.graph_objects as go
 from jinja2 import Environment, PackageLoader
 
 from fsdp_overlap.profiling.diagnosis import diagnose
@@ -36,7 +36,9 @@ def write_html(reports: Mapping[str, Report], path: str | os.PathLike[str]) -> N
     Path(path).write_text(page, encoding="utf-8")
 
 
-def _figure(reports: Mapping[str, Report]) -> go.Figure:
+def _figure(reports: Mapping[str, Report]) -> Any:
+    import plotly.graph_objects as go  # takes a third of a second, which not every command has
+
     drawing = draw(reports)
     figure = go.Figure()
     for what, colour in COLOURS.items():
