@@ -12,12 +12,14 @@ import datetime
 import gc
 import json
 import os
+import re
 import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -109,6 +111,50 @@ def fail(message: str, code: int = 2) -> NoReturn:
     """End the program with one line on stderr."""
     print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
     raise SystemExit(code)
+
+
+# ----------------------------------------------------------------- memory
+
+# With this environment freed blocks of 64 KiB and more go back to the system at once.
+RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+
+
+class PeakMemory:
+    """How far resident memory rises above what it is on entry: `nbytes`, known after the end.
+
+    The kernel keeps the peak. Where it may not be reset, a thread looks once a millisecond.
+    """
+
+    def __enter__(self) -> PeakMemory:
+        ctypes.CDLL(None).malloc_trim(0)
+        self._done = threading.Event()
+        self._watcher: threading.Thread | None = None
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
+        except OSError:
+            self._watcher = threading.Thread(target=self._watch)
+            self._watcher.start()
+        self._before = self._peak = _resident("VmRSS")
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self._watcher is None:
+            self._peak = _resident("VmHWM")
+        else:
+            self._done.set()
+            self._watcher.join()
+        self.nbytes = max(0, self._peak - self._before)
+
+    def _watch(self) -> None:
+        while not self._done.wait(1e-3):
+            self._peak = max(self._peak, _resident("VmRSS"))
+
+
+def _resident(field: str) -> int:
+    """`field` of this process's status, in bytes."""
+    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) << 10
 
 
 # ------------------------------------------------------------------ ranks
@@ -239,13 +285,15 @@ def limited_link(rate: str) -> Iterator[None]:
         os.close(home)
 
 
-def launch_on_link(args: argparse.Namespace, argv: Sequence[str]) -> Any:
+def launch_on_link(
+    args: argparse.Namespace, argv: Sequence[str], extra_env: Mapping[str, str] | None = None
+) -> Any:
     """`launch_ranks` by the options `ranks` and `timeout`, over a link limited to `rate` unless
     there is `no_limit`."""
     if args.no_limit:
-        return launch_ranks(args.ranks, argv, args.timeout)
+        return launch_ranks(args.ranks, argv, args.timeout, extra_env)
     try:
         with limited_link(args.rate):
-            return launch_ranks(args.ranks, argv, args.timeout)
+            return launch_ranks(args.ranks, argv, args.timeout, extra_env)
     except LinkError as error:
         fail(f"{error}; --no-limit runs on plain loopback")

@@ -25,15 +25,12 @@ Before anything is measured each reader must bring back every shard, bit by bit.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import itertools
 import os
-import re
 import shutil
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -88,44 +85,6 @@ def build(blocks: int, width: int, shard: Callable[[nn.Module], Any]) -> nn.Sequ
     return model
 
 
-class PeakMemory:
-    """How far resident memory rises above what it is on entry: `nbytes`, known after the end.
-
-    The kernel keeps the peak. Where it may not be reset, a thread looks once a millisecond.
-    """
-
-    def __enter__(self) -> PeakMemory:
-        ctypes.CDLL(None).malloc_trim(0)
-        self._done = threading.Event()
-        self._watcher: threading.Thread | None = None
-        try:
-            Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
-        except OSError:
-            self._watcher = threading.Thread(target=self._watch)
-            self._watcher.start()
-        self._before = self._peak = _resident("VmRSS")
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        if self._watcher is None:
-            self._peak = _resident("VmHWM")
-        else:
-            self._done.set()
-            self._watcher.join()
-        self.nbytes = max(0, self._peak - self._before)
-
-    def _watch(self) -> None:
-        while not self._done.wait(1e-3):
-            self._peak = max(self._peak, _resident("VmRSS"))
-
-
-def _resident(field: str) -> int:
-    """`field` of this process's status, in bytes."""
-    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) << 10
-
-
 Operation = Callable[[Path], None]
 
 
@@ -147,7 +106,7 @@ def weighed(run: Operation, folders: Callable[[], Path]) -> Callable[[], float]:
 
     def sample() -> float:
         folder = folders()
-        with PeakMemory() as peak:
+        with _bench.PeakMemory() as peak:
             run(folder)
         return peak.nbytes
 
@@ -155,7 +114,7 @@ def weighed(run: Operation, folders: Callable[[], Path]) -> Callable[[], float]:
 
 
 SAMPLERS = {"seconds": timed, "bytes": weighed}
-MALLOC = {"seconds": {}, "bytes": {"MALLOC_MMAP_THRESHOLD_": "65536"}}
+MALLOC = {"seconds": {}, "bytes": _bench.RETURNED}
 
 
 def saving(model: nn.Module, writer: type[dcp.FileSystemWriter]) -> Operation:

@@ -1,0 +1,120 @@
+"""The memory of a step: ours against FSDP2's.
+
+Gloo ranks train one model of equal blocks, sharded by each system in turn in the same processes.
+A sample is how far the resident memory of a rank peaks in forward and backward above what rested
+before, less the gradient shards that stay, in units of one block's parameters: of the full
+buffers, reduce inputs and copies that exist at once. Batches are tiny, so that activations do not
+count. Freed blocks go back to the system at once. Median over rounds, on the rank with the most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import _bench
+import torch
+import torch.distributed as dist
+from bench_host_overhead import build, shard_fsdp2, shard_ours
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+ROWS = 4
+FSDP2 = "FSDP2"
+OURS = {"ours, prefetch 0": 0, "ours, prefetch 1": 1}
+TARGETS = {"ours, prefetch 0": 3.1, "ours, prefetch 1": 4.0}
+
+
+def weighed(model: nn.Module, width: int, unit: int) -> Callable[[], float]:
+    """A sample: units above rest and gradient shards."""
+    batch = torch.linspace(-1.0, 1.0, ROWS * width).view(ROWS, width)
+
+    def sample() -> float:
+        gc.collect()
+        dist.barrier()
+        with _bench.PeakMemory() as peak:
+            model(batch).square().mean().backward()
+        shards = sum(p.grad.to_local().nbytes for p in model.parameters() if p.grad is not None)
+        model.zero_grad(set_to_none=True)
+        return (peak.nbytes - shards) / unit
+
+    return sample
+
+
+def run_rank(args: argparse.Namespace) -> None:
+    rank, world_size = _bench.join_ranks(timeout_s=args.timeout)
+    mesh = init_device_mesh("cpu", (world_size,))
+    samplers = {}
+    for name in (*OURS, FSDP2):
+        model = build(args.blocks, args.width)
+        unit = sum(p.numel() * p.element_size() for p in model[0].parameters())
+        if name == FSDP2:
+            shard_fsdp2(model, mesh)
+        else:
+            shard_ours(model, mesh, OURS[name])
+        samplers[name] = weighed(model, args.width, unit)
+    mine = _bench.alternate(samplers, args.rounds, warmup=2)
+    everyone: list[Any] = [None] * world_size
+    dist.all_gather_object(everyone, mine)
+    if rank == 0:
+        _bench.report(
+            {
+                name: [max(ranks) for ranks in zip(*(e[name] for e in everyone), strict=True)]
+                for name in mine
+            }
+        )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--blocks", type=int, default=6)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rate", default="2gbit", help="of the link, in tc's words")
+    parser.add_argument("--no-limit", action="store_true", help="plain loopback, needs no root")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds, for the whole run")
+    parser.add_argument("--json", metavar="FILE", help="also write the figures here")
+    return parser.parse_args()
+
+
+def show(args: argparse.Namespace, samples: dict[str, list[float]]) -> None:
+    link = "unlimited loopback" if args.no_limit else f"{args.rate} link"
+    print(
+        f"torch {torch.__version__}, {args.ranks} ranks, {link}, {args.blocks} blocks of width "
+        f"{args.width}; peak above rest and gradient shards in blocks, {args.rounds} rounds\n"
+    )
+    rows = []
+    for name, values in samples.items():
+        low, high = _bench.spread(values)
+        target = f"{TARGETS[name]:.1f}" if name in TARGETS else ""
+        rows.append([name, f"{statistics.median(values):.2f}", f"{low:.2f}-{high:.2f}", target])
+    print(_bench.markdown_table(["", "blocks", "p10-p90", "target"], rows))
+    _bench.write_json(
+        args.json,
+        {
+            "torch": torch.__version__,
+            "ranks": args.ranks,
+            "blocks": args.blocks,
+            "width": args.width,
+            "rate": None if args.no_limit else args.rate,
+            "peak_blocks": {name: _bench.summary(values) for name, values in samples.items()},
+        },
+    )
+
+
+def main() -> None:
+    args = parse()
+    if _bench.is_rank():
+        return run_rank(args)
+    show(args, _bench.launch_on_link(args, sys.argv[1:], _bench.RETURNED))
+
+
+if __name__ == "__main__":
+    main()
