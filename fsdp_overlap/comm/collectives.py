@@ -7,21 +7,24 @@ measurements behind the choices.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from fsdp_overlap.layout import BucketPlan
 
-# torch 2.13 renames these two; 2.11 has the old names only.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# For the process group's own methods: torch.distributed's functions around them take longer on the
+# host than the calls themselves. Synchronous is what runs on the current stream.
+_GATHER = c10d.AllgatherOptions()
+_GATHER.asyncOp = False
+_REDUCE = c10d.ReduceScatterOptions()
+_REDUCE.asyncOp = False
+_REDUCE.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
 
 
-@dataclass(frozen=True)
-class Issued:
+class Issued(NamedTuple):
     """A collective on its way: ``finish()`` gives its result once all ``works`` are done.
 
     ``works`` names every piece: a handle that stands for several and waits only for the group has
@@ -72,16 +75,14 @@ class TensorCollectives:
     ) -> Issued:
         if shard.dtype != full.dtype:
             shard = _own_range(full, plan, group).copy_(shard)
-        _all_gather_single(full, shard, group)
+        _finish(group._allgather_base(_as_real(full), _as_real(shard), _GATHER))
         return Issued((), lambda: full)
 
     def reduce_scatter_mean(
         self, gradients: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
     ) -> Issued:
-        mean = torch.empty(
-            plan.shard_numels[group.rank()], dtype=gradients.dtype, device=gradients.device
-        )
-        _reduce_scatter_single(mean, gradients, dist.ReduceOp.AVG, group)
+        mean = gradients.new_empty(plan.shard_numels[group.rank()])
+        _finish(group._reduce_scatter_base(_as_real(mean), _as_real(gradients), _REDUCE))
         return Issued((), lambda: mean)
 
 
@@ -127,20 +128,43 @@ class GlooCollectives:
     def reduce_scatter_mean(
         self, gradients: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
     ) -> Issued:
-        world, own = plan.world_size, plan.shard_numels[group.rank()]
-        received = torch.empty(world * own, dtype=gradients.dtype, device=gradients.device)
-        issued = all_to_all(received, gradients, [own] * world, list(plan.shard_numels), group)
+        # Two all-to-alls, to the ranks before this one and to those after it: one would also send
+        # this rank its own range, and so need memory for it twice.
+        numels, rank = plan.shard_numels, group.rank()
+        before, after = rank, len(numels) - rank - 1
+        own = numels[rank]
+        sent_down, mine, sent_up = gradients.split(
+            [sum(numels[:rank]), own, sum(numels[rank + 1 :])]
+        )
+        lower, higher = gradients.new_empty(before, own), gradients.new_empty(after, own)
+        works = [
+            *all_to_all(
+                higher.flatten(),
+                sent_down,
+                [0] * (before + 1) + [own] * after,
+                [*numels[:rank], *[0] * (after + 1)],
+                group,
+            ).works,
+            *all_to_all(
+                lower.flatten(),
+                sent_up,
+                [own] * before + [0] * (after + 1),
+                [*[0] * (before + 1), *numels[rank + 1 :]],
+                group,
+            ).works,
+        ]
 
         def finish() -> torch.Tensor:
             # In rank order, so that the sum does not depend on who came first. Additions one by one
-            # take half the time of sum(dim=0) here, and the sum must not keep `received` alive.
-            first, *others = received.view(world, own)
-            mean = first + others[0]
-            for other in others[1:]:
+            # take half the time of sum(dim=0) here, and the sum must not keep what was received
+            # alive.
+            of_each = [*lower.unbind(), mine, *higher.unbind()]
+            mean = of_each[0] + of_each[1]
+            for other in of_each[2:]:
                 mean.add_(other)
-            return mean.div_(world)
+            return mean.div_(len(numels))
 
-        return Issued(issued.works, finish)
+        return Issued(works, finish)
 
 
 def all_to_all(
@@ -171,6 +195,17 @@ def choose(device_type: str, group: dist.ProcessGroup, plan: BucketPlan) -> Coll
 def backend_name(device_type: str, group: dist.ProcessGroup) -> str:
     """``"gloo"``, ``"nccl"``, ...: the backend that serves ``device_type`` in ``group``."""
     return group._get_backend(torch.device(device_type)).name().lower()
+
+
+def _finish(work: dist.Work | None) -> None:
+    """Of a synchronous collective. Some backends return a work all the same."""
+    if work is not None:
+        work.wait()
+
+
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` as backends know it: most have no complex numbers."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _own_range(full: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup) -> torch.Tensor:

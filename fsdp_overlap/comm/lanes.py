@@ -96,7 +96,7 @@ class HostTicket:
         issued = self._issued
         if issued is None:
             return
-        with span(f"wait_{self.kind}", self.label):
+        with span("wait_" + self.kind, self.label):
             for work in issued.works:
                 try:
                     work.wait()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from enum import Enum
+from enum import StrEnum
 from typing import cast
 
 import torch
@@ -22,7 +22,7 @@ from fsdp_overlap.tensor.placement import RangeShard, range_spec
 from fsdp_overlap.tensor.sharded_tensor import ShardEdits, ShardedTensor, attributes_of
 
 
-class BucketState(Enum):
+class BucketState(StrEnum):
     SHARDED = "sharded"
     GATHERING = "gathering"
     UNSHARDED = "unsharded"
@@ -74,7 +74,7 @@ class Bucket:
             sharded.to_local().copy_(value.reshape(-1)[start:stop])
             parameter.data = view
         self._ticket: Ticket | None = None
-        self._gathered_version: tuple[int, int] | None = None
+        self._gathered_version = -1
 
     def _allocate(self, device: torch.device, like: Sequence[torch.Tensor]) -> None:
         """Makes the buffers, and sharded parameters with the attributes of ``like``, and registers
@@ -136,9 +136,9 @@ class Bucket:
         self.groups = groups
 
     @property
-    def version(self) -> tuple[int, int]:
-        """Changes with every edit of the shard, also through ``to_local()``."""
-        return self.edits.values, self.shard._version
+    def version(self) -> int:
+        """Grows with every edit of the shard, also through ``to_local()``."""
+        return self.edits.values + self.shard._version
 
     @property
     def is_gathered(self) -> bool:
@@ -148,7 +148,7 @@ class Bucket:
     @property
     def is_whole(self) -> bool:
         """Whether it is gathered and the shard was not edited since."""
-        return self.is_gathered and self._gathered_version == self.version
+        return self.state is not BucketState.SHARDED and self._gathered_version == self.version
 
     def gather(self, lane: Lane) -> None:
         """Enqueues the all-gather into the full buffer. Collective over the mesh.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
+from operator import or_
 
 import torch
 import torch.distributed as dist
@@ -297,8 +298,8 @@ class FsdpContext:
         self.order_check.note(bucket.index * 2 + 1)
         self.stats.reduce_scatters += 1
         self.stats.reduce_scatter_bytes += gradients.input.nbytes
-        for position, filled in enumerate(gradients.filled, bucket.first_flag):
-            self._has_gradient[position] |= filled
+        flags = slice(bucket.first_flag, bucket.first_flag + len(gradients.filled))
+        self._has_gradient[flags] = bytes(map(or_, self._has_gradient[flags], gradients.filled))
         return gradients.reduce(self.reduce_lane, keep_doubtful=self._knows_gradients)
 
     @cached_property

@@ -40,6 +40,7 @@ class BucketGradients:
         # one.
         self.doubtful: list[tuple[int, torch.Tensor]] = []
         self._pieces = self._plan_pieces()
+        self._nothing = bucket.shard.new_empty(0)
 
     def _plan_pieces(self) -> tuple[list[int], list[int]]:
         """Sizes that split a shard into parameter ranges and the gaps between them, and for each
@@ -60,11 +61,6 @@ class BucketGradients:
             end += gap + local.numel()
         sizes.append(self.bucket.shard.numel() - end)
         return sizes, pieces
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether autograd holds a gradient that the reduce input does not have yet."""
-        return any(parameter.grad is not None for parameter in self.bucket.parameters)
 
     def absorb_all(self) -> None:
         """Moves every gradient that autograd holds into the reduce input."""
@@ -129,8 +125,9 @@ class BucketGradients:
 
     def _accept(self, mean: torch.Tensor, doubtful: Sequence[bool] | None) -> None:
         sizes, own = self._pieces
-        mean = mean.to(self.bucket.shard.dtype)
-        pieces = [*mean.split_with_sizes(sizes), mean[:0]]
+        if mean.dtype != self.bucket.shard.dtype:
+            mean = mean.to(self.bucket.shard.dtype)
+        pieces = [*mean.split_with_sizes(sizes), self._nothing]
         parameters = self.bucket.sharded_parameters
         if doubtful is None:
             for parameter, piece in zip(parameters, own, strict=True):

@@ -100,10 +100,9 @@ def _after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output:
 
 def _check_no_parameter_leaves(unit: Unit, tensors: list[torch.Tensor]) -> None:
     """An output that lies in a full buffer would be read after the buffer is freed."""
-    storages = {bucket.full.flat.untyped_storage()._cdata for bucket in unit.buckets}
     for tensor in tensors:
-        plain = type(tensor) in (torch.Tensor, nn.Parameter)
-        if plain and tensor.untyped_storage()._cdata in storages:
+        is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
+        if is_plain and any(bucket.full.holds(tensor) for bucket in unit.buckets):
             raise RuntimeError(
                 f"unit {unit.name!r} returned a parameter of its own, or a view of one, whose "
                 "memory "

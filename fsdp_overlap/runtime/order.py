@@ -68,11 +68,13 @@ class ForwardPass:
     """Whether it ran inside a backward, as activation checkpointing does."""
 
     def note(self, unit: UnitIndex, start: int, end: int) -> None:
-        first, last = self.spans.get(unit, (start, end))
-        self.spans[unit] = (min(first, start), max(last, end))
+        if unit in self.spans:
+            first, last = self.spans[unit]
+            start, end = min(first, start), max(last, end)
+        self.spans[unit] = start, end
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Call:
     """One forward call of a unit whose outputs require grad.
 
@@ -85,7 +87,7 @@ class Call:
     start: int
     end: int
     forward_pass: ForwardPass
-    edits: tuple[object, ...]
-    """The versions of the unit's shards that forward computed with."""
+    version: int
+    """Of the unit's shards that forward computed with."""
     backward: int = 0
     """Serial number of the last backward that reached this call."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fsdp_overlap.comm.lanes import Ticket
@@ -20,14 +19,13 @@ if TYPE_CHECKING:
 MAX_INPUTS = 2
 
 
-@dataclass(order=True)
+@dataclass(eq=False, slots=True)
 class Turn:
-    """A unit's place in the order: ``key`` is minus the tick of its first use in forward."""
+    """A unit's place in the order: ``first_use`` is a tick of the forward."""
 
-    key: int
-    index: int
-    unit: Unit = field(compare=False)
-    is_ready: bool = field(default=False, compare=False)
+    unit: Unit
+    first_use: int
+    is_ready: bool = False
 
 
 class Reductions:
@@ -51,11 +49,13 @@ class Reductions:
         """A new backward."""
         self.is_empty = True
 
-    def expect(self, unit: Unit, first_use: int) -> None:
-        """``unit`` takes part in this backward, on every rank."""
-        if unit.is_trainable and unit not in self._by_unit:
-            turn = self._by_unit[unit] = Turn(-first_use, unit.index, unit)
-            insort(self._turns, turn)
+    def expect(self, first_uses: Iterable[tuple[Unit, int]]) -> None:
+        """These units take part in this backward, on every rank."""
+        for unit, first_use in first_uses:
+            if unit.is_trainable and unit not in self._by_unit:
+                self._by_unit[unit] = turn = Turn(unit, first_use)
+                self._turns.append(turn)
+        self._turns.sort(key=lambda turn: (-turn.first_use, turn.unit.index))
 
     def arrived(self, unit: Unit, gradients: BucketGradients, index: int) -> None:
         """Autograd delivered the gradient of parameter ``index``."""
@@ -66,7 +66,7 @@ class Reductions:
     def passed(self, tick: int) -> None:
         """Backward is done with every unit first used after ``tick``."""
         for turn in self._turns:
-            if -turn.key <= tick:
+            if turn.first_use <= tick:
                 break
             turn.is_ready = True
         self._advance()
@@ -81,8 +81,7 @@ class Reductions:
             # A second gradient after the unit was reduced (reentrant checkpointing of a module that
             # runs several times), parameters used outside their unit's forward, or a unit that ran
             # only in backwards without synchronization.
-            is_waiting = any(gradients.is_waiting for gradients in unit.gradients)
-            if is_waiting or (unit.syncs_gradients and unit.has_unreduced):
+            if unit.is_waiting or (unit.syncs_gradients and unit.has_unreduced):
                 self._reduce(unit)
         while self._in_flight:
             self._wait_for_oldest()

@@ -12,7 +12,7 @@ call's all-gather is enqueued all the same.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -121,13 +121,12 @@ class Schedule:
     def is_in_use(self, unit: Unit) -> bool:
         """Whether a forward or backward of ``unit`` is under way: a module may call itself, and
         backward may run a forward again."""
-        running = self._running
         backward = self._backward
-        if backward is not None:
-            if self._is_open(unit, backward):
-                return True
-            running = running + backward.recomputing
-        return any(unit is other for other, _ in running)
+        if backward is not None and (
+            self._is_open(unit, backward) or _is_among(unit, backward.recomputing)
+        ):
+            return True
+        return _is_among(unit, self._running)
 
     @property
     def awaits_backward(self) -> bool:
@@ -171,7 +170,7 @@ class Schedule:
         unit = self._unit_at(call.unit)
         if unit is None:
             return
-        if unit.version != call.edits:
+        if unit.version != call.version:
             raise RuntimeError(
                 f"parameters of unit {unit.name!r} were modified between its forward and its "
                 "backward; run backward before optimizer.step() and before editing weights"
@@ -208,7 +207,8 @@ class Schedule:
             if forward_pass not in backward.remaining:
                 self._reach_pass(forward_pass, backward)
         remaining = backward.remaining[forward_pass]
-        if not any(other is call for other in reversed(remaining)):
+        # Almost always it is the last, and a long list takes long to search.
+        if (not remaining or remaining[-1] is not call) and call not in remaining:
             self._step(call, backward)
             return
         while True:
@@ -219,10 +219,11 @@ class Schedule:
 
     def _reach_pass(self, forward_pass: ForwardPass, backward: Backward) -> None:
         backward.remaining[forward_pass] = list(forward_pass.calls)
-        for call in forward_pass.calls:
-            unit = self._unit_at(call.unit)
-            if unit is not None:
-                self.reductions.expect(unit, self._first_use(call))
+        self.reductions.expect(
+            (unit, self._first_use(call))
+            for call in forward_pass.calls
+            if (unit := self._unit_at(call.unit)) is not None
+        )
 
     def _walk_to_end(self, forward_pass: ForwardPass, backward: Backward) -> None:
         remaining = backward.remaining[forward_pass]
@@ -353,6 +354,13 @@ class Schedule:
     def _tick(self) -> int:
         self._clock += 1
         return self._clock
+
+
+def _is_among(unit: Unit, running: Sequence[tuple[Unit, int]]) -> bool:
+    for other, _ in running:  # noqa: SIM110, as in Unit.is_whole
+        if other is unit:
+            return True
+    return False
 
 
 def is_in_backward() -> bool:

@@ -40,11 +40,13 @@ class Stats:
 
     def count_full_buffer(self, change: int) -> None:
         self.full_buffers_alive += change
-        self.full_buffers_most = max(self.full_buffers_most, self.full_buffers_alive)
+        if self.full_buffers_alive > self.full_buffers_most:
+            self.full_buffers_most = self.full_buffers_alive
 
     def count_reduce_input(self, change: int) -> None:
         self.reduce_inputs_alive += change
-        self.reduce_inputs_most = max(self.reduce_inputs_most, self.reduce_inputs_alive)
+        if self.reduce_inputs_alive > self.reduce_inputs_most:
+            self.reduce_inputs_most = self.reduce_inputs_alive
 
     def __repr__(self) -> str:
         mib = 1024 * 1024

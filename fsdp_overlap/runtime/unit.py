@@ -75,12 +75,18 @@ class Unit:
     @property
     def is_whole(self) -> bool:
         """Whether nothing is to be gathered before compute can use the unit."""
-        return all(bucket.is_whole for bucket in self.buckets)
+        for bucket in self.buckets:  # noqa: SIM110, asked often, and all() makes a generator first
+            if not bucket.is_whole:
+                return False
+        return True
 
     @property
-    def version(self) -> tuple[object, ...]:
-        """Changes with every edit of the unit's sharded parameters."""
-        return tuple(bucket.version for bucket in self.buckets)
+    def version(self) -> int:
+        """Grows with every edit of the unit's sharded parameters."""
+        version = 0
+        for bucket in self.buckets:
+            version += bucket.version
+        return version
 
     @property
     def syncs_gradients(self) -> bool:
@@ -90,6 +96,15 @@ class Unit:
     @property
     def is_trainable(self) -> bool:
         return bool(self.gradients)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether autograd holds a gradient that no reduce input has yet."""
+        for gradients in self.gradients:
+            for parameter in gradients.bucket.parameters:
+                if parameter.grad is not None:
+                    return True
+        return False
 
     def gather(self) -> None:
         """Enqueues the all-gathers of the buckets that are not whole and fresh."""
@@ -147,7 +162,9 @@ class Unit:
     def follow_trainability(self) -> None:
         """Brings ``requires_grad`` of the unsharded parameters in line with the sharded ones, and
         watches those that became trainable."""
-        edits = sum(bucket.edits.trainability for bucket in self.buckets)
+        edits = 0
+        for bucket in self.buckets:
+            edits += bucket.edits.trainability
         if edits == self._trainability:
             return
         self._trainability = edits

@@ -34,6 +34,10 @@ class FlatBuffer:
         from it in a reduce-scatter."""
         return (self.plan.numel - self.plan.shard_numels[rank]) * self.flat.element_size()
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies in this buffer's storage."""
+        return tensor.untyped_storage()._cdata == self._storage._cdata
+
     def allocate(self) -> None:
         """Gives the buffer storage on the current stream; its contents are undefined."""
         self._storage.resize_(self.nbytes)

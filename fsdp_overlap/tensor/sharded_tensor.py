@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import cache
 from math import prod
+from operator import attrgetter
 from sys import getrefcount
 from types import ModuleType
 from typing import Any, NoReturn, cast
@@ -127,12 +128,7 @@ class ShardedTensor(DTensor):
     # Optimizers read and write it for every parameter in every step: torch's own would go through
     # __torch_function__ each time.
 
-    @property
-    def grad(self) -> torch.Tensor | None:
-        return self._gradient
-
-    @grad.setter
-    def grad(self, gradient: torch.Tensor | None) -> None:
+    def _set_grad(self, gradient: torch.Tensor | None) -> None:
         if gradient is None:
             dropped = self._gradient
             self._gradient = None
@@ -155,9 +151,11 @@ class ShardedTensor(DTensor):
                 f"got a {type(gradient).__name__}"
             )
 
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
+    def _delete_grad(self) -> None:
+        self._set_grad(None)
+
+    # attrgetter is a getter without a Python frame.
+    grad = property(attrgetter("_gradient"), _set_grad, _delete_grad)
 
     def give_grad(self, local: torch.Tensor) -> None:
         """Makes ``local``, this rank's range, the gradient, or adds it to the gradient there is."""
