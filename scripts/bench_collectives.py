@@ -141,6 +141,39 @@ def reduce_all_to_all_add(b: Buffers) -> Finish:
     return finish
 
 
+def reduce_two_all_to_alls(b: Buffers) -> Finish:
+    before, own = b.rank, b.shard.numel()
+    after = b.world_size - before - 1
+    received = torch.empty(b.world_size - 1, own, dtype=b.shard.dtype)
+    works = []
+    for target, source, arrive, leave in (
+        (
+            received[before:],
+            b.full[: before * own],
+            [0] * (before + 1) + [own] * after,
+            [own] * before + [0] * (after + 1),
+        ),
+        (
+            received[:before],
+            b.full[(before + 1) * own :],
+            [own] * before + [0] * (after + 1),
+            [0] * (before + 1) + [own] * after,
+        ),
+    ):
+        work = dist.all_to_all_single(target.flatten(), source, arrive, leave, async_op=True)
+        works.append(work)
+
+    def finish() -> None:
+        _wait(works)
+        first, second, *rest = [*received[:before], b.slices[b.rank], *received[before:]]
+        torch.add(first, second, out=b.shard)
+        for piece in rest:
+            b.shard.add_(piece)
+        b.shard.div_(b.world_size)
+
+    return finish
+
+
 def reduce_send_receive(b: Buffers) -> Finish:
     received = torch.empty(b.world_size - 1, b.shard.numel(), dtype=b.shard.dtype).unbind()
     sources = list(reversed(b.others))
@@ -171,6 +204,7 @@ REDUCES: dict[str, Candidate] = {
     "all_to_all + sum(dim=0)": reduce_all_to_all_sum,
     "all_to_all + mean(dim=0)": reduce_all_to_all_mean,
     "all_to_all + add": reduce_all_to_all_add,
+    "two all_to_alls + add": reduce_two_all_to_alls,
     "isend / irecv + add": reduce_send_receive,
 }
 
