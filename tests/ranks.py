@@ -36,7 +36,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ class _Job:
     rank: int
     world_size: int
     backend: str
-    port: int
+    store: str  # path of a file
     group_timeout: timedelta
     sys_path: list[str]
     call: bytes  # the pickled (fn, args), opened where an import error counts as the rank's own
@@ -231,14 +231,16 @@ def _run(
     The pool survives only if all ended as `wanted`.
     """
     call = pickle.dumps((fn, args))
-    # The store lives here: no port is guessed, and no rank's death takes it from the others.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # Shorter than ours, so that a hung collective raises its own error first.
     group_timeout = timedelta(seconds=0.9 * timeout)
+    # A file, because a TCP store asks a name server who connects: 5 s wherever an answer is lost,
+    # as it may be on purpose if many are asked for.
+    store = tempfile.TemporaryDirectory(prefix="rank-store-", ignore_cleanup_errors=True)
     try:
         workers = _take_workers(world_size)
+        path = os.path.join(store.name, "store")
         for rank, worker in enumerate(workers):
-            worker.send(_Job(rank, world_size, backend, store.port, group_timeout, sys.path, call))
+            worker.send(_Job(rank, world_size, backend, path, group_timeout, sys.path, call))
         outcomes = _collect(
             workers, timeout, grace=GRACE_SECONDS if wanted == "returned" else timeout
         )
@@ -251,6 +253,8 @@ def _run(
     except BaseException:  # KeyboardInterrupt too: the next call must find no half-done work
         close_pool()
         raise
+    finally:
+        store.cleanup()
     return outcomes
 
 
@@ -362,7 +366,8 @@ def _run_job(job: _Job) -> object:
     if any(name == "lo" for _, name in socket.if_nameindex()):
         # gloo would look up the host's name, which may not resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = TCPStore("127.0.0.1", job.port, is_master=False, timeout=job.group_timeout)
+    store = FileStore(job.store, job.world_size)
+    store.set_timeout(job.group_timeout)
     dist.init_process_group(
         job.backend,
         store=store,

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from program import Program, somebody_is_left
 from safetensors.torch import load_file
 
 from fsdp_overlap.checkpoint import read_metadata
@@ -27,7 +28,12 @@ TINY += " --layers 2 --width 16 --heads 2 --save-every 4 --optimizer muon"
 TIMELESS = ("step", "loss", "grad_norm", "lr", "val_loss")
 
 
-def start(folder: Path, arguments: str) -> subprocess.Popen[str]:
+def start(folder: Path, arguments: str) -> Program:
+    return Program(folder, ["train", *arguments.split()])
+
+
+def start_anew(folder: Path, arguments: str) -> subprocess.Popen[str]:
+    """As a shell would, where a claim is about signals between processes."""
     return subprocess.Popen(
         [sys.executable, "-m", "fsdp_overlap.cli", "train", *arguments.split()],
         cwd=folder,
@@ -38,26 +44,18 @@ def start(folder: Path, arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def finish(process: subprocess.Popen[str]) -> str:
+def finish(process: Program) -> str:
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     return out
 
 
-def wait_until(is_there: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+def wait_until(is_there: Callable[[], bool], process: Program | subprocess.Popen[str]) -> None:
     end = time.monotonic() + 60
     while not is_there():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < end
         time.sleep(0.001)
-
-
-def somebody_is_left(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def curve(run: Path) -> list[dict[str, float]]:
@@ -98,7 +96,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def stopped(runs: Path) -> Path:
     """A run that was asked to stop in the middle, and what it left."""
-    process = start(runs, f"{TINY} --data text.txt --out stopped")
+    process = start_anew(runs, f"{TINY} --data text.txt --out stopped")
     wait_until((runs / "stopped" / "checkpoints" / "step-000004").exists, process)
     os.kill(process.pid, signal.SIGTERM)
     asked = time.monotonic()
@@ -165,7 +163,7 @@ def test_a_killed_run_resumes_as_if_it_had_not_been(
 @pytest.mark.slow
 def test_ranks_whose_launcher_was_killed_save_and_end(runs: Path, tmp_path: Path) -> None:
     run = tmp_path / "alone"
-    process = start(runs, f"{TINY} --data text.txt --out {run}")
+    process = start_anew(runs, f"{TINY} --data text.txt --out {run}")
     wait_until((run / "checkpoints" / "step-000004").exists, process)
     process.kill()
     process.communicate()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from program import Program
 from ranks import run_ranks
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -57,9 +58,9 @@ def run_commands(page: Path, folder: Path) -> None:
             continue
         program, *arguments = shlex.split(line)
         assert program == "fsdp-overlap"
-        command = [sys.executable, "-m", "fsdp_overlap.cli", *arguments]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=150)
-        assert done.returncode == 0, done.stderr
+        process = Program(folder, arguments)
+        _, err = process.communicate(timeout=150)
+        assert process.returncode == 0, err
 
 
 @pytest.mark.slow

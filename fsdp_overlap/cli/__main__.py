@@ -2,17 +2,18 @@
 
 import os
 import sys
+from importlib.util import find_spec
 
 
 def main() -> None:
     # Else the profiler's library prints its own start and stop.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    try:
-        from fsdp_overlap.cli.main import run
-    except ModuleNotFoundError as error:
-        if error.name not in ("typer", "rich", "matplotlib"):
-            raise
-        sys.exit(f"error: {error.name} is not installed; pip install 'fsdp_overlap[cli]'")
+    # Now, because some are imported in the end only, when a run has taken its hours.
+    for name in ("typer", "rich", "matplotlib", "jinja2", "plotly"):
+        if find_spec(name) is None:
+            sys.exit(f"error: {name} is not installed; pip install 'fsdp_overlap[cli]'")
+    from fsdp_overlap.cli.main import run
+
     sys.exit(run())
 
 

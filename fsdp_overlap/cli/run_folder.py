@@ -8,9 +8,6 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-from matplotlib.figure import Figure
-
 from fsdp_overlap.cli.config import TrainConfig
 from fsdp_overlap.cli.errors import BadInput
 
@@ -114,6 +111,10 @@ class RunFolder:
 
     def plot(self, entropy: float) -> None:
         """loss.png: both losses by step, in nats per byte, and `entropy` as the line to beat."""
+        # Takes half a second, which launchers and all ranks but one have no use for.
+        import matplotlib
+        from matplotlib.figure import Figure
+
         metrics = self.metrics()
         matplotlib.use("agg")
         figure = Figure(figsize=(7, 4.2), layout="constrained")

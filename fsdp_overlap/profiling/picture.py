@@ -3,10 +3,6 @@
 import os
 from collections.abc import Mapping
 
-import matplotlib
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
-
 from fsdp_overlap.profiling.drawing import COLOURS, LEGEND, draw
 from fsdp_overlap.profiling.report import Report
 
@@ -15,6 +11,11 @@ _INCHES_PER_ROW = 0.3
 
 def write_png(reports: Mapping[str, Report], path: str | os.PathLike[str]) -> None:
     """The timelines of the reports, by name, one below the other."""
+    # Half a second, which a program that may draw in the end need not take at its start.
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
     drawing = draw(reports)
     matplotlib.use("agg")
     figure = Figure(figsize=(12, 1.4 + _INCHES_PER_ROW * len(drawing.rows)), layout="constrained")
