@@ -103,23 +103,24 @@ def publish(measurement: Measurement, json_file: Path | None, plot_file: Path | 
 
 def tables(measurement: Measurement) -> Iterator[str]:
     """Systems by quantities, with targets if there are; one table for quantities of the same
-    systems."""
-    by_systems: dict[tuple[tuple[float | None, str], ...], list[str]] = {}
+    systems and topic, which is what stands before a colon in their names."""
+    quantities_of: dict[tuple[str, tuple[tuple[float | None, str], ...]], list[str]] = {}
     for quantity in dict.fromkeys(figure.quantity for figure in measurement.figures):
         rows = tuple((f.at, f.system) for f in measurement.figures if f.quantity == quantity)
-        by_systems.setdefault(rows, []).append(quantity)
-    for rows, quantities in by_systems.items():
+        topic = quantity.rpartition(": ")[0]
+        quantities_of.setdefault((topic, rows), []).append(quantity)
+    for (topic, rows), quantities in quantities_of.items():
         columns: list[list[str]] = []
         if measurement.sweep is not None and any(at is not None for at, _ in rows):
-            columns.append(
-                [measurement.sweep.name, *("" if at is None else number(at) for at, _ in rows)]
-            )
-        columns.append(["", *(system for _, system in rows)])
+            places = ("" if at is None else number(at) for at, _ in rows)
+            columns.append([measurement.sweep.name, *places])
+        columns.append([topic, *(system for _, system in rows)])
         labels = len(columns)
         for quantity in quantities:
             figures = [measurement.figure(quantity, system, at) for at, system in rows]
+            name = quantity.rpartition(": ")[2]
             unit = f", {figures[0].unit}" if figures[0].unit else ""
-            columns.append([quantity + unit, *(number(f.spread.median) for f in figures)])
+            columns.append([name + unit, *(number(f.spread.median) for f in figures)])
             if any(interval(f.spread) for f in figures):
                 columns.append(["p10-p90", *(interval(f.spread) for f in figures)])
             if any(f.at_most is not None for f in figures):

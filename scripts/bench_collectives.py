@@ -31,7 +31,8 @@ import torch.distributed as dist
 from fsdp_overlap.cli.measurement import Figure, Measurement, Ratio
 
 MIB = 2**20
-TIME, HOST, CPU, EXTRA = "ms", "host ms", "cpu ms", "extra MiB"
+TIME, HOST, CPU, EXTRA = "time", "host", "cpu", "extra"
+UNITS = {TIME: "ms", HOST: "ms", CPU: "ms", EXTRA: "MiB"}
 
 
 @dataclass(frozen=True)
@@ -311,13 +312,10 @@ def compare(args: argparse.Namespace, found: dict[str, Found]) -> Measurement:
     for place, kinds in found.items():
         for kind, measured in kinds.items():
             where = f"{kind}, {place}"
-            times = measured[TIME]
-            figures += _bench.figures_of(where, "ms", times)
-            for what in (HOST, CPU, EXTRA):
-                quantity, unit = what.split()
-                figures += _bench.figures_of(f"{where}, {quantity}", unit, measured[what])
+            for what, unit in UNITS.items():
+                figures += _bench.figures_of(f"{where}: {what}", unit, measured[what])
             chosen, plain = CHOSEN[kind]
-            ratios.append(Ratio.between(where, chosen, plain, times))
+            ratios.append(Ratio.between(f"{where}: {TIME}", chosen, plain, measured[TIME]))
     about = f"torch {torch.__version__}, {args.mib:g} MiB of float32; {args.rounds} rounds"
     settings = {"torch": torch.__version__, "mib": args.mib, "rounds": args.rounds}
     return Measurement(about, settings, _bench.repeated_argv(), figures, ratios)
