@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -99,6 +100,8 @@ def bench(names: Sequence[str], out: Path, quick: bool, repository: Path = REPOS
     no failure. Raises BadInput before anything is run or written."""
     chosen = find_benchmarks(names, repository)
     check_out(out)
+    # So that what runs is ended first, as it is after Ctrl-C.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     out.mkdir(parents=True, exist_ok=True)
     where = Circumstances.here(repository, quick)
     # A file takes long lines; a terminal says how long.
