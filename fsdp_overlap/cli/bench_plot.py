@@ -1,7 +1,7 @@
 """A picture of what one benchmark measured."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 import matplotlib
@@ -37,7 +37,7 @@ def plot(measurement: Measurement, title: str, path: Path) -> None:
             if measurement.sweep is not None and _is_swept(figures):
                 _draw_lines(axes, figures, measurement.sweep)
             else:
-                _draw_bars(axes, figures)
+                _draw_bars(axes, figures, {ratio.of for ratio in measurement.ratios})
     picture.suptitle("\n".join(textwrap.wrap(title, 100)), fontsize=9)
     picture.savefig(path, dpi=150)
 
@@ -59,11 +59,12 @@ def _is_swept(figures: Sequence[Figure]) -> bool:
     return any(figure.at is not None for figure in figures)
 
 
-def _draw_bars(axes: Axes, figures: Sequence[Figure]) -> None:
+def _draw_bars(axes: Axes, figures: Sequence[Figure], compared: Set[str]) -> None:
+    """`compared`: the systems that ratios are of."""
     for row, figure in enumerate(figures):
         spread = figure.spread
-        is_ours = figure.system.startswith("ours") or figure.at_most is not None
-        color = _COLORS[0] if is_ours else _COLORS[2]
+        is_headline = figure.system in compared or figure.at_most is not None
+        color = _COLORS[0] if is_headline else _COLORS[2]
         whiskers = [[spread.median - spread.p10], [spread.p90 - spread.median]]
         axes.barh(row, spread.median, xerr=whiskers, color=color, ecolor="black", height=0.7)
         end = max(spread.p90, figure.at_most or 0)
