@@ -1,4 +1,6 @@
-"""What the benchmark scripts share: launching ranks, limiting a link, medians and tables.
+"""What the benchmark scripts share: launching ranks, limiting a link, showing what was measured.
+
+Figures and ratios are those of `fsdp_overlap.cli.measurement`, which says what they mean.
 
 Nothing here is part of the library. A script launches copies of itself as ranks (`launch_ranks`),
 each copy finds that it is a rank (`is_rank`) and joins the others (`join_ranks`).
@@ -15,7 +17,6 @@ import os
 import re
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+from fsdp_overlap.cli.markdown import markdown_table
+from fsdp_overlap.cli.measurement import (
+    Figure,
+    Measurement,
+    Spread,
+    interval,
+    number,
+    three_decimals,
+)
+
 _CLONE_NEWNET = 0x40000000  # linux/sched.h
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -33,35 +44,90 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # ---------------------------------------------------------------- figures
 
 
-def spread(samples: Sequence[float]) -> tuple[float, float]:
-    """The 10th and 90th percentile (nearest rank), which one disturbed round cannot move far."""
-    ordered = sorted(samples)
-    last = len(ordered) - 1
-    return ordered[round(0.1 * last)], ordered[round(0.9 * last)]
+def figures_of(
+    quantity: str,
+    unit: str,
+    samples: Mapping[str, Sequence[float]],
+    *,
+    at: float | None = None,
+    at_most: Mapping[str, float] | None = None,
+) -> list[Figure]:
+    """`quantity` of each system in `samples`, with the target of those in `at_most`."""
+    return [
+        Figure(quantity, system, unit, Spread.of(values), at, (at_most or {}).get(system))
+        for system, values in samples.items()
+    ]
 
 
-def summary(samples: Sequence[float]) -> dict[str, float]:
-    """Median and spread of `samples`, in their own unit, for the JSON report."""
-    low, high = spread(samples)
-    return {
-        "median": statistics.median(samples),
-        "p10": low,
-        "p90": high,
-        "rounds": len(samples),
-    }
+def add_outputs(parser: argparse.ArgumentParser) -> None:
+    """The options that `publish` follows."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw them: .png or .svg")
 
 
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; every column but the first is aligned right."""
-    widths = [max(len(line[i]) for line in (header, *rows)) for i in range(len(header))]
+def repeated_argv() -> list[str]:
+    """Script and arguments that repeat this run, from the repository."""
+    script, *arguments = sys.argv
+    kept: list[str] = []
+    is_output = False
+    for argument in arguments:
+        is_value, is_output = is_output, argument in ("--json", "--plot")
+        if not (is_value or is_output or argument.startswith(("--json=", "--plot="))):
+            kept.append(argument)
+    return [f"scripts/{Path(script).name}", *kept]
 
-    def line(cells: Sequence[str]) -> str:
-        padded = [cells[0].ljust(widths[0])]
-        padded += [c.rjust(w) for c, w in zip(cells[1:], widths[1:], strict=True)]
-        return "| " + " | ".join(padded) + " |"
 
-    rule = ["-" * widths[0]] + ["-" * (w - 1) + ":" for w in widths[1:]]
-    return "\n".join([line(header), line(rule), *(line(row) for row in rows)])
+def publish(measurement: Measurement, json_file: Path | None, plot_file: Path | None) -> None:
+    """Print `measurement`, and write it where that was asked for."""
+    print(measurement.about + "\n")
+    for table in tables(measurement):
+        print(table + "\n")
+    for ratio in measurement.ratios:
+        where = "" if ratio.at is None else f" at {number(ratio.at)}"
+        line = f"{ratio.of} / {ratio.to}, {ratio.quantity}{where}: "
+        line += three_decimals(ratio.spread.median)
+        if spread := interval(ratio.spread, three_decimals):
+            line += f" ({spread})"
+        if ratio.at_most is not None:
+            line += f"; target: at most {ratio.at_most:g}"
+        print(line)
+    for claim in measurement.claims:
+        print(f"{'holds' if claim.holds else 'BROKEN'}: {claim.text}: {claim.found}")
+    if json_file is not None:
+        measurement.write(json_file)
+    if plot_file is not None:
+        from fsdp_overlap.cli.bench_plot import plot  # needs matplotlib, as nothing else here
+
+        plot(measurement, measurement.about, plot_file)
+
+
+def tables(measurement: Measurement) -> Iterator[str]:
+    """Systems by quantities, with targets if there are; one table for quantities of the same
+    systems and topic, which is what stands before a colon in their names."""
+    quantities_of: dict[tuple[str, tuple[tuple[float | None, str], ...]], list[str]] = {}
+    for quantity in dict.fromkeys(figure.quantity for figure in measurement.figures):
+        rows = tuple((f.at, f.system) for f in measurement.figures if f.quantity == quantity)
+        topic = quantity.rpartition(": ")[0]
+        quantities_of.setdefault((topic, rows), []).append(quantity)
+    for (topic, rows), quantities in quantities_of.items():
+        columns: list[list[str]] = []
+        if measurement.sweep is not None and any(at is not None for at, _ in rows):
+            places = ("" if at is None else number(at) for at, _ in rows)
+            columns.append([measurement.sweep.name, *places])
+        columns.append([topic, *(system for _, system in rows)])
+        labels = len(columns)
+        for quantity in quantities:
+            figures = [measurement.figure(quantity, system, at) for at, system in rows]
+            name = quantity.rpartition(": ")[2]
+            unit = f", {figures[0].unit}" if figures[0].unit else ""
+            columns.append([name + unit, *(number(f.spread.median) for f in figures)])
+            if any(interval(f.spread) for f in figures):
+                columns.append(["p10-p90", *(interval(f.spread) for f in figures)])
+            if any(f.at_most is not None for f in figures):
+                goals = ("" if f.at_most is None else f"{f.at_most:g}" for f in figures)
+                columns.append(["at most", *goals])
+        header, *lines = zip(*columns, strict=True)
+        yield markdown_table(header, lines, labels)
 
 
 def alternate(
@@ -101,12 +167,6 @@ def quiet_gc() -> Iterator[None]:
         gc.unfreeze()
 
 
-def write_json(path: str | None, report: Mapping[str, Any]) -> None:
-    """Write `report` to `path`, where one was asked for."""
-    if path is not None:
-        Path(path).write_text(json.dumps(report, indent=2) + "\n")
-
-
 def fail(message: str, code: int = 2) -> NoReturn:
     """End the program with one line on stderr."""
     print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
@@ -134,12 +194,12 @@ class PeakMemory:
         except OSError:
             self._watcher = threading.Thread(target=self._watch)
             self._watcher.start()
-        self._before = self._peak = _resident("VmRSS")
+        self._before = self._peak = resident("VmRSS")
         return self
 
     def __exit__(self, *_: Any) -> None:
         if self._watcher is None:
-            self._peak = _resident("VmHWM")
+            self._peak = resident("VmHWM")
         else:
             self._done.set()
             self._watcher.join()
@@ -147,11 +207,11 @@ class PeakMemory:
 
     def _watch(self) -> None:
         while not self._done.wait(1e-3):
-            self._peak = max(self._peak, _resident("VmRSS"))
+            self._peak = max(self._peak, resident("VmRSS"))
 
 
-def _resident(field: str) -> int:
-    """`field` of this process's status, in bytes."""
+def resident(field: str) -> int:
+    """`field` of this process's status, such as VmRSS, in bytes."""
     found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) << 10
@@ -174,15 +234,17 @@ def launch_ranks(
     argv: Sequence[str],
     timeout_s: float,
     extra_env: Mapping[str, str] | None = None,
+    script: Path | None = None,
 ) -> Any:
-    """Run this script `world_size` times as gloo ranks and return what rank 0 reported.
+    """Run `script` (this one, if not given) as `world_size` gloo ranks and return what rank 0
+    reported.
 
     Ranks meet in a file store and talk over the loopback device of the caller's network
     namespace. They die with this process, when one of them fails, or after `timeout_s` seconds.
     """
     # So that `finally` and `with` tidy up as they do after Ctrl-C.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    script = str(Path(sys.argv[0]).resolve())
+    script = (script or Path(sys.argv[0])).resolve()
     with tempfile.TemporaryDirectory(prefix="fsdp_overlap_bench_") as folder:
         result = Path(folder) / "result.json"
         env = {
@@ -196,7 +258,7 @@ def launch_ranks(
         }
         ranks = [
             subprocess.Popen(
-                [sys.executable, script, *argv],
+                [sys.executable, str(script), *argv],
                 env={**env, "RANK": str(rank)},
                 preexec_fn=_die_with_parent,
             )
@@ -234,6 +296,19 @@ def join_ranks(timeout_s: float = 120.0) -> tuple[int, int]:
         timeout=datetime.timedelta(seconds=timeout_s),
     )
     return rank, world_size
+
+
+def of_slowest_rank(mine: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    """The largest sample of all ranks in each round, of each system; the rounds of all ranks are
+    the same. Collective."""
+    import torch.distributed as dist
+
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, dict(mine))
+    return {
+        name: [max(samples) for samples in zip(*(one[name] for one in everyone), strict=True)]
+        for name in mine
+    }
 
 
 def report(result: Any) -> None:
@@ -286,14 +361,17 @@ def limited_link(rate: str) -> Iterator[None]:
 
 
 def launch_on_link(
-    args: argparse.Namespace, argv: Sequence[str], extra_env: Mapping[str, str] | None = None
+    args: argparse.Namespace,
+    argv: Sequence[str],
+    extra_env: Mapping[str, str] | None = None,
+    script: Path | None = None,
 ) -> Any:
     """`launch_ranks` by the options `ranks` and `timeout`, over a link limited to `rate` unless
     there is `no_limit`."""
     if args.no_limit:
-        return launch_ranks(args.ranks, argv, args.timeout, extra_env)
+        return launch_ranks(args.ranks, argv, args.timeout, extra_env, script)
     try:
         with limited_link(args.rate):
-            return launch_ranks(args.ranks, argv, args.timeout, extra_env)
+            return launch_ranks(args.ranks, argv, args.timeout, extra_env, script)
     except LinkError as error:
         fail(f"{error}; --no-limit runs on plain loopback")

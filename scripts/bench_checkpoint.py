@@ -28,7 +28,6 @@ import argparse
 import itertools
 import os
 import shutil
-import statistics
 import sys
 import tempfile
 import time
@@ -47,6 +46,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_overlap
 from fsdp_overlap.checkpoint import SafeFileSystemReader, SafeFileSystemWriter
+from fsdp_overlap.cli.measurement import Measurement, Ratio
 
 SAVE_OURS, SAVE_FSDP2 = "save, ours", "save, FSDP2"
 LOAD_OURS, LOAD_FSDP2 = "load, ours", "load, FSDP2"
@@ -84,6 +84,10 @@ def build(blocks: int, width: int, shard: Callable[[nn.Module], Any]) -> nn.Sequ
     shard(model)
     return model
 
+
+TIME, RATE, EXTRA = "time", "throughput", "extra memory a rank"
+TARGET = 1.0  # of FSDP2's, time and memory
+PAGE = 4096  # bytes; of less than that memory cannot be seen to be taken
 
 Operation = Callable[[Path], None]
 
@@ -203,14 +207,9 @@ def run_rank(args: argparse.Namespace) -> None:
         samplers[name] = sampler(load, kept_folder(kept[model], args.cold))
     with _bench.quiet_gc():
         mine = _bench.alternate(samplers, args.rounds, 1)
-    everyone: list[Any] = [None] * world_size
-    dist.all_gather_object(everyone, mine)
+    worst = _bench.of_slowest_rank(mine)
     if dist.get_rank() == 0:
         numel = sum(parameter.numel() for parameter in ours.parameters())
-        worst = {
-            name: [max(ranks) for ranks in zip(*(e[name] for e in everyone), strict=True)]
-            for name in mine
-        }
         _bench.report({"numel": numel, "samples": worst})
     dist.barrier()
     dist.destroy_process_group()
@@ -229,68 +228,47 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--cold", action="store_true", help="loads find nothing in the page cache")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds, for each of the two")
-    parser.add_argument("--json", metavar="FILE", help="also write the figures here")
+    _bench.add_outputs(parser)
     # Of the ranks, which this script starts twice.
     parser.add_argument("--measure", choices=list(SAMPLERS), help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def show(args: argparse.Namespace, numel: int, samples: dict[str, dict[str, list[float]]]) -> None:
-    """Print the table and the ratios, and write the JSON report."""
-    print(
+def measurement_of(
+    args: argparse.Namespace, numel: int, samples: dict[str, dict[str, list[float]]]
+) -> Measurement:
+    """`samples` are those of each unit in SAMPLERS."""
+    seconds = samples["seconds"]
+    rates = {name: [4 * numel / 1e9 / s for s in values] for name, values in seconds.items()}
+    extra = {
+        name: [max(nbytes, PAGE) / 1e6 for nbytes in values]
+        for name, values in samples["bytes"].items()
+    }
+    files = "cold" if args.cold else "cached"
+    about = (
         f"torch {torch.__version__}, {args.ranks} ranks, {args.blocks} blocks of "
         f"12*{args.width}^2, {numel / 1e6:.0f} million parameters in float32, in {args.folder}, "
-        f"{'cold' if args.cold else 'cached'} files; median of {args.rounds} rounds\n"
+        f"{files} files; {args.rounds} rounds"
     )
-    medians = {
-        unit: {name: statistics.median(values) for name, values in named.items()}
-        for unit, named in samples.items()
+    settings = {
+        "torch": torch.__version__,
+        "ranks": args.ranks,
+        "blocks": args.blocks,
+        "width": args.width,
+        "numel": numel,
+        "folder": args.folder,
+        "cold": args.cold,
+        "rounds": args.rounds,
     }
-    rows = []
-    for name, seconds in samples["seconds"].items():
-        rate = [4 * numel / 1e9 / s for s in seconds]
-        extra = [nbytes / 1e6 for nbytes in samples["bytes"][name]]
-        low, high = _bench.spread(rate)
-        least, most = _bench.spread(extra)
-        rows.append(
-            [
-                name,
-                f"{medians['seconds'][name]:.2f}",
-                f"{statistics.median(rate):.2f}",
-                f"{low:.2f}-{high:.2f}",
-                f"{statistics.median(extra):.1f}",
-                f"{least:.1f}-{most:.1f}",
-            ]
-        )
-    header = ["", "s", "GB/s", "p10-p90", "extra MB a rank", "p10-p90"]
-    print(_bench.markdown_table(header, rows), end="\n\n")
-    ratios = {
-        unit: {name: median[name] / max(median[other], 1e-9) for name, other in COMPARED.items()}
-        for unit, median in medians.items()
-    }
-    for name, other in COMPARED.items():
-        mine, theirs = medians["bytes"][name] / 1e6, medians["bytes"][other] / 1e6
-        print(
-            f"{name} / FSDP2: time {ratios['seconds'][name]:.2f}, memory "
-            f"{ratios['bytes'][name]:.2f} ({mine:.1f} against {theirs:.1f} MB); "
-            "targets: at most 1.00"
-        )
-    _bench.write_json(
-        args.json,
-        {
-            "torch": torch.__version__,
-            "ranks": args.ranks,
-            "blocks": args.blocks,
-            "width": args.width,
-            "numel": numel,
-            "cold": args.cold,
-            **{
-                unit: {name: _bench.summary(values) for name, values in named.items()}
-                for unit, named in samples.items()
-            },
-            "ours_to_fsdp2": ratios,
-        },
-    )
+    figures = _bench.figures_of(TIME, "s", seconds)
+    figures += _bench.figures_of(RATE, "GB/s", rates)
+    figures += _bench.figures_of(EXTRA, "MB", extra)
+    ratios = [
+        Ratio.between(quantity, name, other, named, at_most=TARGET)
+        for quantity, named in ((TIME, seconds), (EXTRA, extra))
+        for name, other in COMPARED.items()
+    ]
+    return Measurement(about, settings, _bench.repeated_argv(), figures, ratios)
 
 
 def main() -> None:
@@ -303,7 +281,8 @@ def main() -> None:
             argv = [*sys.argv[1:], f"--folder={folder}", f"--measure={unit}"]
             measured[unit] = _bench.launch_ranks(args.ranks, argv, args.timeout, malloc)
     samples = {unit: result["samples"] for unit, result in measured.items()}
-    show(args, measured["seconds"]["numel"], samples)
+    measurement = measurement_of(args, measured["seconds"]["numel"], samples)
+    _bench.publish(measurement, args.json, args.plot)
 
 
 if __name__ == "__main__":

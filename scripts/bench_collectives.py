@@ -1,8 +1,9 @@
 """Which collectives should carry an all-gather and a reduce-scatter on gloo?
 
 Times every candidate for gathering a flat buffer from equal slices, and for reducing one into
-slices, from a barrier to the moment when the last rank holds its result (milliseconds, median of
-many rounds, candidates alternating within each round). Beside it, per candidate:
+slices, from a barrier to the moment when the last rank holds its result (milliseconds, candidates
+alternating within each round). The library's choice is compared with the one collective that is
+made for it. Beside the time, per candidate:
 
 - host: milliseconds until the last asynchronous call has returned, which compute has to wait for;
 - cpu: milliseconds of processor time of all threads of one rank, which compute has to do without;
@@ -17,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +28,11 @@ import _bench
 import torch
 import torch.distributed as dist
 
+from fsdp_overlap.cli.measurement import Figure, Measurement, Ratio
+
 MIB = 2**20
+TIME, HOST, CPU, EXTRA = "time", "host", "cpu", "extra"
+UNITS = {TIME: "ms", HOST: "ms", CPU: "ms", EXTRA: "MiB"}
 
 
 @dataclass(frozen=True)
@@ -207,6 +211,11 @@ REDUCES: dict[str, Candidate] = {
     "two all_to_alls + add": reduce_two_all_to_alls,
     "isend / irecv + add": reduce_send_receive,
 }
+# What the library does on gloo, and the collective of torch that is made for it.
+CHOSEN = {
+    "gather": ("broadcast per slice", "all_gather_into_tensor"),
+    "reduce": ("all_to_all + add", "reduce_scatter_tensor"),
+}
 
 
 def _wait(works: list[Any]) -> None:
@@ -272,61 +281,78 @@ def peak_extra(b: Buffers, kind: str, candidate: Candidate) -> float:
     return status("VmHWM") - before
 
 
+# Samples of each candidate, by what was measured, by kind: gather or reduce.
+Found = dict[str, dict[str, dict[str, list[float]]]]
+
+
 def run_rank(args: argparse.Namespace) -> None:
     """Measure every candidate on this rank; rank 0 reports the slowest rank's time."""
     rank, world_size = _bench.join_ranks()
     length = int(args.mib * MIB / 4) // world_size
     full = torch.empty(world_size * length)
     b = Buffers(rank, world_size, full, list(full.split(length)), torch.empty(length))
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    found: Found = {}
     for kind, candidates in (("gather", GATHERS), ("reduce", REDUCES)):
         if "BENCH_MEMORY" in os.environ:
-            for name, candidate in candidates.items():
-                # Twice, as the first call also builds connections and touches buffers.
-                extra = [peak_extra(b, kind, candidate) for _ in range(2)][-1]
-                found.setdefault(kind, {})[name] = {"extra": extra}
-            continue
-        names = list(candidates)
-        mine: dict[str, list[tuple[float, float, float]]] = {name: [] for name in names}
-        for index in range(args.warmup + args.rounds):
-            turn = index % len(names)
-            for name in names[turn:] + names[:turn]:
-                sample = call(b, kind, candidates[name])
-                if index < args.warmup:
-                    check(b, kind, name)
-                else:
-                    mine[name].append(sample)
-        everyone: list[Any] = [None] * world_size
-        dist.all_gather_object(everyone, mine)
-        for name in names:
-            rounds = list(zip(*(samples[name] for samples in everyone), strict=True))
-            totals = [max(sample[0] for sample in one) for one in rounds]
-            low, high = _bench.spread(totals)
-            found.setdefault(kind, {})[name] = {
-                "total": statistics.median(totals),
-                "low": low,
-                "high": high,
-                "host": statistics.median(max(sample[1] for sample in one) for one in rounds),
-                "cpu": statistics.median(max(sample[2] for sample in one) for one in rounds),
+            # Twice, as the first call also builds connections and touches buffers.
+            extra = {
+                name: [[peak_extra(b, kind, candidate) for _ in range(2)][-1]]
+                for name, candidate in candidates.items()
             }
+            found[kind] = {EXTRA: extra}
+        else:
+            found[kind] = time_candidates(args, b, kind, candidates)
     if rank == 0:
         _bench.report(found)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measure(args: argparse.Namespace, world_size: int) -> dict[str, dict[str, dict[str, float]]]:
+def time_candidates(
+    args: argparse.Namespace, b: Buffers, kind: str, candidates: dict[str, Candidate]
+) -> dict[str, dict[str, list[float]]]:
+    """Each candidate in turn, `args.warmup` rounds with a check and `args.rounds` measured."""
+    names = list(candidates)
+    mine: dict[str, list[tuple[float, float, float]]] = {name: [] for name in names}
+    for index in range(args.warmup + args.rounds):
+        turn = index % len(names)
+        for name in names[turn:] + names[:turn]:
+            sample = call(b, kind, candidates[name])
+            if index < args.warmup:
+                check(b, kind, name)
+            else:
+                mine[name].append(sample)
+    return {
+        what: _bench.of_slowest_rank({name: [s[k] for s in mine[name]] for name in names})
+        for k, what in enumerate((TIME, HOST, CPU))
+    }
+
+
+def measure(args: argparse.Namespace, world_size: int) -> Found:
     """Time the candidates, then measure their memory, among `world_size` fresh ranks."""
     argv = [f"--mib={args.mib}", f"--rounds={args.rounds}", f"--warmup={args.warmup}"]
     timed = _bench.launch_ranks(world_size, argv, args.timeout)
     # Freed memory must go back at once, or the second call would reuse what the first one left.
     memory = _bench.launch_ranks(
-        world_size, argv, args.timeout, {"BENCH_MEMORY": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+        world_size, argv, args.timeout, {"BENCH_MEMORY": "1", **_bench.RETURNED}
     )
-    return {
-        kind: {name: {**row, **memory[kind][name]} for name, row in rows.items()}
-        for kind, rows in timed.items()
-    }
+    return {kind: {**timed[kind], **memory[kind]} for kind in timed}
+
+
+def compare(args: argparse.Namespace, found: dict[str, Found]) -> Measurement:
+    """`found` in each place."""
+    figures: list[Figure] = []
+    ratios: list[Ratio] = []
+    for place, kinds in found.items():
+        for kind, measured in kinds.items():
+            where = f"{kind}, {place}"
+            for what, unit in UNITS.items():
+                figures += _bench.figures_of(f"{where}: {what}", unit, measured[what])
+            chosen, plain = CHOSEN[kind]
+            ratios.append(Ratio.between(f"{where}: {TIME}", chosen, plain, measured[TIME]))
+    about = f"torch {torch.__version__}, {args.mib:g} MiB of float32; {args.rounds} rounds"
+    settings = {"torch": torch.__version__, "mib": args.mib, "rounds": args.rounds}
+    return Measurement(about, settings, _bench.repeated_argv(), figures, ratios)
 
 
 def parse() -> argparse.Namespace:
@@ -338,7 +364,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds, per launch")
-    parser.add_argument("--json", metavar="FILE", help="also write the figures here")
+    _bench.add_outputs(parser)
     return parser.parse_args()
 
 
@@ -346,37 +372,16 @@ def main() -> None:
     args = parse()
     if _bench.is_rank():
         return run_rank(args)
-    results: dict[str, Any] = {}
+    found: dict[str, Found] = {}
     for world_size in args.ranks:
-        results[f"{world_size} ranks, loopback"] = measure(args, world_size)
+        found[f"{world_size} ranks, loopback"] = measure(args, world_size)
     if not args.no_limit:
         try:
             with _bench.limited_link(args.rate):
-                results[f"2 ranks, {args.rate} link"] = measure(args, 2)
+                found[f"2 ranks, {args.rate} link"] = measure(args, 2)
         except _bench.LinkError as error:
             _bench.fail(f"{error}; --no-limit measures loopback only")
-    print(f"torch {torch.__version__}, {args.mib:g} MiB fp32, median of {args.rounds} rounds")
-    for where, kinds in results.items():
-        for kind, rows in kinds.items():
-            print(f"\n{kind}, {where}\n")
-            header = [kind, "ms", "p10-p90", "host ms", "cpu ms", "extra MiB"]
-            print(
-                _bench.markdown_table(
-                    header,
-                    [
-                        [
-                            name,
-                            f"{row['total']:.1f}",
-                            f"{row['low']:.1f}-{row['high']:.1f}",
-                            f"{row['host']:.2f}",
-                            f"{row['cpu']:.1f}",
-                            f"{row['extra']:.1f}",
-                        ]
-                        for name, row in rows.items()
-                    ],
-                )
-            )
-    _bench.write_json(args.json, {"torch": torch.__version__, "mib": args.mib, **results})
+    _bench.publish(compare(args, found), args.json, args.plot)
 
 
 if __name__ == "__main__":

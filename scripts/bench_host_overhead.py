@@ -5,8 +5,9 @@ nothing but the host's work is left) take steps in turn, round by round in one p
 sharded by FSDP2, sharded by ours. A fake process group of 8 ranks stands for the network: its
 collectives return at once. A step is forward, backward and zero_grad; there is no optimizer.
 
-Overhead per unit = median over rounds of (sharded step - unsharded step of that round) / blocks,
-in microseconds. The headline is the ratio of ours to FSDP2's. CPU only, one process, one thread.
+Overhead per unit = (sharded step - unsharded step of that round) / blocks, in microseconds. The
+headline is the ratio of ours to FSDP2's. With several numbers of `--blocks`, one after the other,
+it shows whether a unit costs the same in a deep model. CPU only, one process, one thread.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import argparse
 import cProfile
 import pstats
-import statistics
 import time
 from collections.abc import Callable
 
@@ -27,8 +27,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_overlap
+from fsdp_overlap.cli.measurement import Figure, Measurement, Ratio, Sweep
 
 ROWS = 4
+TARGET = 0.15  # of FSDP2's overhead
+OVERHEAD = "overhead a unit"
 
 
 class Block(nn.Module):
@@ -116,15 +119,53 @@ def profile(step: Callable[[], torch.Tensor], steps: int) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--blocks", type=int, default=32)
+    parser.add_argument("--blocks", type=int, nargs="+", default=[32], help="one model for each")
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--world-size", type=int, default=8, help="of the fake process group")
     parser.add_argument("--prefetch", type=int, default=1, help="of our context")
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--warmup", type=int, default=10, help="rounds thrown away")
     parser.add_argument("--profile", action="store_true", help="print a profile of ours instead")
-    parser.add_argument("--json", metavar="FILE", help="also write the figures here")
+    _bench.add_outputs(parser)
     return parser.parse_args()
+
+
+def make_steps(args: argparse.Namespace, blocks: int) -> dict[str, Callable[[], torch.Tensor]]:
+    """A training step of each system."""
+    mesh = init_device_mesh("cpu", (args.world_size,))
+    models = {name: build(blocks, args.width) for name in ("unsharded", "FSDP2", "ours")}
+    shard_fsdp2(models["FSDP2"], mesh)
+    shard_ours(models["ours"], mesh, args.prefetch)
+    return {name: make_step(model, args.width) for name, model in models.items()}
+
+
+def measure(args: argparse.Namespace, blocks: int) -> dict[str, list[float]]:
+    """Microseconds per step of each system, by round."""
+    steps = make_steps(args, blocks)
+    losses = {name: step().item() for name, step in steps.items()}
+    if max(losses.values()) - min(losses.values()) > 1e-5 * abs(losses["unsharded"]):
+        _bench.fail(f"the systems compute different losses: {losses}", code=1)
+    with _bench.quiet_gc():
+        samplers = {name: timed(step, 1) for name, step in steps.items()}
+        return _bench.alternate(samplers, args.rounds, args.warmup)
+
+
+def figures(
+    args: argparse.Namespace, blocks: int, samples: dict[str, list[float]]
+) -> tuple[list[Figure], Ratio]:
+    """Those of one number of blocks."""
+    overhead = {
+        name: [
+            (sharded - plain) / blocks
+            for sharded, plain in zip(samples[name], samples["unsharded"], strict=True)
+        ]
+        for name in ("FSDP2", "ours")
+    }
+    at = blocks if len(args.blocks) > 1 else None
+    steps = {name: [us / 1e3 for us in values] for name, values in samples.items()}
+    found = _bench.figures_of("step", "ms", steps, at=at)
+    found += _bench.figures_of(OVERHEAD, "us", overhead, at=at)
+    return found, Ratio.between(OVERHEAD, "ours", "FSDP2", overhead, at=at, at_most=TARGET)
 
 
 def main() -> None:
@@ -133,64 +174,36 @@ def main() -> None:
     # Denormals would make some steps slower than others for no reason of ours.
     torch.set_flush_denormal(True)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.world_size)
-    mesh = init_device_mesh("cpu", (args.world_size,))
-    models = {name: build(args.blocks, args.width) for name in ("unsharded", "FSDP2", "ours")}
-    shard_fsdp2(models["FSDP2"], mesh)
-    shard_ours(models["ours"], mesh, args.prefetch)
-    steps = {name: make_step(model, args.width) for name, model in models.items()}
-
     if args.profile:
+        step = make_steps(args, args.blocks[0])["ours"]
         for _ in range(args.warmup):
-            steps["ours"]()
-        profile(steps["ours"], 20)
-        dist.destroy_process_group()
-        return
-
-    losses = {name: step().item() for name, step in steps.items()}
-    if max(losses.values()) - min(losses.values()) > 1e-5 * abs(losses["unsharded"]):
-        _bench.fail(f"the systems compute different losses: {losses}", code=1)
-
-    with _bench.quiet_gc():
-        samples = _bench.alternate(
-            {name: timed(step, 1) for name, step in steps.items()}, args.rounds, args.warmup
+            step()
+        profile(step, 20)
+    else:
+        found = [figures(args, blocks, measure(args, blocks)) for blocks in args.blocks]
+        counts = ", ".join(map(str, args.blocks))
+        about = (
+            f"torch {torch.__version__}, {counts} blocks of 14 parameters, width {args.width}, "
+            f"fake world of {args.world_size}, prefetch {args.prefetch}, {args.rounds} rounds"
         )
-    dist.destroy_process_group()
-
-    overhead: dict[str, list[float]] = {}
-    for name in ("FSDP2", "ours"):
-        pairs = zip(samples[name], samples["unsharded"], strict=True)
-        overhead[name] = [(sharded - plain) / args.blocks for sharded, plain in pairs]
-    ratio = statistics.median(overhead["ours"]) / statistics.median(overhead["FSDP2"])
-
-    rows = []
-    for name, values in samples.items():
-        step_us = _bench.summary(values)
-        row = [name, f"{step_us['median'] / 1e3:.2f}"]
-        if name in overhead:
-            extra = _bench.summary(overhead[name])
-            row += [f"{extra['median']:.0f}", f"{extra['p10']:.0f}-{extra['p90']:.0f}"]
-        else:
-            row += ["", ""]
-        rows.append(row)
-    print(
-        f"torch {torch.__version__}, {args.blocks} blocks of 14 parameters, width {args.width}, "
-        f"fake world of {args.world_size}, median of {args.rounds} rounds\n"
-    )
-    print(_bench.markdown_table(["system", "step ms", "overhead us/unit", "p10-p90"], rows))
-    print(f"\nours / FSDP2, overhead per unit: {ratio:.3f} (target: at most 0.25)")
-    _bench.write_json(
-        args.json,
-        {
+        settings = {
             "torch": torch.__version__,
             "blocks": args.blocks,
             "width": args.width,
             "world_size": args.world_size,
             "prefetch": args.prefetch,
-            "step_us": {name: _bench.summary(values) for name, values in samples.items()},
-            "overhead_us_per_unit": {k: _bench.summary(v) for k, v in overhead.items()},
-            "ratio": ratio,
-        },
-    )
+            "rounds": args.rounds,
+        }
+        measurement = Measurement(
+            about,
+            settings,
+            _bench.repeated_argv(),
+            [figure for one, _ in found for figure in one],
+            [ratio for _, ratio in found],
+            sweep=Sweep("blocks") if len(args.blocks) > 1 else None,
+        )
+        _bench.publish(measurement, args.json, args.plot)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -4,17 +4,15 @@ Gloo ranks train one model of equal blocks, sharded by each system in turn in th
 A sample is how far the resident memory of a rank peaks in forward and backward above what rested
 before, less the gradient shards that stay, in units of one block's parameters: of the full
 buffers, reduce inputs and copies that exist at once. Batches are tiny, so that activations do not
-count. Freed blocks go back to the system at once. Median over rounds, on the rank with the most.
+count. Freed blocks go back to the system at once. A sample is that of the rank with the most.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import statistics
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import _bench
 import torch
@@ -23,10 +21,12 @@ from bench_host_overhead import build, shard_fsdp2, shard_ours
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from fsdp_overlap.cli.measurement import Measurement, Ratio
+
 ROWS = 4
-FSDP2 = "FSDP2"
+PEAK, FSDP2 = "peak", "FSDP2"
 OURS = {"ours, prefetch 0": 0, "ours, prefetch 1": 1}
-TARGETS = {"ours, prefetch 0": 3.1, "ours, prefetch 1": 4.0}
+TARGETS = {"ours, prefetch 0": 3.1, "ours, prefetch 1": 4.0}  # blocks
 
 
 def weighed(model: nn.Module, width: int, unit: int) -> Callable[[], float]:
@@ -58,15 +58,9 @@ def run_rank(args: argparse.Namespace) -> None:
             shard_ours(model, mesh, OURS[name])
         samplers[name] = weighed(model, args.width, unit)
     mine = _bench.alternate(samplers, args.rounds, warmup=2)
-    everyone: list[Any] = [None] * world_size
-    dist.all_gather_object(everyone, mine)
+    most = _bench.of_slowest_rank(mine)
     if rank == 0:
-        _bench.report(
-            {
-                name: [max(ranks) for ranks in zip(*(e[name] for e in everyone), strict=True)]
-                for name in mine
-            }
-        )
+        _bench.report(most)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -80,32 +74,30 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rate", default="2gbit", help="of the link, in tc's words")
     parser.add_argument("--no-limit", action="store_true", help="plain loopback, needs no root")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds, for the whole run")
-    parser.add_argument("--json", metavar="FILE", help="also write the figures here")
+    _bench.add_outputs(parser)
     return parser.parse_args()
 
 
-def show(args: argparse.Namespace, samples: dict[str, list[float]]) -> None:
+def measurement_of(args: argparse.Namespace, samples: dict[str, list[float]]) -> Measurement:
     link = "unlimited loopback" if args.no_limit else f"{args.rate} link"
-    print(
+    about = (
         f"torch {torch.__version__}, {args.ranks} ranks, {link}, {args.blocks} blocks of width "
-        f"{args.width}; peak above rest and gradient shards in blocks, {args.rounds} rounds\n"
+        f"{args.width}; peak above rest and gradient shards, {args.rounds} rounds"
     )
-    rows = []
-    for name, values in samples.items():
-        low, high = _bench.spread(values)
-        target = f"{TARGETS[name]:.1f}" if name in TARGETS else ""
-        rows.append([name, f"{statistics.median(values):.2f}", f"{low:.2f}-{high:.2f}", target])
-    print(_bench.markdown_table(["", "blocks", "p10-p90", "target"], rows))
-    _bench.write_json(
-        args.json,
-        {
-            "torch": torch.__version__,
-            "ranks": args.ranks,
-            "blocks": args.blocks,
-            "width": args.width,
-            "rate": None if args.no_limit else args.rate,
-            "peak_blocks": {name: _bench.summary(values) for name, values in samples.items()},
-        },
+    settings = {
+        "torch": torch.__version__,
+        "rate": None if args.no_limit else args.rate,
+        "ranks": args.ranks,
+        "blocks": args.blocks,
+        "width": args.width,
+        "rounds": args.rounds,
+    }
+    return Measurement(
+        about,
+        settings,
+        _bench.repeated_argv(),
+        _bench.figures_of(PEAK, "blocks", samples, at_most=TARGETS),
+        [Ratio.between(PEAK, name, FSDP2, samples) for name in OURS],
     )
 
 
@@ -113,7 +105,8 @@ def main() -> None:
     args = parse()
     if _bench.is_rank():
         return run_rank(args)
-    show(args, _bench.launch_on_link(args, sys.argv[1:], _bench.RETURNED))
+    samples = _bench.launch_on_link(args, sys.argv[1:], _bench.RETURNED)
+    _bench.publish(measurement_of(args, samples), args.json, args.plot)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ every system must have stepped as the unsharded one.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -38,6 +37,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim import _muon as torch_muon
 
 from fsdp_overlap import Flat, FsdpContext, Whole, fully_shard
+from fsdp_overlap.cli.measurement import Measurement, Ratio
 from fsdp_overlap.layout import Layout
 from fsdp_overlap.optim import Muon
 
@@ -50,7 +50,8 @@ UNSHARDED, FSDP2, WHOLE, FLAT, ALONE = (
 )
 LR = 0.02
 ADAMW = {"lr": 1e-3, "weight_decay": 0.1}
-# Of WHOLE's time to these, at 2 ranks; the project's goals.
+STEP = "step"
+# Of WHOLE's time to these, at 2 ranks.
 TARGETS = {UNSHARDED: 0.6, FSDP2: 0.5}
 
 
@@ -122,7 +123,7 @@ def ours(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
 
 def run_rank(args: argparse.Namespace) -> None:
     """Measure on this rank; rank 0 reports the slowest rank's times."""
-    _, world_size = _bench.join_ranks(timeout_s=args.timeout)
+    _bench.join_ranks(timeout_s=args.timeout)
     dtype = getattr(torch, args.dtype)
     shard: dict[str, Callable[[nn.Sequential], None]] = {
         UNSHARDED: lambda model: None,
@@ -158,13 +159,8 @@ def run_rank(args: argparse.Namespace) -> None:
     with _bench.quiet_gc():
         samplers = {name: timed(step) for name, step in steps.items()}
         mine = _bench.alternate(samplers, args.rounds, 1)
-    everyone: list[Any] = [None] * world_size
-    dist.all_gather_object(everyone, mine)
+    slowest = _bench.of_slowest_rank(mine)
     if dist.get_rank() == 0:
-        slowest = {
-            name: [max(ranks) for ranks in zip(*(e[name] for e in everyone), strict=True)]
-            for name in mine
-        }
         _bench.report({"step_ms": slowest, "collectives": collectives})
     dist.barrier()
     dist.destroy_process_group()
@@ -189,49 +185,43 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds, for the whole run")
-    parser.add_argument("--json", metavar="FILE", help="also write the figures here")
+    _bench.add_outputs(parser)
     return parser.parse_args()
 
 
-def show(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    samples, collectives = result["step_ms"], result["collectives"]
-    median = {name: statistics.median(values) for name, values in samples.items()}
-    print(
+def measurement_of(args: argparse.Namespace, result: dict[str, Any]) -> Measurement:
+    samples = result["step_ms"]
+    collectives = {name: [float(count)] for name, count in result["collectives"].items()}
+    about = (
         f"torch {torch.__version__}, {args.ranks} ranks, {args.blocks} blocks of "
-        f"12*{args.width}^2, products in {args.dtype}; median of {args.rounds} rounds\n"
+        f"12*{args.width}^2, products in {args.dtype}; {args.rounds} rounds"
     )
-    rows = []
-    for name, values in samples.items():
-        low, high = _bench.spread(values)
-        ratios = (f"{median[name] / median[other]:.2f}" for other in TARGETS)
-        figures = f"{median[name]:.0f}", f"{low:.0f}-{high:.0f}", *ratios
-        rows.append([name, *figures, f"{collectives[name]}"])
-    header = ["", "ms/step", "p10-p90", "/ unsharded", "/ FSDP2", "collectives"]
-    print(_bench.markdown_table(header, rows))
-    ratios = {other: median[WHOLE] / median[other] for other in TARGETS}
-    print()
-    for other, target in TARGETS.items():
-        print(f"{WHOLE} / {other}: {ratios[other]:.3f} (target at 2 ranks: at most {target})")
-    _bench.write_json(
-        args.json,
-        {
-            "torch": torch.__version__,
-            "ranks": args.ranks,
-            "blocks": args.blocks,
-            "width": args.width,
-            "dtype": args.dtype,
-            "step_ms": {name: _bench.summary(values) for name, values in samples.items()},
-            "collectives": collectives,
-            "whole_to": ratios,
-        },
-    )
+    settings = {
+        "torch": torch.__version__,
+        "ranks": args.ranks,
+        "blocks": args.blocks,
+        "width": args.width,
+        "dtype": args.dtype,
+        "rounds": args.rounds,
+    }
+    figures = _bench.figures_of(STEP, "ms", samples)
+    figures += _bench.figures_of("collectives a step", "", collectives, at_most={WHOLE: 0})
+    ratios = [
+        Ratio.between(
+            STEP, WHOLE, other, samples, at_most=TARGETS[other] if args.ranks == 2 else None
+        )
+        for other in TARGETS
+    ]
+    ratios.append(Ratio.between(STEP, FLAT, FSDP2, samples))
+    return Measurement(about, settings, _bench.repeated_argv(), figures, ratios)
 
 
 def main() -> None:
     args = parse()
     if _bench.is_rank():
         return run_rank(args)
-    show(args, _bench.launch_ranks(args.ranks, sys.argv[1:], args.timeout))
+    result = _bench.launch_ranks(args.ranks, sys.argv[1:], args.timeout)
+    _bench.publish(measurement_of(args, result), args.json, args.plot)
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_overlap import ShardedTensor, optim
+from fsdp_overlap.cli.measurement import Measurement, Ratio
 
 LEARNING_RATE = 1e-3
 CLIP_TO = 0.5  # of the norm
@@ -237,21 +238,6 @@ def check(candidates: Mapping[str, Candidate], reference: nn.Module) -> None:
         candidates[key].check_clip()
 
 
-def table(samples: Mapping[str, list[float]], reference: float) -> str:
-    rows = []
-    for name, values in samples.items():
-        us = _bench.summary(values)
-        rows.append(
-            [
-                name,
-                f"{us['median']:.0f}",
-                f"{us['p10']:.0f}-{us['p90']:.0f}",
-                f"{us['median'] / reference:.3f}",
-            ]
-        )
-    return _bench.markdown_table(["system", "us", "p10-p90", "ratio"], rows)
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--blocks", type=int, default=32)
@@ -270,7 +256,7 @@ def parse() -> argparse.Namespace:
         choices=[*STEPS, *CLIPS],
         help=f"print a profile of this one instead: {', '.join([*STEPS, *CLIPS])}",
     )
-    parser.add_argument("--json", metavar="FILE", help="also write the figures here")
+    _bench.add_outputs(parser)
     return parser.parse_args()
 
 
@@ -309,51 +295,46 @@ def main() -> None:
             measured[what] = _bench.alternate(samplers, args.rounds, args.warmup)
     dist.destroy_process_group()
 
-    medians = {
-        key: statistics.median(values)
-        for samples in measured.values()
-        for key, values in samples.items()
-    }
-    clip_reference = min(CLIP_REFERENCES, key=medians.__getitem__)
-    references = {"step": STEP_REFERENCE, "clip": clip_reference}
-    ratios = {
-        key: medians[key] / medians[references[what]]
-        for what, samples in measured.items()
-        for key in samples
-        if key in systems
-    }
+    _bench.publish(measurement_of(args, measured), args.json, args.plot)
 
+
+def measurement_of(
+    args: argparse.Namespace, measured: Mapping[str, Mapping[str, list[float]]]
+) -> Measurement:
+    """`measured`: microseconds of each step and each clip, by key."""
     renewed = "gradients of a new backward each" if args.fresh_gradients else "gradients kept"
-    print(
+    about = (
         f"torch {torch.__version__}, {args.blocks} blocks of 14 parameters, width {args.width}, "
-        f"fake world of {args.world_size}, {renewed}, median of {args.rounds} rounds"
+        f"fake world of {args.world_size}, {renewed}, {args.rounds} rounds"
     )
-    for what, title in (("step", "Optimizer step"), ("clip", "Clipping by norm")):
+    settings = {
+        "torch": torch.__version__,
+        "blocks": args.blocks,
+        "width": args.width,
+        "world_size": args.world_size,
+        "fresh_gradients": args.fresh_gradients,
+        "rounds": args.rounds,
+    }
+    clips = measured["clip"]
+    faster_clip = min(CLIP_REFERENCES, key=lambda key: statistics.median(clips[key]))
+    figures, ratios = [], []
+    for quantity, systems, reference in (
+        ("step", STEPS, STEP_REFERENCE),
+        ("clip", CLIPS, faster_clip),
+    ):
         named = {
             systems[key].name if key in systems else key: values
-            for key, values in measured[what].items()
+            for key, values in measured[quantity].items()
         }
-        print(f"\n{title} (1.0 is {systems[references[what]].name}):\n")
-        print(table(named, medians[references[what]]))
-    print()
-    for key, system in systems.items():
-        if system.target is not None:
-            print(f"{system.name}: {ratios[key]:.3f} (target: at most {system.target:.2f})")
-    _bench.write_json(
-        args.json,
-        {
-            "torch": torch.__version__,
-            "blocks": args.blocks,
-            "width": args.width,
-            "world_size": args.world_size,
-            "fresh_gradients": args.fresh_gradients,
-            "step_us": {k: _bench.summary(v) for k, v in measured["step"].items()},
-            "clip_us": {k: _bench.summary(v) for k, v in measured["clip"].items()},
-            "references": references,
-            "ratios": ratios,
-            "targets": {k: s.target for k, s in systems.items() if s.target is not None},
-        },
-    )
+        figures += _bench.figures_of(quantity, "us", named)
+        ratios += [
+            Ratio.between(
+                quantity, system.name, systems[reference].name, named, at_most=system.target
+            )
+            for key, system in systems.items()
+            if key.startswith("ours")
+        ]
+    return Measurement(about, settings, _bench.repeated_argv(), figures, ratios)
 
 
 if __name__ == "__main__":

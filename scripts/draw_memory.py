@@ -21,6 +21,7 @@ from layout_table import units_of
 from matplotlib.figure import Figure
 
 from fsdp_overlap import Flat, FsdpContext, MixedPrecisionPolicy, Whole, fully_shard
+from fsdp_overlap.cli.markdown import markdown_table
 from fsdp_overlap.cli.model import GPT
 from fsdp_overlap.layout import BucketPlan, Layout, ParamSpec, plan_units
 from fsdp_overlap.optim import AdamW, Muon
@@ -153,7 +154,7 @@ def compare() -> None:
     names = [field.name.replace("_", " ") for field in fields(Memory)]
     found = _bench.launch_ranks(2, ["--check"], timeout_s=120)
     rows = [[name, *(f"{a:,} / {b:,}" for a, b in pairs)] for name, pairs in found.items()]
-    print(_bench.markdown_table(["formula / measured, bytes", *names], rows))
+    print(markdown_table(["formula / measured, bytes", *names], rows))
     if any(a != b for pairs in found.values() for a, b in pairs):
         _bench.fail("the formulas are off", code=1)
 

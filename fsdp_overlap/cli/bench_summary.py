@@ -1,0 +1,203 @@
+"""The headline figures of many benchmarks in one table."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+
+import torch
+from rich.console import Console, JustifyMethod
+from rich.table import Table
+
+from fsdp_overlap.cli.markdown import markdown_table
+from fsdp_overlap.cli.measurement import Measurement, Spread, interval, number, three_decimals
+from fsdp_overlap.cli.system import cores, cpu_model
+
+_WORDS = "compared"
+_HEADER = (
+    "benchmark",
+    _WORDS,
+    "ours",
+    "FSDP2, other",
+    "ratio (p10-p90)",
+    "at most",
+    "met",
+)
+_LABELS = 2
+_HOW = (
+    "Medians over rounds in which systems take turns; a ratio is the median of the ratios round by "
+    "round."
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A headline figure. ours, other: medians in `unit`. target: in words, with a unit where it is
+    of `ours` itself and not of `ratio`. is_met: None where there is no target. failure: why there
+    is no figure."""
+
+    benchmark: str
+    compared: str
+    command: str
+    unit: str = ""
+    ours: float | None = None
+    other: float | None = None
+    ratio: Spread | None = None
+    target: str = ""
+    is_met: bool | None = None
+    failure: str = ""
+
+    def cells(self) -> tuple[str, ...]:
+        """In the order of the table's columns, the command last."""
+        compared = f"not measured: {self.failure}" if self.failure else self.compared
+        ratio = ""
+        if self.ratio is not None:
+            ratio = three_decimals(self.ratio.median)
+            if spread := interval(self.ratio, three_decimals):
+                ratio += f" ({spread})"
+        met = {True: "yes", False: "no", None: ""}[self.is_met]
+        return (
+            self.benchmark,
+            compared,
+            self._with_unit(self.ours),
+            self._with_unit(self.other),
+            ratio,
+            self.target,
+            "failed" if self.failure else met,
+        )
+
+    def _with_unit(self, value: float | None) -> str:
+        return "" if value is None else f"{number(value)} {self.unit}".rstrip()
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """Where and when it was measured. commit: None where git does not tell."""
+
+    cpu: str
+    cores: int
+    torch: str
+    python: str
+    date: str
+    commit: str | None
+    quick: bool
+
+    @classmethod
+    def here(cls, repository: Path, quick: bool) -> Circumstances:
+        return cls(
+            cpu_model(),
+            cores(),
+            torch.__version__,
+            platform.python_version(),
+            datetime.now().isoformat(" ", "minutes"),
+            _commit(repository),
+            quick,
+        )
+
+    def __str__(self) -> str:
+        quick = "a quick run, for smoke and not for figures; " if self.quick else ""
+        commit = f", commit {self.commit}" if self.commit else ""
+        return (
+            f"{quick}{self.cpu}, {self.cores} cores; torch {self.torch}, Python {self.python}; "
+            f"{self.date}{commit}"
+        )
+
+
+def rows_of(benchmark: str, measurement: Measurement) -> list[Row]:
+    """One for each ratio, each figure with a target that no ratio is of, and each claim."""
+    command = shlex.join(["python", *measurement.argv])
+    rows: list[Row] = []
+    told = set()
+    for ratio in measurement.ratios:
+        ours = measurement.figure(ratio.quantity, ratio.of, ratio.at)
+        other = measurement.figure(ratio.quantity, ratio.to, ratio.at)
+        target = "" if ratio.at_most is None else f"{ratio.at_most:g}"
+        is_met = ratio.is_met
+        if ratio.at_most is None and ours.at_most is not None:
+            target, is_met = _of_unit(ours.at_most, ours.unit), ours.is_met
+            told.add(ours)
+        where = _where(measurement, ratio.at)
+        rows.append(
+            Row(
+                benchmark,
+                f"{ratio.quantity}: {ratio.of} / {ratio.to}{where}",
+                command,
+                ours.unit,
+                ours.spread.median,
+                other.spread.median,
+                ratio.spread,
+                target,
+                is_met,
+            )
+        )
+    for figure in measurement.figures:
+        if figure.at_most is not None and figure not in told:
+            rows.append(
+                Row(
+                    benchmark,
+                    f"{figure.quantity}: {figure.system}{_where(measurement, figure.at)}",
+                    command,
+                    figure.unit,
+                    figure.spread.median,
+                    target=_of_unit(figure.at_most, figure.unit),
+                    is_met=figure.is_met,
+                )
+            )
+    for claim in measurement.claims:
+        text = f"{claim.text}: {claim.found}"
+        rows.append(Row(benchmark, text, command, target="must hold", is_met=claim.holds))
+    return rows
+
+
+def write_summary(rows: Sequence[Row], where: Circumstances, folder: Path) -> None:
+    """summary.json and summary.md in `folder`."""
+    record = {**asdict(where), "rows": [asdict(row) for row in rows]}
+    (folder / "summary.json").write_text(json.dumps(record, indent=2) + "\n")
+    table = markdown_table(
+        (*_HEADER, "command"), [(*row.cells(), f"`{row.command}`") for row in rows], _LABELS
+    )
+    (folder / "summary.md").write_text(f"{where}.\n\n{_HOW}\n\n{table}\n")
+
+
+def show_summary(rows: Sequence[Row], where: Circumstances, console: Console) -> None:
+    """The table without the commands, for which a terminal is too narrow."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in _HEADER:
+        is_words = name == _WORDS  # which alone is cut into lines where the terminal is narrow
+        justify: JustifyMethod = "left" if name in _HEADER[:_LABELS] else "right"
+        table.add_column(name, justify=justify, overflow="fold", no_wrap=not is_words)
+    for row in rows:
+        is_bad = row.failure or row.is_met is False
+        table.add_row(*row.cells(), style="red" if is_bad else None)
+    console.print(f"\n{where}", f"{_HOW}\n", sep="\n", markup=False)
+    console.print(table)
+
+
+def _where(measurement: Measurement, at: float | None) -> str:
+    if at is None or measurement.sweep is None:
+        return ""
+    return f" at {number(at)} ({measurement.sweep.name})"
+
+
+def _of_unit(at_most: float, unit: str) -> str:
+    return f"{at_most:g} {unit}".rstrip()
+
+
+def _commit(repository: Path) -> str | None:
+    """The commit that is checked out, with a word where files differ from it."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(repository), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        commit = git("rev-parse", "--short=12", "HEAD")
+        return commit + (" with changes" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -1,0 +1,114 @@
+"""The time of a step against the speed of the link: ours, FSDP2's and the bound.
+
+At each of `--rates` gloo ranks run `bench_link.py`, which says what is measured: ours, FSDP2,
+compute alone and communication alone take turns, round by round in the same processes. Rates follow
+each other, so compare systems at one rate; between rates the machine may have changed.
+
+`unlimited` is plain loopback. It is placed where its communication alone puts it: at the bytes of a
+step over that time, which is how a limited link's rate counts too. The others need root and `tc`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+from pathlib import Path
+
+import _bench
+import bench_link
+import torch
+
+from fsdp_overlap.cli.measurement import Figure, Measurement, Ratio, Sweep
+
+UNLIMITED = "unlimited"
+UNITS = {"gbit": 1.0, "mbit": 1e-3}
+
+
+def gbit(rate: str) -> float:
+    """Of a limited link, in Gbit/s."""
+    found = re.fullmatch(r"([\d.]+)(gbit|mbit)", rate)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{rate}: use 2gbit, 500mbit and so on, or {UNLIMITED}")
+    return float(found[1]) * UNITS[found[2]]
+
+
+def rate(text: str) -> str:
+    """`text`, if it is a rate."""
+    if text != UNLIMITED:
+        gbit(text)
+    return text
+
+
+def step_gbits(ranks: int, blocks: int) -> float:
+    """Gbit that a step of ours sends through the one queue of loopback: of each block two gathers
+    and a reduction, in each of which every rank's range goes to, or comes from, every other."""
+    block = sum(parameter.nbytes for parameter in bench_link.Block().parameters())
+    return 3 * blocks * block * (ranks - 1) * 8 / 1e9
+
+
+def measure(args: argparse.Namespace, rate: str) -> tuple[float, dict[str, list[float]]]:
+    """Where on the sweep the rate is, in Gbit/s, and milliseconds by system and round."""
+    options = ("ranks", "blocks", "rows", "rounds", "steps", "timeout")
+    argv = [f"--{name}={getattr(args, name)}" for name in options]
+    link = argparse.Namespace(**vars(args), rate=rate, no_limit=rate == UNLIMITED)
+    samples = _bench.launch_on_link(link, argv, script=Path(bench_link.__file__))
+    if rate != UNLIMITED:
+        return gbit(rate), bench_link.with_bound(samples)
+    seconds = statistics.median(samples[bench_link.COMMUNICATION]) / 1e3
+    return step_gbits(args.ranks, args.blocks) / seconds, bench_link.with_bound(samples)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--rates",
+        type=rate,
+        nargs="+",
+        default=["1gbit", "2gbit", "4gbit", "8gbit", UNLIMITED],
+        help=f"of the link, in tc's words, or {UNLIMITED}",
+    )
+    parser.add_argument("--rows", type=int, default=512, help="of each rank's batch")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=1, help="steps per sample")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds, for each rate")
+    _bench.add_outputs(parser)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    figures: list[Figure] = []
+    ratios: list[Ratio] = []
+    for rate in args.rates:
+        at, samples = measure(args, rate)
+        ours, step = bench_link.OURS, bench_link.STEP
+        of_bound = {name: samples.pop(name) for name in bench_link.ALONE}
+        figures += _bench.figures_of(step, "ms", samples, at=at)
+        figures += _bench.figures_of("alone", "ms", of_bound, at=at)
+        ratios.append(Ratio.between(step, ours, bench_link.FSDP2, samples, at=at))
+        target = bench_link.bound_target(of_bound)
+        ratios.append(Ratio.between(step, ours, bench_link.BOUND, samples, at=at, at_most=target))
+    about = (
+        f"torch {torch.__version__}, {args.ranks} ranks, {args.blocks} blocks of "
+        f"12*{bench_link.WIDTH}^2, {args.rows} rows a rank; {args.rounds} rounds of {args.steps} "
+        "steps"
+    )
+    settings = {
+        "torch": torch.__version__,
+        "rates": args.rates,
+        "ranks": args.ranks,
+        "blocks": args.blocks,
+        "rows": args.rows,
+        "rounds": args.rounds,
+        "steps": args.steps,
+    }
+    sweep = Sweep("link, Gbit/s", log_y=True)
+    measurement = Measurement(about, settings, _bench.repeated_argv(), figures, ratios, sweep=sweep)
+    _bench.publish(measurement, args.json, args.plot)
+
+
+if __name__ == "__main__":
+    main()
