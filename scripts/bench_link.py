@@ -6,14 +6,13 @@ Gloo ranks on loopback, limited to `--rate` in a network namespace made for the 
 - ours and FSDP2: every block a unit, and the root; with `--layout`, ours also as `Flat()` lays it
   out, because a layout must not cost anything;
 - compute alone: the model unsharded, all ranks at the same time, nothing communicated;
-- communication alone: the collectives of a step of ours (each block gathered twice and reduced
-  once, in the same forms), all enqueued back to back on both groups, nothing computed.
+- communication alone: the collectives of a step of ours (each block gathered for forward, each but
+  the last, which is kept, for backward, and reduced once, in the same forms), all enqueued back to
+  back on both groups, nothing computed.
 
-The larger of the last two is the bound: the samples of whichever has the larger median. A step of
-ours keeps the last block from forward to backward, and so may be below a bound of communication by
-one transfer in three times the number of blocks. The target is 1.05 of it where one of the two is
-at least twice the other, and 1.12 where they are nearer, because then neither can hide what the
-other adds.
+The larger of the last two is the bound: the samples of whichever has the larger median. The target
+is 1.05 of it where one of the two is at least twice the other, and 1.12 where they are nearer,
+because then neither can hide what the other adds.
 
 A step is forward, loss, backward and zero_grad. There is no optimizer: unsharded, it would update
 as many times more parameters as there are ranks, and so raise the bound. A sample is the mean of
@@ -201,7 +200,10 @@ def train_fsdp2(args: argparse.Namespace) -> Callable[[], float]:
 
 
 def make_communication(
-    model: nn.Sequential, gather_group: dist.ProcessGroup, reduce_group: dist.ProcessGroup
+    model: nn.Sequential,
+    prefetch: int,
+    gather_group: dist.ProcessGroup,
+    reduce_group: dist.ProcessGroup,
 ) -> Callable[[], float]:
     """The collectives of one step of ours, enqueued at once and then waited for in order."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -213,10 +215,10 @@ def make_communication(
     shard = torch.zeros(plan.shard_numels[rank])
 
     def communicate() -> float:
-        blocks = range(len(model))
-        issued = [collectives.all_gather(full, shard, plan, gather_group) for _ in blocks]
-        for _ in blocks:
-            issued.append(collectives.all_gather(full, shard, plan, gather_group))
+        issued = [collectives.all_gather(full, shard, plan, gather_group) for _ in model]
+        for index, _ in enumerate(model):
+            if index or not prefetch:
+                issued.append(collectives.all_gather(full, shard, plan, gather_group))
             issued.append(collectives.reduce_scatter_mean(gradients, plan, reduce_group))
         for one in issued:
             for work in one.works:
@@ -268,7 +270,7 @@ def run_rank(args: argparse.Namespace) -> None:
     if args.optimizer is None:
         gather_group = dist.new_group()
         reduce_group = gather_group if args.shared_group else dist.new_group()
-        steps[COMMUNICATION] = make_communication(plain, gather_group, reduce_group)
+        steps[COMMUNICATION] = make_communication(plain, args.prefetch, gather_group, reduce_group)
     else:
         del steps[COMPUTE]  # which trains nothing
         check({name: step() for name, step in steps.items()})

@@ -41,10 +41,11 @@ def rate(text: str) -> str:
 
 
 def step_gbits(ranks: int, blocks: int) -> float:
-    """Gbit that a step of ours sends through the one queue of loopback: of each block two gathers
-    and a reduction, in each of which every rank's range goes to, or comes from, every other."""
+    """Gbit that a step of ours sends through the one queue of loopback: of each block two gathers,
+    one of the last, and a reduction, in each of which every rank's range goes to, or comes from,
+    every other."""
     block = sum(parameter.nbytes for parameter in bench_link.Block().parameters())
-    return 3 * blocks * block * (ranks - 1) * 8 / 1e9
+    return (3 * blocks - 1) * block * (ranks - 1) * 8 / 1e9
 
 
 def measure(args: argparse.Namespace, rate: str) -> tuple[float, dict[str, list[float]]]:
