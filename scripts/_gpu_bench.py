@@ -129,16 +129,20 @@ def build(scale: Scale, device: str) -> nn.Sequential:
 def build_all(
     scale: Scale, device: str, mesh: DeviceMesh, policy: fsdp2.MixedPrecisionPolicy
 ) -> dict[str, nn.Sequential]:
-    """The unsharded one in the dtype in which the others compute."""
-    models = {name: build(scale, device) for name in (OURS, FSDP2)}
+    """The unsharded one in the dtype in which the others compute. One after the other, so that only
+    one is whole in float32 at a time."""
+    models = {}
+    models[OURS] = build(scale, device)
     ctx = fsdp_overlap.FsdpContext(mesh)
     for block in models[OURS][:-1]:
         fsdp_overlap.fully_shard(block, ctx, mp_policy=policy)
     fsdp_overlap.fully_shard(models[OURS], ctx, mp_policy=policy)
+    models[FSDP2] = build(scale, device)
     for block in models[FSDP2][:-1]:
         fsdp2.fully_shard(block, mesh=mesh, mp_policy=policy)
     fsdp2.fully_shard(models[FSDP2], mesh=mesh, mp_policy=policy)
-    return models | {UNSHARDED: build(scale, device).to(policy.param_dtype)}
+    models[UNSHARDED] = build(scale, device).to(policy.param_dtype)
+    return models
 
 
 def true_weights(model: nn.Module) -> dict[str, torch.Tensor]:

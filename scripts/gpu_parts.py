@@ -39,12 +39,6 @@ class Outcome(NamedTuple):
     page: str
 
 
-def about() -> dict[str, str | None]:
-    """What all figures are of; `device` is None where there is no GPU."""
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {"device": name, "torch": torch.__version__, "cuda": torch.version.cuda}
-
-
 def parity(scale: Scale, device: str, folder: Path) -> Outcome:
     """Losses and gradients of both systems against those of an unsharded model."""
     small = replace(

@@ -25,6 +25,7 @@ import subprocess
 import sys
 import time
 import traceback
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Seconds; together less than eight minutes.
 LIMITS = {"tests": 210, "parity": 45, "memory": 40, "overlap": 60, "speed": 110}
+
+# What all figures are of; `device` is None where there is no GPU.
+ABOUT = """
+import json, torch
+device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+print(json.dumps({"device": device, "torch": torch.__version__, "cuda": torch.version.cuda}))
+"""
 
 # All that has tests marked gpu; others import what a machine without network may lack.
 TESTS = ("tests/test_cuda.py", "tests/test_simulated_ranks.py")
@@ -47,17 +55,19 @@ ON_A_CPU = (
 
 def main() -> None:
     args = parse()
-    # Parts start from a process that has imported torch but not touched the GPU: neither a crash
-    # nor memory passes from one to the next.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["gpu_parts", "torch._dynamo"])  # which FSDP2 imports late
-    about = run_part(context, "about", args, limit=60)
-    if about["status"] != "passed":
-        _bench.fail(about["error"], code=1)
+    # The library need not be installed, and the server of processes does not know of sys.path.
+    paths = [str(ROOT), str(ROOT / "scripts"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    # In a process of its own: parts start from one that has imported torch, but has not touched the
+    # GPU.
+    about = json.loads(subprocess.check_output([sys.executable, "-c", ABOUT]))
     if args.device == "cuda" and about["device"] is None:
         _bench.fail(
             f"no CUDA device: torch {about['torch']} finds none; --device cpu tries out the suite"
         )
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["gpu_parts", "torch._dynamo"])  # which FSDP2 imports late
+    forkserver.ensure_running()  # imports while the tests run
     args.out.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {
         "device": about["device"] or "CPU",
@@ -125,9 +135,6 @@ def _part_main(result: Connection, name: str, device: str, folder: Path) -> None
 
         if device == "cpu":
             torch.set_num_threads(1)
-        if name == "about":
-            result.send({"status": "passed", **gpu_parts.about()})
-            return
         outcome = getattr(gpu_parts, name)(_gpu_bench.SCALES[device], device, folder)
         result.send({"status": "passed", "figures": outcome.figures, "page": outcome.page})
     except BaseException:
@@ -139,14 +146,12 @@ def run_tests(args: argparse.Namespace, limit: float) -> dict[str, Any]:
     # Not strict about options of plugins, which a machine without network may lack.
     options = "-m gpu -q -o addopts=-rfE -p no:cacheprovider --color=no".split()
     command = [sys.executable, "-m", "pytest", *options, *TESTS]
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     log = args.out / "tests.txt"
     with log.open("w") as file:
         try:
             done = subprocess.run(
                 command,
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": path},
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 timeout=limit,

@@ -39,6 +39,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
@@ -203,6 +204,7 @@ class CudaLink:
         )
 
 
+@cache
 def compile_kernel(name: str, word: str) -> Callable[..., None]:
     """A kernel of `KERNELS` for this GPU; compiling takes no CUDA toolkit, only torch's NVRTC."""
     from torch.utils import cpp_extension
