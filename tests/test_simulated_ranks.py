@@ -232,6 +232,28 @@ def test_every_model_trains_as_the_unsharded_one(name: str, device: str) -> None
     simulate(train_from_zoo, device, name)
 
 
+def run_ahead(device: str, link: simulated_ranks.Link) -> None:
+    model = Model().to(device)
+    shard_ours(model, init_device_mesh(device, (WORLD,)))
+    tokens, targets = batch(device)
+
+    def step() -> None:
+        loss_of(model(tokens), targets).backward()
+        model.zero_grad()
+
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)  # cycles: more than half a second
+    step()
+    assert not torch.cuda.current_stream().query(), "the host waited for the GPU"
+
+
+@pytest.mark.gpu
+def test_the_host_never_waits_for_the_gpu_nor_for_the_order_check() -> None:
+    simulate(run_ahead, "cuda")
+
+
 def test_reports_take_a_kernel_of_the_simulation_for_a_collective() -> None:
     def launched(name: str, at: float, correlation: int, lane: int) -> list[dict[str, Any]]:
         args = {"correlation": correlation}
