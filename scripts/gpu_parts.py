@@ -219,12 +219,13 @@ def speed(scale: Scale, device: str, folder: Path) -> Outcome:
     nbytes = sum(transfer.nbytes for transfer in least)
     runs: dict[str, Callable[[], object]] = {**bench.steps(), "sending": bench.replay(least)}
     systems = {name: bench.timed(run, scale.steps) for name, run in runs.items()}
+    rounds = rounds_within(60, scale, compute / 1e3)
     rows, figures = [], []
     with _bench.quiet_gc():
         for ratio in scale.ratios:
             bench.limit(ratio, least, compute)
             asked = bench.link.gigabytes_per_s
-            samples = _bench.alternate(systems, scale.rounds, scale.warmup)
+            samples = _bench.alternate(systems, rounds, scale.warmup)
             ms = {name: statistics.median(values) for name, values in samples.items()}
             got, bound = nbytes / ms["sending"] / 1e6, max(ms[UNSHARDED], ms["sending"])
             rows.append(
@@ -253,13 +254,22 @@ def speed(scale: Scale, device: str, folder: Path) -> Outcome:
     page = (
         f"{scale.blocks} Llama-like blocks of width {scale.width}, {scale.tokens} tokens, "
         f"{scale.world_size} simulated ranks, bfloat16 with float32 reduction; a step is forward, "
-        f"backward and zero_grad. Medians of {scale.rounds} alternating rounds. The bound is the "
+        f"backward and zero_grad. Medians of {rounds} alternating rounds. The bound is the "
         "larger of compute (the unsharded model) and sending (the same transfers with no compute); "
         "ratio is what sending was meant to be of compute. A rank receives and sends "
         + ", ".join(f"{n / 1e9:.3g} GB a step ({name})" for name, n in bytes_sent.items())
         + f".\n\n{_bench.markdown_table(header, rows)}"
     )
-    return Outcome({"bytes_sent": bytes_sent, "rounds": figures}, page)
+    return Outcome({"bytes_sent": bytes_sent, "ratios": figures}, page)
+
+
+def rounds_within(seconds: float, scale: Scale, compute: float) -> int:
+    """How many rounds of all ratios fit, at least 3, where a step computes for so many seconds: on
+    slower GPUs fewer than the scale's."""
+    # Compute, sending, and two systems that hide at least a half of the shorter.
+    steps = sum(1 + ratio + 2 * max(1 + ratio / 2, ratio + 0.5) for ratio in scale.ratios)
+    fitting = seconds / (steps * scale.steps * compute) - scale.warmup
+    return max(3, min(scale.rounds, int(fitting)))
 
 
 def _with_spread(samples: Sequence[float]) -> str:

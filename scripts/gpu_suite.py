@@ -35,7 +35,7 @@ import _bench
 ROOT = Path(__file__).resolve().parent.parent
 
 # Seconds; together less than eight minutes.
-LIMITS = {"tests": 210, "parity": 45, "memory": 40, "overlap": 60, "speed": 110}
+LIMITS = {"tests": 240, "parity": 40, "memory": 30, "overlap": 50, "speed": 110}
 
 # What all figures are of; `device` is None where there is no GPU.
 ABOUT = """
