@@ -1,37 +1,281 @@
-"""The CUDA lanes: parity on real streams, memory that comes back, and overlap."""
+"""The CUDA lanes: parity on real streams, memory that comes back, and overlap.
+
+On one GPU these are one rank's, whose collectives are copies on the lanes; test_simulated_ranks has
+more. With two GPUs NCCL's collectives run.
+"""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.profiler import ProfilerActivity, profile
-from twins import Twins
-from zoo import ZOO
+from twins import Twins, loss_of
+from zoo import VOCABULARY, ZOO, Model, shard_layers
 
-from fsdp_overlap import FsdpContext, fully_shard
+from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, Whole, fully_shard
+from fsdp_overlap.checkpoint import SafeFileSystemReader, SafeFileSystemWriter
+from fsdp_overlap.comm.collectives import Issued
+from fsdp_overlap.comm.lanes import CudaLane, Mark, Ticket
+from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 from fsdp_overlap.profiling import assert_overlapped, read_report
+from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 
 pytestmark = pytest.mark.gpu
 
-
-def train(name: str, prefetch: int) -> None:
-    torch.cuda.set_device(dist.get_rank())
-    Twins.of(name, prefetch=prefetch, device="cuda").train(iterations=4)
+RANKS = max(1, min(2, torch.cuda.device_count()))
 
 
-# Where parameters without a gradient stay None on a CPU they get zeros on several GPUs.
-EVERYWHERE = [name for name in ZOO if "unused" not in name]
+def train(name: str, prefetch: int, device: str = "cuda") -> None:
+    Twins.of(name, prefetch=prefetch, device=device).train(iterations=4)
+
+
+# Where parameters without a gradient stay None on a CPU and on one GPU, they get zeros on several.
+TRAINED = [name for name in ZOO if RANKS == 1 or not name.startswith(("unused", "skipped"))]
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
-@pytest.mark.parametrize("name", EVERYWHERE)
+@pytest.mark.parametrize("name", TRAINED)
 def test_training_on_gpus_equals_unsharded_training(name: str, prefetch: int) -> None:
-    run_ranks(train, min(2, torch.cuda.device_count()), name, prefetch, backend="nccl")
+    run_ranks(train, RANKS, name, prefetch, backend="nccl")
+
+
+# About a millisecond, long enough for compute to come first wherever nothing holds it up.
+CYCLES = 2_000_000
+
+
+class HostileLane(CudaLane):
+    """Late with all it does, and NaN is in its buffers before and after: compute that does not wait
+    for a gather, and a free that does not wait for compute, are seen."""
+
+    def allocate(self, label: str, buffer: FlatBuffer) -> None:
+        super().allocate(label, buffer)
+        with torch.cuda.stream(self.stream):
+            buffer.flat.fill_(torch.nan)
+
+    def enqueue(
+        self,
+        kind: str,
+        label: str,
+        issue: Callable[[], Issued],
+        accept: Callable[[torch.Tensor], None] | None = None,
+        nbytes: int = 0,
+    ) -> Ticket:
+        with torch.cuda.stream(self.stream):
+            torch.cuda._sleep(CYCLES)
+        return super().enqueue(kind, label, issue, accept, nbytes)
+
+    def free(self, label: str, buffer: FlatBuffer, after: Mark) -> None:
+        if after is not None:
+            self.stream.wait_event(after)
+        with torch.cuda.stream(self.stream):
+            buffer.flat.fill_(torch.nan)
+        super().free(label, buffer, None)
+
+
+def train_on_hostile_lanes(name: str, prefetch: int) -> None:
+    twins = Twins.of(name, prefetch=prefetch, device="cuda", optimizer=AdamW)
+    twins.ctx.lane_factory = lambda lane, device: HostileLane(device)
+    twins.train(iterations=4)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("name", ["layers", "nested units", "checkpointed", "dynamic order"])
+def test_compute_and_lanes_wait_for_each_other(name: str, prefetch: int) -> None:
+    run_ranks(train_on_hostile_lanes, RANKS, name, prefetch, backend="nccl")
+
+
+def run_ahead() -> None:
+    twins = Twins.of("layers", device="cuda", optimizer=AdamW)
+    tokens, targets = next(twins.batches(1))
+    mine = twins.mine(tokens), twins.mine(targets)
+
+    def step() -> None:
+        loss_of(twins.model(mine[0]), mine[1]).backward()
+        twins.optimizer.step()
+        twins.optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(500 * CYCLES)
+    step()
+    assert not torch.cuda.current_stream().query(), "the host waited for the GPU"
+    torch.cuda.synchronize()
+
+
+def test_the_host_never_waits_for_the_gpu() -> None:
+    run_ranks(run_ahead, RANKS, backend="nccl")
+
+
+OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
+    "AdamW": (AdamW, {}),
+    "AdamW, amsgrad": (AdamW, {"amsgrad": True}),
+    "torch's AdamW, a loop": (torch.optim.AdamW, {"foreach": False}),
+    "torch's AdamW, fused": (torch.optim.AdamW, {"fused": True}),
+    "Muon": (Muon, {"ns_dtype": torch.float64}),
+    "Muon, whole matrices": (Muon, {"ns_dtype": torch.float64, "layout": Whole()}),
+}
+
+
+def optimize(name: str, device: str = "cuda") -> None:
+    optimizer, options = OPTIMIZERS[name]
+    Twins.of("layers", device=device, optimizer=optimizer, **options).train(iterations=4)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_step_on_gpus_as_unsharded(name: str) -> None:
+    run_ranks(optimize, RANKS, name, backend="nccl")
+
+
+def clip(device: str = "cuda") -> None:
+    for own in (True, False):
+        twins = Twins.of("layers", device=device)
+        for batch in twins.batches(3):
+            twins.backward(*batch)
+            clip_ours = clip_grad_norm_ if own else nn.utils.clip_grad_norm_
+            total = clip_ours(twins.model.parameters(), 0.1)
+            expected = nn.utils.clip_grad_norm_(twins.twin.parameters(), 0.1)
+            torch.testing.assert_close(total, expected)
+            twins.check_gradients()
+            twins.step()
+            twins.check_parameters()
+
+
+def test_gradients_are_clipped_on_gpus() -> None:
+    run_ranks(clip, RANKS, backend="nccl")
+
+
+def train_at_stage(stage: int, starts: bool, device: str = "cuda") -> None:
+    twins = Twins.of("layers", device=device)
+    twins.model.set_zero_stage(stage)
+    batches = twins.batches(6)
+    for _ in range(3):
+        for is_last in (False, True):
+            twins.model.set_is_last_backward(is_last)
+            twins.backward(*next(batches))
+        twins.check_gradients()
+        twins.step()
+        if starts:
+            twins.ctx.start_param_sync()
+        twins.check_parameters()
+
+
+@pytest.mark.parametrize("starts", [True, False])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_zero_stages_on_gpus(stage: int, starts: bool) -> None:
+    run_ranks(train_at_stage, RANKS, stage, starts, backend="nccl")
+
+
+def save_and_load(folder: str, device: str = "cuda") -> None:
+    twins = Twins.of("layers", device=device, optimizer=AdamW)
+    twins.train(iterations=2)
+    model, optimizer = twins.model, twins.optimizer
+    names = "model", "optimizer"
+    saved = dict(zip(names, get_state_dict(model, optimizer), strict=True))
+    dcp.save(saved, storage_writer=SafeFileSystemWriter(folder))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    states = dict(zip(names, get_state_dict(model, optimizer), strict=True))
+    dcp.load(states, storage_reader=SafeFileSystemReader(folder))
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=states["model"],
+        optim_state_dict=states["optimizer"],
+    )
+    twins.check_parameters()
+    twins.train(iterations=2)
+
+
+def test_checkpoints_are_saved_from_gpus_and_loaded_to_them(tmp_path: Path) -> None:
+    run_ranks(save_and_load, RANKS, str(tmp_path), backend="nccl")
+
+
+def start_on_meta(device: str = "cuda") -> None:
+    twins = Twins.of("layers", device=device)
+    with torch.device("meta"):
+        model = Model()
+    twins.ctx, twins.model = FsdpContext(), model.double()
+    shard_layers(twins.model, twins.ctx)
+    twins.model.to_empty(device=device).load_state_dict(twins.twin.state_dict())
+    twins.optimizer = torch.optim.AdamW(twins.model.parameters(), lr=0.05)
+    twins.train(iterations=3)
+
+
+def test_a_model_that_started_on_meta_trains_on_gpus() -> None:
+    run_ranks(start_on_meta, RANKS, backend="nccl")
+
+
+def compute_in_bfloat16(device: str = "cuda") -> None:
+    """All ranks with one batch, so that the mean is what one of them computes."""
+    torch.manual_seed(7)
+    model = Model().to(device)
+    twin = copy.deepcopy(model)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    shard_layers(model, FsdpContext(), mp_policy=policy)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, twin)]
+    tokens, targets = torch.randint(VOCABULARY, (2, 3, 5)).to(device)
+    for _ in range(3):
+        low = copy.deepcopy(twin).bfloat16()
+        losses = [loss_of(each(tokens).float(), targets) for each in (model, low)]
+        torch.testing.assert_close(losses[0], losses[1], rtol=1e-3, atol=1e-3)
+        for loss in losses:
+            loss.backward()
+        for parameter, same in zip(low.parameters(), twin.parameters(), strict=True):
+            same.grad = parameter.grad.float()
+        for (name, parameter), same in zip(
+            model.named_parameters(), twin.parameters(), strict=True
+        ):
+            assert parameter.grad.dtype is torch.float32, name
+            # bfloat16 keeps 8 bits.
+            torch.testing.assert_close(
+                parameter.grad.full_tensor(), same.grad, rtol=0.05, atol=1e-3, msg=name
+            )
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_bfloat16_compute_on_gpus() -> None:
+    run_ranks(compute_in_bfloat16, RANKS, backend="nccl")
+
+
+class Refuses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("refused")
+
+
+def recover(device: str = "cuda") -> None:
+    twins = Twins.of("layers", device=device)
+    tokens, targets = next(twins.batches(1))
+    hook = twins.model.layers[0].register_forward_hook(lambda *given: Refuses.apply(given[2]))
+    with pytest.raises(RuntimeError, match="refused"):
+        loss_of(twins.model(twins.mine(tokens)), twins.mine(targets)).backward()
+    hook.remove()
+    twins.ctx.reset()
+    twins.check_rest()
+    twins.model.zero_grad()
+    twins.train(iterations=2)
+
+
+def test_a_backward_that_raised_on_a_gpu_leaves_nothing_behind() -> None:
+    run_ranks(recover, RANKS, backend="nccl")
 
 
 def memory() -> None:

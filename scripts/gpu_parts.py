@@ -1,0 +1,277 @@
+"""What `gpu_suite.py` measures under simulated ranks, each part in a process of its own.
+
+Every part takes a `Scale`, a device type and the folder for its files, joins simulated ranks, and
+returns its figures and a page of Markdown about them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import _bench
+import bench_host_overhead
+import bench_memory
+import simulated_ranks
+import torch
+import torch.distributed as dist
+from _gpu_bench import FSDP2, FULL, MIXED, OURS, UNSHARDED, Bench, Scale, own_range
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
+
+from fsdp_overlap.profiling import Report, read_report
+from fsdp_overlap.profiling.report import ROWS
+from fsdp_overlap.profiling.tables import Table, kinds_table, ranks_table
+
+# Of a loss, and of a gradient as a part of the parameter's largest: what kernels that add in
+# another order may do.
+TOLERANCES = {"float32": 1e-4, "bfloat16": 3e-2}
+
+
+class Outcome(NamedTuple):
+    """figures: anything JSON can hold. page: the same in Markdown."""
+
+    figures: dict[str, Any]
+    page: str
+
+
+def parity(scale: Scale, device: str, folder: Path) -> Outcome:
+    """Losses and gradients of both systems against those of an unsharded model."""
+    small = replace(
+        scale,
+        blocks=min(scale.blocks, 4),
+        width=min(scale.width, 1024),
+        hidden=min(scale.hidden, 2048),
+        tokens=min(scale.tokens, 512),
+    )
+    figures: dict[str, Any] = {}
+    rows = []
+    for dtype, policy in (("float32", FULL), ("bfloat16", MIXED)):
+        bench = Bench.start(small, device, policy)
+        for name in (OURS, FSDP2):
+            loss, gradient = errors_of(bench, name)
+            figures.setdefault(dtype, {})[name] = {"loss": loss, "gradient": gradient}
+            rows.append([f"{name}, {dtype}", f"{loss:.1e}", f"{gradient:.1e}"])
+            # Not the other way round, which NaN would pass.
+            assert loss <= TOLERANCES[dtype], f"{name}, {dtype}: the loss is off by {loss:.1e}"
+            assert gradient <= TOLERANCES[dtype], f"{name}, {dtype}: a gradient by {gradient:.1e}"
+        dist.destroy_process_group()
+    page = (
+        "Two steps without an optimizer; gradients add up. The unsharded model has the weights "
+        "that a model has whose ranks all hold rank 0's shards. The error of the loss is relative; "
+        "that of the worst gradient, of which rank 0's ranges are compared, is a part of the "
+        "largest element of the parameter's.\n\n"
+        + _bench.markdown_table(["system", "loss", "worst gradient"], rows)
+    )
+    return Outcome(figures, page)
+
+
+def errors_of(bench: Bench, name: str) -> tuple[float, float]:
+    """Of the loss, relative, and of the worst gradient, as a part of the parameter's largest."""
+    model, twin = bench.models[name], bench.models[UNSHARDED]
+    bench.give_true_weights(name)
+    losses = []
+    for each in (model, twin):
+        for _ in range(2):
+            loss = each(bench.batch).float().square().mean()
+            loss.backward()
+        losses.append(loss.item())
+    worst = 0.0
+    for parameter, same in zip(model.parameters(), twin.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert same.grad is not None
+        off = parameter.grad.to_local().flatten() - own_range(parameter, same.grad).float()
+        if off.numel():
+            worst = max(worst, (off.abs().max() / same.grad.abs().max()).item())
+    for each in (model, twin):
+        each.zero_grad(set_to_none=True)
+    return abs(losses[0] / losses[1] - 1), worst
+
+
+def memory(scale: Scale, device: str, folder: Path) -> Outcome:
+    """How far a step's memory peaks above rest and gradient shards, in blocks of parameters."""
+    simulated_ranks.start(device, scale.world_size)
+    mesh = init_device_mesh(device, (scale.world_size,))
+    rows_of_batch, width = bench_memory.ROWS, scale.memory_width
+    batch = torch.linspace(-1.0, 1.0, rows_of_batch * width, device=device).view(-1, width)
+    samplers = {}
+    for name in (*bench_memory.OURS, FSDP2):
+        model = bench_host_overhead.build(scale.memory_blocks, width).to(device)
+        unit = sum(p.nbytes for p in model[0].parameters())
+        if name == FSDP2:
+            bench_host_overhead.shard_fsdp2(model, mesh)
+        else:
+            bench_host_overhead.shard_ours(model, mesh, bench_memory.OURS[name])
+        samplers[name] = weighed(model, batch, unit)
+    with _bench.quiet_gc():
+        samples = _bench.alternate(samplers, scale.rounds, warmup=3)
+    rows = [
+        [name, f"{statistics.median(v):.2f}", f"{min(v):.2f}-{max(v):.2f}"]
+        for name, v in samples.items()
+    ]
+    what = (
+        "the caching allocator's own count"
+        if device == "cuda"
+        else "on a CPU the process's resident memory, which says little of blocks this small"
+    )
+    page = (
+        f"{scale.memory_blocks} blocks of width {width} in float32, {scale.world_size} simulated "
+        f"ranks; the peak of a step above rest and gradient shards, in blocks' parameters; {what}."
+        f"\n\n{_bench.markdown_table(['system', 'blocks', 'least-most'], rows)}"
+    )
+    return Outcome({name: _bench.summary(values) for name, values in samples.items()}, page)
+
+
+def weighed(model: nn.Module, batch: torch.Tensor, unit: int) -> Callable[[], float]:
+    """A sample: units above rest and gradient shards."""
+
+    def step() -> None:
+        model(batch).square().mean().backward()
+
+    def sample() -> float:
+        if batch.is_cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            step()
+            peak = torch.cuda.max_memory_allocated() - before
+        else:
+            with _bench.PeakMemory() as resident:
+                step()
+            peak = resident.nbytes
+        shards = sum(p.grad.to_local().nbytes for p in model.parameters() if p.grad is not None)
+        model.zero_grad(set_to_none=True)
+        return (peak - shards) / unit
+
+    return sample
+
+
+def overlap(scale: Scale, device: str, folder: Path) -> Outcome:
+    """What is exposed in a profile of a few steps, as the library's own report says."""
+    bench = Bench.start(scale, device)
+    bench.limit(scale.profiled, bench.sent_by(OURS), bench.compute_alone())
+    activities = [ProfilerActivity.CPU]
+    if device == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    reports = {}
+    for name in (OURS, FSDP2):
+        step = bench.steps()[name]
+        for _ in range(3):
+            step()
+        bench.synchronize()
+        with profile(activities=activities) as profiler:
+            for _ in range(scale.steps):
+                step()
+            bench.synchronize()
+        trace = folder / f"{name}.json.gz"
+        profiler.export_chrome_trace(str(trace))
+        reports[name] = read_report(trace, steps=scale.steps)
+    found = "" if device == "cuda" else ", of which a CPU's trace shows none"
+    tables = "\n\n".join(map(_markdown, (ranks_table(reports), kinds_table(reports))))
+    page = (
+        f"Communication alone takes {scale.profiled} of compute alone, at "
+        f"{bench.link.gigabytes_per_s:.3g} GB/s. The report knows collectives by NCCL's kernels"
+        f"{found}.\n\n{tables}"
+    )
+    figures = {name: figures_of(report) for name, report in reports.items()}
+    return Outcome({"gigabytes_per_s": bench.link.gigabytes_per_s, **figures}, page)
+
+
+def figures_of(report: Report) -> dict[str, Any]:
+    """Milliseconds a step, and how many of a step's collectives ran under compute."""
+    rank = report.slowest
+    per_step = 1e3 * rank.steps
+    figures: dict[str, Any] = {
+        "step_ms": rank.duration / per_step,
+        "compute_ms": rank.compute_time / per_step,
+        "communication_ms": rank.communication_time / per_step,
+        "exposed_ms": rank.exposed_time / per_step,
+    }
+    for label, kind, pass_ in ROWS:
+        total = rank.total(kind, pass_)
+        figures[label] = {
+            "count": total.count / rank.steps,
+            "under_compute": total.under_compute / rank.steps,
+            "in_flight_ms": total.duration / per_step,
+            "exposed_ms": total.exposed / per_step,
+        }
+    return figures
+
+
+def _markdown(table: Table) -> str:
+    return _bench.markdown_table(table.header, table.rows)
+
+
+def speed(scale: Scale, device: str, folder: Path) -> Outcome:
+    """Step times against the larger of compute alone and communication alone."""
+    bench = Bench.start(scale, device)
+    for name in (OURS, FSDP2):
+        loss, _ = errors_of(bench, name)
+        assert loss <= TOLERANCES["bfloat16"], f"{name}: the loss is off by {loss:.1e}"
+    compute = bench.compute_alone()
+    sent = {name: bench.sent_by(name) for name in (OURS, FSDP2)}
+    # The fewer bytes: no system can do with less time.
+    least = min(sent.values(), key=lambda transfers: sum(t.nbytes for t in transfers))
+    nbytes = sum(transfer.nbytes for transfer in least)
+    runs: dict[str, Callable[[], object]] = {**bench.steps(), "sending": bench.replay(least)}
+    systems = {name: bench.timed(run, scale.steps) for name, run in runs.items()}
+    rounds = rounds_within(60, scale, compute / 1e3)
+    rows, figures = [], []
+    with _bench.quiet_gc():
+        for ratio in scale.ratios:
+            bench.limit(ratio, least, compute)
+            asked = bench.link.gigabytes_per_s
+            samples = _bench.alternate(systems, rounds, scale.warmup)
+            ms = {name: statistics.median(values) for name, values in samples.items()}
+            got, bound = nbytes / ms["sending"] / 1e6, max(ms[UNSHARDED], ms["sending"])
+            rows.append(
+                [
+                    f"{ratio:g}",
+                    "no limit" if asked is None else f"{asked:.3g}",
+                    f"{got:.3g}",
+                    f"{ms[UNSHARDED]:.2f}",
+                    f"{ms['sending']:.2f}",
+                    *(_with_spread(samples[name]) for name in (OURS, FSDP2)),
+                    *(f"{ms[name] / bound:.3f}" for name in (OURS, FSDP2)),
+                    f"{ms[FSDP2] / ms[OURS]:.3f}",
+                ]
+            )
+            figures.append(
+                {
+                    "ratio": ratio,
+                    "gigabytes_per_s": {"asked": asked, "measured": got},
+                    "bound_ms": bound,
+                    "ms": {name: _bench.summary(values) for name, values in samples.items()},
+                }
+            )
+    header = ["ratio", "GB/s asked", "measured", "compute ms", "sending ms", "ours ms (p10-p90)"]
+    header += ["FSDP2 ms (p10-p90)", "ours/bound", "FSDP2/bound", "FSDP2/ours"]
+    bytes_sent = {name: sum(t.nbytes for t in found) for name, found in sent.items()}
+    page = (
+        f"{scale.blocks} Llama-like blocks of width {scale.width}, {scale.tokens} tokens, "
+        f"{scale.world_size} simulated ranks, bfloat16 with float32 reduction; a step is forward, "
+        f"backward and zero_grad. Medians of {rounds} alternating rounds. The bound is the "
+        "larger of compute (the unsharded model) and sending (the same transfers with no compute); "
+        "ratio is what sending was meant to be of compute. A rank receives and sends "
+        + ", ".join(f"{n / 1e9:.3g} GB a step ({name})" for name, n in bytes_sent.items())
+        + f".\n\n{_bench.markdown_table(header, rows)}"
+    )
+    return Outcome({"bytes_sent": bytes_sent, "ratios": figures}, page)
+
+
+def rounds_within(seconds: float, scale: Scale, compute: float) -> int:
+    """How many rounds of all ratios fit, at least 3, where a step computes for so many seconds: on
+    slower GPUs fewer than the scale's."""
+    # Compute, sending, and two systems that hide at least a half of the shorter.
+    steps = sum(1 + ratio + 2 * max(1 + ratio / 2, ratio + 0.5) for ratio in scale.ratios)
+    fitting = seconds / (steps * scale.steps * compute) - scale.warmup
+    return max(3, min(scale.rounds, int(fitting)))
+
+
+def _with_spread(samples: Sequence[float]) -> str:
+    low, high = _bench.spread(samples)
+    return f"{statistics.median(samples):.2f} ({low:.2f}-{high:.2f})"
