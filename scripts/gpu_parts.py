@@ -7,8 +7,8 @@ returns its figures and a page of Markdown about them.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
+from fsdp_overlap.cli.markdown import markdown_table
+from fsdp_overlap.cli.measurement import Ratio, Spread, interval, three_decimals
 from fsdp_overlap.profiling import Report, read_report
 from fsdp_overlap.profiling.report import ROWS
 from fsdp_overlap.profiling.tables import Table, kinds_table, ranks_table
@@ -65,7 +67,7 @@ def parity(scale: Scale, device: str, folder: Path) -> Outcome:
         "that a model has whose ranks all hold rank 0's shards. The error of the loss is relative; "
         "that of the worst gradient, of which rank 0's ranges are compared, is a part of the "
         "largest element of the parameter's.\n\n"
-        + _bench.markdown_table(["system", "loss", "worst gradient"], rows)
+        + markdown_table(["system", "loss", "worst gradient"], rows)
     )
     return Outcome(figures, page)
 
@@ -121,9 +123,9 @@ def memory(scale: Scale, device: str, folder: Path) -> Outcome:
     page = (
         f"{scale.memory_blocks} blocks of width {width} in float32, {scale.world_size} simulated "
         f"ranks; the peak of a step above rest and gradient shards, in blocks' parameters; {what}."
-        f"\n\n{_bench.markdown_table(['system', 'blocks', 'least-most'], rows)}"
+        f"\n\n{markdown_table(['system', 'blocks', 'least-most'], rows)}"
     )
-    return Outcome({name: _bench.summary(values) for name, values in samples.items()}, page)
+    return Outcome({name: asdict(Spread.of(values)) for name, values in samples.items()}, page)
 
 
 def weighed(model: nn.Module, batch: torch.Tensor, unit: int) -> Callable[[], float]:
@@ -203,7 +205,7 @@ def figures_of(report: Report) -> dict[str, Any]:
 
 
 def _markdown(table: Table) -> str:
-    return _bench.markdown_table(table.header, table.rows)
+    return markdown_table(table.header, table.rows)
 
 
 def speed(scale: Scale, device: str, folder: Path) -> Outcome:
@@ -226,39 +228,46 @@ def speed(scale: Scale, device: str, folder: Path) -> Outcome:
             bench.limit(ratio, least, compute)
             asked = bench.link.gigabytes_per_s
             samples = _bench.alternate(systems, rounds, scale.warmup)
-            ms = {name: statistics.median(values) for name, values in samples.items()}
-            got, bound = nbytes / ms["sending"] / 1e6, max(ms[UNSHARDED], ms["sending"])
+            ms = {name: Spread.of(values) for name, values in samples.items()}
+            got = nbytes / ms["sending"].median / 1e6
+            bound = max((UNSHARDED, "sending"), key=lambda name: ms[name].median)
+            ratios = [
+                Ratio.between("step", of, to, samples)
+                for of, to in ((OURS, bound), (FSDP2, bound), (OURS, FSDP2))
+            ]
             rows.append(
                 [
                     f"{ratio:g}",
                     "no limit" if asked is None else f"{asked:.3g}",
                     f"{got:.3g}",
-                    f"{ms[UNSHARDED]:.2f}",
-                    f"{ms['sending']:.2f}",
-                    *(_with_spread(samples[name]) for name in (OURS, FSDP2)),
-                    *(f"{ms[name] / bound:.3f}" for name in (OURS, FSDP2)),
-                    f"{ms[FSDP2] / ms[OURS]:.3f}",
+                    f"{ms[UNSHARDED].median:.2f}",
+                    f"{ms['sending'].median:.2f}",
+                    *(
+                        f"{ms[name].median:.2f} ({interval(ms[name], '{:.2f}'.format)})"
+                        for name in (OURS, FSDP2)
+                    ),
+                    *(three_decimals(one.spread.median) for one in ratios),
                 ]
             )
             figures.append(
                 {
                     "ratio": ratio,
                     "gigabytes_per_s": {"asked": asked, "measured": got},
-                    "bound_ms": bound,
-                    "ms": {name: _bench.summary(values) for name, values in samples.items()},
+                    "ms": {name: asdict(spread) for name, spread in ms.items()},
+                    "ratios": [asdict(one) for one in ratios],
                 }
             )
     header = ["ratio", "GB/s asked", "measured", "compute ms", "sending ms", "ours ms (p10-p90)"]
-    header += ["FSDP2 ms (p10-p90)", "ours/bound", "FSDP2/bound", "FSDP2/ours"]
+    header += ["FSDP2 ms (p10-p90)", "ours/bound", "FSDP2/bound", "ours/FSDP2"]
     bytes_sent = {name: sum(t.nbytes for t in found) for name, found in sent.items()}
     page = (
         f"{scale.blocks} Llama-like blocks of width {scale.width}, {scale.tokens} tokens, "
         f"{scale.world_size} simulated ranks, bfloat16 with float32 reduction; a step is forward, "
-        f"backward and zero_grad. Medians of {rounds} alternating rounds. The bound is the "
-        "larger of compute (the unsharded model) and sending (the same transfers with no compute); "
-        "ratio is what sending was meant to be of compute. A rank receives and sends "
+        f"backward and zero_grad. Medians of {rounds} alternating rounds. The "
+        "bound is the larger of compute (the unsharded model) and sending (the same transfers with "
+        "no compute); ratio is what sending was meant to be of compute. A rank receives and sends "
         + ", ".join(f"{n / 1e9:.3g} GB a step ({name})" for name, n in bytes_sent.items())
-        + f".\n\n{_bench.markdown_table(header, rows)}"
+        + f".\n\n{markdown_table(header, rows)}"
     )
     return Outcome({"bytes_sent": bytes_sent, "ratios": figures}, page)
 
@@ -270,8 +279,3 @@ def rounds_within(seconds: float, scale: Scale, compute: float) -> int:
     steps = sum(1 + ratio + 2 * max(1 + ratio / 2, ratio + 0.5) for ratio in scale.ratios)
     fitting = seconds / (steps * scale.steps * compute) - scale.warmup
     return max(3, min(scale.rounds, int(fitting)))
-
-
-def _with_spread(samples: Sequence[float]) -> str:
-    low, high = _bench.spread(samples)
-    return f"{statistics.median(samples):.2f} ({low:.2f}-{high:.2f})"
