@@ -1,9 +1,10 @@
 """What sharding costs the host: the time it adds to an unsharded step, ours against FSDP2's.
 
-Three copies of one model of many tiny blocks (14 parameters of width 32 each, so that next to
-nothing but the host's work is left) take steps in turn, round by round in one process: unsharded,
-sharded by FSDP2, sharded by ours. A fake process group of 8 ranks stands for the network: its
-collectives return at once. A step is forward, backward and zero_grad; there is no optimizer.
+Copies of one model of many tiny blocks (14 parameters of width 32 each, so that next to nothing but
+the host's work is left) take steps in turn, round by round in one process: unsharded, sharded by
+FSDP2, sharded by ours, and sharded as barely as can be (`bare_sharding.py`), which is the floor. A
+fake process group of 8 ranks stands for the network: its collectives return at once. A step is
+forward, backward and zero_grad; there is no optimizer.
 
 Times are of the processor, which in one thread that never waits is the host's work, whatever else
 the machine runs. Overhead per unit = (sharded step - unsharded step of that round) / blocks, in
@@ -23,6 +24,7 @@ from collections.abc import Callable
 import _bench
 import torch
 import torch.distributed as dist
+from bare_sharding import BareUnit
 from torch import nn
 from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -135,9 +137,11 @@ def parse() -> argparse.Namespace:
 def make_steps(args: argparse.Namespace, blocks: int) -> dict[str, Callable[[], torch.Tensor]]:
     """A training step of each system."""
     mesh = init_device_mesh("cpu", (args.world_size,))
-    models = {name: build(blocks, args.width) for name in ("unsharded", "FSDP2", "ours")}
+    models = {name: build(blocks, args.width) for name in ("unsharded", "FSDP2", "ours", "bare")}
     shard_fsdp2(models["FSDP2"], mesh)
     shard_ours(models["ours"], mesh, args.prefetch)
+    for block in models["bare"]:
+        BareUnit(block, mesh.get_group())
     return {name: make_step(model, args.width) for name, model in models.items()}
 
 
@@ -154,20 +158,23 @@ def measure(args: argparse.Namespace, blocks: int) -> dict[str, list[float]]:
 
 def figures(
     args: argparse.Namespace, blocks: int, samples: dict[str, list[float]]
-) -> tuple[list[Figure], Ratio]:
+) -> tuple[list[Figure], list[Ratio]]:
     """Those of one number of blocks."""
     overhead = {
         name: [
             (sharded - plain) / blocks
             for sharded, plain in zip(samples[name], samples["unsharded"], strict=True)
         ]
-        for name in ("FSDP2", "ours")
+        for name in ("FSDP2", "ours", "bare")
     }
     at = blocks if len(args.blocks) > 1 else None
     steps = {name: [us / 1e3 for us in values] for name, values in samples.items()}
     found = _bench.figures_of("step", "ms", steps, at=at)
     found += _bench.figures_of(OVERHEAD, "us", overhead, at=at)
-    return found, Ratio.between(OVERHEAD, "ours", "FSDP2", overhead, at=at, at_most=TARGET)
+    return found, [
+        Ratio.between(OVERHEAD, "ours", "FSDP2", overhead, at=at, at_most=TARGET),
+        Ratio.between(OVERHEAD, "bare", "FSDP2", overhead, at=at),
+    ]
 
 
 def main() -> None:
@@ -201,7 +208,7 @@ def main() -> None:
             settings,
             _bench.repeated_argv(),
             [figure for one, _ in found for figure in one],
-            [ratio for _, ratio in found],
+            [ratio for _, some in found for ratio in some],
             sweep=Sweep("blocks") if len(args.blocks) > 1 else None,
         )
         _bench.publish(measurement, args.json, args.plot)

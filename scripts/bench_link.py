@@ -14,6 +14,10 @@ The larger of the last two is the bound: the samples of whichever has the larger
 is 1.05 of it where one of the two is at least twice the other, and 1.12 where they are nearer,
 because then neither can hide what the other adds.
 
+Here ranks and communication share the host's cores, which a bound of two separate measurements does
+not know. With `--sleep` a block also sleeps, once in forward and twice as long in backward, which
+takes time and no core, as a GPU's compute does: with few `--rows` that shows the schedule alone.
+
 A step is forward, loss, backward and zero_grad. There is no optimizer: unsharded, it would update
 as many times more parameters as there are ranks, and so raise the bound. A sample is the mean of
 `--steps` steps, from a barrier to the end of the slowest rank, in milliseconds.
@@ -35,6 +39,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import _bench
 import bench_muon
@@ -65,11 +70,28 @@ UNEVEN_TARGET, EVEN_TARGET = 1.05, 1.12
 LAYOUTS: dict[str, Layout] = {"flat": Flat(), "blocks": Blocks(rows=128), "whole": Whole()}
 
 
+class Sleep(torch.autograd.Function):
+    """What a GPU's compute is to the host's cores: time passes, once in forward and twice as much
+    in backward, and they are free."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()  # FSDP2 warns of views
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return gradient, None
+
+
 class Block(nn.Module):
     """A transformer block of 12 * WIDTH^2 parameters, and two norms."""
 
-    def __init__(self) -> None:
+    def __init__(self, sleep_ms: float = 0.0) -> None:
         super().__init__()
+        self.sleep_ms = sleep_ms
         self.norm1 = nn.LayerNorm(WIDTH)
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
         self.out = nn.Linear(WIDTH, WIDTH, bias=False)
@@ -82,13 +104,14 @@ class Block(nn.Module):
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(-2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        x = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return Sleep.apply(x, self.sleep_ms / 1e3) if self.sleep_ms else x
 
 
-def build(blocks: int) -> nn.Sequential:
+def build(blocks: int, sleep_ms: float = 0.0) -> nn.Sequential:
     """The same model on every rank and for every system."""
     torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(blocks)))
+    return nn.Sequential(*(Block(sleep_ms) for _ in range(blocks)))
 
 
 def make_batch(rank: int, rows: int) -> torch.Tensor:
@@ -162,7 +185,7 @@ def train_ours(
     args: argparse.Namespace, overlap: bool
 ) -> tuple[Callable[[], float], fsdp_overlap.FsdpContext]:
     prefetch = 0 if args.stage == 3 and not overlap else args.prefetch
-    model, ctx = shard_ours(build(args.blocks), args, args.layout, prefetch)
+    model, ctx = shard_ours(build(args.blocks, args.sleep), args, args.layout, prefetch)
     model.set_zero_stage(args.stage)
     optimizer: torch.optim.Optimizer
     if args.optimizer == "muon":
@@ -181,7 +204,7 @@ def train_ours(
 
 
 def train_fsdp2(args: argparse.Namespace) -> Callable[[], float]:
-    model = shard_fsdp2(build(args.blocks))
+    model = shard_fsdp2(build(args.blocks, args.sleep))
     assert isinstance(model, fsdp2.FSDPModule)
     if args.stage < 3:
         model.set_reshard_after_forward(False)
@@ -252,14 +275,14 @@ def check(losses: dict[str, float]) -> None:
 def run_rank(args: argparse.Namespace) -> None:
     """Measure on this rank; rank 0 reports the slowest rank's times."""
     rank, _ = _bench.join_ranks(timeout_s=args.timeout)
-    plain = build(args.blocks)
+    plain = build(args.blocks, args.sleep)
     steps = {COMPUTE: make_step(plain, rank, args.rows)}
     if args.optimizer is None:
-        sharded, ctx = shard_ours(build(args.blocks), args, args.layout, args.prefetch)
+        sharded, ctx = shard_ours(build(args.blocks, args.sleep), args, args.layout, args.prefetch)
         steps[OURS] = make_step(sharded, rank, args.rows)
-        steps[FSDP2] = make_step(shard_fsdp2(build(args.blocks)), rank, args.rows)
+        steps[FSDP2] = make_step(shard_fsdp2(build(args.blocks, args.sleep)), rank, args.rows)
         if args.layout != "flat":
-            flat, _ = shard_ours(build(args.blocks), args, "flat", args.prefetch)
+            flat, _ = shard_ours(build(args.blocks, args.sleep), args, "flat", args.prefetch)
             steps[FLAT] = make_step(flat, rank, args.rows)
     else:
         for name, overlap in ((OFF, "off"), (ON, "on")):
@@ -302,6 +325,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--overlap", choices=["both", "on", "off"], default="both")
     parser.add_argument("--microbatches", type=int, default=1, help="forwards in a training step")
     parser.add_argument("--rows", type=int, default=512, help="of each rank's batch")
+    parser.add_argument(
+        "--sleep", type=float, default=0.0, metavar="MS", help="of a block in forward, see above"
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=7)
@@ -351,6 +377,8 @@ def measurement_of(args: argparse.Namespace, samples: dict[str, list[float]]) ->
         f"12*{WIDTH}^2, {args.rows} rows a rank; ours: {args.layout}, prefetch {args.prefetch}, "
         f"{groups}; {args.rounds} rounds of {args.steps} steps"
     )
+    if args.sleep:
+        about += f"; a block sleeps {args.sleep:g} ms in forward, {2 * args.sleep:g} in backward"
     if args.optimizer is None:
         samples = with_bound(samples)
     else:
@@ -361,6 +389,7 @@ def measurement_of(args: argparse.Namespace, samples: dict[str, list[float]]) ->
         "ranks": args.ranks,
         "blocks": args.blocks,
         "rows": args.rows,
+        "sleep_ms": args.sleep,
         "layout": args.layout,
         "prefetch": args.prefetch,
         "separate_groups": not args.shared_group,

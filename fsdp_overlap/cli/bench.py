@@ -63,6 +63,18 @@ BENCHMARKS = (
         "link_speed", "bench_link_speed.py", "", "--rounds 2 --steps 1 --rates 2gbit unlimited"
     ),
     Benchmark(
+        "link_4_ranks",
+        "bench_link.py",
+        "--ranks 4 --rounds 5",
+        "--ranks 4 --rounds 2 --steps 1",
+    ),
+    Benchmark(
+        "schedule",
+        "bench_link.py",
+        "--rows 64 --sleep 43 --rounds 5",
+        "--rows 64 --sleep 43 --rounds 2 --steps 1",
+    ),
+    Benchmark(
         "training",
         "bench_link.py",
         "--optimizer muon --stage 2 --steps 1",
