@@ -1,4 +1,4 @@
-"""The least that sharding a unit costs the host, to compare others with: no library, a floor.
+"""About the least that sharding a unit can cost the host: no library, a floor to compare with.
 
 A unit is gathered before its forward and before its backward, its parameters are swapped in and
 out, and its gradients are copied together and reduce-scattered after its backward. Nothing is ahead

@@ -214,7 +214,7 @@ REDUCES: dict[str, Candidate] = {
 # What the library does on gloo, and the collective of torch that is made for it.
 CHOSEN = {
     "gather": ("broadcast per slice", "all_gather_into_tensor"),
-    "reduce": ("all_to_all + add", "reduce_scatter_tensor"),
+    "reduce": ("two all_to_alls + add", "reduce_scatter_tensor"),
 }
 
 

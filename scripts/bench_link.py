@@ -1,4 +1,4 @@
-"""Training over a slow link: our step against FSDP2's and against what physics allows.
+"""Training over a slow link: our step against FSDP2's and against what its parts take alone.
 
 Gloo ranks on loopback, limited to `--rate` in a network namespace made for the run (needs root and
 `tc`). They train one model in four ways, which take turns round by round in the same processes:
@@ -7,8 +7,8 @@ Gloo ranks on loopback, limited to `--rate` in a network namespace made for the 
   out, because a layout must not cost anything;
 - compute alone: the model unsharded, all ranks at the same time, nothing communicated;
 - communication alone: the collectives of a step of ours (each block gathered for forward, each but
-  the last, which is kept, for backward, and reduced once, in the same forms), all enqueued back to
-  back on both groups, nothing computed.
+  the last, which is kept, for backward, and reduced once, in the same forms), enqueued back to back
+  on both groups, two reductions at a time as in a step, nothing computed.
 
 The larger of the last two is the bound: the samples of whichever has the larger median. The target
 is 1.05 of it where one of the two is at least twice the other, and 1.12 where they are nearer,
@@ -38,6 +38,7 @@ import argparse
 import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -52,9 +53,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_overlap
 from fsdp_overlap.cli.measurement import Measurement, Ratio
-from fsdp_overlap.comm.collectives import choose
+from fsdp_overlap.comm.collectives import Issued, choose
 from fsdp_overlap.layout import Blocks, Flat, Layout, ParamSpec, Whole, plan_units
 from fsdp_overlap.optim import AdamW, Muon
+from fsdp_overlap.runtime.reductions import MAX_INPUTS
 
 WIDTH = 512
 HEADS = 8
@@ -228,7 +230,7 @@ def make_communication(
     gather_group: dist.ProcessGroup,
     reduce_group: dist.ProcessGroup,
 ) -> Callable[[], float]:
-    """The collectives of one step of ours, enqueued at once and then waited for in order."""
+    """The collectives of one step of ours, with nothing to wait for but each other."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     specs = [ParamSpec(n, tuple(p.shape), p.dtype) for n, p in model[0].named_parameters()]
     [plan] = plan_units([specs], world_size, Flat())
@@ -238,16 +240,21 @@ def make_communication(
     shard = torch.zeros(plan.shard_numels[rank])
 
     def communicate() -> float:
-        issued = [collectives.all_gather(full, shard, plan, gather_group) for _ in model]
-        for index, _ in enumerate(model):
-            if index or not prefetch:
-                issued.append(collectives.all_gather(full, shard, plan, gather_group))
-            issued.append(collectives.reduce_scatter_mean(gradients, plan, reduce_group))
-        for one in issued:
-            for work in one.works:
-                work.wait()
-            one.finish()
+        uses = 2 * len(model) - (1 if prefetch else 0)
+        gathers = [collectives.all_gather(full, shard, plan, gather_group) for _ in range(uses)]
+        reductions: deque[Issued] = deque()
+        for _ in model:
+            if len(reductions) == MAX_INPUTS:
+                finish(reductions.popleft())
+            reductions.append(collectives.reduce_scatter_mean(gradients, plan, reduce_group))
+        for one in (*gathers, *reductions):
+            finish(one)
         return 0.0
+
+    def finish(issued: Issued) -> None:
+        for work in issued.works:
+            work.wait()
+        issued.finish()
 
     return communicate
 

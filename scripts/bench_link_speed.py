@@ -33,7 +33,7 @@ def gbit(rate: str) -> float:
     return float(found[1]) * UNITS[found[2]]
 
 
-def rate(text: str) -> str:
+def checked_rate(text: str) -> str:
     """`text`, if it is a rate."""
     if text != UNLIMITED:
         gbit(text)
@@ -64,7 +64,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--rates",
-        type=rate,
+        type=checked_rate,
         nargs="+",
         default=["1gbit", "2gbit", "4gbit", "8gbit", UNLIMITED],
         help=f"of the link, in tc's words, or {UNLIMITED}",

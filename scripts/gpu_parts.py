@@ -179,27 +179,27 @@ def overlap(scale: Scale, device: str, folder: Path) -> Outcome:
         f"{bench.link.gigabytes_per_s:.3g} GB/s. The report knows collectives by NCCL's kernels"
         f"{found}.\n\n{tables}"
     )
-    figures = {name: figures_of(report) for name, report in reports.items()}
+    figures = {name: per_step(report) for name, report in reports.items()}
     return Outcome({"gigabytes_per_s": bench.link.gigabytes_per_s, **figures}, page)
 
 
-def figures_of(report: Report) -> dict[str, Any]:
+def per_step(report: Report) -> dict[str, Any]:
     """Milliseconds a step, and how many of a step's collectives ran under compute."""
     rank = report.slowest
-    per_step = 1e3 * rank.steps
+    ms = 1e3 * rank.steps
     figures: dict[str, Any] = {
-        "step_ms": rank.duration / per_step,
-        "compute_ms": rank.compute_time / per_step,
-        "communication_ms": rank.communication_time / per_step,
-        "exposed_ms": rank.exposed_time / per_step,
+        "step_ms": rank.duration / ms,
+        "compute_ms": rank.compute_time / ms,
+        "communication_ms": rank.communication_time / ms,
+        "exposed_ms": rank.exposed_time / ms,
     }
     for label, kind, pass_ in ROWS:
         total = rank.total(kind, pass_)
         figures[label] = {
             "count": total.count / rank.steps,
             "under_compute": total.under_compute / rank.steps,
-            "in_flight_ms": total.duration / per_step,
-            "exposed_ms": total.exposed / per_step,
+            "in_flight_ms": total.duration / ms,
+            "exposed_ms": total.exposed / ms,
         }
     return figures
 

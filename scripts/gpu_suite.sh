@@ -4,7 +4,7 @@ set -euo pipefail
 root="$(cd "$(dirname "$0")/.." && pwd)"
 # A Python that has all it takes is used as it is, since a machine with a GPU may have no network.
 for python in "$root/.venv/bin/python" "${PYTHON:-python3}"; do
-    if "$python" -c 'import pytest, torch' 2>/dev/null; then
+    if "$python" -c 'import sys, pytest, torch; assert sys.version_info >= (3, 11)' 2>/dev/null; then
         exec "$python" "$root/scripts/gpu_suite.py" "$@"
     fi
 done

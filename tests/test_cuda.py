@@ -24,8 +24,9 @@ from zoo import VOCABULARY, ZOO, Model, shard_layers
 
 from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, Whole, fully_shard
 from fsdp_overlap.checkpoint import SafeFileSystemReader, SafeFileSystemWriter
-from fsdp_overlap.comm.collectives import Issued
+from fsdp_overlap.comm.collectives import Issued, TensorCollectives
 from fsdp_overlap.comm.lanes import CudaLane, Mark, Ticket
+from fsdp_overlap.layout import Flat, ParamSpec, plan_units
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 from fsdp_overlap.profiling import assert_overlapped, read_report
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
@@ -43,8 +44,13 @@ def train(name: str, prefetch: int, device: str = "cuda") -> None:
 TRAINED = [name for name in ZOO if RANKS == 1 or not name.startswith(("unused", "skipped"))]
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
-@pytest.mark.parametrize("name", TRAINED)
+# The schedule is the same on a CPU, where every model is trained with each.
+MANY = ["layers", "nested units", "checkpointed", "dynamic order"]
+
+
+@pytest.mark.parametrize(
+    ("name", "prefetch"), [(n, 1) for n in TRAINED] + [(n, p) for n in MANY for p in (0, 2)]
+)
 def test_training_on_gpus_equals_unsharded_training(name: str, prefetch: int) -> None:
     run_ranks(train, RANKS, name, prefetch, backend="nccl")
 
@@ -89,9 +95,52 @@ def train_on_hostile_lanes(name: str, prefetch: int) -> None:
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
-@pytest.mark.parametrize("name", ["layers", "nested units", "checkpointed", "dynamic order"])
+@pytest.mark.parametrize("name", MANY)
 def test_compute_and_lanes_wait_for_each_other(name: str, prefetch: int) -> None:
     run_ranks(train_on_hostile_lanes, RANKS, name, prefetch, backend="nccl")
+
+
+def travel_on_a_lane(dtype: torch.dtype) -> None:
+    """NCCL itself, which one rank's training does without: values, and who waits for whom."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    specs = [ParamSpec("weight", (4096, 8 * world), dtype)]
+    [plan] = plan_units([specs], world, Flat())
+    group, collectives = dist.group.WORLD, TensorCollectives()
+    assert group is not None
+    own = plan.shard_numels[rank]
+    full = torch.full((plan.numel,), torch.nan, dtype=dtype, device="cuda")
+    shard = torch.full((own,), rank + 1, dtype=dtype, device="cuda")
+    gradients = torch.arange(world, device="cuda").repeat_interleave(own).to(dtype) + rank
+    lane = CudaLane(torch.device("cuda", torch.cuda.current_device()))
+    collectives.all_gather(full, shard, plan, group)  # which makes the communicator
+    full.fill_(torch.nan)
+    torch.cuda.synchronize()
+
+    lane.after_compute()
+    with torch.cuda.stream(lane.stream):
+        torch.cuda._sleep(100 * CYCLES)
+    means: list[torch.Tensor] = []
+    gathered = lane.enqueue(
+        "all_gather", "weight", lambda: collectives.all_gather(full, shard, plan, group)
+    )
+    reduced = lane.enqueue(
+        "reduce_scatter",
+        "weight",
+        lambda: collectives.reduce_scatter_mean(gradients, plan, group),
+        means.append,
+    )
+    assert not gathered.done(), "the host waited for the GPU"
+    gathered.wait()
+    reduced.wait()
+    expected = torch.arange(1, world + 1, device="cuda").repeat_interleave(own).to(dtype)
+    torch.testing.assert_close(full, expected, rtol=0, atol=0)
+    mean = torch.full((own,), rank + (world - 1) / 2, dtype=dtype, device="cuda")
+    torch.testing.assert_close(means[0], mean, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+def test_collectives_of_nccl_run_on_the_lane(dtype: torch.dtype) -> None:
+    run_ranks(travel_on_a_lane, RANKS, dtype, backend="nccl")
 
 
 def run_ahead() -> None:

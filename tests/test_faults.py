@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from twins import Twins
 from zoo import WIDTH, Block, Model, shard_layers
 
 from fsdp_overlap import FsdpContext, ShardedTensor, fully_shard
+from fsdp_overlap.comm.collectives import Issued
+from fsdp_overlap.comm.lanes import HostTicket
 from fsdp_overlap.comm.recording import RecordingLane
 
 
@@ -213,6 +216,48 @@ def parameters_are_always_sharded() -> None:
 
 def test_parameters_are_sharded_whenever_the_user_can_look() -> None:
     run_ranks(parameters_are_always_sharded, 2)
+
+
+def train_after_inference() -> None:
+    """Gradients are thought of where the first forward runs, and what is made in inference mode
+    refuses to be edited: also the gradient of what a rank holds nothing of."""
+    twins = Twins.of("layers")
+    first, second = twins.batches(2)
+    with torch.inference_mode():
+        twins.model(twins.mine(first[0]))
+    assert any(parameter.to_local().numel() == 0 for parameter in twins.model.parameters())
+    twins.backward(*first)
+    twins.backward(*second)
+    for model in (twins.model, twins.twin):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=True)
+    twins.check_gradients()
+
+
+def test_training_may_begin_with_an_evaluation_in_inference_mode() -> None:
+    run_ranks(train_after_inference, 4)
+
+
+class Waited:
+    """A work that was waited for or not, and fails or does not."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails = fails
+        self.waited = False
+
+    def wait(self) -> bool:
+        self.waited = True
+        if self.fails:
+            raise RuntimeError("peer gone")
+        return True
+
+
+def test_all_of_a_failed_collective_is_over_before_its_memory_goes() -> None:
+    works: list[Any] = [Waited(fails=True), Waited(fails=False)]
+    ticket = HostTicket("all_gather", "layers.0", Issued(works, lambda: torch.zeros(1)), None)
+    for _ in range(2):  # nobody takes what failed for done
+        with pytest.raises(RuntimeError, match=r"all_gather of unit 'layers.0' failed.*peer gone"):
+            ticket.wait()
+    assert all(work.waited for work in works)
 
 
 def replace_gradient() -> None:

@@ -207,7 +207,7 @@ def bench(
     ] = None,
 ) -> None:
     """Measure this library against FSDP2, from a clone of its repository. The exit code is 1 if
-    a benchmark could not run; a missed target is only reported."""
+    a benchmark could not run or a claim does not hold; a missed target is only reported."""
     folder = out or Path("runs") / datetime.now().strftime("bench-%Y%m%d-%H%M%S")
     if not run_benchmarks(names or [], folder, quick):
         raise typer.Exit(1)

@@ -148,7 +148,7 @@ def read_measurement(path: Path) -> Measurement:
 
 
 def number(value: float) -> str:
-    """Three digits or more, never in powers of ten; counts as they are."""
+    """Never in powers of ten; three decimals below ten, counts as they are."""
     size = abs(value)
     digits = 0 if size >= 100 or value == int(value) else 1 if size >= 10 else 3
     return f"{value:.{digits}f}"

@@ -15,8 +15,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from fsdp_overlap.layout import BucketPlan
 
-# For the process group's own methods: torch.distributed's functions around them take longer on the
-# host than the calls themselves. Synchronous is what runs on the current stream.
+# Of the process group's own methods: torch.distributed's functions around them take about as long
+# on the host as the calls themselves. Synchronous is what runs on the current stream.
 _GATHER = c10d.AllgatherOptions()
 _GATHER.asyncOp = False
 _REDUCE = c10d.ReduceScatterOptions()
@@ -107,7 +107,7 @@ class RaggedTensorCollectives:
 
 
 class GlooCollectives:
-    """Gloo, equal or ragged: a broadcast of each rank's range in place, and an all-to-all with a
+    """Gloo, equal or ragged: a broadcast of each rank's range in place, and two all-to-alls with a
     local sum.
 
     Its own all-gather copies through lists of tensors, its reduce-scatter is an all-reduce inside.

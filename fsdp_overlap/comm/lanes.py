@@ -97,14 +97,18 @@ class HostTicket:
         if issued is None:
             return
         with span("wait_" + self.kind, self.label):
+            failure: RuntimeError | None = None
+            # Also after one has failed: the others may still read or write what is freed next.
             for work in issued.works:
                 try:
                     work.wait()
                 except RuntimeError as error:
-                    raise RuntimeError(
-                        f"{self.kind} of unit {self.label!r} failed or timed out; a rank may have "
-                        f"died or run other units: {error}"
-                    ) from error
+                    failure = failure or error
+            if failure is not None:
+                raise RuntimeError(
+                    f"{self.kind} of unit {self.label!r} failed or timed out; a rank may have "
+                    f"died or run other units: {failure}"
+                ) from failure
             self._issued = None
             result = issued.finish()
             if self._accept is not None:

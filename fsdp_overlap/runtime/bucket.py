@@ -22,7 +22,7 @@ from fsdp_overlap.tensor.placement import RangeShard, range_spec
 from fsdp_overlap.tensor.sharded_tensor import ShardEdits, ShardedTensor, attributes_of
 
 
-class BucketState(StrEnum):
+class BucketState(StrEnum):  # a string's hash is at hand, and states are looked up often
     SHARDED = "sharded"
     GATHERING = "gathering"
     UNSHARDED = "unsharded"

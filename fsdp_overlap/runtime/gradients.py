@@ -40,7 +40,10 @@ class BucketGradients:
         # one.
         self.doubtful: list[tuple[int, torch.Tensor]] = []
         self._pieces = self._plan_pieces()
-        self._nothing = bucket.shard.new_empty(0)
+        # The gradient of what this rank holds nothing of. Not made in inference mode, in which the
+        # first forward may run: in-place ops refuse such tensors ever after.
+        with torch.inference_mode(False):
+            self._empty = bucket.shard.new_empty(0)
 
     def _plan_pieces(self) -> tuple[list[int], list[int]]:
         """Sizes that split a shard into parameter ranges and the gaps between them, and for each
@@ -127,7 +130,7 @@ class BucketGradients:
         sizes, own = self._pieces
         if mean.dtype != self.bucket.shard.dtype:
             mean = mean.to(self.bucket.shard.dtype)
-        pieces = [*mean.split_with_sizes(sizes), self._nothing]
+        pieces = [*mean.split_with_sizes(sizes), self._empty]
         parameters = self.bucket.sharded_parameters
         if doubtful is None:
             for parameter, piece in zip(parameters, own, strict=True):
