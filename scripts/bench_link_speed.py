@@ -50,7 +50,7 @@ def step_gbits(ranks: int, blocks: int) -> float:
 
 def measure(args: argparse.Namespace, rate: str) -> tuple[float, dict[str, list[float]]]:
     """Where on the sweep the rate is, in Gbit/s, and milliseconds by system and round."""
-    options = ("ranks", "blocks", "rows", "rounds", "steps", "timeout")
+    options = ("ranks", "blocks", "rows", "sleep", "rounds", "steps", "timeout")
     argv = [f"--{name}={getattr(args, name)}" for name in options]
     link = argparse.Namespace(**vars(args), rate=rate, no_limit=rate == UNLIMITED)
     samples = _bench.launch_on_link(link, argv, script=Path(bench_link.__file__))
@@ -70,6 +70,9 @@ def parse() -> argparse.Namespace:
         help=f"of the link, in tc's words, or {UNLIMITED}",
     )
     parser.add_argument("--rows", type=int, default=512, help="of each rank's batch")
+    parser.add_argument(
+        "--sleep", type=float, default=0.0, metavar="MS", help="of a block, as in bench_link.py"
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=7)
@@ -97,12 +100,15 @@ def main() -> None:
         f"12*{bench_link.WIDTH}^2, {args.rows} rows a rank; {args.rounds} rounds of {args.steps} "
         "steps"
     )
+    if args.sleep:
+        about += f"; a block sleeps {args.sleep:g} ms in forward, {2 * args.sleep:g} in backward"
     settings = {
         "torch": torch.__version__,
         "rates": args.rates,
         "ranks": args.ranks,
         "blocks": args.blocks,
         "rows": args.rows,
+        "sleep_ms": args.sleep,
         "rounds": args.rounds,
         "steps": args.steps,
     }

@@ -60,7 +60,10 @@ BENCHMARKS = (
     Benchmark("optimizer", "bench_optimizer.py", "", "--rounds 10 --warmup 3"),
     Benchmark("link", "bench_link.py", "", "--rounds 2 --steps 1"),
     Benchmark(
-        "link_speed", "bench_link_speed.py", "", "--rounds 2 --steps 1 --rates 2gbit unlimited"
+        "link_speed",
+        "bench_link_speed.py",
+        "--rows 64 --sleep 40",
+        "--rows 64 --sleep 40 --rounds 2 --steps 1 --rates 2gbit unlimited",
     ),
     Benchmark(
         "link_4_ranks",
