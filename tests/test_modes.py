@@ -392,12 +392,12 @@ def test_backward_twice_through_a_retained_graph() -> None:
     run_ranks(retained_graph, 2)
 
 
-def large_gradients() -> None:
+def large_gradients(prefetch: int) -> None:
     """Gradients of 1 MiB and more leave autograd's hands one by one."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(512, 512, bias=index % 2 == 0) for index in range(5)))
     twin = copy.deepcopy(model)
-    ctx = FsdpContext()
+    ctx = FsdpContext(prefetch=prefetch)
     fully_shard(model[1], ctx)
     fully_shard(model[3], ctx)
     fully_shard(model, ctx)
@@ -407,12 +407,13 @@ def large_gradients() -> None:
         twin(x).square().sum().backward()
         for parameter, expected in zip(model.parameters(), twin.parameters(), strict=True):
             assert torch.equal(parameter.grad.full_tensor(), expected.grad)
-        assert ctx.stats.reduce_inputs_most <= 2
+        assert ctx.stats.reduce_inputs_most == 1 + prefetch
         assert ctx.stats.reduce_inputs_alive == 0
 
 
-def test_large_gradients_leave_early_with_two_reduce_inputs() -> None:
-    run_ranks(large_gradients, 2)
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_large_gradients_leave_early_with_few_reduce_inputs(prefetch: int) -> None:
+    run_ranks(large_gradients, 2, prefetch)
 
 
 def blocks_without_a_root() -> None:

@@ -21,7 +21,7 @@ from fsdp_overlap.runtime.gathers import Gathers
 from fsdp_overlap.runtime.gradients import BucketGradients
 from fsdp_overlap.runtime.order_check import OrderCheck
 from fsdp_overlap.runtime.plans import UnitPlans, compare_plans
-from fsdp_overlap.runtime.reductions import Reductions
+from fsdp_overlap.runtime.reductions import MAX_INPUTS, Reductions
 from fsdp_overlap.runtime.schedule import Schedule, is_in_backward
 from fsdp_overlap.runtime.stats import Stats
 from fsdp_overlap.runtime.unit import Unit
@@ -33,7 +33,8 @@ class FsdpContext:
     Args:
         mesh: a 1-D device mesh to shard over; all ranks if not given.
         prefetch: how many all-gathers are enqueued ahead of use, and so how many full buffers exist
-            beside those in use. 0 takes the least memory and hides nothing on a CPU.
+            beside those in use. 0 takes the least memory, also for reductions, and hides next to
+            nothing on a CPU.
         separate_groups: whether reduce-scatters get a process group of their own. With one shared
             group they and the all-gathers run one after the other.
         layout: where parameters may be cut: ``Flat()`` anywhere, ``Blocks(rows=...)`` between rows,
@@ -135,7 +136,7 @@ class FsdpContext:
     def schedule(self) -> Schedule:
         return Schedule(
             Gathers(self.gather_lane, self.prefetch, self.stats, self.unit_at),
-            Reductions(self._reduce),
+            Reductions(self._reduce, MAX_INPUTS if self.prefetch else 1),
             self.unit_at,
             lambda: self.units,
             self._finish_backward,

@@ -1,4 +1,4 @@
-"""Which reduce-scatter is issued when: in the reverse of forward, two inputs at a time."""
+"""Which reduce-scatter is issued when: in the reverse of forward, few inputs at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fsdp_overlap.runtime.unit import Unit
 
 # Reduce inputs that exist at once, beside those held by backwards without synchronization: one
-# travels while the next is filled.
+# travels while the next is filled. With no prefetch, where the least memory is wanted, there is one.
 MAX_INPUTS = 2
 
 
@@ -36,8 +36,9 @@ class Reductions:
     zeros in its turn.
     """
 
-    def __init__(self, issue: Callable[[BucketGradients], Ticket]) -> None:
+    def __init__(self, issue: Callable[[BucketGradients], Ticket], max_inputs: int) -> None:
         self._issue = issue
+        self._max_inputs = max_inputs
         self._turns: list[Turn] = []
         self._by_unit: dict[Unit, Turn] = {}
         self._in_flight: deque[tuple[Unit, BucketGradients, Ticket]] = deque()
@@ -109,7 +110,7 @@ class Reductions:
             self._ensure_input(unit, gradients)
             gradients.absorb_all()
             if unit.syncs_gradients:
-                while len(self._in_flight) >= MAX_INPUTS:
+                while len(self._in_flight) >= self._max_inputs:
                     self._wait_for_oldest()
                 self._filling.discard(gradients)
                 self.is_empty = False
@@ -117,13 +118,15 @@ class Reductions:
                 self._in_flight.append((unit, gradients, ticket))
 
     def _may_fill(self, turn: Turn, gradients: BucketGradients) -> bool:
-        """Whether a gradient may go to the reduce input before its bucket is complete: only where
-        that makes nobody wait for an input."""
+        """Whether a gradient may go to the reduce input before its bucket is complete: where there
+        may be two inputs, only if that makes nobody wait for one. Where there may be one, compute
+        waits for it now: it would hold more and more gradients until the bucket is complete."""
         if gradients.input.allocated:
             return True
         while self._in_flight and self._in_flight[0][2].done():
             self._wait_for_oldest()
-        if turn is not self._turns[0] or not self._has_room():
+        has_room = self._has_room() if self._max_inputs > 1 else not self._filling
+        if turn is not self._turns[0] or not has_room:
             return False
         self._ensure_input(turn.unit, gradients)
         return True
@@ -138,7 +141,7 @@ class Reductions:
             self._filling.add(gradients)
 
     def _has_room(self) -> bool:
-        return len(self._in_flight) + len(self._filling) < MAX_INPUTS
+        return len(self._in_flight) + len(self._filling) < self._max_inputs
 
     def _wait_for_oldest(self) -> None:
         unit, gradients, ticket = self._in_flight.popleft()
