@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fsdp_overlap.runtime.unit import Unit
 
 # Reduce inputs that exist at once, beside those held by backwards without synchronization: one
-# travels while the next is filled. With no prefetch, where the least memory is wanted, there is one.
+# travels while the next is filled. Without prefetch, for the least memory, there is only one.
 MAX_INPUTS = 2
 
 
