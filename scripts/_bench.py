@@ -210,6 +210,23 @@ class PeakMemory:
             self._peak = max(self._peak, resident("VmRSS"))
 
 
+class AllocatorPeak:
+    """The same of what PyTorch's allocator counts on the current GPU."""
+
+    def __enter__(self) -> AllocatorPeak:
+        import torch
+
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        self._before = torch.cuda.memory_allocated()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        import torch
+
+        self.nbytes = torch.cuda.max_memory_allocated() - self._before
+
+
 def resident(field: str) -> int:
     """`field` of this process's status, such as VmRSS, in bytes."""
     found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from bench_host_overhead import build, shard_fsdp2, shard_ours
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_overlap.cli.measurement import Measurement, Ratio
 
@@ -29,14 +29,14 @@ OURS = {"ours, prefetch 0": 0, "ours, prefetch 1": 1}
 TARGETS = {"ours, prefetch 0": 3.1, "ours, prefetch 1": 4.0}  # blocks
 
 
-def weighed(model: nn.Module, width: int, unit: int) -> Callable[[], float]:
+def weighed(model: nn.Module, device: str, width: int, unit: int) -> Callable[[], float]:
     """A sample: units above rest and gradient shards."""
-    batch = torch.linspace(-1.0, 1.0, ROWS * width).view(ROWS, width)
+    batch = torch.linspace(-1.0, 1.0, ROWS * width, device=device).view(ROWS, width)
 
     def sample() -> float:
         gc.collect()
         dist.barrier()
-        with _bench.PeakMemory() as peak:
+        with _bench.AllocatorPeak() if device == "cuda" else _bench.PeakMemory() as peak:
             model(batch).square().mean().backward()
         shards = sum(p.grad.to_local().nbytes for p in model.parameters() if p.grad is not None)
         model.zero_grad(set_to_none=True)
@@ -45,19 +45,24 @@ def weighed(model: nn.Module, width: int, unit: int) -> Callable[[], float]:
     return sample
 
 
-def run_rank(args: argparse.Namespace) -> None:
-    rank, world_size = _bench.join_ranks(timeout_s=args.timeout)
-    mesh = init_device_mesh("cpu", (world_size,))
-    samplers = {}
+def samplers(mesh: DeviceMesh, blocks: int, width: int) -> dict[str, Callable[[], float]]:
+    """Those of each system, with a model of its own on the mesh's device."""
+    found = {}
     for name in (*OURS, FSDP2):
-        model = build(args.blocks, args.width)
-        unit = sum(p.numel() * p.element_size() for p in model[0].parameters())
+        model = build(blocks, width).to(mesh.device_type)
+        unit = sum(parameter.nbytes for parameter in model[0].parameters())
         if name == FSDP2:
             shard_fsdp2(model, mesh)
         else:
             shard_ours(model, mesh, OURS[name])
-        samplers[name] = weighed(model, args.width, unit)
-    mine = _bench.alternate(samplers, args.rounds, warmup=2)
+        found[name] = weighed(model, mesh.device_type, width, unit)
+    return found
+
+
+def run_rank(args: argparse.Namespace) -> None:
+    rank, world_size = _bench.join_ranks(timeout_s=args.timeout)
+    mesh = init_device_mesh("cpu", (world_size,))
+    mine = _bench.alternate(samplers(mesh, args.blocks, args.width), args.rounds, warmup=2)
     most = _bench.of_slowest_rank(mine)
     if rank == 0:
         _bench.report(most)

@@ -13,13 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import _bench
-import bench_host_overhead
 import bench_memory
 import simulated_ranks
-import torch
 import torch.distributed as dist
 from _gpu_bench import FSDP2, FULL, MIXED, OURS, UNSHARDED, Bench, Scale, own_range
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
@@ -98,17 +95,8 @@ def memory(scale: Scale, device: str, folder: Path) -> Outcome:
     """How far a step's memory peaks above rest and gradient shards, in blocks of parameters."""
     simulated_ranks.start(device, scale.world_size)
     mesh = init_device_mesh(device, (scale.world_size,))
-    rows_of_batch, width = bench_memory.ROWS, scale.memory_width
-    batch = torch.linspace(-1.0, 1.0, rows_of_batch * width, device=device).view(-1, width)
-    samplers = {}
-    for name in (*bench_memory.OURS, FSDP2):
-        model = bench_host_overhead.build(scale.memory_blocks, width).to(device)
-        unit = sum(p.nbytes for p in model[0].parameters())
-        if name == FSDP2:
-            bench_host_overhead.shard_fsdp2(model, mesh)
-        else:
-            bench_host_overhead.shard_ours(model, mesh, bench_memory.OURS[name])
-        samplers[name] = weighed(model, batch, unit)
+    blocks, width = scale.memory_blocks, scale.memory_width
+    samplers = bench_memory.samplers(mesh, blocks, width)
     with _bench.quiet_gc():
         samples = _bench.alternate(samplers, scale.rounds, warmup=3)
     rows = [
@@ -121,35 +109,11 @@ def memory(scale: Scale, device: str, folder: Path) -> Outcome:
         else "on a CPU the process's resident memory, which says little of blocks this small"
     )
     page = (
-        f"{scale.memory_blocks} blocks of width {width} in float32, {scale.world_size} simulated "
+        f"{blocks} blocks of width {width} in float32, {scale.world_size} simulated "
         f"ranks; the peak of a step above rest and gradient shards, in blocks' parameters; {what}."
         f"\n\n{markdown_table(['system', 'blocks', 'least-most'], rows)}"
     )
     return Outcome({name: asdict(Spread.of(values)) for name, values in samples.items()}, page)
-
-
-def weighed(model: nn.Module, batch: torch.Tensor, unit: int) -> Callable[[], float]:
-    """A sample: units above rest and gradient shards."""
-
-    def step() -> None:
-        model(batch).square().mean().backward()
-
-    def sample() -> float:
-        if batch.is_cuda:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            step()
-            peak = torch.cuda.max_memory_allocated() - before
-        else:
-            with _bench.PeakMemory() as resident:
-                step()
-            peak = resident.nbytes
-        shards = sum(p.grad.to_local().nbytes for p in model.parameters() if p.grad is not None)
-        model.zero_grad(set_to_none=True)
-        return (peak - shards) / unit
-
-    return sample
 
 
 def overlap(scale: Scale, device: str, folder: Path) -> Outcome:
