@@ -75,7 +75,7 @@ def shard(whole: torch.Tensor, mesh: DeviceMesh, bounds: Bounds | None) -> Shard
     pieces = [(rank, ends[rank], ends[rank + 1]) for rank in range(mesh.size())]
     placement = RangeShard(tuple(piece for piece in pieces if piece[1] < piece[2]))
     start, stop = placement.local_range(mesh.get_local_rank())
-    spec = range_spec(mesh, placement, whole.shape, whole.dtype)
+    spec = range_spec(mesh, (placement,), whole.shape, whole.dtype)
     return ShardedTensor.wrap(whole.reshape(-1)[start:stop].clone(), spec)
 
 

@@ -7,10 +7,10 @@ from functools import reduce
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fsdp_overlap.optim.runs import find_runs, flatten, local_of
-from fsdp_overlap.tensor.reductions import combine_norms, local_norms, norms
+from fsdp_overlap.tensor.reductions import by_cut, combine_norms, local_norms, norms
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
 
 
@@ -41,18 +41,18 @@ def clip_grad_norm_(
     order = float(norm_type)
     flats: list[torch.Tensor] = []
     parts = []
-    for mesh, members in _by_mesh(gradients):
+    for spec, members in _by_cut(gradients):
         flat = _flat(members)
         flats += flat
         # Of all members, also those of which this rank holds nothing: ranks must agree on it.
         wide = _promoted(members)
         if order == 0:  # which torch counts tensor by tensor
-            counts = norms(members, order) if mesh is not None else local_norms(members, order)
+            counts = norms(members, order) if spec is not None else local_norms(members, order)
             parts.append(torch.linalg.vector_norm(torch.stack(list(counts)), order))
             continue
         each = local_norms(flat or [local_of(members[0])], order, wide)
         part = torch.linalg.vector_norm(each, order)
-        parts.append(combine_norms(part, order, mesh) if mesh is not None else part)
+        parts.append(combine_norms(part, order, spec) if spec is not None else part)
     device = gradients[0].device
     together = torch.stack([part.to(device) for part in parts])
     total = together.sum() if order == 0 else torch.linalg.vector_norm(together, order)
@@ -74,18 +74,14 @@ def _promoted(gradients: list[Any]) -> torch.dtype:
     return reduce(torch.promote_types, {local_of(gradient).dtype for gradient in gradients})
 
 
-def _by_mesh(gradients: list[Any]) -> list[tuple[DeviceMesh | None, list[Any]]]:
-    """Gradients by the mesh they are sharded over; ``None`` for those that are not."""
-    found: list[tuple[DeviceMesh | None, list[Any]]] = []
-    for gradient in gradients:
-        mesh = gradient._spec.mesh if isinstance(gradient, ShardedTensor) else None
-        for known, members in found:
-            if known is mesh or known == mesh:
-                members.append(gradient)
-                break
-        else:
-            found.append((mesh, [gradient]))
-    return found
+def _by_cut(gradients: list[Any]) -> list[tuple[DTensorSpec | None, list[Any]]]:
+    """Gradients by the ranks they are cut among; ``None`` for those that are not."""
+    sharded = [gradient for gradient in gradients if isinstance(gradient, ShardedTensor)]
+    plain = [gradient for gradient in gradients if not isinstance(gradient, ShardedTensor)]
+    found: list[tuple[DTensorSpec | None, list[Any]]] = [
+        (spec, [sharded[index] for index in members]) for spec, members in by_cut(sharded)
+    ]
+    return [*found, (None, plain)] if plain else found
 
 
 def _flat(gradients: list[torch.Tensor]) -> list[torch.Tensor]:

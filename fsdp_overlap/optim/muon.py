@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.comm.lanes import Lane, make_lane
@@ -184,9 +184,9 @@ class Muon(torch.optim.Optimizer):
                 self._adamw.step(self.state, index, group)
         for settings in dict.fromkeys(update.settings for update in updates):
             _advance(settings, [u for u in updates if u.settings == settings and u.local.numel()])
-        for mesh, device in dict.fromkeys((update.mesh, update.device) for update in updates):
+        for ranks, device in dict.fromkeys((update.group, update.device) for update in updates):
             self._orthogonalize(
-                mesh, device, [u for u in updates if u.mesh == mesh and u.device == device]
+                ranks, device, [u for u in updates if u.group is ranks and u.device == device]
             )
         note_edits(
             parameter
@@ -208,26 +208,27 @@ class Muon(torch.optim.Optimizer):
         ]
 
     def _orthogonalize(
-        self, mesh: DeviceMesh | None, device: torch.device, updates: list[Update]
+        self, group: dist.ProcessGroup | None, device: torch.device, updates: list[Update]
     ) -> None:
-        """Moves parameters of one mesh, or of none, along their orthogonalized momentum."""
+        """Moves parameters of one group of ranks, or of none, along their orthogonalized
+        momentum."""
         dtype = self._ns_dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
         products = Products(device, dtype)
-        rank = mesh.get_local_rank() if mesh is not None else 0
+        rank = group.rank() if group is not None else 0
         whole = (
             task
             for update in updates
             for task in tasks_of(update, update.division.whole.get(rank, ()), products)
         )
-        if mesh is None or not any(update.division.cut for update in updates):
+        if group is None or not any(update.division.cut for update in updates):
             run(whole, products)
             return
         if device not in self._lanes:
             self._lanes[device] = make_lane(device)
         divisions = tuple(update.division for update in updates)
         exchanges = (
-            Exchange(parcels, mesh.get_group(), self._lanes[device], dtype, device)
-            for parcels in plan_rounds(divisions, mesh.size(), exchange.ROUND_ELEMENTS)
+            Exchange(parcels, group, self._lanes[device], dtype, device)
+            for parcels in plan_rounds(divisions, group.size(), exchange.ROUND_ELEMENTS)
         )
         run_rounds(updates, whole, exchanges, products)
 

@@ -7,7 +7,7 @@ from math import sqrt
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+import torch.distributed as dist
 
 from fsdp_overlap.optim.matrices import Ranges, Stack, divide
 from fsdp_overlap.optim.newton_schulz import Polynomial, polynomials
@@ -57,11 +57,11 @@ class Update:
     ) -> None:
         assert parameter.grad is not None
         self.settings = settings
-        self.mesh: DeviceMesh | None = None
+        self.group: dist.ProcessGroup | None = None
         self._start = 0
         ranges: Ranges = ((0, 0, parameter.numel()),)
         if isinstance(parameter, ShardedTensor):
-            self.mesh = parameter.device_mesh
+            self.group = parameter.range_group
             self._start = parameter.local_range[0]
             ranges = parameter.placement.ranges
         self.local = local_of(parameter).detach().view(-1)

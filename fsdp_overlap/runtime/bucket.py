@@ -93,7 +93,7 @@ class Bucket:
             first = offset + start - plan.shard_starts[rank] if stop > start else 0
             tensor = ShardedTensor.wrap(
                 self.shard[first : first + stop - start],
-                range_spec(self.mesh, placement, torch.Size(spec.shape), dtype),
+                range_spec(self.mesh, (placement,), torch.Size(spec.shape), dtype),
                 self.edits,
             )
             sharded = nn.Parameter(tensor, requires_grad=model.requires_grad)

@@ -68,7 +68,7 @@ def distribute_tensor(
     start, stop = placement.local_range(device_mesh.get_local_rank())
     return ShardedTensor.wrap(
         elements(whole, start, stop).clone(),
-        range_spec(device_mesh, placement, whole.shape, whole.dtype),
+        range_spec(device_mesh, (placement,), whole.shape, whole.dtype),
     )
 
 

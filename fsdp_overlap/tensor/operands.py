@@ -111,7 +111,7 @@ def same_layout(first: ShardedTensor, second: ShardedTensor) -> bool:
     return first._spec is second._spec or (
         first._shape == second._shape
         and first._spec.mesh == second._spec.mesh
-        and first.placement == second.placement
+        and first._spec.placements == second._spec.placements
     )
 
 

@@ -43,8 +43,33 @@ class RangeShard(Placement):
 
 
 def range_spec(
-    mesh: DeviceMesh, placement: RangeShard, shape: torch.Size, dtype: torch.dtype
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype
 ) -> DTensorSpec:
-    """The DTensor spec of a tensor of ``shape`` that lies over ``mesh`` as ``placement`` says."""
+    """The DTensor spec of a tensor of ``shape`` that lies over ``mesh`` as ``placements`` say, one
+    for each dimension of the mesh, of which one is a :class:`RangeShard`."""
     stride = torch.empty(shape, device="meta").stride()
-    return DTensorSpec(mesh, (placement,), tensor_meta=TensorMeta(shape, stride, dtype))
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
+
+
+def range_dim(spec: DTensorSpec) -> int:
+    """The dimension of the mesh whose ranks hold ranges."""
+    for dim, placement in enumerate(spec.placements):
+        if isinstance(placement, RangeShard):
+            return dim
+    raise ValueError(f"{spec.placements} has no RangeShard")
+
+
+def cut_dims(spec: DTensorSpec) -> tuple[int, ...]:
+    """The dimensions of the mesh along which ranks hold different elements."""
+    return tuple(
+        dim for dim, placement in enumerate(spec.placements) if not placement.is_replicate()
+    )
+
+
+def with_range(
+    spec: DTensorSpec, placement: RangeShard, shape: torch.Size, dtype: torch.dtype
+) -> DTensorSpec:
+    """The spec of a tensor that lies over the same ranks as ``spec``'s, in other ranges."""
+    dim = range_dim(spec)
+    placements = (*spec.placements[:dim], placement, *spec.placements[dim + 1 :])
+    return range_spec(spec.mesh, placements, shape, dtype)

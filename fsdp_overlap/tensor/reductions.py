@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fsdp_overlap.tensor.operands import check_no_gradient, local_operand
+from fsdp_overlap.tensor.placement import cut_dims
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, raise_unsupported
 
 Call = Callable[..., Any]
@@ -42,7 +43,7 @@ def norm(name: str, func: Call, args: Args, kwargs: Kwargs) -> torch.Tensor:
     whole = _embedded(tensor, inf if power < 0 else 0.0)
     wide = torch.promote_types(dtype or whole.dtype, torch.float32)
     partial = torch.linalg.vector_norm(whole, power, dim, keepdim, dtype=wide)
-    return combine_norms(partial, power, tensor.device_mesh).to(dtype or whole.dtype)
+    return combine_norms(partial, power, tensor._spec).to(dtype or whole.dtype)
 
 
 def foreach_norm(name: str, func: Call, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
@@ -53,30 +54,43 @@ def foreach_norm(name: str, func: Call, args: Args, kwargs: Kwargs) -> list[torc
 def norms(
     tensors: Sequence[ShardedTensor], order: float, dtype: torch.dtype | None = None
 ) -> list[torch.Tensor]:
-    """The norm of each whole tensor, with one all-reduce for all. Collective over the mesh.
+    """The norm of each whole tensor, with one all-reduce for all that are cut among the same ranks.
+    Collective over their meshes.
 
     Raises:
-        RuntimeError: some tensor is not sharded, or lies on another mesh, or a gradient would have
-            to flow.
+        RuntimeError: some tensor is not sharded, or a gradient would have to flow.
     """
     check_no_gradient("norm", tensors)
-    mesh = next(tensor for tensor in tensors if isinstance(tensor, ShardedTensor))._spec.mesh
-    if any(
-        not isinstance(t, ShardedTensor) or (t._spec.mesh is not mesh and t._spec.mesh != mesh)
-        for t in tensors
-    ):
+    if not all(isinstance(tensor, ShardedTensor) for tensor in tensors):
         raise RuntimeError(
-            "norms of tensors of which some are not sharded, or on another mesh: take the norms of "
-            "each mesh apart, or use fsdp_overlap.optim.clip_grad_norm_"
+            "norms of tensors of which some are not sharded: take their norms apart, or use "
+            "fsdp_overlap.optim.clip_grad_norm_"
         )
-    locals_ = [tensor._local_tensor.detach() for tensor in tensors]
-    dtypes = {local.dtype for local in locals_}
-    if not all(each.is_floating_point for each in dtypes):
+    if not all(tensor._local_tensor.is_floating_point() for tensor in tensors):
         raise_unsupported("norm of integers or complex numbers")
-    combined = combine_norms(local_norms(locals_, order, dtype), order, mesh)
-    if dtype is None and len(dtypes) > 1:
-        return [v.to(local.dtype) for v, local in zip(combined.unbind(), locals_, strict=True)]
-    return list(combined.to(dtype or dtypes.pop()).unbind())
+    found: list[torch.Tensor] = [torch.empty(0)] * len(tensors)
+    for spec, members in by_cut(tensors):
+        locals_ = [tensors[index]._local_tensor.detach() for index in members]
+        combined = combine_norms(local_norms(locals_, order, dtype), order, spec)
+        for index, local, value in zip(members, locals_, combined.unbind(), strict=True):
+            found[index] = value.to(dtype or local.dtype)
+    return found
+
+
+def by_cut(tensors: Iterable[ShardedTensor]) -> list[tuple[DTensorSpec, list[int]]]:
+    """Which of ``tensors`` are cut among the same ranks: the spec of one, and the positions of all.
+    In the order in which they come, so that all ranks agree on it."""
+    found: list[tuple[DTensorSpec, list[int]]] = []
+    for index, tensor in enumerate(tensors):
+        spec = tensor._spec
+        for known, members in found:
+            is_same_mesh = known.mesh is spec.mesh or known.mesh == spec.mesh
+            if is_same_mesh and cut_dims(known) == cut_dims(spec):
+                members.append(index)
+                break
+        else:
+            found.append((spec, [index]))
+    return found
 
 
 def local_norms(
@@ -93,15 +107,16 @@ def local_norms(
     return torch.stack([next(values) if tensor.numel() else neutral for tensor in tensors])
 
 
-def combine_norms(partial: torch.Tensor, order: float, mesh: DeviceMesh) -> torch.Tensor:
-    """The norms of wholes from those of their ranges, with one all-reduce over ``mesh``."""
+def combine_norms(partial: torch.Tensor, order: float, spec: DTensorSpec) -> torch.Tensor:
+    """The norms of wholes, which lie as ``spec`` says, from those of their ranges, with one
+    all-reduce."""
     if order == inf:
-        return _largest(partial, mesh)
+        return _largest(partial, spec)
     if order == -inf:
-        return -_largest(-partial, mesh)
+        return -_largest(-partial, spec)
     if order == 0:
-        return _all_reduce(partial, dist.ReduceOp.SUM, mesh)
-    return _all_reduce(partial.pow(order), dist.ReduceOp.SUM, mesh).pow_(1.0 / order)
+        return _all_reduce(partial, dist.ReduceOp.SUM, spec)
+    return _all_reduce(partial.pow(order), dist.ReduceOp.SUM, spec).pow_(1.0 / order)
 
 
 def reduction(name: str, func: Call, args: Args, kwargs: Kwargs) -> torch.Tensor:
@@ -127,13 +142,13 @@ def reduction(name: str, func: Call, args: Args, kwargs: Kwargs) -> torch.Tensor
         return whole if value is tensor else value
 
     partial = func(*map(stand_in, args), **{key: stand_in(value) for key, value in kwargs.items()})
-    mesh = tensor.device_mesh
+    spec = tensor._spec
     if name in ("sum", "mean"):
-        total = _all_reduce(partial, dist.ReduceOp.SUM, mesh)
+        total = _all_reduce(partial, dist.ReduceOp.SUM, spec)
         return total.to(final) if final in HALF else total
     if name == "any" or is_max:
-        return _largest(partial, mesh)
-    return _smallest(partial, mesh)
+        return _largest(partial, spec)
+    return _smallest(partial, spec)
 
 
 def equal(name: str, func: Call, args: Args, kwargs: Kwargs) -> bool:
@@ -144,25 +159,21 @@ def equal(name: str, func: Call, args: Args, kwargs: Kwargs) -> bool:
         return False
     first, second = (local_operand("equal", value, model) for value in values)
     is_equal = torch.tensor(torch.equal(first, second), device=first.device)
-    return bool(_smallest(is_equal, model.device_mesh))
+    return bool(_smallest(is_equal, model._spec))
 
 
 def unscale(name: str, func: Call, args: Args, kwargs: Kwargs) -> None:
-    """What ``torch.amp.GradScaler`` does to gradients. An overflow on one rank is one on all.
-
-    Raises:
-        RuntimeError: the gradients lie on different meshes.
-    """
+    """What ``torch.amp.GradScaler`` does to gradients. An overflow on one rank is one on all that
+    some gradient is cut among."""
     gradients, found_inf, inv_scale = args
-    meshes = {gradient.device_mesh for gradient in gradients if isinstance(gradient, ShardedTensor)}
-    if len(meshes) > 1:
-        raise RuntimeError("GradScaler on gradients of different meshes: use a scaler for each")
+    cuts = by_cut(gradient for gradient in gradients if isinstance(gradient, ShardedTensor))
     locals_ = [
         gradient._local_tensor if isinstance(gradient, ShardedTensor) else gradient
         for gradient in gradients
     ]
     func(locals_, found_inf, inv_scale)
-    found_inf.copy_(_largest(found_inf, meshes.pop()))
+    for spec, _ in cuts:
+        found_inf.copy_(_largest(found_inf, spec))
 
 
 def _embedded(tensor: ShardedTensor, neutral: float) -> torch.Tensor:
@@ -183,32 +194,34 @@ def _extreme(dtype: torch.dtype, *, lowest: bool) -> float:
     return info.min if lowest else info.max
 
 
-def _largest(values: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+def _largest(values: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     """The largest over the ranks; NaN where one of them has NaN, which backends do not promise."""
     if not values.is_floating_point():
-        return _extreme_integer(values, dist.ReduceOp.MAX, mesh)
+        return _extreme_integer(values, dist.ReduceOp.MAX, spec)
     is_nan = values.isnan()
     pair = torch.stack([values.masked_fill(is_nan, -inf), is_nan.to(values.dtype)])
-    largest, any_nan = _all_reduce(pair, dist.ReduceOp.MAX, mesh)
+    largest, any_nan = _all_reduce(pair, dist.ReduceOp.MAX, spec)
     return largest.masked_fill(any_nan > 0, torch.nan)
 
 
-def _smallest(values: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+def _smallest(values: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     if values.is_floating_point():
-        return -_largest(-values, mesh)
-    return _extreme_integer(values, dist.ReduceOp.MIN, mesh)
+        return -_largest(-values, spec)
+    return _extreme_integer(values, dist.ReduceOp.MIN, spec)
 
 
 def _extreme_integer(
-    values: torch.Tensor, op: dist.ReduceOp.RedOpType, mesh: DeviceMesh
+    values: torch.Tensor, op: dist.ReduceOp.RedOpType, spec: DTensorSpec
 ) -> torch.Tensor:
     sent = values.to(torch.uint8) if values.dtype == torch.bool else values
-    return _all_reduce(sent, op, mesh).to(values.dtype)
+    return _all_reduce(sent, op, spec).to(values.dtype)
 
 
 def _all_reduce(
-    values: torch.Tensor, op: dist.ReduceOp.RedOpType, mesh: DeviceMesh
+    values: torch.Tensor, op: dist.ReduceOp.RedOpType, spec: DTensorSpec
 ) -> torch.Tensor:
+    """Over the ranks that a tensor is cut among."""
     values = values.contiguous()
-    dist.all_reduce(values, op, mesh.get_group())
+    for dim in cut_dims(spec):
+        dist.all_reduce(values, op, spec.mesh.get_group(dim))
     return values

@@ -28,7 +28,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils as torch_foreach
 
 from fsdp_overlap.tensor.boxes import Box, pieces
-from fsdp_overlap.tensor.placement import RangeShard, range_spec
+from fsdp_overlap.tensor.placement import RangeShard, range_dim, range_spec, with_range
 
 
 class ShardEdits:
@@ -105,7 +105,7 @@ class ShardedTensor(DTensor):
         meta = spec.tensor_meta
         assert meta is not None
         if meta.dtype != local.dtype:
-            spec = range_spec(spec.mesh, self.placement, meta.shape, local.dtype)
+            spec = with_range(spec, self.placement, meta.shape, local.dtype)
         return ShardedTensor.wrap(local, spec)
 
     @classmethod
@@ -173,14 +173,25 @@ class ShardedTensor(DTensor):
 
     @property
     def placement(self) -> RangeShard:
-        placement = self._spec.placements[0]
+        """Which rank of :attr:`range_group` holds which range."""
+        placement = self._spec.placements[range_dim(self._spec)]
         assert isinstance(placement, RangeShard)
         return placement
 
     @property
+    def range_group(self) -> dist.ProcessGroup:
+        """The ranks that hold a range each: those along one dimension of the mesh."""
+        return self._spec.mesh.get_group(range_dim(self._spec))
+
+    @property
+    def range_rank(self) -> int:
+        """This rank's place in :attr:`range_group`."""
+        return self._spec.mesh.get_local_rank(range_dim(self._spec))
+
+    @property
     def local_range(self) -> tuple[int, int]:
         """``(start, stop)`` of this rank's range in the flattened tensor, in elements."""
-        return self.placement.local_range(self._spec.mesh.get_local_rank())
+        return self.placement.local_range(self.range_rank)
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         """This rank's range, flat, sharing memory: in-place edits of it edit the parameter."""
@@ -188,14 +199,13 @@ class ShardedTensor(DTensor):
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """The whole tensor on every rank, a copy. Must be called on every rank of the mesh."""
-        mesh = self._spec.mesh
         meta = self._spec.tensor_meta
         assert meta is not None
         local = self._local_tensor.detach()
         full = torch.empty(meta.shape.numel(), dtype=local.dtype, device=local.device)
         start, stop = self.local_range
         full[start:stop].copy_(local)
-        group = mesh.get_group()
+        group = self.range_group
         works = [
             dist.broadcast(full[first:last], group=group, group_src=rank, async_op=True)
             for rank, first, last in self.placement.ranges
@@ -231,7 +241,7 @@ class ShardedTensor(DTensor):
         local = self._local_tensor.detach()
         return (
             f"ShardedTensor(shape={shape}, dtype={dtype}, device={str(local.device)!r}, "
-            f"rank {self._spec.mesh.get_local_rank()} of {self._spec.mesh.size()} holds "
+            f"rank {self.range_rank} of {self._spec.mesh.size(range_dim(self._spec))} holds "
             f"{start}:{stop} of {numel}: {_summary(local)}"
             f"{', requires_grad=True' if requires_grad else ''})"
         )
@@ -255,7 +265,8 @@ class ShardedTensor(DTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # This rank's range, the mesh and how the tensor lies over it; not the unit it belongs to.
-        parts = (self._local_tensor.detach(), self._spec.mesh, self.placement.ranges, self._shape)
+        spec = self._spec
+        parts = (self._local_tensor.detach(), spec.mesh, spec.placements, self._shape)
         is_parameter = isinstance(self, nn.Parameter)
         return rebuild_sharded_tensor, (*parts, self.requires_grad, is_parameter)
 
@@ -292,7 +303,7 @@ class ShardedTensor(DTensor):
         if not prod(self._shape):  # of which nobody holds anything: without it, loads miss the key
             return [Box((0,) * len(self._shape), self._shape, 0)]
         least, most = (n // self._local_tensor.element_size() for n in _BYTES_OF_A_CHUNK)
-        share = prod(self._shape) // self._spec.mesh.size()
+        share = prod(self._shape) // self._spec.mesh.size(range_dim(self._spec))
         most = min(max(share, least), most)
         return pieces(self._shape, *self.local_range, most)
 
@@ -359,13 +370,13 @@ def attributes_of(parameter: torch.Tensor) -> dict[str, Any]:
 def rebuild_sharded_tensor(
     local: torch.Tensor,
     mesh: DeviceMesh,
-    ranges: tuple[tuple[int, int, int], ...],
+    placements: tuple[Placement, ...],
     shape: tuple[int, ...],
     requires_grad: bool,
     is_parameter: bool,
 ) -> ShardedTensor:
     """What was pickled."""
-    spec = range_spec(mesh, RangeShard(ranges), torch.Size(shape), local.dtype)
+    spec = range_spec(mesh, placements, torch.Size(shape), local.dtype)
     tensor = ShardedTensor.wrap(local, spec)
     if is_parameter:
         return cast(ShardedTensor, nn.Parameter(tensor, requires_grad))
@@ -373,7 +384,7 @@ def rebuild_sharded_tensor(
 
 
 # torch.load(weights_only=True), the default, makes nothing that is not listed.
-torch.serialization.add_safe_globals([rebuild_sharded_tensor])
+torch.serialization.add_safe_globals([rebuild_sharded_tensor, RangeShard])
 
 # Optimizers and gradient clipping choose their foreach and fused forms by the exact type; torch
 # adds DTensor in the same way.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fsdp_overlap.tensor.operands import check_no_gradient
-from fsdp_overlap.tensor.placement import RangeShard, range_spec
+from fsdp_overlap.tensor.placement import RangeShard, with_range
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, raise_unsupported
 
 
@@ -59,12 +59,11 @@ def _part(
             for rank, start, stop in tensor.placement.ranges
             if max(start, first) < min(stop, last)
         )
-    mesh = tensor.device_mesh
     placement = RangeShard(ranges)
     here, _ = tensor.local_range
-    start, stop = placement.local_range(mesh.get_local_rank())
+    start, stop = placement.local_range(tensor.range_rank)
     offset = first + start - here if stop > start else 0
     local = tensor._local_tensor.detach()[offset : offset + stop - start]
     return ShardedTensor.wrap(
-        local, range_spec(mesh, placement, part.shape, part.dtype), tensor.edits
+        local, with_range(tensor._spec, placement, part.shape, part.dtype), tensor.edits
     )
