@@ -6,16 +6,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
-from fsdp_overlap.comm.collectives import Collectives
+from fsdp_overlap.comm.collectives import Collectives, Issued
 from fsdp_overlap.comm.groups import LaneGroups
 from fsdp_overlap.comm.lanes import Lane, Mark, Ticket
 from fsdp_overlap.layout import BucketPlan
 from fsdp_overlap.runtime.ownership import OwnedParameter
+from fsdp_overlap.runtime.part import KeptPart
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 from fsdp_overlap.tensor.placement import RangeShard, range_spec
 from fsdp_overlap.tensor.sharded_tensor import ShardEdits, ShardedTensor, attributes_of
@@ -75,6 +77,8 @@ class Bucket:
             start, stop = sharded.local_range
             sharded.to_local().copy_(value.reshape(-1)[start:stop])
             parameter.data = view
+        self.part: KeptPart | None = None
+        """What is kept between forward and backward, where the unit asks for it."""
         self._ticket: Ticket | None = None
         self._gathered_version = -1
 
@@ -135,10 +139,13 @@ class Bucket:
             item.parameter = parameter
         self._list_places()
 
-    def connect(self, collectives: Collectives, groups: LaneGroups) -> None:
+    def connect(
+        self, collectives: Collectives, groups: LaneGroups, part: KeptPart | None = None
+    ) -> None:
         """Gives the bucket what it gathers through. Before the first :meth:`gather`."""
         self.collectives = collectives
         self.groups = groups
+        self.part = part
 
     @property
     def version(self) -> int:
@@ -155,8 +162,9 @@ class Bucket:
         """Whether it is gathered and the shard was not edited since."""
         return self.state is not BucketState.SHARDED and self._gathered_version == self.version
 
-    def gather(self, lane: Lane) -> None:
-        """Enqueues the all-gather into the full buffer. Collective over the mesh.
+    def gather(self, lane: Lane, keeps_part: bool = False) -> None:
+        """Enqueues the all-gather into the full buffer, from the neighbours' parts if they were
+        kept. ``keeps_part``: they are kept from then on. Collective over the mesh.
 
         Raises:
             RuntimeError: the bucket is on the meta device.
@@ -171,14 +179,25 @@ class Bucket:
         self._become(BucketState.GATHERING)
         if not self.full.allocated:
             lane.allocate(self.label, self.full)
-        self._gathered_version = self.version
+        self._gathered_version = version = self.version
+        part = self.part
+        if part is None:
+            self._ticket = lane.enqueue(
+                "all_gather", self.label, self._all_gather, nbytes=self._travels
+            )
+            return
+        is_kept = part.holds(version)
         self._ticket = lane.enqueue(
             "all_gather",
             self.label,
-            lambda: self.collectives.all_gather(
-                self.full.flat, self.shard, self.plan, self.groups.gather
-            ),
-            nbytes=self._travels,
+            partial(part.all_gather, self.full.flat) if is_kept else self._all_gather,
+            part.keeper(version) if keeps_part else part.drop,
+            nbytes=part.nbytes_of_others(self.full.flat) if is_kept else self._travels,
+        )
+
+    def _all_gather(self) -> Issued:
+        return self.collectives.all_gather(
+            self.full.flat, self.shard, self.plan, self.groups.gather
         )
 
     def wait(self) -> None:
@@ -205,7 +224,13 @@ class Bucket:
             self.state = BucketState.UNSHARDED
             self._ticket = None
             self.free(lane, lane.mark_compute())
+        self.drop_part()
         self.use_sharded()
+
+    def drop_part(self) -> None:
+        """Frees what was kept for backward, which then gathers from all ranks."""
+        if self.part is not None:
+            self.part.drop()
 
     def use_unsharded(self) -> None:
         """Registers the unsharded parameters in the module.

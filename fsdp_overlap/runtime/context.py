@@ -222,7 +222,7 @@ class FsdpContext:
             item.is_root = tops == [item]
             item.rename(names.get(item) or (kind if item.is_root else f"{kind}[{item.index}]"))
             for bucket in item.buckets:
-                bucket.domain.connect(bucket, item.separates_reductions)
+                bucket.domain.connect(bucket, item.separates_reductions, item.part_size)
         if self.check_plans:
             for domain in self.domains:
                 compare_plans(self.units, domain)
@@ -292,13 +292,13 @@ class FsdpContext:
 
     # Memory and collectives, counted and noted for the order check
 
-    def gather(self, bucket: Bucket) -> None:
+    def gather(self, bucket: Bucket, keeps_part: bool) -> None:
         bucket.domain.note_gather(bucket)
         self.stats.all_gathers += 1
         self.stats.all_gather_bytes += bucket.full.nbytes
         if not bucket.is_gathered:
             self.stats.count_full_buffer(1)
-        bucket.gather(self.gather_lane)
+        bucket.gather(self.gather_lane, keeps_part)
 
     def free(self, bucket: Bucket, after: Mark) -> None:
         self.stats.count_full_buffer(-1)

@@ -18,6 +18,7 @@ from fsdp_overlap.comm.groups import GroupCache, LaneGroups
 from fsdp_overlap.comm.lanes import Lane
 from fsdp_overlap.layout import LayoutRule
 from fsdp_overlap.runtime.order_check import OrderCheck
+from fsdp_overlap.runtime.part import KeptPart
 from fsdp_overlap.runtime.plans import UnitPlans
 from fsdp_overlap.tensor.placement import RangeShard
 
@@ -92,11 +93,21 @@ class Domain:
         self._flags += len(bucket.parameters)
         self.forget_gradients()
 
-    def connect(self, bucket: Bucket, separate: bool) -> None:
+    def connect(self, bucket: Bucket, separate: bool, part_size: int | None) -> None:
         """Gives ``bucket`` what it is gathered and reduced by. Collective over the mesh at the
-        first call."""
+        first call.
+
+        ``separate``: whether reductions have a group of their own; ``part_size``: among how many
+        neighbours a part is kept between forward and backward, if any.
+        """
+        device_type = self.mesh.device_type
         groups = self.groups if separate else self._group_cache.get(self.mesh, separate=False)
-        bucket.connect(choose(self.mesh.device_type, groups.gather, bucket.plan), groups)
+        part = None
+        if part_size is not None:
+            group = self._group_cache.get_part(self.mesh, part_size)
+            plan = bucket.plan.merged(part_size)
+            part = KeptPart(plan, choose(device_type, group, plan), group)
+        bucket.connect(choose(device_type, groups.gather, bucket.plan), groups, part)
 
     def note_gather(self, bucket: Bucket) -> None:
         """This rank issues the all-gather of ``bucket``."""

@@ -269,6 +269,9 @@ class Schedule:
             for call in backward.open_calls:
                 self._release_passed(call.unit)
             self.gathers.finish_pass()
+            for unit in self._units():
+                if unit.part_size is not None:
+                    unit.drop_parts()  # of units that backward did not come back to
             self.reductions.finish(self._units())
             self._finish_backward()
         finally:
@@ -337,6 +340,7 @@ class Schedule:
             if not self.is_in_use(unit):
                 unit.use_sharded()
                 self.gathers.release(unit)
+                unit.drop_parts()
         self.gathers.flush()
 
     # All
