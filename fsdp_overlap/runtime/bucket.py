@@ -16,10 +16,11 @@ from fsdp_overlap.comm.collectives import Collectives, Issued
 from fsdp_overlap.comm.groups import LaneGroups
 from fsdp_overlap.comm.lanes import Lane, Mark, Ticket
 from fsdp_overlap.layout import BucketPlan
+from fsdp_overlap.runtime.copies import DividedShard
 from fsdp_overlap.runtime.ownership import OwnedParameter
 from fsdp_overlap.runtime.part import KeptPart
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
-from fsdp_overlap.tensor.placement import RangeShard, range_spec
+from fsdp_overlap.tensor.placement import range_spec
 from fsdp_overlap.tensor.sharded_tensor import ShardEdits, ShardedTensor, attributes_of
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ class Bucket:
             parameter.data = view
         self.part: KeptPart | None = None
         """What is kept between forward and backward, where the unit asks for it."""
+        self.divided: DividedShard | None = None
+        """The shard, where ranks that hold copies of it divide it."""
         self._ticket: Ticket | None = None
         self._gathered_version = -1
 
@@ -89,19 +92,26 @@ class Bucket:
         self.is_meta = device.type == "meta"
         self.full = FlatBuffer(plan, self.compute_dtype, device)
         domain = self.domain
-        rank = domain.shard_rank
-        self._travels = self.full.nbytes_of_others(rank)
+        rank = domain.plan_rank
+        # Among the ranks that gather it: those that hold parts of one shard do so before.
+        self.gather_plan = plan.merged(domain.shard_size) if domain.divides_copies else plan
+        gathered = self.gather_plan.shard_numels[domain.shard_rank]
+        self._travels = (plan.numel - gathered) * self.full.flat.element_size()
         dtype = plan.specs[0].dtype
         self.shard = torch.zeros(plan.shard_numels[rank], dtype=dtype, device=device)
         self.sharded_parameters: list[ShardedTensor] = []
         for spec, offset, model in zip(plan.specs, plan.offsets, like, strict=True):
-            placement = RangeShard(tuple(plan.ranges(spec.fqn)))
-            start, stop = placement.local_range(rank)
+            start, stop = next(
+                ((start, stop) for r, start, stop in plan.ranges(spec.fqn) if r == rank), (0, 0)
+            )
             first = offset + start - plan.shard_starts[rank] if stop > start else 0
             tensor = ShardedTensor.wrap(
                 self.shard[first : first + stop - start],
                 range_spec(
-                    domain.mesh, domain.placements(placement), torch.Size(spec.shape), dtype
+                    domain.tensor_mesh,
+                    domain.placements(plan, spec.fqn),
+                    torch.Size(spec.shape),
+                    dtype,
                 ),
                 self.edits,
             )
@@ -180,6 +190,11 @@ class Bucket:
         if not self.full.allocated:
             lane.allocate(self.label, self.full)
         self._gathered_version = version = self.version
+        self._enqueue_gather(lane, version, keeps_part)
+        if self.divided is not None:
+            self.divided.last_read = self._ticket
+
+    def _enqueue_gather(self, lane: Lane, version: int, keeps_part: bool) -> None:
         part = self.part
         if part is None:
             self._ticket = lane.enqueue(
@@ -196,8 +211,12 @@ class Bucket:
         )
 
     def _all_gather(self) -> Issued:
+        shard, divided = self.shard, self.divided
+        if divided is not None:
+            divided.wait()
+            shard = divided.whole.flat
         return self.collectives.all_gather(
-            self.full.flat, self.shard, self.plan, self.groups.gather
+            self.full.flat, shard, self.gather_plan, self.groups.gather
         )
 
     def wait(self) -> None:
@@ -225,6 +244,8 @@ class Bucket:
             self._ticket = None
             self.free(lane, lane.mark_compute())
         self.drop_part()
+        if self.divided is not None:
+            self.divided.reset()
         self.use_sharded()
 
     def drop_part(self) -> None:

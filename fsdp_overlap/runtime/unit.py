@@ -131,6 +131,12 @@ class Unit:
             if not bucket.is_whole:
                 self.context.gather(bucket, keeps_part)
 
+    def put_together(self) -> None:
+        """Enqueues what puts the shards together that ranks with copies of them divide."""
+        for bucket in self.buckets:
+            if bucket.divided is not None:
+                bucket.divided.gather(self.context.copies_lane)
+
     def wait(self) -> None:
         """Makes compute wait for the unit's all-gathers."""
         for bucket in self.buckets:
@@ -219,6 +225,7 @@ class Unit:
         self._trainability = -1
         self._known_gradients = {}
         self._watched = set()
+        self.context.unsettle()
 
     def watch_gradients(self) -> None:
         """Before the parameters are used outside forward: their gradients are noticed without
