@@ -1,22 +1,12 @@
-"""What :func:`fully_shard` gives a module: the verbs of sharding, and copies, moves and state dicts
-that know of it."""
+"""The verbs that :func:`fully_shard` gives a module."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from copy import deepcopy
-from typing import Any, NoReturn
+from collections.abc import Iterable
 
-import torch
-from torch import nn
-
-from fsdp_overlap.runtime import hooks
-from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.context import unit_of
-from fsdp_overlap.runtime.ownership import modules_outside_units
 from fsdp_overlap.runtime.unit import Unit
-from fsdp_overlap.tensor.sharded_tensor import attributes_of
+from fsdp_overlap.sharded_module import ShardedModule
 
 
 class UnshardHandle:
@@ -33,22 +23,8 @@ class UnshardHandle:
             self._unit = None
 
 
-@contextmanager
-def hidden(buckets: Sequence[Bucket]) -> Iterator[None]:
-    """Takes the parameters of ``buckets`` out of their modules meanwhile."""
-    for bucket in buckets:
-        bucket.use_none()
-    try:
-        yield
-    finally:
-        for bucket in buckets:
-            bucket.use_sharded()
-
-
-class FsdpModule(nn.Module):
+class FsdpModule(ShardedModule):
     """Mixed into the class of every module given to :func:`fully_shard`."""
-
-    _fsdp_unit: Unit
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers this unit's parameters, not those of inner units, and registers them in the
@@ -68,15 +44,6 @@ class FsdpModule(nn.Module):
             return handle
         handle.wait()
         return None
-
-    def reshard(self) -> None:
-        """Frees this unit's full buffers and registers its sharded parameters."""
-        unit = self._fsdp_unit
-        unit.use_sharded()
-        if unit.is_gathered:
-            gathers = unit.context.schedule.gathers
-            gathers.release(unit)
-            gathers.flush()
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -129,111 +96,3 @@ class FsdpModule(nn.Module):
     def _units(self, recurse: bool) -> Iterable[Unit]:
         modules = self.modules() if recurse else [self]
         return [unit for unit in map(unit_of, modules) if unit is not None]
-
-    def _apply(self, fn: Any, recurse: bool = True) -> FsdpModule:
-        """What ``to_empty()``, ``to()`` and the like do to a module: gives memory to a unit on the
-        meta device, and leaves alone a unit that is where it should be.
-
-        Raises:
-            RuntimeError: the shards would change dtype or device. Nothing was changed then.
-        """
-        buckets = self._fsdp_unit.buckets
-        with torch.no_grad():
-            applied = [fn(bucket.shard) for bucket in buckets]
-        device = self._fsdp_unit.context.device
-        for bucket, shard in zip(buckets, applied, strict=True):
-            is_moved = shard.device != bucket.shard.device
-            is_given_memory = bucket.is_meta and shard.device.type == device.type
-            if shard.dtype != bucket.shard.dtype or (is_moved and not is_given_memory):
-                raise RuntimeError(
-                    f"{type(self).__name__} is sharded, its shards are {bucket.shard.dtype} on "
-                    f"{bucket.shard.device}: move or cast a module (to(), cuda(), half(), ...) "
-                    f"before fully_shard(); from meta, to_empty(device={device.type!r})"
-                )
-        with hidden(buckets):
-            super()._apply(fn, recurse)
-        if any(
-            bucket.is_meta and not shard.is_meta
-            for bucket, shard in zip(buckets, applied, strict=True)
-        ):
-            self._fsdp_unit.materialize(device)
-        else:
-            for bucket, shard in zip(buckets, applied, strict=True):
-                if shard is not bucket.shard:
-                    bucket.shard.copy_(shard)
-        self._announce_unsharded()
-        return self
-
-    def _announce_unsharded(self) -> None:
-        """Assigns the unsharded parameters where they belong, for modules that keep references of
-        their own, as ``nn.LSTM`` does, and registers the sharded ones again."""
-        for bucket in self._fsdp_unit.buckets:
-            unsharded = dict(
-                zip(map(id, bucket.sharded_parameters), bucket.parameters, strict=True)
-            )
-            for _, module in modules_outside_units(self):
-                for name, parameter in list(module._parameters.items()):
-                    if id(parameter) in unsharded:
-                        setattr(module, name, unsharded[id(parameter)])
-            bucket.use_sharded()
-
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
-    ) -> None:
-        if local_metadata.get("assign_to_params_buffers"):
-            raise RuntimeError(
-                f"load_state_dict(assign=True) would replace the sharded parameters of "
-                f"{type(self).__name__}: use assign=False, after to_empty() if the model is on the "
-                "meta device"
-            )
-        self._show_sharded()
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-
-    def _save_to_state_dict(self, *args: Any) -> None:
-        self._show_sharded()
-        super()._save_to_state_dict(*args)
-
-    def _show_sharded(self) -> None:
-        """After an explicit :meth:`unshard`: what is loaded and saved are the shards."""
-        if not self._fsdp_unit.context.schedule.is_in_use(self._fsdp_unit):
-            self.reshard()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> FsdpModule:
-        """A copy, sharded likewise, with memory and a context of its own."""
-        from fsdp_overlap.fully_shard import fully_shard
-
-        unit = self._fsdp_unit
-        for bucket in unit.buckets:
-            for spec, parameter, sharded in zip(
-                bucket.plan.specs, bucket.parameters, bucket.sharded_parameters, strict=True
-            ):
-                # For fully_shard() to take over: of the values, only the shards are copied.
-                empty = torch.empty(spec.shape, dtype=spec.dtype, device=bucket.shard.device)
-                copied = nn.Parameter(empty, spec.requires_grad)
-                attributes = attributes_of(parameter) | attributes_of(sharded)
-                vars(copied).update(deepcopy(attributes, memo))
-                del copied.__dict__["_fsdp_owner"]
-                memo[id(parameter)] = memo[id(sharded)] = copied
-        plain_class: Any = type(self).__bases__[1]
-        duplicate = plain_class.__new__(plain_class)
-        memo[id(self)] = duplicate
-        state = hooks.without_hooks(self.__getstate__())
-        del state["_fsdp_unit"]
-        duplicate.__setstate__(deepcopy(state, memo))
-        context = deepcopy(unit.context, memo)
-        context.plans.place(duplicate, [bucket.plan for bucket in unit.buckets])
-        fully_shard(
-            duplicate,
-            context,
-            reshard_after_forward=unit.reshard_after_forward,
-            mp_policy=unit.mp_policy,
-            ignored_params={deepcopy(parameter, memo) for parameter in unit.ignored},
-        )
-        for mine, its in zip(unit.buckets, duplicate._fsdp_unit.buckets, strict=True):
-            # For an optimizer that is copied together with the model.
-            memo.update(zip(map(id, mine.sharded_parameters), its.sharded_parameters, strict=True))
-        unit.copy_to(duplicate._fsdp_unit)
-        return duplicate
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(f"{type(self).__name__} cannot be pickled: save its state_dict()")

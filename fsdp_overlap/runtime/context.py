@@ -151,17 +151,21 @@ class FsdpContext:
         return UnitPlans(self.mesh.size(), self.layout)
 
     def plan(
-        self, units: Sequence[nn.Module], *, ignored_params: Collection[nn.Parameter] = ()
+        self,
+        units: Sequence[nn.Module | Sequence[nn.Module]],
+        *,
+        ignored_params: Collection[nn.Parameter] = (),
     ) -> None:
-        """Plans the units that ``units`` will become, so that whole parameters are balanced over
-        all of them, the first as the last. Reads shapes alone; call it before
-        :func:`fully_shard`, which otherwise places each unit knowing only those before it.
+        """Plans the units that ``units``, modules or lists of them, will become, so that whole
+        parameters are balanced over all of them, the first as the last. Reads shapes alone; call it
+        before :func:`fully_shard`, which otherwise places each unit knowing only those before it.
 
         Raises:
             TypeError: the layout is none for some parameter.
             ValueError: one is a unit already, was planned before, or is named twice.
         """
-        self.plans.plan(units, ignored_params)
+        lists = [[unit] if isinstance(unit, nn.Module) else list(unit) for unit in units]
+        self.plans.plan(lists, ignored_params)
 
     # Units
 
@@ -198,7 +202,7 @@ class FsdpContext:
         tops = [item for item in self.units if item not in names]
         for item in self.units:
             kind = item.module_kind
-            item.is_root = tops == [item]
+            item.is_root = tops == [item] and not item.is_list
             item.rename(names.get(item) or (kind if item.is_root else f"{kind}[{item.index}]"))
             for bucket in item.buckets:
                 collectives = choose(self.mesh.device_type, self.groups.gather, bucket.plan)
@@ -213,8 +217,7 @@ class FsdpContext:
         backward of its own."""
         is_complete = True
         for outer in self.units:
-            module = outer.module()
-            for child in module.modules() if module is not None else ():
+            for child in (child for module in outer.modules for child in module.modules()):
                 unit = unit_of(child)
                 if unit is None or unit.context is self or not unit.context.is_implicit:
                     continue
@@ -336,19 +339,22 @@ class FsdpContext:
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """The unit that :func:`fully_shard` made of ``module``, if it did."""
+    """The unit that :func:`fully_shard` made of ``module``, or of a list with it, if it did."""
     return module.__dict__.get("_fsdp_unit")
 
 
 def unit_names(units: Sequence[Unit]) -> dict[Unit, str]:
-    """The name of each unit that lies within another, relative to the outermost that has it."""
+    """The name of each unit that lies within another, relative to the outermost that has it; of a
+    unit of several modules, their names."""
     names: dict[Unit, str] = {}
     for outer in units:
-        module = outer.module()
-        if module is None or outer in names:
+        if outer in names:
             continue
-        for name, child in module.named_modules():
-            unit = unit_of(child)
-            if unit is not None and unit is not outer:
-                names[unit] = name
+        found: dict[Unit, list[str]] = {}
+        for module in outer.modules:
+            for name, child in module.named_modules():
+                unit = unit_of(child)
+                if unit is not None and unit is not outer:
+                    found.setdefault(unit, []).append(name)
+        names.update((unit, ", ".join(found[unit])) for unit in found)
     return names

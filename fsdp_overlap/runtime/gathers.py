@@ -82,14 +82,17 @@ class Gathers:
             self._free(index, mark)
         self._delayed.clear()
 
-    def finish_pass(self, before_backward: bool = False) -> None:
+    def finish_pass(self, before_backward: bool = False, before: Unit | None = None) -> None:
         """Frees all that is not in use. ``before_backward``, the unit that ran last is kept if the
-        user left that to us: backward needs it first."""
+        user left that to us: backward needs it first. ``before`` a pass, the unit that begins it
+        is."""
         for index in list(self._ahead):
             self._drop(index)
         for index, mark in list(self._delayed.items()):
             unit = self._unit_at(index)
             if before_backward and self.prefetch and unit and unit.reshard_after_forward is None:
+                continue
+            if unit is not None and unit is before:
                 continue
             del self._delayed[index]
             self._free(index, mark)

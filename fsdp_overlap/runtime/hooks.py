@@ -13,7 +13,7 @@ from torch import nn
 
 from fsdp_overlap.comm.spans import span
 from fsdp_overlap.runtime.order import Call
-from fsdp_overlap.runtime.schedule import Schedule
+from fsdp_overlap.runtime.schedule import Schedule, is_in_backward
 from fsdp_overlap.runtime.trees import map_tensors, may_hide_tensors, tensors_in
 from fsdp_overlap.runtime.unit import Unit
 
@@ -70,6 +70,8 @@ def _after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output:
     # torch calls this while it handles the error of a forward that raised, with no output.
     raised = output is None and sys.exc_info()[0] is not None
     with span("post_forward", unit.name):
+        if unit.is_list and not is_in_backward():
+            unit.module_ran(module)
         call = schedule.after_forward(unit, raised)
         if not schedule.is_in_use(unit):
             unit.use_sharded()

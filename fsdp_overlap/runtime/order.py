@@ -11,21 +11,28 @@ UnitIndex = int
 
 
 class ForwardOrder:
-    """Records the order of one pass and predicts from the last one that gathered anything.
+    """Records the order of one pass and predicts from the last one that gathered anything and began
+    with the same unit: a head that runs alone, chunk by chunk, says nothing about the whole model.
 
     A pass that found all units whole may have run on this rank alone; what is predicted is
     enqueued, and so must be the same on every rank.
     """
 
     def __init__(self) -> None:
-        self._learned: list[UnitIndex] = []
+        self._taught: dict[UnitIndex, Sequence[UnitIndex]] = {}
+        self._last_taught: Sequence[UnitIndex] = []
+        self._learned: Sequence[UnitIndex] = []
+        self._first = -1
         self._running: list[UnitIndex] = []
         self._teaches = False
         self._next = 0
 
-    def begin(self) -> None:
-        """A new pass."""
-        self._learned = list(self.predicted())
+    def begin(self, first: UnitIndex) -> None:
+        """A new pass, which ``first`` begins."""
+        if self._teaches:
+            self._taught[self._first] = self._last_taught = self._running
+        self._learned = self._taught.get(first, self._last_taught)
+        self._first = first
         self._running = []
         self._teaches = False
         self._next = 0
@@ -49,8 +56,9 @@ class ForwardOrder:
         return self._learned[self._next : self._next + count]
 
     def predicted(self) -> Sequence[UnitIndex]:
-        """The units of the next pass, in order."""
-        return self._running if self._teaches else self._learned
+        """The units of the longest pass known, in order."""
+        known = {**self._taught, self._first: self._running} if self._teaches else self._taught
+        return max(known.values(), key=len, default=[])
 
     def has_visited(self, unit: UnitIndex) -> bool:
         return unit in self._running

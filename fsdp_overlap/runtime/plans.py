@@ -13,7 +13,7 @@ from torch import nn
 from fsdp_overlap.layout import BucketPlan, LayoutRule, ParamSpec
 from fsdp_overlap.layout.plan import Planner
 from fsdp_overlap.runtime.ownership import owned_parameters
-from fsdp_overlap.runtime.unit import Unit
+from fsdp_overlap.runtime.unit import Unit, kind_of
 
 
 class UnitPlans:
@@ -24,37 +24,38 @@ class UnitPlans:
         self._ahead: weakref.WeakKeyDictionary[nn.Module, list[BucketPlan]]
         self._ahead = weakref.WeakKeyDictionary()
 
-    def plan(self, units: Sequence[nn.Module], ignored: Collection[nn.Parameter]) -> None:
-        """Plans all of ``units``, which will be units, together.
+    def plan(self, units: Sequence[Sequence[nn.Module]], ignored: Collection[nn.Parameter]) -> None:
+        """Plans all of ``units``, which will be units of these modules, together.
 
         Raises:
             ValueError: one is a unit already, was planned before, or is named twice.
         """
-        for module in units:
+        modules = [module for unit in units for module in unit]
+        for module in modules:
             if "_fsdp_unit" in module.__dict__ or module in self._ahead:
                 raise ValueError(
                     f"{type(module).__name__} is a unit or was planned already: call plan() once, "
                     "before fully_shard()"
                 )
-        if len(set(units)) != len(units):
+        among = set(modules)
+        if len(among) != len(modules):
             raise ValueError("plan() was given a module twice; name each unit once")
-        among = set(units)
-        owned = [owned_parameters(module, ignored, among) for module in units]
+        owned = [owned_parameters(unit, ignored, among) for unit in units]
         planned = self._planner.plan([[item.spec for item in items] for items in owned])
-        for module, plans in zip(units, planned, strict=True):
-            self.place(module, plans)
+        for unit, plans in zip(units, planned, strict=True):
+            self.place(unit, plans)
 
-    def place(self, module: nn.Module, plans: list[BucketPlan]) -> None:
-        """Says how ``module`` is to be laid out when it becomes a unit."""
-        self._ahead[module] = plans
+    def place(self, modules: Sequence[nn.Module], plans: list[BucketPlan]) -> None:
+        """Says how ``modules`` are to be laid out when they become a unit."""
+        self._ahead[modules[0]] = plans
 
-    def take(self, module: nn.Module, specs: Sequence[ParamSpec]) -> list[BucketPlan]:
-        """For ``module``, which is becoming a unit of the parameters ``specs``.
+    def take(self, modules: Sequence[nn.Module], specs: Sequence[ParamSpec]) -> list[BucketPlan]:
+        """For ``modules``, which are becoming a unit of the parameters ``specs``.
 
         Raises:
             ValueError: other parameters were planned for it.
         """
-        plans = self._ahead.get(module)
+        plans = self._ahead.get(modules[0])
         if plans is None:
             return self._planner.plan([specs])[0]
         different = {spec for plan in plans for spec in plan.specs} ^ set(specs)
@@ -62,11 +63,11 @@ class UnitPlans:
             names = sorted({spec.fqn for spec in different})
             more = ", ..." if len(names) > 3 else ""
             raise ValueError(
-                f"{type(module).__name__} was planned with other parameters "
+                f"{kind_of(modules)} was planned with other parameters "
                 f"({', '.join(names[:3])}{more}): give plan() all modules that will be units, the "
                 "same ignored_params, and parameters as frozen as they will be"
             )
-        del self._ahead[module]
+        del self._ahead[modules[0]]
         return plans
 
 

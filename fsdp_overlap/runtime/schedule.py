@@ -50,6 +50,12 @@ class Backward:
         """Calls whose backward is under way."""
         self.recompute: ForwardPass | None = None
         self.recomputing: list[tuple[Unit, int]] = []
+        self.kept: set[UnitIndex] = set()
+        """Units of several modules that stay whole for those of their calls that remain."""
+
+    def comes_back_to(self, unit: UnitIndex) -> bool:
+        """Whether a call of ``unit`` is yet to be reached."""
+        return any(call.unit == unit for calls in self.remaining.values() for call in calls)
 
 
 class Schedule:
@@ -72,7 +78,9 @@ class Schedule:
         self._clock = 0
         self._running: list[tuple[Unit, int]] = []
         self._pass = ForwardPass()
-        self._is_after_backward = True
+        self._is_pass_over = True
+        self._unfinished: list[Unit] = []
+        """Units of several modules that wait, whole, for those that have not run in this pass."""
         self._open_passes: deque[ForwardPass] = deque(maxlen=MAX_OPEN_PASSES)
         self._backward: Backward | None = None
         self._backwards = 0
@@ -87,7 +95,7 @@ class Schedule:
         if self._backward is not None:
             raise RuntimeError(UNFINISHED.format("forward"))
         if not self._running and self._starts_pass(unit):
-            self._begin_pass()
+            self._begin_pass(unit)
         self._running.append((unit, self._tick()))
         if unit.buckets:
             self.order.visit(unit.index)
@@ -111,8 +119,15 @@ class Schedule:
             return self._after_recompute(unit, backward, start, end)
         self._pass.note(unit.index, start, end)
         if (raised or unit.reshards_after_forward()) and not self.is_in_use(unit):
-            self.gathers.release(unit)
+            if unit.to_run and running and not raised:
+                self._unfinished.append(unit)
+            else:
+                unit.to_run.clear()
+                self.gathers.release(unit)
+        if self._unfinished and not running:
+            self._release_unfinished()
         if unit.is_root and not running:
+            self._is_pass_over = True
             self.gathers.finish_pass(before_backward=torch.is_grad_enabled() and not raised)
         if not unit.buckets or not torch.is_grad_enabled():
             return None
@@ -137,16 +152,23 @@ class Schedule:
         """Backward will come back to ``call``."""
         call.forward_pass.calls.append(call)
 
+    def _release_unfinished(self) -> None:
+        """The outermost unit has run: what it did not use of lists of modules is not awaited."""
+        for unit in dict.fromkeys(self._unfinished):
+            unit.to_run.clear()
+            self.gathers.release(unit)
+        self._unfinished.clear()
+
     def _starts_pass(self, unit: Unit) -> bool:
         # Where no unit encloses the others a pass has no visible end: a second run of a unit, or a
         # backward in between, tells.
-        return unit.is_root or self._is_after_backward or self.order.has_visited(unit.index)
+        return unit.is_root or self._is_pass_over or self.order.has_visited(unit.index)
 
-    def _begin_pass(self) -> None:
-        self._is_after_backward = False
-        self.gathers.finish_pass()
+    def _begin_pass(self, first: Unit) -> None:
+        self._is_pass_over = False
+        self.gathers.finish_pass(before=first)
         self.gathers.after_edits()
-        self.order.begin()
+        self.order.begin(first.index)
         self._pass = ForwardPass()
         if torch.is_grad_enabled():
             self._open_passes.append(self._pass)
@@ -244,19 +266,21 @@ class Schedule:
         for call in [call for call in backward.open_calls if call.start > tick]:
             backward.open_calls.remove(call)
             if all(other.unit != call.unit for other in backward.open_calls):
-                self._release_passed(call.unit)
+                self._release_passed(call.unit, backward)
 
     def _upcoming_backward(self, call: Call, backward: Backward) -> list[UnitIndex]:
         remaining = backward.remaining[call.forward_pass]
         return [other.unit for other in remaining[: -self.gathers.prefetch - 1 : -1]]
 
-    def _release_passed(self, index: UnitIndex) -> None:
+    def _release_passed(self, index: UnitIndex, backward: Backward) -> None:
         unit = self._unit_at(index)
         if unit is None:
             return
         with span("post_backward", unit.name):
             unit.use_sharded()
-            if unit.reshard_after_backward:
+            if unit.is_list and backward.comes_back_to(index):
+                backward.kept.add(index)
+            elif unit.reshard_after_backward:
                 self.gathers.release(unit)
 
     def _end_backward(self) -> None:
@@ -267,14 +291,15 @@ class Schedule:
             for forward_pass in backward.remaining:
                 if not forward_pass.is_recompute:
                     self._walk_to_end(forward_pass, backward)
-            for call in backward.open_calls:
-                self._release_passed(call.unit)
+            backward.remaining.clear()
+            for index in {*(call.unit for call in backward.open_calls), *backward.kept}:
+                self._release_passed(index, backward)
             self.gathers.finish_pass()
             self.reductions.finish(self._units())
             self._finish_backward()
         finally:
             self._backward = None
-            self._is_after_backward = True
+            self._is_pass_over = True
             self._open_passes.clear()
 
     def _first_use(self, call: Call) -> int:
@@ -348,7 +373,8 @@ class Schedule:
         self.reductions.drop()
         self._running.clear()
         self._backward = None
-        self._is_after_backward = True
+        self._is_pass_over = True
+        self._unfinished.clear()
         self._open_passes.clear()
 
     def _tick(self) -> int:

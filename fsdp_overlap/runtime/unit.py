@@ -1,8 +1,9 @@
-"""One unit: a module and the parameters it owns."""
+"""One unit: a module, or a list of modules, and the parameters they own."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING
 
@@ -19,21 +20,25 @@ if TYPE_CHECKING:
 
 
 class Unit:
-    """What :func:`fully_shard` keeps of a module: its buckets and how it is to be treated.
+    """What :func:`fully_shard` keeps of its modules: their buckets and how they are to be treated.
 
-    The module's hooks own the unit; the unit refers to the module weakly, and so does the context
+    The modules' hooks own the unit; the unit refers to the modules weakly, and so does the context
     to the unit. ``gradients`` are those of the buckets that are trainable now.
     """
 
     def __init__(
         self,
-        module: nn.Module,
+        modules: Sequence[nn.Module],
         context: FsdpContext,
         buckets: list[Bucket],
         mp_policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None,
     ) -> None:
-        self.module = weakref.ref(module)
+        self._modules = [weakref.ref(module) for module in modules]
+        self.is_list = len(modules) > 1
+        """Whether it is of several modules: whole from the first that runs to the last."""
+        self.to_run: set[int] = set()
+        """Of several modules, those that have yet to run before the unit is released."""
         self.buckets = buckets
         self.mp_policy = mp_policy
         self.reshard_after_forward = reshard_after_forward
@@ -46,7 +51,7 @@ class Unit:
         self.has_unreduced = False
         """Whether reduce inputs hold what backwards without synchronization left, on every rank."""
         self.is_root = False
-        self.name = type(module).__name__
+        self.name = kind_of(modules)
         self.gradients: list[BucketGradients] = []
         self._trainability = -1
         self._known_gradients: dict[Bucket, BucketGradients] = {}
@@ -63,10 +68,18 @@ class Unit:
             bucket.label = name if len(self.buckets) == 1 else f"{name} [{dtype}{frozen}]"
 
     @property
+    def is_complete(self) -> bool:
+        """Whether all of its modules still exist."""
+        return len(self.modules) == len(self._modules)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Those that still exist, in the order of the list that :func:`fully_shard` was given."""
+        return [module for module in (ref() for ref in self._modules) if module is not None]
+
+    @property
     def module_kind(self) -> str:
-        """The name of the module's class as the user wrote it."""
-        module = self.module()
-        return "" if module is None else type(module).__name__.removeprefix("Fsdp")
+        return kind_of(self.modules)
 
     @property
     def is_gathered(self) -> bool:
@@ -106,6 +119,12 @@ class Unit:
                     return True
         return False
 
+    def module_ran(self, module: nn.Module) -> None:
+        """Of several modules, ``module`` has run."""
+        if not self.to_run:
+            self.to_run.update(map(id, self.modules))
+        self.to_run.discard(id(module))
+
     def gather(self) -> None:
         """Enqueues the all-gathers of the buckets that are not whole and fresh."""
         for bucket in self.buckets:
@@ -130,6 +149,7 @@ class Unit:
         for gradients in self._known_gradients.values():
             gradients.drop()
         self.has_unreduced = False
+        self.to_run.clear()
 
     def copy_to(self, other: Unit) -> None:
         """Gives ``other``, which was sharded likewise, the values, gradients and settings."""
@@ -212,3 +232,8 @@ class Unit:
                     unit.context.schedule.gradient_arrived(unit, gradients, index)
 
             parameter.register_post_accumulate_grad_hook(arrived)
+
+
+def kind_of(modules: Sequence[nn.Module]) -> str:
+    """The names of the modules' classes as the user wrote them."""
+    return ", ".join(type(module).__name__.removeprefix("Fsdp") for module in modules)
