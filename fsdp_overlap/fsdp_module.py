@@ -1,11 +1,16 @@
-"""The verbs that :func:`fully_shard` gives a module."""
+"""The verbs that :func:`fully_shard` gives a module, and functions of modules beside them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from weakref import ref
 
-from fsdp_overlap.runtime.context import unit_of
-from fsdp_overlap.runtime.unit import Unit
+import torch
+from torch import nn
+
+from fsdp_overlap.runtime.finalization import GradientReductionHandle
+from fsdp_overlap.runtime.forward_method import ForwardMethod
+from fsdp_overlap.runtime.unit import Unit, unit_names, unit_of
 from fsdp_overlap.sharded_module import ShardedModule
 
 
@@ -30,7 +35,8 @@ class FsdpModule(ShardedModule):
         """Gathers this unit's parameters, not those of inner units, and registers them in the
         module until :meth:`reshard` or the end of its next forward. Collective over the mesh.
 
-        With ``async_op`` returns a handle; the parameters may be used after its ``wait()``.
+        With ``async_op`` returns a handle; the parameters may be used after its ``wait()``, and in
+        forward, which waits by itself.
         """
         unit = self._fsdp_unit
         unit.context.settle()
@@ -78,10 +84,16 @@ class FsdpModule(ShardedModule):
             unit.reshard_after_backward = stage == 3
             unit.reduces_last_only = stage == 1
 
-    def set_reshard_after_forward(
-        self, reshard_after_forward: bool, *, recurse: bool = True
-    ) -> None:
-        """Whether forward frees the full buffers. As the argument of :func:`fully_shard`."""
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether forward frees the full buffers. As the argument of :func:`fully_shard`.
+
+        Raises:
+            ValueError: it is not a bool.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                f"set_reshard_after_forward({reshard_after_forward!r}): use True or False"
+            )
         for unit in self._units(recurse):
             unit.reshard_after_forward = reshard_after_forward
 
@@ -93,6 +105,175 @@ class FsdpModule(ShardedModule):
         for unit in self._units(recurse):
             unit.reshard_after_backward = reshard_after_backward
 
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether this unit is gathered for its backward. An embedding, say, need not be: its
+        backward reads no parameters. One that does read them raises a RuntimeError that says so,
+        unless checkpointing runs its forward again, which gathers it."""
+        self._fsdp_unit.unshard_in_backward = unshard_in_backward
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[FsdpModule]) -> None:
+        """Which units are gathered ahead where this one runs in forward, instead of those that are
+        expected next; ``[]`` leaves that to the order again. Set the same on every rank.
+
+        All of them are gathered, also more than ``prefetch``, and kept until they are used, at the
+        longest to the end of the pass.
+
+        Raises:
+            ValueError: one is no unit, or belongs to another context.
+        """
+        self._fsdp_unit.forward_prefetch = self._prefetched(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[FsdpModule]) -> None:
+        """As :meth:`set_modules_to_forward_prefetch`, where this one's backward runs."""
+        self._fsdp_unit.backward_prefetch = self._prefetched(modules)
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """How many reduce inputs may exist at once, those that travel and the one that is filled.
+        2 by default, 1 with ``prefetch=0``. The units of a context share them: the largest number
+        that was set on one of them counts.
+
+        Raises:
+            TypeError, ValueError: it is not an integer of at least 1.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(
+                "set_reduce_scatter_max_input_buffers takes an int, got a "
+                f"{type(max_input_buffers).__name__}"
+            )
+        if max_input_buffers < 1:
+            raise ValueError(
+                f"set_reduce_scatter_max_input_buffers({max_input_buffers}): use 1 or more"
+            )
+        for unit in self._units(recurse):
+            unit.max_reduce_inputs = max_input_buffers
+            unit.context.follow_reduce_inputs()
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Changes nothing, for code that calls it: parameters without a gradient on this rank
+        always take part in the reduction, so that ranks may use different ones; where no rank has
+        one, ``.grad`` stays as it was."""
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Whether full buffers keep their memory, and so unsharded parameters their addresses,
+        while the unit is sharded, as a captured CUDA graph needs. Takes the memory of each unit,
+        whole, from its first all-gather on."""
+        for unit in self._units(recurse):
+            unit.context.keep_storage(unit, keep)
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """The all-gathers of the next pass wait for ``event``, recorded after the optimizer's step,
+        and not for all compute enqueued before the pass. Counts once. Edits of parameters that are
+        made after this call are waited for all the same. On a CPU there is nothing to wait for."""
+        self._fsdp_unit.context.schedule.gathers.wait_once_for(event)
+
+    def reset_iter_state(self) -> None:
+        """As :meth:`FsdpContext.reset`, by FSDP2's name.
+
+        Raises:
+            RuntimeError: this unit lies within another; call it on the root.
+        """
+        self._check_outermost("reset_iter_state")
+        self._fsdp_unit.context.reset()
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Whether backwards leave it to :meth:`finalize_backward` to complete gradients. Without
+        that call they never are.
+
+        Raises:
+            RuntimeError: this unit lies within another, or a backward is not finalized yet.
+        """
+        self._check_outermost("set_manual_backward_finalization")
+        self._fsdp_unit.context.schedule.finalization.set_manual(enabled)
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Completes the gradients of the backwards since the last call: reduces what backwards
+        without synchronization left on units that synchronize now, and frees full buffers that are
+        not to be kept after backward. Before the first forward it does nothing. Collective over the
+        mesh.
+
+        With ``async_op`` returns a handle; the gradients may be used, and the next forward or
+        backward run, after its ``wait()``.
+
+        Raises:
+            RuntimeError: this unit lies within another, finalization is not manual, a backward is
+                under way, or the last handle was not waited for.
+        """
+        self._check_outermost("finalize_backward")
+        context = self._fsdp_unit.context
+        if not context.has_schedule:
+            return GradientReductionHandle(None) if async_op else None
+        handle = context.schedule.finalization.finalize()
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def _check_outermost(self, verb: str) -> None:
+        unit = self._fsdp_unit
+        if unit in unit_names(unit.context.units):
+            raise RuntimeError(
+                f"{verb}() is for the root, and unit {unit.name!r} lies within another: call it on "
+                "the outermost"
+            )
+
+    def _prefetched(self, modules: Sequence[FsdpModule]) -> list[ref[Unit]]:
+        mine = self._fsdp_unit.context
+        units = []
+        for module in modules:
+            unit = unit_of(module) if isinstance(module, nn.Module) else None
+            if unit is None:
+                raise ValueError(
+                    f"can prefetch units only, got a {type(module).__name__}: call fully_shard on "
+                    "it first"
+                )
+            if unit.context is not mine and not (mine.is_implicit or unit.context.is_implicit):
+                raise ValueError(
+                    f"unit {unit.name!r} has another FsdpContext than the unit "
+                    f"{self._fsdp_unit.name!r} that would prefetch it; give both the same"
+                )
+            units.append(ref(unit))
+        return units
+
     def _units(self, recurse: bool) -> Iterable[Unit]:
         modules = self.modules() if recurse else [self]
-        return [unit for unit in map(unit_of, modules) if unit is not None]
+        found = (unit for unit in map(unit_of, modules) if unit is not None)
+        return dict.fromkeys(found)  # a list of modules shares one
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Makes a method of a unit run on unsharded parameters, as its forward does. Does nothing to
+    another module.
+
+    Raises:
+        ValueError: the unit has no such method.
+    """
+    if not isinstance(module, FsdpModule):
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
+    setattr(module, method_name, ForwardMethod(module, method))
+
+
+def share_comm_ctx(modules: Sequence[FsdpModule]) -> None:
+    """Makes several roots, as the chunks of a pipeline stage, share the lanes of the first. Each
+    keeps its own context, and so its own order. To be called before the first forward.
+
+    Raises:
+        ValueError: one is no unit, or on another kind of device.
+        RuntimeError: one has run already, on lanes of its own. Nothing was changed then.
+    """
+    contexts = []
+    for module in modules:
+        unit = unit_of(module) if isinstance(module, nn.Module) else None
+        if unit is None:
+            raise ValueError(f"share_comm_ctx takes units, got a {type(module).__name__}")
+        contexts.append(unit.context)
+    for context in contexts[1:]:
+        context.check_may_use_lanes_of(contexts[0])
+    for context in contexts[1:]:
+        context.use_lanes_of(contexts[0])

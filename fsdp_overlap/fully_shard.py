@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor
 from fsdp_overlap.fsdp_module import FsdpModule
 from fsdp_overlap.runtime import hooks
 from fsdp_overlap.runtime.bucket import Bucket
-from fsdp_overlap.runtime.context import FsdpContext, unit_of
+from fsdp_overlap.runtime.context import FsdpContext
 from fsdp_overlap.runtime.ownership import (
     OwnedParameter,
     modules_outside_units,
     owned_parameters,
 )
-from fsdp_overlap.runtime.unit import Unit, kind_of
+from fsdp_overlap.runtime.unit import Unit, kind_of, unit_of
 
 ModulesT = TypeVar("ModulesT", bound=nn.Module | Sequence[nn.Module])
 

@@ -24,7 +24,7 @@ from fsdp_overlap.runtime.plans import UnitPlans, compare_plans
 from fsdp_overlap.runtime.reductions import MAX_INPUTS, Reductions
 from fsdp_overlap.runtime.schedule import Schedule, is_in_backward
 from fsdp_overlap.runtime.stats import Stats
-from fsdp_overlap.runtime.unit import Unit
+from fsdp_overlap.runtime.unit import Unit, unit_names, unit_of
 
 
 class FsdpContext:
@@ -132,11 +132,32 @@ class FsdpContext:
     def reduce_lane(self) -> Lane:
         return self.lane_factory("reduce_scatter", self.device)
 
+    def check_may_use_lanes_of(self, other: FsdpContext) -> None:
+        """Raises if it has used its own, or computes elsewhere."""
+        if self.device != other.device:
+            raise ValueError(f"a context on {self.device} cannot use lanes on {other.device}")
+        if self._is_settled and self.gather_lane is not other.gather_lane:
+            raise RuntimeError(
+                "a context that has run has lanes of its own: call share_comm_ctx() before the "
+                "first forward"
+            )
+
+    def use_lanes_of(self, other: FsdpContext) -> None:
+        """Communicates on the lanes of ``other``."""
+        self.gather_lane = other.gather_lane
+        self.reduce_lane = other.reduce_lane
+        if self.has_schedule:
+            self.schedule.gathers.lane = self.gather_lane
+
+    @property
+    def has_schedule(self) -> bool:
+        return "schedule" in vars(self)
+
     @cached_property
     def schedule(self) -> Schedule:
         return Schedule(
             Gathers(self.gather_lane, self.prefetch, self.stats, self.unit_at),
-            Reductions(self._reduce, MAX_INPUTS if self.prefetch else 1),
+            Reductions(self._reduce, self.max_reduce_inputs),
             self.unit_at,
             lambda: self.units,
             self._finish_backward,
@@ -207,6 +228,7 @@ class FsdpContext:
             for bucket in item.buckets:
                 collectives = choose(self.mesh.device_type, self.groups.gather, bucket.plan)
                 bucket.connect(collectives, self.groups)
+        self.follow_reduce_inputs()
         if self.check_plans:
             compare_plans(self.units, self.groups.gather)
         self._has_gradient = bytearray(self._flags)
@@ -234,6 +256,16 @@ class FsdpContext:
                 unit.context = self
                 unit.index = self.register(unit)
         return is_complete
+
+    @property
+    def max_reduce_inputs(self) -> int:
+        """What the user asked for on some unit, the largest of it."""
+        asked = [unit.max_reduce_inputs for unit in self.units if unit.max_reduce_inputs]
+        return max(asked, default=MAX_INPUTS if self.prefetch else 1)
+
+    def follow_reduce_inputs(self) -> None:
+        if self.has_schedule:
+            self.schedule.reductions.max_inputs = self.max_reduce_inputs
 
     # Full buffers that are kept between steps
 
@@ -266,14 +298,17 @@ class FsdpContext:
         works. Gradients that have not reached a sharded ``.grad`` are dropped. Must be called on
         every rank of the mesh.
         """
-        if "schedule" not in vars(self):
+        if not self.has_schedule:
             return  # nothing ran yet
         self.schedule.drop()
         for unit in self.units:
             unit.reset(self.gather_lane)
         self.order_check.drop()
         self._has_gradient = bytearray(self._flags)
-        self.stats.full_buffers_alive = self.stats.reduce_inputs_alive = 0
+        self.stats.full_buffers_alive = sum(
+            bucket.full.allocated for unit in self.units for bucket in unit.buckets
+        )
+        self.stats.reduce_inputs_alive = 0
 
     # Memory and collectives, counted and noted for the order check
 
@@ -281,13 +316,22 @@ class FsdpContext:
         self.order_check.note(bucket.index * 2)
         self.stats.all_gathers += 1
         self.stats.all_gather_bytes += bucket.full.nbytes
-        if not bucket.is_gathered:
+        if not bucket.full.allocated:
             self.stats.count_full_buffer(1)
         bucket.gather(self.gather_lane)
 
     def free(self, bucket: Bucket, after: Mark) -> None:
-        self.stats.count_full_buffer(-1)
+        if not bucket.full.keeps_storage:
+            self.stats.count_full_buffer(-1)
         bucket.free(self.gather_lane, after)
+
+    def keep_storage(self, unit: Unit, keep: bool) -> None:
+        """Whether full buffers of ``unit`` keep their memory while it is sharded."""
+        for bucket in unit.buckets:
+            bucket.full.keeps_storage = keep
+            if not keep and bucket.full.allocated and not bucket.is_gathered:
+                self.stats.count_full_buffer(-1)
+                self.gather_lane.free(bucket.label, bucket.full, self.gather_lane.mark_compute())
 
     def allocate_input(self, gradients: BucketGradients) -> None:
         self.stats.count_reduce_input(1)
@@ -336,25 +380,3 @@ class FsdpContext:
         bucket = self._buckets[code // 2]()
         kind = "reduce_scatter" if code % 2 else "all_gather"
         return f"{kind} of unit {bucket.label!r}" if bucket is not None else kind
-
-
-def unit_of(module: nn.Module) -> Unit | None:
-    """The unit that :func:`fully_shard` made of ``module``, or of a list with it, if it did."""
-    return module.__dict__.get("_fsdp_unit")
-
-
-def unit_names(units: Sequence[Unit]) -> dict[Unit, str]:
-    """The name of each unit that lies within another, relative to the outermost that has it; of a
-    unit of several modules, their names."""
-    names: dict[Unit, str] = {}
-    for outer in units:
-        if outer in names:
-            continue
-        found: dict[Unit, list[str]] = {}
-        for module in outer.modules:
-            for name, child in module.named_modules():
-                unit = unit_of(child)
-                if unit is not None and unit is not outer:
-                    found.setdefault(unit, []).append(name)
-        names.update((unit, ", ".join(found[unit])) for unit in found)
-    return names

@@ -32,6 +32,8 @@ class BucketGradients:
         self._travels = self.input.nbytes_of_others(bucket.mesh.get_local_rank())
         count = len(bucket.parameters)
         self.filled = [False] * count
+        self.is_in_flight = False
+        """Whether a reduce-scatter reads the reduce input."""
         self.is_large = [
             parameter.numel() * reduce_dtype.itemsize >= LARGE_BYTES
             for parameter in bucket.parameters
@@ -155,4 +157,5 @@ class BucketGradients:
             parameter.grad = None
         self.filled = [False] * len(self.filled)
         self.doubtful.clear()
+        self.is_in_flight = False
         self.input.free()

@@ -19,9 +19,10 @@ import torch
 from torch.autograd import Variable
 
 from fsdp_overlap.comm.spans import span
+from fsdp_overlap.runtime.finalization import Finalization
 from fsdp_overlap.runtime.gathers import Gathers
 from fsdp_overlap.runtime.gradients import BucketGradients
-from fsdp_overlap.runtime.order import Call, ForwardOrder, ForwardPass, UnitIndex
+from fsdp_overlap.runtime.order import Backward, Call, ForwardOrder, ForwardPass, UnitIndex
 from fsdp_overlap.runtime.reductions import Reductions
 
 if TYPE_CHECKING:
@@ -35,27 +36,6 @@ UNFINISHED = (
     "the last backward did not finish (did it raise?); call ctx.reset() on every rank before the "
     "next {}"
 )
-
-
-class Backward:
-    """What one backward has done so far."""
-
-    def __init__(self, serial: int, graph_task: int) -> None:
-        self.serial = serial
-        self.graph_task = graph_task
-        self.current: ForwardPass | None = None
-        self.remaining: dict[ForwardPass, list[Call]] = {}
-        """Calls that each reached pass has yet to come back to; the next one is last."""
-        self.open_calls: list[Call] = []
-        """Calls whose backward is under way."""
-        self.recompute: ForwardPass | None = None
-        self.recomputing: list[tuple[Unit, int]] = []
-        self.kept: set[UnitIndex] = set()
-        """Units of several modules that stay whole for those of their calls that remain."""
-
-    def comes_back_to(self, unit: UnitIndex) -> bool:
-        """Whether a call of ``unit`` is yet to be reached."""
-        return any(call.unit == unit for calls in self.remaining.values() for call in calls)
 
 
 class Schedule:
@@ -74,7 +54,7 @@ class Schedule:
         self.order = ForwardOrder()
         self._unit_at = unit_at
         self._units = units
-        self._finish_backward = finish_backward
+        self.finalization = Finalization(gathers, reductions, units, finish_backward)
         self._clock = 0
         self._running: list[tuple[Unit, int]] = []
         self._pass = ForwardPass()
@@ -99,7 +79,8 @@ class Schedule:
         self._running.append((unit, self._tick()))
         if unit.buckets:
             self.order.visit(unit.index)
-            if self.gathers.use(unit, self.order.upcoming(self.gathers.prefetch)):
+            upcoming = self.order.upcoming(self.gathers.prefetch)
+            if self.gathers.use(unit, upcoming, unit.forward_prefetch):
                 self.order.teach()
             unit.wait()
 
@@ -131,7 +112,7 @@ class Schedule:
             self.gathers.finish_pass(before_backward=torch.is_grad_enabled() and not raised)
         if not unit.buckets or not torch.is_grad_enabled():
             return None
-        return Call(unit.index, start, end, self._pass, unit.version)
+        return Call(unit.index, start, end, self._pass, unit.version, unit.unshard_in_backward)
 
     def is_in_use(self, unit: Unit) -> bool:
         """Whether a forward or backward of ``unit`` is under way: a module may call itself, and
@@ -165,9 +146,10 @@ class Schedule:
         return unit.is_root or self._is_pass_over or self.order.has_visited(unit.index)
 
     def _begin_pass(self, first: Unit) -> None:
+        self.finalization.check_done("forward")
         self._is_pass_over = False
         self.gathers.finish_pass(before=first)
-        self.gathers.after_edits()
+        self.gathers.begin_pass()
         self.order.begin(first.index)
         self._pass = ForwardPass()
         if torch.is_grad_enabled():
@@ -199,6 +181,8 @@ class Schedule:
             )
         with span("pre_backward", unit.name):
             self._advance_to(call, backward)
+            if not call.needs_parameters:
+                return
             unit.wait()
             # Activation checkpointing inside the unit runs its modules again, without the unit's
             # hooks.
@@ -211,10 +195,10 @@ class Schedule:
         self.reductions.arrived(unit, gradients, index)
 
     def _begin_backward(self) -> Backward:
+        self.finalization.begin_backward()
         Variable._execution_engine.queue_callback(self._end_backward)
         self._backwards += 1
         self._backward = Backward(self._backwards, torch._C._current_graph_task_id())
-        self.reductions.begin()
         return self._backward
 
     def _advance_to(self, call: Call, backward: Backward) -> None:
@@ -258,7 +242,14 @@ class Schedule:
             return
         self._leave(call.end, backward)
         backward.open_calls.append(call)
-        self.gathers.use(unit, self._upcoming_backward(call, backward))
+        if call.needs_parameters:
+            upcoming = self._upcoming_backward(call, backward)
+            asked = unit.backward_prefetch and [
+                ref
+                for ref in unit.backward_prefetch
+                if (other := ref()) and other.unshard_in_backward
+            ]
+            self.gathers.use(unit, upcoming, asked)
         self.reductions.passed(call.end)
 
     def _leave(self, tick: int, backward: Backward) -> None:
@@ -270,7 +261,8 @@ class Schedule:
 
     def _upcoming_backward(self, call: Call, backward: Backward) -> list[UnitIndex]:
         remaining = backward.remaining[call.forward_pass]
-        return [other.unit for other in remaining[: -self.gathers.prefetch - 1 : -1]]
+        following = remaining[: -self.gathers.prefetch - 1 : -1]
+        return [other.unit for other in following if other.needs_parameters]
 
     def _release_passed(self, index: UnitIndex, backward: Backward) -> None:
         unit = self._unit_at(index)
@@ -295,8 +287,7 @@ class Schedule:
             for index in {*(call.unit for call in backward.open_calls), *backward.kept}:
                 self._release_passed(index, backward)
             self.gathers.finish_pass()
-            self.reductions.finish(self._units())
-            self._finish_backward()
+            self.finalization.end_backward()
         finally:
             self._backward = None
             self._is_pass_over = True
@@ -317,7 +308,8 @@ class Schedule:
     def _before_recompute(self, unit: Unit) -> None:
         backward = self._backward or self._begin_backward()
         backward.recomputing.append((unit, self._tick()))
-        if unit.buckets and not self._is_open(unit, backward):
+        # One that is open without parameters, because backward would not need them, does now.
+        if unit.buckets and not (self._is_open(unit, backward) and unit.is_gathered):
             self.gathers.use(unit)
         unit.wait()
 
@@ -371,6 +363,7 @@ class Schedule:
         """Forgets what is under way; the recorded order stays."""
         self.gathers.drop()
         self.reductions.drop()
+        self.finalization.drop()
         self._running.clear()
         self._backward = None
         self._is_pass_over = True

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_overlap.comm.lanes import Lane, Mark
@@ -43,6 +44,13 @@ class Unit:
         self.mp_policy = mp_policy
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
+        self.unshard_in_backward = True
+        self.watches: list[saved_tensors_hooks] = []
+        """Of forwards under way whose backward should read no parameters."""
+        self.forward_prefetch: Sequence[weakref.ref[Unit]] = ()
+        self.backward_prefetch: Sequence[weakref.ref[Unit]] = ()
+        """What the user wants gathered when this unit runs, instead of what is predicted."""
+        self.max_reduce_inputs: int | None = None
         self.requires_gradient_sync = True
         self.reduces_last_only = False
         """Whether backwards but the last of a step leave gradients unreduced."""
@@ -155,6 +163,7 @@ class Unit:
         """Gives ``other``, which was sharded likewise, the values, gradients and settings."""
         for mine, its in zip(self.buckets, other.buckets, strict=True):
             its.shard.copy_(mine.shard)
+            its.full.keeps_storage = mine.full.keeps_storage
             for parameter, duplicate in zip(
                 mine.sharded_parameters, its.sharded_parameters, strict=True
             ):
@@ -164,6 +173,8 @@ class Unit:
         other.requires_gradient_sync = self.requires_gradient_sync
         other.reduces_last_only = self.reduces_last_only
         other.is_last_backward = self.is_last_backward
+        other.unshard_in_backward = self.unshard_in_backward
+        other.max_reduce_inputs = self.max_reduce_inputs
 
     def use_unsharded(self) -> None:
         for bucket in self.buckets:
@@ -177,7 +188,12 @@ class Unit:
         """The user's choice; by default all but the root, which backward needs first, reshard."""
         if self.reshard_after_forward is not None:
             return self.reshard_after_forward
-        return not (self.is_root and torch.is_grad_enabled())
+        return not (self.is_root and self.unshard_in_backward and torch.is_grad_enabled())
+
+    @property
+    def is_kept_for_backward(self) -> bool:
+        """Whether the user left it to us to keep it where it ran last."""
+        return self.reshard_after_forward is None and self.unshard_in_backward
 
     def follow_trainability(self) -> None:
         """Brings ``requires_grad`` of the unsharded parameters in line with the sharded ones, and
@@ -205,7 +221,9 @@ class Unit:
     def materialize(self, device: torch.device) -> None:
         """Gives a unit on the meta device memory. Its parameters are new objects."""
         for bucket in self.buckets:
+            keeps_storage = bucket.full.keeps_storage
             bucket.materialize(device)
+            bucket.full.keeps_storage = keeps_storage
         # What a forward that failed for want of memory may have remembered of the old ones.
         self.gradients = []
         self._trainability = -1
@@ -237,3 +255,25 @@ class Unit:
 def kind_of(modules: Sequence[nn.Module]) -> str:
     """The names of the modules' classes as the user wrote them."""
     return ", ".join(type(module).__name__.removeprefix("Fsdp") for module in modules)
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that :func:`fully_shard` made of ``module``, or of a list with it, if it did."""
+    return module.__dict__.get("_fsdp_unit")
+
+
+def unit_names(units: Sequence[Unit]) -> dict[Unit, str]:
+    """The name of each unit that lies within another, relative to the outermost that has it; of a
+    unit of several modules, their names."""
+    names: dict[Unit, str] = {}
+    for outer in units:
+        if outer in names:
+            continue
+        found: dict[Unit, list[str]] = {}
+        for module in outer.modules:
+            for name, child in module.named_modules():
+                unit = unit_of(child)
+                if unit is not None and unit is not outer:
+                    found.setdefault(unit, []).append(name)
+        names.update((unit, ", ".join(found[unit])) for unit in found)
+    return names
