@@ -21,11 +21,12 @@ class UnshardHandle:
         self._unit: Unit | None = unit
 
     def wait(self) -> None:
-        """Makes compute wait for the all-gather and registers the unsharded parameters."""
-        if self._unit is not None:
+        """Makes compute wait for the all-gather and registers the unsharded parameters. Does
+        nothing once they were freed again, as by a forward."""
+        if self._unit is not None and self._unit.is_gathered:
             self._unit.wait()
             self._unit.use_unsharded()
-            self._unit = None
+        self._unit = None
 
 
 class FsdpModule(ShardedModule):
@@ -107,8 +108,9 @@ class FsdpModule(ShardedModule):
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether this unit is gathered for its backward. An embedding, say, need not be: its
-        backward reads no parameters. One that does read them raises a RuntimeError that says so,
-        unless checkpointing runs its forward again, which gathers it."""
+        backward reads no parameters. One that does read them raises a RuntimeError that says so.
+        It is gathered all the same where somebody else handles what autograd saves, as
+        checkpointing does."""
         self._fsdp_unit.unshard_in_backward = unshard_in_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FsdpModule]) -> None:

@@ -69,7 +69,8 @@ def before_forward(
 
 
 def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    if unit.watches:
+    is_watched = bool(unit.watches)
+    if is_watched:
         end_watch(unit)
     schedule = unit.context.schedule
     # torch calls this while it handles the error of a forward that raised, with no output.
@@ -88,6 +89,7 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
     if call is not None:
         differentiable = [tensor for tensor in tensors if tensor.grad_fn is not None]
         if differentiable:
+            call.needs_parameters = not is_watched
             before_backward = partial(_before_backward, weakref.ref(schedule), call)
             for tensor in differentiable:
                 tensor.register_hook(before_backward)

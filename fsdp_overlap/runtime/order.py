@@ -102,7 +102,7 @@ class Call:
     version: int
     """Of the unit's shards that forward computed with."""
     needs_parameters: bool = True
-    """Whether its backward does, unless the user said otherwise."""
+    """Whether its backward does. Where the user said that it does not, that is watched."""
     backward: int = 0
     """Serial number of the last backward that reached this call."""
 

@@ -24,8 +24,7 @@ class SavedParameter:
 def watch_reads(unit: Unit) -> None:
     """Until :func:`end_watch`, notes which parameters of ``unit`` autograd saves for a backward
     that the user said reads none: memory that is freed by then must not be read. Where somebody
-    else handles saved tensors, it does nothing: checkpointing runs the forward again, which
-    gathers."""
+    else handles saved tensors, as checkpointing does, it does nothing."""
     buckets = unit.buckets
     handled = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if handled is not None:

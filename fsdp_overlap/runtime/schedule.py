@@ -112,7 +112,7 @@ class Schedule:
             self.gathers.finish_pass(before_backward=torch.is_grad_enabled() and not raised)
         if not unit.buckets or not torch.is_grad_enabled():
             return None
-        return Call(unit.index, start, end, self._pass, unit.version, unit.unshard_in_backward)
+        return Call(unit.index, start, end, self._pass, unit.version)
 
     def is_in_use(self, unit: Unit) -> bool:
         """Whether a forward or backward of ``unit`` is under way: a module may call itself, and
