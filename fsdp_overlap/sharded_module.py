@@ -132,7 +132,7 @@ class ShardedModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A copy, sharded likewise, with memory and a context of its own. What is one unit is
-        copied as one: all modules of a list.
+        copied as one: all modules of a list. What it should prefetch is left to its own order.
 
         Raises:
             RuntimeError: of a list of modules, one was deleted.

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from test_cuda import RANKS, HostileLane
+from test_module_lists import Normed, shard_ends
 from test_schedule import GATHER, REDUCE, Recorded, layer, position
 from torch import nn
 from twins import Twins, loss_of, same
@@ -504,6 +506,36 @@ def misused() -> None:
 
 def test_finalization_out_of_turn_is_an_error() -> None:
     run_ranks(misused, 2)
+
+
+# On a GPU, where lanes are late with all they do
+
+
+def on_hostile_lanes(how: str) -> None:
+    build, shard = (Normed, shard_ends) if how == "list" else (Model, shard_layers)
+    twins = Twins(build, shard, device="cuda")
+    twins.ctx.lane_factory = lambda lane, device: HostileLane(device)
+    layers = twins.model.layers
+    if how == "prefetch":
+        twins.model.set_modules_to_forward_prefetch(list(layers))
+        layers[-1].set_modules_to_backward_prefetch([layers[1], layers[0]])
+    twins.model.set_keep_unsharded_storage(how == "storage")
+    twins.model.set_manual_backward_finalization(how == "finalization")
+    for batch in twins.batches(4):
+        twins.backward(*batch)
+        if how == "finalization":
+            twins.model.finalize_backward(async_op=True).wait()
+        twins.check_gradients()
+        twins.step()
+        if how == "event":
+            twins.model.set_post_optim_event(torch.cuda.current_stream().record_event())
+        twins.check_parameters()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["list", "prefetch", "storage", "finalization", "event"])
+def test_the_verbs_on_late_lanes(how: str) -> None:
+    run_ranks(on_hostile_lanes, RANKS, how, backend="nccl")
 
 
 # Several roots, and classes

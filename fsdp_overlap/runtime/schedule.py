@@ -100,7 +100,9 @@ class Schedule:
             return self._after_recompute(unit, backward, start, end)
         self._pass.note(unit.index, start, end)
         if (raised or unit.reshards_after_forward()) and not self.is_in_use(unit):
-            if unit.to_run and running and not raised:
+            if not unit.to_run:
+                self.gathers.release(unit)
+            elif running and not raised:
                 self._unfinished.append(unit)
             else:
                 unit.to_run.clear()
