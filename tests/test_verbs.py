@@ -590,6 +590,18 @@ def test_a_slice_of_a_container_is_a_plain_container() -> None:
     run_ranks(containers, 1)
 
 
+def two_libraries() -> None:
+    """torch's own code asks a module that is its FSDPModule for FSDP2's state, as the pipeline
+    schedules of torch 2.13 do, which a unit does not have."""
+    model = fully_shard(nn.Linear(4, 4), FsdpContext())
+    assert isinstance(model, FSDPModule)
+    assert not isinstance(model, torch.distributed.fsdp.FSDPModule)
+
+
+def test_a_unit_is_no_module_of_torchs_fsdp() -> None:
+    run_ranks(two_libraries, 1)
+
+
 def arguments() -> None:
     model = Model()
     shard_layers(model, FsdpContext())
