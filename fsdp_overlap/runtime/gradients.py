@@ -37,6 +37,8 @@ class BucketGradients:
         self._travels = (bucket.plan.numel - reduced) * reduce_dtype.itemsize
         count = len(bucket.parameters)
         self.filled = [False] * count
+        self.is_in_flight = False
+        """Whether a reduce-scatter reads the reduce input."""
         self.is_large = [
             parameter.numel() * reduce_dtype.itemsize >= LARGE_BYTES
             for parameter in bucket.parameters
@@ -181,4 +183,5 @@ class BucketGradients:
         self.doubtful.clear()
         if self.copies is not None:
             self.copies.drop()
+        self.is_in_flight = False
         self.input.free()

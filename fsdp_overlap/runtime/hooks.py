@@ -13,16 +13,17 @@ from torch import nn
 
 from fsdp_overlap.comm.spans import span
 from fsdp_overlap.runtime.order import Call
-from fsdp_overlap.runtime.schedule import Schedule
+from fsdp_overlap.runtime.reads import end_watch, watch_reads
+from fsdp_overlap.runtime.schedule import Schedule, is_in_backward
 from fsdp_overlap.runtime.trees import map_tensors, may_hide_tensors, tensors_in
 from fsdp_overlap.runtime.unit import Unit
 
 
 def install(module: nn.Module, unit: Unit) -> None:
     """Makes every forward of ``module`` run on unsharded parameters."""
-    module.register_forward_pre_hook(partial(_before_forward, unit), prepend=True, with_kwargs=True)
+    module.register_forward_pre_hook(partial(before_forward, unit), prepend=True, with_kwargs=True)
     # Also after a forward that raised, so that it leaves the sharded parameters in the module.
-    module.register_forward_hook(partial(_after_forward, unit), always_call=True)
+    module.register_forward_hook(partial(after_forward, unit), always_call=True)
 
 
 # Where nn.Module notes the hooks of a forward, and how to call them.
@@ -42,7 +43,7 @@ def without_hooks(state: dict[str, Any]) -> dict[str, Any]:
         key
         for name in ("_forward_pre_hooks", "_forward_hooks")
         for key, hook in state[name].items()
-        if isinstance(hook, partial) and hook.func in (_before_forward, _after_forward)
+        if isinstance(hook, partial) and hook.func in (before_forward, after_forward)
     ]
     for name in _HOOK_TABLES:
         kept = [(key, hook) for key, hook in state[name].items() if key not in installed]
@@ -50,7 +51,7 @@ def without_hooks(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _before_forward(
+def before_forward(
     unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     with span("pre_forward", unit.name):
@@ -58,6 +59,8 @@ def _before_forward(
         unit.follow_trainability()
         unit.context.schedule.before_forward(unit)
         unit.use_unsharded()
+        if not unit.unshard_in_backward and torch.is_grad_enabled():
+            watch_reads(unit)
     policy = unit.mp_policy
     if policy.cast_forward_inputs and policy.param_dtype is not None:
         cast = partial(_cast_floating, policy.param_dtype)
@@ -65,11 +68,16 @@ def _before_forward(
     return args, kwargs
 
 
-def _after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    is_watched = bool(unit.watches)
+    if is_watched:
+        end_watch(unit)
     schedule = unit.context.schedule
     # torch calls this while it handles the error of a forward that raised, with no output.
     raised = output is None and sys.exc_info()[0] is not None
     with span("post_forward", unit.name):
+        if unit.is_list and not is_in_backward():
+            unit.module_ran(module)
         call = schedule.after_forward(unit, raised)
         if not schedule.is_in_use(unit):
             unit.use_sharded()
@@ -81,6 +89,7 @@ def _after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output:
     if call is not None:
         differentiable = [tensor for tensor in tensors if tensor.grad_fn is not None]
         if differentiable:
+            call.needs_parameters = not is_watched
             before_backward = partial(_before_backward, weakref.ref(schedule), call)
             for tensor in differentiable:
                 tensor.register_hook(before_backward)
