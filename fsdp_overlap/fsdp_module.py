@@ -75,6 +75,7 @@ class FsdpModule(nn.Module):
         unit.use_sharded()
         if unit.is_gathered:
             gathers = unit.context.schedule.gathers
+            gathers.unkeep(unit)
             gathers.release(unit)
             gathers.flush()
 

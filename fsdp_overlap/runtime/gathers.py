@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from torch.autograd.graph import increment_version
+
 from fsdp_overlap.comm.lanes import Lane, Mark
 from fsdp_overlap.runtime.order import UnitIndex
 from fsdp_overlap.runtime.stats import Stats
@@ -32,6 +34,9 @@ class Gathers:
         # With the compute that still reads the buffer: None where it was gathered ahead.
         self._ahead: dict[UnitIndex, Mark] = {}
         self._delayed: dict[UnitIndex, Mark] = {}
+        self.kept: dict[UnitIndex, int] = {}
+        """Units whose full buffers a graph made by ``backward(create_graph=True)`` may read, at
+        moments that no hook sees, with the tick of their first use."""
         self._seen_edits = -1
 
     def use(self, unit: Unit, upcoming: Sequence[UnitIndex] = ()) -> bool:
@@ -72,9 +77,27 @@ class Gathers:
     def release(self, unit: Unit) -> None:
         """Frees the buffer of ``unit`` once the compute enqueued so far has read it. That is put
         off until the next all-gather is enqueued, which then does not wait for it."""
-        if unit.is_gathered:
+        if unit.is_gathered and unit.index not in self.kept:
             self._ahead.pop(unit.index, None)
             self._delayed[unit.index] = self.lane.mark_compute()
+
+    def unkeep(self, unit: Unit) -> None:
+        """Lets go of a full buffer in :attr:`kept`. Autograd refuses to read it for the graph that
+        it was kept for from now on."""
+        if self.kept.pop(unit.index, None) is not None:
+            for bucket in unit.buckets:
+                increment_version(bucket.parameters)
+
+    def release_stale(self) -> None:
+        """Releases what is kept of units that were edited since."""
+        for index in list(self.kept):
+            unit = self._unit_at(index)
+            if unit is None:
+                del self.kept[index]
+            elif not unit.is_whole:
+                self.unkeep(unit)
+                if unit.reshard_after_backward:
+                    self.release(unit)
 
     def flush(self) -> None:
         """Carries out the delayed releases."""
@@ -98,6 +121,11 @@ class Gathers:
         """Forgets everything; the buckets are brought to rest elsewhere."""
         self._ahead.clear()
         self._delayed.clear()
+        for index in list(self.kept):
+            unit = self._unit_at(index)
+            if unit is not None:
+                self.unkeep(unit)
+        self.kept.clear()
 
     def after_edits(self) -> None:
         """Makes all-gathers from now on see every edit of a shard made so far."""
@@ -108,6 +136,7 @@ class Gathers:
         # A buffer that is gathered again may still be read by compute.
         if self._seen_edits != ShardEdits.clock or unit.is_gathered:
             self.after_edits()
+            self.unkeep(unit)
         unit.gather()
 
     def _make_room(self) -> None:

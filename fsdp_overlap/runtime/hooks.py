@@ -16,6 +16,7 @@ from fsdp_overlap.runtime.order import Call
 from fsdp_overlap.runtime.schedule import Schedule
 from fsdp_overlap.runtime.trees import map_tensors, may_hide_tensors, tensors_in
 from fsdp_overlap.runtime.unit import Unit
+from fsdp_overlap.runtime.untraced import untraced
 
 
 def install(module: nn.Module, unit: Unit) -> None:
@@ -50,6 +51,7 @@ def without_hooks(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
+@untraced
 def _before_forward(
     unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -65,6 +67,7 @@ def _before_forward(
     return args, kwargs
 
 
+@untraced
 def _after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     schedule = unit.context.schedule
     # torch calls this while it handles the error of a forward that raised, with no output.
@@ -111,6 +114,7 @@ def _check_no_parameter_leaves(unit: Unit, tensors: list[torch.Tensor]) -> None:
             )
 
 
+@untraced
 def _before_backward(schedule: weakref.ref[Schedule], call: Call, gradient: torch.Tensor) -> None:
     alive = schedule()
     if alive is not None:

@@ -12,7 +12,7 @@ call's all-gather is enqueued all the same.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +23,7 @@ from fsdp_overlap.runtime.gathers import Gathers
 from fsdp_overlap.runtime.gradients import BucketGradients
 from fsdp_overlap.runtime.order import Call, ForwardOrder, ForwardPass, UnitIndex
 from fsdp_overlap.runtime.reductions import Reductions
+from fsdp_overlap.runtime.untraced import untraced
 
 if TYPE_CHECKING:
     from fsdp_overlap.runtime.unit import Unit
@@ -48,6 +49,10 @@ class Backward:
         """Calls that each reached pass has yet to come back to; the next one is last."""
         self.open_calls: list[Call] = []
         """Calls whose backward is under way."""
+        self.accumulates = True
+        """Whether gradients go to parameters, as they do not in ``torch.autograd.grad()``."""
+        self.creates_graph = False
+        """Whether what it leaves may be differentiated again: ``create_graph=True``."""
         self.recompute: ForwardPass | None = None
         self.recomputing: list[tuple[Unit, int]] = []
 
@@ -145,6 +150,7 @@ class Schedule:
     def _begin_pass(self) -> None:
         self._is_after_backward = False
         self.gathers.finish_pass()
+        self.gathers.release_stale()
         self.gathers.after_edits()
         self.order.begin()
         self._pass = ForwardPass()
@@ -164,9 +170,13 @@ class Schedule:
         if call.backward == backward.serial:
             return
         # Backwards within a backward belong to it only where a forward ran within it before.
-        if torch._C._current_graph_task_id() != backward.graph_task and backward.recompute is None:
-            raise RuntimeError(UNFINISHED.format("backward"))
+        if torch._C._current_graph_task_id() != backward.graph_task:
+            if backward.recompute is None:
+                raise RuntimeError(UNFINISHED.format("backward"))
+            if not backward.accumulates:
+                self._find_accumulation(backward)
         call.backward = backward.serial
+        backward.creates_graph = torch.is_grad_enabled()
         unit = self._unit_at(call.unit)
         if unit is None:
             return
@@ -193,7 +203,15 @@ class Schedule:
         self._backwards += 1
         self._backward = Backward(self._backwards, torch._C._current_graph_task_id())
         self.reductions.begin()
+        self._find_accumulation(self._backward)
         return self._backward
+
+    def _find_accumulation(self, backward: Backward) -> None:
+        """Sees whether the engine will accumulate into parameters, and if so, expects gradients."""
+        backward.accumulates = any(unit.is_to_accumulate() for unit in self._units())
+        self._expect(self.gathers.kept.items(), backward)
+        for forward_pass in backward.remaining:
+            self._expect_pass(forward_pass, backward)
 
     def _advance_to(self, call: Call, backward: Backward) -> None:
         """Enqueues what every rank enqueues up to ``call``, also for calls skipped on this rank."""
@@ -219,11 +237,19 @@ class Schedule:
 
     def _reach_pass(self, forward_pass: ForwardPass, backward: Backward) -> None:
         backward.remaining[forward_pass] = list(forward_pass.calls)
-        self.reductions.expect(
-            (unit, self._first_use(call))
-            for call in forward_pass.calls
-            if (unit := self._unit_at(call.unit)) is not None
-        )
+        self._expect_pass(forward_pass, backward)
+
+    def _expect_pass(self, forward_pass: ForwardPass, backward: Backward) -> None:
+        first_uses = ((call.unit, self._first_use(call)) for call in forward_pass.calls)
+        self._expect(first_uses, backward)
+
+    def _expect(self, first_uses: Iterable[tuple[UnitIndex, int]], backward: Backward) -> None:
+        if backward.accumulates:
+            self.reductions.expect(
+                (unit, tick)
+                for index, tick in first_uses
+                if (unit := self._unit_at(index)) is not None
+            )
 
     def _walk_to_end(self, forward_pass: ForwardPass, backward: Backward) -> None:
         remaining = backward.remaining[forward_pass]
@@ -237,6 +263,9 @@ class Schedule:
         self._leave(call.end, backward)
         backward.open_calls.append(call)
         self.gathers.use(unit, self._upcoming_backward(call, backward))
+        if backward.creates_graph:
+            self.gathers.kept.setdefault(unit.index, self._first_use(call))
+            unit.watch_gradients()
         self.reductions.passed(call.end)
 
     def _leave(self, tick: int, backward: Backward) -> None:
@@ -259,6 +288,7 @@ class Schedule:
             if unit.reshard_after_backward:
                 self.gathers.release(unit)
 
+    @untraced
     def _end_backward(self) -> None:
         backward = self._backward
         if backward is None:
@@ -337,6 +367,7 @@ class Schedule:
         for unit in self._units():
             if not self.is_in_use(unit):
                 unit.use_sharded()
+                self.gathers.unkeep(unit)
                 self.gathers.release(unit)
         self.gathers.flush()
 
