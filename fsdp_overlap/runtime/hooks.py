@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections import OrderedDict
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -55,6 +55,10 @@ def without_hooks(state: dict[str, Any]) -> dict[str, Any]:
 def _before_forward(
     unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if torch._C._are_functorch_transforms_active():
+        _refuse_transform(unit)
+    if unit.context.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _refuse_capture(unit)
     with span("pre_forward", unit.name):
         unit.context.settle()
         unit.follow_trainability()
@@ -65,6 +69,23 @@ def _before_forward(
         cast = partial(_cast_floating, policy.param_dtype)
         args, kwargs = map_tensors(cast, args), map_tensors(cast, kwargs)
     return args, kwargs
+
+
+def _refuse_transform(unit: Unit) -> NoReturn:
+    raise RuntimeError(
+        f"unit {unit.name!r} runs inside a transform of torch.func (grad, vmap, jvp, ...), which "
+        "all-gathers do not go through: use torch.autograd.grad(), with create_graph=True for "
+        "higher derivatives and is_grads_batched=True for batches, or torch.autograd.forward_ad; "
+        "for derivatives in the weights, an unsharded copy of the model with the full_tensor() of "
+        "each parameter"
+    )
+
+
+def _refuse_capture(unit: Unit) -> NoReturn:
+    raise RuntimeError(
+        f"unit {unit.name!r} runs while a CUDA graph is captured, which would replay all-gathers "
+        "into memory that is freed by then: capture modules inside units, or nothing"
+    )
 
 
 @untraced
