@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fsdp_overlap.runtime.unit import Unit
 
 # Units are named by their index in the context, so that a record keeps no module alive.
 UnitIndex = int
@@ -91,3 +95,22 @@ class Call:
     """Of the unit's shards that forward computed with."""
     backward: int = 0
     """Serial number of the last backward that reached this call."""
+
+
+class Backward:
+    """What one backward has done so far."""
+
+    def __init__(self, serial: int, graph_task: int) -> None:
+        self.serial = serial
+        self.graph_task = graph_task
+        self.current: ForwardPass | None = None
+        self.remaining: dict[ForwardPass, list[Call]] = {}
+        """Calls that each reached pass has yet to come back to; the next one is last."""
+        self.open_calls: list[Call] = []
+        """Calls whose backward is under way."""
+        self.accumulates = True
+        """Whether gradients go to parameters, as they do not in ``torch.autograd.grad()``."""
+        self.creates_graph = False
+        """Whether what it leaves may be differentiated again: ``create_graph=True``."""
+        self.recompute: ForwardPass | None = None
+        self.recomputing: list[tuple[Unit, int]] = []

@@ -21,7 +21,7 @@ from torch.autograd import Variable
 from fsdp_overlap.comm.spans import span
 from fsdp_overlap.runtime.gathers import Gathers
 from fsdp_overlap.runtime.gradients import BucketGradients
-from fsdp_overlap.runtime.order import Call, ForwardOrder, ForwardPass, UnitIndex
+from fsdp_overlap.runtime.order import Backward, Call, ForwardOrder, ForwardPass, UnitIndex
 from fsdp_overlap.runtime.reductions import Reductions
 from fsdp_overlap.runtime.untraced import untraced
 
@@ -38,25 +38,6 @@ UNFINISHED = (
 )
 
 
-class Backward:
-    """What one backward has done so far."""
-
-    def __init__(self, serial: int, graph_task: int) -> None:
-        self.serial = serial
-        self.graph_task = graph_task
-        self.current: ForwardPass | None = None
-        self.remaining: dict[ForwardPass, list[Call]] = {}
-        """Calls that each reached pass has yet to come back to; the next one is last."""
-        self.open_calls: list[Call] = []
-        """Calls whose backward is under way."""
-        self.accumulates = True
-        """Whether gradients go to parameters, as they do not in ``torch.autograd.grad()``."""
-        self.creates_graph = False
-        """Whether what it leaves may be differentiated again: ``create_graph=True``."""
-        self.recompute: ForwardPass | None = None
-        self.recomputing: list[tuple[Unit, int]] = []
-
-
 class Schedule:
     """The events of one context. ``unit_at`` finds a unit by its index, ``None`` if it is gone."""
 
@@ -71,6 +52,9 @@ class Schedule:
         self.gathers = gathers
         self.reductions = reductions
         self.order = ForwardOrder()
+        # Of backwards that run units again which left no call, as reentrant checkpoints do: calls
+        # that backward has yet to come back to, where all units have them, tell more.
+        self._backward_order: ForwardOrder | None = None
         self._unit_at = unit_at
         self._units = units
         self._finish_backward = finish_backward
@@ -204,6 +188,8 @@ class Schedule:
         self._backward = Backward(self._backwards, torch._C._current_graph_task_id())
         self.reductions.begin()
         self._find_accumulation(self._backward)
+        if self._backward_order is not None:
+            self._backward_order.begin()
         return self._backward
 
     def _find_accumulation(self, backward: Backward) -> None:
@@ -262,7 +248,7 @@ class Schedule:
             return
         self._leave(call.end, backward)
         backward.open_calls.append(call)
-        self.gathers.use(unit, self._upcoming_backward(call, backward))
+        self._use_in_backward(unit, call.forward_pass, backward)
         if backward.creates_graph:
             self.gathers.kept.setdefault(unit.index, self._first_use(call))
             unit.watch_gradients()
@@ -275,9 +261,17 @@ class Schedule:
             if all(other.unit != call.unit for other in backward.open_calls):
                 self._release_passed(call.unit)
 
-    def _upcoming_backward(self, call: Call, backward: Backward) -> list[UnitIndex]:
-        remaining = backward.remaining[call.forward_pass]
-        return [other.unit for other in remaining[: -self.gathers.prefetch - 1 : -1]]
+    def _use_in_backward(
+        self, unit: Unit, forward_pass: ForwardPass | None, backward: Backward
+    ) -> None:
+        prefetch = self.gathers.prefetch
+        if self._backward_order is not None:
+            self._backward_order.visit(unit.index)
+            if self.gathers.use(unit, self._backward_order.upcoming(prefetch)):
+                self._backward_order.teach()
+            return
+        remaining = backward.remaining[forward_pass] if forward_pass is not None else []
+        self.gathers.use(unit, [call.unit for call in remaining[: -prefetch - 1 : -1]])
 
     def _release_passed(self, index: UnitIndex) -> None:
         unit = self._unit_at(index)
@@ -323,7 +317,7 @@ class Schedule:
         backward = self._backward or self._begin_backward()
         backward.recomputing.append((unit, self._tick()))
         if unit.buckets and not self._is_open(unit, backward):
-            self.gathers.use(unit)
+            self._use_in_backward(unit, None, backward)
         unit.wait()
 
     def _after_recompute(self, unit: Unit, backward: Backward, start: int, end: int) -> Call | None:
@@ -339,6 +333,8 @@ class Schedule:
         for forward_pass in self._open_passes:
             if unit.index in forward_pass.spans:
                 start, end = forward_pass.spans[unit.index]
+                if all(call.unit != unit.index for call in forward_pass.calls):
+                    self._backward_order = self._backward_order or ForwardOrder()
         recompute.note(unit.index, start, end)
         return Call(unit.index, start, end, recompute, unit.version)
 
