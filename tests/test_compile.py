@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from typing import Any
@@ -150,3 +151,37 @@ assert "torch._dynamo" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def copied_and_loaded() -> None:
+    """A layer compiled before it is sharded has another module around it."""
+    graphs = Graphs()
+    twins = Twins(Model, compiled("before", backend=graphs))
+    twins.train(1)
+    state = twins.model.state_dict()
+    assert "layers.0._orig_mod.up.weight" in state  # as under FSDP2
+    duplicate = copy.deepcopy(twins.model)
+    with torch.no_grad():
+        for parameter in twins.model.parameters():
+            parameter.zero_()
+    twins.model.load_state_dict(duplicate.state_dict())
+    tokens = torch.arange(10).view(2, 5)
+    expected = twins.twin(tokens)
+    for model in (twins.model, duplicate):
+        torch.testing.assert_close(model(tokens), expected)
+
+
+def test_a_compiled_model_can_be_copied_and_loaded() -> None:
+    run_ranks(copied_and_loaded, 2)
+
+
+def train_by_inductor() -> None:
+    twins = Twins(Model, compiled("before, in place", fullgraph=True), device="cuda")
+    twins.train(2)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        twins.train(2)
+
+
+@pytest.mark.gpu
+def test_layers_compiled_by_inductor_on_a_gpu() -> None:
+    run_ranks(train_by_inductor, 1, backend="nccl", timeout=170)
