@@ -55,6 +55,7 @@ class ShardedModule(nn.Module):
         unit.use_sharded()
         if unit.is_gathered:
             gathers = unit.context.schedule.gathers
+            gathers.unkeep(unit)
             gathers.release(unit)
             gathers.flush()
 

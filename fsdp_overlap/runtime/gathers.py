@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch.autograd.graph import increment_version
 
 from fsdp_overlap.comm.lanes import Lane, Mark
 from fsdp_overlap.runtime.order import UnitIndex
@@ -37,6 +38,9 @@ class Gathers:
         self._delayed: dict[UnitIndex, Mark] = {}
         # As _ahead, but kept until they are used, because the user said that they will be.
         self._asked: dict[UnitIndex, Mark] = {}
+        self.kept: dict[UnitIndex, int] = {}
+        """Units whose full buffers a graph made by ``backward(create_graph=True)`` may read, at
+        moments that no hook sees, with the tick of their first use."""
         self._seen_edits = -1
         self._post_optim: tuple[torch.Event, int] | None = None
 
@@ -90,10 +94,28 @@ class Gathers:
     def release(self, unit: Unit) -> None:
         """Frees the buffer of ``unit`` once the compute enqueued so far has read it. That is put
         off until the next all-gather is enqueued, which then does not wait for it."""
-        if unit.is_gathered:
+        if unit.is_gathered and unit.index not in self.kept:
             self._ahead.pop(unit.index, None)
             self._asked.pop(unit.index, None)
             self._delayed[unit.index] = self.lane.mark_compute()
+
+    def unkeep(self, unit: Unit) -> None:
+        """Lets go of a full buffer in :attr:`kept`. Autograd refuses to read it for the graph that
+        it was kept for from now on."""
+        if self.kept.pop(unit.index, None) is not None:
+            for bucket in unit.buckets:
+                increment_version(bucket.parameters)
+
+    def release_stale(self) -> None:
+        """Releases what is kept of units that were edited since."""
+        for index in list(self.kept):
+            unit = self._unit_at(index)
+            if unit is None:
+                del self.kept[index]
+            elif not unit.is_whole:
+                self.unkeep(unit)
+                if unit.reshard_after_backward:
+                    self.release(unit)
 
     def flush(self) -> None:
         """Carries out the delayed releases."""
@@ -123,6 +145,11 @@ class Gathers:
         self._ahead.clear()
         self._asked.clear()
         self._delayed.clear()
+        for index in list(self.kept):
+            unit = self._unit_at(index)
+            if unit is not None:
+                self.unkeep(unit)
+        self.kept.clear()
 
     def after_edits(self) -> None:
         """Makes all-gathers from now on see every edit of a shard made so far."""
@@ -147,6 +174,7 @@ class Gathers:
         # A buffer that is gathered again may still be read by compute.
         if self._seen_edits != ShardEdits.clock or unit.is_gathered:
             self.after_edits()
+            self.unkeep(unit)
         unit.gather()
 
     def _ask(self, unit: Unit, asked: Sequence[weakref.ref[Unit]]) -> None:

@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections import OrderedDict
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from fsdp_overlap.runtime.reads import end_watch, watch_reads
 from fsdp_overlap.runtime.schedule import Schedule, is_in_backward
 from fsdp_overlap.runtime.trees import map_tensors, may_hide_tensors, tensors_in
 from fsdp_overlap.runtime.unit import Unit
+from fsdp_overlap.runtime.untraced import untraced
 
 
 def install(module: nn.Module, unit: Unit) -> None:
@@ -51,9 +52,14 @@ def without_hooks(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
+@untraced
 def before_forward(
     unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if torch._C._are_functorch_transforms_active():
+        _refuse_transform(unit)
+    if unit.context.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _refuse_capture(unit)
     with span("pre_forward", unit.name):
         unit.context.settle()
         unit.follow_trainability()
@@ -68,6 +74,24 @@ def before_forward(
     return args, kwargs
 
 
+def _refuse_transform(unit: Unit) -> NoReturn:
+    raise RuntimeError(
+        f"unit {unit.name!r} runs inside a transform of torch.func (grad, vmap, jvp, ...), which "
+        "all-gathers do not go through: use torch.autograd.grad(), with create_graph=True for "
+        "higher derivatives and is_grads_batched=True for batches, or torch.autograd.forward_ad; "
+        "for derivatives in the weights, an unsharded copy of the model with the full_tensor() of "
+        "each parameter"
+    )
+
+
+def _refuse_capture(unit: Unit) -> NoReturn:
+    raise RuntimeError(
+        f"unit {unit.name!r} runs while a CUDA graph is captured, which would replay all-gathers "
+        "into memory that is freed by then: capture modules inside units, or nothing"
+    )
+
+
+@untraced
 def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     is_watched = bool(unit.watches)
     if is_watched:
@@ -120,6 +144,7 @@ def _check_no_parameter_leaves(unit: Unit, tensors: list[torch.Tensor]) -> None:
             )
 
 
+@untraced
 def _before_backward(schedule: weakref.ref[Schedule], call: Call, gradient: torch.Tensor) -> None:
     alive = schedule()
     if alive is not None:

@@ -31,8 +31,8 @@ class ForwardOrder:
         self._teaches = False
         self._next = 0
 
-    def begin(self, first: UnitIndex) -> None:
-        """A new pass, which ``first`` begins."""
+    def begin(self, first: UnitIndex = -1) -> None:
+        """A new pass, which ``first`` begins, if that tells passes apart."""
         if self._teaches:
             self._taught[self._first] = self._last_taught = self._running
         self._learned = self._taught.get(first, self._last_taught)
@@ -118,6 +118,10 @@ class Backward:
         """Calls that each reached pass has yet to come back to; the next one is last."""
         self.open_calls: list[Call] = []
         """Calls whose backward is under way."""
+        self.accumulates = True
+        """Whether gradients go to parameters, as they do not in ``torch.autograd.grad()``."""
+        self.creates_graph = False
+        """Whether what it leaves may be differentiated again: ``create_graph=True``."""
         self.recompute: ForwardPass | None = None
         self.recomputing: list[tuple[Unit, int]] = []
         self.kept: set[UnitIndex] = set()

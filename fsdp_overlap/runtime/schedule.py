@@ -12,7 +12,7 @@ call's all-gather is enqueued all the same.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +24,7 @@ from fsdp_overlap.runtime.gathers import Gathers
 from fsdp_overlap.runtime.gradients import BucketGradients
 from fsdp_overlap.runtime.order import Backward, Call, ForwardOrder, ForwardPass, UnitIndex
 from fsdp_overlap.runtime.reductions import Reductions
+from fsdp_overlap.runtime.untraced import untraced
 
 if TYPE_CHECKING:
     from fsdp_overlap.runtime.unit import Unit
@@ -53,6 +54,9 @@ class Schedule:
         self.gathers = gathers
         self.reductions = reductions
         self.order = ForwardOrder()
+        # Of backwards that run units again which left no call, as reentrant checkpoints do: calls
+        # that backward has yet to come back to, where all units have them, tell more.
+        self._backward_order: ForwardOrder | None = None
         self._unit_at = unit_at
         self._units = units
         self.finalization = Finalization(gathers, reductions, units, finish_backward)
@@ -153,6 +157,7 @@ class Schedule:
         self.finalization.check_done("forward")
         self._is_pass_over = False
         self.gathers.finish_pass(before=first)
+        self.gathers.release_stale()
         self.gathers.begin_pass()
         if self._divides_copies:
             # All at once: they take no memory that is not there, and are ready when they are read.
@@ -176,9 +181,13 @@ class Schedule:
         if call.backward == backward.serial:
             return
         # Backwards within a backward belong to it only where a forward ran within it before.
-        if torch._C._current_graph_task_id() != backward.graph_task and backward.recompute is None:
-            raise RuntimeError(UNFINISHED.format("backward"))
+        if torch._C._current_graph_task_id() != backward.graph_task:
+            if backward.recompute is None:
+                raise RuntimeError(UNFINISHED.format("backward"))
+            if not backward.accumulates:
+                self._find_accumulation(backward)
         call.backward = backward.serial
+        backward.creates_graph = torch.is_grad_enabled()
         unit = self._unit_at(call.unit)
         if unit is None:
             return
@@ -207,7 +216,17 @@ class Schedule:
         Variable._execution_engine.queue_callback(self._end_backward)
         self._backwards += 1
         self._backward = Backward(self._backwards, torch._C._current_graph_task_id())
+        self._find_accumulation(self._backward)
+        if self._backward_order is not None:
+            self._backward_order.begin()
         return self._backward
+
+    def _find_accumulation(self, backward: Backward) -> None:
+        """Sees whether the engine will accumulate into parameters, and if so, expects gradients."""
+        backward.accumulates = any(unit.is_to_accumulate() for unit in self._units())
+        self._expect(self.gathers.kept.items(), backward)
+        for forward_pass in backward.remaining:
+            self._expect_pass(forward_pass, backward)
 
     def _advance_to(self, call: Call, backward: Backward) -> None:
         """Enqueues what every rank enqueues up to ``call``, also for calls skipped on this rank."""
@@ -233,11 +252,19 @@ class Schedule:
 
     def _reach_pass(self, forward_pass: ForwardPass, backward: Backward) -> None:
         backward.remaining[forward_pass] = list(forward_pass.calls)
-        self.reductions.expect(
-            (unit, self._first_use(call))
-            for call in forward_pass.calls
-            if (unit := self._unit_at(call.unit)) is not None
-        )
+        self._expect_pass(forward_pass, backward)
+
+    def _expect_pass(self, forward_pass: ForwardPass, backward: Backward) -> None:
+        first_uses = ((call.unit, self._first_use(call)) for call in forward_pass.calls)
+        self._expect(first_uses, backward)
+
+    def _expect(self, first_uses: Iterable[tuple[UnitIndex, int]], backward: Backward) -> None:
+        if backward.accumulates:
+            self.reductions.expect(
+                (unit, tick)
+                for index, tick in first_uses
+                if (unit := self._unit_at(index)) is not None
+            )
 
     def _walk_to_end(self, forward_pass: ForwardPass, backward: Backward) -> None:
         remaining = backward.remaining[forward_pass]
@@ -251,13 +278,10 @@ class Schedule:
         self._leave(call.end, backward)
         backward.open_calls.append(call)
         if call.needs_parameters:
-            upcoming = self._upcoming_backward(call, backward)
-            asked = unit.backward_prefetch and [
-                ref
-                for ref in unit.backward_prefetch
-                if (other := ref()) and other.unshard_in_backward
-            ]
-            self.gathers.use(unit, upcoming, asked)
+            self._use_in_backward(unit, call.forward_pass, backward)
+            if backward.creates_graph:
+                self.gathers.kept.setdefault(unit.index, self._first_use(call))
+                unit.watch_gradients()
         self.reductions.passed(call.end)
 
     def _leave(self, tick: int, backward: Backward) -> None:
@@ -267,10 +291,22 @@ class Schedule:
             if all(other.unit != call.unit for other in backward.open_calls):
                 self._release_passed(call.unit, backward)
 
-    def _upcoming_backward(self, call: Call, backward: Backward) -> list[UnitIndex]:
-        remaining = backward.remaining[call.forward_pass]
-        following = remaining[: -self.gathers.prefetch - 1 : -1]
-        return [other.unit for other in following if other.needs_parameters]
+    def _use_in_backward(
+        self, unit: Unit, forward_pass: ForwardPass | None, backward: Backward
+    ) -> None:
+        prefetch = self.gathers.prefetch
+        asked = unit.backward_prefetch and [
+            ref for ref in unit.backward_prefetch if (other := ref()) and other.unshard_in_backward
+        ]
+        if self._backward_order is not None:
+            self._backward_order.visit(unit.index)
+            if self.gathers.use(unit, self._backward_order.upcoming(prefetch), asked):
+                self._backward_order.teach()
+            return
+        remaining = backward.remaining[forward_pass] if forward_pass is not None else []
+        following = remaining[: -prefetch - 1 : -1]
+        upcoming = [call.unit for call in following if call.needs_parameters]
+        self.gathers.use(unit, upcoming, asked)
 
     def _release_passed(self, index: UnitIndex, backward: Backward) -> None:
         unit = self._unit_at(index)
@@ -283,6 +319,7 @@ class Schedule:
             elif unit.reshard_after_backward:
                 self.gathers.release(unit)
 
+    @untraced
     def _end_backward(self) -> None:
         backward = self._backward
         if backward is None:
@@ -321,7 +358,7 @@ class Schedule:
         backward.recomputing.append((unit, self._tick()))
         # One that is open without parameters, because backward would not need them, does now.
         if unit.buckets and not (self._is_open(unit, backward) and unit.is_gathered):
-            self.gathers.use(unit)
+            self._use_in_backward(unit, None, backward)
         unit.wait()
 
     def _after_recompute(self, unit: Unit, backward: Backward, start: int, end: int) -> Call | None:
@@ -337,6 +374,8 @@ class Schedule:
         for forward_pass in self._open_passes:
             if unit.index in forward_pass.spans:
                 start, end = forward_pass.spans[unit.index]
+                if all(call.unit != unit.index for call in forward_pass.calls):
+                    self._backward_order = self._backward_order or ForwardOrder()
         recompute.note(unit.index, start, end)
         return Call(unit.index, start, end, recompute, unit.version)
 
@@ -365,6 +404,7 @@ class Schedule:
         for unit in self._units():
             if not self.is_in_use(unit):
                 unit.use_sharded()
+                self.gathers.unkeep(unit)
                 self.gathers.release(unit)
                 unit.drop_parts()
         self.gathers.flush()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from copy import deepcopy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from fsdp_overlap.comm.lanes import Lane, Mark
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.copies import Reducing
 from fsdp_overlap.runtime.gradients import BucketGradients
+from fsdp_overlap.runtime.untraced import untraced
 
 if TYPE_CHECKING:
     from fsdp_overlap.runtime.context import FsdpContext
@@ -139,6 +141,19 @@ class Unit:
             for parameter in gradients.bucket.parameters:
                 if parameter.grad is not None:
                     return True
+        return False
+
+    def is_to_accumulate(self) -> bool:
+        """Whether the backward under way will accumulate into some parameter of the unit."""
+        for gradients in self.gradients:
+            for parameter in gradients.bucket.parameters:
+                if parameter.requires_grad:
+                    with torch.enable_grad():
+                        view: Any = parameter.view_as(parameter)
+                    accumulation = view.grad_fn.next_functions[0][0]
+                    with suppress(RuntimeError):  # autograd.grad() of the very parameter
+                        if torch._C._will_engine_execute_node(accumulation):
+                            return True
         return False
 
     def module_ran(self, module: nn.Module) -> None:
@@ -279,6 +294,7 @@ class Unit:
                 continue
             self._watched.add(id(parameter))
 
+            @untraced
             def arrived(_: torch.Tensor, index: int = index) -> None:
                 unit, gradients = owner(), target()
                 if unit is not None and gradients is not None:
