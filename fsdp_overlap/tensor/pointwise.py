@@ -10,11 +10,11 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.tensor.operands import (
     check_no_gradient,
-    elements,
     first_sharded,
     local_operand,
     note_edit,
     note_edits,
+    own_elements,
     same_layout,
     whole_operand,
 )
@@ -190,7 +190,7 @@ def random(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
         return whole if value is target else whole_operand(value)
 
     drawn = func(*map(stand_in, args), **{key: stand_in(value) for key, value in kwargs.items()})
-    drawn = elements(drawn, *target.local_range)
+    drawn = own_elements(drawn, target._spec)
     if name.endswith("_like"):
         return target.wrap_like(drawn.clone())
     local.copy_(drawn)
