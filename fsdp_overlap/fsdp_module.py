@@ -3,7 +3,7 @@ that know of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, NoReturn
@@ -86,6 +86,68 @@ class FsdpModule(nn.Module):
         communication. ``zero_grad()`` does not know of such sums; ``ctx.reset()`` drops them."""
         for unit in self._units(recurse):
             unit.requires_gradient_sync = requires_gradient_sync
+            unit.reducing.across_copies = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """On a mesh ``(replicate, shard)``: whether backward reduces gradients across copies too.
+        Without, they are reduced among shards and summed, until a backward that does: gradient
+        accumulation with the communication inside a node alone. ``.grad`` is what it was until
+        then. :meth:`set_requires_gradient_sync` sets this too."""
+        for unit in self._units(recurse):
+            unit.reducing.across_copies = requires_all_reduce
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """What the sum of this unit's gradients over all ranks of its mesh is divided by, instead
+        of their number.
+
+        Experts that are sharded over a part of the ranks, and get tokens from all of them, want
+        the number of all.
+
+        Raises:
+            ValueError: ``factor`` is not positive.
+        """
+        if not factor > 0:
+            raise ValueError(f"set_gradient_divide_factor({factor!r}): use a positive number")
+        self._fsdp_unit.reducing.divisor = float(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Whether collectives of this unit's gradients must be sums, and divisions apart."""
+        self._fsdp_unit.reducing.sums_only = enable
+
+    def set_all_reduce_hook(
+        self,
+        hook: Callable[[torch.Tensor], None],
+        *,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        """Calls ``hook`` with what was reduced, this rank's range of the unit's gradients, flat and
+        in the reduce dtype, before it becomes or is added to ``.grad``: once for each bucket, after
+        the reduction across copies if there are any. It may edit the tensor in place.
+
+        Args:
+            hook: runs on the lane of the reduction, on a CPU when compute waits for that.
+            stream: the CUDA stream to run it on instead; not with copies.
+
+        Raises:
+            ValueError: ``stream`` is given on a mesh ``(replicate, shard)``.
+        """
+        unit = self._fsdp_unit
+        if stream is not None and any(bucket.domain.copies > 1 for bucket in unit.buckets):
+            raise ValueError(
+                "set_all_reduce_hook(stream=...) on a mesh (replicate, shard): the hook runs where "
+                "the reduction across copies does; leave stream out"
+            )
+        unit.reducing.hook, unit.reducing.hook_stream = hook, stream
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Whether reductions run on a process group of their own, beside all-gathers, as they do
+        unless the context was made with ``separate_groups=False``. Must be called on every rank of
+        the mesh, between iterations."""
+        for unit in self._units(recurse):
+            unit.separates_reductions = enable
+            unit.context.unsettle()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last before the optimizer's step. At stage 1 of
@@ -221,10 +283,12 @@ class FsdpModule(nn.Module):
         del state["_fsdp_unit"]
         duplicate.__setstate__(deepcopy(state, memo))
         context = deepcopy(unit.context, memo)
-        context.plans.place(duplicate, [bucket.plan for bucket in unit.buckets])
+        domain = context.domain_of(unit.mesh)
+        domain.plans.place(duplicate, [bucket.plan for bucket in unit.buckets])
         fully_shard(
             duplicate,
             context,
+            mesh=unit.mesh,
             reshard_after_forward=unit.reshard_after_forward,
             mp_policy=unit.mp_policy,
             ignored_params={deepcopy(parameter, memo) for parameter in unit.ignored},

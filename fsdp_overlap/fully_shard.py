@@ -14,6 +14,7 @@ from fsdp_overlap.fsdp_module import FsdpModule
 from fsdp_overlap.runtime import hooks
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.context import FsdpContext, unit_of
+from fsdp_overlap.runtime.domain import Domain
 from fsdp_overlap.runtime.ownership import (
     OwnedParameter,
     modules_outside_units,
@@ -46,7 +47,10 @@ def fully_shard(
         module: at rest its parameters are sharded; its own forward sees them whole.
         ctx: what the units of one model share. Without one, the units of a tree share one from the
             first forward of its root on.
-        mesh: a 1-D mesh, instead of ``ctx``; all ranks if neither is given.
+        mesh: what the unit is sharded over, of one dimension or ``(replicate, shard)``, by default
+            the mesh of ``ctx``, and all ranks if neither is given. A unit within others may have a
+            mesh of its own, as experts have. Its gradients are divided by the size of that:
+            :meth:`FsdpModule.set_gradient_divide_factor` says otherwise.
         reshard_after_forward: whether the full parameters are freed between forward and backward.
             ``None``: for all units but the root, which backward needs first.
         mp_policy: dtypes of compute, of the reduction, of inputs and outputs. Sharded parameters
@@ -62,15 +66,16 @@ def fully_shard(
         then.
     """
     _check_module(module)
-    _check_arguments(ctx, mesh, reshard_after_forward, offload_policy)
+    _check_arguments(ctx, reshard_after_forward, offload_policy)
     ignored = frozenset(ignored_params or ())
     owned = owned_parameters(module, ignored)
     if ctx is None:
         ctx = FsdpContext(mesh)
         ctx.is_implicit = True
     _check_parameters(module, owned, ctx.device)
-    buckets = _make_buckets(module, owned, ctx, mp_policy)
-    unit = Unit(module, ctx, buckets, mp_policy, reshard_after_forward)
+    domain = ctx.domain_of(ctx.mesh if mesh is None else mesh)
+    buckets = _make_buckets(module, owned, ctx, domain, mp_policy)
+    unit = Unit(module, ctx, domain.mesh, buckets, mp_policy, reshard_after_forward)
     unit.ignored = ignored
     _mark_owner(unit)
     _move_buffers(module, ctx.device)
@@ -100,19 +105,25 @@ def _make_buckets(
     module: nn.Module,
     owned: list[OwnedParameter],
     ctx: FsdpContext,
+    domain: Domain,
     mp_policy: MixedPrecisionPolicy,
 ) -> list[Bucket]:
+    if not domain.plans.has(module) and any(other.plans.has(module) for other in ctx.domains):
+        raise ValueError(
+            f"{type(module).__name__} was planned for another mesh than {domain.mesh}: name its "
+            "mesh in ctx.plan(..., meshes={module: mesh})"
+        )
     by_fqn = {item.fqn: item for item in owned}
     is_meta = any(item.parameter.is_meta for item in owned)
     return [
         Bucket(
             plan,
             [by_fqn[spec.fqn] for spec in plan.specs],
-            ctx.mesh,
-            torch.device("meta") if is_meta else ctx.device,
+            domain,
+            torch.device("meta") if is_meta else domain.device,
             _compute_dtype(plan.specs[0].dtype, mp_policy),
         )
-        for plan in ctx.plans.take(module, [item.spec for item in owned])
+        for plan in domain.plans.take(module, [item.spec for item in owned])
     ]
 
 
@@ -138,17 +149,12 @@ def _check_module(module: nn.Module) -> None:
 
 def _check_arguments(
     ctx: FsdpContext | None,
-    mesh: DeviceMesh | None,
     reshard_after_forward: bool | None,
     offload_policy: OffloadPolicy,
 ) -> None:
     if ctx is not None and not isinstance(ctx, FsdpContext):
         raise TypeError(
             f"ctx is a {type(ctx).__name__}, not an FsdpContext; pass a mesh as mesh=..."
-        )
-    if ctx is not None and mesh is not None and mesh != ctx.mesh:
-        raise ValueError(
-            f"mesh={mesh} differs from the mesh {ctx.mesh} of the context; pass one of the two"
         )
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
         raise ValueError(

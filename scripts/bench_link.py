@@ -246,7 +246,7 @@ def make_communication(
         for _ in model:
             if len(reductions) == MAX_INPUTS:
                 finish(reductions.popleft())
-            reductions.append(collectives.reduce_scatter_mean(gradients, plan, reduce_group))
+            reductions.append(collectives.reduce_scatter(gradients, plan, reduce_group))
         for one in (*gathers, *reductions):
             finish(one)
         return 0.0

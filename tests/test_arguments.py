@@ -38,17 +38,28 @@ def mesh_as_context() -> None:
     fully_shard(linear(), init_device_mesh("cpu", (2,)))
 
 
-def two_meshes() -> None:
+def planned_for_another_mesh() -> None:
     ctx = FsdpContext(init_device_mesh("cpu", (2,)))
-    fully_shard(linear(), ctx, mesh=other_mesh())
+    module = linear()
+    ctx.plan([module])
+    fully_shard(module, ctx, mesh=other_mesh())
 
 
 def other_mesh() -> Any:
     return init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"]
 
 
-def two_dimensions() -> None:
-    FsdpContext(init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard")))
+def three_dimensions() -> None:
+    FsdpContext(init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("replicate", "shard", "tp")))
+
+
+def mesh_of_another_device() -> None:
+    ctx = FsdpContext(init_device_mesh("cpu", (2,)))
+    fully_shard(linear(), ctx, mesh=init_device_mesh("meta", (2,)))
+
+
+def no_divide_factor() -> None:
+    fully_shard(linear(), FsdpContext()).set_gradient_divide_factor(0)
 
 
 def negative_prefetch() -> None:
@@ -108,8 +119,13 @@ CASES: dict[Callable[[], None], tuple[type[Exception], str]] = {
     module_list: (ValueError, "ModuleList has no forward to hook; call fully_shard on each"),
     twice: (ValueError, "Linear is a unit already"),
     mesh_as_context: (TypeError, "ctx is a DeviceMesh, not an FsdpContext; pass a mesh as mesh="),
-    two_meshes: (ValueError, "differs from the mesh .* of the context; pass one of the two"),
-    two_dimensions: (ValueError, r"shards over a 1-D mesh, got 2 dimensions .*mesh\['shard'\]"),
+    planned_for_another_mesh: (ValueError, "Linear was planned for another mesh than .*meshes="),
+    three_dimensions: (ValueError, r"got 3, .*pass the data-parallel ones, as mesh\['replicate'"),
+    mesh_of_another_device: (
+        ValueError,
+        "is a mesh of meta, the context's of cpu; use one context",
+    ),
+    no_divide_factor: (ValueError, r"set_gradient_divide_factor\(0\): use a positive number"),
     negative_prefetch: (ValueError, "prefetch=-1 is not a number of all-gathers; use 0 or more"),
     integer_reshard: (ValueError, "reshard_after_forward=2 is not supported; use True, False or"),
     offload: (ValueError, r"CPUOffloadPolicy is not supported; use OffloadPolicy\(\)"),
@@ -159,18 +175,6 @@ def test_a_refused_module_is_unchanged() -> None:
 def test_without_process_groups_the_error_says_how_to_get_them() -> None:
     with pytest.raises(RuntimeError, match=r"call torch.distributed.init_process_group\(\) first"):
         fully_shard(Model(), FsdpContext())
-
-
-def mesh_conflict_in_tree() -> None:
-    model = nn.Sequential(linear())
-    fully_shard(model[0], mesh=other_mesh())
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    with pytest.raises(ValueError, match=r"Linear.* inside Sequential.*give both the same mesh"):
-        model(torch.zeros(1, 4))
-
-
-def test_units_of_one_tree_over_different_meshes_are_refused() -> None:
-    run_ranks(mesh_conflict_in_tree, 2)
 
 
 class Returns(nn.Module):

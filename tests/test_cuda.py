@@ -126,7 +126,7 @@ def travel_on_a_lane(dtype: torch.dtype) -> None:
     reduced = lane.enqueue(
         "reduce_scatter",
         "weight",
-        lambda: collectives.reduce_scatter_mean(gradients, plan, group),
+        lambda: collectives.reduce_scatter(gradients, plan, group),
         means.append,
     )
     assert not gathered.done(), "the host waited for the GPU"

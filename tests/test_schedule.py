@@ -243,7 +243,8 @@ def lazily_made() -> None:
     ctx = FsdpContext()
     model = Model()
     shard_layers(model, ctx)
-    assert not {"gather_lane", "reduce_lane", "groups", "schedule"} & set(vars(ctx))
+    assert not {"gather_lane", "reduce_lane", "copies_lane", "schedule"} & set(vars(ctx))
+    assert "groups" not in vars(ctx.domain_of(ctx.mesh))
 
 
 def test_lanes_and_groups_are_made_at_first_use() -> None:

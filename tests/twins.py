@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from zoo import ROWS, VOCABULARY, ZOO, Shard
 
 from fsdp_overlap import FsdpContext, ShardedTensor
@@ -32,13 +33,15 @@ class Twins:
         prefetch: int = 1,
         device: str = "cpu",
         layout: LayoutRule = Flat(),  # noqa: B008, frozen
+        mesh: tuple[int, ...] | None = None,
         **options: Any,
     ) -> None:
         torch.manual_seed(7)
         self.device = device
         self.model = build().double().to(device)
         self.twin = copy.deepcopy(self.model)
-        self.ctx = FsdpContext(prefetch=prefetch, layout=layout)
+        device_mesh = None if mesh is None else init_device_mesh(device, mesh)
+        self.ctx = FsdpContext(device_mesh, prefetch=prefetch, layout=layout)
         shard(self.model, self.ctx)
         self.optimizer, self.twin_optimizer = (
             # Muon is for a whole model.

@@ -19,9 +19,11 @@ from fsdp_overlap.layout import BucketPlan
 # on the host as the calls themselves. Synchronous is what runs on the current stream.
 _GATHER = c10d.AllgatherOptions()
 _GATHER.asyncOp = False
-_REDUCE = c10d.ReduceScatterOptions()
-_REDUCE.asyncOp = False
-_REDUCE.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
+_MEAN = c10d.ReduceScatterOptions()
+_MEAN.asyncOp = False
+_MEAN.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
+_SUM = c10d.ReduceScatterOptions()
+_SUM.asyncOp = False
 
 
 class Issued(NamedTuple):
@@ -45,10 +47,16 @@ class Collectives(Protocol):
         """Fills ``full`` in place from every rank's ``shard``, cast to ``full``'s dtype."""
         ...
 
-    def reduce_scatter_mean(
-        self, gradients: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
+    def reduce_scatter(
+        self,
+        gradients: torch.Tensor,
+        plan: BucketPlan,
+        group: dist.ProcessGroup,
+        divisor: float | None = None,
     ) -> Issued:
-        """This rank's range of the mean of all ranks' ``gradients``, which may be overwritten."""
+        """This rank's range of the sum of all ranks' ``gradients``, which may be overwritten,
+        divided by ``divisor``. ``None`` stands for the number of ranks, in whichever way the
+        backend takes a mean."""
         ...
 
 
@@ -61,10 +69,14 @@ class LocalCollectives:
         full.copy_(shard)
         return Issued((), lambda: full)
 
-    def reduce_scatter_mean(
-        self, gradients: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
+    def reduce_scatter(
+        self,
+        gradients: torch.Tensor,
+        plan: BucketPlan,
+        group: dist.ProcessGroup,
+        divisor: float | None = None,
     ) -> Issued:
-        return Issued((), gradients.clone)
+        return Issued((), lambda: _divided(gradients.clone(), divisor))
 
 
 class TensorCollectives:
@@ -78,12 +90,18 @@ class TensorCollectives:
         _finish(group._allgather_base(_as_real(full), _as_real(shard), _GATHER))
         return Issued((), lambda: full)
 
-    def reduce_scatter_mean(
-        self, gradients: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
+    def reduce_scatter(
+        self,
+        gradients: torch.Tensor,
+        plan: BucketPlan,
+        group: dist.ProcessGroup,
+        divisor: float | None = None,
     ) -> Issued:
-        mean = gradients.new_empty(plan.shard_numels[group.rank()])
-        _finish(group._reduce_scatter_base(_as_real(mean), _as_real(gradients), _REDUCE))
-        return Issued((), lambda: mean)
+        gradients, left = _divide_early(gradients, divisor)
+        own = gradients.new_empty(plan.shard_numels[group.rank()])
+        options = _MEAN if divisor is None else _SUM
+        _finish(group._reduce_scatter_base(_as_real(own), _as_real(gradients), options))
+        return Issued((), lambda: _divided(own, left))
 
 
 class RaggedTensorCollectives:
@@ -97,13 +115,19 @@ class RaggedTensorCollectives:
         dist.all_gather(list(full.split(list(plan.shard_numels))), own, group)
         return Issued((), lambda: full)
 
-    def reduce_scatter_mean(
-        self, gradients: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
+    def reduce_scatter(
+        self,
+        gradients: torch.Tensor,
+        plan: BucketPlan,
+        group: dist.ProcessGroup,
+        divisor: float | None = None,
     ) -> Issued:
-        mean = gradients.new_empty(plan.shard_numels[group.rank()])
+        gradients, left = _divide_early(gradients, divisor)
+        own = gradients.new_empty(plan.shard_numels[group.rank()])
         ranges = list(gradients.split(list(plan.shard_numels)))
-        dist.reduce_scatter(mean, ranges, dist.ReduceOp.AVG, group)
-        return Issued((), lambda: mean)
+        op = dist.ReduceOp.AVG if divisor is None else dist.ReduceOp.SUM
+        dist.reduce_scatter(own, ranges, op, group)
+        return Issued((), lambda: _divided(own, left))
 
 
 class GlooCollectives:
@@ -125,8 +149,12 @@ class GlooCollectives:
         ]
         return Issued(works, lambda: full)
 
-    def reduce_scatter_mean(
-        self, gradients: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
+    def reduce_scatter(
+        self,
+        gradients: torch.Tensor,
+        plan: BucketPlan,
+        group: dist.ProcessGroup,
+        divisor: float | None = None,
     ) -> Issued:
         # Two all-to-alls, to the ranks before this one and to those after it: one would also send
         # this rank its own range, and so need memory for it twice.
@@ -159,10 +187,10 @@ class GlooCollectives:
             # take half the time of sum(dim=0) here, and the sum must not keep what was received
             # alive.
             of_each = [*lower.unbind(), mine, *higher.unbind()]
-            mean = of_each[0] + of_each[1]
+            total = of_each[0] + of_each[1]
             for other in of_each[2:]:
-                mean.add_(other)
-            return mean.div_(len(numels))
+                total.add_(other)
+            return total.div_(len(numels) if divisor is None else divisor)
 
         return Issued(works, finish)
 
@@ -183,6 +211,20 @@ def all_to_all(
     return Issued((work,) if is_host else (), lambda: output)
 
 
+def all_reduce(
+    values: torch.Tensor, group: dist.ProcessGroup, divisor: float | None = None
+) -> Issued:
+    """Makes ``values`` the sum over ranks, divided by ``divisor``, ``None`` as in
+    :meth:`Collectives.reduce_scatter`. Collective over ``group``."""
+    if values.device.type == "cpu":  # of whose backends none takes a mean
+        work = dist.all_reduce(_as_real(values), group=group, async_op=True)
+        return Issued((work,), lambda: values.div_(divisor or group.size()))
+    values, left = _divide_early(values, divisor)
+    op = dist.ReduceOp.AVG if divisor is None else dist.ReduceOp.SUM
+    dist.all_reduce(_as_real(values), op, group)
+    return Issued((), lambda: _divided(values, left))
+
+
 def choose(device_type: str, group: dist.ProcessGroup, plan: BucketPlan) -> Collectives:
     """The fastest collectives known for ``plan`` on the backend of ``group`` on ``device_type``."""
     if group.size() == 1:
@@ -201,6 +243,20 @@ def _finish(work: dist.Work | None) -> None:
     """Of a synchronous collective. Some backends return a work all the same."""
     if work is not None:
         work.wait()
+
+
+def _divide_early(
+    gradients: torch.Tensor, divisor: float | None
+) -> tuple[torch.Tensor, float | None]:
+    """``gradients`` to be summed, and what is left to divide the sum by: half precision, whose sum
+    may overflow, is divided before."""
+    if divisor is None or gradients.dtype is not torch.float16:
+        return gradients, divisor
+    return gradients.div_(divisor), None
+
+
+def _divided(total: torch.Tensor, divisor: float | None) -> torch.Tensor:
+    return total if divisor is None or divisor == 1 else total.div_(divisor)
 
 
 def _as_real(tensor: torch.Tensor) -> torch.Tensor:

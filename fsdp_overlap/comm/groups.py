@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -12,37 +13,77 @@ from torch.distributed.device_mesh import DeviceMesh
 
 @dataclass(frozen=True)
 class LaneGroups:
-    """Groups over the same ranks. A communicator runs one collective at a time, so all-gathers and
-    reduce-scatters that are to run beside each other need one each."""
+    """The groups that a bucket's collectives run on. A communicator runs one collective at a time,
+    so those that are to run beside each other need one each.
+
+    ``gather`` and ``reduce`` are over the same ranks, among which parameters are sharded;
+    ``across`` is over the ranks that hold copies, ``None`` on a mesh of one dimension.
+    """
 
     gather: dist.ProcessGroup
     reduce: dist.ProcessGroup
+    across: dist.ProcessGroup | None = None
+
+    @property
+    def of_all(self) -> list[dist.ProcessGroup]:
+        """Groups that together connect all ranks of the mesh: one for each of its dimensions."""
+        groups = [self.reduce] if self.across is None else [self.reduce, self.across]
+        return [group for group in groups if group.size() > 1]
 
 
 class GroupCache:
-    """The lane groups of one context. Ranks must ask for meshes in the same order."""
+    """The process groups of one context. Ranks must ask for them in the same order."""
 
     def __init__(self, separate: bool) -> None:
         self.separate = separate
-        self._groups: dict[tuple[int, ...], LaneGroups] = {}
+        self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
 
-    def get(self, mesh: DeviceMesh) -> LaneGroups:
-        """The groups of a 1-D ``mesh``. Collective over the mesh at its first call."""
-        gather = mesh.get_group()
-        ranks = tuple(dist.get_process_group_ranks(gather))
-        groups = self._groups.get(ranks)
-        if groups is None:
-            reduce = gather
-            if self.separate and len(ranks) > 1:
-                reduce = dist.new_group(
-                    list(ranks),
-                    timeout=group_timeout(gather, mesh.device_type),
-                    # Only the members take part, so that submeshes need no help from other ranks.
-                    use_local_synchronization=True,
-                    group_desc="fsdp_overlap_reduce",
-                )
-            groups = self._groups[ranks] = LaneGroups(gather, reduce)
-        return groups
+    def get(self, mesh: DeviceMesh, separate: bool = True) -> LaneGroups:
+        """The groups of a mesh of one dimension, or of ``(replicate, shard)``. Collective over the
+        mesh at its first call.
+
+        ``separate``: whether reductions run on a group of their own, if this context has such.
+        """
+        shard = mesh.get_group(mesh.ndim - 1)
+        gather = self._take("all_gather", shard, mesh)
+        reduce = self._take("reduce_scatter", shard, mesh) if separate else gather
+        if mesh.ndim == 1:
+            return LaneGroups(gather, reduce)
+        return LaneGroups(gather, reduce, self._take("all_reduce", mesh.get_group(0), mesh))
+
+    def get_part(self, mesh: DeviceMesh, size: int) -> dist.ProcessGroup:
+        """The group of ``size`` neighbours of this rank along the dimension that ``mesh`` shards
+        over, which ``size`` divides. Collective over the mesh at its first call."""
+        shard = mesh.get_group(mesh.ndim - 1)
+        first = shard.rank() // size * size
+        ranks = dist.get_process_group_ranks(shard)[first : first + size]
+        key = "part", tuple(ranks)
+        if key not in self._groups:
+            self._groups[key] = _new_group(ranks, shard, mesh, "part")
+        return self._groups[key]
+
+    def _take(self, purpose: str, group: dist.ProcessGroup, mesh: DeviceMesh) -> dist.ProcessGroup:
+        """``group``, or another of the same ranks where it serves another purpose already."""
+        ranks = dist.get_process_group_ranks(group)
+        key = purpose, tuple(ranks)
+        if key not in self._groups:
+            is_taken = any(group is other for other in self._groups.values())
+            if is_taken and self.separate and len(ranks) > 1:
+                group = _new_group(ranks, group, mesh, purpose)
+            self._groups[key] = group
+        return self._groups[key]
+
+
+def _new_group(
+    ranks: Sequence[int], like: dist.ProcessGroup, mesh: DeviceMesh, purpose: str
+) -> dist.ProcessGroup:
+    return dist.new_group(
+        list(ranks),
+        timeout=group_timeout(like, mesh.device_type),
+        # Only the members take part, so that submeshes need no help from other ranks.
+        use_local_synchronization=True,
+        group_desc=f"fsdp_overlap_{purpose}",
+    )
 
 
 def group_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta | None:

@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from enum import StrEnum
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_overlap.comm.collectives import Collectives
 from fsdp_overlap.comm.groups import LaneGroups
@@ -20,6 +19,9 @@ from fsdp_overlap.runtime.ownership import OwnedParameter
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 from fsdp_overlap.tensor.placement import RangeShard, range_spec
 from fsdp_overlap.tensor.sharded_tensor import ShardEdits, ShardedTensor, attributes_of
+
+if TYPE_CHECKING:
+    from fsdp_overlap.runtime.domain import Domain
 
 
 class BucketState(StrEnum):  # a string's hash is at hand, and states are looked up often
@@ -49,7 +51,7 @@ class Bucket:
         self,
         plan: BucketPlan,
         owned: Sequence[OwnedParameter],
-        mesh: DeviceMesh,
+        domain: Domain,
         device: torch.device,
         compute_dtype: torch.dtype,
     ) -> None:
@@ -57,12 +59,12 @@ class Bucket:
         self.owned = list(owned)
         self.label = ""
         self.index = -1
-        """In the context; the same on every rank."""
+        """In the domain; the same on every rank."""
         self.first_flag = 0
-        """Where the context keeps which of the parameters have a gradient."""
+        """Where the domain keeps which of the parameters have a gradient."""
         self.state = BucketState.SHARDED
         self.edits = ShardEdits()
-        self.mesh = mesh
+        self.domain = domain
         self.compute_dtype = compute_dtype
         self.parameters = [item.parameter for item in owned]
         values = [parameter.detach() for parameter in self.parameters]
@@ -82,7 +84,8 @@ class Bucket:
         plan = self.plan
         self.is_meta = device.type == "meta"
         self.full = FlatBuffer(plan, self.compute_dtype, device)
-        rank = self.mesh.get_local_rank()
+        domain = self.domain
+        rank = domain.shard_rank
         self._travels = self.full.nbytes_of_others(rank)
         dtype = plan.specs[0].dtype
         self.shard = torch.zeros(plan.shard_numels[rank], dtype=dtype, device=device)
@@ -93,7 +96,9 @@ class Bucket:
             first = offset + start - plan.shard_starts[rank] if stop > start else 0
             tensor = ShardedTensor.wrap(
                 self.shard[first : first + stop - start],
-                range_spec(self.mesh, (placement,), torch.Size(spec.shape), dtype),
+                range_spec(
+                    domain.mesh, domain.placements(placement), torch.Size(spec.shape), dtype
+                ),
                 self.edits,
             )
             sharded = nn.Parameter(tensor, requires_grad=model.requires_grad)

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
-from operator import or_
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_overlap.comm.collectives import choose
 from fsdp_overlap.comm.groups import GroupCache, LaneGroups
 from fsdp_overlap.comm.lanes import Lane, Mark, Ticket, make_lane
 from fsdp_overlap.layout import Flat, LayoutRule
 from fsdp_overlap.runtime.bucket import Bucket
+from fsdp_overlap.runtime.domain import Domain, check_mesh
 from fsdp_overlap.runtime.gathers import Gathers
 from fsdp_overlap.runtime.gradients import BucketGradients
-from fsdp_overlap.runtime.order_check import OrderCheck
-from fsdp_overlap.runtime.plans import UnitPlans, compare_plans
+from fsdp_overlap.runtime.plans import check_plannable, compare_plans
 from fsdp_overlap.runtime.reductions import MAX_INPUTS, Reductions
 from fsdp_overlap.runtime.schedule import Schedule, is_in_backward
 from fsdp_overlap.runtime.stats import Stats
@@ -31,7 +29,9 @@ class FsdpContext:
     """Owns what the units of one model share: give the same one to every :func:`fully_shard`.
 
     Args:
-        mesh: a 1-D device mesh to shard over; all ranks if not given.
+        mesh: the device mesh to shard over, of one dimension, or of two, ``(replicate, shard)``:
+            parameters are then sharded along the second and copied along the first. All ranks if
+            not given. Units may be given another (:func:`fully_shard`).
         prefetch: how many all-gathers are enqueued ahead of use, and so how many full buffers exist
             beside those in use. 0 takes the least memory, also for reductions, and hides next to
             nothing on a CPU.
@@ -45,7 +45,7 @@ class FsdpContext:
     Streams, groups and events are made at first use.
 
     Raises:
-        ValueError: the mesh is not 1-D, or ``prefetch`` is negative.
+        ValueError: the mesh has more than two dimensions, or ``prefetch`` is negative.
     """
 
     def __init__(
@@ -57,12 +57,8 @@ class FsdpContext:
         layout: LayoutRule = Flat(),  # noqa: B008, frozen
         check_plans: bool = False,
     ) -> None:
-        if mesh is not None and mesh.ndim != 1:
-            raise ValueError(
-                f"FsdpContext shards over a 1-D mesh, got {mesh.ndim} dimensions "
-                f"{mesh.mesh_dim_names or tuple(mesh.mesh.shape)}; pass one of them, as "
-                "mesh['shard']"
-            )
+        if mesh is not None:
+            check_mesh(mesh)
         if prefetch < 0:
             raise ValueError(f"prefetch={prefetch} is not a number of all-gathers; use 0 or more")
         self._mesh = mesh
@@ -77,9 +73,7 @@ class FsdpContext:
         )
         self._groups = GroupCache(separate_groups)
         self._units: list[weakref.ref[Unit]] = []
-        self._buckets: list[weakref.ref[Bucket]] = []
-        self._flags = 0
-        self._has_gradient = bytearray()
+        self._domains: dict[DeviceMesh, Domain] = {}
         self._is_settled = False
 
     def __deepcopy__(self, memo: dict[int, object]) -> FsdpContext:
@@ -96,7 +90,7 @@ class FsdpContext:
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """The mesh that parameters are sharded over.
+        """The mesh that units are sharded over which are given none of their own.
 
         Raises:
             RuntimeError: none was given and ``torch.distributed`` is not initialized.
@@ -120,9 +114,32 @@ class FsdpContext:
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device(self.mesh.device_type)
 
-    @cached_property
+    @property
     def groups(self) -> LaneGroups:
-        return self._groups.get(self.mesh)
+        """The process groups over :attr:`mesh`."""
+        return self.domain_of(self.mesh).groups
+
+    @property
+    def domains(self) -> list[Domain]:
+        """One for each mesh that units are sharded over, in the order of their first units."""
+        return list(self._domains.values())
+
+    def domain_of(self, mesh: DeviceMesh) -> Domain:
+        """The one of ``mesh``.
+
+        Raises:
+            ValueError: it has more than two dimensions, or is of another device.
+        """
+        domain = self._domains.get(mesh)
+        if domain is None:
+            if mesh.device_type != self.device.type:
+                raise ValueError(
+                    f"{mesh} is a mesh of {mesh.device_type}, the context's of {self.device.type}; "
+                    "use one context for each"
+                )
+            domain = Domain(mesh, self.device, self.layout, self._groups)
+            self._domains[mesh] = domain
+        return domain
 
     @cached_property
     def gather_lane(self) -> Lane:
@@ -131,6 +148,11 @@ class FsdpContext:
     @cached_property
     def reduce_lane(self) -> Lane:
         return self.lane_factory("reduce_scatter", self.device)
+
+    @cached_property
+    def copies_lane(self) -> Lane:
+        """For what travels between ranks that hold copies, on a mesh ``(replicate, shard)``."""
+        return self.lane_factory("all_reduce", self.device)
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -142,26 +164,30 @@ class FsdpContext:
             self._finish_backward,
         )
 
-    @cached_property
-    def order_check(self) -> OrderCheck:
-        return OrderCheck(self.device, self._describe)
-
-    @cached_property
-    def plans(self) -> UnitPlans:
-        return UnitPlans(self.mesh.size(), self.layout)
-
     def plan(
-        self, units: Sequence[nn.Module], *, ignored_params: Collection[nn.Parameter] = ()
+        self,
+        units: Sequence[nn.Module],
+        *,
+        ignored_params: Collection[nn.Parameter] = (),
+        meshes: Mapping[nn.Module, DeviceMesh] | None = None,
     ) -> None:
         """Plans the units that ``units`` will become, so that whole parameters are balanced over
         all of them, the first as the last. Reads shapes alone; call it before
         :func:`fully_shard`, which otherwise places each unit knowing only those before it.
 
+        ``meshes`` are those of units that will be given one of their own.
+
         Raises:
             TypeError: the layout is none for some parameter.
             ValueError: one is a unit already, was planned before, or is named twice.
         """
-        self.plans.plan(units, ignored_params)
+        meshes = meshes or {}
+        check_plannable(units, self.domains)
+        by_mesh: dict[DeviceMesh, list[nn.Module]] = {}
+        for module in units:
+            by_mesh.setdefault(meshes.get(module, self.mesh), []).append(module)
+        for mesh, members in by_mesh.items():
+            self.domain_of(mesh).plans.plan(members, ignored_params, set(units))
 
     # Units
 
@@ -177,19 +203,14 @@ class FsdpContext:
         """Takes ``unit`` in and returns its index, the same on every rank."""
         self._units.append(weakref.ref(unit))
         for bucket in unit.buckets:
-            bucket.index = len(self._buckets)
-            self._buckets.append(weakref.ref(bucket))
-            bucket.first_flag = self._flags
-            self._flags += len(bucket.parameters)
+            self.domain_of(bucket.domain.mesh).register(bucket)
         self._is_settled = False
         return len(self._units) - 1
 
     def settle(self) -> None:
         """Before a forward: takes in the units of the tree that were given no context, finds the
-        root, and names units as users know them. Does nothing once that is done.
-
-        Raises:
-            ValueError: a unit to take in is sharded over another mesh.
+        root, and names units as users know them. Does nothing once that is done. Collective over
+        the meshes.
         """
         if self._is_settled or is_in_backward():
             return
@@ -201,12 +222,15 @@ class FsdpContext:
             item.is_root = tops == [item]
             item.rename(names.get(item) or (kind if item.is_root else f"{kind}[{item.index}]"))
             for bucket in item.buckets:
-                collectives = choose(self.mesh.device_type, self.groups.gather, bucket.plan)
-                bucket.connect(collectives, self.groups)
+                bucket.domain.connect(bucket, item.separates_reductions)
         if self.check_plans:
-            compare_plans(self.units, self.groups.gather)
-        self._has_gradient = bytearray(self._flags)
+            for domain in self.domains:
+                compare_plans(self.units, domain)
         self._is_settled = is_complete
+
+    def unsettle(self) -> None:
+        """Makes the next forward :meth:`settle` again."""
+        self._is_settled = False
 
     def _adopt_trees(self) -> bool:
         """Takes in the units within those of this context; returns whether none must wait, for a
@@ -218,12 +242,6 @@ class FsdpContext:
                 unit = unit_of(child)
                 if unit is None or unit.context is self or not unit.context.is_implicit:
                     continue
-                if unit.context.mesh != self.mesh:
-                    raise ValueError(
-                        f"{unit.name} is sharded over {unit.context.mesh} inside {outer.name}, "
-                        f"which is sharded over {self.mesh}; give both the same mesh or an "
-                        "FsdpContext"
-                    )
                 if unit.context.schedule.awaits_backward:
                     is_complete = False
                     continue
@@ -268,14 +286,14 @@ class FsdpContext:
         self.schedule.drop()
         for unit in self.units:
             unit.reset(self.gather_lane)
-        self.order_check.drop()
-        self._has_gradient = bytearray(self._flags)
+        for domain in self.domains:
+            domain.reset()
         self.stats.full_buffers_alive = self.stats.reduce_inputs_alive = 0
 
     # Memory and collectives, counted and noted for the order check
 
     def gather(self, bucket: Bucket) -> None:
-        self.order_check.note(bucket.index * 2)
+        bucket.domain.note_gather(bucket)
         self.stats.all_gathers += 1
         self.stats.all_gather_bytes += bucket.full.nbytes
         if not bucket.is_gathered:
@@ -295,44 +313,24 @@ class FsdpContext:
         gradients.input.free()
 
     def _reduce(self, gradients: BucketGradients) -> Ticket:
-        bucket = gradients.bucket
-        self.order_check.note(bucket.index * 2 + 1)
         self.stats.reduce_scatters += 1
         self.stats.reduce_scatter_bytes += gradients.input.nbytes
-        flags = slice(bucket.first_flag, bucket.first_flag + len(gradients.filled))
-        self._has_gradient[flags] = bytes(map(or_, self._has_gradient[flags], gradients.filled))
-        return gradients.reduce(self.reduce_lane, keep_doubtful=self._knows_gradients)
-
-    @cached_property
-    def _knows_gradients(self) -> bool:
-        """Whether it is known at the end of backward, without waiting for a GPU, which parameters
-        have a gradient on some rank."""
-        return self.device.type != "cuda" or self.groups.reduce.size() == 1
+        gradients.bucket.domain.note_reduction(gradients.bucket)
+        return gradients.reduce(self.reduce_lane, lambda: self.copies_lane)
 
     def _finish_backward(self) -> None:
         """Compares the order of collectives and settles which parameters have a gradient."""
-        if self.schedule.reductions.is_empty:
+        agreed = {}
+        for domain in self._domains.values():
+            if domain.has_reduced:
+                self.stats.order_checks += bool(domain.groups.of_all)
+                agreed[domain] = domain.agree(self.reduce_lane)
+        if not agreed:
             return
-        flags = self._has_gradient
-        self._has_gradient = bytearray(self._flags)
-        agreed: bytes | bytearray | None = flags
-        group = self.groups.reduce
-        if group.size() > 1:
-            self.stats.order_checks += 1
-            if not self._knows_gradients:
-                self.order_check.read(group)  # of the last backward
-            self.order_check.send(self.reduce_lane, group, flags)
-            if self._knows_gradients:
-                agreed = self.order_check.read(group)
-        assert agreed is not None
         for unit in self.units:
             for gradients in unit.gradients:
-                gradients.settle_doubts(agreed)
-
-    def _describe(self, code: int) -> str:
-        bucket = self._buckets[code // 2]()
-        kind = "reduce_scatter" if code % 2 else "all_gather"
-        return f"{kind} of unit {bucket.label!r}" if bucket is not None else kind
+                if gradients.doubtful:
+                    gradients.settle_doubts(agreed[gradients.bucket.domain])
 
 
 def unit_of(module: nn.Module) -> Unit | None:

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from fsdp_overlap.comm.lanes import Lane, Ticket
+from fsdp_overlap.runtime.copies import Accept, CopiesReduction, Reducing
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 
 if TYPE_CHECKING:
@@ -26,10 +28,12 @@ class BucketGradients:
     without synchronization.
     """
 
-    def __init__(self, bucket: Bucket, reduce_dtype: torch.dtype) -> None:
+    def __init__(self, bucket: Bucket, reduce_dtype: torch.dtype, reducing: Reducing) -> None:
         self.bucket = bucket
+        self._reducing = reducing
+        self.copies = CopiesReduction(bucket) if bucket.domain.copies > 1 else None
         self.input = FlatBuffer(bucket.plan, reduce_dtype, bucket.full.flat.device)
-        self._travels = self.input.nbytes_of_others(bucket.mesh.get_local_rank())
+        self._travels = self.input.nbytes_of_others(bucket.domain.shard_rank)
         count = len(bucket.parameters)
         self.filled = [False] * count
         self.is_large = [
@@ -97,11 +101,11 @@ class BucketGradients:
         if targets:
             torch._foreach_copy_(targets, sources)
 
-    def reduce(self, lane: Lane, keep_doubtful: bool) -> Ticket:
+    def reduce(self, lane: Lane, copies_lane: Callable[[], Lane]) -> Ticket:
         """Enqueues the reduce-scatter of the reduce input; its result lands in the sharded
-        parameters' ``.grad``. Parameters without a gradient here get that of the other ranks, or
-        are put in doubt where it will be known whether there is one. Collective over the mesh."""
-        doubtful: list[bool] | None = None
+        parameters' ``.grad``, where the mesh has copies after one more collective, on the lane of
+        these. Parameters without a gradient here get that of the other ranks, or are put in doubt
+        where it will be known whether there is one. Collective over the mesh."""
         if not all(self.filled):
             empty = [
                 view
@@ -109,24 +113,43 @@ class BucketGradients:
                 if not filled
             ]
             torch._foreach_zero_(empty)
-            doubtful = [
-                not filled and (keep_doubtful or not parameter.requires_grad)
-                for filled, parameter in zip(self.filled, self.bucket.parameters, strict=True)
-            ]
-        self.filled = [False] * len(self.filled)
-        bucket = self.bucket
+        bucket, copies = self.bucket, self.copies
+        domain = bucket.domain
+        divisor, copies_divisor = self._reducing.divisors(domain.shard_size, domain.copies)
+        filled, self.filled = self.filled, [False] * len(self.filled)
+        accept: Accept
+        if copies is not None and not self._reducing.across_copies:
+            copies.keep_filled(filled)
+            accept = copies.keep
+        else:
+            if copies is not None:
+                filled = copies.take_filled(filled)
+            domain.note_gradients(bucket, filled)
+            accept = partial(self._accept, doubtful=self._doubtful_among(filled))
+            if copies is not None:
+                accept = partial(copies.start, copies_lane(), copies_divisor, accept)
         lane.after_compute()
         return lane.enqueue(
             "reduce_scatter",
             bucket.label,
-            lambda: bucket.collectives.reduce_scatter_mean(
-                self.input.flat, bucket.plan, bucket.groups.reduce
+            lambda: bucket.collectives.reduce_scatter(
+                self.input.flat, bucket.plan, bucket.groups.reduce, divisor
             ),
-            lambda mean: self._accept(mean, doubtful),
+            accept,
             nbytes=self._travels,
         )
 
+    def _doubtful_among(self, filled: Sequence[bool]) -> list[bool] | None:
+        if all(filled):
+            return None
+        keep = self.bucket.domain.knows_gradients
+        return [
+            not is_filled and (keep or not parameter.requires_grad)
+            for is_filled, parameter in zip(filled, self.bucket.parameters, strict=True)
+        ]
+
     def _accept(self, mean: torch.Tensor, doubtful: Sequence[bool] | None) -> None:
+        self._reducing.call_hook(mean)
         sizes, own = self._pieces
         if mean.dtype != self.bucket.shard.dtype:
             mean = mean.to(self.bucket.shard.dtype)
@@ -155,4 +178,6 @@ class BucketGradients:
             parameter.grad = None
         self.filled = [False] * len(self.filled)
         self.doubtful.clear()
+        if self.copies is not None:
+            self.copies.drop()
         self.input.free()

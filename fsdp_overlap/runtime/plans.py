@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Collection, Sequence
 from hashlib import sha256
 from itertools import zip_longest
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import nn
@@ -13,7 +14,10 @@ from torch import nn
 from fsdp_overlap.layout import BucketPlan, LayoutRule, ParamSpec
 from fsdp_overlap.layout.plan import Planner
 from fsdp_overlap.runtime.ownership import owned_parameters
-from fsdp_overlap.runtime.unit import Unit
+
+if TYPE_CHECKING:
+    from fsdp_overlap.runtime.domain import Domain
+    from fsdp_overlap.runtime.unit import Unit
 
 
 class UnitPlans:
@@ -24,21 +28,17 @@ class UnitPlans:
         self._ahead: weakref.WeakKeyDictionary[nn.Module, list[BucketPlan]]
         self._ahead = weakref.WeakKeyDictionary()
 
-    def plan(self, units: Sequence[nn.Module], ignored: Collection[nn.Parameter]) -> None:
-        """Plans all of ``units``, which will be units, together.
+    def has(self, module: nn.Module) -> bool:
+        """Whether ``module`` was planned ahead, and is no unit yet."""
+        return module in self._ahead
 
-        Raises:
-            ValueError: one is a unit already, was planned before, or is named twice.
-        """
-        for module in units:
-            if "_fsdp_unit" in module.__dict__ or module in self._ahead:
-                raise ValueError(
-                    f"{type(module).__name__} is a unit or was planned already: call plan() once, "
-                    "before fully_shard()"
-                )
-        if len(set(units)) != len(units):
-            raise ValueError("plan() was given a module twice; name each unit once")
-        among = set(units)
+    def plan(
+        self,
+        units: Sequence[nn.Module],
+        ignored: Collection[nn.Parameter],
+        among: Collection[nn.Module],
+    ) -> None:
+        """Plans all of ``units``, which will be units as all modules ``among`` will, together."""
         owned = [owned_parameters(module, ignored, among) for module in units]
         planned = self._planner.plan([[item.spec for item in items] for items in owned])
         for module, plans in zip(units, planned, strict=True):
@@ -70,26 +70,49 @@ class UnitPlans:
         return plans
 
 
-def compare_plans(units: Sequence[Unit], group: dist.ProcessGroup) -> None:
-    """Collective over ``group``.
+def check_plannable(units: Sequence[nn.Module], domains: Sequence[Domain]) -> None:
+    """Before :meth:`UnitPlans.plan`.
+
+    Raises:
+        ValueError: one is a unit already, was planned before, or is named twice.
+    """
+    for module in units:
+        if "_fsdp_unit" in module.__dict__ or any(d.plans.has(module) for d in domains):
+            raise ValueError(
+                f"{type(module).__name__} is a unit or was planned already: call plan() once, "
+                "before fully_shard()"
+            )
+    if len(set(units)) != len(units):
+        raise ValueError("plan() was given a module twice; name each unit once")
+
+
+def compare_plans(units: Sequence[Unit], domain: Domain) -> None:
+    """Collective over the mesh of ``domain``.
 
     Raises:
         RuntimeError: ranks planned differently.
     """
     mine = [
-        (f"{unit.name!r} ({unit.module_kind})", _digest([bucket.plan for bucket in unit.buckets]))
+        (f"{unit.name!r} ({unit.module_kind})", _digest(plans))
         for unit in units
+        if (plans := [bucket.plan for bucket in unit.buckets if bucket.domain is domain])
     ]
+    for group in domain.groups.of_all:
+        _compare(mine, group)
+
+
+def _compare(mine: list[tuple[str, str]], group: dist.ProcessGroup) -> None:
     of_all: list[list[tuple[str, str]]] = [[]] * group.size()
     dist.all_gather_object(of_all, mine, group)
     none = ("none", "")
-    for rank, theirs in enumerate(of_all):
+    for rank, theirs in zip(dist.get_process_group_ranks(group), of_all, strict=True):
         for ours, other in zip_longest(of_all[0], theirs, fillvalue=none):
             if ours != other:
                 raise RuntimeError(
-                    f"ranks planned differently: where rank 0 has unit {ours[0]}, rank {rank} has "
-                    f"{other[0]}, or the same with other parameters, dtypes or layouts; every rank "
-                    "must build the same model and shard it in the same order"
+                    f"ranks planned differently: where rank {dist.get_global_rank(group, 0)} has "
+                    f"unit {ours[0]}, rank {rank} has {other[0]}, or the same with other "
+                    "parameters, dtypes or layouts; every rank must build the same model and shard "
+                    "it in the same order"
                 )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fsdp_overlap.comm.lanes import Ticket
+from fsdp_overlap.runtime.copies import CopiesReduction
 from fsdp_overlap.runtime.gradients import BucketGradients
 
 if TYPE_CHECKING:
@@ -43,12 +44,7 @@ class Reductions:
         self._by_unit: dict[Unit, Turn] = {}
         self._in_flight: deque[tuple[Unit, BucketGradients, Ticket]] = deque()
         self._filling: set[BucketGradients] = set()
-        self.is_empty = True
-        """Whether no reduce-scatter was issued since :meth:`begin`."""
-
-    def begin(self) -> None:
-        """A new backward."""
-        self.is_empty = True
+        self._across: list[CopiesReduction] = []
 
     def expect(self, first_uses: Iterable[tuple[Unit, int]]) -> None:
         """These units take part in this backward, on every rank."""
@@ -86,6 +82,9 @@ class Reductions:
                 self._reduce(unit)
         while self._in_flight:
             self._wait_for_oldest()
+        for copies in self._across:
+            copies.finish()
+        self._across.clear()
 
     def drop(self) -> None:
         """Forgets everything under way."""
@@ -93,7 +92,10 @@ class Reductions:
             with suppress(RuntimeError):  # of a collective that failed
                 ticket.abandon()
                 ticket.wait()  # what the lane reads is about to be freed
+        for copies in self._across:
+            copies.abandon()
         self._in_flight.clear()
+        self._across.clear()
         self._filling.clear()
         self._turns.clear()
         self._by_unit.clear()
@@ -113,7 +115,6 @@ class Reductions:
                 while len(self._in_flight) >= self._max_inputs:
                     self._wait_for_oldest()
                 self._filling.discard(gradients)
-                self.is_empty = False
                 ticket = self._issue(gradients)
                 self._in_flight.append((unit, gradients, ticket))
 
@@ -146,4 +147,6 @@ class Reductions:
     def _wait_for_oldest(self) -> None:
         unit, gradients, ticket = self._in_flight.popleft()
         ticket.wait()
+        if gradients.copies is not None:
+            self._across.append(gradients.copies)
         unit.context.free_input(gradients)

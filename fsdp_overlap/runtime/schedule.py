@@ -192,7 +192,6 @@ class Schedule:
         Variable._execution_engine.queue_callback(self._end_backward)
         self._backwards += 1
         self._backward = Backward(self._backwards, torch._C._current_graph_task_id())
-        self.reductions.begin()
         return self._backward
 
     def _advance_to(self, call: Call, backward: Backward) -> None:

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_overlap.comm.lanes import Lane, Mark
 from fsdp_overlap.runtime.bucket import Bucket
+from fsdp_overlap.runtime.copies import Reducing
 from fsdp_overlap.runtime.gradients import BucketGradients
 
 if TYPE_CHECKING:
@@ -29,11 +31,13 @@ class Unit:
         self,
         module: nn.Module,
         context: FsdpContext,
+        mesh: DeviceMesh,
         buckets: list[Bucket],
         mp_policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None,
     ) -> None:
         self.module = weakref.ref(module)
+        self.mesh = mesh
         self.buckets = buckets
         self.mp_policy = mp_policy
         self.reshard_after_forward = reshard_after_forward
@@ -43,6 +47,9 @@ class Unit:
         """Whether backwards but the last of a step leave gradients unreduced."""
         self.is_last_backward = True
         self.ignored: frozenset[nn.Parameter] = frozenset()
+        self.reducing = Reducing()
+        self.separates_reductions = True
+        """Whether reductions run on a process group of their own."""
         self.has_unreduced = False
         """Whether reduce inputs hold what backwards without synchronization left, on every rank."""
         self.is_root = False
@@ -144,6 +151,8 @@ class Unit:
         other.requires_gradient_sync = self.requires_gradient_sync
         other.reduces_last_only = self.reduces_last_only
         other.is_last_backward = self.is_last_backward
+        other.separates_reductions = self.separates_reductions
+        other.reducing.__dict__.update(vars(self.reducing))
 
     def use_unsharded(self) -> None:
         for bucket in self.buckets:
@@ -178,7 +187,9 @@ class Unit:
                 gradients = self._known_gradients.get(bucket)
                 if gradients is None:
                     dtype = self.mp_policy.reduce_dtype or bucket.full.flat.dtype
-                    gradients = self._known_gradients[bucket] = BucketGradients(bucket, dtype)
+                    gradients = self._known_gradients[bucket] = BucketGradients(
+                        bucket, dtype, self.reducing
+                    )
                 self.gradients.append(gradients)
                 self._watch(gradients, only_large=True)
 
