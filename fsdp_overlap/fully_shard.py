@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.fsdp_module import FsdpModule
-from fsdp_overlap.runtime import hooks
+from fsdp_overlap.runtime import hooks, tensor_parallel
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.context import FsdpContext, unit_of
 from fsdp_overlap.runtime.domain import Domain
@@ -72,8 +72,9 @@ def fully_shard(
     if ctx is None:
         ctx = FsdpContext(mesh)
         ctx.is_implicit = True
-    _check_parameters(module, owned, ctx.device)
-    domain = ctx.domain_of(ctx.mesh if mesh is None else mesh)
+    mesh = ctx.mesh if mesh is None else mesh
+    _check_parameters(module, owned, ctx.device, mesh)
+    domain = ctx.domain_of(mesh)
     buckets = _make_buckets(module, owned, ctx, domain, mp_policy)
     unit = Unit(module, ctx, domain.mesh, buckets, mp_policy, reshard_after_forward)
     unit.ignored = ignored
@@ -165,7 +166,9 @@ def _check_arguments(
         raise ValueError("CPUOffloadPolicy is not supported; use OffloadPolicy()")
 
 
-def _check_parameters(module: nn.Module, owned: list[OwnedParameter], device: torch.device) -> None:
+def _check_parameters(
+    module: nn.Module, owned: list[OwnedParameter], device: torch.device, mesh: DeviceMesh
+) -> None:
     for item in owned:
         parameter = item.parameter
         where = f"parameter {item.fqn!r} of {type(module).__name__}"
@@ -177,15 +180,18 @@ def _check_parameters(module: nn.Module, owned: list[OwnedParameter], device: to
             )
         if isinstance(parameter, nn.UninitializedParameter):
             raise ValueError(f"{where} is not initialized; run a forward before fully_shard()")
-        if isinstance(parameter, DTensor) or type(parameter) is not nn.Parameter:
+        if type(parameter) not in (nn.Parameter, DTensor):
             raise TypeError(
-                f"{where} is a {type(parameter).__name__}; only plain torch.nn.Parameter is "
-                "supported"
+                f"{where} is a {type(parameter).__name__}; only plain torch.nn.Parameter and "
+                "DTensors of tensor parallelism are supported"
             )
-        if not parameter.is_contiguous():
+        if isinstance(parameter, DTensor):
+            tensor_parallel.check(where, parameter, mesh)
+        held = tensor_parallel.tile_in(parameter)
+        if not held.is_contiguous():
             raise ValueError(
-                f"{where} is not contiguous (shape {tuple(parameter.shape)}, strides "
-                f"{parameter.stride()}); replace its data by .contiguous() first"
+                f"{where} is not contiguous (shape {tuple(held.shape)}, strides "
+                f"{held.stride()}); replace its data by .contiguous() first"
             )
         if parameter.layout is not torch.strided:
             raise TypeError(f"{where} has layout {parameter.layout}; only strided is supported")

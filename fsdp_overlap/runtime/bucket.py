@@ -10,14 +10,20 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.comm.collectives import Collectives
 from fsdp_overlap.comm.groups import LaneGroups
 from fsdp_overlap.comm.lanes import Lane, Mark, Ticket
 from fsdp_overlap.layout import BucketPlan
 from fsdp_overlap.runtime.ownership import OwnedParameter
+from fsdp_overlap.runtime.tensor_parallel import (
+    give_memory,
+    parameter_like,
+    tile_in,
+)
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
-from fsdp_overlap.tensor.placement import RangeShard, range_spec
+from fsdp_overlap.tensor.placement import RangeShard
 from fsdp_overlap.tensor.sharded_tensor import ShardEdits, ShardedTensor, attributes_of
 
 if TYPE_CHECKING:
@@ -67,14 +73,16 @@ class Bucket:
         self.domain = domain
         self.compute_dtype = compute_dtype
         self.parameters = [item.parameter for item in owned]
-        values = [parameter.detach() for parameter in self.parameters]
+        self.is_tensor_parallel = any(isinstance(p, DTensor) for p in self.parameters)
+        """Whether some of the parameters are DTensors, and so are their gradients."""
+        values = [tile_in(parameter).detach() for parameter in self.parameters]
         self._allocate(device, self.parameters)
         for sharded, value, parameter, view in zip(
             self.sharded_parameters, values, self.parameters, self.full.views, strict=True
         ):
             start, stop = sharded.local_range
             sharded.to_local().copy_(value.reshape(-1)[start:stop])
-            parameter.data = view
+            give_memory(parameter, view)
         self._ticket: Ticket | None = None
         self._gathered_version = -1
 
@@ -90,15 +98,15 @@ class Bucket:
         dtype = plan.specs[0].dtype
         self.shard = torch.zeros(plan.shard_numels[rank], dtype=dtype, device=device)
         self.sharded_parameters: list[ShardedTensor] = []
-        for spec, offset, model in zip(plan.specs, plan.offsets, like, strict=True):
+        for spec, offset, item, model in zip(
+            plan.specs, plan.offsets, self.owned, like, strict=True
+        ):
             placement = RangeShard(tuple(plan.ranges(spec.fqn)))
             start, stop = placement.local_range(rank)
             first = offset + start - plan.shard_starts[rank] if stop > start else 0
             tensor = ShardedTensor.wrap(
                 self.shard[first : first + stop - start],
-                range_spec(
-                    domain.mesh, domain.placements(placement), torch.Size(spec.shape), dtype
-                ),
+                domain.spec(item.parameter, placement, dtype),
                 self.edits,
             )
             sharded = nn.Parameter(tensor, requires_grad=model.requires_grad)
@@ -126,8 +134,7 @@ class Bucket:
             self.parameters, self.sharded_parameters, self.full.views, strict=True
         ):
             # With a version counter of its own, as those that fully_shard() found.
-            unsharded = nn.Parameter(view.new_empty(0), requires_grad=sharded.requires_grad)
-            unsharded.data = view
+            unsharded = parameter_like(parameter, view.data, sharded.requires_grad)
             vars(unsharded).update(attributes_of(parameter))
             fresh.append(unsharded)
         self.parameters = fresh

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_overlap.comm.collectives import choose
@@ -19,7 +20,8 @@ from fsdp_overlap.comm.lanes import Lane
 from fsdp_overlap.layout import LayoutRule
 from fsdp_overlap.runtime.order_check import OrderCheck
 from fsdp_overlap.runtime.plans import UnitPlans
-from fsdp_overlap.tensor.placement import RangeShard
+from fsdp_overlap.runtime.tensor_parallel import beside
+from fsdp_overlap.tensor.placement import RangeShard, range_spec
 
 if TYPE_CHECKING:
     from fsdp_overlap.runtime.bucket import Bucket
@@ -47,6 +49,7 @@ class Domain:
         """Whether a reduce-scatter was issued since the last :meth:`agree`."""
         self._group_cache = groups
         self._buckets: list[weakref.ref[Bucket]] = []
+        self._with_other: dict[DeviceMesh, DeviceMesh] = {}  # of tensor parallelism
         self._flags = 0
         self._has_gradient = bytearray()
 
@@ -79,9 +82,20 @@ class Domain:
         have a gradient on some rank."""
         return self.device.type != "cuda" or self.mesh.size() == 1
 
-    def placements(self, placement: RangeShard) -> tuple[Placement, ...]:
-        """How a tensor lies over the mesh whose ranges are as ``placement`` says."""
-        return (placement,) if self.mesh.ndim == 1 else (Replicate(), placement)
+    def spec(
+        self, parameter: torch.Tensor, placement: RangeShard, dtype: torch.dtype
+    ) -> DTensorSpec:
+        """How the sharded form of ``parameter`` lies, of which ranks hold the ranges ``placement``:
+        where it is a DTensor, over the dimensions of its mesh too."""
+        mesh = self.mesh
+        copies = (Replicate(),) if mesh.ndim == 2 else ()
+        placements: tuple[Placement, ...] = (*copies, placement)
+        if isinstance(parameter, DTensor):
+            other = parameter.device_mesh
+            if other not in self._with_other:
+                self._with_other[other] = beside(mesh, other)
+            mesh, placements = self._with_other[other], (*placements, *parameter.placements)
+        return range_spec(mesh, placements, parameter.shape, dtype)
 
     def register(self, bucket: Bucket) -> None:
         """Takes ``bucket`` in, in the same order on every rank of the mesh."""

@@ -11,6 +11,7 @@ import torch
 
 from fsdp_overlap.comm.lanes import Lane, Ticket
 from fsdp_overlap.runtime.copies import Accept, CopiesReduction, Reducing
+from fsdp_overlap.runtime.tensor_parallel import placed_like, tile_in
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 
 if TYPE_CHECKING:
@@ -37,8 +38,7 @@ class BucketGradients:
         count = len(bucket.parameters)
         self.filled = [False] * count
         self.is_large = [
-            parameter.numel() * reduce_dtype.itemsize >= LARGE_BYTES
-            for parameter in bucket.parameters
+            spec.numel * reduce_dtype.itemsize >= LARGE_BYTES for spec in bucket.plan.specs
         ]
         # Of parameters without a gradient here, kept until it is known whether another rank has
         # one.
@@ -76,6 +76,8 @@ class BucketGradients:
         if len(gradients) < len(parameters) or any(self.filled):
             self.absorb(range(len(parameters)))
         else:
+            if self.bucket.is_tensor_parallel:
+                gradients = [self._tile(i, gradient) for i, gradient in enumerate(gradients)]
             torch._foreach_copy_(self.input.views, gradients)
             for parameter in parameters:
                 parameter.grad = None
@@ -92,6 +94,8 @@ class BucketGradients:
             parameter.grad = None
             if gradient.requires_grad:  # of backward(create_graph=True)
                 gradient = gradient.detach()
+            if self.bucket.is_tensor_parallel:
+                gradient = self._tile(index, gradient)
             if self.filled[index]:
                 self.input.views[index].add_(gradient)
             else:
@@ -100,6 +104,20 @@ class BucketGradients:
                 sources.append(gradient)
         if targets:
             torch._foreach_copy_(targets, sources)
+
+    def place(self, index: int) -> None:
+        """Brings a gradient that autograd holds to the placements of its parameter, a DTensor.
+
+        When it arrives, which is in the same order on all ranks of tensor parallelism. When
+        :meth:`absorb` is called depends on what is done already, here, of other collectives.
+        """
+        parameter = self.bucket.parameters[index]
+        if parameter.grad is not None:
+            parameter.grad = placed_like(parameter, parameter.grad)
+
+    def _tile(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """What this rank has of a gradient."""
+        return tile_in(placed_like(self.bucket.parameters[index], gradient))
 
     def reduce(self, lane: Lane, copies_lane: Callable[[], Lane]) -> Ticket:
         """Enqueues the reduce-scatter of the reduce input; its result lands in the sharded
