@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -219,7 +220,9 @@ def against_torch(policy: MixedPrecisionPolicy) -> None:
     mesh = make_mesh()
     models = [make(mesh, mp_policy=policy) for make in (ours, torchs)]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.05, fused=True) for model in models]
-    for tokens, targets in batches(3, 2):
+    # Before, FSDP2 summed over tensor-parallel ranks in the dtype of compute.
+    is_exact = policy.param_dtype is None or hasattr(FSDPParam, "may_reduce_grad_outside_dp")
+    for tokens, targets in batches(3 if is_exact else 1, 2):
         losses = []
         for model, optimizer in zip(models, optimizers, strict=True):
             optimizer.zero_grad()
@@ -227,9 +230,12 @@ def against_torch(policy: MixedPrecisionPolicy) -> None:
             losses[-1].backward()
         assert torch.equal(*losses)
         for one, other in zip(*(model.parameters() for model in models), strict=True):
-            assert torch.equal(whole(one.grad), whole(other.grad))
+            if is_exact or one.placements[-1] != Replicate():  # type: ignore[attr-defined]
+                assert torch.equal(whole(one.grad), whole(other.grad))
         for optimizer in optimizers:
             optimizer.step()
+    if not is_exact:
+        return
     norms = [whole(nn.utils.clip_grad_norm_(over_both(model), 0.1)) for model in models]
     torch.testing.assert_close(*norms)
     same(*models, "clipped gradient", grad)

@@ -11,7 +11,7 @@ import torch
 
 from fsdp_overlap.comm.lanes import Lane, Ticket
 from fsdp_overlap.runtime.copies import Accept, CopiesReduction, Reducing
-from fsdp_overlap.runtime.tensor_parallel import placed_like, tile_in
+from fsdp_overlap.runtime.tensor_parallel import is_placed_like, placed_like, tile_in
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 
 if TYPE_CHECKING:
@@ -69,6 +69,17 @@ class BucketGradients:
         sizes.append(self.bucket.shard.numel() - end)
         return sizes, pieces
 
+    def leaves_early(self, index: int) -> bool:
+        """Whether a gradient that has just arrived may be absorbed before its bucket is complete.
+
+        Not if that takes a collective, which all ranks of tensor parallelism must come to at the
+        same point: when this is asked depends on what is done already, here, of other collectives.
+        """
+        if not self.is_large[index] or not self.bucket.is_tensor_parallel:
+            return self.is_large[index]
+        parameter = self.bucket.parameters[index]
+        return parameter.grad is None or is_placed_like(parameter, parameter.grad)
+
     def absorb_all(self) -> None:
         """Moves every gradient that autograd holds into the reduce input."""
         parameters = self.bucket.parameters
@@ -105,19 +116,10 @@ class BucketGradients:
         if targets:
             torch._foreach_copy_(targets, sources)
 
-    def place(self, index: int) -> None:
-        """Brings a gradient that autograd holds to the placements of its parameter, a DTensor.
-
-        When it arrives, which is in the same order on all ranks of tensor parallelism. When
-        :meth:`absorb` is called depends on what is done already, here, of other collectives.
-        """
-        parameter = self.bucket.parameters[index]
-        if parameter.grad is not None:
-            parameter.grad = placed_like(parameter, parameter.grad)
-
     def _tile(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        """What this rank has of a gradient."""
-        return tile_in(placed_like(self.bucket.parameters[index], gradient))
+        """What this rank has of a gradient, where its parameter may be a DTensor."""
+        dtype = self.input.flat.dtype
+        return tile_in(placed_like(self.bucket.parameters[index], gradient, dtype))
 
     def reduce(self, lane: Lane, copies_lane: Callable[[], Lane]) -> Ticket:
         """Enqueues the reduce-scatter of the reduce input; its result lands in the sharded

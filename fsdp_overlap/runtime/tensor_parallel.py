@@ -5,6 +5,8 @@ DTensor.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -92,20 +94,29 @@ def _wrap(tile: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return DTensor.__new__(DTensor, tile, spec, requires_grad=False)
 
 
-def placed_like(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """``gradient`` placed as ``parameter`` is. Collective over the ranks of tensor parallelism
-    where autograd left it otherwise: sums that these ranks have parts of, above all.
+def is_placed_like(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Whether what a rank has of ``gradient`` is the gradient of what it has of ``parameter``."""
+    if not isinstance(parameter, DTensor):
+        return True
+    return isinstance(gradient, DTensor) and gradient.placements == parameter.placements
+
+
+def placed_like(
+    parameter: torch.Tensor, gradient: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """``gradient`` placed as ``parameter`` is. Where autograd left it otherwise, as sums of which
+    each rank of tensor parallelism has a part, it is brought there in ``dtype``: collective over
+    these ranks.
 
     Raises:
         RuntimeError: it lies over another mesh.
     """
-    if not isinstance(parameter, DTensor):
+    if is_placed_like(parameter, gradient):
         return gradient
+    assert isinstance(parameter, DTensor)
     if not isinstance(gradient, DTensor) or gradient.device_mesh != parameter.device_mesh:
         raise RuntimeError(
             f"the gradient of a parameter over {parameter.device_mesh} is a "
             f"{type(gradient).__name__} over {getattr(gradient, 'device_mesh', 'no mesh')}"
         )
-    if gradient.placements == parameter.placements:
-        return gradient
-    return gradient.redistribute(placements=parameter.placements)
+    return cast(DTensor, gradient.to(dtype)).redistribute(placements=parameter.placements)

@@ -220,8 +220,6 @@ class Unit:
             def arrived(_: torch.Tensor, index: int = index) -> None:
                 unit, gradients = owner(), target()
                 if unit is not None and gradients is not None:
-                    if gradients.bucket.is_tensor_parallel:
-                        gradients.place(index)
                     unit.context.schedule.gradient_arrived(unit, gradients, index)
 
             parameter.register_post_accumulate_grad_hook(arrived)
