@@ -185,6 +185,19 @@ def test_whole_tensors_and_random_fills_meet_their_tiles() -> None:
     run_ranks(edits, 4)
 
 
+def seeds_of_their_own() -> None:
+    for name, tensor, _ in on_meshes():
+        torch.manual_seed(dist.get_rank())
+        nn.init.normal_(tensor)
+        of_all: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_all, tensor.full_tensor())
+        assert all(torch.equal(other, of_all[0]) for other in of_all), name
+
+
+def test_copies_stay_copies_whatever_the_seeds() -> None:
+    run_ranks(seeds_of_their_own, 4)
+
+
 def from_one_rank() -> None:
     for name, tensor, whole in on_meshes():
         mine = whole if dist.get_rank() == 0 else torch.full_like(whole, 9.0)

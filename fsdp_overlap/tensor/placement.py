@@ -109,7 +109,15 @@ def local_range(spec: DTensorSpec) -> tuple[int, int]:
 
 def has_tiles(spec: DTensorSpec) -> bool:
     """Whether the ranges are not of the whole tensor, the same answer on every rank."""
-    return any(isinstance(placement, Shard) for placement in spec.placements)
+    return any(
+        isinstance(placement, Shard) and spec.mesh.size(dim) > 1
+        for dim, placement in enumerate(spec.placements)
+    )
+
+
+def copied_dims(spec: DTensorSpec) -> tuple[int, ...]:
+    """The dimensions of the mesh along which ranks hold the same."""
+    return tuple(dim for dim, placement in enumerate(spec.placements) if placement.is_replicate())
 
 
 def cut_dims(spec: DTensorSpec) -> tuple[int, ...]:
