@@ -30,7 +30,7 @@ def fully_shard(
     ctx: FsdpContext | None = None,
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008, frozen
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008, frozen
     ignored_params: set[nn.Parameter] | None = None,
@@ -52,7 +52,9 @@ def fully_shard(
             mesh of its own, as experts have. Its gradients are divided by the size of that:
             :meth:`FsdpModule.set_gradient_divide_factor` says otherwise.
         reshard_after_forward: whether the full parameters are freed between forward and backward.
-            ``None``: for all units but the root, which backward needs first.
+            ``None``: for all units but the root, which backward needs first. A number: they are
+            sharded among so many neighbouring ranks instead, usually those of one machine, from
+            which backward gathers them.
         mp_policy: dtypes of compute, of the reduction, of inputs and outputs. Sharded parameters
             keep the dtype they have. By default gradients are reduced in the dtype of compute.
         offload_policy: only ``OffloadPolicy()``, which offloads nothing, so far.
@@ -66,7 +68,7 @@ def fully_shard(
         then.
     """
     _check_module(module)
-    _check_arguments(ctx, reshard_after_forward, offload_policy)
+    _check_arguments(ctx, offload_policy)
     ignored = frozenset(ignored_params or ())
     owned = owned_parameters(module, ignored)
     if ctx is None:
@@ -75,6 +77,7 @@ def fully_shard(
     mesh = ctx.mesh if mesh is None else mesh
     _check_parameters(module, owned, ctx.device, mesh)
     domain = ctx.domain_of(mesh)
+    _check_reshard_after_forward(reshard_after_forward, domain.shard_size)
     buckets = _make_buckets(module, owned, ctx, domain, mp_policy)
     unit = Unit(module, ctx, domain.mesh, buckets, mp_policy, reshard_after_forward)
     unit.ignored = ignored
@@ -150,20 +153,25 @@ def _check_module(module: nn.Module) -> None:
 
 def _check_arguments(
     ctx: FsdpContext | None,
-    reshard_after_forward: bool | None,
     offload_policy: OffloadPolicy,
 ) -> None:
     if ctx is not None and not isinstance(ctx, FsdpContext):
         raise TypeError(
             f"ctx is a {type(ctx).__name__}, not an FsdpContext; pass a mesh as mesh=..."
         )
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
-        raise ValueError(
-            f"reshard_after_forward={reshard_after_forward!r} is not supported; use True, False "
-            "or None"
-        )
     if isinstance(offload_policy, CPUOffloadPolicy):
         raise ValueError("CPUOffloadPolicy is not supported; use OffloadPolicy()")
+
+
+def _check_reshard_after_forward(value: bool | int | None, ranks: int) -> None:
+    if value is None or isinstance(value, bool):
+        return
+    sizes = [size for size in range(2, ranks) if ranks % size == 0]
+    if value not in sizes:
+        raise ValueError(
+            f"reshard_after_forward={value!r}: use True, False, None or, as parameters are sharded "
+            f"among {ranks} ranks, {' or '.join(map(str, sizes)) or 'no number'}"
+        )
 
 
 def _check_parameters(

@@ -127,7 +127,10 @@ CASES: dict[Callable[[], None], tuple[type[Exception], str]] = {
     ),
     no_divide_factor: (ValueError, r"set_gradient_divide_factor\(0\): use a positive number"),
     negative_prefetch: (ValueError, "prefetch=-1 is not a number of all-gathers; use 0 or more"),
-    integer_reshard: (ValueError, "reshard_after_forward=2 is not supported; use True, False or"),
+    integer_reshard: (
+        ValueError,
+        "reshard_after_forward=2: use True, False, None or, as .* among 2 ranks, no number",
+    ),
     offload: (ValueError, r"CPUOffloadPolicy is not supported; use OffloadPolicy\(\)"),
     shared_with_inner_unit: (
         ValueError,

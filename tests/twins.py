@@ -17,6 +17,7 @@ from fsdp_overlap.layout import Flat, LayoutRule
 from fsdp_overlap.optim import Muon
 
 LENGTH = 5
+NAMES = ("replicate", "shard")
 
 
 class Twins:
@@ -34,14 +35,19 @@ class Twins:
         device: str = "cpu",
         layout: LayoutRule = Flat(),  # noqa: B008, frozen
         mesh: tuple[int, ...] | None = None,
+        divide_copies: bool = False,
         **options: Any,
     ) -> None:
         torch.manual_seed(7)
         self.device = device
         self.model = build().double().to(device)
         self.twin = copy.deepcopy(self.model)
-        device_mesh = None if mesh is None else init_device_mesh(device, mesh)
-        self.ctx = FsdpContext(device_mesh, prefetch=prefetch, layout=layout)
+        self.ctx = FsdpContext(
+            None if mesh is None else init_device_mesh(device, mesh, mesh_dim_names=NAMES),
+            prefetch=prefetch,
+            layout=layout,
+            divide_copies=divide_copies,
+        )
         shard(self.model, self.ctx)
         self.optimizer, self.twin_optimizer = (
             # Muon is for a whole model.

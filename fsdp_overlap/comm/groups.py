@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -77,13 +80,40 @@ class GroupCache:
 def _new_group(
     ranks: Sequence[int], like: dist.ProcessGroup, mesh: DeviceMesh, purpose: str
 ) -> dist.ProcessGroup:
-    return dist.new_group(
-        list(ranks),
-        timeout=group_timeout(like, mesh.device_type),
-        # Only the members take part, so that submeshes need no help from other ranks.
-        use_local_synchronization=True,
-        group_desc=f"fsdp_overlap_{purpose}",
-    )
+    with _made_by_members(f"fsdp_overlap_{purpose}_{'_'.join(map(str, ranks))}"):
+        return dist.new_group(
+            list(ranks),
+            timeout=group_timeout(like, mesh.device_type),
+            use_local_synchronization=True,
+            group_desc=f"fsdp_overlap_{purpose}",
+        )
+
+
+_serials: Counter[str] = Counter()
+
+
+@contextmanager
+def _made_by_members(name: str) -> Iterator[None]:
+    """Lets ``dist.new_group(use_local_synchronization=True)`` need no help from ranks that are not
+    in the group, also where ranks are in different numbers of groups.
+
+    torch names such a group after how many groups this rank has made, so that ranks which have made
+    different numbers would wait for each other for ever, now, or when the user next makes a group
+    with all ranks. And where the default group is bound to a device, NCCL would split it, which
+    takes all ranks.
+    """
+    _serials[name] += 1  # a context after another: the members have all made as many of this name
+    group_name = f"{name}_{_serials[name]}"
+    default, hash_ranks, count = dist.group.WORLD, c10d._hash_ranks_to_str, c10d._world.group_count
+    assert default is not None
+    bound, default.bound_device_id = default.bound_device_id, None
+    c10d._hash_ranks_to_str = lambda ranks: group_name
+    try:
+        yield
+    finally:
+        c10d._hash_ranks_to_str = hash_ranks
+        c10d._world.group_count = count
+        default.bound_device_id = bound
 
 
 def group_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta | None:

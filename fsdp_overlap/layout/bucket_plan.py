@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -76,6 +76,21 @@ class BucketPlan:
     def is_equal(self) -> bool:
         """Whether all shards have the same size."""
         return len(set(self.shard_numels)) == 1
+
+    def merged(self, world_size: int) -> BucketPlan:
+        """The same flat buffer on fewer ranks, each of which holds what as many neighbours did.
+
+        Raises:
+            ValueError: ``world_size`` does not divide the number of ranks.
+        """
+        count, left = divmod(self.world_size, world_size)
+        if left:
+            raise ValueError(f"{self.world_size} ranks cannot be merged to {world_size}")
+        numels = [
+            sum(self.shard_numels[first : first + count])
+            for first in range(0, self.world_size, count)
+        ]
+        return replace(self, shard_numels=tuple(numels))
 
     @property
     def padding(self) -> int:

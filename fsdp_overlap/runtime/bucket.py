@@ -6,24 +6,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap.comm.collectives import Collectives
+from fsdp_overlap.comm.collectives import Collectives, Issued
 from fsdp_overlap.comm.groups import LaneGroups
 from fsdp_overlap.comm.lanes import Lane, Mark, Ticket
 from fsdp_overlap.layout import BucketPlan
+from fsdp_overlap.runtime.copies import DividedShard
 from fsdp_overlap.runtime.ownership import OwnedParameter
+from fsdp_overlap.runtime.part import KeptPart
 from fsdp_overlap.runtime.tensor_parallel import (
     give_memory,
     parameter_like,
     tile_in,
 )
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
-from fsdp_overlap.tensor.placement import RangeShard
 from fsdp_overlap.tensor.sharded_tensor import ShardEdits, ShardedTensor, attributes_of
 
 if TYPE_CHECKING:
@@ -83,6 +85,10 @@ class Bucket:
             start, stop = sharded.local_range
             sharded.to_local().copy_(value.reshape(-1)[start:stop])
             give_memory(parameter, view)
+        self.part: KeptPart | None = None
+        """What is kept between forward and backward, where the unit asks for it."""
+        self.divided: DividedShard | None = None
+        """The shard, where ranks that hold copies of it divide it."""
         self._ticket: Ticket | None = None
         self._gathered_version = -1
 
@@ -93,20 +99,24 @@ class Bucket:
         self.is_meta = device.type == "meta"
         self.full = FlatBuffer(plan, self.compute_dtype, device)
         domain = self.domain
-        rank = domain.shard_rank
-        self._travels = self.full.nbytes_of_others(rank)
+        rank = domain.plan_rank
+        # Among the ranks that gather it: those that hold parts of one shard do so before.
+        self.gather_plan = plan.merged(domain.shard_size) if domain.divides_copies else plan
+        gathered = self.gather_plan.shard_numels[domain.shard_rank]
+        self._travels = (plan.numel - gathered) * self.full.flat.element_size()
         dtype = plan.specs[0].dtype
         self.shard = torch.zeros(plan.shard_numels[rank], dtype=dtype, device=device)
         self.sharded_parameters: list[ShardedTensor] = []
         for spec, offset, item, model in zip(
             plan.specs, plan.offsets, self.owned, like, strict=True
         ):
-            placement = RangeShard(tuple(plan.ranges(spec.fqn)))
-            start, stop = placement.local_range(rank)
+            start, stop = next(
+                ((start, stop) for r, start, stop in plan.ranges(spec.fqn) if r == rank), (0, 0)
+            )
             first = offset + start - plan.shard_starts[rank] if stop > start else 0
             tensor = ShardedTensor.wrap(
                 self.shard[first : first + stop - start],
-                domain.spec(item.parameter, placement, dtype),
+                domain.spec(item.parameter, plan, spec.fqn),
                 self.edits,
             )
             sharded = nn.Parameter(tensor, requires_grad=model.requires_grad)
@@ -142,10 +152,13 @@ class Bucket:
             item.parameter = parameter
         self._list_places()
 
-    def connect(self, collectives: Collectives, groups: LaneGroups) -> None:
+    def connect(
+        self, collectives: Collectives, groups: LaneGroups, part: KeptPart | None = None
+    ) -> None:
         """Gives the bucket what it gathers through. Before the first :meth:`gather`."""
         self.collectives = collectives
         self.groups = groups
+        self.part = part
 
     @property
     def version(self) -> int:
@@ -162,8 +175,9 @@ class Bucket:
         """Whether it is gathered and the shard was not edited since."""
         return self.state is not BucketState.SHARDED and self._gathered_version == self.version
 
-    def gather(self, lane: Lane) -> None:
-        """Enqueues the all-gather into the full buffer. Collective over the mesh.
+    def gather(self, lane: Lane, keeps_part: bool = False) -> None:
+        """Enqueues the all-gather into the full buffer, from the neighbours' parts if they were
+        kept. ``keeps_part``: they are kept from then on. Collective over the mesh.
 
         Raises:
             RuntimeError: the bucket is on the meta device.
@@ -178,14 +192,34 @@ class Bucket:
         self._become(BucketState.GATHERING)
         if not self.full.allocated:
             lane.allocate(self.label, self.full)
-        self._gathered_version = self.version
+        self._gathered_version = version = self.version
+        self._enqueue_gather(lane, version, keeps_part)
+        if self.divided is not None:
+            self.divided.last_read = self._ticket
+
+    def _enqueue_gather(self, lane: Lane, version: int, keeps_part: bool) -> None:
+        part = self.part
+        if part is None:
+            self._ticket = lane.enqueue(
+                "all_gather", self.label, self._all_gather, nbytes=self._travels
+            )
+            return
+        is_kept = part.holds(version)
         self._ticket = lane.enqueue(
             "all_gather",
             self.label,
-            lambda: self.collectives.all_gather(
-                self.full.flat, self.shard, self.plan, self.groups.gather
-            ),
-            nbytes=self._travels,
+            partial(part.all_gather, self.full.flat) if is_kept else self._all_gather,
+            part.keeper(version) if keeps_part else part.drop,
+            nbytes=part.nbytes_of_others(self.full.flat) if is_kept else self._travels,
+        )
+
+    def _all_gather(self) -> Issued:
+        shard, divided = self.shard, self.divided
+        if divided is not None:
+            divided.wait()
+            shard = divided.whole.flat
+        return self.collectives.all_gather(
+            self.full.flat, shard, self.gather_plan, self.groups.gather
         )
 
     def wait(self) -> None:
@@ -212,7 +246,15 @@ class Bucket:
             self.state = BucketState.UNSHARDED
             self._ticket = None
             self.free(lane, lane.mark_compute())
+        self.drop_part()
+        if self.divided is not None:
+            self.divided.reset()
         self.use_sharded()
+
+    def drop_part(self) -> None:
+        """Frees what was kept for backward, which then gathers from all ranks."""
+        if self.part is not None:
+            self.part.drop()
 
     def use_unsharded(self) -> None:
         """Registers the unsharded parameters in the module.

@@ -41,6 +41,11 @@ class FsdpContext:
             ``Whole()`` no matrix at all, or a function from ``(fqn, spec)`` to one of these, with
             the parameter's name in its unit and its :class:`~fsdp_overlap.layout.ParamSpec`.
         check_plans: whether ranks compare at the first forward what each of them planned.
+        divide_copies: on a mesh ``(replicate, shard)``, whether the ranks that hold copies of a
+            shard divide its sharded parameters, gradients and optimizer states among them, and put
+            it together once after each step, in the dtype of compute. It takes as little memory for
+            optimizer states as one dimension of all ranks does, and gathers along the second as
+            without.
 
     Streams, groups and events are made at first use.
 
@@ -56,15 +61,17 @@ class FsdpContext:
         separate_groups: bool = True,
         layout: LayoutRule = Flat(),  # noqa: B008, frozen
         check_plans: bool = False,
+        divide_copies: bool = False,
     ) -> None:
         if mesh is not None:
-            check_mesh(mesh)
+            check_mesh(mesh, divide_copies)
         if prefetch < 0:
             raise ValueError(f"prefetch={prefetch} is not a number of all-gathers; use 0 or more")
         self._mesh = mesh
         self.prefetch = prefetch
         self.layout = layout
         self.check_plans = check_plans
+        self.divide_copies = divide_copies
         self.stats = Stats()
         self.is_implicit = False
         """Whether :func:`fully_shard` made it, to be merged with others of the same tree."""
@@ -84,6 +91,7 @@ class FsdpContext:
             separate_groups=self._groups.separate,
             layout=self.layout,
             check_plans=self.check_plans,
+            divide_copies=self.divide_copies,
         )
         duplicate.is_implicit = self.is_implicit
         return duplicate
@@ -137,7 +145,7 @@ class FsdpContext:
                     f"{mesh} is a mesh of {mesh.device_type}, the context's of {self.device.type}; "
                     "use one context for each"
                 )
-            domain = Domain(mesh, self.device, self.layout, self._groups)
+            domain = Domain(mesh, self.device, self.layout, self._groups, self.divide_copies)
             self._domains[mesh] = domain
         return domain
 
@@ -162,6 +170,7 @@ class FsdpContext:
             self.unit_at,
             lambda: self.units,
             self._finish_backward,
+            self.divide_copies,
         )
 
     def plan(
@@ -222,7 +231,7 @@ class FsdpContext:
             item.is_root = tops == [item]
             item.rename(names.get(item) or (kind if item.is_root else f"{kind}[{item.index}]"))
             for bucket in item.buckets:
-                bucket.domain.connect(bucket, item.separates_reductions)
+                bucket.domain.connect(bucket, item.separates_reductions, item.part_size)
         if self.check_plans:
             for domain in self.domains:
                 compare_plans(self.units, domain)
@@ -292,13 +301,15 @@ class FsdpContext:
 
     # Memory and collectives, counted and noted for the order check
 
-    def gather(self, bucket: Bucket) -> None:
+    def gather(self, bucket: Bucket, keeps_part: bool) -> None:
         bucket.domain.note_gather(bucket)
         self.stats.all_gathers += 1
         self.stats.all_gather_bytes += bucket.full.nbytes
         if not bucket.is_gathered:
             self.stats.count_full_buffer(1)
-        bucket.gather(self.gather_lane)
+        if bucket.divided is not None:
+            bucket.divided.gather(self.copies_lane)
+        bucket.gather(self.gather_lane, keeps_part)
 
     def free(self, bucket: Bucket, after: Mark) -> None:
         self.stats.count_full_buffer(-1)

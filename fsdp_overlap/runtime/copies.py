@@ -1,17 +1,21 @@
-"""How gradients are reduced, and the second part of it on a mesh that holds copies."""
+"""What a mesh ``(replicate, shard)`` adds: the ranks that hold copies of a shard reduce gradients
+among each other, and may divide the shard among them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from operator import or_
 from typing import TYPE_CHECKING
 
 import torch
 
-from fsdp_overlap.comm.collectives import all_reduce
+from fsdp_overlap.comm.collectives import Collectives, Issued, all_reduce
 from fsdp_overlap.comm.lanes import Lane, Ticket
+from fsdp_overlap.layout import BucketPlan
+from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 
 if TYPE_CHECKING:
     from fsdp_overlap.runtime.bucket import Bucket
@@ -56,9 +60,72 @@ class Reducing:
         lane.wait_stream(self.hook_stream)
 
 
+class DividedShard:
+    """A shard that the ranks with copies of it divide: each keeps, and its optimizer steps, a part.
+
+    Put together, in the dtype of compute, it is kept until a part is edited: what all-gathers among
+    shards read. So the ranks with copies exchange it once for each step of the optimizer, however
+    often a unit is gathered. ``plan`` is of the shard alone, and has no parameters.
+    """
+
+    def __init__(self, bucket: Bucket, plan: BucketPlan, collectives: Collectives) -> None:
+        self.bucket = bucket
+        self.plan = plan
+        self.collectives = collectives
+        self.whole = FlatBuffer(plan, bucket.compute_dtype, bucket.full.flat.device)
+        self.last_read: Ticket | None = None
+        """Of the last all-gather that reads :attr:`whole`."""
+        self._ticket: Ticket | None = None
+        self._version = -1
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether it is put together, or will be, from the parts as they are now."""
+        return self._version == self.bucket.version
+
+    def gather(self, lane: Lane) -> None:
+        """Enqueues what puts it together, unless that was done. Collective over the copies."""
+        if self.is_fresh:
+            return
+        self.wait()
+        group = self.bucket.groups.across
+        assert group is not None
+        lane.after_compute()  # which edited the part
+        if not self.whole.allocated:
+            lane.allocate(self.bucket.label, self.whole)
+        last_read = self.last_read
+        self._version = self.bucket.version
+
+        def issue() -> Issued:
+            if last_read is not None:
+                last_read.wait()
+            return self.collectives.all_gather(self.whole.flat, self.bucket.shard, self.plan, group)
+
+        self._ticket = lane.enqueue(
+            "copies_all_gather",
+            self.bucket.label,
+            issue,
+            nbytes=self.whole.nbytes_of_others(group.rank()),
+        )
+
+    def wait(self) -> None:
+        """Makes the current lane wait until it is put together."""
+        if self._ticket is not None:
+            self._ticket.wait()
+            self._ticket = None
+
+    def reset(self) -> None:
+        """Whatever became of it, it is put together anew."""
+        with suppress(RuntimeError):  # of a collective that failed
+            self.wait()
+        self._ticket = self.last_read = None
+        self._version = -1
+
+
 class CopiesReduction:
     """Of one bucket on a mesh ``(replicate, shard)``: what was reduced among shards is reduced
     across the ranks that hold copies of this one's shard, at once or after some more backwards.
+    Each of them gets all of it, or its part of a :class:`DividedShard`.
 
     ``filled`` says of which parameters there is a gradient in what waits here.
     """
@@ -87,31 +154,32 @@ class CopiesReduction:
         return taken
 
     def start(self, lane: Lane, divisor: float | None, accept: Accept, mean: torch.Tensor) -> None:
-        """Enqueues the all-reduce of ``mean`` and what waits; ``accept`` gets the result.
-        Collective over the copies."""
+        """Enqueues the reduction of ``mean`` and what waits; ``accept`` gets the result. Collective
+        over the copies."""
         self.keep(mean)
-        group = self.bucket.groups.across
+        group, divided = self.bucket.groups.across, self.bucket.divided
         total, self._waiting = self._waiting, None
         assert group is not None
         assert total is not None
         lane.after_compute()  # which here is what the lane of reduce-scatters did
-        ticket = lane.enqueue(
-            "all_reduce",
-            self.bucket.label,
-            lambda: all_reduce(total, group, divisor),
-            accept,
-            nbytes=2 * total.nbytes * (group.size() - 1) // group.size(),
-        )
+        if divided is None:
+            kind, times, issue = "all_reduce", 2, partial(all_reduce, total, group, divisor)
+        else:
+            reduce_scatter = divided.collectives.reduce_scatter
+            kind, times = "copies_reduce_scatter", 1
+            issue = partial(reduce_scatter, total, divided.plan, group, divisor)
+        nbytes = times * total.nbytes * (group.size() - 1) // group.size()
+        ticket = lane.enqueue(kind, self.bucket.label, issue, accept, nbytes)
         self._in_flight.append((ticket, total))
 
     def finish(self) -> None:
-        """Makes compute wait for the all-reduces under way."""
+        """Makes compute wait for the reductions under way."""
         for ticket, _ in self._in_flight:
             ticket.wait()
         self._in_flight.clear()
 
     def abandon(self) -> None:
-        """Waits for the all-reduces under way, of which nobody needs the results."""
+        """Waits for the reductions under way, of which nobody needs the results."""
         for ticket, _ in self._in_flight:
             with suppress(RuntimeError):  # of a collective that failed
                 ticket.abandon()

@@ -17,8 +17,10 @@ from torch.distributed.tensor.placement_types import Placement
 from fsdp_overlap.comm.collectives import choose
 from fsdp_overlap.comm.groups import GroupCache, LaneGroups
 from fsdp_overlap.comm.lanes import Lane
-from fsdp_overlap.layout import LayoutRule
+from fsdp_overlap.layout import BucketPlan, LayoutRule
+from fsdp_overlap.runtime.copies import DividedShard
 from fsdp_overlap.runtime.order_check import OrderCheck
+from fsdp_overlap.runtime.part import KeptPart
 from fsdp_overlap.runtime.plans import UnitPlans
 from fsdp_overlap.runtime.tensor_parallel import beside
 from fsdp_overlap.tensor.placement import RangeShard, range_spec
@@ -32,19 +34,28 @@ class Domain:
 
     Its ranks have process groups, plan alike, check the order of their collectives, and tell each
     other which parameters have a gradient on some of them. ``mesh`` has one dimension, along which
-    parameters are sharded, or two, ``(replicate, shard)``: along the first lie copies.
+    parameters are sharded, or two, ``(replicate, shard)``: along the first lie copies, which
+    ``divides_copies`` divides among the ranks that hold them.
 
     Raises:
-        ValueError: the mesh has more dimensions.
+        ValueError: the mesh has more dimensions, or copies are to be divided and it has no names.
     """
 
     def __init__(
-        self, mesh: DeviceMesh, device: torch.device, layout: LayoutRule, groups: GroupCache
+        self,
+        mesh: DeviceMesh,
+        device: torch.device,
+        layout: LayoutRule,
+        groups: GroupCache,
+        divides_copies: bool = False,
     ) -> None:
-        check_mesh(mesh)
+        check_mesh(mesh, divides_copies)
         self.mesh = mesh
         self.device = device
-        self.plans = UnitPlans(self.shard_size, layout)
+        self.divides_copies = divides_copies and self.copies > 1
+        self.plans = UnitPlans(self.shard_size * (self.copies if divides_copies else 1), layout)
+        """Of as many ranks as hold different elements at rest: the parts of a divided shard are
+        neighbours."""
         self.has_reduced = False
         """Whether a reduce-scatter was issued since the last :meth:`agree`."""
         self._group_cache = groups
@@ -82,20 +93,37 @@ class Domain:
         have a gradient on some rank."""
         return self.device.type != "cuda" or self.mesh.size() == 1
 
-    def spec(
-        self, parameter: torch.Tensor, placement: RangeShard, dtype: torch.dtype
-    ) -> DTensorSpec:
-        """How the sharded form of ``parameter`` lies, of which ranks hold the ranges ``placement``:
-        where it is a DTensor, over the dimensions of its mesh too."""
-        mesh = self.mesh
+    @cached_property
+    def tensor_mesh(self) -> DeviceMesh:
+        """What sharded tensors lie over: the mesh, of one dimension where copies are divided."""
+        return self.mesh._flatten() if self.divides_copies else self.mesh
+
+    @property
+    def plan_rank(self) -> int:
+        """This rank's place in plans."""
+        if not self.divides_copies:
+            return self.shard_rank
+        return self.shard_rank * self.copies + self.mesh.get_local_rank(0)
+
+    def spec(self, parameter: torch.Tensor, plan: BucketPlan, fqn: str) -> DTensorSpec:
+        """How the sharded form of ``parameter``, ``fqn`` of ``plan``, lies over
+        :attr:`tensor_mesh`, and over the dimensions of its own mesh too where it is a DTensor."""
+        ranges = plan.ranges(fqn)
+        if self.divides_copies:
+            # In plans the parts of one shard are neighbours, in the mesh the shards of one copy.
+            ranges = [
+                (rank % self.copies * self.shard_size + rank // self.copies, start, stop)
+                for rank, start, stop in ranges
+            ]
+        mesh = self.tensor_mesh
         copies = (Replicate(),) if mesh.ndim == 2 else ()
-        placements: tuple[Placement, ...] = (*copies, placement)
+        placements: tuple[Placement, ...] = (*copies, RangeShard(tuple(ranges)))
         if isinstance(parameter, DTensor):
             other = parameter.device_mesh
             if other not in self._with_other:
                 self._with_other[other] = beside(mesh, other)
             mesh, placements = self._with_other[other], (*placements, *parameter.placements)
-        return range_spec(mesh, placements, parameter.shape, dtype)
+        return range_spec(mesh, placements, parameter.shape, plan.specs[0].dtype)
 
     def register(self, bucket: Bucket) -> None:
         """Takes ``bucket`` in, in the same order on every rank of the mesh."""
@@ -106,11 +134,27 @@ class Domain:
         self._flags += len(bucket.parameters)
         self.forget_gradients()
 
-    def connect(self, bucket: Bucket, separate: bool) -> None:
+    def connect(self, bucket: Bucket, separate: bool, part_size: int | None) -> None:
         """Gives ``bucket`` what it is gathered and reduced by. Collective over the mesh at the
-        first call."""
+        first call.
+
+        ``separate``: whether reductions have a group of their own; ``part_size``: among how many
+        neighbours a part is kept between forward and backward, if any.
+        """
+        device_type, plan = self.mesh.device_type, bucket.plan
         groups = self.groups if separate else self._group_cache.get(self.mesh, separate=False)
-        bucket.connect(choose(self.mesh.device_type, groups.gather, bucket.plan), groups)
+        part = None
+        if part_size is not None:
+            group = self._group_cache.get_part(self.mesh, part_size)
+            among = plan.merged(part_size)
+            part = KeptPart(among, choose(device_type, group, among), group)
+        collectives = choose(device_type, groups.gather, bucket.gather_plan)
+        bucket.connect(collectives, groups, part)
+        if self.divides_copies:
+            assert groups.across is not None
+            first = self.shard_rank * self.copies
+            parts = BucketPlan((), (), plan.shard_numels[first : first + self.copies])
+            bucket.divided = DividedShard(bucket, parts, choose(device_type, groups.across, parts))
 
     def note_gather(self, bucket: Bucket) -> None:
         """This rank issues the all-gather of ``bucket``."""
@@ -163,7 +207,7 @@ class Domain:
         return f"{kind} of unit {bucket.label!r}" if bucket is not None else kind
 
 
-def check_mesh(mesh: DeviceMesh) -> None:
+def check_mesh(mesh: DeviceMesh, divides_copies: bool) -> None:
     """Before a :class:`Domain` is made of it.
 
     Raises:
@@ -174,4 +218,9 @@ def check_mesh(mesh: DeviceMesh) -> None:
             f"parameters are sharded over a mesh of one dimension, or of two, (replicate, shard); "
             f"got {mesh.ndim}, {mesh.mesh_dim_names or tuple(mesh.shape)}: pass the data-parallel "
             "ones, as mesh['replicate', 'shard']"
+        )
+    if divides_copies and mesh.ndim == 2 and not mesh.mesh_dim_names:
+        raise ValueError(
+            "divide_copies needs a mesh with names, as init_device_mesh('cuda', (2, 4), "
+            "mesh_dim_names=('replicate', 'shard'))"
         )

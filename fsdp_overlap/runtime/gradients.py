@@ -34,7 +34,8 @@ class BucketGradients:
         self._reducing = reducing
         self.copies = CopiesReduction(bucket) if bucket.domain.copies > 1 else None
         self.input = FlatBuffer(bucket.plan, reduce_dtype, bucket.full.flat.device)
-        self._travels = self.input.nbytes_of_others(bucket.domain.shard_rank)
+        reduced = bucket.gather_plan.shard_numels[bucket.domain.shard_rank]
+        self._travels = (bucket.plan.numel - reduced) * reduce_dtype.itemsize
         count = len(bucket.parameters)
         self.filled = [False] * count
         self.is_large = [
@@ -153,7 +154,7 @@ class BucketGradients:
             "reduce_scatter",
             bucket.label,
             lambda: bucket.collectives.reduce_scatter(
-                self.input.flat, bucket.plan, bucket.groups.reduce, divisor
+                self.input.flat, bucket.gather_plan, bucket.groups.reduce, divisor
             ),
             accept,
             nbytes=self._travels,

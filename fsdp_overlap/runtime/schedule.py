@@ -62,6 +62,7 @@ class Schedule:
         unit_at: Callable[[UnitIndex], Unit | None],
         units: Callable[[], list[Unit]],
         finish_backward: Callable[[], None],
+        divides_copies: bool,
     ) -> None:
         self.gathers = gathers
         self.reductions = reductions
@@ -69,6 +70,7 @@ class Schedule:
         self._unit_at = unit_at
         self._units = units
         self._finish_backward = finish_backward
+        self._divides_copies = divides_copies
         self._clock = 0
         self._running: list[tuple[Unit, int]] = []
         self._pass = ForwardPass()
@@ -146,6 +148,10 @@ class Schedule:
         self._is_after_backward = False
         self.gathers.finish_pass()
         self.gathers.after_edits()
+        if self._divides_copies:
+            # All at once: they take no memory that is not there, and are ready when they are read.
+            for unit in self._predicted_units():
+                unit.put_together()
         self.order.begin()
         self._pass = ForwardPass()
         if torch.is_grad_enabled():
@@ -269,6 +275,9 @@ class Schedule:
             for call in backward.open_calls:
                 self._release_passed(call.unit)
             self.gathers.finish_pass()
+            for unit in self._units():
+                if unit.part_size is not None:
+                    unit.drop_parts()  # of units that backward did not come back to
             self.reductions.finish(self._units())
             self._finish_backward()
         finally:
@@ -318,12 +327,12 @@ class Schedule:
 
     def start_param_sync(self) -> None:
         """Gathers stale full buffers again, in the order in which forward will use them."""
+        self.gathers.refresh(unit for unit in self._predicted_units() if not self.is_in_use(unit))
+
+    def _predicted_units(self) -> list[Unit]:
+        """All units, in the order in which the next forward is expected to run them."""
         predicted = [self._unit_at(index) for index in self.order.predicted()]
-        self.gathers.refresh(
-            unit
-            for unit in dict.fromkeys([*predicted, *self._units()])
-            if unit is not None and not self.is_in_use(unit)
-        )
+        return [unit for unit in dict.fromkeys([*predicted, *self._units()]) if unit is not None]
 
     def finish_param_sync(self) -> None:
         """The same, and makes compute wait for all of them."""
@@ -337,6 +346,7 @@ class Schedule:
             if not self.is_in_use(unit):
                 unit.use_sharded()
                 self.gathers.release(unit)
+                unit.drop_parts()
         self.gathers.flush()
 
     # All

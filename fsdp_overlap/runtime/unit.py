@@ -34,7 +34,7 @@ class Unit:
         mesh: DeviceMesh,
         buckets: list[Bucket],
         mp_policy: MixedPrecisionPolicy,
-        reshard_after_forward: bool | None,
+        reshard_after_forward: bool | int | None,
     ) -> None:
         self.module = weakref.ref(module)
         self.mesh = mesh
@@ -76,6 +76,13 @@ class Unit:
         return "" if module is None else type(module).__name__.removeprefix("Fsdp")
 
     @property
+    def part_size(self) -> int | None:
+        """Among how many neighbours the unsharded parameters are kept between forward and backward,
+        if not on all ranks or on each."""
+        size = self.reshard_after_forward
+        return size if type(size) is int else None
+
+    @property
     def is_gathered(self) -> bool:
         return bool(self.buckets) and self.buckets[0].is_gathered
 
@@ -115,9 +122,20 @@ class Unit:
 
     def gather(self) -> None:
         """Enqueues the all-gathers of the buckets that are not whole and fresh."""
+        keeps_part = (
+            self.part_size is not None
+            and torch.is_grad_enabled()
+            and torch._C._current_graph_task_id() == -1  # not in backward, which needs no more
+        )
         for bucket in self.buckets:
             if not bucket.is_whole:
-                self.context.gather(bucket)
+                self.context.gather(bucket, keeps_part)
+
+    def put_together(self) -> None:
+        """Enqueues what puts the shards together that ranks with copies of them divide."""
+        for bucket in self.buckets:
+            if bucket.divided is not None:
+                bucket.divided.gather(self.context.copies_lane)
 
     def wait(self) -> None:
         """Makes compute wait for the unit's all-gathers."""
@@ -129,6 +147,11 @@ class Unit:
         for bucket in self.buckets:
             if bucket.is_gathered:
                 self.context.free(bucket, after)
+
+    def drop_parts(self) -> None:
+        """Frees what was kept between forward and backward."""
+        for bucket in self.buckets:
+            bucket.drop_part()
 
     def reset(self, lane: Lane) -> None:
         """Back to rest, from any state."""
@@ -165,7 +188,7 @@ class Unit:
     def reshards_after_forward(self) -> bool:
         """The user's choice; by default all but the root, which backward needs first, reshard."""
         if self.reshard_after_forward is not None:
-            return self.reshard_after_forward
+            return self.reshard_after_forward is not False
         return not (self.is_root and torch.is_grad_enabled())
 
     def follow_trainability(self) -> None:
@@ -202,6 +225,7 @@ class Unit:
         self._trainability = -1
         self._known_gradients = {}
         self._watched = set()
+        self.context.unsettle()
 
     def watch_gradients(self) -> None:
         """Before the parameters are used outside forward: their gradients are noticed without

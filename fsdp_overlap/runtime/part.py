@@ -1,0 +1,56 @@
+"""A part of a full buffer, kept between forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from fsdp_overlap.comm.collectives import Collectives, Issued
+from fsdp_overlap.layout import BucketPlan
+
+
+class KeptPart:
+    """``1 / size`` of a bucket's full buffer, which ``size`` neighbours, usually the ranks of one
+    machine, keep from forward to backward, and gather from each other there.
+
+    ``plan`` is the bucket's, of so many ranks (:meth:`BucketPlan.merged`).
+    """
+
+    def __init__(
+        self, plan: BucketPlan, collectives: Collectives, group: dist.ProcessGroup
+    ) -> None:
+        self.plan = plan
+        self._collectives = collectives
+        self._group = group
+        rank = group.rank()
+        self._start, self._numel = plan.shard_starts[rank], plan.shard_numels[rank]
+        self._values: torch.Tensor | None = None
+        self._version = -1
+
+    def nbytes_of_others(self, full: torch.Tensor) -> int:
+        """Size of what travels to this rank in :meth:`all_gather`."""
+        return (self.plan.numel - self._numel) * full.element_size()
+
+    def holds(self, version: int) -> bool:
+        """Whether it was kept of shards of this version."""
+        return self._values is not None and self._version == version
+
+    def all_gather(self, full: torch.Tensor) -> Issued:
+        """Fills ``full`` from the neighbours' parts. Collective over them."""
+        assert self._values is not None
+        return self._collectives.all_gather(full, self._values, self.plan, self._group)
+
+    def keeper(self, version: int) -> Callable[[torch.Tensor], None]:
+        """What keeps this rank's part of a full buffer gathered from shards of ``version``."""
+
+        def keep(full: torch.Tensor) -> None:
+            self._values = full.narrow(0, self._start, self._numel).clone()
+            self._version = version
+
+        return keep
+
+    def drop(self, _: torch.Tensor | None = None) -> None:
+        """Frees it."""
+        self._values = None

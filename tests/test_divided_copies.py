@@ -1,0 +1,165 @@
+"""``FsdpContext(mesh, divide_copies=True)``: optimizer states over both dimensions of a mesh."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from ranks import run_ranks
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from twins import Twins, same
+from zoo import ZOO, Model, shard_layers
+
+from fsdp_overlap import FsdpContext
+from fsdp_overlap.comm.recording import Entry, RecordingLane
+from fsdp_overlap.layout import Whole
+from fsdp_overlap.optim import AdamW, Muon
+
+OPTIONS: dict[str, Any] = {"mesh": (2, 2), "divide_copies": True}
+
+
+def train(name: str, options: dict[str, Any]) -> None:
+    Twins.of(name, **OPTIONS | options).train(iterations=7 if "dynamic" in name else 3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_training_equals_unsharded_training(name: str) -> None:
+    run_ranks(train, 4, name, {})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mesh": (4, 1)},
+        {"mesh": (1, 4)},
+        {"prefetch": 0},
+        {"layout": Whole(), "optimizer": Muon},
+        {"optimizer": AdamW},
+    ],
+    ids=str,
+)
+def test_nothing_changes_what_is_computed(options: dict[str, Any]) -> None:
+    run_ranks(train, 4, "layers", options)
+
+
+def keeps_parts() -> None:
+    Twins(Model, partial(shard_layers, reshard_after_forward=2), mesh=(1, 4)).train(2)
+
+
+def test_with_parts_kept_until_backward() -> None:
+    run_ranks(keeps_parts, 4)
+
+
+def memory() -> None:
+    twins = Twins.of("layers", **OPTIONS)
+    twins.train(2)
+    held = sum(state["exp_avg"].to_local().numel() for state in twins.optimizer.state.values())
+    total = sum(parameter.numel() for parameter in twins.twin.parameters())
+    padding = sum(bucket.plan.padding for unit in twins.ctx.units for bucket in unit.buckets)
+    assert held <= (total + padding) / 4
+    for parameter in twins.model.parameters():
+        assert parameter.device_mesh.size() == 4
+
+
+def test_each_rank_steps_a_part_of_its_shard() -> None:
+    run_ranks(memory, 4)
+
+
+def once_a_step() -> None:
+    """However many microbatches there are, and with either way to accumulate."""
+    twins = Twins.of("layers", **OPTIONS)
+    log: list[Entry] = []
+    twins.ctx.lane_factory = lambda name, device: RecordingLane(name, log)
+    units = len(twins.ctx.units)
+    for verb in ("set_requires_all_reduce", "set_requires_gradient_sync"):
+        log.clear()
+        for index, (tokens, targets) in enumerate(twins.batches(3)):
+            getattr(twins.model, verb)(index == 2)
+            twins.backward(tokens, targets)
+        issued = [(entry.kind, entry.lane) for entry in log if entry.action == "enqueue"]
+        assert issued.count(("copies_all_gather", "all_reduce")) == units
+        assert issued.count(("copies_reduce_scatter", "all_reduce")) == units
+        assert issued.count(("all_gather", "all_gather")) == 3 * (2 * units - 2)
+        twins.check_gradients()
+        twins.step()
+    twins.check_parameters()
+    # All shards are put together at the beginning, in the order of their use.
+    twins.backward(*next(twins.batches(1)))
+    log.clear()
+    twins.step()
+    twins.backward(*next(twins.batches(1)))
+    kinds = [entry.kind for entry in log if entry.action == "enqueue"]
+    assert kinds[: units + 1] == ["copies_all_gather"] * units + ["all_gather"]
+
+
+def test_copies_exchange_shards_and_gradients_once_a_step() -> None:
+    run_ranks(once_a_step, 4)
+
+
+def save_and_load(path: str) -> None:
+    """A checkpoint of divided copies loads without, and the other way round."""
+    trained = Twins.of("layers", **OPTIONS)
+    trained.train(2)
+    plain = Twins.of("layers", mesh=(2, 2))
+    plain.train(1)
+    whole = Twins.of("layers", **OPTIONS)
+    for index, (source, target) in enumerate([(trained, plain), (plain, whole)]):
+        model, optimizer = get_state_dict(source.model, source.optimizer)
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=f"{path}/{index}")
+        wanted = dict(zip(("model", "optimizer"), states_of(target), strict=True))
+        dcp.load(wanted, checkpoint_id=f"{path}/{index}")
+        set_state_dict(
+            target.model,
+            target.optimizer,
+            model_state_dict=wanted["model"],
+            optim_state_dict=wanted["optimizer"],
+        )
+    for batch in trained.batches(2):
+        trained.backward(*batch)
+        trained.step()
+        loss, _ = whole.losses(*batch)
+        loss.backward()
+        whole.optimizer.step()
+        whole.optimizer.zero_grad()
+    for (name, parameter), other in zip(
+        trained.model.named_parameters(), whole.model.parameters(), strict=True
+    ):
+        same(other.full_tensor().detach(), parameter.full_tensor().detach(), name)
+
+
+def states_of(twins: Twins) -> Any:
+    if not twins.optimizer.state:
+        loss, _ = twins.losses(*next(twins.batches(1)))
+        loss.backward()
+        twins.optimizer.step()
+        twins.optimizer.zero_grad()
+    return get_state_dict(twins.model, twins.optimizer)
+
+
+def test_checkpoints_load_with_and_without(tmp_path: Any) -> None:
+    run_ranks(save_and_load, 4, str(tmp_path))
+
+
+def recovers() -> None:
+    twins = Twins.of("layers", **OPTIONS)
+    twins.train(1)
+    twins.model(torch.zeros(1, 1, dtype=torch.int64))
+    twins.ctx.reset()
+    twins.train(2)
+
+
+def test_a_reset_in_the_middle_changes_nothing() -> None:
+    run_ranks(recovers, 4)
+
+
+def nameless() -> None:
+    with pytest.raises(ValueError, match="divide_copies needs a mesh with names, as init_device"):
+        FsdpContext(init_device_mesh("cpu", (1, 1)), divide_copies=True)
+
+
+def test_a_mesh_without_names_is_refused() -> None:
+    run_ranks(nameless, 1)

@@ -1,0 +1,235 @@
+"""Expert parallelism: experts sharded over a mesh of their own, in one context with the rest."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from twins import same
+
+from fsdp_overlap import FsdpContext, ShardedTensor, fully_shard
+from fsdp_overlap.layout import Whole
+from fsdp_overlap.optim import AdamW, clip_grad_norm_
+
+EXPERTS = 4
+WIDTH = 6
+ROWS = 8
+
+
+class Experts(nn.Module):
+    """``weight[e]`` for each of this rank's experts, of ``EXPERTS`` in all. Token ``i`` goes to
+    expert ``i % EXPERTS``: each rank of ``group`` sends every other one those of its experts."""
+
+    def __init__(self, weight: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        self.group = group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.view(-1, EXPERTS, WIDTH).transpose(0, 1)  # [expert, token, width]
+        if self.group is None:
+            return torch.tanh(tokens @ self.weight).transpose(0, 1).reshape(x.shape)
+        ranks, local = self.group.size(), self.weight.shape[0]
+        sent = tokens.contiguous().flatten()
+        received = exchange(sent, self.group).view(ranks, local, -1, WIDTH)
+        done = torch.tanh(received.transpose(0, 1).flatten(1, 2) @ self.weight)
+        back = done.view(local, ranks, -1, WIDTH).transpose(0, 1).contiguous().flatten()
+        returned = exchange(back, self.group).view(EXPERTS, -1, WIDTH)
+        return returned.transpose(0, 1).reshape(x.shape)
+
+
+def exchange(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """``all_to_all`` of equal parts, through which gradients flow."""
+    sizes = [values.numel() // group.size()] * group.size()
+    exchanged = all_to_all_single_autograd(values, sizes, sizes, group)
+    assert isinstance(exchanged, torch.Tensor)
+    return exchanged
+
+
+class Layer(nn.Module):
+    def __init__(self, experts: Experts) -> None:
+        super().__init__()
+        self.dense = nn.Linear(WIDTH, WIDTH)
+        self.experts = experts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.experts(self.dense(x))
+
+
+class Moe(nn.Sequential):
+    """Two layers whose experts are those of ``ranks``, ``(rank, size)`` in ``group``."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        torch.manual_seed(11)
+        layers = []
+        for _ in range(2):
+            weight = torch.randn(EXPERTS, WIDTH, WIDTH) / WIDTH**0.5
+            if group is not None:
+                weight = weight.chunk(group.size())[group.rank()].clone()
+            layers.append(Layer(Experts(weight, group)))
+        super().__init__(*layers)
+        self.double()
+
+
+def meshes() -> tuple[DeviceMesh, DeviceMesh, DeviceMesh]:
+    """Of all four ranks: the whole, the one that experts are sharded over, the one that they are
+    divided among."""
+    whole = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "ep"))
+    return whole, grid["shard"], grid["ep"]
+
+
+def shard(model: Moe, whole: DeviceMesh, shards: DeviceMesh, ctx: FsdpContext) -> None:
+    for layer in model:
+        fully_shard(layer.experts, ctx, mesh=shards)
+        layer.experts.set_gradient_divide_factor(whole.size())
+        fully_shard(layer, ctx)
+    fully_shard(model, ctx)
+
+
+def train(layout_is_whole: bool) -> None:
+    whole, shards, ep = meshes()
+    model, twin = Moe(ep.get_group()), Moe(None)
+    ctx = FsdpContext(whole, layout=Whole()) if layout_is_whole else FsdpContext(whole)
+    if layout_is_whole:
+        experts = [layer.experts for layer in model]
+        ctx.plan([*experts, *model, model], meshes=dict.fromkeys(experts, shards))
+    shard(model, whole, shards, ctx)
+    optimizer = AdamW(model.parameters(), lr=0.05)
+    twin_optimizer = torch.optim.AdamW(twin.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(3):
+        x = torch.randn(4, ROWS, WIDTH, generator=generator, dtype=torch.double)
+        loss = model(x[dist.get_rank()]).square().mean()
+        loss.backward()
+        torch.stack([twin(rows).square().mean() for rows in x]).mean().backward()
+        compare(model, twin, ep, of_gradients=True)
+        norm = clip_grad_norm_(expert_free(model), 0.1)
+        expected = nn.utils.clip_grad_norm_(expert_free(twin), 0.1)
+        torch.testing.assert_close(norm, expected)
+        for each in (optimizer, twin_optimizer):
+            each.step()
+            each.zero_grad()
+        compare(model, twin, ep, of_gradients=False)
+        assert ctx.stats.full_buffers_alive == ctx.stats.reduce_inputs_alive == 0
+
+
+def expert_free(model: nn.Module) -> list[nn.Parameter]:
+    return [p for name, p in model.named_parameters() if "experts" not in name]
+
+
+def compare(model: nn.Module, twin: nn.Module, ep: DeviceMesh, of_gradients: bool) -> None:
+    for (name, parameter), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        actual, expected = (parameter.grad, other.grad) if of_gradients else (parameter, other)
+        assert isinstance(actual, ShardedTensor)
+        assert expected is not None
+        expected = expected.detach()
+        if "experts" in name:
+            assert actual.device_mesh.size() == 2
+            expected = expected.chunk(ep.size())[ep.get_local_rank()]
+        same(actual.full_tensor().detach(), expected, name)
+
+
+@pytest.mark.parametrize("layout_is_whole", [False, True])
+def test_experts_train_as_the_unsharded_model_does(layout_is_whole: bool) -> None:
+    run_ranks(train, 4, layout_is_whole)
+
+
+def against_fsdp2() -> None:
+    whole, shards, ep = meshes()
+    found = []
+    for shard_one in (fully_shard, torch_fully_shard):
+        model = Moe(ep.get_group())
+        for layer in model:
+            shard_one(layer.experts, mesh=shards)
+            layer.experts.set_gradient_divide_factor(whole.size())
+            shard_one(layer, mesh=whole)
+        shard_one(model, mesh=whole)
+        x = torch.ones(ROWS, WIDTH, dtype=torch.double) * dist.get_rank()
+        for _ in range(2):
+            model(x).square().mean().backward()
+        found.append([parameter.grad.full_tensor() for parameter in model.parameters()])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_gradients_equal_fsdp2s() -> None:
+    run_ranks(against_fsdp2, 4)
+
+
+def groups_and_lanes() -> None:
+    whole, shards, ep = meshes()
+    model = Moe(ep.get_group())
+    ctx = FsdpContext(whole)
+    shard(model, whole, shards, ctx)
+    made: list[list[int]] = []
+    new_group = dist.new_group
+
+    def counted(ranks: list[int], **options: object) -> dist.ProcessGroup:
+        made.append(ranks)
+        return new_group(ranks, **options)
+
+    dist.new_group = counted
+    try:
+        for _ in range(2):
+            model(torch.ones(ROWS, WIDTH, dtype=torch.double)).sum().backward()
+    finally:
+        dist.new_group = new_group
+    assert made == [[dist.get_rank() % 2, dist.get_rank() % 2 + 2], [0, 1, 2, 3]]
+    assert len(ctx.domains) == 2
+    assert ctx.stats.order_checks == 4
+
+
+def test_groups_are_made_once_for_each_set_of_ranks() -> None:
+    run_ranks(groups_and_lanes, 4)
+
+
+def only_some_ranks() -> None:
+    """A unit on ranks 0 and 1 alone, beside one of all. Every rank runs every unit of a context, so
+    it has a context of its own."""
+    ctx = FsdpContext(init_device_mesh("cpu", (4,)))
+    torch.manual_seed(2)
+    dense, extra = nn.Linear(4, 4), nn.Linear(4, 4)
+    mesh = DeviceMesh("cpu", [0, 1])
+    fully_shard(dense, ctx)
+    has_extra = dist.get_rank() < 2
+    if has_extra:
+        fully_shard(extra, FsdpContext(mesh))
+    x = torch.full((1, 4), float(dist.get_rank()))
+    for _ in range(3):
+        out = dense(x)
+        (extra(out) if has_extra else out).sum().backward()
+    assert ctx.stats.full_buffers_alive == 0
+    # A group that the user makes afterwards, with all ranks, is the same on all.
+    dist.barrier(dist.new_group([0, 1, 2, 3]))
+    if has_extra:
+        assert extra.bias.grad is not None
+        assert torch.equal(extra.bias.grad.full_tensor(), torch.full((4,), 3.0))
+
+
+def test_not_every_rank_needs_to_take_part_in_a_submesh() -> None:
+    run_ranks(only_some_ranks, 4)
+
+
+def different_experts() -> None:
+    """Ranks 2 and 3, whose experts are shards of the same mesh as those of 0 and 1, skip them."""
+    whole, shards, ep = meshes()
+    model = Moe(ep.get_group())
+    ctx = FsdpContext(whole)
+    shard(model, whole, shards, ctx)
+    layers = [layer.experts for layer in model]
+    for experts in layers:
+        experts.group = None
+        experts.forward = lambda x, experts=experts: x @ experts.weight.sum(0)
+    said = r"rank \d: all_gather of unit '0.experts'; rank \d: all_gather of unit '1.experts'"
+    with pytest.raises(RuntimeError, match=said):
+        layers[dist.get_rank() // 2](torch.ones(1, WIDTH, dtype=torch.double)).sum().backward()
+
+
+def test_experts_that_differ_among_their_ranks_get_an_error() -> None:
+    run_ranks(different_experts, 4)

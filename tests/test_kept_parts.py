@@ -1,0 +1,155 @@
+"""``reshard_after_forward=2``: neighbours keep parts from forward to backward."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch.utils.checkpoint import checkpoint
+from twins import Twins
+from zoo import ZOO, Model, shard_layers
+
+from fsdp_overlap import FsdpContext, fully_shard
+from fsdp_overlap.layout import Blocks, LayoutRule, Whole
+
+
+def train(name: str, layout: LayoutRule, prefetch: int) -> None:
+    build, shard = ZOO[name]
+    twins = Twins(build, partial(shard, reshard_after_forward=2), layout=layout, prefetch=prefetch)
+    twins.train(iterations=3)
+    assert parts(twins.ctx) == []
+
+
+def parts(ctx: FsdpContext) -> list[torch.Tensor]:
+    buckets = [bucket for unit in ctx.units for bucket in unit.buckets]
+    kept = [bucket.part._values for bucket in buckets if bucket.part is not None]
+    return [values for values in kept if values is not None]
+
+
+# Ways to shard that pass options on.
+NAMES = [name for name, (_, shard) in ZOO.items() if shard is shard_layers]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_training_equals_unsharded_training(name: str) -> None:
+    run_ranks(train, 4, name, Whole(), 1)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_prefetch_changes_nothing(prefetch: int) -> None:
+    run_ranks(train, 4, "layers", Blocks(rows=1), prefetch)
+
+
+def sharded(**options: Any) -> tuple[Model, FsdpContext]:
+    model, ctx = Model(), FsdpContext()
+    shard_layers(model, ctx, reshard_after_forward=2, **options)
+    return model, ctx
+
+
+def forward(model: Model) -> torch.Tensor:
+    return model(torch.zeros(1, 1, dtype=torch.int64)).sum()
+
+
+def memory() -> None:
+    model, ctx = sharded()
+    for _ in range(2):
+        loss = forward(model)
+        full = sum(bucket.full.nbytes for unit in ctx.units for bucket in unit.buckets)
+        assert sum(values.nbytes for values in parts(ctx)) == full // 2
+        assert ctx.stats.full_buffers_alive == 0
+        loss.backward()
+        assert parts(ctx) == []
+
+
+def test_half_of_each_unit_is_kept_until_backward() -> None:
+    run_ranks(memory, 4)
+
+
+def destinations() -> None:
+    model, ctx = sharded()
+    used: list[tuple[int, ...]] = []
+    broadcast = dist.broadcast
+
+    def noted(tensor: torch.Tensor, group: dist.ProcessGroup, **options: Any) -> Any:
+        used.append(tuple(dist.get_process_group_ranks(group)))
+        return broadcast(tensor, group=group, **options)
+
+    dist.broadcast = noted
+    try:
+        loss = forward(model)
+        assert set(used) == {(0, 1, 2, 3)}
+        used.clear()
+        loss.backward()
+    finally:
+        dist.broadcast = broadcast
+    assert set(used) == {(0, 1) if dist.get_rank() < 2 else (2, 3)}
+    assert ctx.stats.all_gathers == 2 * len(ctx.units)
+
+
+def test_backward_gathers_from_neighbours_alone() -> None:
+    run_ranks(destinations, 4)
+
+
+def edited() -> None:
+    """What was kept is of no use once weights were edited; an evaluation uses it up."""
+    twins = Twins(Model, partial(shard_layers, reshard_after_forward=2))
+    tokens, targets = next(twins.batches(1))
+    twins.losses(tokens, targets)
+    with torch.no_grad():
+        for model in (twins.model, twins.twin):
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+    loss, twin_loss = twins.losses(tokens, targets)
+    with torch.no_grad():
+        twins.check_loss(*twins.losses(tokens, targets))
+    loss.backward()
+    twin_loss.backward()
+    twins.check_gradients()
+    twins.losses(tokens, targets)
+    assert parts(twins.ctx)
+    twins.ctx.release_unsharded()
+    assert parts(twins.ctx) == []
+    twins.train(1)
+
+
+def test_parts_are_never_stale() -> None:
+    run_ranks(edited, 4)
+
+
+class Checkpointed(Model):
+    def run(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = checkpoint(layer, x, use_reentrant=False)
+        assert isinstance(y, torch.Tensor)
+        return y
+
+
+def checkpointed() -> None:
+    Twins(Checkpointed, partial(shard_layers, reshard_after_forward=2)).train(2)
+
+
+def test_with_activation_checkpointing() -> None:
+    run_ranks(checkpointed, 4)
+
+
+def evaluation() -> None:
+    model, ctx = sharded()
+    with torch.no_grad():
+        forward(model)
+    assert parts(ctx) == []
+
+
+def test_nothing_is_kept_where_no_backward_can_follow() -> None:
+    run_ranks(evaluation, 4)
+
+
+def refused() -> None:
+    with pytest.raises(ValueError, match=r"reshard_after_forward=3: use .* among 4 ranks, 2$"):
+        fully_shard(Model(), reshard_after_forward=3)
+
+
+def test_a_number_that_does_not_divide_the_ranks_is_refused() -> None:
+    run_ranks(refused, 4)
