@@ -165,10 +165,10 @@ def test_in_every_mode() -> None:
     run_ranks(modes, 4)
 
 
-def copies(shape: tuple[int, int, int]) -> None:
+def copies(shape: tuple[int, int, int], divided: bool) -> None:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard", "tp"))
     data = mesh["replicate", "shard"]
-    model = shard(parallelize(plain(), mesh["tp"]), FsdpContext(data))
+    model = shard(parallelize(plain(), mesh["tp"]), FsdpContext(data, divide_copies=divided))
     optimizer, twin = adamw(model.parameters()), plain()
     twin_optimizer = adamw(twin.parameters())
     rank = mesh["replicate"].get_local_rank() * shape[1] + mesh["shard"].get_local_rank()
@@ -186,7 +186,11 @@ def copies(shape: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("shape", [(2, 1, 2), (1, 2, 2)])
 def test_with_copies_too(shape: tuple[int, int, int]) -> None:
-    run_ranks(copies, 4, shape)
+    run_ranks(copies, 4, shape, False)
+
+
+def test_with_copies_that_divide_their_shards() -> None:
+    run_ranks(copies, 4, (2, 1, 2), True)
 
 
 class ByHand(nn.Module):

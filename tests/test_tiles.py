@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
+from test_optimizers import FORMS, OPTIMIZERS
 from test_sharded_tensor import POINTWISE
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -161,6 +163,25 @@ def clipping() -> None:
 
 def test_clipping_counts_every_element_once() -> None:
     run_ranks(clipping, 4)
+
+
+def optimizers() -> None:
+    cases = [(tensor.double(), whole.double()) for _, tensor, whole in on_meshes()]
+    for name, form in product(("SGD", "AdamW", "Adafactor"), ("single", "foreach")):
+        pairs = [tuple(nn.Parameter(t.clone()) for t in case) for case in cases]
+        for parameters in zip(*pairs, strict=True):
+            options = OPTIMIZERS[name][form == "foreach"]
+            optimizer = getattr(torch.optim, name)(parameters, lr=0.05, **FORMS[form], **options)
+            for step in range(2):
+                for parameter in parameters:
+                    parameter.grad = (parameter.detach() + step) * 3
+                optimizer.step()
+        for tensor, whole in pairs:
+            same(tensor.detach(), whole.detach(), f"{name}, {form}, {tensor}")
+
+
+def test_optimizers_step_as_on_the_whole() -> None:
+    run_ranks(optimizers, 4)
 
 
 def edits() -> None:
