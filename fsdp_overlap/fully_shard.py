@@ -39,9 +39,10 @@ def fully_shard(
 
     Call it on inner modules first, then on the module around them, with one context. The unit owns
     the parameters of ``module``'s subtree that no inner unit owns; they become ``ShardedTensor``
-    parameters, in place. Every rank must hold the same values before, and call it in the same
-    order. A model built on the meta device gets memory by ``model.to_empty(device=...)``
-    afterwards, that of its shards alone.
+    parameters, in place. Those that are DTensors already, over another dimension of the mesh, as
+    tensor parallelism makes them, lie over both then, and compute sees the DTensors. Every rank
+    must hold the same values before, and call it in the same order. A model built on the meta
+    device gets memory by ``model.to_empty(device=...)`` afterwards, that of its shards alone.
 
     Args:
         module: at rest its parameters are sharded; its own forward sees them whole.

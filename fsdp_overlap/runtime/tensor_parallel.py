@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from fsdp_overlap.tensor.placement import tile_of
+
 
 def tile_in(parameter: torch.Tensor) -> torch.Tensor:
     """What this rank has of an unsharded parameter, sharing memory: all of a plain one."""
@@ -28,7 +30,8 @@ def check(where: str, parameter: DTensor, mesh: DeviceMesh) -> None:
 
     Raises:
         TypeError: it is placed otherwise than by ``Shard`` and ``Replicate``.
-        ValueError: its mesh does not go together with ``mesh``.
+        ValueError: it is not cut as ``distribute_tensor`` cuts, or its mesh does not go together
+            with ``mesh``.
     """
     for placement in parameter.placements:
         if type(placement) not in (Shard, Replicate):
@@ -37,12 +40,17 @@ def check(where: str, parameter: DTensor, mesh: DeviceMesh) -> None:
                 "Replicate() are supported"
             )
     spec = parameter._spec
-    if getattr(spec, "shard_order", None) != DTensorSpec.compute_default_shard_order(
-        spec.placements
-    ):
+    if spec.shard_order != DTensorSpec.compute_default_shard_order(spec.placements):
         raise TypeError(
             f"{where} is a DTensor cut in the order {spec.shard_order}; only that of the "
             "dimensions of its mesh is supported"
+        )
+    held, expected = tuple(parameter._local_tensor.shape), tile_of(spec).shape
+    if held != expected:
+        raise ValueError(
+            f"{where} is a DTensor of shape {tuple(parameter.shape)} placed as "
+            f"{parameter.placements}, of which this rank holds {held} and not {expected}: cut it "
+            "by torch.distributed.tensor.distribute_tensor"
         )
     try:
         beside(mesh, parameter.device_mesh)
