@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from fsdp_overlap.runtime import hooks
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.context import unit_of
+from fsdp_overlap.runtime.domain import Domain
 from fsdp_overlap.runtime.ownership import modules_outside_units
 from fsdp_overlap.runtime.tensor_parallel import parameter_like
 from fsdp_overlap.runtime.unit import Unit
@@ -44,6 +46,14 @@ def hidden(buckets: Sequence[Bucket]) -> Iterator[None]:
     finally:
         for bucket in buckets:
             bucket.use_sharded()
+
+
+@dataclass(frozen=True)
+class _On:
+    """Names a parameter's mesh as ``shard_placement_fn`` does."""
+
+    mesh_info: Domain
+    placement: None = None
 
 
 class FsdpModule(nn.Module):
@@ -284,12 +294,17 @@ class FsdpModule(nn.Module):
         del state["_fsdp_unit"]
         duplicate.__setstate__(deepcopy(state, memo))
         context = deepcopy(unit.context, memo)
-        domain = context.domain_of(unit.mesh)
-        domain.plans.place(duplicate, [bucket.plan for bucket in unit.buckets])
+        meshes = {}
+        for bucket in unit.buckets:
+            domain = context.domain_of(bucket.domain.mesh)
+            domain.plans.place(duplicate, [bucket.plan])
+            for parameter in bucket.parameters:
+                meshes[memo[id(parameter)]] = _On(domain)
         fully_shard(
             duplicate,
             context,
             mesh=unit.mesh,
+            shard_placement_fn=meshes.__getitem__,
             reshard_after_forward=unit.reshard_after_forward,
             mp_policy=unit.mp_policy,
             ignored_params={deepcopy(parameter, memo) for parameter in unit.ignored},

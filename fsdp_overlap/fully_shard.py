@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_overlap.fsdp_module import FsdpModule
 from fsdp_overlap.runtime import hooks, tensor_parallel
@@ -31,9 +32,11 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008, frozen
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008, frozen
     ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: object | None = None,
 ) -> ModuleT:
     """Makes ``module`` a unit: shards its parameters, gradients and optimizer states over a mesh.
 
@@ -56,10 +59,14 @@ def fully_shard(
             ``None``: for all units but the root, which backward needs first. A number: they are
             sharded among so many neighbouring ranks instead, usually those of one machine, from
             which backward gathers them.
+        shard_placement_fn: gives some parameters a mesh of their own, by a ``ShardPlacementResult``
+            of ``torch.distributed.fsdp``. ``None`` and ``Shard(0)`` stand for what is done anyway;
+            where parameters are cut is the context's ``layout``.
         mp_policy: dtypes of compute, of the reduction, of inputs and outputs. Sharded parameters
             keep the dtype they have. By default gradients are reduced in the dtype of compute.
         offload_policy: only ``OffloadPolicy()``, which offloads nothing, so far.
         ignored_params: left as they are.
+        dp_mesh_dims: not supported; pass the data-parallel dimensions as ``mesh``.
 
     Returns:
         ``module``, whose class now also is :class:`FsdpModule`.
@@ -69,18 +76,26 @@ def fully_shard(
         then.
     """
     _check_module(module)
-    _check_arguments(ctx, offload_policy)
+    _check_arguments(ctx, offload_policy, dp_mesh_dims)
     ignored = frozenset(ignored_params or ())
     owned = owned_parameters(module, ignored)
     if ctx is None:
         ctx = FsdpContext(mesh)
         ctx.is_implicit = True
+    _check_parameters(module, owned, ctx.device)
     mesh = ctx.mesh if mesh is None else mesh
-    _check_parameters(module, owned, ctx.device, mesh)
-    domain = ctx.domain_of(mesh)
-    _check_reshard_after_forward(reshard_after_forward, domain.shard_size)
-    buckets = _make_buckets(module, owned, ctx, domain, mp_policy)
-    unit = Unit(module, ctx, domain.mesh, buckets, mp_policy, reshard_after_forward)
+    by_domain = _by_domain(module, owned, ctx, mesh, shard_placement_fn)
+    for domain, items in by_domain.items():
+        _check_reshard_after_forward(reshard_after_forward, domain.shard_size)
+        for item in items:
+            if isinstance(item.parameter, DTensor):
+                tensor_parallel.check(_name(module, item), item.parameter, domain.mesh)
+    buckets = [
+        bucket
+        for domain, items in by_domain.items()
+        for bucket in _make_buckets(module, items, ctx, domain, mp_policy)
+    ]
+    unit = Unit(module, ctx, mesh, buckets, mp_policy, reshard_after_forward)
     unit.ignored = ignored
     _mark_owner(unit)
     _move_buffers(module, ctx.device)
@@ -104,6 +119,30 @@ def _move_buffers(module: nn.Module, device: torch.device) -> None:
         for buffer in owner._buffers.values():
             if buffer is not None and buffer.device.type not in (device.type, "meta"):
                 buffer.data = buffer.to(device)
+
+
+def _by_domain(
+    module: nn.Module,
+    owned: list[OwnedParameter],
+    ctx: FsdpContext,
+    mesh: DeviceMesh,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
+) -> dict[Domain, list[OwnedParameter]]:
+    """The unit's parameters by the mesh they are sharded over."""
+    found: dict[Domain, list[OwnedParameter]] = {ctx.domain_of(mesh): []}
+    for item in owned:
+        wanted: Any = None if shard_placement_fn is None else shard_placement_fn(item.parameter)
+        own_mesh = mesh
+        if mesh_info := getattr(wanted, "mesh_info", None):
+            own_mesh, wanted = mesh_info.mesh, wanted.placement
+        if wanted is not None and wanted != Shard(0):
+            raise ValueError(
+                f"shard_placement_fn wants parameter {item.fqn!r} of {type(module).__name__} "
+                f"placed as {wanted}; parameters are cut between rows, so return None, Shard(0) or "
+                "a ShardPlacementResult of these, and choose a layout by FsdpContext(layout=...)"
+            )
+        found.setdefault(ctx.domain_of(own_mesh), []).append(item)
+    return {domain: items for domain, items in found.items() if items or len(found) == 1}
 
 
 def _make_buckets(
@@ -155,7 +194,13 @@ def _check_module(module: nn.Module) -> None:
 def _check_arguments(
     ctx: FsdpContext | None,
     offload_policy: OffloadPolicy,
+    dp_mesh_dims: object | None,
 ) -> None:
+    if dp_mesh_dims is not None:
+        raise ValueError(
+            f"dp_mesh_dims={dp_mesh_dims} is not supported: pass the data-parallel dimensions "
+            "alone as the mesh, as mesh['dp'], and parameters that are DTensors over the others"
+        )
     if ctx is not None and not isinstance(ctx, FsdpContext):
         raise TypeError(
             f"ctx is a {type(ctx).__name__}, not an FsdpContext; pass a mesh as mesh=..."
@@ -175,12 +220,14 @@ def _check_reshard_after_forward(value: bool | int | None, ranks: int) -> None:
         )
 
 
-def _check_parameters(
-    module: nn.Module, owned: list[OwnedParameter], device: torch.device, mesh: DeviceMesh
-) -> None:
+def _name(module: nn.Module, item: OwnedParameter) -> str:
+    return f"parameter {item.fqn!r} of {type(module).__name__}"
+
+
+def _check_parameters(module: nn.Module, owned: list[OwnedParameter], device: torch.device) -> None:
     for item in owned:
         parameter = item.parameter
-        where = f"parameter {item.fqn!r} of {type(module).__name__}"
+        where = _name(module, item)
         other = getattr(parameter, "_fsdp_owner", None)
         if other is not None:
             raise ValueError(
@@ -194,8 +241,6 @@ def _check_parameters(
                 f"{where} is a {type(parameter).__name__}; only plain torch.nn.Parameter and "
                 "DTensors of tensor parallelism are supported"
             )
-        if isinstance(parameter, DTensor):
-            tensor_parallel.check(where, parameter, mesh)
         held = tensor_parallel.tile_in(parameter)
         if not held.is_contiguous():
             raise ValueError(

@@ -11,7 +11,7 @@ import torch
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from zoo import Model, Tied
 
 from fsdp_overlap import CPUOffloadPolicy, FsdpContext, FsdpModule, fully_shard
@@ -56,6 +56,14 @@ def three_dimensions() -> None:
 def mesh_of_another_device() -> None:
     ctx = FsdpContext(init_device_mesh("cpu", (2,)))
     fully_shard(linear(), ctx, mesh=init_device_mesh("meta", (2,)))
+
+
+def sharded_by_columns() -> None:
+    fully_shard(linear(), shard_placement_fn=lambda parameter: Shard(1))
+
+
+def spmd_mesh() -> None:
+    fully_shard(linear(), dp_mesh_dims="dp")
 
 
 def no_divide_factor() -> None:
@@ -125,6 +133,11 @@ CASES: dict[Callable[[], None], tuple[type[Exception], str]] = {
         ValueError,
         "is a mesh of meta, the context's of cpu; use one context",
     ),
+    sharded_by_columns: (
+        ValueError,
+        r"'weight' of Linear placed as S.*1\); .* return None, Shard\(0\) or a Shard",
+    ),
+    spmd_mesh: (ValueError, "dp_mesh_dims=dp is not supported: pass the data-parallel dimensions"),
     no_divide_factor: (ValueError, r"set_gradient_divide_factor\(0\): use a positive number"),
     negative_prefetch: (ValueError, "prefetch=-1 is not a number of all-gathers; use 0 or more"),
     integer_reshard: (
@@ -138,7 +151,7 @@ CASES: dict[Callable[[], None], tuple[type[Exception], str]] = {
     ),
     shared_between_siblings: (ValueError, "'weight' of Linear is also 'weight' of the unit Linear"),
     uninitialized: (ValueError, "not initialized; run a forward before"),
-    dtensor: (TypeError, "'weight' of Linear is a DTensor; only plain"),
+    dtensor: (ValueError, "'weight' of Linear is a DTensor over .* make one mesh"),
     not_contiguous: (ValueError, r"not contiguous \(shape \(4, 2\), strides \(1, 8\)\)"),
     cast_after: (RuntimeError, r"FsdpLinear is sharded, its shards are .*: move or cast .* before"),
     pickled: (TypeError, r"FsdpLinear cannot be pickled: save its state_dict\(\)"),

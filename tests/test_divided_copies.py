@@ -12,13 +12,15 @@ from ranks import run_ranks
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from twins import Twins, same
-from zoo import ZOO, Model, shard_layers
+from zoo import Model, shard_layers
 
 from fsdp_overlap import FsdpContext
 from fsdp_overlap.comm.recording import Entry, RecordingLane
 from fsdp_overlap.layout import Whole
 from fsdp_overlap.optim import AdamW, Muon
 
+# The other models of the zoo differ in what has nothing to do with meshes.
+NAMES = ["layers", "tied parameters", "frozen and partly frozen units", "unused on some ranks"]
 OPTIONS: dict[str, Any] = {"mesh": (2, 2), "divide_copies": True}
 
 

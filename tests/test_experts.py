@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import Shard
 from twins import same
 
 from fsdp_overlap import FsdpContext, ShardedTensor, fully_shard
@@ -233,3 +236,52 @@ def different_experts() -> None:
 
 def test_experts_that_differ_among_their_ranks_get_an_error() -> None:
     run_ranks(different_experts, 4)
+
+
+class Mixed(nn.Module):
+    """Parameters of both meshes in one unit."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        super().__init__()
+        self.dense = nn.Linear(WIDTH, WIDTH)
+        self.expert = nn.Linear(WIDTH, WIDTH)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.expert(torch.tanh(self.dense(x)))
+
+
+def meshes_by_parameter() -> None:
+    """FSDP2's ``shard_placement_fn``, which gives parameters a mesh."""
+    api = "torch.distributed.fsdp._fully_shard._fsdp_common"
+    common = pytest.importorskip(api)
+    if not hasattr(common, "ShardPlacementResult"):  # torch 2.11
+        return
+    whole, shards, _ = meshes()
+    found = []
+    for shard_one in (fully_shard, torch_fully_shard):
+        model = Mixed()
+        experts = set(model.expert.parameters())
+        info = common.FSDPMeshInfo(mesh=shards, shard_mesh_dim=0)
+        dense = common.FSDPMeshInfo(mesh=whole, shard_mesh_dim=0)
+
+        def place(parameter: nn.Parameter, experts=experts, info=info, dense=dense) -> object:
+            mesh_info = info if parameter in experts else dense
+            return common.ShardPlacementResult(placement=Shard(0), mesh_info=mesh_info)
+
+        shard_one(model, mesh=whole, shard_placement_fn=place)
+        assert model.expert.weight.device_mesh.size() == 2
+        assert model.dense.weight.device_mesh.size() == 4
+        copied = copy.deepcopy(model) if shard_one is fully_shard else model
+        for each in {model, copied}:
+            x = torch.ones(ROWS, WIDTH, dtype=torch.double) * dist.get_rank()
+            each(x).square().mean().backward()
+            found.append([parameter.grad.full_tensor() for parameter in each.parameters()])
+    for ours, copied, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(copied, theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_a_unit_may_have_parameters_of_several_meshes() -> None:
+    run_ranks(meshes_by_parameter, 4)

@@ -71,6 +71,7 @@ BENCHMARKS = (
         "--ranks 4 --rounds 5",
         "--ranks 4 --rounds 2 --steps 1",
     ),
+    Benchmark("hsdp", "bench_hsdp.py", "", "--rounds 2 --blocks 3"),
     Benchmark(
         "schedule",
         "bench_link.py",

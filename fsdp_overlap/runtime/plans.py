@@ -46,7 +46,7 @@ class UnitPlans:
 
     def place(self, module: nn.Module, plans: list[BucketPlan]) -> None:
         """Says how ``module`` is to be laid out when it becomes a unit."""
-        self._ahead[module] = plans
+        self._ahead.setdefault(module, []).extend(plans)
 
     def take(self, module: nn.Module, specs: Sequence[ParamSpec]) -> list[BucketPlan]:
         """For ``module``, which is becoming a unit of the parameters ``specs``.
