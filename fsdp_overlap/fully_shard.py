@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_overlap.fsdp_module import FsdpModule
-from fsdp_overlap.runtime import hooks
+from fsdp_overlap.runtime import hooks, tensor_parallel
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.context import FsdpContext
 from fsdp_overlap.runtime.domain import Domain
@@ -42,9 +42,10 @@ def fully_shard(
 
     Call it on inner modules first, then on the module around them, with one context. The unit owns
     the parameters of ``module``'s subtree that no inner unit owns; they become ``ShardedTensor``
-    parameters, in place. Every rank must hold the same values before, and call it in the same
-    order. A model built on the meta device gets memory by ``model.to_empty(device=...)``
-    afterwards, that of its shards alone.
+    parameters, in place. Those that are DTensors already, over another dimension of the mesh, as
+    tensor parallelism makes them, lie over both then, and compute sees the DTensors. Every rank
+    must hold the same values before, and call it in the same order. A model built on the meta
+    device gets memory by ``model.to_empty(device=...)`` afterwards, that of its shards alone.
 
     A list of modules, as ``[norm, head]``, is one unit: what they own travels together, and is
     whole from the first of them that runs until each has run, at the longest to the end of the
@@ -91,8 +92,11 @@ def fully_shard(
     _check_parameters(kind, owned, ctx.device)
     mesh = ctx.mesh if mesh is None else mesh
     by_domain = _by_domain(kind, owned, ctx, mesh, shard_placement_fn)
-    for domain in by_domain:
+    for domain, items in by_domain.items():
         _check_reshard_after_forward(reshard_after_forward, domain.shard_size)
+        for item in items:
+            if isinstance(item.parameter, DTensor):
+                tensor_parallel.check(_name(kind, item), item.parameter, domain.mesh)
     buckets = [
         bucket
         for domain, items in by_domain.items()
@@ -102,10 +106,10 @@ def fully_shard(
     unit.ignored = ignored
     _mark_owner(unit)
     _move_buffers(modules, ctx.device)
-    for item in modules:
-        item.__dict__["_fsdp_unit"] = unit
-        item.__class__ = _fsdp_class(type(item))
-        hooks.install(item, unit)
+    for each in modules:
+        each.__dict__["_fsdp_unit"] = unit
+        each.__class__ = _fsdp_class(type(each))
+        hooks.install(each, unit)
     return module
 
 
@@ -200,7 +204,7 @@ def _modules_of(module: Any) -> list[nn.Module]:
     modules = [item for item in module if id(item) not in inner]
     if not modules or len(set(modules)) != len(modules):
         raise ValueError("fully_shard takes a list of at least one module, each named once")
-    for item in modules:
+    for each in modules:
         _check_module(item)
     return modules
 
@@ -247,10 +251,14 @@ def _check_reshard_after_forward(value: bool | int | None, ranks: int) -> None:
         )
 
 
+def _name(kind: str, item: OwnedParameter) -> str:
+    return f"parameter {item.fqn!r} of {kind}"
+
+
 def _check_parameters(kind: str, owned: list[OwnedParameter], device: torch.device) -> None:
     for item in owned:
         parameter = item.parameter
-        where = f"parameter {item.fqn!r} of {kind}"
+        where = _name(kind, item)
         other = getattr(parameter, "_fsdp_owner", None)
         if other is not None:
             raise ValueError(
@@ -260,15 +268,16 @@ def _check_parameters(kind: str, owned: list[OwnedParameter], device: torch.devi
             )
         if isinstance(parameter, nn.UninitializedParameter):
             raise ValueError(f"{where} is not initialized; run a forward before fully_shard()")
-        if isinstance(parameter, DTensor) or type(parameter) is not nn.Parameter:
+        if type(parameter) not in (nn.Parameter, DTensor):
             raise TypeError(
-                f"{where} is a {type(parameter).__name__}; only plain torch.nn.Parameter is "
-                "supported"
+                f"{where} is a {type(parameter).__name__}; only plain torch.nn.Parameter and "
+                "DTensors of tensor parallelism are supported"
             )
-        if not parameter.is_contiguous():
+        held = tensor_parallel.tile_in(parameter)
+        if not held.is_contiguous():
             raise ValueError(
-                f"{where} is not contiguous (shape {tuple(parameter.shape)}, strides "
-                f"{parameter.stride()}); replace its data by .contiguous() first"
+                f"{where} is not contiguous (shape {tuple(held.shape)}, strides "
+                f"{held.stride()}); replace its data by .contiguous() first"
             )
         if parameter.layout is not torch.strided:
             raise TypeError(f"{where} has layout {parameter.layout}; only strided is supported")

@@ -15,6 +15,7 @@ from fsdp_overlap.runtime import hooks
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.domain import Domain
 from fsdp_overlap.runtime.ownership import modules_outside_units
+from fsdp_overlap.runtime.tensor_parallel import parameter_like
 from fsdp_overlap.runtime.unit import Unit
 from fsdp_overlap.tensor.sharded_tensor import attributes_of
 
@@ -162,7 +163,7 @@ class ShardedModule(nn.Module):
             ):
                 # For fully_shard() to take over: of the values, only the shards are copied.
                 empty = torch.empty(spec.shape, dtype=spec.dtype, device=bucket.shard.device)
-                copied = nn.Parameter(empty, spec.requires_grad)
+                copied = parameter_like(parameter, empty, spec.requires_grad)
                 attributes = attributes_of(parameter) | attributes_of(sharded)
                 vars(copied).update(deepcopy(attributes, memo))
                 del copied.__dict__["_fsdp_owner"]

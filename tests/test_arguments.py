@@ -151,7 +151,7 @@ CASES: dict[Callable[[], None], tuple[type[Exception], str]] = {
     ),
     shared_between_siblings: (ValueError, "'weight' of Linear is also 'weight' of the unit Linear"),
     uninitialized: (ValueError, "not initialized; run a forward before"),
-    dtensor: (TypeError, "'weight' of Linear is a DTensor; only plain"),
+    dtensor: (ValueError, "'weight' of Linear is a DTensor over .* make one mesh"),
     not_contiguous: (ValueError, r"not contiguous \(shape \(4, 2\), strides \(1, 8\)\)"),
     cast_after: (RuntimeError, r"FsdpLinear is sharded, its shards are .*: move or cast .* before"),
     pickled: (TypeError, r"FsdpLinear cannot be pickled: save its state_dict\(\)"),

@@ -23,9 +23,9 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scales the gradients down so that their norm, taken as one vector, is at most ``max_norm``.
 
-    As ``torch.nn.utils.clip_grad_norm_``, with one all-reduce of one number for each mesh that
-    gradients are sharded over, and one kernel for each run of neighbours in memory. Must be called
-    on every rank. Gradients that are not sharded must be the same on every rank.
+    As ``torch.nn.utils.clip_grad_norm_``, with one all-reduce of one number for each dimension of
+    each mesh that gradients are cut along, and one kernel for each run of neighbours in memory.
+    Must be called on every rank. Gradients that are not sharded must be the same on every rank.
 
     Returns:
         The norm before clipping, 0-dimensional, the same on every rank.

@@ -23,6 +23,7 @@ from fsdp_overlap.optim.runs import local_of
 from fsdp_overlap.optim.states import pack, restore
 from fsdp_overlap.optim.updates import Settings, Update
 from fsdp_overlap.tensor.operands import note_edits
+from fsdp_overlap.tensor.placement import has_tiles
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
 
 _OF_ADAMW = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
@@ -275,6 +276,12 @@ def _check_matrices(parameter: torch.Tensor, split: Split) -> None:
         raise TypeError(
             f"a parameter of shape {shape} is a DTensor with placements {parameter.placements}, "
             "of another library: shard it by fsdp_overlap.fully_shard"
+        )
+    if isinstance(parameter, ShardedTensor) and has_tiles(parameter._spec):
+        raise ValueError(
+            f"a parameter of shape {shape} is cut by tensor parallelism ({parameter.placements}), "
+            "so no data-parallel rank can have whole matrices of it: give that to AdamW, by the "
+            'names in algorithms= or in a group with "algorithm": "adamw"'
         )
     if not isinstance(parameter, ShardedTensor) and not parameter.is_contiguous():
         raise ValueError(

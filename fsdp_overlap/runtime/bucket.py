@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.comm.collectives import Collectives, Issued
 from fsdp_overlap.comm.groups import LaneGroups
@@ -19,8 +20,12 @@ from fsdp_overlap.layout import BucketPlan
 from fsdp_overlap.runtime.copies import DividedShard
 from fsdp_overlap.runtime.ownership import OwnedParameter
 from fsdp_overlap.runtime.part import KeptPart
+from fsdp_overlap.runtime.tensor_parallel import (
+    give_memory,
+    parameter_like,
+    tile_in,
+)
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
-from fsdp_overlap.tensor.placement import range_spec
 from fsdp_overlap.tensor.sharded_tensor import ShardEdits, ShardedTensor, attributes_of
 
 if TYPE_CHECKING:
@@ -70,14 +75,16 @@ class Bucket:
         self.domain = domain
         self.compute_dtype = compute_dtype
         self.parameters = [item.parameter for item in owned]
-        values = [parameter.detach() for parameter in self.parameters]
+        self.is_tensor_parallel = any(isinstance(p, DTensor) for p in self.parameters)
+        """Whether some of the parameters are DTensors, and so are their gradients."""
+        values = [tile_in(parameter).detach() for parameter in self.parameters]
         self._allocate(device, self.parameters)
         for sharded, value, parameter, view in zip(
             self.sharded_parameters, values, self.parameters, self.full.views, strict=True
         ):
             start, stop = sharded.local_range
             sharded.to_local().copy_(value.reshape(-1)[start:stop])
-            parameter.data = view
+            give_memory(parameter, view)
         self.part: KeptPart | None = None
         """What is kept between forward and backward, where the unit asks for it."""
         self.divided: DividedShard | None = None
@@ -100,19 +107,16 @@ class Bucket:
         dtype = plan.specs[0].dtype
         self.shard = torch.zeros(plan.shard_numels[rank], dtype=dtype, device=device)
         self.sharded_parameters: list[ShardedTensor] = []
-        for spec, offset, model in zip(plan.specs, plan.offsets, like, strict=True):
+        for spec, offset, item, model in zip(
+            plan.specs, plan.offsets, self.owned, like, strict=True
+        ):
             start, stop = next(
                 ((start, stop) for r, start, stop in plan.ranges(spec.fqn) if r == rank), (0, 0)
             )
             first = offset + start - plan.shard_starts[rank] if stop > start else 0
             tensor = ShardedTensor.wrap(
                 self.shard[first : first + stop - start],
-                range_spec(
-                    domain.tensor_mesh,
-                    domain.placements(plan, spec.fqn),
-                    torch.Size(spec.shape),
-                    dtype,
-                ),
+                domain.spec(item.parameter, plan, spec.fqn),
                 self.edits,
             )
             sharded = nn.Parameter(tensor, requires_grad=model.requires_grad)
@@ -140,8 +144,7 @@ class Bucket:
             self.parameters, self.sharded_parameters, self.full.views, strict=True
         ):
             # With a version counter of its own, as those that fully_shard() found.
-            unsharded = nn.Parameter(view.new_empty(0), requires_grad=sharded.requires_grad)
-            unsharded.data = view
+            unsharded = parameter_like(parameter, view.data, sharded.requires_grad)
             vars(unsharded).update(attributes_of(parameter))
             fresh.append(unsharded)
         self.parameters = fresh

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_overlap.comm.collectives import choose
@@ -21,7 +22,8 @@ from fsdp_overlap.runtime.copies import DividedShard
 from fsdp_overlap.runtime.order_check import OrderCheck
 from fsdp_overlap.runtime.part import KeptPart
 from fsdp_overlap.runtime.plans import UnitPlans
-from fsdp_overlap.tensor.placement import RangeShard
+from fsdp_overlap.runtime.tensor_parallel import beside
+from fsdp_overlap.tensor.placement import RangeShard, range_spec
 
 if TYPE_CHECKING:
     from fsdp_overlap.runtime.bucket import Bucket
@@ -58,6 +60,7 @@ class Domain:
         """Whether a reduce-scatter was issued since the last :meth:`agree`."""
         self._group_cache = groups
         self._buckets: list[weakref.ref[Bucket]] = []
+        self._with_other: dict[DeviceMesh, DeviceMesh] = {}  # of tensor parallelism
         self._flags = 0
         self._has_gradient = bytearray()
 
@@ -102,8 +105,9 @@ class Domain:
             return self.shard_rank
         return self.shard_rank * self.copies + self.mesh.get_local_rank(0)
 
-    def placements(self, plan: BucketPlan, fqn: str) -> tuple[Placement, ...]:
-        """How a parameter lies over :attr:`tensor_mesh`."""
+    def spec(self, parameter: torch.Tensor, plan: BucketPlan, fqn: str) -> DTensorSpec:
+        """How the sharded form of ``parameter``, ``fqn`` of ``plan``, lies over
+        :attr:`tensor_mesh`, and over the dimensions of its own mesh too where it is a DTensor."""
         ranges = plan.ranges(fqn)
         if self.divides_copies:
             # In plans the parts of one shard are neighbours, in the mesh the shards of one copy.
@@ -111,8 +115,15 @@ class Domain:
                 (rank % self.copies * self.shard_size + rank // self.copies, start, stop)
                 for rank, start, stop in ranges
             ]
-        placement = RangeShard(tuple(ranges))
-        return (placement,) if self.tensor_mesh.ndim == 1 else (Replicate(), placement)
+        mesh = self.tensor_mesh
+        copies = (Replicate(),) if mesh.ndim == 2 else ()
+        placements: tuple[Placement, ...] = (*copies, RangeShard(tuple(ranges)))
+        if isinstance(parameter, DTensor):
+            other = parameter.device_mesh
+            if other not in self._with_other:
+                self._with_other[other] = beside(mesh, other)
+            mesh, placements = self._with_other[other], (*placements, *parameter.placements)
+        return range_spec(mesh, placements, parameter.shape, plan.specs[0].dtype)
 
     def register(self, bucket: Bucket) -> None:
         """Takes ``bucket`` in, in the same order on every rank of the mesh."""

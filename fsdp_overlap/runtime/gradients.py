@@ -11,6 +11,7 @@ import torch
 
 from fsdp_overlap.comm.lanes import Lane, Ticket
 from fsdp_overlap.runtime.copies import Accept, CopiesReduction, Reducing
+from fsdp_overlap.runtime.tensor_parallel import is_placed_like, placed_like, tile_in
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 
 if TYPE_CHECKING:
@@ -40,8 +41,7 @@ class BucketGradients:
         self.is_in_flight = False
         """Whether a reduce-scatter reads the reduce input."""
         self.is_large = [
-            parameter.numel() * reduce_dtype.itemsize >= LARGE_BYTES
-            for parameter in bucket.parameters
+            spec.numel * reduce_dtype.itemsize >= LARGE_BYTES for spec in bucket.plan.specs
         ]
         # Of parameters without a gradient here, kept until it is known whether another rank has
         # one.
@@ -72,6 +72,17 @@ class BucketGradients:
         sizes.append(self.bucket.shard.numel() - end)
         return sizes, pieces
 
+    def leaves_early(self, index: int) -> bool:
+        """Whether a gradient that has just arrived may be absorbed before its bucket is complete.
+
+        Not if that takes a collective, which all ranks of tensor parallelism must come to at the
+        same point: when this is asked depends on what is done already, here, of other collectives.
+        """
+        if not self.is_large[index] or not self.bucket.is_tensor_parallel:
+            return self.is_large[index]
+        parameter = self.bucket.parameters[index]
+        return parameter.grad is None or is_placed_like(parameter, parameter.grad)
+
     def absorb_all(self) -> None:
         """Moves every gradient that autograd holds into the reduce input."""
         parameters = self.bucket.parameters
@@ -79,6 +90,8 @@ class BucketGradients:
         if len(gradients) < len(parameters) or any(self.filled):
             self.absorb(range(len(parameters)))
         else:
+            if self.bucket.is_tensor_parallel:
+                gradients = [self._tile(i, gradient) for i, gradient in enumerate(gradients)]
             torch._foreach_copy_(self.input.views, gradients)
             for parameter in parameters:
                 parameter.grad = None
@@ -95,6 +108,8 @@ class BucketGradients:
             parameter.grad = None
             if gradient.requires_grad:  # of backward(create_graph=True)
                 gradient = gradient.detach()
+            if self.bucket.is_tensor_parallel:
+                gradient = self._tile(index, gradient)
             if self.filled[index]:
                 self.input.views[index].add_(gradient)
             else:
@@ -103,6 +118,11 @@ class BucketGradients:
                 sources.append(gradient)
         if targets:
             torch._foreach_copy_(targets, sources)
+
+    def _tile(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """What this rank has of a gradient, where its parameter may be a DTensor."""
+        dtype = self.input.flat.dtype
+        return tile_in(placed_like(self.bucket.parameters[index], gradient, dtype))
 
     def reduce(self, lane: Lane, copies_lane: Callable[[], Lane]) -> Ticket:
         """Enqueues the reduce-scatter of the reduce input; its result lands in the sharded

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.comm.spans import span
 from fsdp_overlap.runtime.order import Call
@@ -134,6 +135,8 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
 def _check_no_parameter_leaves(unit: Unit, tensors: list[torch.Tensor]) -> None:
     """An output that lies in a full buffer would be read after the buffer is freed."""
     for tensor in tensors:
+        if type(tensor) is DTensor:
+            tensor = tensor._local_tensor
         is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
         if is_plain and any(bucket.full.holds(tensor) for bucket in unit.buckets):
             raise RuntimeError(

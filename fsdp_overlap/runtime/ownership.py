@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_overlap.layout import ParamSpec
+from fsdp_overlap.runtime.tensor_parallel import tile_in
 
 
 @dataclass
@@ -23,10 +24,11 @@ class OwnedParameter:
 
     @property
     def spec(self) -> ParamSpec:
+        """Of what this rank has of the parameter."""
         parameter = self.parameter
         return ParamSpec(
             self.fqn,
-            tuple(parameter.shape),
+            tuple(tile_in(parameter).shape),
             parameter.dtype,
             parameter.requires_grad,
             self.is_embedding,

@@ -57,7 +57,7 @@ class Reductions:
     def arrived(self, unit: Unit, gradients: BucketGradients, index: int) -> None:
         """Autograd delivered the gradient of parameter ``index``."""
         turn = self._by_unit.get(unit)
-        if turn is not None and gradients.is_large[index] and self._may_fill(turn, gradients):
+        if turn is not None and gradients.leaves_early(index) and self._may_fill(turn, gradients):
             gradients.absorb([index])
 
     def passed(self, tick: int) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
+from operator import add
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,10 @@ class Box:
     @property
     def numel(self) -> int:
         return prod(self.sizes)
+
+    def moved(self, offsets: tuple[int, ...]) -> Box:
+        """The same box of a tensor in which its own lies at ``offsets``."""
+        return replace(self, offsets=tuple(map(add, self.offsets, offsets)))
 
 
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:

@@ -12,11 +12,12 @@ import torch.distributed.tensor
 from torch.distributed import _state_dict_utils as torch_state_dicts
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_overlap.layout import Flat, ParamSpec, plan_units
-from fsdp_overlap.tensor.operands import elements
-from fsdp_overlap.tensor.placement import RangeShard, range_spec
+from fsdp_overlap.tensor.operands import own_elements
+from fsdp_overlap.tensor.placement import RangeShard, range_dim, range_spec, tile_of
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
 
 
@@ -31,30 +32,22 @@ def distribute_tensor(
 
     Args:
         tensor: plain and whole, of the same shape on every rank, or a DTensor.
-        device_mesh: 1-D.
-        placements: ``[RangeShard(...)]``, as ``parameter.placements`` of the sharded parameter that
-            it is to lie like; by default equal ranges.
-        src_data_rank: the rank of the mesh whose values count, as in
+        device_mesh: of any number of dimensions.
+        placements: one for each dimension of the mesh, as ``parameter.placements`` of the sharded
+            parameter that it is to lie like: one ``RangeShard(...)``, and ``Shard(dim)`` or
+            ``Replicate()`` for the others. By default equal ranges over a 1-D mesh.
+        src_data_rank: the rank along each dimension of the mesh whose values count, as in
             ``torch.distributed.tensor.distribute_tensor``. ``None``: all ranks hold the same, and
             nothing is sent.
 
     Raises:
-        ValueError: the mesh is not 1-D, or the placement is of another kind or another size.
+        ValueError: the placements are of another kind, number or size.
     """
-    if device_mesh.ndim != 1:
-        raise ValueError(f"a ShardedTensor lies over a 1-D mesh, got {device_mesh.ndim} dimensions")
     if placements is None:
-        spec = ParamSpec("tensor", tuple(tensor.shape), tensor.dtype)
-        [plan] = plan_units([[spec]], device_mesh.size(), Flat())
-        placement = RangeShard(tuple(plan.ranges("tensor")))
-    else:
-        placement = _range_shard(placements)
-    held = sum(stop - start for _, start, stop in placement.ranges)
-    if held != tensor.numel() or any(r >= device_mesh.size() for r, _, _ in placement.ranges):
-        raise ValueError(
-            f"{placement} places {held} elements, not the {tensor.numel()} of a tensor of shape "
-            f"{tuple(tensor.shape)} over {device_mesh.size()} ranks"
-        )
+        placements = [_equal_ranges(tensor, device_mesh)]
+    _check_placements(placements, device_mesh)
+    spec = range_spec(device_mesh, tuple(placements), tensor.shape, tensor.dtype)
+    _check_ranges(spec)
     whole = tensor.detach()
     if isinstance(whole, DTensor):
         whole, src_data_rank = whole.full_tensor(), None
@@ -62,14 +55,44 @@ def distribute_tensor(
         whole = whole.to(device_mesh.device_type)
     if src_data_rank is not None and not whole.is_meta:
         whole = whole.contiguous()
-        if device_mesh.get_local_rank() != src_data_rank:
-            whole = torch.empty_like(whole)  # the argument stays as it is
-        dist.broadcast(whole, group=device_mesh.get_group(), group_src=src_data_rank)
-    start, stop = placement.local_range(device_mesh.get_local_rank())
-    return ShardedTensor.wrap(
-        elements(whole, start, stop).clone(),
-        range_spec(device_mesh, (placement,), whole.shape, whole.dtype),
-    )
+        for dim in range(device_mesh.ndim):
+            if device_mesh.get_local_rank(dim) != src_data_rank:
+                whole = torch.empty_like(whole)  # the argument stays as it is
+            dist.broadcast(whole, group=device_mesh.get_group(dim), group_src=src_data_rank)
+    return ShardedTensor.wrap(own_elements(whole, spec).clone(), spec)
+
+
+def _equal_ranges(tensor: torch.Tensor, mesh: DeviceMesh) -> RangeShard:
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"placements must be given for a mesh of {mesh.ndim} dimensions, one for each"
+        )
+    spec = ParamSpec("tensor", tuple(tensor.shape), tensor.dtype)
+    [plan] = plan_units([[spec]], mesh.size(), Flat())
+    return RangeShard(tuple(plan.ranges("tensor")))
+
+
+def _check_placements(placements: Sequence[Placement], mesh: DeviceMesh) -> None:
+    kinds = [isinstance(placement, RangeShard) for placement in placements]
+    is_known = all(isinstance(p, (Replicate, Shard, RangeShard)) for p in placements)
+    if len(placements) != mesh.ndim or kinds.count(True) != 1 or not is_known:
+        raise ValueError(
+            f"placements={placements} do not make a ShardedTensor over a mesh of {mesh.ndim} "
+            "dimensions: pass one for each, one of them RangeShard(...), as the placements of "
+            "another ShardedTensor, or use torch.distributed.tensor.distribute_tensor"
+        )
+
+
+def _check_ranges(spec: DTensorSpec) -> None:
+    tile, dim = tile_of(spec), range_dim(spec)
+    placement, ranks = spec.placements[dim], spec.mesh.size(dim)
+    assert isinstance(placement, RangeShard)
+    held = sum(stop - start for _, start, stop in placement.ranges)
+    if held != tile.numel or any(rank >= ranks for rank, _, _ in placement.ranges):
+        raise ValueError(
+            f"{placement} places {held} elements, not the {tile.numel} of a tensor of shape "
+            f"{tile.shape} over {ranks} ranks"
+        )
 
 
 def redistribute(
@@ -84,27 +107,21 @@ def redistribute(
             f"redistribute from {mesh} to {device_mesh}: only placements can change; use "
             "distribute_tensor(tensor.full_tensor(), mesh)"
         )
-    if placements is None or len(placements) != 1:
-        raise RuntimeError(f"redistribute takes one placement, got {placements}")
-    placement = placements[0]
-    if not isinstance(placement, (Replicate, Shard, RangeShard)):
+    if placements is None or len(placements) != mesh.ndim:
         raise RuntimeError(
-            f"redistribute to {placement} is not supported: use Replicate(), Shard(dim) or "
-            "RangeShard(...)"
+            f"redistribute takes one placement for each of {mesh.ndim} dimensions of the mesh, got "
+            f"{placements}"
         )
+    for placement in placements:
+        if not isinstance(placement, (Replicate, Shard, RangeShard)):
+            raise RuntimeError(
+                f"redistribute to {placement} is not supported: use Replicate(), Shard(dim) or "
+                "RangeShard(...)"
+            )
     whole = tensor.full_tensor()
-    if isinstance(placement, RangeShard):
+    if any(isinstance(placement, RangeShard) for placement in placements):
         return distribute_tensor(whole, mesh, placements, src_data_rank=None)
     return torch.distributed.tensor.distribute_tensor(whole, mesh, placements, src_data_rank=None)
-
-
-def _range_shard(placements: Sequence[Placement]) -> RangeShard:
-    if len(placements) == 1 and isinstance(placements[0], RangeShard):
-        return placements[0]
-    raise ValueError(
-        f"placements={placements} do not make a ShardedTensor: pass [RangeShard(...)], as the "
-        "placements of another ShardedTensor, or use torch.distributed.tensor.distribute_tensor"
-    )
 
 
 # torch's set_state_dict() family cuts whole tensors itself where it is given full_state_dict or
@@ -131,9 +148,8 @@ def _with_sharded_tensors(torchs: Callable[..., None]) -> Callable[..., None]:
             # Where the state is a DTensor, it and the whole tensor that was broadcast.
             if isinstance(pair := states.get(key), tuple) and isinstance(pair[0], ShardedTensor):
                 state, whole = pair
-                start, stop = state.local_range
                 if state._local_tensor.is_meta:
-                    states[key] = state.wrap_like(elements(whole, start, stop).clone())
+                    states[key] = state.wrap_like(own_elements(whole, state._spec).clone())
                 else:
                     states[key] = state.copy_(whole)
         torchs(states, keys, *args, **kwargs)

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fsdp_overlap.tensor.boxes import boxes
+from fsdp_overlap.tensor.placement import local_range, tile_of
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, raise_unsupported
 
 
@@ -91,7 +93,13 @@ def range_of(name: str, whole: torch.Tensor, model: ShardedTensor) -> torch.Tens
             f"{tuple(whole.shape)}, which does not broadcast to it: a plain tensor stands for the "
             "whole one; use to_local() to work on this rank's range"
         )
-    return elements(whole.expand(shape), *model.local_range)
+    return own_elements(whole.expand(shape), model._spec)
+
+
+def own_elements(whole: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """What this rank holds of ``whole`` where it lies as ``spec`` says, flat. Not a copy where it
+    is contiguous in ``whole``."""
+    return elements(tile_of(spec).of(whole), *local_range(spec))
 
 
 def elements(whole: torch.Tensor, start: int, stop: int) -> torch.Tensor:

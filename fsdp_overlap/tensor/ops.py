@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from fsdp_overlap.tensor import pointwise, reductions, views
-from fsdp_overlap.tensor.operands import elements
+from fsdp_overlap.tensor.operands import own_elements
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, raise_unsupported
 
 Handler = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -189,7 +189,7 @@ def _factory(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     made: torch.Tensor = func(tensor._local_tensor, *args[1:], **kwargs)
     if made.shape != tensor._shape or name == "new_tensor":
         return made
-    return tensor.wrap_like(elements(made, *tensor.local_range).clone())
+    return tensor.wrap_like(own_elements(made, tensor._spec).clone())
 
 
 def _max_or_min(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from math import prod
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, Shard
 
 
 class RangeShard(Placement):
     """Each rank holds one contiguous range of the flattened tensor, possibly empty.
 
     ``ranges`` lists ``(rank, start, stop)`` in elements for the ranks that hold any. Equal on every
-    rank of the mesh, as DTensor asks of a placement.
+    rank that holds some, as DTensor asks of a placement. Where other dimensions of the mesh cut the
+    tensor too, as tensor parallelism does, what is flattened is this rank's :class:`Tile`.
     """
 
     def __init__(self, ranges: tuple[tuple[int, int, int], ...]) -> None:
@@ -51,12 +55,69 @@ def range_spec(
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
 
 
+@dataclass(frozen=True)
+class Tile:
+    """What the other dimensions of the mesh leave of a tensor on this rank, of which the ranges are
+    ranges: a box of the whole, which is all of it where they cut nothing."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The tile of ``whole``, a view."""
+        for dim, (offset, size) in enumerate(zip(self.offsets, self.shape, strict=True)):
+            if size != whole.shape[dim]:
+                whole = whole.narrow(dim, offset, size)
+        return whole
+
+
+def tile_of(spec: DTensorSpec) -> Tile:
+    """This rank's. Dimensions of the mesh cut one after the other, each as ``torch.chunk`` does."""
+    meta = spec.tensor_meta
+    assert meta is not None
+    shape = list(meta.shape)
+    offsets = [0] * len(shape)
+    for dim, placement in enumerate(spec.placements):
+        if isinstance(placement, Shard):
+            size = shape[placement.dim]
+            chunk = -(-size // spec.mesh.size(dim))
+            start = min(chunk * spec.mesh.get_local_rank(dim), size)
+            offsets[placement.dim] += start
+            shape[placement.dim] = min(chunk, size - start)
+    return Tile(tuple(offsets), tuple(shape))
+
+
 def range_dim(spec: DTensorSpec) -> int:
     """The dimension of the mesh whose ranks hold ranges."""
     for dim, placement in enumerate(spec.placements):
         if isinstance(placement, RangeShard):
             return dim
     raise ValueError(f"{spec.placements} has no RangeShard")
+
+
+def local_range(spec: DTensorSpec) -> tuple[int, int]:
+    """``(start, stop)`` of what this rank holds of its tile, flattened."""
+    dim = range_dim(spec)
+    placement = spec.placements[dim]
+    assert isinstance(placement, RangeShard)
+    return placement.local_range(spec.mesh.get_local_rank(dim))
+
+
+def has_tiles(spec: DTensorSpec) -> bool:
+    """Whether the ranges are not of the whole tensor, the same answer on every rank."""
+    return any(
+        isinstance(placement, Shard) and spec.mesh.size(dim) > 1
+        for dim, placement in enumerate(spec.placements)
+    )
+
+
+def copied_dims(spec: DTensorSpec) -> tuple[int, ...]:
+    """The dimensions of the mesh along which ranks hold the same."""
+    return tuple(dim for dim, placement in enumerate(spec.placements) if placement.is_replicate())
 
 
 def cut_dims(spec: DTensorSpec) -> tuple[int, ...]:

@@ -6,18 +6,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.tensor.operands import (
     check_no_gradient,
-    elements,
     first_sharded,
     local_operand,
     note_edit,
     note_edits,
+    own_elements,
     same_layout,
     whole_operand,
 )
+from fsdp_overlap.tensor.placement import copied_dims
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, raise_unsupported
 
 Call = Callable[..., Any]
@@ -177,7 +179,9 @@ def set_item(name: str, func: Call, args: Args, kwargs: Kwargs) -> None:
 def random(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
     """Random fills and ``torch.nn.init``: the whole tensor is drawn on every rank, as without
     sharding, and each takes its range. So the result does not depend on the number of ranks, given
-    the same seed on all; memory for the whole tensor is needed meanwhile."""
+    the same seed on all; memory for the whole tensor is needed meanwhile. Where ranks hold copies,
+    they get those of the first, which is collective, so that they stay copies whatever the seeds.
+    """
     target = [*args, *kwargs.values()][0]
     if not isinstance(target, ShardedTensor) or kwargs.get("requires_grad"):
         raise_unsupported(f"{name} with these arguments")
@@ -190,7 +194,9 @@ def random(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
         return whole if value is target else whole_operand(value)
 
     drawn = func(*map(stand_in, args), **{key: stand_in(value) for key, value in kwargs.items()})
-    drawn = elements(drawn, *target.local_range)
+    drawn = own_elements(drawn, target._spec).contiguous()
+    for dim in copied_dims(target._spec) if not drawn.is_meta else ():
+        dist.broadcast(drawn, group=target._spec.mesh.get_group(dim), group_src=0)
     if name.endswith("_like"):
         return target.wrap_like(drawn.clone())
     local.copy_(drawn)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fsdp_overlap.tensor.operands import check_no_gradient, local_operand
-from fsdp_overlap.tensor.placement import cut_dims
+from fsdp_overlap.tensor.placement import cut_dims, tile_of
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, raise_unsupported
 
 Call = Callable[..., Any]
@@ -179,9 +179,14 @@ def unscale(name: str, func: Call, args: Args, kwargs: Kwargs) -> None:
 def _embedded(tensor: ShardedTensor, neutral: float) -> torch.Tensor:
     """A plain tensor of the whole shape: this rank's range, and ``neutral`` elsewhere."""
     local = tensor._local_tensor.detach()
-    whole = local.new_full(tensor._shape, neutral)
+    tile = tile_of(tensor._spec)
     start, stop = tensor.local_range
-    whole.view(-1)[start:stop] = local
+    flat = local.new_full((tile.numel,), neutral)
+    flat[start:stop] = local
+    if tile.shape == tensor._shape:
+        return flat.view(tile.shape)
+    whole = local.new_full(tensor._shape, neutral)
+    tile.of(whole).copy_(flat.view(tile.shape))
     return whole
 
 

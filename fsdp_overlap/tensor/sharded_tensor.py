@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import cache
-from math import prod
 from operator import attrgetter
 from sys import getrefcount
 from types import ModuleType
@@ -23,12 +22,20 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils as torch_foreach
 
-from fsdp_overlap.tensor.boxes import Box, pieces
-from fsdp_overlap.tensor.placement import RangeShard, range_dim, range_spec, with_range
+from fsdp_overlap.tensor.chunks import all_of_a_storage, chunks_of
+from fsdp_overlap.tensor.placement import (
+    RangeShard,
+    has_tiles,
+    local_range,
+    range_dim,
+    range_spec,
+    tile_of,
+    with_range,
+)
 
 
 class ShardEdits:
@@ -62,8 +69,6 @@ def _count_references() -> int:
 _UNSHARED = _count_references()
 
 _NOTHING = torch.empty(0)
-
-_BYTES_OF_A_CHUNK = (8 << 20, 32 << 20)
 
 
 @cache
@@ -190,8 +195,9 @@ class ShardedTensor(DTensor):
 
     @property
     def local_range(self) -> tuple[int, int]:
-        """``(start, stop)`` of this rank's range in the flattened tensor, in elements."""
-        return self.placement.local_range(self.range_rank)
+        """``(start, stop)`` of this rank's range in the flattened tensor, in elements; of its tile
+        where other dimensions of the mesh cut the tensor too."""
+        return local_range(self._spec)
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         """This rank's range, flat, sharing memory: in-place edits of it edit the parameter."""
@@ -199,10 +205,10 @@ class ShardedTensor(DTensor):
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """The whole tensor on every rank, a copy. Must be called on every rank of the mesh."""
-        meta = self._spec.tensor_meta
-        assert meta is not None
+        spec = self._spec
+        tile = tile_of(spec)
         local = self._local_tensor.detach()
-        full = torch.empty(meta.shape.numel(), dtype=local.dtype, device=local.device)
+        full = torch.empty(tile.numel, dtype=local.dtype, device=local.device)
         start, stop = self.local_range
         full[start:stop].copy_(local)
         group = self.range_group
@@ -212,7 +218,12 @@ class ShardedTensor(DTensor):
         ]
         for work in works:
             work.wait()
-        return full.view(meta.shape)
+        full = full.view(tile.shape)
+        if not has_tiles(spec):
+            return full
+        placements = tuple(p if isinstance(p, Shard) else Replicate() for p in spec.placements)
+        tiles = DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
+        return DTensor.__new__(DTensor, full, tiles, requires_grad=False).full_tensor()
 
     def redistribute(
         self,
@@ -222,9 +233,10 @@ class ShardedTensor(DTensor):
     ) -> DTensor:
         """A copy that lies over the same mesh in another way. Must be called on every rank of it.
 
-        To ``[Replicate()]`` or ``[Shard(dim)]`` it is a plain DTensor, to ``[RangeShard(...)]`` a
-        ShardedTensor; :func:`~fsdp_overlap.distribute_tensor` is the way back from a DTensor. The
-        whole tensor is gathered meanwhile, and gradients do not flow.
+        One placement for each dimension of the mesh: with ``Replicate()`` and ``Shard(dim)`` alone
+        it is a plain DTensor, with a ``RangeShard(...)`` a ShardedTensor;
+        :func:`~fsdp_overlap.distribute_tensor` is the way back from a DTensor. The whole tensor is
+        gathered meanwhile, and gradients do not flow.
 
         Raises:
             RuntimeError: another mesh is asked for, or a placement that none of these is.
@@ -236,13 +248,15 @@ class ShardedTensor(DTensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         start, stop = self.local_range
         with torch._C.DisableTorchFunctionSubclass():
-            shape, dtype, numel = tuple(self.shape), self.dtype, self.numel()
+            shape, dtype = tuple(self.shape), self.dtype
             requires_grad = self.requires_grad
         local = self._local_tensor.detach()
+        tile = tile_of(self._spec)
+        of = f" of its tile {tile.shape} at {tile.offsets}" if has_tiles(self._spec) else ""
         return (
             f"ShardedTensor(shape={shape}, dtype={dtype}, device={str(local.device)!r}, "
             f"rank {self.range_rank} of {self._spec.mesh.size(range_dim(self._spec))} holds "
-            f"{start}:{stop} of {numel}: {_summary(local)}"
+            f"{start}:{stop} of {tile.numel}{of}: {_summary(local)}"
             f"{', requires_grad=True' if requires_grad else ''})"
         )
 
@@ -294,25 +308,15 @@ class ShardedTensor(DTensor):
     def _chunks(self) -> list[ChunkStorageMetadata]:
         return [
             ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-            for box in self._boxes()
+            for box in chunks_of(self._spec)
         ]
 
-    def _boxes(self) -> list[Box]:
-        # From a GPU writers copy a chunk before they write it, and torch's reader holds two: the
-        # size of a chunk bounds the memory that saving and loading take.
-        if not prod(self._shape):  # of which nobody holds anything: without it, loads miss the key
-            return [Box((0,) * len(self._shape), self._shape, 0)]
-        least, most = (n // self._local_tensor.element_size() for n in _BYTES_OF_A_CHUNK)
-        share = prod(self._shape) // self._spec.mesh.size(range_dim(self._spec))
-        most = min(max(share, least), most)
-        return pieces(self._shape, *self.local_range, most)
-
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        for box in self._boxes():
+        for box in chunks_of(self._spec):
             if index.offset is None or tuple(index.offset) == box.offsets:
                 first = box.start - self.local_range[0]
                 values = self._local_tensor.detach()[first : first + box.numel].view(box.sizes)
-                return _all_of_a_storage(values)
+                return all_of_a_storage(values)
         raise ValueError(f"{index} is not a box of this rank's range of {self!r}")
 
     @property
@@ -320,19 +324,6 @@ class ShardedTensor(DTensor):
         meta = self._spec.tensor_meta
         assert meta is not None
         return tuple(meta.shape)
-
-
-def _all_of_a_storage(values: torch.Tensor) -> torch.Tensor:
-    """``values``, contiguous, as the whole of a storage, which shares its memory.
-
-    Writers copy what is a part of its storage only, and keep all copies until the file is done.
-    """
-    if values.device.type != "cpu":  # they copy it anyway
-        return values
-    start = values.storage_offset() * values.element_size()
-    part = values.untyped_storage()[start : start + values.nbytes]
-    whole = torch.empty(0, dtype=values.dtype)
-    return whole.set_(part, 0, values.size(), values.stride())
 
 
 def _summary(values: torch.Tensor) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fsdp_overlap.tensor.operands import check_no_gradient
-from fsdp_overlap.tensor.placement import RangeShard, with_range
+from fsdp_overlap.tensor.placement import RangeShard, has_tiles, with_range
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, raise_unsupported
 
 
@@ -51,6 +51,11 @@ def _part(
         raise_unsupported(f"{name} to a view that is not contiguous in the flattened tensor")
     first = int(part.storage_offset())
     last = first + part.numel()
+    if has_tiles(tensor._spec):
+        # What is contiguous in the whole tensor may be none, or several ranges, of a rank's tile.
+        if part.shape != shadow.shape:
+            raise_unsupported(f"{name} of a tensor that is cut along {tensor._spec.placements}")
+        return ShardedTensor.wrap(tensor._local_tensor.detach(), tensor._spec, tensor.edits)
     if (first, last) == (0, shadow.numel()):
         ranges = tensor.placement.ranges
     else:

@@ -1,0 +1,130 @@
+"""Parameters that are DTensors already, over the ranks of tensor parallelism: what each of these
+holds, the parameter's tile, is sharded among the ranks of data parallelism, and compute sees the
+DTensor.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from fsdp_overlap.tensor.placement import tile_of
+
+
+def tile_in(parameter: torch.Tensor) -> torch.Tensor:
+    """What this rank has of an unsharded parameter, sharing memory: all of a plain one."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    local = parameter._local_tensor
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def check(where: str, parameter: DTensor, mesh: DeviceMesh) -> None:
+    """Before ``parameter`` is sharded over ``mesh``. ``where`` names it.
+
+    Raises:
+        TypeError: it is placed otherwise than by ``Shard`` and ``Replicate``.
+        ValueError: it is not cut as ``distribute_tensor`` cuts, or its mesh does not go together
+            with ``mesh``.
+    """
+    for placement in parameter.placements:
+        if type(placement) not in (Shard, Replicate):
+            raise TypeError(
+                f"{where} is a DTensor placed as {parameter.placements}; only Shard(dim) and "
+                "Replicate() are supported"
+            )
+    spec = parameter._spec
+    if spec.shard_order != DTensorSpec.compute_default_shard_order(spec.placements):
+        raise TypeError(
+            f"{where} is a DTensor cut in the order {spec.shard_order}; only that of the "
+            "dimensions of its mesh is supported"
+        )
+    held, expected = tuple(parameter._local_tensor.shape), tile_of(spec).shape
+    if held != expected:
+        raise ValueError(
+            f"{where} is a DTensor of shape {tuple(parameter.shape)} placed as "
+            f"{parameter.placements}, of which this rank holds {held} and not {expected}: cut it "
+            "by torch.distributed.tensor.distribute_tensor"
+        )
+    try:
+        beside(mesh, parameter.device_mesh)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"{where} is a DTensor over {parameter.device_mesh}, which does not go together with "
+            f"{mesh}, over which it is to be sharded: make one mesh, as init_device_mesh("
+            f'{mesh.device_type!r}, (2, 4), mesh_dim_names=("dp", "tp")), and use mesh["tp"] for '
+            'tensor parallelism and mesh["dp"] here'
+        ) from error
+
+
+def beside(mesh: DeviceMesh, tensor_parallel: DeviceMesh) -> DeviceMesh:
+    """The mesh of the dimensions of both.
+
+    Raises:
+        RuntimeError, TypeError: they are not different dimensions, with names, of one mesh.
+    """
+    return DeviceMesh._concatenate([mesh, tensor_parallel])
+
+
+def parameter_like(
+    parameter: torch.Tensor, tile: torch.Tensor, requires_grad: bool
+) -> nn.Parameter:
+    """A new parameter that lies over the ranks of tensor parallelism as ``parameter`` does."""
+    if isinstance(parameter, DTensor):
+        return nn.Parameter(_wrap(tile, parameter._spec), requires_grad)
+    return nn.Parameter(tile, requires_grad)
+
+
+def give_memory(parameter: nn.Parameter, view: torch.Tensor) -> None:
+    """Makes ``view`` what this rank has of ``parameter``, with a version counter of its own."""
+    if not isinstance(parameter, DTensor):
+        parameter.data = view
+        return
+    wrapped = _wrap(view.data, parameter._spec)
+    parameter.data = wrapped  # which is its dtype alone
+    parameter._local_tensor = wrapped._local_tensor
+    parameter._spec = wrapped._spec
+
+
+def _wrap(tile: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """``tile`` as a tensor that lies as ``spec`` says, of its own dtype."""
+    meta = spec.tensor_meta
+    assert meta is not None
+    spec = DTensorSpec(
+        spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, tile.dtype)
+    )
+    return DTensor.__new__(DTensor, tile, spec, requires_grad=False)
+
+
+def is_placed_like(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Whether what a rank has of ``gradient`` is the gradient of what it has of ``parameter``."""
+    if not isinstance(parameter, DTensor):
+        return True
+    return isinstance(gradient, DTensor) and gradient.placements == parameter.placements
+
+
+def placed_like(
+    parameter: torch.Tensor, gradient: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """``gradient`` placed as ``parameter`` is. Where autograd left it otherwise, as sums of which
+    each rank of tensor parallelism has a part, it is brought there in ``dtype``: collective over
+    these ranks.
+
+    Raises:
+        RuntimeError: it lies over another mesh.
+    """
+    if is_placed_like(parameter, gradient):
+        return gradient
+    assert isinstance(parameter, DTensor)
+    if not isinstance(gradient, DTensor) or gradient.device_mesh != parameter.device_mesh:
+        raise RuntimeError(
+            f"the gradient of a parameter over {parameter.device_mesh} is a "
+            f"{type(gradient).__name__} over {getattr(gradient, 'device_mesh', 'no mesh')}"
+        )
+    return cast(DTensor, gradient.to(dtype)).redistribute(placements=parameter.placements)
