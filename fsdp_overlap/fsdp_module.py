@@ -6,10 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_overlap.runtime import hooks
 from fsdp_overlap.runtime.bucket import Bucket
@@ -43,6 +45,17 @@ def hidden(buckets: Sequence[Bucket]) -> Iterator[None]:
     finally:
         for bucket in buckets:
             bucket.use_sharded()
+
+
+def _keeping_dtypes(
+    policy: MixedPrecisionPolicy, parameters: set[nn.Parameter]
+) -> MixedPrecisionPolicy:
+    """``policy`` for a copy, of which it left ``parameters`` their dtype: it may know them by
+    identity, and the copy's are others."""
+    if not parameters:
+        return policy
+    changes: Any = {"param_dtype_override_fn": lambda p: p.dtype if p in parameters else None}
+    return replace(policy, **changes)
 
 
 class FsdpModule(nn.Module):
@@ -265,6 +278,7 @@ class FsdpModule(nn.Module):
         from fsdp_overlap.fully_shard import fully_shard
 
         unit = self._fsdp_unit
+        kept = set()
         for bucket in unit.buckets:
             for spec, parameter, sharded in zip(
                 bucket.plan.specs, bucket.parameters, bucket.sharded_parameters, strict=True
@@ -276,6 +290,8 @@ class FsdpModule(nn.Module):
                 vars(copied).update(deepcopy(attributes, memo))
                 del copied.__dict__["_fsdp_owner"]
                 memo[id(parameter)] = memo[id(sharded)] = copied
+                if spec.keeps_dtype:
+                    kept.add(copied)
         plain_class: Any = type(self).__bases__[1]
         duplicate = plain_class.__new__(plain_class)
         memo[id(self)] = duplicate
@@ -290,7 +306,7 @@ class FsdpModule(nn.Module):
             context,
             mesh=unit.mesh,
             reshard_after_forward=unit.reshard_after_forward,
-            mp_policy=unit.mp_policy,
+            mp_policy=_keeping_dtypes(unit.mp_policy, kept),
             ignored_params={deepcopy(parameter, memo) for parameter in unit.ignored},
         )
         for mine, its in zip(unit.buckets, duplicate._fsdp_unit.buckets, strict=True):

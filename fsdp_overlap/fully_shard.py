@@ -11,6 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.fsdp_module import FsdpModule
+from fsdp_overlap.layout import ParamSpec
 from fsdp_overlap.runtime import hooks
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.context import FsdpContext, unit_of
@@ -54,7 +55,9 @@ def fully_shard(
         reshard_after_forward: whether the full parameters are freed between forward and backward.
             ``None``: for all units but the root, which backward needs first.
         mp_policy: dtypes of compute, of the reduction, of inputs and outputs. Sharded parameters
-            keep the dtype they have. By default gradients are reduced in the dtype of compute.
+            and their gradients keep the dtype they have. Without a ``reduce_dtype`` gradients are
+            reduced, and accumulated where they are not synchronized, in that dtype, as in torch
+            2.15; older releases of FSDP2 reduce them in the dtype of compute.
         offload_policy: only ``OffloadPolicy()``, which offloads nothing, so far.
         ignored_params: left as they are.
 
@@ -73,6 +76,7 @@ def fully_shard(
         ctx = FsdpContext(mesh)
         ctx.is_implicit = True
     _check_parameters(module, owned, ctx.device)
+    _note_kept_dtypes(module, owned, mp_policy)
     domain = ctx.domain_of(ctx.mesh if mesh is None else mesh)
     buckets = _make_buckets(module, owned, ctx, domain, mp_policy)
     unit = Unit(module, ctx, domain.mesh, buckets, mp_policy, reshard_after_forward)
@@ -121,15 +125,33 @@ def _make_buckets(
             [by_fqn[spec.fqn] for spec in plan.specs],
             domain,
             torch.device("meta") if is_meta else domain.device,
-            _compute_dtype(plan.specs[0].dtype, mp_policy),
+            _compute_dtype(plan.specs[0], mp_policy),
         )
         for plan in domain.plans.take(module, [item.spec for item in owned])
     ]
 
 
-def _compute_dtype(dtype: torch.dtype, mp_policy: MixedPrecisionPolicy) -> torch.dtype:
-    if mp_policy.param_dtype is None or not dtype.is_floating_point:
-        return dtype
+def _note_kept_dtypes(
+    module: nn.Module, owned: list[OwnedParameter], mp_policy: MixedPrecisionPolicy
+) -> None:
+    """Asks the policy which parameters compute uses in their own dtype."""
+    override = getattr(mp_policy, "param_dtype_override_fn", None)  # of torch 2.15
+    if override is None:
+        return
+    for item in owned:
+        dtype, chosen = item.parameter.dtype, override(item.parameter)
+        if chosen not in (None, mp_policy.param_dtype, dtype):
+            raise ValueError(
+                f"param_dtype_override_fn gave {chosen!r} for parameter {item.fqn!r} of "
+                f"{type(module).__name__}: return its own dtype, {dtype}, or None for that of the "
+                f"policy, {mp_policy.param_dtype}"
+            )
+        item.keeps_dtype = chosen is dtype and mp_policy.param_dtype not in (None, dtype)
+
+
+def _compute_dtype(spec: ParamSpec, mp_policy: MixedPrecisionPolicy) -> torch.dtype:
+    if mp_policy.param_dtype is None or spec.keeps_dtype or not spec.dtype.is_floating_point:
+        return spec.dtype
     return mp_policy.param_dtype
 
 
@@ -186,6 +208,12 @@ def _check_parameters(module: nn.Module, owned: list[OwnedParameter], device: to
             raise ValueError(
                 f"{where} is not contiguous (shape {tuple(parameter.shape)}, strides "
                 f"{parameter.stride()}); replace its data by .contiguous() first"
+            )
+        if getattr(parameter, "grad_dtype", parameter.dtype) != parameter.dtype:
+            raise ValueError(
+                f"{where} is {parameter.dtype} and its grad_dtype {parameter.grad_dtype}: sharded "
+                "gradients have the dtype of their parameters; for the dtype they are reduced in, "
+                "use MixedPrecisionPolicy(reduce_dtype=...)"
             )
         if parameter.layout is not torch.strided:
             raise TypeError(f"{where} has layout {parameter.layout}; only strided is supported")

@@ -20,6 +20,7 @@ class OwnedParameter:
     places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     """``(module._parameters, name)``; more than one for a tied parameter."""
     is_embedding: bool = False
+    keeps_dtype: bool = False
 
     @property
     def spec(self) -> ParamSpec:
@@ -30,6 +31,7 @@ class OwnedParameter:
             parameter.dtype,
             parameter.requires_grad,
             self.is_embedding,
+            self.keeps_dtype,
         )
 
 

@@ -64,7 +64,8 @@ class UnitPlans:
             raise ValueError(
                 f"{type(module).__name__} was planned with other parameters "
                 f"({', '.join(names[:3])}{more}): give plan() all modules that will be units, the "
-                "same ignored_params, and parameters as frozen as they will be"
+                "same ignored_params, and parameters as frozen as they will be; units with a "
+                "param_dtype_override_fn cannot be planned ahead"
             )
         del self._ahead[module]
         return plans

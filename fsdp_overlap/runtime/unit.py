@@ -65,7 +65,8 @@ class Unit:
         """Takes the name it has in the root module, by which users know it."""
         self.name = name
         for bucket in self.buckets:
-            dtype = str(bucket.shard.dtype).removeprefix("torch.")
+            dtypes = dict.fromkeys((bucket.shard.dtype, bucket.compute_dtype))
+            dtype = " as ".join(str(each).removeprefix("torch.") for each in dtypes)
             frozen = "" if bucket.plan.specs[0].requires_grad else ", frozen"
             bucket.label = name if len(self.buckets) == 1 else f"{name} [{dtype}{frozen}]"
 
@@ -186,7 +187,9 @@ class Unit:
             if any(parameter.requires_grad for parameter in bucket.parameters):
                 gradients = self._known_gradients.get(bucket)
                 if gradients is None:
-                    dtype = self.mp_policy.reduce_dtype or bucket.full.flat.dtype
+                    dtype = bucket.shard.dtype
+                    if dtype.is_floating_point:
+                        dtype = self.mp_policy.reduce_dtype or dtype
                     gradients = self._known_gradients[bucket] = BucketGradients(
                         bucket, dtype, self.reducing
                     )
