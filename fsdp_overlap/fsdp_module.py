@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp_overlap.runtime import hooks
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.context import unit_of
-from fsdp_overlap.runtime.ownership import modules_outside_units
+from fsdp_overlap.runtime.ownership import modules_outside_units, move_buffers
 from fsdp_overlap.runtime.unit import Unit
 from fsdp_overlap.tensor.sharded_tensor import attributes_of
 
@@ -90,6 +90,8 @@ class FsdpModule(nn.Module):
             gathers = unit.context.schedule.gathers
             gathers.release(unit)
             gathers.flush()
+        if unit.is_offloaded:
+            unit.context.finish_reading()
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -218,15 +220,18 @@ class FsdpModule(nn.Module):
         device = self._fsdp_unit.context.device
         for bucket, shard in zip(buckets, applied, strict=True):
             is_moved = shard.device != bucket.shard.device
-            is_given_memory = bucket.is_meta and shard.device.type == device.type
+            is_given_memory = bucket.is_meta and shard.device.type == bucket.rest_device.type
             if shard.dtype != bucket.shard.dtype or (is_moved and not is_given_memory):
                 raise RuntimeError(
                     f"{type(self).__name__} is sharded, its shards are {bucket.shard.dtype} on "
                     f"{bucket.shard.device}: move or cast a module (to(), cuda(), half(), ...) "
-                    f"before fully_shard(); from meta, to_empty(device={device.type!r})"
+                    f"before fully_shard(); from meta, to_empty(device="
+                    f"{bucket.rest_device.type!r})"
                 )
         with hidden(buckets):
             super()._apply(fn, recurse)
+        if self._fsdp_unit.is_offloaded:  # whose shards alone are on the host
+            move_buffers(self, device)
         if any(
             bucket.is_meta and not shard.is_meta
             for bucket, shard in zip(buckets, applied, strict=True)
@@ -307,6 +312,7 @@ class FsdpModule(nn.Module):
             mesh=unit.mesh,
             reshard_after_forward=unit.reshard_after_forward,
             mp_policy=_keeping_dtypes(unit.mp_policy, kept),
+            offload_policy=unit.offload_policy,
             ignored_params={deepcopy(parameter, memo) for parameter in unit.ignored},
         )
         for mine, its in zip(unit.buckets, duplicate._fsdp_unit.buckets, strict=True):

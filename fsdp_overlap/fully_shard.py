@@ -18,7 +18,7 @@ from fsdp_overlap.runtime.context import FsdpContext, unit_of
 from fsdp_overlap.runtime.domain import Domain
 from fsdp_overlap.runtime.ownership import (
     OwnedParameter,
-    modules_outside_units,
+    move_buffers,
     owned_parameters,
 )
 from fsdp_overlap.runtime.unit import Unit
@@ -58,7 +58,10 @@ def fully_shard(
             and their gradients keep the dtype they have. Without a ``reduce_dtype`` gradients are
             reduced, and accumulated where they are not synchronized, in that dtype, as in torch
             2.15; older releases of FSDP2 reduce them in the dtype of compute.
-        offload_policy: only ``OffloadPolicy()``, which offloads nothing, so far.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer states in the
+            host's memory. Shards are copied to the device when they are gathered, gradients back
+            once they are reduced; backward ends when they have arrived. On a CPU it changes
+            nothing.
         ignored_params: left as they are.
 
     Returns:
@@ -69,7 +72,7 @@ def fully_shard(
         then.
     """
     _check_module(module)
-    _check_arguments(ctx, reshard_after_forward, offload_policy)
+    _check_arguments(ctx, reshard_after_forward)
     ignored = frozenset(ignored_params or ())
     owned = owned_parameters(module, ignored)
     if ctx is None:
@@ -78,11 +81,13 @@ def fully_shard(
     _check_parameters(module, owned, ctx.device)
     _note_kept_dtypes(module, owned, mp_policy)
     domain = ctx.domain_of(ctx.mesh if mesh is None else mesh)
-    buckets = _make_buckets(module, owned, ctx, domain, mp_policy)
+    offload = _offload_on(domain.device, offload_policy)
+    buckets = _make_buckets(module, owned, ctx, domain, mp_policy, offload)
     unit = Unit(module, ctx, domain.mesh, buckets, mp_policy, reshard_after_forward)
     unit.ignored = ignored
+    unit.offload_policy = offload_policy
     _mark_owner(unit)
-    _move_buffers(module, ctx.device)
+    move_buffers(module, ctx.device)
     module.__dict__["_fsdp_unit"] = unit
     module.__class__ = _fsdp_class(type(module))
     hooks.install(module, unit)
@@ -97,12 +102,10 @@ def _mark_owner(unit: Unit) -> None:
                 parameter._fsdp_owner = (unit.module_kind, item.fqn)  # type: ignore[union-attr]
 
 
-def _move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Buffers are not sharded; they go where the unit computes."""
-    for _, owner in modules_outside_units(module):
-        for buffer in owner._buffers.values():
-            if buffer is not None and buffer.device.type not in (device.type, "meta"):
-                buffer.data = buffer.to(device)
+def _offload_on(device: torch.device, policy: OffloadPolicy) -> CPUOffloadPolicy | None:
+    """``policy`` where there is anything to offload."""
+    is_asked = isinstance(policy, CPUOffloadPolicy) and device.type != "cpu"
+    return policy if is_asked else None  # type: ignore[return-value]
 
 
 def _make_buckets(
@@ -111,6 +114,7 @@ def _make_buckets(
     ctx: FsdpContext,
     domain: Domain,
     mp_policy: MixedPrecisionPolicy,
+    offload: CPUOffloadPolicy | None,
 ) -> list[Bucket]:
     if not domain.plans.has(module) and any(other.plans.has(module) for other in ctx.domains):
         raise ValueError(
@@ -126,6 +130,7 @@ def _make_buckets(
             domain,
             torch.device("meta") if is_meta else domain.device,
             _compute_dtype(plan.specs[0], mp_policy),
+            offload,
         )
         for plan in domain.plans.take(module, [item.spec for item in owned])
     ]
@@ -172,7 +177,6 @@ def _check_module(module: nn.Module) -> None:
 def _check_arguments(
     ctx: FsdpContext | None,
     reshard_after_forward: bool | None,
-    offload_policy: OffloadPolicy,
 ) -> None:
     if ctx is not None and not isinstance(ctx, FsdpContext):
         raise TypeError(
@@ -183,8 +187,6 @@ def _check_arguments(
             f"reshard_after_forward={reshard_after_forward!r} is not supported; use True, False "
             "or None"
         )
-    if isinstance(offload_policy, CPUOffloadPolicy):
-        raise ValueError("CPUOffloadPolicy is not supported; use OffloadPolicy()")
 
 
 def _check_parameters(module: nn.Module, owned: list[OwnedParameter], device: torch.device) -> None:

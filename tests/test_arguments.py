@@ -70,10 +70,6 @@ def integer_reshard() -> None:
     fully_shard(linear(), FsdpContext(), reshard_after_forward=2)
 
 
-def offload() -> None:
-    fully_shard(linear(), FsdpContext(), offload_policy=CPUOffloadPolicy())
-
-
 def shared_with_inner_unit() -> None:
     model = Tied()
     ctx = FsdpContext()
@@ -128,7 +124,6 @@ CASES: dict[Callable[[], None], tuple[type[Exception], str]] = {
     no_divide_factor: (ValueError, r"set_gradient_divide_factor\(0\): use a positive number"),
     negative_prefetch: (ValueError, "prefetch=-1 is not a number of all-gathers; use 0 or more"),
     integer_reshard: (ValueError, "reshard_after_forward=2 is not supported; use True, False or"),
-    offload: (ValueError, r"CPUOffloadPolicy is not supported; use OffloadPolicy\(\)"),
     shared_with_inner_unit: (
         ValueError,
         "'head.weight' of Tied is also 'weight' of the unit Embedding: a parameter belongs to one",

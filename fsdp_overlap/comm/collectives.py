@@ -44,7 +44,8 @@ class Collectives(Protocol):
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
     ) -> Issued:
-        """Fills ``full`` in place from every rank's ``shard``, cast to ``full``'s dtype."""
+        """Fills ``full`` in place from every rank's ``shard``, cast to ``full``'s dtype. The shard
+        may lie in the host's memory, and is read from there in the order of the current stream."""
         ...
 
     def reduce_scatter(
@@ -66,7 +67,7 @@ class LocalCollectives:
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
     ) -> Issued:
-        full.copy_(shard)
+        full.copy_(shard, non_blocking=True)
         return Issued((), lambda: full)
 
     def reduce_scatter(
@@ -85,8 +86,8 @@ class TensorCollectives:
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
     ) -> Issued:
-        if shard.dtype != full.dtype:
-            shard = _own_range(full, plan, group).copy_(shard)
+        if shard.dtype != full.dtype or shard.is_cpu:
+            shard = _own_range(full, plan, group).copy_(shard, non_blocking=True)
         _finish(group._allgather_base(_as_real(full), _as_real(shard), _GATHER))
         return Issued((), lambda: full)
 
@@ -111,7 +112,7 @@ class RaggedTensorCollectives:
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
     ) -> Issued:
-        own = _own_range(full, plan, group).copy_(shard)
+        own = _own_range(full, plan, group).copy_(shard, non_blocking=True)
         dist.all_gather(list(full.split(list(plan.shard_numels))), own, group)
         return Issued((), lambda: full)
 

@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from enum import StrEnum
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from fsdp_overlap.comm.collectives import Collectives
 from fsdp_overlap.comm.groups import LaneGroups
@@ -39,6 +40,19 @@ ALLOWED = {
 }
 
 
+class Landing(NamedTuple):
+    """A gradient on its way to the host, to be read after :meth:`wait`."""
+
+    host: torch.Tensor
+    copied: torch.cuda.Event | None
+
+    def wait(self) -> torch.Tensor:
+        """Blocks the host until it is there."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.host
+
+
 class Bucket:
     """The parameters of a unit that travel together.
 
@@ -54,6 +68,7 @@ class Bucket:
         domain: Domain,
         device: torch.device,
         compute_dtype: torch.dtype,
+        offload: CPUOffloadPolicy | None = None,
     ) -> None:
         self.plan = plan
         self.owned = list(owned)
@@ -66,6 +81,8 @@ class Bucket:
         self.edits = ShardEdits()
         self.domain = domain
         self.compute_dtype = compute_dtype
+        self.offload = offload
+        """Set where the shard and its gradient rest on the host, beside a device that computes."""
         self.parameters = [item.parameter for item in owned]
         values = [parameter.detach() for parameter in self.parameters]
         self._allocate(device, self.parameters)
@@ -88,7 +105,7 @@ class Bucket:
         rank = domain.shard_rank
         self._travels = self.full.nbytes_of_others(rank)
         dtype = plan.specs[0].dtype
-        self.shard = torch.zeros(plan.shard_numels[rank], dtype=dtype, device=device)
+        self.shard = self._at_rest(device, plan.shard_numels[rank], dtype).zero_()
         self.sharded_parameters: list[ShardedTensor] = []
         for spec, offset, model in zip(plan.specs, plan.offsets, like, strict=True):
             placement = RangeShard(tuple(plan.ranges(spec.fqn)))
@@ -108,6 +125,27 @@ class Bucket:
         self.edits.trainability = 0
         self._list_places()
         self.use_sharded()
+
+    def _at_rest(self, device: torch.device, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for a shard or its gradient in a bucket whose full buffer is on ``device``."""
+        if self.offload is None or device.type == "meta":
+            return torch.empty(numel, dtype=dtype, device=device)
+        return torch.empty(numel, dtype=dtype, pin_memory=self.offload.pin_memory)
+
+    @property
+    def rest_device(self) -> torch.device:
+        """Where the shard is, or will be once it is no longer on the meta device."""
+        return self.domain.device if self.offload is None else torch.device("cpu")
+
+    def to_host(self, reduced: torch.Tensor) -> Landing:
+        """Enqueues, behind what makes it, the copy of a gradient to where an offloaded shard
+        rests."""
+        # Fresh memory each time: what a user holds of earlier gradients stays as it is.
+        host = self._at_rest(reduced.device, reduced.numel(), reduced.dtype)
+        host.copy_(reduced, non_blocking=True)
+        return Landing(
+            host, torch.cuda.current_stream().record_event() if reduced.is_cuda else None
+        )
 
     def _list_places(self) -> None:
         self._places = [
@@ -180,6 +218,8 @@ class Bucket:
             ),
             nbytes=self._travels,
         )
+        if self.offload is not None:
+            self.domain.reading = self._ticket
 
     def wait(self) -> None:
         """Makes compute wait for the all-gather, if one is under way."""

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_overlap.comm.collectives import choose
 from fsdp_overlap.comm.groups import GroupCache, LaneGroups
-from fsdp_overlap.comm.lanes import Lane
+from fsdp_overlap.comm.lanes import Lane, Ticket
 from fsdp_overlap.layout import LayoutRule
 from fsdp_overlap.runtime.order_check import OrderCheck
 from fsdp_overlap.runtime.plans import UnitPlans
@@ -45,6 +45,8 @@ class Domain:
         self.plans = UnitPlans(self.shard_size, layout)
         self.has_reduced = False
         """Whether a reduce-scatter was issued since the last :meth:`agree`."""
+        self.reading: Ticket | None = None
+        """The last all-gather that reads a shard on the host, beside a device that computes."""
         self._group_cache = groups
         self._buckets: list[weakref.ref[Bucket]] = []
         self._flags = 0
@@ -134,6 +136,13 @@ class Domain:
         assert agreed is not None
         return agreed
 
+    def finish_reading(self) -> None:
+        """Before offloaded shards may be edited, on the host: blocks it until they were copied to
+        the device."""
+        if self.reading is not None:
+            self.reading.wait_on_host()
+            self.reading = None
+
     def forget_gradients(self) -> None:
         self._has_gradient = bytearray(self._flags)
 
@@ -142,6 +151,7 @@ class Domain:
         self.order_check.drop()
         self.forget_gradients()
         self.has_reduced = False
+        self.reading = None
 
     def _describe(self, code: int) -> str:
         bucket = self._buckets[code // 2]()

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from fsdp_overlap.layout import ParamSpec
@@ -57,6 +58,14 @@ def modules_outside_units(
             if child is not None
         ]
         pending.extend(reversed(children))
+
+
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Buffers are not sharded; they go where the unit computes."""
+    for _, owner in modules_outside_units(module):
+        for buffer in owner._buffers.values():
+            if buffer is not None and buffer.device.type not in (device.type, "meta"):
+                buffer.data = buffer.to(device)
 
 
 def owned_parameters(

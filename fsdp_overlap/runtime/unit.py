@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp_overlap.comm.lanes import Lane, Mark
 from fsdp_overlap.runtime.bucket import Bucket
@@ -47,6 +47,8 @@ class Unit:
         """Whether backwards but the last of a step leave gradients unreduced."""
         self.is_last_backward = True
         self.ignored: frozenset[nn.Parameter] = frozenset()
+        self.offload_policy = OffloadPolicy()
+        self.is_offloaded = any(bucket.offload is not None for bucket in buckets)
         self.reducing = Reducing()
         self.separates_reductions = True
         """Whether reductions run on a process group of their own."""

@@ -198,11 +198,14 @@ class ShardedTensor(DTensor):
         return self._local_tensor
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """The whole tensor on every rank, a copy. Must be called on every rank of the mesh."""
+        """The whole tensor on every rank, a copy, where this rank's range is. Must be called on
+        every rank of the mesh."""
         meta = self._spec.tensor_meta
         assert meta is not None
         local = self._local_tensor.detach()
-        full = torch.empty(meta.shape.numel(), dtype=local.dtype, device=local.device)
+        # A shard may rest on the host of the devices that make up the mesh.
+        device = local.device if is_on_mesh(local, self._spec) else self._spec.mesh.device_type
+        full = torch.empty(meta.shape.numel(), dtype=local.dtype, device=device)
         start, stop = self.local_range
         full[start:stop].copy_(local)
         group = self.range_group
@@ -212,7 +215,7 @@ class ShardedTensor(DTensor):
         ]
         for work in works:
             work.wait()
-        return full.view(meta.shape)
+        return full.view(meta.shape).to(local.device)
 
     def redistribute(
         self,
@@ -320,6 +323,11 @@ class ShardedTensor(DTensor):
         meta = self._spec.tensor_meta
         assert meta is not None
         return tuple(meta.shape)
+
+
+def is_on_mesh(local: torch.Tensor, spec: DTensorSpec) -> bool:
+    """Whether backends of the mesh can work on ``local``, which may rest on the host instead."""
+    return local.device.type in (spec.mesh.device_type, "meta")
 
 
 def _all_of_a_storage(values: torch.Tensor) -> torch.Tensor:
