@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 from zoo import Model, Tied
 
-from fsdp_overlap import CPUOffloadPolicy, FsdpContext, FsdpModule, fully_shard
+from fsdp_overlap import FsdpContext, FsdpModule, fully_shard
 
 
 def linear() -> nn.Module:

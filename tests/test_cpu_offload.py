@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import copy
 import sys
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from unittest import mock
 
@@ -19,13 +20,19 @@ from zoo import Model, shard_layers
 
 from fsdp_overlap import CPUOffloadPolicy, FsdpContext, ShardedTensor
 from fsdp_overlap.comm.recording import Entry, RecordingLane
-from fsdp_overlap.optim import AdamW
+from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_, updates
+from fsdp_overlap.tensor import reductions, sharded_tensor
 
 
-def pretending() -> AbstractContextManager[object]:
-    module = sys.modules["fsdp_overlap.fully_shard"]
+@contextmanager
+def pretending() -> Iterator[None]:
     policy = CPUOffloadPolicy(pin_memory=False)
-    return mock.patch.object(module, "_offload_on", lambda device, given: policy)
+    with ExitStack() as stack:
+        sharding = sys.modules["fsdp_overlap.fully_shard"]  # the function has the module's name
+        stack.enter_context(mock.patch.object(sharding, "_offload_on", return_value=policy))
+        for module in (sharded_tensor, reductions, updates):
+            stack.enter_context(mock.patch.object(module, "is_on_mesh", return_value=False))
+        yield
 
 
 def on_a_cpu() -> None:
@@ -39,11 +46,11 @@ def test_on_a_cpu_the_policy_changes_nothing(world_size: int) -> None:
     run_ranks(on_a_cpu, world_size)
 
 
-def train(name: str) -> None:
+def train(name: str, optimizer: type[torch.optim.Optimizer] = AdamW) -> None:
     with pretending():
-        twins = Twins.of(name, optimizer=AdamW)
-    assert all(unit.is_offloaded for unit in twins.ctx.units if unit.buckets)
-    twins.train(iterations=7 if "dynamic" in name else 3)
+        twins = Twins.of(name, optimizer=optimizer)
+        assert all(unit.is_offloaded for unit in twins.ctx.units if unit.buckets)
+        twins.train(3)
 
 
 MODELS = ["layers", "nested units", "tied parameters", "unused on some ranks", "checkpointed"]
@@ -57,6 +64,26 @@ def test_training_equals_unsharded_training(name: str) -> None:
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_any_number_of_ranks(world_size: int) -> None:
     run_ranks(train, world_size, "layers")
+
+
+def test_muon_orthogonalizes_what_is_on_the_host() -> None:
+    run_ranks(train, 2, "layers", Muon)
+
+
+def clip() -> None:
+    with pretending():
+        twins = Twins.of("layers")
+        for clip_ours in (clip_grad_norm_, nn.utils.clip_grad_norm_):
+            twins.backward(*next(twins.batches(1)))
+            norm = clip_ours(twins.model.parameters(), 0.1)
+            expected = nn.utils.clip_grad_norm_(twins.twin.parameters(), 0.1)
+            torch.testing.assert_close(norm, expected)
+            twins.check_gradients()
+            twins.step()
+
+
+def test_norms_are_reduced_on_the_mesh() -> None:
+    run_ranks(clip, 2)
 
 
 def train_copies() -> None:
@@ -79,7 +106,7 @@ def accumulate() -> None:
     """Added on the host to the memory that the first one has; a new one has memory of its own."""
     with pretending():
         twins = Twins.of("layers")
-    [parameter, *_] = twins.model.parameters()
+    parameter, *_ = twins.model.parameters()
     first, second = twins.batches(2)
     twins.backward(*first)
     gradient = parameter.grad

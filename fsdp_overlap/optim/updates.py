@@ -12,7 +12,8 @@ import torch.distributed as dist
 from fsdp_overlap.optim.matrices import Ranges, Stack, divide
 from fsdp_overlap.optim.newton_schulz import Polynomial, polynomials
 from fsdp_overlap.optim.runs import local_of
-from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, is_on_mesh
+from fsdp_overlap.tensor.placement import is_on_mesh
+from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
 
 
 @dataclass(frozen=True)

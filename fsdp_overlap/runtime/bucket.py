@@ -130,7 +130,7 @@ class Bucket:
         """Memory for a shard or its gradient in a bucket whose full buffer is on ``device``."""
         if self.offload is None or device.type == "meta":
             return torch.empty(numel, dtype=dtype, device=device)
-        return torch.empty(numel, dtype=dtype, pin_memory=self.offload.pin_memory)
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self.offload.pin_memory)
 
     @property
     def rest_device(self) -> torch.device:

@@ -222,7 +222,7 @@ class FsdpContext:
             item.is_root = tops == [item]
             item.rename(names.get(item) or (kind if item.is_root else f"{kind}[{item.index}]"))
             for bucket in item.buckets:
-                bucket.domain.connect(bucket, item.separates_reductions)
+                bucket.domain.connect(bucket, item.separates_reductions, item.comms)
         if self.check_plans:
             for domain in self.domains:
                 compare_plans(self.units, domain)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp_overlap.comm.collectives import choose
+from fsdp_overlap.comm.collectives import CustomCollectives, CustomComms, choose
 from fsdp_overlap.comm.groups import GroupCache, LaneGroups
 from fsdp_overlap.comm.lanes import Lane, Ticket
 from fsdp_overlap.layout import LayoutRule
@@ -94,11 +94,14 @@ class Domain:
         self._flags += len(bucket.parameters)
         self.forget_gradients()
 
-    def connect(self, bucket: Bucket, separate: bool) -> None:
+    def connect(self, bucket: Bucket, separate: bool, comms: CustomComms) -> None:
         """Gives ``bucket`` what it is gathered and reduced by. Collective over the mesh at the
         first call."""
         groups = self.groups if separate else self._group_cache.get(self.mesh, separate=False)
-        bucket.connect(choose(self.mesh.device_type, groups.gather, bucket.plan), groups)
+        collectives = choose(self.mesh.device_type, groups.gather, bucket.plan)
+        if comms != CustomComms() and self.shard_size > 1:
+            collectives = CustomCollectives(comms, collectives)
+        bucket.connect(collectives, groups)
 
     def note_gather(self, bucket: Bucket) -> None:
         """This rank issues the all-gather of ``bucket``."""

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+from fsdp_overlap.comm.collectives import CustomComms
 from fsdp_overlap.comm.lanes import Lane, Mark
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.copies import Reducing
@@ -52,6 +53,7 @@ class Unit:
         self.reducing = Reducing()
         self.separates_reductions = True
         """Whether reductions run on a process group of their own."""
+        self.comms = CustomComms()
         self.has_unreduced = False
         """Whether reduce inputs hold what backwards without synchronization left, on every rank."""
         self.is_root = False
@@ -155,6 +157,7 @@ class Unit:
         other.reduces_last_only = self.reduces_last_only
         other.is_last_backward = self.is_last_backward
         other.separates_reductions = self.separates_reductions
+        other.comms = self.comms
         other.reducing.__dict__.update(vars(self.reducing))
 
     def use_unsharded(self) -> None:

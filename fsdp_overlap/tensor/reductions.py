@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fsdp_overlap.tensor.operands import check_no_gradient, local_operand
-from fsdp_overlap.tensor.placement import cut_dims
-from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, is_on_mesh, raise_unsupported
+from fsdp_overlap.tensor.placement import cut_dims, is_on_mesh
+from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, raise_unsupported
 
 Call = Callable[..., Any]
 Args = tuple[Any, ...]

@@ -28,7 +28,13 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils as torch_foreach
 
 from fsdp_overlap.tensor.boxes import Box, pieces
-from fsdp_overlap.tensor.placement import RangeShard, range_dim, range_spec, with_range
+from fsdp_overlap.tensor.placement import (
+    RangeShard,
+    is_on_mesh,
+    range_dim,
+    range_spec,
+    with_range,
+)
 
 
 class ShardEdits:
@@ -198,12 +204,10 @@ class ShardedTensor(DTensor):
         return self._local_tensor
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """The whole tensor on every rank, a copy, where this rank's range is. Must be called on
-        every rank of the mesh."""
+        """The whole tensor on every rank, a copy. Must be called on every rank of the mesh."""
         meta = self._spec.tensor_meta
         assert meta is not None
         local = self._local_tensor.detach()
-        # A shard may rest on the host of the devices that make up the mesh.
         device = local.device if is_on_mesh(local, self._spec) else self._spec.mesh.device_type
         full = torch.empty(meta.shape.numel(), dtype=local.dtype, device=device)
         start, stop = self.local_range
@@ -323,11 +327,6 @@ class ShardedTensor(DTensor):
         meta = self._spec.tensor_meta
         assert meta is not None
         return tuple(meta.shape)
-
-
-def is_on_mesh(local: torch.Tensor, spec: DTensorSpec) -> bool:
-    """Whether backends of the mesh can work on ``local``, which may rest on the host instead."""
-    return local.device.type in (spec.mesh.device_type, "meta")
 
 
 def _all_of_a_storage(values: torch.Tensor) -> torch.Tensor:
