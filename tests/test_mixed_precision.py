@@ -138,13 +138,15 @@ class Sees(nn.Module):
 def sees_as_fsdp2() -> None:
     policy = MixedPrecisionPolicy(BF16, FP32, torch.float64)
     mesh = init_device_mesh("cpu", (2,))
-    results = []
-    for shard in (fully_shard, torch_fully_shard):
+    results: list[Any] = []
+    # FSDP2 of 2.11 shards no parameters of integers.
+    shards: list[Any] = [fully_shard, torch_fully_shard] if TORCH >= (2, 13) else [fully_shard]
+    for shard in shards:
         model = Sees()
         shard(model, mesh=mesh, mp_policy=policy)
         output = model(torch.ones(2, 4), torch.ones(3).int(), mask=torch.ones(2, 4))
         results.append((model.seen, output["y"].dtype, output["index"].dtype))
-    assert results[0] == results[1]
+    assert results[0] == results[-1]
     # Arguments and keywords of floating point alone, and no buffers.
     assert results[0] == (
         [BF16, torch.int32, BF16, BF16, torch.int64, torch.complex64, FP32],

@@ -24,7 +24,8 @@ _PEBBLE = 0.01
 def plan_units(
     units: Sequence[Sequence[ParamSpec]], world_size: int, layout: LayoutRule
 ) -> list[BucketPlan]:
-    """Plans the buckets of ``units`` in order: one for each dtype and trainability in a unit.
+    """Plans the buckets of ``units`` in order: one for each dtype, at rest and in compute, and
+    trainability in a unit.
 
     Loads are balanced over all of them. Deterministic: the same input gives the same plan on every
     rank.
