@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NoReturn
 from weakref import ref
 
 import torch
 from torch import nn
 
+from fsdp_overlap.comm.collectives import CustomComms
 from fsdp_overlap.runtime.finalization import GradientReductionHandle
 from fsdp_overlap.runtime.forward_method import ForwardMethod
 from fsdp_overlap.runtime.unit import Unit, unit_names, unit_of
 from fsdp_overlap.sharded_module import ShardedModule
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 
 class UnshardHandle:
@@ -122,6 +128,69 @@ class FsdpModule(ShardedModule):
         for unit in self._units(recurse):
             unit.separates_reductions = enable
             unit.context.unsettle()
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Gathers this unit by ``comm``, ``torch.distributed.fsdp``'s interface of an all-gather.
+
+        Parameters are views of memory that the library gives, so that what is gathered is copied
+        from the memory that ``comm`` allocates, which takes as much again meanwhile. On a CPU it
+        hides behind no compute. One rank alone gathers without it. Between iterations, on every
+        rank.
+
+        Raises:
+            ValueError: ranks hold shards of different sizes, or the unit lies on several meshes.
+        """
+        comms = replace(self._fsdp_unit.comms, all_gather=comm)
+        self._customize("set_custom_all_gather", comms)
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Reduces this unit's gradients by ``comm``, ``torch.distributed.fsdp``'s interface of a
+        reduce-scatter: a mean, or a sum where a divisor was given. All else as for
+        :meth:`set_custom_all_gather`."""
+        comms = replace(self._fsdp_unit.comms, reduce_scatter=comm)
+        self._customize("set_custom_reduce_scatter", comms)
+
+    def _customize(self, verb: str, comms: CustomComms) -> None:
+        unit = self._fsdp_unit
+        if len({bucket.domain for bucket in unit.buckets}) > 1:
+            raise ValueError(
+                f"{verb}() on unit {unit.name!r}, whose parameters lie on several meshes: make a "
+                "unit for each"
+            )
+        for bucket in unit.buckets:
+            if not bucket.plan.is_equal:
+                raise ValueError(
+                    f"{verb}() on unit {unit.name!r}, of which ranks hold "
+                    f"{bucket.plan.shard_numels} elements: use FsdpContext(layout=Flat()), which "
+                    "makes equal shards"
+                )
+        unit.comms = comms
+        unit.context.unsettle()
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """For FSDP2's callers; ``False`` changes nothing.
+
+        Raises:
+            ValueError: ``enable`` is true.
+        """
+        if enable:
+            raise ValueError(
+                "set_allocate_memory_from_process_group_for_comm(True): what travels is the memory "
+                "that parameters are views of, so there are no buffers for the process group to "
+                "allocate; leave the call out, or allocate from it in set_custom_all_gather()"
+            )
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
+        """For FSDP2's callers.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            f"set_symm_mem_for_comm({backend!r}): what travels is the memory that parameters are "
+            "views of, so there are no buffers to put in symmetric memory; leave the call out, or "
+            "allocate it in set_custom_all_gather()"
+        )
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last before the optimizer's step. At stage 1 of

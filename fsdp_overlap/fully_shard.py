@@ -12,13 +12,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_overlap.fsdp_module import FsdpModule
+from fsdp_overlap.layout import ParamSpec
 from fsdp_overlap.runtime import hooks, tensor_parallel
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.context import FsdpContext
 from fsdp_overlap.runtime.domain import Domain
 from fsdp_overlap.runtime.ownership import (
     OwnedParameter,
-    modules_outside_units,
+    move_buffers,
     owned_parameters,
 )
 from fsdp_overlap.runtime.unit import Unit, kind_of, unit_of
@@ -69,8 +70,13 @@ def fully_shard(
             of ``torch.distributed.fsdp``. ``None`` and ``Shard(0)`` stand for what is done anyway;
             where parameters are cut is the context's ``layout``.
         mp_policy: dtypes of compute, of the reduction, of inputs and outputs. Sharded parameters
-            keep the dtype they have. By default gradients are reduced in the dtype of compute.
-        offload_policy: only ``OffloadPolicy()``, which offloads nothing, so far.
+            and their gradients keep the dtype they have. Without a ``reduce_dtype`` gradients are
+            reduced, and accumulated where they are not synchronized, in that dtype, as in torch
+            2.15; older releases of FSDP2 reduce them in the dtype of compute.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer states in the
+            host's memory. Shards are copied to the device when they are gathered, gradients back
+            once they are reduced; backward ends when they have arrived. On a CPU it changes
+            nothing.
         ignored_params: left as they are.
         dp_mesh_dims: not supported; pass the data-parallel dimensions as ``mesh``.
 
@@ -82,7 +88,7 @@ def fully_shard(
         then.
     """
     modules = _modules_of(module)
-    _check_arguments(ctx, offload_policy, dp_mesh_dims)
+    _check_arguments(ctx, dp_mesh_dims)
     ignored = frozenset(ignored_params or ())
     owned = owned_parameters(modules, ignored)
     if ctx is None:
@@ -97,15 +103,18 @@ def fully_shard(
         for item in items:
             if isinstance(item.parameter, DTensor):
                 tensor_parallel.check(_name(kind, item), item.parameter, domain.mesh)
+    _note_kept_dtypes(kind, owned, mp_policy)
+    offload = _offload_on(ctx.device, offload_policy)
     buckets = [
         bucket
         for domain, items in by_domain.items()
-        for bucket in _make_buckets(modules, items, ctx, domain, mp_policy)
+        for bucket in _make_buckets(modules, items, ctx, domain, mp_policy, offload)
     ]
     unit = Unit(modules, ctx, mesh, buckets, mp_policy, reshard_after_forward)
     unit.ignored = ignored
+    unit.offload_policy = offload_policy
     _mark_owner(unit)
-    _move_buffers(modules, ctx.device)
+    move_buffers(modules, ctx.device)
     for each in modules:
         each.__dict__["_fsdp_unit"] = unit
         each.__class__ = _fsdp_class(type(each))
@@ -121,12 +130,10 @@ def _mark_owner(unit: Unit) -> None:
                 parameter._fsdp_owner = (unit.module_kind, item.fqn)  # type: ignore[union-attr]
 
 
-def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
-    """Buffers are not sharded; they go where the unit computes."""
-    for _, owner in modules_outside_units(modules):
-        for buffer in owner._buffers.values():
-            if buffer is not None and buffer.device.type not in (device.type, "meta"):
-                buffer.data = buffer.to(device)
+def _offload_on(device: torch.device, policy: OffloadPolicy) -> CPUOffloadPolicy | None:
+    """``policy`` where there is anything to offload."""
+    is_asked = isinstance(policy, CPUOffloadPolicy) and device.type != "cpu"
+    return policy if is_asked else None  # type: ignore[return-value]
 
 
 def _by_domain(
@@ -159,6 +166,7 @@ def _make_buckets(
     ctx: FsdpContext,
     domain: Domain,
     mp_policy: MixedPrecisionPolicy,
+    offload: CPUOffloadPolicy | None,
 ) -> list[Bucket]:
     first = modules[0]
     if not domain.plans.has(first) and any(other.plans.has(first) for other in ctx.domains):
@@ -174,15 +182,34 @@ def _make_buckets(
             [by_fqn[spec.fqn] for spec in plan.specs],
             domain,
             torch.device("meta") if is_meta else domain.device,
-            _compute_dtype(plan.specs[0].dtype, mp_policy),
+            _compute_dtype(plan.specs[0], mp_policy),
+            offload,
         )
         for plan in domain.plans.take(modules, [item.spec for item in owned])
     ]
 
 
-def _compute_dtype(dtype: torch.dtype, mp_policy: MixedPrecisionPolicy) -> torch.dtype:
-    if mp_policy.param_dtype is None or not dtype.is_floating_point:
-        return dtype
+def _note_kept_dtypes(
+    kind: str, owned: list[OwnedParameter], mp_policy: MixedPrecisionPolicy
+) -> None:
+    """Asks the policy which parameters compute uses in their own dtype."""
+    override = getattr(mp_policy, "param_dtype_override_fn", None)  # of torch 2.15
+    if override is None:
+        return
+    for item in owned:
+        dtype, chosen = item.parameter.dtype, override(item.parameter)
+        if chosen not in (None, mp_policy.param_dtype, dtype):
+            raise ValueError(
+                f"param_dtype_override_fn gave {chosen!r} for parameter {item.fqn!r} of "
+                f"{kind}: return its own dtype, {dtype}, or None for that of the "
+                f"policy, {mp_policy.param_dtype}"
+            )
+        item.keeps_dtype = chosen is dtype and mp_policy.param_dtype not in (None, dtype)
+
+
+def _compute_dtype(spec: ParamSpec, mp_policy: MixedPrecisionPolicy) -> torch.dtype:
+    if mp_policy.param_dtype is None or spec.keeps_dtype or not spec.dtype.is_floating_point:
+        return spec.dtype
     return mp_policy.param_dtype
 
 
@@ -205,7 +232,7 @@ def _modules_of(module: Any) -> list[nn.Module]:
     if not modules or len(set(modules)) != len(modules):
         raise ValueError("fully_shard takes a list of at least one module, each named once")
     for each in modules:
-        _check_module(item)
+        _check_module(each)
     return modules
 
 
@@ -224,7 +251,6 @@ def _check_module(module: nn.Module) -> None:
 
 def _check_arguments(
     ctx: FsdpContext | None,
-    offload_policy: OffloadPolicy,
     dp_mesh_dims: object | None,
 ) -> None:
     if dp_mesh_dims is not None:
@@ -236,8 +262,6 @@ def _check_arguments(
         raise TypeError(
             f"ctx is a {type(ctx).__name__}, not an FsdpContext; pass a mesh as mesh=..."
         )
-    if isinstance(offload_policy, CPUOffloadPolicy):
-        raise ValueError("CPUOffloadPolicy is not supported; use OffloadPolicy()")
 
 
 def _check_reshard_after_forward(value: bool | int | None, ranks: int) -> None:
@@ -278,6 +302,12 @@ def _check_parameters(kind: str, owned: list[OwnedParameter], device: torch.devi
             raise ValueError(
                 f"{where} is not contiguous (shape {tuple(held.shape)}, strides "
                 f"{held.stride()}); replace its data by .contiguous() first"
+            )
+        if getattr(parameter, "grad_dtype", parameter.dtype) != parameter.dtype:
+            raise ValueError(
+                f"{where} is {parameter.dtype} and its grad_dtype {parameter.grad_dtype}: sharded "
+                "gradients have the dtype of their parameters; for the dtype they are reduced in, "
+                "use MixedPrecisionPolicy(reduce_dtype=...)"
             )
         if parameter.layout is not torch.strided:
             raise TypeError(f"{where} has layout {parameter.layout}; only strided is supported")

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_overlap.runtime import hooks
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.domain import Domain
-from fsdp_overlap.runtime.ownership import modules_outside_units
+from fsdp_overlap.runtime.ownership import modules_outside_units, move_buffers
 from fsdp_overlap.runtime.tensor_parallel import parameter_like
 from fsdp_overlap.runtime.unit import Unit
 from fsdp_overlap.tensor.sharded_tensor import attributes_of
@@ -30,6 +31,17 @@ def hidden(buckets: Sequence[Bucket]) -> Iterator[None]:
     finally:
         for bucket in buckets:
             bucket.use_sharded()
+
+
+def _keeping_dtypes(
+    policy: MixedPrecisionPolicy, parameters: set[nn.Parameter]
+) -> MixedPrecisionPolicy:
+    """``policy`` for a copy, of which it left ``parameters`` their dtype: it may know them by
+    identity, and the copy's are others."""
+    if not parameters:
+        return policy
+    changes: Any = {"param_dtype_override_fn": lambda p: p.dtype if p in parameters else None}
+    return replace(policy, **changes)
 
 
 @dataclass(frozen=True)
@@ -59,6 +71,8 @@ class ShardedModule(nn.Module):
             gathers.unkeep(unit)
             gathers.release(unit)
             gathers.flush()
+        if unit.is_offloaded:
+            unit.context.finish_reading()
 
     def _apply(self, fn: Any, recurse: bool = True) -> ShardedModule:
         """What ``to_empty()``, ``to()`` and the like do to a module: gives memory to a unit on the
@@ -73,15 +87,17 @@ class ShardedModule(nn.Module):
         device = self._fsdp_unit.context.device
         for (bucket, shard), result in zip(shards, applied, strict=True):
             is_moved = result.device != shard.device
-            is_given_memory = bucket.is_meta and result.device.type == device.type
+            is_given_memory = bucket.is_meta and result.device.type == bucket.rest_device.type
             if result.dtype != shard.dtype or (is_moved and not is_given_memory):
                 raise RuntimeError(
                     f"{type(self).__name__} is sharded, its shards are {shard.dtype} on "
                     f"{shard.device}: move or cast a module (to(), cuda(), half(), ...) "
-                    f"before fully_shard(); from meta, to_empty(device={device.type!r})"
+                    f"before fully_shard(); from meta, to_empty(device={bucket.rest_device.type!r})"
                 )
         with hidden(self._fsdp_unit.buckets):
             super()._apply(fn, recurse)
+        if self._fsdp_unit.is_offloaded:  # whose shards alone are on the host
+            move_buffers([self], device)
         if any(
             bucket.is_meta and not result.is_meta
             for (bucket, _), result in zip(shards, applied, strict=True)
@@ -157,6 +173,7 @@ class ShardedModule(nn.Module):
                 f"unit {unit.name!r} is of several modules, of which one was deleted, and cannot "
                 "be copied without it: keep, and copy, the module that holds all of them"
             )
+        kept = set()
         for bucket in unit.buckets:
             for spec, parameter, sharded in zip(
                 bucket.plan.specs, bucket.parameters, bucket.sharded_parameters, strict=True
@@ -168,6 +185,8 @@ class ShardedModule(nn.Module):
                 vars(copied).update(deepcopy(attributes, memo))
                 del copied.__dict__["_fsdp_owner"]
                 memo[id(parameter)] = memo[id(sharded)] = copied
+                if spec.keeps_dtype:
+                    kept.add(copied)
         originals = unit.modules
         duplicates = []
         for module in originals:
@@ -191,7 +210,8 @@ class ShardedModule(nn.Module):
             mesh=unit.mesh,
             shard_placement_fn=meshes.__getitem__,
             reshard_after_forward=unit.reshard_after_forward,
-            mp_policy=unit.mp_policy,
+            mp_policy=_keeping_dtypes(unit.mp_policy, kept),
+            offload_policy=unit.offload_policy,
             ignored_params={deepcopy(parameter, memo) for parameter in unit.ignored},
         )
         copied_unit = duplicates[0]._fsdp_unit

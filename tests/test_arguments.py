@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from zoo import Model, Tied
 
-from fsdp_overlap import CPUOffloadPolicy, FsdpContext, FsdpModule, fully_shard
+from fsdp_overlap import FsdpContext, FsdpModule, fully_shard
 
 
 def linear() -> nn.Module:
@@ -76,10 +76,6 @@ def negative_prefetch() -> None:
 
 def integer_reshard() -> None:
     fully_shard(linear(), FsdpContext(), reshard_after_forward=2)
-
-
-def offload() -> None:
-    fully_shard(linear(), FsdpContext(), offload_policy=CPUOffloadPolicy())
 
 
 def shared_with_inner_unit() -> None:
@@ -144,7 +140,6 @@ CASES: dict[Callable[[], None], tuple[type[Exception], str]] = {
         ValueError,
         "reshard_after_forward=2: use True, False, None or, as .* among 2 ranks, no number",
     ),
-    offload: (ValueError, r"CPUOffloadPolicy is not supported; use OffloadPolicy\(\)"),
     shared_with_inner_unit: (
         ValueError,
         "'head.weight' of Tied is also 'weight' of the unit Embedding: a parameter belongs to one",

@@ -144,6 +144,8 @@ def loss_of(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def same(actual: torch.Tensor, expected: torch.Tensor | None, what: str) -> None:
+    if expected is not None:
+        expected = expected.to(actual.device)  # which may be offloaded
     torch.testing.assert_close(
         actual, expected, rtol=1e-9, atol=1e-11, msg=lambda text: f"{what}: {text}"
     )

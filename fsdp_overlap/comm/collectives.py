@@ -7,13 +7,17 @@ measurements behind the choices.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from fsdp_overlap.layout import BucketPlan
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 # Of the process group's own methods: torch.distributed's functions around them take about as long
 # on the host as the calls themselves. Synchronous is what runs on the current stream.
@@ -44,7 +48,8 @@ class Collectives(Protocol):
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
     ) -> Issued:
-        """Fills ``full`` in place from every rank's ``shard``, cast to ``full``'s dtype."""
+        """Fills ``full`` in place from every rank's ``shard``, cast to ``full``'s dtype. The shard
+        may lie in the host's memory, and is read from there in the order of the current stream."""
         ...
 
     def reduce_scatter(
@@ -66,7 +71,7 @@ class LocalCollectives:
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
     ) -> Issued:
-        full.copy_(shard)
+        full.copy_(shard, non_blocking=True)
         return Issued((), lambda: full)
 
     def reduce_scatter(
@@ -85,8 +90,8 @@ class TensorCollectives:
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
     ) -> Issued:
-        if shard.dtype != full.dtype:
-            shard = _own_range(full, plan, group).copy_(shard)
+        if shard.dtype != full.dtype or shard.is_cpu != full.is_cpu:
+            shard = _own_range(full, plan, group).copy_(shard, non_blocking=True)
         _finish(group._allgather_base(_as_real(full), _as_real(shard), _GATHER))
         return Issued((), lambda: full)
 
@@ -111,7 +116,7 @@ class RaggedTensorCollectives:
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
     ) -> Issued:
-        own = _own_range(full, plan, group).copy_(shard)
+        own = _own_range(full, plan, group).copy_(shard, non_blocking=True)
         dist.all_gather(list(full.split(list(plan.shard_numels))), own, group)
         return Issued((), lambda: full)
 
@@ -193,6 +198,61 @@ class GlooCollectives:
             return total.div_(len(numels) if divisor is None else divisor)
 
         return Issued(works, finish)
+
+
+@dataclass(frozen=True)
+class CustomComms:
+    """A user's collectives, of FSDP2's interfaces; ``None`` for those chosen here."""
+
+    all_gather: AllGather | None = None
+    reduce_scatter: ReduceScatter | None = None
+
+
+class CustomCollectives:
+    """Equal shards by ``comms``, and what these leave open by ``others``.
+
+    Parameters and gradients are views of memory that is given, so what travels is copied out of and
+    into what the user's objects allocate, which they may use again for their next call. On a CPU
+    each is waited for at once.
+    """
+
+    def __init__(self, comms: CustomComms, others: Collectives) -> None:
+        self._comms = comms
+        self._others = others
+
+    def all_gather(
+        self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
+    ) -> Issued:
+        comm = self._comms.all_gather
+        if comm is None:
+            return self._others.all_gather(full, shard, plan, group)
+        gathered = comm.allocate(full.shape, dtype=full.dtype, device=full.device)
+        own = _own_range(gathered, plan, group).copy_(shard, non_blocking=True)
+        _finish(comm(output_tensor=gathered, input_tensor=own, group=group, async_op=False))
+        full.copy_(gathered)
+        return Issued((), lambda: full)
+
+    def reduce_scatter(
+        self,
+        gradients: torch.Tensor,
+        plan: BucketPlan,
+        group: dist.ProcessGroup,
+        divisor: float | None = None,
+    ) -> Issued:
+        comm = self._comms.reduce_scatter
+        if comm is None:
+            return self._others.reduce_scatter(gradients, plan, group, divisor)
+        gradients, left = _divide_early(gradients, divisor)
+        source, own = (
+            comm.allocate((numel,), dtype=gradients.dtype, device=gradients.device)
+            for numel in (plan.numel, plan.shard_numels[group.rank()])
+        )
+        source.copy_(gradients)
+        op = dist.ReduceOp.AVG if divisor is None else dist.ReduceOp.SUM
+        work = comm(output_tensor=own, input_tensor=source, group=group, op=op, async_op=False)
+        _finish(work)
+        mean = _divided(own.clone(), left)
+        return Issued((), lambda: mean)
 
 
 def all_to_all(

@@ -24,7 +24,8 @@ _PEBBLE = 0.01
 def plan_units(
     units: Sequence[Sequence[ParamSpec]], world_size: int, layout: LayoutRule
 ) -> list[BucketPlan]:
-    """Plans the buckets of ``units`` in order: one for each dtype and trainability in a unit.
+    """Plans the buckets of ``units`` in order: one for each dtype, at rest and in compute, and
+    trainability in a unit.
 
     Loads are balanced over all of them. Deterministic: the same input gives the same plan on every
     rank.
@@ -58,11 +59,12 @@ class Planner:
         return [[next(plans) for _ in unit] for unit in by_unit]
 
     def _buckets(self, specs: Sequence[ParamSpec]) -> list[list[Item]]:
-        found: dict[tuple[torch.dtype, bool], list[Item]] = {}
+        found: dict[tuple[torch.dtype, bool, bool], list[Item]] = {}
         for spec in specs:
             rule = layout_for(self.layout, spec)
             item = Item(spec, rule.grain(spec), rule.work(spec))
-            found.setdefault((spec.dtype, spec.requires_grad), []).append(item)
+            kind = spec.dtype, spec.keeps_dtype, spec.requires_grad
+            found.setdefault(kind, []).append(item)
         return list(found.values())
 
     def _plan(self, items: Sequence[Item], owners: dict[Item, int]) -> BucketPlan:

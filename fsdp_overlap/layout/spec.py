@@ -11,13 +11,15 @@ import torch
 @dataclass(frozen=True)
 class ParamSpec:
     """A parameter as layouts see it. ``fqn`` is its name relative to its unit; ``is_embedding``
-    says that it is the weight of an ``nn.Embedding``."""
+    says that it is the weight of an ``nn.Embedding``; ``keeps_dtype``, that compute uses it in the
+    dtype it has, whatever the policy of its unit."""
 
     fqn: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool = True
     is_embedding: bool = False
+    keeps_dtype: bool = False
 
     @property
     def ndim(self) -> int:

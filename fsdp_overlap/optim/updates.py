@@ -12,6 +12,7 @@ import torch.distributed as dist
 from fsdp_overlap.optim.matrices import Ranges, Stack, divide
 from fsdp_overlap.optim.newton_schulz import Polynomial, polynomials
 from fsdp_overlap.optim.runs import local_of
+from fsdp_overlap.tensor.placement import is_on_mesh
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
 
 
@@ -49,7 +50,8 @@ class Settings:
 class Update:
     """A parameter that is to move along its orthogonalized momentum.
 
-    ``local``, ``gradient`` and ``buffer``, the momentum, are what this rank holds, flat.
+    ``local``, ``gradient`` and ``buffer``, the momentum, are what this rank holds, flat. Matrices
+    are orthogonalized on ``device``.
     """
 
     def __init__(
@@ -68,6 +70,9 @@ class Update:
         self.buffer = local_of(buffer).view(-1)
         self.gradient = local_of(parameter.grad).reshape(-1).to(self.buffer.dtype)
         self.device = self.local.device
+        if isinstance(parameter, ShardedTensor) and not is_on_mesh(self.local, parameter._spec):
+            # Which multiplies faster than the host, and has the backend that matrices travel by.
+            self.device = torch.device(parameter.device_mesh.device_type)
         self.division = divide(tuple(parameter.shape), split, ranges)
 
     def read(self, first: int, last: int) -> torch.Tensor:
@@ -80,4 +85,4 @@ class Update:
     def write(self, stack: Stack, first: int, last: int, values: torch.Tensor) -> None:
         """Moves the elements by ``values``, of the orthogonal matrices ``stack``."""
         part = self.local[first - self._start : last - self._start].view(values.shape)
-        part.add_(values, alpha=-self.settings.step_size(stack))
+        part.add_(values.to(part.device), alpha=-self.settings.step_size(stack))

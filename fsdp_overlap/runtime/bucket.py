@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from enum import StrEnum
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.comm.collectives import Collectives, Issued
@@ -47,6 +48,19 @@ ALLOWED = {
 }
 
 
+class Landing(NamedTuple):
+    """A gradient on its way to the host, to be read after :meth:`wait`."""
+
+    host: torch.Tensor
+    copied: torch.cuda.Event | None
+
+    def wait(self) -> torch.Tensor:
+        """Blocks the host until it is there."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.host
+
+
 class Bucket:
     """The parameters of a unit that travel together.
 
@@ -62,6 +76,7 @@ class Bucket:
         domain: Domain,
         device: torch.device,
         compute_dtype: torch.dtype,
+        offload: CPUOffloadPolicy | None = None,
     ) -> None:
         self.plan = plan
         self.owned = list(owned)
@@ -74,6 +89,8 @@ class Bucket:
         self.edits = ShardEdits()
         self.domain = domain
         self.compute_dtype = compute_dtype
+        self.offload = offload
+        """Set where the shard and its gradient rest on the host, beside a device that computes."""
         self.parameters = [item.parameter for item in owned]
         self.is_tensor_parallel = any(isinstance(p, DTensor) for p in self.parameters)
         """Whether some of the parameters are DTensors, and so are their gradients."""
@@ -105,7 +122,7 @@ class Bucket:
         gathered = self.gather_plan.shard_numels[domain.shard_rank]
         self._travels = (plan.numel - gathered) * self.full.flat.element_size()
         dtype = plan.specs[0].dtype
-        self.shard = torch.zeros(plan.shard_numels[rank], dtype=dtype, device=device)
+        self.shard = self._at_rest(device, plan.shard_numels[rank], dtype).zero_()
         self.sharded_parameters: list[ShardedTensor] = []
         for spec, offset, item, model in zip(
             plan.specs, plan.offsets, self.owned, like, strict=True
@@ -126,6 +143,27 @@ class Bucket:
         self.edits.trainability = 0
         self._list_places()
         self.use_sharded()
+
+    def _at_rest(self, device: torch.device, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for a shard or its gradient in a bucket whose full buffer is on ``device``."""
+        if self.offload is None or device.type == "meta":
+            return torch.empty(numel, dtype=dtype, device=device)
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self.offload.pin_memory)
+
+    @property
+    def rest_device(self) -> torch.device:
+        """Where the shard is, or will be once it is no longer on the meta device."""
+        return self.domain.device if self.offload is None else torch.device("cpu")
+
+    def to_host(self, reduced: torch.Tensor) -> Landing:
+        """Enqueues, behind what makes it, the copy of a gradient to where an offloaded shard
+        rests."""
+        # Fresh memory each time: what a user holds of earlier gradients stays as it is.
+        host = self._at_rest(reduced.device, reduced.numel(), reduced.dtype)
+        host.copy_(reduced, non_blocking=True)
+        return Landing(
+            host, torch.cuda.current_stream().record_event() if reduced.is_cuda else None
+        )
 
     def _list_places(self) -> None:
         self._places = [
@@ -196,6 +234,8 @@ class Bucket:
         self._enqueue_gather(lane, version, keeps_part)
         if self.divided is not None:
             self.divided.last_read = self._ticket
+        if self.offload is not None:
+            self.domain.reading = self._ticket
 
     def _enqueue_gather(self, lane: Lane, version: int, keeps_part: bool) -> None:
         part = self.part

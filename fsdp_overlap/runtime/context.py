@@ -254,7 +254,7 @@ class FsdpContext:
             item.is_root = tops == [item] and not item.is_list
             item.rename(names.get(item) or (kind if item.is_root else f"{kind}[{item.index}]"))
             for bucket in item.buckets:
-                bucket.domain.connect(bucket, item.separates_reductions, item.part_size)
+                bucket.domain.connect(bucket, item.separates_reductions, item.part_size, item.comms)
         self.follow_reduce_inputs()
         if self.check_plans:
             for domain in self.domains:
@@ -368,6 +368,11 @@ class FsdpContext:
         self.stats.count_reduce_input(-1)
         gradients.input.free()
 
+    def finish_reading(self) -> None:
+        """Before offloaded shards may be edited. Blocks the host."""
+        for domain in self._domains.values():
+            domain.finish_reading()
+
     def _reduce(self, gradients: BucketGradients) -> Ticket:
         self.stats.reduce_scatters += 1
         self.stats.reduce_scatter_bytes += gradients.input.nbytes
@@ -381,9 +386,12 @@ class FsdpContext:
             if domain.has_reduced:
                 self.stats.order_checks += bool(domain.groups.of_all)
                 agreed[domain] = domain.agree(self.reduce_lane)
+            domain.finish_reading()
         if not agreed:
             return
         for unit in self.units:
             for gradients in unit.gradients:
+                if gradients.landing:
+                    gradients.land()
                 if gradients.doubtful:
                     gradients.settle_doubts(agreed[gradients.bucket.domain])

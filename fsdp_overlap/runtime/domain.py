@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp_overlap.comm.collectives import choose
+from fsdp_overlap.comm.collectives import CustomCollectives, CustomComms, choose
 from fsdp_overlap.comm.groups import GroupCache, LaneGroups
-from fsdp_overlap.comm.lanes import Lane
+from fsdp_overlap.comm.lanes import Lane, Ticket
 from fsdp_overlap.layout import BucketPlan, LayoutRule
 from fsdp_overlap.runtime.copies import DividedShard
 from fsdp_overlap.runtime.order_check import OrderCheck
@@ -58,6 +58,8 @@ class Domain:
         neighbours."""
         self.has_reduced = False
         """Whether a reduce-scatter was issued since the last :meth:`agree`."""
+        self.reading: Ticket | None = None
+        """The last all-gather that reads a shard on the host, beside a device that computes."""
         self._group_cache = groups
         self._buckets: list[weakref.ref[Bucket]] = []
         self._with_other: dict[DeviceMesh, DeviceMesh] = {}  # of tensor parallelism
@@ -134,7 +136,9 @@ class Domain:
         self._flags += len(bucket.parameters)
         self.forget_gradients()
 
-    def connect(self, bucket: Bucket, separate: bool, part_size: int | None) -> None:
+    def connect(
+        self, bucket: Bucket, separate: bool, part_size: int | None, comms: CustomComms
+    ) -> None:
         """Gives ``bucket`` what it is gathered and reduced by. Collective over the mesh at the
         first call.
 
@@ -149,6 +153,8 @@ class Domain:
             among = plan.merged(part_size)
             part = KeptPart(among, choose(device_type, group, among), group)
         collectives = choose(device_type, groups.gather, bucket.gather_plan)
+        if comms != CustomComms() and self.shard_size > 1:
+            collectives = CustomCollectives(comms, collectives)
         bucket.connect(collectives, groups, part)
         if self.divides_copies:
             assert groups.across is not None
@@ -192,6 +198,13 @@ class Domain:
         assert agreed is not None
         return agreed
 
+    def finish_reading(self) -> None:
+        """Before offloaded shards may be edited, on the host: blocks it until they were copied to
+        the device."""
+        if self.reading is not None:
+            self.reading.wait_on_host()
+            self.reading = None
+
     def forget_gradients(self) -> None:
         self._has_gradient = bytearray(self._flags)
 
@@ -200,6 +213,7 @@ class Domain:
         self.order_check.drop()
         self.forget_gradients()
         self.has_reduced = False
+        self.reading = None
 
     def _describe(self, code: int) -> str:
         bucket = self._buckets[code // 2]()

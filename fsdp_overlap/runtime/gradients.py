@@ -15,7 +15,7 @@ from fsdp_overlap.runtime.tensor_parallel import is_placed_like, placed_like, ti
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 
 if TYPE_CHECKING:
-    from fsdp_overlap.runtime.bucket import Bucket
+    from fsdp_overlap.runtime.bucket import Bucket, Landing
 
 # Gradients from this size on leave autograd's hands as soon as they are there; smaller ones are
 # cheaper to copy together.
@@ -46,6 +46,8 @@ class BucketGradients:
         # Of parameters without a gradient here, kept until it is known whether another rank has
         # one.
         self.doubtful: list[tuple[int, torch.Tensor]] = []
+        # Of an offloaded bucket, on the way to the host.
+        self.landing: list[tuple[Landing, Sequence[bool] | None]] = []
         self._pieces = self._plan_pieces()
         # The gradient of what this rank holds nothing of. Not made in inference mode, in which the
         # first forward may run: in-place ops refuse such tensors ever after.
@@ -173,9 +175,21 @@ class BucketGradients:
 
     def _accept(self, mean: torch.Tensor, doubtful: Sequence[bool] | None) -> None:
         self._reducing.call_hook(mean)
-        sizes, own = self._pieces
         if mean.dtype != self.bucket.shard.dtype:
             mean = mean.to(self.bucket.shard.dtype)
+        if self.bucket.offload is not None:
+            self.landing.append((self.bucket.to_host(mean), doubtful))
+            return
+        self._give(mean, doubtful)
+
+    def land(self) -> None:
+        """Waits on the host for gradients on their way to it, and gives them to the parameters."""
+        for landing, doubtful in self.landing:
+            self._give(landing.wait(), doubtful)
+        self.landing.clear()
+
+    def _give(self, mean: torch.Tensor, doubtful: Sequence[bool] | None) -> None:
+        sizes, own = self._pieces
         pieces = [*mean.split_with_sizes(sizes), self._empty]
         parameters = self.bucket.sharded_parameters
         if doubtful is None:
@@ -201,6 +215,7 @@ class BucketGradients:
             parameter.grad = None
         self.filled = [False] * len(self.filled)
         self.doubtful.clear()
+        self.landing.clear()
         if self.copies is not None:
             self.copies.drop()
         self.is_in_flight = False

@@ -106,6 +106,9 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
         call = schedule.after_forward(unit, raised)
         if not schedule.is_in_use(unit):
             unit.use_sharded()
+        # Where a backward follows, its end makes sure of it.
+        if unit.is_offloaded and not torch.is_grad_enabled() and not schedule.is_in_forward:
+            unit.context.finish_reading()
     tensors = list(tensors_in(output))
     _check_no_parameter_leaves(unit, tensors)
     if unit.mp_policy.output_dtype is not None:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from fsdp_overlap.layout import ParamSpec
@@ -21,6 +22,7 @@ class OwnedParameter:
     places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     """``(module._parameters, name)``; more than one for a tied parameter."""
     is_embedding: bool = False
+    keeps_dtype: bool = False
 
     @property
     def spec(self) -> ParamSpec:
@@ -32,6 +34,7 @@ class OwnedParameter:
             parameter.dtype,
             parameter.requires_grad,
             self.is_embedding,
+            self.keeps_dtype,
         )
 
 
@@ -60,6 +63,14 @@ def modules_outside_units(
             if child is not None
         ]
         pending.extend(reversed(children))
+
+
+def move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
+    """Buffers are not sharded; they go where the unit computes."""
+    for _, owner in modules_outside_units(modules):
+        for buffer in owner._buffers.values():
+            if buffer is not None and buffer.device.type not in (device.type, "meta"):
+                buffer.data = buffer.to(device)
 
 
 def owned_parameters(

@@ -65,7 +65,8 @@ class UnitPlans:
             raise ValueError(
                 f"{kind_of(modules)} was planned with other parameters "
                 f"({', '.join(names[:3])}{more}): give plan() all modules that will be units, the "
-                "same ignored_params, and parameters as frozen as they will be"
+                "same ignored_params, and parameters as frozen as they will be; units with a "
+                "param_dtype_override_fn cannot be planned ahead"
             )
         del self._ahead[modules[0]]
         return plans

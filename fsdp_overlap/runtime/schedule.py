@@ -133,6 +133,11 @@ class Schedule:
         return _is_among(unit, self._running)
 
     @property
+    def is_in_forward(self) -> bool:
+        """Whether a forward of some unit is under way, other than within backward."""
+        return bool(self._running)
+
+    @property
     def awaits_backward(self) -> bool:
         """Whether a forward has run that a backward may come back to."""
         return self._backward is not None or any(past.calls for past in self._open_passes)

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+from fsdp_overlap.comm.collectives import CustomComms
 from fsdp_overlap.comm.lanes import Lane, Mark
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.copies import Reducing
@@ -62,9 +63,12 @@ class Unit:
         """Whether backwards but the last of a step leave gradients unreduced."""
         self.is_last_backward = True
         self.ignored: frozenset[nn.Parameter] = frozenset()
+        self.offload_policy = OffloadPolicy()
+        self.is_offloaded = any(bucket.offload is not None for bucket in buckets)
         self.reducing = Reducing()
         self.separates_reductions = True
         """Whether reductions run on a process group of their own."""
+        self.comms = CustomComms()
         self.has_unreduced = False
         """Whether reduce inputs hold what backwards without synchronization left, on every rank."""
         self.is_root = False
@@ -80,7 +84,8 @@ class Unit:
         """Takes the name it has in the root module, by which users know it."""
         self.name = name
         for bucket in self.buckets:
-            dtype = str(bucket.shard.dtype).removeprefix("torch.")
+            dtypes = dict.fromkeys((bucket.shard.dtype, bucket.compute_dtype))
+            dtype = " as ".join(str(each).removeprefix("torch.") for each in dtypes)
             frozen = "" if bucket.plan.specs[0].requires_grad else ", frozen"
             bucket.label = name if len(self.buckets) == 1 else f"{name} [{dtype}{frozen}]"
 
@@ -219,6 +224,7 @@ class Unit:
         other.reduces_last_only = self.reduces_last_only
         other.is_last_backward = self.is_last_backward
         other.separates_reductions = self.separates_reductions
+        other.comms = self.comms
         other.reducing.__dict__.update(vars(self.reducing))
         other.unshard_in_backward = self.unshard_in_backward
         other.max_reduce_inputs = self.max_reduce_inputs
@@ -260,7 +266,9 @@ class Unit:
             if any(parameter.requires_grad for parameter in bucket.parameters):
                 gradients = self._known_gradients.get(bucket)
                 if gradients is None:
-                    dtype = self.mp_policy.reduce_dtype or bucket.full.flat.dtype
+                    dtype = bucket.shard.dtype
+                    if dtype.is_floating_point:
+                        dtype = self.mp_policy.reduce_dtype or dtype
                     gradients = self._known_gradients[bucket] = BucketGradients(
                         bucket, dtype, self.reducing
                     )

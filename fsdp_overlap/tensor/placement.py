@@ -127,6 +127,11 @@ def cut_dims(spec: DTensorSpec) -> tuple[int, ...]:
     )
 
 
+def is_on_mesh(local: torch.Tensor, spec: DTensorSpec) -> bool:
+    """Whether backends of the mesh can work on ``local``, which may rest on the host instead."""
+    return local.device.type in (spec.mesh.device_type, "meta")
+
+
 def with_range(
     spec: DTensorSpec, placement: RangeShard, shape: torch.Size, dtype: torch.dtype
 ) -> DTensorSpec:

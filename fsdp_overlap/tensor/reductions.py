@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fsdp_overlap.tensor.operands import check_no_gradient, local_operand
-from fsdp_overlap.tensor.placement import cut_dims, tile_of
+from fsdp_overlap.tensor.placement import cut_dims, is_on_mesh, tile_of
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, raise_unsupported
 
 Call = Callable[..., Any]
@@ -226,7 +226,9 @@ def _all_reduce(
     values: torch.Tensor, op: dist.ReduceOp.RedOpType, spec: DTensorSpec
 ) -> torch.Tensor:
     """Over the ranks that a tensor is cut among."""
-    values = values.contiguous()
+    sent = values.contiguous()
+    if not is_on_mesh(values, spec):
+        sent = values.to(spec.mesh.device_type)
     for dim in cut_dims(spec):
-        dist.all_reduce(values, op, spec.mesh.get_group(dim))
-    return values
+        dist.all_reduce(sent, op, spec.mesh.get_group(dim))
+    return sent.to(values.device)

@@ -30,6 +30,7 @@ from fsdp_overlap.tensor.chunks import all_of_a_storage, chunks_of
 from fsdp_overlap.tensor.placement import (
     RangeShard,
     has_tiles,
+    is_on_mesh,
     local_range,
     range_dim,
     range_spec,
@@ -208,7 +209,8 @@ class ShardedTensor(DTensor):
         spec = self._spec
         tile = tile_of(spec)
         local = self._local_tensor.detach()
-        full = torch.empty(tile.numel, dtype=local.dtype, device=local.device)
+        device = local.device if is_on_mesh(local, spec) else spec.mesh.device_type
+        full = torch.empty(tile.numel, dtype=local.dtype, device=device)
         start, stop = self.local_range
         full[start:stop].copy_(local)
         group = self.range_group
@@ -219,11 +221,11 @@ class ShardedTensor(DTensor):
         for work in works:
             work.wait()
         full = full.view(tile.shape)
-        if not has_tiles(spec):
-            return full
-        placements = tuple(p if isinstance(p, Shard) else Replicate() for p in spec.placements)
-        tiles = DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
-        return DTensor.__new__(DTensor, full, tiles, requires_grad=False).full_tensor()
+        if has_tiles(spec):
+            placements = tuple(p if isinstance(p, Shard) else Replicate() for p in spec.placements)
+            tiles = DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
+            full = DTensor.__new__(DTensor, full, tiles, requires_grad=False).full_tensor()
+        return full.to(local.device)
 
     def redistribute(
         self,
