@@ -2,21 +2,32 @@
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from fsdp_overlap.fsdp_module import FsdpModule, UnshardHandle
+from fsdp_overlap.fsdp_module import (
+    FsdpModule,
+    UnshardHandle,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 from fsdp_overlap.fully_shard import fully_shard
 from fsdp_overlap.layout import Blocks, Flat, Whole
 from fsdp_overlap.runtime.context import FsdpContext
+from fsdp_overlap.runtime.finalization import GradientReductionHandle
 from fsdp_overlap.runtime.stats import Stats
 from fsdp_overlap.tensor.creation import distribute_tensor
 from fsdp_overlap.tensor.placement import RangeShard
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
 
+FSDPModule = FsdpModule
+"""The name that it has in FSDP2, for code that changes its import alone."""
+
 __all__ = [
     "Blocks",
     "CPUOffloadPolicy",
+    "FSDPModule",
     "Flat",
     "FsdpContext",
     "FsdpModule",
+    "GradientReductionHandle",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "RangeShard",
@@ -26,4 +37,6 @@ __all__ = [
     "Whole",
     "distribute_tensor",
     "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]

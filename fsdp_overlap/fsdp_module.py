@@ -1,25 +1,17 @@
-"""What :func:`fully_shard` gives a module: the verbs of sharding, and copies, moves and state dicts
-that know of it."""
+"""The verbs that :func:`fully_shard` gives a module, and functions of modules beside them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from copy import deepcopy
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Sequence
+from weakref import ref
 
 import torch
 from torch import nn
 
-from fsdp_overlap.runtime import hooks
-from fsdp_overlap.runtime.bucket import Bucket
-from fsdp_overlap.runtime.context import unit_of
-from fsdp_overlap.runtime.domain import Domain
-from fsdp_overlap.runtime.ownership import modules_outside_units
-from fsdp_overlap.runtime.tensor_parallel import parameter_like
-from fsdp_overlap.runtime.unit import Unit
-from fsdp_overlap.tensor.sharded_tensor import attributes_of
+from fsdp_overlap.runtime.finalization import GradientReductionHandle
+from fsdp_overlap.runtime.forward_method import ForwardMethod
+from fsdp_overlap.runtime.unit import Unit, unit_names, unit_of
+from fsdp_overlap.sharded_module import ShardedModule
 
 
 class UnshardHandle:
@@ -29,43 +21,23 @@ class UnshardHandle:
         self._unit: Unit | None = unit
 
     def wait(self) -> None:
-        """Makes compute wait for the all-gather and registers the unsharded parameters."""
-        if self._unit is not None:
+        """Makes compute wait for the all-gather and registers the unsharded parameters. Does
+        nothing once they were freed again, as by a forward."""
+        if self._unit is not None and self._unit.is_gathered:
             self._unit.wait()
             self._unit.use_unsharded()
-            self._unit = None
+        self._unit = None
 
 
-@contextmanager
-def hidden(buckets: Sequence[Bucket]) -> Iterator[None]:
-    """Takes the parameters of ``buckets`` out of their modules meanwhile."""
-    for bucket in buckets:
-        bucket.use_none()
-    try:
-        yield
-    finally:
-        for bucket in buckets:
-            bucket.use_sharded()
-
-
-@dataclass(frozen=True)
-class _On:
-    """Names a parameter's mesh as ``shard_placement_fn`` does."""
-
-    mesh_info: Domain
-    placement: None = None
-
-
-class FsdpModule(nn.Module):
+class FsdpModule(ShardedModule):
     """Mixed into the class of every module given to :func:`fully_shard`."""
-
-    _fsdp_unit: Unit
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers this unit's parameters, not those of inner units, and registers them in the
         module until :meth:`reshard` or the end of its next forward. Collective over the mesh.
 
-        With ``async_op`` returns a handle; the parameters may be used after its ``wait()``.
+        With ``async_op`` returns a handle; the parameters may be used after its ``wait()``, and in
+        forward, which waits by itself.
         """
         unit = self._fsdp_unit
         unit.context.settle()
@@ -79,15 +51,6 @@ class FsdpModule(nn.Module):
             return handle
         handle.wait()
         return None
-
-    def reshard(self) -> None:
-        """Frees this unit's full buffers and registers its sharded parameters."""
-        unit = self._fsdp_unit
-        unit.use_sharded()
-        if unit.is_gathered:
-            gathers = unit.context.schedule.gathers
-            gathers.release(unit)
-            gathers.flush()
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -184,10 +147,16 @@ class FsdpModule(nn.Module):
             unit.reshard_after_backward = stage == 3
             unit.reduces_last_only = stage == 1
 
-    def set_reshard_after_forward(
-        self, reshard_after_forward: bool, *, recurse: bool = True
-    ) -> None:
-        """Whether forward frees the full buffers. As the argument of :func:`fully_shard`."""
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether forward frees the full buffers. As the argument of :func:`fully_shard`.
+
+        Raises:
+            ValueError: it is not a bool.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                f"set_reshard_after_forward({reshard_after_forward!r}): use True or False"
+            )
         for unit in self._units(recurse):
             unit.reshard_after_forward = reshard_after_forward
 
@@ -199,121 +168,176 @@ class FsdpModule(nn.Module):
         for unit in self._units(recurse):
             unit.reshard_after_backward = reshard_after_backward
 
-    def _units(self, recurse: bool) -> Iterable[Unit]:
-        modules = self.modules() if recurse else [self]
-        return [unit for unit in map(unit_of, modules) if unit is not None]
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether this unit is gathered for its backward. An embedding, say, need not be: its
+        backward reads no parameters. One that does read them raises a RuntimeError that says so.
+        It is gathered all the same where somebody else handles what autograd saves, as
+        checkpointing does."""
+        self._fsdp_unit.unshard_in_backward = unshard_in_backward
 
-    def _apply(self, fn: Any, recurse: bool = True) -> FsdpModule:
-        """What ``to_empty()``, ``to()`` and the like do to a module: gives memory to a unit on the
-        meta device, and leaves alone a unit that is where it should be.
+    def set_modules_to_forward_prefetch(self, modules: Sequence[FsdpModule]) -> None:
+        """Which units are gathered ahead where this one runs in forward, instead of those that are
+        expected next; ``[]`` leaves that to the order again. Set the same on every rank.
+
+        All of them are gathered, also more than ``prefetch``, and kept until they are used, at the
+        longest to the end of the pass.
 
         Raises:
-            RuntimeError: the shards would change dtype or device. Nothing was changed then.
+            ValueError: one is no unit, or belongs to another context.
         """
-        buckets = self._fsdp_unit.buckets
-        with torch.no_grad():
-            applied = [fn(bucket.shard) for bucket in buckets]
-        device = self._fsdp_unit.context.device
-        for bucket, shard in zip(buckets, applied, strict=True):
-            is_moved = shard.device != bucket.shard.device
-            is_given_memory = bucket.is_meta and shard.device.type == device.type
-            if shard.dtype != bucket.shard.dtype or (is_moved and not is_given_memory):
-                raise RuntimeError(
-                    f"{type(self).__name__} is sharded, its shards are {bucket.shard.dtype} on "
-                    f"{bucket.shard.device}: move or cast a module (to(), cuda(), half(), ...) "
-                    f"before fully_shard(); from meta, to_empty(device={device.type!r})"
-                )
-        with hidden(buckets):
-            super()._apply(fn, recurse)
-        if any(
-            bucket.is_meta and not shard.is_meta
-            for bucket, shard in zip(buckets, applied, strict=True)
-        ):
-            self._fsdp_unit.materialize(device)
-        else:
-            for bucket, shard in zip(buckets, applied, strict=True):
-                if shard is not bucket.shard:
-                    bucket.shard.copy_(shard)
-        self._announce_unsharded()
-        return self
+        self._fsdp_unit.forward_prefetch = self._prefetched(modules)
 
-    def _announce_unsharded(self) -> None:
-        """Assigns the unsharded parameters where they belong, for modules that keep references of
-        their own, as ``nn.LSTM`` does, and registers the sharded ones again."""
-        for bucket in self._fsdp_unit.buckets:
-            unsharded = dict(
-                zip(map(id, bucket.sharded_parameters), bucket.parameters, strict=True)
-            )
-            for _, module in modules_outside_units(self):
-                for name, parameter in list(module._parameters.items()):
-                    if id(parameter) in unsharded:
-                        setattr(module, name, unsharded[id(parameter)])
-            bucket.use_sharded()
+    def set_modules_to_backward_prefetch(self, modules: Sequence[FsdpModule]) -> None:
+        """As :meth:`set_modules_to_forward_prefetch`, where this one's backward runs."""
+        self._fsdp_unit.backward_prefetch = self._prefetched(modules)
 
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        if local_metadata.get("assign_to_params_buffers"):
-            raise RuntimeError(
-                f"load_state_dict(assign=True) would replace the sharded parameters of "
-                f"{type(self).__name__}: use assign=False, after to_empty() if the model is on the "
-                "meta device"
+        """How many reduce inputs may exist at once, those that travel and the one that is filled.
+        2 by default, 1 with ``prefetch=0``. The units of a context share them: the largest number
+        that was set on one of them counts.
+
+        Raises:
+            TypeError, ValueError: it is not an integer of at least 1.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(
+                "set_reduce_scatter_max_input_buffers takes an int, got a "
+                f"{type(max_input_buffers).__name__}"
             )
-        self._show_sharded()
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        if max_input_buffers < 1:
+            raise ValueError(
+                f"set_reduce_scatter_max_input_buffers({max_input_buffers}): use 1 or more"
+            )
+        for unit in self._units(recurse):
+            unit.max_reduce_inputs = max_input_buffers
+            unit.context.follow_reduce_inputs()
 
-    def _save_to_state_dict(self, *args: Any) -> None:
-        self._show_sharded()
-        super()._save_to_state_dict(*args)
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Changes nothing, for code that calls it: parameters without a gradient on this rank
+        always take part in the reduction, so that ranks may use different ones; where no rank has
+        one, ``.grad`` stays as it was."""
 
-    def _show_sharded(self) -> None:
-        """After an explicit :meth:`unshard`: what is loaded and saved are the shards."""
-        if not self._fsdp_unit.context.schedule.is_in_use(self._fsdp_unit):
-            self.reshard()
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Whether full buffers keep their memory, and so unsharded parameters their addresses,
+        while the unit is sharded, as a captured CUDA graph needs. Takes the memory of each unit,
+        whole, from its first all-gather on."""
+        for unit in self._units(recurse):
+            unit.context.keep_storage(unit, keep)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> FsdpModule:
-        """A copy, sharded likewise, with memory and a context of its own."""
-        from fsdp_overlap.fully_shard import fully_shard
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """The all-gathers of the next pass wait for ``event``, recorded after the optimizer's step,
+        and not for all compute enqueued before the pass. Counts once. Edits of parameters that are
+        made after this call are waited for all the same. On a CPU there is nothing to wait for."""
+        self._fsdp_unit.context.schedule.gathers.wait_once_for(event)
 
+    def reset_iter_state(self) -> None:
+        """As :meth:`FsdpContext.reset`, by FSDP2's name.
+
+        Raises:
+            RuntimeError: this unit lies within another; call it on the root.
+        """
+        self._check_outermost("reset_iter_state")
+        self._fsdp_unit.context.reset()
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Whether backwards leave it to :meth:`finalize_backward` to complete gradients. Without
+        that call they never are.
+
+        Raises:
+            RuntimeError: this unit lies within another, or a backward is not finalized yet.
+        """
+        self._check_outermost("set_manual_backward_finalization")
+        self._fsdp_unit.context.schedule.finalization.set_manual(enabled)
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Completes the gradients of the backwards since the last call: reduces what backwards
+        without synchronization left on units that synchronize now, and frees full buffers that are
+        not to be kept after backward. Before the first forward it does nothing. Collective over the
+        mesh.
+
+        With ``async_op`` returns a handle; the gradients may be used, and the next forward or
+        backward run, after its ``wait()``.
+
+        Raises:
+            RuntimeError: this unit lies within another, finalization is not manual, a backward is
+                under way, or the last handle was not waited for.
+        """
+        self._check_outermost("finalize_backward")
+        context = self._fsdp_unit.context
+        if not context.has_schedule:
+            return GradientReductionHandle(None) if async_op else None
+        handle = context.schedule.finalization.finalize()
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def _check_outermost(self, verb: str) -> None:
         unit = self._fsdp_unit
-        for bucket in unit.buckets:
-            for spec, parameter, sharded in zip(
-                bucket.plan.specs, bucket.parameters, bucket.sharded_parameters, strict=True
-            ):
-                # For fully_shard() to take over: of the values, only the shards are copied.
-                empty = torch.empty(spec.shape, dtype=spec.dtype, device=bucket.shard.device)
-                copied = parameter_like(parameter, empty, spec.requires_grad)
-                attributes = attributes_of(parameter) | attributes_of(sharded)
-                vars(copied).update(deepcopy(attributes, memo))
-                del copied.__dict__["_fsdp_owner"]
-                memo[id(parameter)] = memo[id(sharded)] = copied
-        plain_class: Any = type(self).__bases__[1]
-        duplicate = plain_class.__new__(plain_class)
-        memo[id(self)] = duplicate
-        state = hooks.without_hooks(self.__getstate__())
-        del state["_fsdp_unit"]
-        duplicate.__setstate__(deepcopy(state, memo))
-        context = deepcopy(unit.context, memo)
-        meshes = {}
-        for bucket in unit.buckets:
-            domain = context.domain_of(bucket.domain.mesh)
-            domain.plans.place(duplicate, [bucket.plan])
-            for parameter in bucket.parameters:
-                meshes[memo[id(parameter)]] = _On(domain)
-        fully_shard(
-            duplicate,
-            context,
-            mesh=unit.mesh,
-            shard_placement_fn=meshes.__getitem__,
-            reshard_after_forward=unit.reshard_after_forward,
-            mp_policy=unit.mp_policy,
-            ignored_params={deepcopy(parameter, memo) for parameter in unit.ignored},
-        )
-        for mine, its in zip(unit.buckets, duplicate._fsdp_unit.buckets, strict=True):
-            # For an optimizer that is copied together with the model.
-            memo.update(zip(map(id, mine.sharded_parameters), its.sharded_parameters, strict=True))
-        unit.copy_to(duplicate._fsdp_unit)
-        return duplicate
+        if unit in unit_names(unit.context.units):
+            raise RuntimeError(
+                f"{verb}() is for the root, and unit {unit.name!r} lies within another: call it on "
+                "the outermost"
+            )
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(f"{type(self).__name__} cannot be pickled: save its state_dict()")
+    def _prefetched(self, modules: Sequence[FsdpModule]) -> list[ref[Unit]]:
+        mine = self._fsdp_unit.context
+        units = []
+        for module in modules:
+            unit = unit_of(module) if isinstance(module, nn.Module) else None
+            if unit is None:
+                raise ValueError(
+                    f"can prefetch units only, got a {type(module).__name__}: call fully_shard on "
+                    "it first"
+                )
+            if unit.context is not mine and not (mine.is_implicit or unit.context.is_implicit):
+                raise ValueError(
+                    f"unit {unit.name!r} has another FsdpContext than the unit "
+                    f"{self._fsdp_unit.name!r} that would prefetch it; give both the same"
+                )
+            units.append(ref(unit))
+        return units
+
+    def _units(self, recurse: bool) -> Iterable[Unit]:
+        modules = self.modules() if recurse else [self]
+        found = (unit for unit in map(unit_of, modules) if unit is not None)
+        return dict.fromkeys(found)  # a list of modules shares one
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Makes a method of a unit run on unsharded parameters, as its forward does. Does nothing to
+    another module.
+
+    Raises:
+        ValueError: the unit has no such method.
+    """
+    if not isinstance(module, FsdpModule):
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
+    setattr(module, method_name, ForwardMethod(module, method))
+
+
+def share_comm_ctx(modules: Sequence[FsdpModule]) -> None:
+    """Makes several roots, as the chunks of a pipeline stage, share the lanes of the first. Each
+    keeps its own context, and so its own order. To be called before the first forward.
+
+    Raises:
+        ValueError: one is no unit, or on another kind of device.
+        RuntimeError: one has run already, on lanes of its own. Nothing was changed then.
+    """
+    contexts = []
+    for module in modules:
+        unit = unit_of(module) if isinstance(module, nn.Module) else None
+        if unit is None:
+            raise ValueError(f"share_comm_ctx takes units, got a {type(module).__name__}")
+        contexts.append(unit.context)
+    for context in contexts[1:]:
+        context.check_may_use_lanes_of(contexts[0])
+    for context in contexts[1:]:
+        context.use_lanes_of(contexts[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -14,20 +14,20 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp_overlap.fsdp_module import FsdpModule
 from fsdp_overlap.runtime import hooks, tensor_parallel
 from fsdp_overlap.runtime.bucket import Bucket
-from fsdp_overlap.runtime.context import FsdpContext, unit_of
+from fsdp_overlap.runtime.context import FsdpContext
 from fsdp_overlap.runtime.domain import Domain
 from fsdp_overlap.runtime.ownership import (
     OwnedParameter,
     modules_outside_units,
     owned_parameters,
 )
-from fsdp_overlap.runtime.unit import Unit
+from fsdp_overlap.runtime.unit import Unit, kind_of, unit_of
 
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
+ModulesT = TypeVar("ModulesT", bound=nn.Module | Sequence[nn.Module])
 
 
 def fully_shard(
-    module: ModuleT,
+    module: ModulesT,
     ctx: FsdpContext | None = None,
     *,
     mesh: DeviceMesh | None = None,
@@ -37,7 +37,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008, frozen
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: object | None = None,
-) -> ModuleT:
+) -> ModulesT:
     """Makes ``module`` a unit: shards its parameters, gradients and optimizer states over a mesh.
 
     Call it on inner modules first, then on the module around them, with one context. The unit owns
@@ -47,8 +47,14 @@ def fully_shard(
     must hold the same values before, and call it in the same order. A model built on the meta
     device gets memory by ``model.to_empty(device=...)`` afterwards, that of its shards alone.
 
+    A list of modules, as ``[norm, head]``, is one unit: what they own travels together, and is
+    whole from the first of them that runs until each has run, at the longest to the end of the
+    outermost unit around them. Any of them may run several times, or alone after the model's
+    forward, as a head does on one chunk of the loss after the other: it then is whole already.
+
     Args:
-        module: at rest its parameters are sharded; its own forward sees them whole.
+        module: at rest its parameters are sharded; its own forward sees them whole. Of a list,
+            those that lie within others of it only say that they are part of them.
         ctx: what the units of one model share. Without one, the units of a tree share one from the
             first forward of its root on.
         mesh: what the unit is sharded over, of one dimension or ``(replicate, shard)``, by default
@@ -69,39 +75,41 @@ def fully_shard(
         dp_mesh_dims: not supported; pass the data-parallel dimensions as ``mesh``.
 
     Returns:
-        ``module``, whose class now also is :class:`FsdpModule`.
+        ``module``, whose class, or that of each of its modules, now also is :class:`FsdpModule`.
 
     Raises:
         TypeError, ValueError: the module or a parameter cannot be sharded. Nothing was changed
         then.
     """
-    _check_module(module)
+    modules = _modules_of(module)
     _check_arguments(ctx, offload_policy, dp_mesh_dims)
     ignored = frozenset(ignored_params or ())
-    owned = owned_parameters(module, ignored)
+    owned = owned_parameters(modules, ignored)
     if ctx is None:
         ctx = FsdpContext(mesh)
         ctx.is_implicit = True
-    _check_parameters(module, owned, ctx.device)
+    kind = kind_of(modules)
+    _check_parameters(kind, owned, ctx.device)
     mesh = ctx.mesh if mesh is None else mesh
-    by_domain = _by_domain(module, owned, ctx, mesh, shard_placement_fn)
+    by_domain = _by_domain(kind, owned, ctx, mesh, shard_placement_fn)
     for domain, items in by_domain.items():
         _check_reshard_after_forward(reshard_after_forward, domain.shard_size)
         for item in items:
             if isinstance(item.parameter, DTensor):
-                tensor_parallel.check(_name(module, item), item.parameter, domain.mesh)
+                tensor_parallel.check(_name(kind, item), item.parameter, domain.mesh)
     buckets = [
         bucket
         for domain, items in by_domain.items()
-        for bucket in _make_buckets(module, items, ctx, domain, mp_policy)
+        for bucket in _make_buckets(modules, items, ctx, domain, mp_policy)
     ]
-    unit = Unit(module, ctx, mesh, buckets, mp_policy, reshard_after_forward)
+    unit = Unit(modules, ctx, mesh, buckets, mp_policy, reshard_after_forward)
     unit.ignored = ignored
     _mark_owner(unit)
-    _move_buffers(module, ctx.device)
-    module.__dict__["_fsdp_unit"] = unit
-    module.__class__ = _fsdp_class(type(module))
-    hooks.install(module, unit)
+    _move_buffers(modules, ctx.device)
+    for each in modules:
+        each.__dict__["_fsdp_unit"] = unit
+        each.__class__ = _fsdp_class(type(each))
+        hooks.install(each, unit)
     return module
 
 
@@ -113,16 +121,16 @@ def _mark_owner(unit: Unit) -> None:
                 parameter._fsdp_owner = (unit.module_kind, item.fqn)  # type: ignore[union-attr]
 
 
-def _move_buffers(module: nn.Module, device: torch.device) -> None:
+def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
     """Buffers are not sharded; they go where the unit computes."""
-    for _, owner in modules_outside_units(module):
+    for _, owner in modules_outside_units(modules):
         for buffer in owner._buffers.values():
             if buffer is not None and buffer.device.type not in (device.type, "meta"):
                 buffer.data = buffer.to(device)
 
 
 def _by_domain(
-    module: nn.Module,
+    kind: str,
     owned: list[OwnedParameter],
     ctx: FsdpContext,
     mesh: DeviceMesh,
@@ -137,7 +145,7 @@ def _by_domain(
             own_mesh, wanted = mesh_info.mesh, wanted.placement
         if wanted is not None and wanted != Shard(0):
             raise ValueError(
-                f"shard_placement_fn wants parameter {item.fqn!r} of {type(module).__name__} "
+                f"shard_placement_fn wants parameter {item.fqn!r} of {kind} "
                 f"placed as {wanted}; parameters are cut between rows, so return None, Shard(0) or "
                 "a ShardPlacementResult of these, and choose a layout by FsdpContext(layout=...)"
             )
@@ -146,15 +154,16 @@ def _by_domain(
 
 
 def _make_buckets(
-    module: nn.Module,
+    modules: Sequence[nn.Module],
     owned: list[OwnedParameter],
     ctx: FsdpContext,
     domain: Domain,
     mp_policy: MixedPrecisionPolicy,
 ) -> list[Bucket]:
-    if not domain.plans.has(module) and any(other.plans.has(module) for other in ctx.domains):
+    first = modules[0]
+    if not domain.plans.has(first) and any(other.plans.has(first) for other in ctx.domains):
         raise ValueError(
-            f"{type(module).__name__} was planned for another mesh than {domain.mesh}: name its "
+            f"{kind_of(modules)} was planned for another mesh than {domain.mesh}: name its "
             "mesh in ctx.plan(..., meshes={module: mesh})"
         )
     by_fqn = {item.fqn: item for item in owned}
@@ -167,7 +176,7 @@ def _make_buckets(
             torch.device("meta") if is_meta else domain.device,
             _compute_dtype(plan.specs[0].dtype, mp_policy),
         )
-        for plan in domain.plans.take(module, [item.spec for item in owned])
+        for plan in domain.plans.take(modules, [item.spec for item in owned])
     ]
 
 
@@ -177,14 +186,36 @@ def _compute_dtype(dtype: torch.dtype, mp_policy: MixedPrecisionPolicy) -> torch
     return mp_policy.param_dtype
 
 
+def _modules_of(module: Any) -> list[nn.Module]:
+    """The modules that will be one unit: of a list, without those that lie within others."""
+    if isinstance(module, nn.Module):
+        _check_module(module)
+        return [module]
+    if not isinstance(module, (list, tuple)):
+        raise TypeError(
+            f"fully_shard takes a torch.nn.Module or a list of them, got {type(module).__name__}"
+        )
+    for item in module:
+        if not isinstance(item, nn.Module):
+            raise TypeError(
+                f"fully_shard takes a list of torch.nn.Module, got one with a {type(item).__name__}"
+            )
+    inner = {id(child) for item in module for child in item.modules() if child is not item}
+    modules = [item for item in module if id(item) not in inner]
+    if not modules or len(set(modules)) != len(modules):
+        raise ValueError("fully_shard takes a list of at least one module, each named once")
+    for each in modules:
+        _check_module(item)
+    return modules
+
+
 def _check_module(module: nn.Module) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"fully_shard takes a torch.nn.Module, got {type(module).__name__}")
     if unit_of(module) is not None:
         raise ValueError(
             f"{type(module).__name__} is a unit already; call fully_shard once on each module"
         )
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+    is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    if is_container and type(module).forward is nn.Module.forward:
         raise ValueError(
             f"{type(module).__name__} has no forward to hook; call fully_shard on each of its "
             "modules"
@@ -220,19 +251,20 @@ def _check_reshard_after_forward(value: bool | int | None, ranks: int) -> None:
         )
 
 
-def _name(module: nn.Module, item: OwnedParameter) -> str:
-    return f"parameter {item.fqn!r} of {type(module).__name__}"
+def _name(kind: str, item: OwnedParameter) -> str:
+    return f"parameter {item.fqn!r} of {kind}"
 
 
-def _check_parameters(module: nn.Module, owned: list[OwnedParameter], device: torch.device) -> None:
+def _check_parameters(kind: str, owned: list[OwnedParameter], device: torch.device) -> None:
     for item in owned:
         parameter = item.parameter
-        where = _name(module, item)
+        where = _name(kind, item)
         other = getattr(parameter, "_fsdp_owner", None)
         if other is not None:
             raise ValueError(
                 f"{where} is also {other[1]!r} of the unit {other[0]}: a parameter belongs to one "
-                "unit; call fully_shard only on a module that holds both"
+                "unit; call fully_shard only on a module that holds both, or on a list of the "
+                "two"
             )
         if isinstance(parameter, nn.UninitializedParameter):
             raise ValueError(f"{where} is not initialized; run a forward before fully_shard()")

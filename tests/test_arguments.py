@@ -123,7 +123,7 @@ def pickled() -> None:
 
 
 CASES: dict[Callable[[], None], tuple[type[Exception], str]] = {
-    not_a_module: (TypeError, "takes a torch.nn.Module, got str"),
+    not_a_module: (TypeError, "takes a torch.nn.Module or a list of them, got str"),
     module_list: (ValueError, "ModuleList has no forward to hook; call fully_shard on each"),
     twice: (ValueError, "Linear is a unit already"),
     mesh_as_context: (TypeError, "ctx is a DeviceMesh, not an FsdpContext; pass a mesh as mesh="),

@@ -29,7 +29,7 @@ from fsdp_overlap.layout import (
     sections,
 )
 from fsdp_overlap.optim import AdamW
-from fsdp_overlap.runtime import context
+from fsdp_overlap.runtime import domain
 
 
 def mixed(fqn: str, spec: ParamSpec) -> Flat | Blocks | Whole:
@@ -108,7 +108,7 @@ def uncut(fqn: str, spec: ParamSpec) -> Blocks | Whole:
 
 def train_forced(padding: float, tensor_collectives: bool) -> None:
     """With shards that are equal at any cost, or never."""
-    kept = sections.MOST_PADDING, context.choose
+    kept = sections.MOST_PADDING, domain.choose
     sections.MOST_PADDING = padding
     if tensor_collectives:  # as on NCCL; gloo has them too
 
@@ -116,14 +116,14 @@ def train_forced(padding: float, tensor_collectives: bool) -> None:
             assert plan.is_equal
             return collectives.TensorCollectives()
 
-        context.choose = choose  # type: ignore[assignment]
+        domain.choose = choose  # type: ignore[assignment]
     try:
         twins = Twins(Model, shard_layers, layout=uncut)
         plans = [bucket.plan for unit in twins.ctx.units for bucket in unit.buckets]
         assert all(plan.is_equal for plan in plans) == (padding > 0)
         twins.train(3)
     finally:
-        sections.MOST_PADDING, context.choose = kept
+        sections.MOST_PADDING, domain.choose = kept
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])

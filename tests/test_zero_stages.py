@@ -23,7 +23,7 @@ from fsdp_overlap import FsdpContext, Whole, fully_shard
 from fsdp_overlap.comm import collectives
 from fsdp_overlap.layout import BucketPlan, sections
 from fsdp_overlap.optim import AdamW, Muon
-from fsdp_overlap.runtime import context
+from fsdp_overlap.runtime import domain
 
 SYNCS: dict[str, Callable[[FsdpContext], None]] = {
     "by forward": lambda ctx: None,
@@ -355,14 +355,14 @@ def test_memory_is_given_back() -> None:
 
 def owners(padding: float, tensor_collectives: bool) -> list[torch.Tensor]:
     """Equal at any cost, or ragged as they come; ``tensor_collectives``: as on NCCL."""
-    kept = sections.MOST_PADDING, context.choose
+    kept = sections.MOST_PADDING, domain.choose
     sections.MOST_PADDING = padding
     if tensor_collectives:
 
         def choose(device: str, group: dist.ProcessGroup, plan: BucketPlan) -> Any:
             return collectives.TensorCollectives()
 
-        context.choose = choose  # type: ignore[assignment]
+        domain.choose = choose  # type: ignore[assignment]
     try:
         twins = Twins(Model, shard_layers, optimizer=Muon, layout=Whole(cut=("head.*",)))
         twins.model.set_zero_stage(2)
@@ -375,7 +375,7 @@ def owners(padding: float, tensor_collectives: bool) -> list[torch.Tensor]:
             twins.ctx.start_param_sync()
         return [parameter.full_tensor() for parameter in twins.model.parameters()]
     finally:
-        sections.MOST_PADDING, context.choose = kept
+        sections.MOST_PADDING, domain.choose = kept
 
 
 def test_broadcasts_of_uneven_owners_and_a_padded_all_gather_give_the_same() -> None:

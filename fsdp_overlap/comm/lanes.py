@@ -51,6 +51,10 @@ class Lane(Protocol):
         """What is enqueued from now on starts after the compute enqueued so far."""
         ...
 
+    def after_event(self, event: torch.Event) -> None:
+        """What is enqueued from now on starts after ``event``."""
+        ...
+
     def mark_compute(self) -> Mark:
         """The compute enqueued so far."""
         ...
@@ -131,6 +135,9 @@ class HostLane:
     def after_compute(self) -> None:
         pass
 
+    def after_event(self, event: torch.Event) -> None:
+        pass
+
     def mark_compute(self) -> Mark:
         return None
 
@@ -180,6 +187,9 @@ class CudaLane:
 
     def after_compute(self) -> None:
         self.stream.wait_stream(torch.cuda.current_stream())
+
+    def after_event(self, event: torch.Event) -> None:
+        self.stream.wait_event(event)
 
     def mark_compute(self) -> Mark:
         return torch.cuda.current_stream().record_event()

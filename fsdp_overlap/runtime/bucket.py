@@ -268,7 +268,9 @@ class Bucket:
                 raise RuntimeError(
                     f"parameter {name!r} of unit {self.label!r} was replaced after fully_shard(), "
                     "which would not be trained: assign and tie parameters before, and edit them "
-                    "in place, under torch.no_grad(), as with copy_(), after"
+                    "in place, under torch.no_grad(), as with copy_(), after. "
+                    "torch.func.functional_call() replaces them too: call the model itself, or "
+                    "functional_call() with an unsharded copy of it"
                 )
             registered[name] = parameter
 

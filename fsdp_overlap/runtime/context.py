@@ -22,7 +22,7 @@ from fsdp_overlap.runtime.plans import check_plannable, compare_plans
 from fsdp_overlap.runtime.reductions import MAX_INPUTS, Reductions
 from fsdp_overlap.runtime.schedule import Schedule, is_in_backward
 from fsdp_overlap.runtime.stats import Stats
-from fsdp_overlap.runtime.unit import Unit
+from fsdp_overlap.runtime.unit import Unit, unit_names, unit_of
 
 
 class FsdpContext:
@@ -157,6 +157,27 @@ class FsdpContext:
     def reduce_lane(self) -> Lane:
         return self.lane_factory("reduce_scatter", self.device)
 
+    def check_may_use_lanes_of(self, other: FsdpContext) -> None:
+        """Raises if it has used its own, or computes elsewhere."""
+        if self.device != other.device:
+            raise ValueError(f"a context on {self.device} cannot use lanes on {other.device}")
+        if self._is_settled and self.gather_lane is not other.gather_lane:
+            raise RuntimeError(
+                "a context that has run has lanes of its own: call share_comm_ctx() before the "
+                "first forward"
+            )
+
+    def use_lanes_of(self, other: FsdpContext) -> None:
+        """Communicates on the lanes of ``other``."""
+        self.gather_lane = other.gather_lane
+        self.reduce_lane = other.reduce_lane
+        if self.has_schedule:
+            self.schedule.gathers.lane = self.gather_lane
+
+    @property
+    def has_schedule(self) -> bool:
+        return "schedule" in vars(self)
+
     @cached_property
     def copies_lane(self) -> Lane:
         """For what travels between ranks that hold copies, on a mesh ``(replicate, shard)``."""
@@ -166,7 +187,7 @@ class FsdpContext:
     def schedule(self) -> Schedule:
         return Schedule(
             Gathers(self.gather_lane, self.prefetch, self.stats, self.unit_at),
-            Reductions(self._reduce, MAX_INPUTS if self.prefetch else 1),
+            Reductions(self._reduce, self.max_reduce_inputs),
             self.unit_at,
             lambda: self.units,
             self._finish_backward,
@@ -175,14 +196,14 @@ class FsdpContext:
 
     def plan(
         self,
-        units: Sequence[nn.Module],
+        units: Sequence[nn.Module | Sequence[nn.Module]],
         *,
         ignored_params: Collection[nn.Parameter] = (),
         meshes: Mapping[nn.Module, DeviceMesh] | None = None,
     ) -> None:
-        """Plans the units that ``units`` will become, so that whole parameters are balanced over
-        all of them, the first as the last. Reads shapes alone; call it before
-        :func:`fully_shard`, which otherwise places each unit knowing only those before it.
+        """Plans the units that ``units``, modules or lists of them, will become, so that whole
+        parameters are balanced over all of them, the first as the last. Reads shapes alone; call it
+        before :func:`fully_shard`, which otherwise places each unit knowing only those before it.
 
         ``meshes`` are those of units that will be given one of their own.
 
@@ -191,12 +212,14 @@ class FsdpContext:
             ValueError: one is a unit already, was planned before, or is named twice.
         """
         meshes = meshes or {}
-        check_plannable(units, self.domains)
-        by_mesh: dict[DeviceMesh, list[nn.Module]] = {}
-        for module in units:
-            by_mesh.setdefault(meshes.get(module, self.mesh), []).append(module)
+        lists = [[unit] if isinstance(unit, nn.Module) else list(unit) for unit in units]
+        check_plannable(lists, self.domains)
+        among = {module for modules in lists for module in modules}
+        by_mesh: dict[DeviceMesh, list[Sequence[nn.Module]]] = {}
+        for modules in lists:
+            by_mesh.setdefault(meshes.get(modules[0], self.mesh), []).append(modules)
         for mesh, members in by_mesh.items():
-            self.domain_of(mesh).plans.plan(members, ignored_params, set(units))
+            self.domain_of(mesh).plans.plan(members, ignored_params, among)
 
     # Units
 
@@ -228,10 +251,11 @@ class FsdpContext:
         tops = [item for item in self.units if item not in names]
         for item in self.units:
             kind = item.module_kind
-            item.is_root = tops == [item]
+            item.is_root = tops == [item] and not item.is_list
             item.rename(names.get(item) or (kind if item.is_root else f"{kind}[{item.index}]"))
             for bucket in item.buckets:
                 bucket.domain.connect(bucket, item.separates_reductions, item.part_size)
+        self.follow_reduce_inputs()
         if self.check_plans:
             for domain in self.domains:
                 compare_plans(self.units, domain)
@@ -246,8 +270,7 @@ class FsdpContext:
         backward of its own."""
         is_complete = True
         for outer in self.units:
-            module = outer.module()
-            for child in module.modules() if module is not None else ():
+            for child in (child for module in outer.modules for child in module.modules()):
                 unit = unit_of(child)
                 if unit is None or unit.context is self or not unit.context.is_implicit:
                     continue
@@ -258,6 +281,16 @@ class FsdpContext:
                 unit.context = self
                 unit.index = self.register(unit)
         return is_complete
+
+    @property
+    def max_reduce_inputs(self) -> int:
+        """What the user asked for on some unit, the largest of it."""
+        asked = [unit.max_reduce_inputs for unit in self.units if unit.max_reduce_inputs]
+        return max(asked, default=MAX_INPUTS if self.prefetch else 1)
+
+    def follow_reduce_inputs(self) -> None:
+        if self.has_schedule:
+            self.schedule.reductions.max_inputs = self.max_reduce_inputs
 
     # Full buffers that are kept between steps
 
@@ -290,14 +323,17 @@ class FsdpContext:
         works. Gradients that have not reached a sharded ``.grad`` are dropped. Must be called on
         every rank of the mesh.
         """
-        if "schedule" not in vars(self):
+        if not self.has_schedule:
             return  # nothing ran yet
         self.schedule.drop()
         for unit in self.units:
             unit.reset(self.gather_lane)
         for domain in self.domains:
             domain.reset()
-        self.stats.full_buffers_alive = self.stats.reduce_inputs_alive = 0
+        self.stats.full_buffers_alive = sum(
+            bucket.full.allocated for unit in self.units for bucket in unit.buckets
+        )
+        self.stats.reduce_inputs_alive = 0
 
     # Memory and collectives, counted and noted for the order check
 
@@ -305,15 +341,24 @@ class FsdpContext:
         bucket.domain.note_gather(bucket)
         self.stats.all_gathers += 1
         self.stats.all_gather_bytes += bucket.full.nbytes
-        if not bucket.is_gathered:
+        if not bucket.full.allocated:
             self.stats.count_full_buffer(1)
         if bucket.divided is not None:
             bucket.divided.gather(self.copies_lane)
         bucket.gather(self.gather_lane, keeps_part)
 
     def free(self, bucket: Bucket, after: Mark) -> None:
-        self.stats.count_full_buffer(-1)
+        if not bucket.full.keeps_storage:
+            self.stats.count_full_buffer(-1)
         bucket.free(self.gather_lane, after)
+
+    def keep_storage(self, unit: Unit, keep: bool) -> None:
+        """Whether full buffers of ``unit`` keep their memory while it is sharded."""
+        for bucket in unit.buckets:
+            bucket.full.keeps_storage = keep
+            if not keep and bucket.full.allocated and not bucket.is_gathered:
+                self.stats.count_full_buffer(-1)
+                self.gather_lane.free(bucket.label, bucket.full, self.gather_lane.mark_compute())
 
     def allocate_input(self, gradients: BucketGradients) -> None:
         self.stats.count_reduce_input(1)
@@ -342,22 +387,3 @@ class FsdpContext:
             for gradients in unit.gradients:
                 if gradients.doubtful:
                     gradients.settle_doubts(agreed[gradients.bucket.domain])
-
-
-def unit_of(module: nn.Module) -> Unit | None:
-    """The unit that :func:`fully_shard` made of ``module``, if it did."""
-    return module.__dict__.get("_fsdp_unit")
-
-
-def unit_names(units: Sequence[Unit]) -> dict[Unit, str]:
-    """The name of each unit that lies within another, relative to the outermost that has it."""
-    names: dict[Unit, str] = {}
-    for outer in units:
-        module = outer.module()
-        if module is None or outer in names:
-            continue
-        for name, child in module.named_modules():
-            unit = unit_of(child)
-            if unit is not None and unit is not outer:
-                names[unit] = name
-    return names

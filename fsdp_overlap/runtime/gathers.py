@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
+
+import torch
+from torch.autograd.graph import increment_version
 
 from fsdp_overlap.comm.lanes import Lane, Mark
 from fsdp_overlap.runtime.order import UnitIndex
@@ -32,16 +36,31 @@ class Gathers:
         # With the compute that still reads the buffer: None where it was gathered ahead.
         self._ahead: dict[UnitIndex, Mark] = {}
         self._delayed: dict[UnitIndex, Mark] = {}
+        # As _ahead, but kept until they are used, because the user said that they will be.
+        self._asked: dict[UnitIndex, Mark] = {}
+        self.kept: dict[UnitIndex, int] = {}
+        """Units whose full buffers a graph made by ``backward(create_graph=True)`` may read, at
+        moments that no hook sees, with the tick of their first use."""
         self._seen_edits = -1
+        self._post_optim: tuple[torch.Event, int] | None = None
 
-    def use(self, unit: Unit, upcoming: Sequence[UnitIndex] = ()) -> bool:
+    def use(
+        self,
+        unit: Unit,
+        upcoming: Sequence[UnitIndex] = (),
+        asked: Sequence[weakref.ref[Unit]] = (),
+    ) -> bool:
         """Compute needs ``unit`` now and is expected to need ``upcoming`` next. Enqueues what is
         not there yet; in between frees what was used, so that this unit's all-gather does not wait
-        for that, and the next ones find its memory. Returns whether anything was enqueued."""
+        for that, and the next ones find its memory. The user may have ``asked`` for others instead
+        of ``upcoming``, however many. Returns whether anything was enqueued."""
         gathers = self.stats.all_gathers
         self._delayed.pop(unit.index, None)
         ahead = unit.index in self._ahead
         self._ahead.pop(unit.index, None)
+        if unit.index in self._asked:
+            ahead = True
+            del self._asked[unit.index]
         if unit.is_whole:
             self.stats.prefetch_hits += ahead
         else:
@@ -53,9 +72,12 @@ class Gathers:
         for index in upcoming:
             if index in self._delayed:
                 self._ahead[index] = self._delayed.pop(index)
+        if asked:
+            self._ask(unit, asked)
+            return self.stats.all_gathers != gathers
         self.flush()
         for index in upcoming:
-            if len(self._ahead) >= self.prefetch:
+            if len(self._ahead) + len(self._asked) >= self.prefetch:
                 break
             other = self._unit_at(index)
             if other is not None and not other.is_whole:
@@ -72,9 +94,28 @@ class Gathers:
     def release(self, unit: Unit) -> None:
         """Frees the buffer of ``unit`` once the compute enqueued so far has read it. That is put
         off until the next all-gather is enqueued, which then does not wait for it."""
-        if unit.is_gathered:
+        if unit.is_gathered and unit.index not in self.kept:
             self._ahead.pop(unit.index, None)
+            self._asked.pop(unit.index, None)
             self._delayed[unit.index] = self.lane.mark_compute()
+
+    def unkeep(self, unit: Unit) -> None:
+        """Lets go of a full buffer in :attr:`kept`. Autograd refuses to read it for the graph that
+        it was kept for from now on."""
+        if self.kept.pop(unit.index, None) is not None:
+            for bucket in unit.buckets:
+                increment_version(bucket.parameters)
+
+    def release_stale(self) -> None:
+        """Releases what is kept of units that were edited since."""
+        for index in list(self.kept):
+            unit = self._unit_at(index)
+            if unit is None:
+                del self.kept[index]
+            elif not unit.is_whole:
+                self.unkeep(unit)
+                if unit.reshard_after_backward:
+                    self.release(unit)
 
     def flush(self) -> None:
         """Carries out the delayed releases."""
@@ -82,14 +123,19 @@ class Gathers:
             self._free(index, mark)
         self._delayed.clear()
 
-    def finish_pass(self, before_backward: bool = False) -> None:
+    def finish_pass(self, before_backward: bool = False, before: Unit | None = None) -> None:
         """Frees all that is not in use. ``before_backward``, the unit that ran last is kept if the
-        user left that to us: backward needs it first."""
+        user left that to us: backward needs it first. ``before`` a pass, the unit that begins it
+        is."""
+        self._ahead.update(self._asked)
+        self._asked.clear()
         for index in list(self._ahead):
             self._drop(index)
         for index, mark in list(self._delayed.items()):
             unit = self._unit_at(index)
-            if before_backward and self.prefetch and unit and unit.reshard_after_forward is None:
+            if before_backward and self.prefetch and unit and unit.is_kept_for_backward:
+                continue
+            if unit is not None and unit is before:
                 continue
             del self._delayed[index]
             self._free(index, mark)
@@ -97,18 +143,54 @@ class Gathers:
     def drop(self) -> None:
         """Forgets everything; the buckets are brought to rest elsewhere."""
         self._ahead.clear()
+        self._asked.clear()
         self._delayed.clear()
+        for index in list(self.kept):
+            unit = self._unit_at(index)
+            if unit is not None:
+                self.unkeep(unit)
+        self.kept.clear()
 
     def after_edits(self) -> None:
         """Makes all-gathers from now on see every edit of a shard made so far."""
         self.lane.after_compute()
         self._seen_edits = ShardEdits.clock
 
+    def wait_once_for(self, event: torch.Event) -> None:
+        """The next pass waits for ``event``, which stands for every edit made so far, and not for
+        all compute."""
+        self._post_optim = event, ShardEdits.clock
+
+    def begin_pass(self) -> None:
+        """All-gathers of this pass see the edits made before it."""
+        if self._post_optim is None:
+            self.after_edits()
+        else:
+            event, self._seen_edits = self._post_optim
+            self._post_optim = None
+            self.lane.after_event(event)
+
     def _gather(self, unit: Unit) -> None:
         # A buffer that is gathered again may still be read by compute.
         if self._seen_edits != ShardEdits.clock or unit.is_gathered:
             self.after_edits()
+            self.unkeep(unit)
         unit.gather()
+
+    def _ask(self, unit: Unit, asked: Sequence[weakref.ref[Unit]]) -> None:
+        """Gathers what the user asked for together with ``unit``, and is not there yet."""
+        others = [
+            other for ref in asked if (other := ref()) is not None and other.context is unit.context
+        ]
+        for other in others:
+            for waiting in (self._ahead, self._delayed):
+                if other.index in waiting:
+                    self._asked[other.index] = waiting.pop(other.index)
+        self.flush()
+        for other in others:
+            if not other.is_whole:
+                self._asked.setdefault(other.index, None)
+                self._gather(other)
 
     def _make_room(self) -> None:
         """Before an all-gather that nobody predicted. First what was gathered in vain, because a

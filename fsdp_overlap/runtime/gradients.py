@@ -38,6 +38,8 @@ class BucketGradients:
         self._travels = (bucket.plan.numel - reduced) * reduce_dtype.itemsize
         count = len(bucket.parameters)
         self.filled = [False] * count
+        self.is_in_flight = False
+        """Whether a reduce-scatter reads the reduce input."""
         self.is_large = [
             spec.numel * reduce_dtype.itemsize >= LARGE_BYTES for spec in bucket.plan.specs
         ]
@@ -201,4 +203,5 @@ class BucketGradients:
         self.doubtful.clear()
         if self.copies is not None:
             self.copies.drop()
+        self.is_in_flight = False
         self.input.free()

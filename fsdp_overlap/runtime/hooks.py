@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections import OrderedDict
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -14,16 +14,18 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.comm.spans import span
 from fsdp_overlap.runtime.order import Call
-from fsdp_overlap.runtime.schedule import Schedule
+from fsdp_overlap.runtime.reads import end_watch, watch_reads
+from fsdp_overlap.runtime.schedule import Schedule, is_in_backward
 from fsdp_overlap.runtime.trees import map_tensors, may_hide_tensors, tensors_in
 from fsdp_overlap.runtime.unit import Unit
+from fsdp_overlap.runtime.untraced import untraced
 
 
 def install(module: nn.Module, unit: Unit) -> None:
     """Makes every forward of ``module`` run on unsharded parameters."""
-    module.register_forward_pre_hook(partial(_before_forward, unit), prepend=True, with_kwargs=True)
+    module.register_forward_pre_hook(partial(before_forward, unit), prepend=True, with_kwargs=True)
     # Also after a forward that raised, so that it leaves the sharded parameters in the module.
-    module.register_forward_hook(partial(_after_forward, unit), always_call=True)
+    module.register_forward_hook(partial(after_forward, unit), always_call=True)
 
 
 # Where nn.Module notes the hooks of a forward, and how to call them.
@@ -43,7 +45,7 @@ def without_hooks(state: dict[str, Any]) -> dict[str, Any]:
         key
         for name in ("_forward_pre_hooks", "_forward_hooks")
         for key, hook in state[name].items()
-        if isinstance(hook, partial) and hook.func in (_before_forward, _after_forward)
+        if isinstance(hook, partial) and hook.func in (before_forward, after_forward)
     ]
     for name in _HOOK_TABLES:
         kept = [(key, hook) for key, hook in state[name].items() if key not in installed]
@@ -51,14 +53,21 @@ def without_hooks(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _before_forward(
+@untraced
+def before_forward(
     unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if torch._C._are_functorch_transforms_active():
+        _refuse_transform(unit)
+    if unit.context.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _refuse_capture(unit)
     with span("pre_forward", unit.name):
         unit.context.settle()
         unit.follow_trainability()
         unit.context.schedule.before_forward(unit)
         unit.use_unsharded()
+        if not unit.unshard_in_backward and torch.is_grad_enabled():
+            watch_reads(unit)
     policy = unit.mp_policy
     if policy.cast_forward_inputs and policy.param_dtype is not None:
         cast = partial(_cast_floating, policy.param_dtype)
@@ -66,11 +75,34 @@ def _before_forward(
     return args, kwargs
 
 
-def _after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+def _refuse_transform(unit: Unit) -> NoReturn:
+    raise RuntimeError(
+        f"unit {unit.name!r} runs inside a transform of torch.func (grad, vmap, jvp, ...), which "
+        "all-gathers do not go through: use torch.autograd.grad(), with create_graph=True for "
+        "higher derivatives and is_grads_batched=True for batches, or torch.autograd.forward_ad; "
+        "for derivatives in the weights, an unsharded copy of the model with the full_tensor() of "
+        "each parameter"
+    )
+
+
+def _refuse_capture(unit: Unit) -> NoReturn:
+    raise RuntimeError(
+        f"unit {unit.name!r} runs while a CUDA graph is captured, which would replay all-gathers "
+        "into memory that is freed by then: capture modules inside units, or nothing"
+    )
+
+
+@untraced
+def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    is_watched = bool(unit.watches)
+    if is_watched:
+        end_watch(unit)
     schedule = unit.context.schedule
     # torch calls this while it handles the error of a forward that raised, with no output.
     raised = output is None and sys.exc_info()[0] is not None
     with span("post_forward", unit.name):
+        if unit.is_list and not is_in_backward():
+            unit.module_ran(module)
         call = schedule.after_forward(unit, raised)
         if not schedule.is_in_use(unit):
             unit.use_sharded()
@@ -82,6 +114,7 @@ def _after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output:
     if call is not None:
         differentiable = [tensor for tensor in tensors if tensor.grad_fn is not None]
         if differentiable:
+            call.needs_parameters = not is_watched
             before_backward = partial(_before_backward, weakref.ref(schedule), call)
             for tensor in differentiable:
                 tensor.register_hook(before_backward)
@@ -114,6 +147,7 @@ def _check_no_parameter_leaves(unit: Unit, tensors: list[torch.Tensor]) -> None:
             )
 
 
+@untraced
 def _before_backward(schedule: weakref.ref[Schedule], call: Call, gradient: torch.Tensor) -> None:
     alive = schedule()
     if alive is not None:

@@ -5,27 +5,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fsdp_overlap.runtime.unit import Unit
 
 # Units are named by their index in the context, so that a record keeps no module alive.
 UnitIndex = int
 
 
 class ForwardOrder:
-    """Records the order of one pass and predicts from the last one that gathered anything.
+    """Records the order of one pass and predicts from the last one that gathered anything and began
+    with the same unit: a head that runs alone, chunk by chunk, says nothing about the whole model.
 
     A pass that found all units whole may have run on this rank alone; what is predicted is
     enqueued, and so must be the same on every rank.
     """
 
     def __init__(self) -> None:
-        self._learned: list[UnitIndex] = []
+        self._taught: dict[UnitIndex, Sequence[UnitIndex]] = {}
+        self._last_taught: Sequence[UnitIndex] = []
+        self._learned: Sequence[UnitIndex] = []
+        self._first = -1
         self._running: list[UnitIndex] = []
         self._teaches = False
         self._next = 0
 
-    def begin(self) -> None:
-        """A new pass."""
-        self._learned = list(self.predicted())
+    def begin(self, first: UnitIndex = -1) -> None:
+        """A new pass, which ``first`` begins, if that tells passes apart."""
+        if self._teaches:
+            self._taught[self._first] = self._last_taught = self._running
+        self._learned = self._taught.get(first, self._last_taught)
+        self._first = first
         self._running = []
         self._teaches = False
         self._next = 0
@@ -49,8 +60,9 @@ class ForwardOrder:
         return self._learned[self._next : self._next + count]
 
     def predicted(self) -> Sequence[UnitIndex]:
-        """The units of the next pass, in order."""
-        return self._running if self._teaches else self._learned
+        """The units of the longest pass known, in order."""
+        known = {**self._taught, self._first: self._running} if self._teaches else self._taught
+        return max(known.values(), key=len, default=[])
 
     def has_visited(self, unit: UnitIndex) -> bool:
         return unit in self._running
@@ -89,5 +101,32 @@ class Call:
     forward_pass: ForwardPass
     version: int
     """Of the unit's shards that forward computed with."""
+    needs_parameters: bool = True
+    """Whether its backward does. Where the user said that it does not, that is watched."""
     backward: int = 0
     """Serial number of the last backward that reached this call."""
+
+
+class Backward:
+    """What one backward has done so far."""
+
+    def __init__(self, serial: int, graph_task: int) -> None:
+        self.serial = serial
+        self.graph_task = graph_task
+        self.current: ForwardPass | None = None
+        self.remaining: dict[ForwardPass, list[Call]] = {}
+        """Calls that each reached pass has yet to come back to; the next one is last."""
+        self.open_calls: list[Call] = []
+        """Calls whose backward is under way."""
+        self.accumulates = True
+        """Whether gradients go to parameters, as they do not in ``torch.autograd.grad()``."""
+        self.creates_graph = False
+        """Whether what it leaves may be differentiated again: ``create_graph=True``."""
+        self.recompute: ForwardPass | None = None
+        self.recomputing: list[tuple[Unit, int]] = []
+        self.kept: set[UnitIndex] = set()
+        """Units of several modules that stay whole for those of their calls that remain."""
+
+    def comes_back_to(self, unit: UnitIndex) -> bool:
+        """Whether a call of ``unit`` is yet to be reached."""
+        return any(call.unit == unit for calls in self.remaining.values() for call in calls)

@@ -1,8 +1,8 @@
-"""Which parameters a unit owns: those of its module's subtree that no inner unit owns."""
+"""Which parameters a unit owns: those of its modules' subtrees that no inner unit owns."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,18 +36,21 @@ class OwnedParameter:
 
 
 def modules_outside_units(
-    module: nn.Module, units: Collection[nn.Module] = ()
+    modules: Sequence[nn.Module], units: Collection[nn.Module] = ()
 ) -> Iterable[tuple[str, nn.Module]]:
-    """``(name, module)`` of the subtree without inner units, parents first, each module once.
+    """``(name, module)`` of the subtrees without inner units, parents first, each module once.
+    Where ``modules`` are several, names begin with a place among them, as in ``1.weight``.
 
     ``units``: modules that will be units.
     """
     seen = set()
-    pending = [("", module)]
+    tops = {id(module) for module in modules}
+    prefixes = [""] if len(modules) == 1 else map(str, range(len(modules)))
+    pending = list(zip(prefixes, modules, strict=True))[::-1]
     while pending:
         prefix, current = pending.pop()
         is_unit = "_fsdp_unit" in current.__dict__ or current in units
-        if id(current) in seen or (current is not module and is_unit):
+        if id(current) in seen or (is_unit and id(current) not in tops):
             continue
         seen.add(id(current))
         yield prefix, current
@@ -60,14 +63,14 @@ def modules_outside_units(
 
 
 def owned_parameters(
-    module: nn.Module,
+    modules: Sequence[nn.Module],
     ignored: Collection[nn.Parameter] = (),
     units: Collection[nn.Module] = (),
 ) -> list[OwnedParameter]:
     """Each once, in registration order, without those that are ``ignored``."""
     ignored_ids = {id(parameter) for parameter in ignored}
     found: dict[int, OwnedParameter] = {}
-    for prefix, owner in modules_outside_units(module, units):
+    for prefix, owner in modules_outside_units(modules, units):
         for name, parameter in owner._parameters.items():
             if parameter is None or id(parameter) in ignored_ids:
                 continue

@@ -14,10 +14,10 @@ from torch import nn
 from fsdp_overlap.layout import BucketPlan, LayoutRule, ParamSpec
 from fsdp_overlap.layout.plan import Planner
 from fsdp_overlap.runtime.ownership import owned_parameters
+from fsdp_overlap.runtime.unit import Unit, kind_of
 
 if TYPE_CHECKING:
     from fsdp_overlap.runtime.domain import Domain
-    from fsdp_overlap.runtime.unit import Unit
 
 
 class UnitPlans:
@@ -29,32 +29,33 @@ class UnitPlans:
         self._ahead = weakref.WeakKeyDictionary()
 
     def has(self, module: nn.Module) -> bool:
-        """Whether ``module`` was planned ahead, and is no unit yet."""
+        """Whether ``module`` is the first of a unit that was planned ahead, and is none yet."""
         return module in self._ahead
 
     def plan(
         self,
-        units: Sequence[nn.Module],
+        units: Sequence[Sequence[nn.Module]],
         ignored: Collection[nn.Parameter],
         among: Collection[nn.Module],
     ) -> None:
-        """Plans all of ``units``, which will be units as all modules ``among`` will, together."""
-        owned = [owned_parameters(module, ignored, among) for module in units]
+        """Plans all of ``units``, which will be units of these modules, as all modules ``among``
+        will be in some, together."""
+        owned = [owned_parameters(unit, ignored, among) for unit in units]
         planned = self._planner.plan([[item.spec for item in items] for items in owned])
-        for module, plans in zip(units, planned, strict=True):
-            self.place(module, plans)
+        for unit, plans in zip(units, planned, strict=True):
+            self.place(unit, plans)
 
-    def place(self, module: nn.Module, plans: list[BucketPlan]) -> None:
-        """Says how ``module`` is to be laid out when it becomes a unit."""
-        self._ahead.setdefault(module, []).extend(plans)
+    def place(self, modules: Sequence[nn.Module], plans: list[BucketPlan]) -> None:
+        """Says how ``modules`` are to be laid out when they become a unit."""
+        self._ahead.setdefault(modules[0], []).extend(plans)
 
-    def take(self, module: nn.Module, specs: Sequence[ParamSpec]) -> list[BucketPlan]:
-        """For ``module``, which is becoming a unit of the parameters ``specs``.
+    def take(self, modules: Sequence[nn.Module], specs: Sequence[ParamSpec]) -> list[BucketPlan]:
+        """For ``modules``, which are becoming a unit of the parameters ``specs``.
 
         Raises:
             ValueError: other parameters were planned for it.
         """
-        plans = self._ahead.get(module)
+        plans = self._ahead.get(modules[0])
         if plans is None:
             return self._planner.plan([specs])[0]
         different = {spec for plan in plans for spec in plan.specs} ^ set(specs)
@@ -62,27 +63,28 @@ class UnitPlans:
             names = sorted({spec.fqn for spec in different})
             more = ", ..." if len(names) > 3 else ""
             raise ValueError(
-                f"{type(module).__name__} was planned with other parameters "
+                f"{kind_of(modules)} was planned with other parameters "
                 f"({', '.join(names[:3])}{more}): give plan() all modules that will be units, the "
                 "same ignored_params, and parameters as frozen as they will be"
             )
-        del self._ahead[module]
+        del self._ahead[modules[0]]
         return plans
 
 
-def check_plannable(units: Sequence[nn.Module], domains: Sequence[Domain]) -> None:
+def check_plannable(units: Sequence[Sequence[nn.Module]], domains: Sequence[Domain]) -> None:
     """Before :meth:`UnitPlans.plan`.
 
     Raises:
         ValueError: one is a unit already, was planned before, or is named twice.
     """
-    for module in units:
+    modules = [module for unit in units for module in unit]
+    for module in modules:
         if "_fsdp_unit" in module.__dict__ or any(d.plans.has(module) for d in domains):
             raise ValueError(
                 f"{type(module).__name__} is a unit or was planned already: call plan() once, "
                 "before fully_shard()"
             )
-    if len(set(units)) != len(units):
+    if len(set(modules)) != len(modules):
         raise ValueError("plan() was given a module twice; name each unit once")
 
 

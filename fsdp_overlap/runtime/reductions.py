@@ -39,7 +39,7 @@ class Reductions:
 
     def __init__(self, issue: Callable[[BucketGradients], Ticket], max_inputs: int) -> None:
         self._issue = issue
-        self._max_inputs = max_inputs
+        self.max_inputs = max_inputs
         self._turns: list[Turn] = []
         self._by_unit: dict[Unit, Turn] = {}
         self._in_flight: deque[tuple[Unit, BucketGradients, Ticket]] = deque()
@@ -68,9 +68,8 @@ class Reductions:
             turn.is_ready = True
         self._advance()
 
-    def finish(self, units: Iterable[Unit]) -> None:
-        """Reduces what is left, with zeros where there is no gradient, and makes compute wait for
-        all of it."""
+    def issue_rest(self, units: Iterable[Unit]) -> None:
+        """Reduces what is left, with zeros where there is no gradient."""
         for turn in self._turns:
             turn.is_ready = True
         self._advance()
@@ -80,6 +79,9 @@ class Reductions:
             # only in backwards without synchronization.
             if unit.is_waiting or (unit.syncs_gradients and unit.has_unreduced):
                 self._reduce(unit)
+
+    def wait(self) -> None:
+        """Makes compute wait for all that was issued."""
         while self._in_flight:
             self._wait_for_oldest()
         for copies in self._across:
@@ -112,9 +114,10 @@ class Reductions:
             self._ensure_input(unit, gradients)
             gradients.absorb_all()
             if unit.syncs_gradients:
-                while len(self._in_flight) >= self._max_inputs:
+                while len(self._in_flight) >= self.max_inputs:
                     self._wait_for_oldest()
                 self._filling.discard(gradients)
+                gradients.is_in_flight = True
                 ticket = self._issue(gradients)
                 self._in_flight.append((unit, gradients, ticket))
 
@@ -122,17 +125,21 @@ class Reductions:
         """Whether a gradient may go to the reduce input before its bucket is complete: where there
         may be two inputs, only if that makes nobody wait for one. Where there may be one, compute
         waits for it now: it would hold more and more gradients until the bucket is complete."""
+        if gradients.is_in_flight:
+            return False
         if gradients.input.allocated:
             return True
         while self._in_flight and self._in_flight[0][2].done():
             self._wait_for_oldest()
-        has_room = self._has_room() if self._max_inputs > 1 else not self._filling
+        has_room = self._has_room() if self.max_inputs > 1 else not self._filling
         if turn is not self._turns[0] or not has_room:
             return False
         self._ensure_input(turn.unit, gradients)
         return True
 
     def _ensure_input(self, unit: Unit, gradients: BucketGradients) -> None:
+        while gradients.is_in_flight:  # of a gradient before this one
+            self._wait_for_oldest()
         if gradients.input.allocated:
             return
         while self._in_flight and not self._has_room():
@@ -142,11 +149,12 @@ class Reductions:
             self._filling.add(gradients)
 
     def _has_room(self) -> bool:
-        return len(self._in_flight) + len(self._filling) < self._max_inputs
+        return len(self._in_flight) + len(self._filling) < self.max_inputs
 
     def _wait_for_oldest(self) -> None:
         unit, gradients, ticket = self._in_flight.popleft()
         ticket.wait()
         if gradients.copies is not None:
             self._across.append(gradients.copies)
+        gradients.is_in_flight = False
         unit.context.free_input(gradients)

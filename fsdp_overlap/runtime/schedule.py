@@ -12,17 +12,19 @@ call's all-gather is enqueued all the same.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd import Variable
 
 from fsdp_overlap.comm.spans import span
+from fsdp_overlap.runtime.finalization import Finalization
 from fsdp_overlap.runtime.gathers import Gathers
 from fsdp_overlap.runtime.gradients import BucketGradients
-from fsdp_overlap.runtime.order import Call, ForwardOrder, ForwardPass, UnitIndex
+from fsdp_overlap.runtime.order import Backward, Call, ForwardOrder, ForwardPass, UnitIndex
 from fsdp_overlap.runtime.reductions import Reductions
+from fsdp_overlap.runtime.untraced import untraced
 
 if TYPE_CHECKING:
     from fsdp_overlap.runtime.unit import Unit
@@ -35,21 +37,6 @@ UNFINISHED = (
     "the last backward did not finish (did it raise?); call ctx.reset() on every rank before the "
     "next {}"
 )
-
-
-class Backward:
-    """What one backward has done so far."""
-
-    def __init__(self, serial: int, graph_task: int) -> None:
-        self.serial = serial
-        self.graph_task = graph_task
-        self.current: ForwardPass | None = None
-        self.remaining: dict[ForwardPass, list[Call]] = {}
-        """Calls that each reached pass has yet to come back to; the next one is last."""
-        self.open_calls: list[Call] = []
-        """Calls whose backward is under way."""
-        self.recompute: ForwardPass | None = None
-        self.recomputing: list[tuple[Unit, int]] = []
 
 
 class Schedule:
@@ -67,14 +54,19 @@ class Schedule:
         self.gathers = gathers
         self.reductions = reductions
         self.order = ForwardOrder()
+        # Of backwards that run units again which left no call, as reentrant checkpoints do: calls
+        # that backward has yet to come back to, where all units have them, tell more.
+        self._backward_order: ForwardOrder | None = None
         self._unit_at = unit_at
         self._units = units
-        self._finish_backward = finish_backward
+        self.finalization = Finalization(gathers, reductions, units, finish_backward)
         self._divides_copies = divides_copies
         self._clock = 0
         self._running: list[tuple[Unit, int]] = []
         self._pass = ForwardPass()
-        self._is_after_backward = True
+        self._is_pass_over = True
+        self._unfinished: list[Unit] = []
+        """Units of several modules that wait, whole, for those that have not run in this pass."""
         self._open_passes: deque[ForwardPass] = deque(maxlen=MAX_OPEN_PASSES)
         self._backward: Backward | None = None
         self._backwards = 0
@@ -89,11 +81,12 @@ class Schedule:
         if self._backward is not None:
             raise RuntimeError(UNFINISHED.format("forward"))
         if not self._running and self._starts_pass(unit):
-            self._begin_pass()
+            self._begin_pass(unit)
         self._running.append((unit, self._tick()))
         if unit.buckets:
             self.order.visit(unit.index)
-            if self.gathers.use(unit, self.order.upcoming(self.gathers.prefetch)):
+            upcoming = self.order.upcoming(self.gathers.prefetch)
+            if self.gathers.use(unit, upcoming, unit.forward_prefetch):
                 self.order.teach()
             unit.wait()
 
@@ -113,8 +106,17 @@ class Schedule:
             return self._after_recompute(unit, backward, start, end)
         self._pass.note(unit.index, start, end)
         if (raised or unit.reshards_after_forward()) and not self.is_in_use(unit):
-            self.gathers.release(unit)
+            if not unit.to_run:
+                self.gathers.release(unit)
+            elif running and not raised:
+                self._unfinished.append(unit)
+            else:
+                unit.to_run.clear()
+                self.gathers.release(unit)
+        if self._unfinished and not running:
+            self._release_unfinished()
         if unit.is_root and not running:
+            self._is_pass_over = True
             self.gathers.finish_pass(before_backward=torch.is_grad_enabled() and not raised)
         if not unit.buckets or not torch.is_grad_enabled():
             return None
@@ -139,20 +141,29 @@ class Schedule:
         """Backward will come back to ``call``."""
         call.forward_pass.calls.append(call)
 
+    def _release_unfinished(self) -> None:
+        """The outermost unit has run: what it did not use of lists of modules is not awaited."""
+        for unit in dict.fromkeys(self._unfinished):
+            unit.to_run.clear()
+            self.gathers.release(unit)
+        self._unfinished.clear()
+
     def _starts_pass(self, unit: Unit) -> bool:
         # Where no unit encloses the others a pass has no visible end: a second run of a unit, or a
         # backward in between, tells.
-        return unit.is_root or self._is_after_backward or self.order.has_visited(unit.index)
+        return unit.is_root or self._is_pass_over or self.order.has_visited(unit.index)
 
-    def _begin_pass(self) -> None:
-        self._is_after_backward = False
-        self.gathers.finish_pass()
-        self.gathers.after_edits()
+    def _begin_pass(self, first: Unit) -> None:
+        self.finalization.check_done("forward")
+        self._is_pass_over = False
+        self.gathers.finish_pass(before=first)
+        self.gathers.release_stale()
+        self.gathers.begin_pass()
         if self._divides_copies:
             # All at once: they take no memory that is not there, and are ready when they are read.
             for unit in self._predicted_units():
                 unit.put_together()
-        self.order.begin()
+        self.order.begin(first.index)
         self._pass = ForwardPass()
         if torch.is_grad_enabled():
             self._open_passes.append(self._pass)
@@ -170,9 +181,13 @@ class Schedule:
         if call.backward == backward.serial:
             return
         # Backwards within a backward belong to it only where a forward ran within it before.
-        if torch._C._current_graph_task_id() != backward.graph_task and backward.recompute is None:
-            raise RuntimeError(UNFINISHED.format("backward"))
+        if torch._C._current_graph_task_id() != backward.graph_task:
+            if backward.recompute is None:
+                raise RuntimeError(UNFINISHED.format("backward"))
+            if not backward.accumulates:
+                self._find_accumulation(backward)
         call.backward = backward.serial
+        backward.creates_graph = torch.is_grad_enabled()
         unit = self._unit_at(call.unit)
         if unit is None:
             return
@@ -183,6 +198,8 @@ class Schedule:
             )
         with span("pre_backward", unit.name):
             self._advance_to(call, backward)
+            if not call.needs_parameters:
+                return
             unit.wait()
             # Activation checkpointing inside the unit runs its modules again, without the unit's
             # hooks.
@@ -195,10 +212,21 @@ class Schedule:
         self.reductions.arrived(unit, gradients, index)
 
     def _begin_backward(self) -> Backward:
+        self.finalization.begin_backward()
         Variable._execution_engine.queue_callback(self._end_backward)
         self._backwards += 1
         self._backward = Backward(self._backwards, torch._C._current_graph_task_id())
+        self._find_accumulation(self._backward)
+        if self._backward_order is not None:
+            self._backward_order.begin()
         return self._backward
+
+    def _find_accumulation(self, backward: Backward) -> None:
+        """Sees whether the engine will accumulate into parameters, and if so, expects gradients."""
+        backward.accumulates = any(unit.is_to_accumulate() for unit in self._units())
+        self._expect(self.gathers.kept.items(), backward)
+        for forward_pass in backward.remaining:
+            self._expect_pass(forward_pass, backward)
 
     def _advance_to(self, call: Call, backward: Backward) -> None:
         """Enqueues what every rank enqueues up to ``call``, also for calls skipped on this rank."""
@@ -224,11 +252,19 @@ class Schedule:
 
     def _reach_pass(self, forward_pass: ForwardPass, backward: Backward) -> None:
         backward.remaining[forward_pass] = list(forward_pass.calls)
-        self.reductions.expect(
-            (unit, self._first_use(call))
-            for call in forward_pass.calls
-            if (unit := self._unit_at(call.unit)) is not None
-        )
+        self._expect_pass(forward_pass, backward)
+
+    def _expect_pass(self, forward_pass: ForwardPass, backward: Backward) -> None:
+        first_uses = ((call.unit, self._first_use(call)) for call in forward_pass.calls)
+        self._expect(first_uses, backward)
+
+    def _expect(self, first_uses: Iterable[tuple[UnitIndex, int]], backward: Backward) -> None:
+        if backward.accumulates:
+            self.reductions.expect(
+                (unit, tick)
+                for index, tick in first_uses
+                if (unit := self._unit_at(index)) is not None
+            )
 
     def _walk_to_end(self, forward_pass: ForwardPass, backward: Backward) -> None:
         remaining = backward.remaining[forward_pass]
@@ -241,7 +277,11 @@ class Schedule:
             return
         self._leave(call.end, backward)
         backward.open_calls.append(call)
-        self.gathers.use(unit, self._upcoming_backward(call, backward))
+        if call.needs_parameters:
+            self._use_in_backward(unit, call.forward_pass, backward)
+            if backward.creates_graph:
+                self.gathers.kept.setdefault(unit.index, self._first_use(call))
+                unit.watch_gradients()
         self.reductions.passed(call.end)
 
     def _leave(self, tick: int, backward: Backward) -> None:
@@ -249,21 +289,37 @@ class Schedule:
         for call in [call for call in backward.open_calls if call.start > tick]:
             backward.open_calls.remove(call)
             if all(other.unit != call.unit for other in backward.open_calls):
-                self._release_passed(call.unit)
+                self._release_passed(call.unit, backward)
 
-    def _upcoming_backward(self, call: Call, backward: Backward) -> list[UnitIndex]:
-        remaining = backward.remaining[call.forward_pass]
-        return [other.unit for other in remaining[: -self.gathers.prefetch - 1 : -1]]
+    def _use_in_backward(
+        self, unit: Unit, forward_pass: ForwardPass | None, backward: Backward
+    ) -> None:
+        prefetch = self.gathers.prefetch
+        asked = unit.backward_prefetch and [
+            ref for ref in unit.backward_prefetch if (other := ref()) and other.unshard_in_backward
+        ]
+        if self._backward_order is not None:
+            self._backward_order.visit(unit.index)
+            if self.gathers.use(unit, self._backward_order.upcoming(prefetch), asked):
+                self._backward_order.teach()
+            return
+        remaining = backward.remaining[forward_pass] if forward_pass is not None else []
+        following = remaining[: -prefetch - 1 : -1]
+        upcoming = [call.unit for call in following if call.needs_parameters]
+        self.gathers.use(unit, upcoming, asked)
 
-    def _release_passed(self, index: UnitIndex) -> None:
+    def _release_passed(self, index: UnitIndex, backward: Backward) -> None:
         unit = self._unit_at(index)
         if unit is None:
             return
         with span("post_backward", unit.name):
             unit.use_sharded()
-            if unit.reshard_after_backward:
+            if unit.is_list and backward.comes_back_to(index):
+                backward.kept.add(index)
+            elif unit.reshard_after_backward:
                 self.gathers.release(unit)
 
+    @untraced
     def _end_backward(self) -> None:
         backward = self._backward
         if backward is None:
@@ -272,17 +328,17 @@ class Schedule:
             for forward_pass in backward.remaining:
                 if not forward_pass.is_recompute:
                     self._walk_to_end(forward_pass, backward)
-            for call in backward.open_calls:
-                self._release_passed(call.unit)
+            backward.remaining.clear()
+            for index in {*(call.unit for call in backward.open_calls), *backward.kept}:
+                self._release_passed(index, backward)
             self.gathers.finish_pass()
             for unit in self._units():
                 if unit.part_size is not None:
                     unit.drop_parts()  # of units that backward did not come back to
-            self.reductions.finish(self._units())
-            self._finish_backward()
+            self.finalization.end_backward()
         finally:
             self._backward = None
-            self._is_after_backward = True
+            self._is_pass_over = True
             self._open_passes.clear()
 
     def _first_use(self, call: Call) -> int:
@@ -300,8 +356,9 @@ class Schedule:
     def _before_recompute(self, unit: Unit) -> None:
         backward = self._backward or self._begin_backward()
         backward.recomputing.append((unit, self._tick()))
-        if unit.buckets and not self._is_open(unit, backward):
-            self.gathers.use(unit)
+        # One that is open without parameters, because backward would not need them, does now.
+        if unit.buckets and not (self._is_open(unit, backward) and unit.is_gathered):
+            self._use_in_backward(unit, None, backward)
         unit.wait()
 
     def _after_recompute(self, unit: Unit, backward: Backward, start: int, end: int) -> Call | None:
@@ -317,6 +374,8 @@ class Schedule:
         for forward_pass in self._open_passes:
             if unit.index in forward_pass.spans:
                 start, end = forward_pass.spans[unit.index]
+                if all(call.unit != unit.index for call in forward_pass.calls):
+                    self._backward_order = self._backward_order or ForwardOrder()
         recompute.note(unit.index, start, end)
         return Call(unit.index, start, end, recompute, unit.version)
 
@@ -345,6 +404,7 @@ class Schedule:
         for unit in self._units():
             if not self.is_in_use(unit):
                 unit.use_sharded()
+                self.gathers.unkeep(unit)
                 self.gathers.release(unit)
                 unit.drop_parts()
         self.gathers.flush()
@@ -355,9 +415,11 @@ class Schedule:
         """Forgets what is under way; the recorded order stays."""
         self.gathers.drop()
         self.reductions.drop()
+        self.finalization.drop()
         self._running.clear()
         self._backward = None
-        self._is_after_backward = True
+        self._is_pass_over = True
+        self._unfinished.clear()
         self._open_passes.clear()
 
     def _tick(self) -> int:

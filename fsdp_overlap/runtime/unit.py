@@ -1,13 +1,16 @@
-"""One unit: a module and the parameters it owns."""
+"""One unit: a module, or a list of modules, and the parameters they own."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
+from contextlib import suppress
 from copy import deepcopy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -15,33 +18,45 @@ from fsdp_overlap.comm.lanes import Lane, Mark
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.copies import Reducing
 from fsdp_overlap.runtime.gradients import BucketGradients
+from fsdp_overlap.runtime.untraced import untraced
 
 if TYPE_CHECKING:
     from fsdp_overlap.runtime.context import FsdpContext
 
 
 class Unit:
-    """What :func:`fully_shard` keeps of a module: its buckets and how it is to be treated.
+    """What :func:`fully_shard` keeps of its modules: their buckets and how they are to be treated.
 
-    The module's hooks own the unit; the unit refers to the module weakly, and so does the context
+    The modules' hooks own the unit; the unit refers to the modules weakly, and so does the context
     to the unit. ``gradients`` are those of the buckets that are trainable now.
     """
 
     def __init__(
         self,
-        module: nn.Module,
+        modules: Sequence[nn.Module],
         context: FsdpContext,
         mesh: DeviceMesh,
         buckets: list[Bucket],
         mp_policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | int | None,
     ) -> None:
-        self.module = weakref.ref(module)
+        self._modules = [weakref.ref(module) for module in modules]
         self.mesh = mesh
+        self.is_list = len(modules) > 1
+        """Whether it is of several modules: whole from the first that runs to the last."""
+        self.to_run: set[int] = set()
+        """Of several modules, those that have yet to run before the unit is released."""
         self.buckets = buckets
         self.mp_policy = mp_policy
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
+        self.unshard_in_backward = True
+        self.watches: list[saved_tensors_hooks] = []
+        """Of forwards under way whose backward should read no parameters."""
+        self.forward_prefetch: Sequence[weakref.ref[Unit]] = ()
+        self.backward_prefetch: Sequence[weakref.ref[Unit]] = ()
+        """What the user wants gathered when this unit runs, instead of what is predicted."""
+        self.max_reduce_inputs: int | None = None
         self.requires_gradient_sync = True
         self.reduces_last_only = False
         """Whether backwards but the last of a step leave gradients unreduced."""
@@ -53,7 +68,7 @@ class Unit:
         self.has_unreduced = False
         """Whether reduce inputs hold what backwards without synchronization left, on every rank."""
         self.is_root = False
-        self.name = type(module).__name__
+        self.name = kind_of(modules)
         self.gradients: list[BucketGradients] = []
         self._trainability = -1
         self._known_gradients: dict[Bucket, BucketGradients] = {}
@@ -70,10 +85,18 @@ class Unit:
             bucket.label = name if len(self.buckets) == 1 else f"{name} [{dtype}{frozen}]"
 
     @property
+    def is_complete(self) -> bool:
+        """Whether all of its modules still exist."""
+        return len(self.modules) == len(self._modules)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Those that still exist, in the order of the list that :func:`fully_shard` was given."""
+        return [module for module in (ref() for ref in self._modules) if module is not None]
+
+    @property
     def module_kind(self) -> str:
-        """The name of the module's class as the user wrote it."""
-        module = self.module()
-        return "" if module is None else type(module).__name__.removeprefix("Fsdp")
+        return kind_of(self.modules)
 
     @property
     def part_size(self) -> int | None:
@@ -120,6 +143,25 @@ class Unit:
                     return True
         return False
 
+    def is_to_accumulate(self) -> bool:
+        """Whether the backward under way will accumulate into some parameter of the unit."""
+        for gradients in self.gradients:
+            for parameter in gradients.bucket.parameters:
+                if parameter.requires_grad:
+                    with torch.enable_grad():
+                        view: Any = parameter.view_as(parameter)
+                    accumulation = view.grad_fn.next_functions[0][0]
+                    with suppress(RuntimeError):  # autograd.grad() of the very parameter
+                        if torch._C._will_engine_execute_node(accumulation):
+                            return True
+        return False
+
+    def module_ran(self, module: nn.Module) -> None:
+        """Of several modules, ``module`` has run."""
+        if not self.to_run:
+            self.to_run.update(map(id, self.modules))
+        self.to_run.discard(id(module))
+
     def gather(self) -> None:
         """Enqueues the all-gathers of the buckets that are not whole and fresh."""
         keeps_part = (
@@ -160,11 +202,13 @@ class Unit:
         for gradients in self._known_gradients.values():
             gradients.drop()
         self.has_unreduced = False
+        self.to_run.clear()
 
     def copy_to(self, other: Unit) -> None:
         """Gives ``other``, which was sharded likewise, the values, gradients and settings."""
         for mine, its in zip(self.buckets, other.buckets, strict=True):
             its.shard.copy_(mine.shard)
+            its.full.keeps_storage = mine.full.keeps_storage
             for parameter, duplicate in zip(
                 mine.sharded_parameters, its.sharded_parameters, strict=True
             ):
@@ -176,6 +220,8 @@ class Unit:
         other.is_last_backward = self.is_last_backward
         other.separates_reductions = self.separates_reductions
         other.reducing.__dict__.update(vars(self.reducing))
+        other.unshard_in_backward = self.unshard_in_backward
+        other.max_reduce_inputs = self.max_reduce_inputs
 
     def use_unsharded(self) -> None:
         for bucket in self.buckets:
@@ -189,7 +235,12 @@ class Unit:
         """The user's choice; by default all but the root, which backward needs first, reshard."""
         if self.reshard_after_forward is not None:
             return self.reshard_after_forward is not False
-        return not (self.is_root and torch.is_grad_enabled())
+        return not (self.is_root and self.unshard_in_backward and torch.is_grad_enabled())
+
+    @property
+    def is_kept_for_backward(self) -> bool:
+        """Whether the user left it to us to keep it where it ran last."""
+        return self.reshard_after_forward is None and self.unshard_in_backward
 
     def follow_trainability(self) -> None:
         """Brings ``requires_grad`` of the unsharded parameters in line with the sharded ones, and
@@ -219,7 +270,9 @@ class Unit:
     def materialize(self, device: torch.device) -> None:
         """Gives a unit on the meta device memory. Its parameters are new objects."""
         for bucket in self.buckets:
+            keeps_storage = bucket.full.keeps_storage
             bucket.materialize(device)
+            bucket.full.keeps_storage = keeps_storage
         # What a forward that failed for want of memory may have remembered of the old ones.
         self.gradients = []
         self._trainability = -1
@@ -241,9 +294,37 @@ class Unit:
                 continue
             self._watched.add(id(parameter))
 
+            @untraced
             def arrived(_: torch.Tensor, index: int = index) -> None:
                 unit, gradients = owner(), target()
                 if unit is not None and gradients is not None:
                     unit.context.schedule.gradient_arrived(unit, gradients, index)
 
             parameter.register_post_accumulate_grad_hook(arrived)
+
+
+def kind_of(modules: Sequence[nn.Module]) -> str:
+    """The names of the modules' classes as the user wrote them."""
+    return ", ".join(type(module).__name__.removeprefix("Fsdp") for module in modules)
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that :func:`fully_shard` made of ``module``, or of a list with it, if it did."""
+    return module.__dict__.get("_fsdp_unit")
+
+
+def unit_names(units: Sequence[Unit]) -> dict[Unit, str]:
+    """The name of each unit that lies within another, relative to the outermost that has it; of a
+    unit of several modules, their names."""
+    names: dict[Unit, str] = {}
+    for outer in units:
+        if outer in names:
+            continue
+        found: dict[Unit, list[str]] = {}
+        for module in outer.modules:
+            for name, child in module.named_modules():
+                unit = unit_of(child)
+                if unit is not None and unit is not outer:
+                    found.setdefault(unit, []).append(name)
+        names.update((unit, ", ".join(found[unit])) for unit in found)
+    return names

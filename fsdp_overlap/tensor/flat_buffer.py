@@ -27,6 +27,8 @@ class FlatBuffer:
         self._storage = self.flat.untyped_storage()
         self.nbytes = self._storage.nbytes()
         self.allocated = True
+        self.keeps_storage = False
+        """Whether :meth:`free` leaves the storage, so that addresses stay."""
         self.free()
 
     def nbytes_of_others(self, rank: int) -> int:
@@ -45,5 +47,7 @@ class FlatBuffer:
 
     def free(self) -> None:
         """Gives the storage back to the current stream's allocator."""
+        if self.keeps_storage:
+            return
         self._storage.resize_(0)
         self.allocated = False

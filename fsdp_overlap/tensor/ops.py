@@ -112,6 +112,8 @@ def op_name(func: Callable[..., Any]) -> str:
 
 def _resolve(func: Callable[..., Any]) -> tuple[Handler, str]:
     name = op_name(func)
+    if func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward):
+        return _refuse_derivative, name
     access = getattr(func, "__name__", "")
     if name == "data" and access != "__get__":
         return _refuse, name
@@ -132,6 +134,16 @@ def _resolve(func: Callable[..., Any]) -> tuple[Handler, str]:
 
 def _refuse(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
     raise_unsupported(name)
+
+
+def _refuse_derivative(
+    name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> NoReturn:
+    raise RuntimeError(
+        f"{name}() with respect to sharded parameters: they are not in the graph, the whole ones "
+        "that forward used are; call loss.backward(), which leaves the mean over ranks in the "
+        "sharded parameters' .grad"
+    )
 
 
 def _refuse_move(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:

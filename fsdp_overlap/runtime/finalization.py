@@ -1,0 +1,120 @@
+"""How a backward ends: its reductions are waited for by itself, or when the caller says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from fsdp_overlap.runtime.gathers import Gathers
+from fsdp_overlap.runtime.reductions import Reductions
+
+if TYPE_CHECKING:
+    from fsdp_overlap.runtime.unit import Unit
+
+
+class GradientReductionHandle:
+    """What ``finalize_backward(async_op=True)`` returns."""
+
+    def __init__(self, finalization: Finalization | None) -> None:
+        self._finalization = finalization
+
+    def wait(self) -> None:
+        """Makes compute wait for the reductions; ``.grad`` is complete then.
+
+        Raises:
+            RuntimeError: the context was reset meanwhile.
+        """
+        if self._finalization is not None:
+            self._finalization.finish(self)
+            self._finalization = None
+
+
+class Finalization:
+    """Ends the backwards of one context.
+
+    By hand, backwards issue their reduce-scatters as always; what makes gradients complete is left
+    to :meth:`finalize` and its handle.
+    """
+
+    def __init__(
+        self,
+        gathers: Gathers,
+        reductions: Reductions,
+        units: Callable[[], list[Unit]],
+        finish_backward: Callable[[], None],
+    ) -> None:
+        self.is_manual = False
+        self.is_due = False
+        """Whether a backward ran that nobody finalized."""
+        self._gathers = gathers
+        self._reductions = reductions
+        self._units = units
+        self._finish_backward = finish_backward
+        self._pending: GradientReductionHandle | None = None
+
+    def set_manual(self, enabled: bool) -> None:
+        if enabled == self.is_manual:
+            return
+        if self.is_due or self._pending is not None or torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                f"set_manual_backward_finalization({enabled}) during a backward, or after one that "
+                "is not finalized: call finalize_backward(), or reset_iter_state(), first"
+            )
+        self.is_manual = enabled
+
+    def begin_backward(self) -> None:
+        self.check_done("backward")
+
+    def end_backward(self) -> None:
+        self._reductions.issue_rest(self._units())
+        if self.is_manual:
+            self.is_due = True
+        else:
+            self._wait()
+
+    def finalize(self) -> GradientReductionHandle:
+        """Issues every reduction that is left, and frees what is to be freed after backward."""
+        self.check_done("finalize_backward()")
+        if not self.is_manual:
+            raise RuntimeError(
+                "finalize_backward() without manual finalization: call "
+                "set_manual_backward_finalization(True) before forward"
+            )
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError("finalize_backward() during backward: call it after backward()")
+        for unit in self._units():
+            if unit.reshard_after_backward and unit.is_gathered:
+                unit.use_sharded()
+                self._gathers.release(unit)
+        self._gathers.flush()
+        self._reductions.issue_rest(self._units())
+        self._pending = GradientReductionHandle(self)
+        return self._pending
+
+    def finish(self, handle: GradientReductionHandle) -> None:
+        if handle is not self._pending:
+            raise RuntimeError(
+                "this gradient reduction was dropped by reset_iter_state() or ctx.reset(): its "
+                "gradients are lost"
+            )
+        self._pending = None
+        self.is_due = False
+        self._wait()
+
+    def check_done(self, what: str) -> None:
+        """Raises if a reduction is under way that must be waited for before ``what``."""
+        if self._pending is not None:
+            raise RuntimeError(
+                f"{what} before the last gradient reduction was waited for: call wait() on the "
+                "handle that finalize_backward(async_op=True) returned"
+            )
+
+    def drop(self) -> None:
+        self._pending = None
+        self.is_due = False
+
+    def _wait(self) -> None:
+        self._reductions.wait()
+        self._finish_backward()

@@ -1,0 +1,63 @@
+"""What a backward reads that was said to need no parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from fsdp_overlap.runtime.bucket import Bucket
+from fsdp_overlap.runtime.unit import Unit
+
+
+@dataclass(frozen=True)
+class SavedParameter:
+    """A tensor that autograd saved and that lies in a full buffer."""
+
+    tensor: torch.Tensor
+    bucket: Bucket
+
+
+def watch_reads(unit: Unit) -> None:
+    """Until :func:`end_watch`, notes which parameters of ``unit`` autograd saves for a backward
+    that the user said reads none: memory that is freed by then must not be read. Where somebody
+    else handles saved tensors, as checkpointing does, it does nothing."""
+    buckets = unit.buckets
+    handled = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if handled is not None:
+        pack = handled[0]
+        if not isinstance(pack, partial) or pack.func is not _pack:
+            return
+        buckets = [*pack.args[0], *buckets]  # of a unit around this one
+    watch = saved_tensors_hooks(partial(_pack, buckets), _unpack)
+    watch.__enter__()
+    unit.watches.append(watch)
+
+
+def end_watch(unit: Unit) -> None:
+    unit.watches.pop().__exit__()
+
+
+def _pack(buckets: list[Bucket], tensor: torch.Tensor) -> Any:
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        for bucket in buckets:
+            if bucket.full.holds(tensor):
+                return SavedParameter(tensor, bucket)
+    return tensor
+
+
+def _unpack(saved: Any) -> Any:
+    if not isinstance(saved, SavedParameter):
+        return saved
+    saved.bucket.wait()
+    if not saved.bucket.is_gathered:
+        raise RuntimeError(
+            f"backward of unit {saved.bucket.label!r} reads a parameter of shape "
+            f"{tuple(saved.tensor.shape)}, and set_unshard_in_backward(False) said that it needs "
+            "none: call set_unshard_in_backward(True) before forward, and ctx.reset() on every "
+            "rank now"
+        )
+    return saved.tensor

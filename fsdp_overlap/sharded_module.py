@@ -1,0 +1,210 @@
+"""Moves, copies and state dicts of a module that is sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import nn
+
+from fsdp_overlap.runtime import hooks
+from fsdp_overlap.runtime.bucket import Bucket
+from fsdp_overlap.runtime.domain import Domain
+from fsdp_overlap.runtime.ownership import modules_outside_units
+from fsdp_overlap.runtime.tensor_parallel import parameter_like
+from fsdp_overlap.runtime.unit import Unit
+from fsdp_overlap.tensor.sharded_tensor import attributes_of
+
+
+@contextmanager
+def hidden(buckets: Sequence[Bucket]) -> Iterator[None]:
+    """Takes the parameters of ``buckets`` out of their modules meanwhile."""
+    for bucket in buckets:
+        bucket.use_none()
+    try:
+        yield
+    finally:
+        for bucket in buckets:
+            bucket.use_sharded()
+
+
+@dataclass(frozen=True)
+class _On:
+    """Names a parameter's mesh as ``shard_placement_fn`` does."""
+
+    mesh_info: Domain
+    placement: None = None
+
+
+class ShardedModule(nn.Module):
+    """What :class:`FsdpModule` does that nn.Module does otherwise."""
+
+    _fsdp_unit: Unit
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A new module of the class is not a unit: the plain class makes it, as where a slice of a
+        container makes another."""
+        return plain_class(cls)(*args, **kwargs)
+
+    def reshard(self) -> None:
+        """Frees this unit's full buffers and registers its sharded parameters."""
+        unit = self._fsdp_unit
+        unit.use_sharded()
+        if unit.is_gathered:
+            gathers = unit.context.schedule.gathers
+            gathers.unkeep(unit)
+            gathers.release(unit)
+            gathers.flush()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ShardedModule:
+        """What ``to_empty()``, ``to()`` and the like do to a module: gives memory to a unit on the
+        meta device, and leaves alone a unit that is where it should be.
+
+        Raises:
+            RuntimeError: the shards would change dtype or device. Nothing was changed then.
+        """
+        shards = self._shards()
+        with torch.no_grad():
+            applied = [fn(shard) for _, shard in shards]
+        device = self._fsdp_unit.context.device
+        for (bucket, shard), result in zip(shards, applied, strict=True):
+            is_moved = result.device != shard.device
+            is_given_memory = bucket.is_meta and result.device.type == device.type
+            if result.dtype != shard.dtype or (is_moved and not is_given_memory):
+                raise RuntimeError(
+                    f"{type(self).__name__} is sharded, its shards are {shard.dtype} on "
+                    f"{shard.device}: move or cast a module (to(), cuda(), half(), ...) "
+                    f"before fully_shard(); from meta, to_empty(device={device.type!r})"
+                )
+        with hidden(self._fsdp_unit.buckets):
+            super()._apply(fn, recurse)
+        if any(
+            bucket.is_meta and not result.is_meta
+            for (bucket, _), result in zip(shards, applied, strict=True)
+        ):
+            self._fsdp_unit.materialize(device)
+        else:
+            for (_, shard), result in zip(shards, applied, strict=True):
+                if result is not shard:
+                    shard.copy_(result)
+        self._announce_unsharded()
+        return self
+
+    def _shards(self) -> list[tuple[Bucket, torch.Tensor]]:
+        """What a function of tensors is applied to: the unit's shards, but in a unit of several
+        modules, each of which is asked, the ranges of this one's parameters."""
+        unit = self._fsdp_unit
+        if not unit.is_list:
+            return [(bucket, bucket.shard) for bucket in unit.buckets]
+        mine = {id(module._parameters) for _, module in modules_outside_units([self])}
+        return [
+            (bucket, sharded.to_local())
+            for bucket in unit.buckets
+            for item, sharded in zip(bucket.owned, bucket.sharded_parameters, strict=True)
+            if any(id(registered) in mine for registered, _ in item.places)
+        ]
+
+    def _announce_unsharded(self) -> None:
+        """Assigns the unsharded parameters where they belong, for modules that keep references of
+        their own, as ``nn.LSTM`` does, and registers the sharded ones again."""
+        for bucket in self._fsdp_unit.buckets:
+            unsharded = dict(
+                zip(map(id, bucket.sharded_parameters), bucket.parameters, strict=True)
+            )
+            for _, module in modules_outside_units(self._fsdp_unit.modules):
+                for name, parameter in list(module._parameters.items()):
+                    if id(parameter) in unsharded:
+                        setattr(module, name, unsharded[id(parameter)])
+            bucket.use_sharded()
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
+    ) -> None:
+        if local_metadata.get("assign_to_params_buffers"):
+            raise RuntimeError(
+                f"load_state_dict(assign=True) would replace the sharded parameters of "
+                f"{type(self).__name__}: use assign=False, after to_empty() if the model is on the "
+                "meta device"
+            )
+        self._show_sharded()
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        self._show_sharded()
+        super()._save_to_state_dict(*args)
+
+    def _show_sharded(self) -> None:
+        """After an explicit :meth:`unshard`: what is loaded and saved are the shards."""
+        if not self._fsdp_unit.context.schedule.is_in_use(self._fsdp_unit):
+            self.reshard()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A copy, sharded likewise, with memory and a context of its own. What is one unit is
+        copied as one: all modules of a list. What it should prefetch is left to its own order.
+
+        Raises:
+            RuntimeError: of a list of modules, one was deleted.
+        """
+        from fsdp_overlap.fully_shard import fully_shard
+
+        unit = self._fsdp_unit
+        if not unit.is_complete:
+            raise RuntimeError(
+                f"unit {unit.name!r} is of several modules, of which one was deleted, and cannot "
+                "be copied without it: keep, and copy, the module that holds all of them"
+            )
+        for bucket in unit.buckets:
+            for spec, parameter, sharded in zip(
+                bucket.plan.specs, bucket.parameters, bucket.sharded_parameters, strict=True
+            ):
+                # For fully_shard() to take over: of the values, only the shards are copied.
+                empty = torch.empty(spec.shape, dtype=spec.dtype, device=bucket.shard.device)
+                copied = parameter_like(parameter, empty, spec.requires_grad)
+                attributes = attributes_of(parameter) | attributes_of(sharded)
+                vars(copied).update(deepcopy(attributes, memo))
+                del copied.__dict__["_fsdp_owner"]
+                memo[id(parameter)] = memo[id(sharded)] = copied
+        originals = unit.modules
+        duplicates = []
+        for module in originals:
+            plain = plain_class(type(module))
+            memo[id(module)] = duplicate = plain.__new__(plain)
+            duplicates.append(duplicate)
+        for module, duplicate in zip(originals, duplicates, strict=True):
+            state = hooks.without_hooks(module.__getstate__())
+            del state["_fsdp_unit"]
+            duplicate.__setstate__(deepcopy(state, memo))
+        context = deepcopy(unit.context, memo)
+        meshes = {}
+        for bucket in unit.buckets:
+            domain = context.domain_of(bucket.domain.mesh)
+            domain.plans.place(duplicates, [bucket.plan])
+            for parameter in bucket.parameters:
+                meshes[memo[id(parameter)]] = _On(domain)
+        fully_shard(
+            duplicates,
+            context,
+            mesh=unit.mesh,
+            shard_placement_fn=meshes.__getitem__,
+            reshard_after_forward=unit.reshard_after_forward,
+            mp_policy=unit.mp_policy,
+            ignored_params={deepcopy(parameter, memo) for parameter in unit.ignored},
+        )
+        copied_unit = duplicates[0]._fsdp_unit
+        for mine, its in zip(unit.buckets, copied_unit.buckets, strict=True):
+            # For an optimizer that is copied together with the model.
+            memo.update(zip(map(id, mine.sharded_parameters), its.sharded_parameters, strict=True))
+        unit.copy_to(copied_unit)
+        return cast(nn.Module, memo[id(self)])
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(f"{type(self).__name__} cannot be pickled: save its state_dict()")
+
+
+def plain_class(cls: type) -> Any:
+    """The class as the user wrote it."""
+    return next(base for base in cls.__mro__ if not issubclass(base, ShardedModule))

@@ -1,0 +1,219 @@
+"""Users' own hooks run where they run without sharding, and see what they see under FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as fsdp2
+from ranks import expect_rank_errors, run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from twins import Twins
+from zoo import Model, shard_layers
+
+from fsdp_overlap import FsdpContext, fully_shard
+
+
+class Events:
+    """What hooks saw, in order: their name, and whether the unit's weight was whole."""
+
+    def __init__(self, unit: nn.Module) -> None:
+        self.unit = unit
+        self.seen: list[tuple[str, bool]] = []
+
+    def note(self, name: str) -> Callable[..., None]:
+        def hook(*_: Any, **__: Any) -> None:
+            self.seen.append((name, not isinstance(self.unit.up.weight, DTensor)))
+
+        return hook
+
+    def register(self, when: str) -> None:
+        for name, module in (("unit", self.unit), ("inner", self.unit.up)):
+            for prepend in (False, True):
+                label = f"{name}, {when}{', prepended' if prepend else ''}"
+                module.register_forward_pre_hook(self.note(f"pre {label}"), prepend=prepend)
+                module.register_forward_hook(self.note(f"post {label}"), prepend=prepend)
+                module.register_full_backward_pre_hook(
+                    self.note(f"backward pre {label}"), prepend=prepend
+                )
+                module.register_full_backward_hook(self.note(f"backward {label}"), prepend=prepend)
+            module.register_forward_hook(
+                self.note(f"always {name}, {when}"), with_kwargs=True, always_call=True
+            )
+
+
+def events_of(shard: Callable[[nn.Module], None]) -> list[tuple[str, bool]]:
+    torch.manual_seed(0)
+    model = Model()
+    events = Events(model.layers[1])
+    events.register("before")
+    shard(model)
+    events.register("after")
+    for _ in range(2):
+        scores = model(torch.arange(10).view(2, 5))
+        scores.register_hook(events.note("output"))
+        scores.sum().backward()
+    return events.seen
+
+
+def order_of_hooks() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def shard_by_fsdp2(model: nn.Module) -> None:
+        for module in (*model.layers, model):
+            fsdp2.fully_shard(module, mesh=mesh)
+
+    plain, theirs, ours = map(
+        events_of,
+        (lambda model: None, shard_by_fsdp2, lambda model: shard_layers(model, FsdpContext())),
+    )
+    assert ours == theirs
+    assert [name for name, _ in ours] == [name for name, _ in plain]
+    seen = dict(ours)
+    assert not seen["pre unit, after, prepended"]
+    assert seen["pre unit, before"]
+    assert seen["pre unit, after"]
+    assert seen["post unit, before"]
+    assert not seen["post unit, after"]
+    assert seen["backward unit, after"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_hooks_keep_their_order_and_see_what_they_see_under_fsdp2() -> None:
+    run_ranks(order_of_hooks, 2)
+
+
+def add_hooks(model: Any) -> None:
+    """Hooks that change what they get."""
+    first, second, third = model.layers
+    first.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    first.up.register_forward_hook(lambda module, args, output: output * 3)
+    second.register_forward_hook(lambda module, args, output: output.tanh())
+    second.register_full_backward_pre_hook(lambda module, gradient: (gradient[0] * 2,))
+    third.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 5,))
+
+    def scale_gradient(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda gradient: gradient * 0.5)
+
+    third.register_forward_hook(scale_gradient)
+
+
+def hooks_that_change(when: str) -> None:
+    def shard(model: Any, ctx: FsdpContext) -> None:
+        if when == "before":
+            add_hooks(model)
+        shard_layers(model, ctx)
+        if when == "after":
+            add_hooks(model)
+
+    twins = Twins(Model, shard)
+    add_hooks(twins.twin)
+    twins.train(2)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_may_change_inputs_outputs_and_gradients(when: str) -> None:
+    run_ranks(hooks_that_change, 2, when)
+
+
+def raising_hook() -> None:
+    twins = Twins.of("layers")
+
+    def fail(*_: Any) -> None:
+        raise ValueError("the user's own")
+
+    handle = twins.model.layers[1].register_forward_pre_hook(fail)
+    batch = next(twins.batches(1))
+    with pytest.raises(ValueError, match="the user's own"):
+        twins.losses(*batch)
+    twins.ctx.reset()
+    handle.remove()
+    twins.train(1)
+
+
+def test_a_hook_that_raises_leaves_nothing_behind() -> None:
+    run_ranks(raising_hook, 2)
+
+
+# What goes around hooks.
+
+X = torch.ones(2, 4)
+
+
+def sharded() -> nn.Module:
+    return fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), FsdpContext())
+
+
+def functional_call() -> None:
+    model = sharded()
+    weights = {name: torch.zeros(value.shape) for name, value in model.named_parameters()}
+    torch.func.functional_call(model, weights, (X,))
+
+
+def functional_call_of_shards() -> None:
+    model = sharded()
+    weights = {name: value.detach() for name, value in model.named_parameters()}
+    torch.func.functional_call(model, weights, (X,))
+
+
+@pytest.mark.parametrize("way", [functional_call, functional_call_of_shards])
+def test_a_functional_call_is_refused(way: Callable[[], None]) -> None:
+    expect_rank_errors(way, 2, match=r"functional_call\(\) with an unsharded copy")
+
+
+def transform(way: Callable[[Any], Any]) -> None:
+    model = sharded()
+    with pytest.raises(RuntimeError, match=r"inside a transform of torch\.func"):
+        way(model)
+    model(X).sum().backward()
+    assert model[0].weight.grad is not None
+
+
+def of_grad(model: nn.Module) -> None:
+    torch.func.grad(lambda x: model(x).sum())(X)
+
+
+def of_vmap(model: nn.Module) -> None:
+    torch.func.vmap(model)(X)
+
+
+def of_jvp(model: nn.Module) -> None:
+    torch.func.jvp(model, (X,), (X,))
+
+
+@pytest.mark.parametrize("way", [of_grad, of_vmap, of_jvp])
+def test_transforms_are_refused_and_leave_nothing_behind(way: Callable[[Any], Any]) -> None:
+    run_ranks(transform, 2, way)
+
+
+def capture() -> None:
+    model = sharded()
+    model._fsdp_unit.context.device = torch.device("cuda", 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        model(X)
+
+
+def test_a_forward_in_a_captured_cuda_graph_is_refused() -> None:
+    expect_rank_errors(capture, 2, match="while a CUDA graph is captured")
+
+
+def capture_on_a_gpu() -> None:
+    model = fully_shard(nn.Linear(4, 4).cuda(), FsdpContext())
+    x = X.cuda()
+    model(x).sum().backward()
+    refused = pytest.raises(RuntimeError, match="while a CUDA graph is captured")
+    with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        model(x)
+    model(x).sum().backward()
+
+
+@pytest.mark.gpu
+def test_a_forward_in_a_captured_cuda_graph_is_refused_on_a_gpu() -> None:
+    run_ranks(capture_on_a_gpu, 1, backend="nccl")

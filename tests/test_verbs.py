@@ -1,0 +1,288 @@
+"""The verbs of FSDP2 that say when something happens: the numbers stay those of the twin."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from test_schedule import GATHER
+from torch import nn
+from twins import Twins, loss_of, same
+from zoo import WIDTH, Block, Model, shard_layers
+
+import fsdp_overlap
+from fsdp_overlap import (
+    FsdpContext,
+    FSDPModule,
+    ShardedTensor,
+    fully_shard,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
+from fsdp_overlap.comm.recording import RecordingLane
+
+
+class FiveLayers(Model):
+    def __init__(self) -> None:
+        super().__init__(layers=5)
+
+
+# Methods that are forwards
+
+
+class Coder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def encode(self, x: torch.Tensor, *, fails: bool = False) -> torch.Tensor:
+        if fails:
+            raise ArithmeticError("planned")
+        return self.out(self.block(x))
+
+    def decode(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return self.block(self.out(x)), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decode(self.encode(x))[0]
+
+
+def shard_coder(model: Coder, ctx: FsdpContext) -> None:
+    fully_shard(model.block, ctx)
+    fully_shard(model, ctx)
+    for name in ("encode", "decode"):
+        register_fsdp_forward_method(model, name)
+
+
+def methods() -> None:
+    twins = Twins(Coder, shard_coder)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(2):
+        x = torch.randn(twins.world * 2, WIDTH, generator=generator, dtype=torch.double)
+        mine = x[2 * twins.rank : 2 * twins.rank + 2]
+        calls = ("encode", "decode", "forward")
+        loss, twin_loss = (
+            sum(
+                run.pow(2).mean() if isinstance(run, torch.Tensor) else run[0].mean()
+                for run in (getattr(model, name)(rows) for name in calls if name != "forward")
+            )
+            + model(rows).mean()
+            for model, rows in ((twins.model, mine), (twins.twin, x))
+        )
+        loss.backward()
+        twin_loss.backward()
+        twins.check_gradients()
+        twins.check_rest()
+        twins.step()
+        twins.check_parameters()
+    with pytest.raises(ArithmeticError):
+        twins.model.encode(x, fails=True)
+    twins.check_rest()
+    assert isinstance(twins.model.out.weight, ShardedTensor)
+    duplicate = copy.deepcopy(twins.model)
+    with torch.no_grad():
+        expected = twins.model.encode(x)
+        twins.model.out.weight.zero_()
+        same(duplicate.encode(x), expected, "the copy's own method")
+    plain = Coder()
+    register_fsdp_forward_method(plain, "encode")
+    assert "encode" not in vars(plain)
+    with pytest.raises(ValueError, match="no method 'decipher'"):
+        register_fsdp_forward_method(twins.model, "decipher")
+    gc.disable()
+    try:
+        alive = weakref.ref(duplicate)
+        del duplicate
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_registered_methods_run_like_forward() -> None:
+    run_ranks(methods, 2)
+
+
+# Storage, inputs and events
+
+
+def same_addresses() -> None:
+    twins = Twins(Model, shard_layers)
+    twins.model.set_keep_unsharded_storage(True)
+    addresses = []
+    for batch in twins.batches(3):
+        twins.backward(*batch)
+        twins.check_gradients()
+        twins.step()
+        twins.check_parameters()
+        assert isinstance(twins.model.head.weight, ShardedTensor)
+        units = twins.ctx.units
+        addresses.append([p.data_ptr() for u in units for b in u.buckets for p in b.parameters])
+        assert twins.ctx.stats.full_buffers_alive == len(units)
+    assert addresses[0] == addresses[1] == addresses[2]
+    assert 0 not in addresses[0]
+    twins.model.set_keep_unsharded_storage(False)
+    twins.check_rest()
+    twins.train(1)
+
+
+def test_kept_storage_keeps_its_addresses() -> None:
+    run_ranks(same_addresses, 2)
+
+
+def inputs(count: int) -> None:
+    twins = Twins(FiveLayers, shard_layers, prefetch=1)
+    twins.model.layers[2].set_reduce_scatter_max_input_buffers(count, recurse=False)
+    twins.train(2)
+    assert 1 <= twins.ctx.stats.reduce_inputs_most <= count
+    twins.model.set_reduce_scatter_max_input_buffers(1)
+    with pytest.raises(TypeError, match="takes an int, got a bool"):
+        twins.model.set_reduce_scatter_max_input_buffers(True)
+    with pytest.raises(ValueError, match="use 1 or more"):
+        twins.model.set_reduce_scatter_max_input_buffers(0)
+    twins.ctx.stats.reset()
+    twins.train(1)
+    assert twins.ctx.stats.reduce_inputs_most == 1
+    twins.model.set_reduce_scatter_unused_params(True)
+    twins.train(1)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_the_number_of_reduce_inputs_is_what_was_asked(count: int) -> None:
+    run_ranks(inputs, 2, count)
+
+
+class EventLane(RecordingLane):
+    """Notes what it is made to wait for, which on a CPU is nothing."""
+
+    def after_compute(self) -> None:
+        self.waits.append("compute")
+
+    def after_event(self, event: Any) -> None:
+        self.waits.append(event)
+
+    waits: list[Any]
+
+
+def post_optim_event() -> None:
+    twins = Twins(Model, shard_layers)
+    waits: list[Any] = []
+
+    def make(name: str, device: torch.device) -> EventLane:
+        lane = EventLane(name, [])
+        lane.waits = waits if name == GATHER else []
+        return lane
+
+    twins.ctx.lane_factory = make
+    twins.train(1)
+    batch = next(twins.batches(1))
+    waits.clear()
+    twins.model.set_post_optim_event("event")
+    twins.backward(*batch)
+    assert waits == ["event"]
+    twins.step()
+    waits.clear()
+    twins.backward(*batch)
+    assert waits == ["compute"]  # once
+    twins.step()
+    twins.model.set_post_optim_event("event")
+    with torch.no_grad():
+        for model in (twins.model, twins.twin):
+            model.head.weight.mul_(2)
+    waits.clear()
+    twins.backward(*batch)
+    assert waits == ["event", "compute"]  # for the edit that the event says nothing of
+    twins.step()
+    twins.check_parameters()
+
+
+def test_all_gathers_wait_for_the_event_once() -> None:
+    run_ranks(post_optim_event, 2)
+
+
+# Several roots, and classes
+
+
+def chunks() -> None:
+    torch.manual_seed(0)
+    models = [Model(), Model()]
+    twins = copy.deepcopy(models)
+    for model in models:
+        shard_layers(model, FsdpContext())
+    share_comm_ctx(models)
+    first, second = (model._fsdp_unit.context for model in models)
+    assert first.gather_lane is second.gather_lane
+    assert first.reduce_lane is second.reduce_lane
+    assert first.schedule is not second.schedule
+    tokens = torch.arange(8).view(2, 4)
+    for _ in range(2):
+        for models_of in (models, twins):
+            losses = [loss_of(model(tokens), tokens) for model in models_of]
+            for loss in losses[::-1]:
+                loss.backward()
+        for model, twin in zip(models, twins, strict=True):
+            for parameter, expected in zip(model.parameters(), twin.parameters(), strict=True):
+                torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
+    late = Model()
+    shard_layers(late, FsdpContext())
+    late(tokens)
+    with pytest.raises(RuntimeError, match="before the first forward"):
+        share_comm_ctx([models[0], late])
+    with pytest.raises(ValueError, match="takes units, got a Linear"):
+        share_comm_ctx([models[0], models[0].head])
+
+
+def test_several_roots_share_lanes_and_keep_their_order() -> None:
+    run_ranks(chunks, 2)
+
+
+def containers() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    fully_shard(model, FsdpContext())
+    part = model[:2]
+    assert type(part) is nn.Sequential
+    assert part[0] is model[0]
+    assert isinstance(model, FSDPModule)
+    assert fsdp_overlap.FSDPModule is fsdp_overlap.FsdpModule
+    assert not isinstance(part, FSDPModule)
+    assert model(torch.ones(1, 4)).shape == (1, 4)
+
+
+def test_a_slice_of_a_container_is_a_plain_container() -> None:
+    run_ranks(containers, 1)
+
+
+def two_libraries() -> None:
+    """torch's own code asks a module that is its FSDPModule for FSDP2's state, as the pipeline
+    schedules of torch 2.13 do, which a unit does not have."""
+    model = fully_shard(nn.Linear(4, 4), FsdpContext())
+    assert isinstance(model, FSDPModule)
+    assert not isinstance(model, torch.distributed.fsdp.FSDPModule)
+
+
+def test_a_unit_is_no_module_of_torchs_fsdp() -> None:
+    run_ranks(two_libraries, 1)
+
+
+def arguments() -> None:
+    model = Model()
+    shard_layers(model, FsdpContext())
+    model.set_reshard_after_forward(True, False)  # both by position, as in FSDP2
+    assert model._fsdp_unit.reshard_after_forward is True
+    assert model.layers[0]._fsdp_unit.reshard_after_forward is None
+    with pytest.raises(ValueError, match="use True or False"):
+        model.set_reshard_after_forward(2)
+    handle = model.layers[0].unshard(async_op=True)
+    tokens = torch.zeros(1, 1, dtype=torch.long)
+    model(tokens).sum().backward()  # waits by itself
+    handle.wait()  # too late to do anything
+    assert isinstance(model.layers[0].up.weight, ShardedTensor)
+
+
+def test_verbs_take_their_arguments_as_in_fsdp2() -> None:
+    run_ranks(arguments, 2)
