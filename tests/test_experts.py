@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from twins import same
 
 from fsdp_overlap import FsdpContext, ShardedTensor, fully_shard
@@ -25,8 +29,9 @@ ROWS = 8
 
 
 class Experts(nn.Module):
-    """``weight[e]`` for each of this rank's experts, of ``EXPERTS`` in all. Token ``i`` goes to
-    expert ``i % EXPERTS``: each rank of ``group`` sends every other one those of its experts."""
+    """``weight[e]`` for each of this rank's experts, of ``EXPERTS`` in all, plain or a DTensor of
+    all. Token ``i`` goes to expert ``i % EXPERTS``: each rank of ``group`` sends every other one
+    those of its experts."""
 
     def __init__(self, weight: torch.Tensor, group: dist.ProcessGroup | None) -> None:
         super().__init__()
@@ -37,10 +42,11 @@ class Experts(nn.Module):
         tokens = x.view(-1, EXPERTS, WIDTH).transpose(0, 1)  # [expert, token, width]
         if self.group is None:
             return torch.tanh(tokens @ self.weight).transpose(0, 1).reshape(x.shape)
-        ranks, local = self.group.size(), self.weight.shape[0]
+        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        ranks, local = self.group.size(), weight.shape[0]
         sent = tokens.contiguous().flatten()
         received = exchange(sent, self.group).view(ranks, local, -1, WIDTH)
-        done = torch.tanh(received.transpose(0, 1).flatten(1, 2) @ self.weight)
+        done = torch.tanh(received.transpose(0, 1).flatten(1, 2) @ weight)
         back = done.view(local, ranks, -1, WIDTH).transpose(0, 1).contiguous().flatten()
         returned = exchange(back, self.group).view(EXPERTS, -1, WIDTH)
         return returned.transpose(0, 1).reshape(x.shape)
@@ -65,14 +71,18 @@ class Layer(nn.Module):
 
 
 class Moe(nn.Sequential):
-    """Two layers whose experts are those of ``ranks``, ``(rank, size)`` in ``group``."""
+    """Two layers whose experts are divided among the ranks of ``ep``, if there are any: as plain
+    tensors, or as DTensors, which know how many there are in all."""
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, ep: DeviceMesh | None, with_dtensors: bool = False) -> None:
         torch.manual_seed(11)
         layers = []
+        group = None if ep is None else ep.get_group()
         for _ in range(2):
-            weight = torch.randn(EXPERTS, WIDTH, WIDTH) / WIDTH**0.5
-            if group is not None:
+            weight = torch.randn(EXPERTS, WIDTH, WIDTH, dtype=torch.double) / WIDTH**0.5
+            if ep is not None and with_dtensors:
+                weight = distribute_tensor(weight, ep, [Shard(0)], src_data_rank=None)
+            elif group is not None:
                 weight = weight.chunk(group.size())[group.rank()].clone()
             layers.append(Layer(Experts(weight, group)))
         super().__init__(*layers)
@@ -95,9 +105,9 @@ def shard(model: Moe, whole: DeviceMesh, shards: DeviceMesh, ctx: FsdpContext) -
     fully_shard(model, ctx)
 
 
-def train(layout_is_whole: bool) -> None:
+def train(layout_is_whole: bool, with_dtensors: bool) -> None:
     whole, shards, ep = meshes()
-    model, twin = Moe(ep.get_group()), Moe(None)
+    model, twin = Moe(ep, with_dtensors), Moe(None)
     ctx = FsdpContext(whole, layout=Whole()) if layout_is_whole else FsdpContext(whole)
     if layout_is_whole:
         experts = [layer.experts for layer in model]
@@ -132,22 +142,65 @@ def compare(model: nn.Module, twin: nn.Module, ep: DeviceMesh, of_gradients: boo
         assert isinstance(actual, ShardedTensor)
         assert expected is not None
         expected = expected.detach()
-        if "experts" in name:
-            assert actual.device_mesh.size() == 2
+        if "experts" in name and actual.device_mesh.ndim == 1:  # this rank's, by themselves
             expected = expected.chunk(ep.size())[ep.get_local_rank()]
         same(actual.full_tensor().detach(), expected, name)
 
 
+@pytest.mark.parametrize("with_dtensors", [False, True])
 @pytest.mark.parametrize("layout_is_whole", [False, True])
-def test_experts_train_as_the_unsharded_model_does(layout_is_whole: bool) -> None:
-    run_ranks(train, 4, layout_is_whole)
+def test_experts_train_as_the_unsharded_model_does(
+    layout_is_whole: bool, with_dtensors: bool
+) -> None:
+    run_ranks(train, 4, layout_is_whole, with_dtensors)
+
+
+def save_and_load(path: str, sizes: Sequence[int]) -> None:
+    """Saved by one division of the experts, loaded by the next, which trains on."""
+    whole = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    twin = Moe(None)
+    twin_optimizer = torch.optim.AdamW(twin.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(4)
+    for index, size in enumerate(sizes):
+        grid = init_device_mesh("cpu", (4 // size, size), mesh_dim_names=("shard", "ep"))
+        model = Moe(grid["ep"], with_dtensors=True)
+        shard(model, whole, grid["shard"], FsdpContext(whole))
+        optimizer = AdamW(model.parameters(), lr=0.05)
+        if index:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+            model_state, optimizer_state = get_state_dict(model, optimizer)
+            state = {"model": model_state, "optimizer": optimizer_state}
+            dcp.load(state, checkpoint_id=f"{path}/{index - 1}")
+            set_state_dict(
+                model,
+                optimizer,
+                model_state_dict=state["model"],
+                optim_state_dict=state["optimizer"],
+            )
+        compare(model, twin, grid["ep"], of_gradients=False)
+        x = torch.randn(4, ROWS, WIDTH, generator=generator, dtype=torch.double)
+        model(x[dist.get_rank()]).square().mean().backward()
+        torch.stack([twin(rows).square().mean() for rows in x]).mean().backward()
+        for each in (optimizer, twin_optimizer):
+            each.step()
+            each.zero_grad()
+        compare(model, twin, grid["ep"], of_gradients=False)
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        saved = {"model": model_state, "optimizer": optimizer_state}
+        dcp.save(saved, checkpoint_id=f"{path}/{index}")
+
+
+def test_the_number_of_experts_on_a_rank_may_change_between_save_and_load(tmp_path: Path) -> None:
+    run_ranks(save_and_load, 4, str(tmp_path), (2, 4, 1, 2))
 
 
 def against_fsdp2() -> None:
     whole, shards, ep = meshes()
     found = []
     for shard_one in (fully_shard, torch_fully_shard):
-        model = Moe(ep.get_group())
+        model = Moe(ep)
         for layer in model:
             shard_one(layer.experts, mesh=shards)
             layer.experts.set_gradient_divide_factor(whole.size())
@@ -167,7 +220,7 @@ def test_gradients_equal_fsdp2s() -> None:
 
 def groups_and_lanes() -> None:
     whole, shards, ep = meshes()
-    model = Moe(ep.get_group())
+    model = Moe(ep)
     ctx = FsdpContext(whole)
     shard(model, whole, shards, ctx)
     made: list[list[int]] = []
@@ -222,7 +275,7 @@ def test_not_every_rank_needs_to_take_part_in_a_submesh() -> None:
 def different_experts() -> None:
     """Ranks 2 and 3, whose experts are shards of the same mesh as those of 0 and 1, skip them."""
     whole, shards, ep = meshes()
-    model = Moe(ep.get_group())
+    model = Moe(ep)
     ctx = FsdpContext(whole)
     shard(model, whole, shards, ctx)
     layers = [layer.experts for layer in model]
