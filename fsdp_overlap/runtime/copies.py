@@ -46,17 +46,15 @@ class Reducing:
             return self.divisor, 1.0
         return (float(shards), float(copies)) if self.sums_only else (None, None)
 
-    def call_hook(self, reduced: torch.Tensor) -> None:
-        """Lets the user's hook see, and edit, ``reduced``."""
-        if self.hook is None:
-            return
+    def call_hook(self, hook: Callable[[torch.Tensor], None], reduced: torch.Tensor) -> None:
+        """Lets the user's ``hook`` see, and edit, ``reduced``."""
         if self.hook_stream is None:
-            self.hook(reduced)
+            hook(reduced)
             return
         lane = torch.cuda.current_stream()
         self.hook_stream.wait_stream(lane)
         with torch.cuda.stream(self.hook_stream):
-            self.hook(reduced)
+            hook(reduced)
         lane.wait_stream(self.hook_stream)
 
 

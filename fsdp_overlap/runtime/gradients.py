@@ -174,7 +174,12 @@ class BucketGradients:
         ]
 
     def _accept(self, mean: torch.Tensor, doubtful: Sequence[bool] | None) -> None:
-        self._reducing.call_hook(mean)
+        if self._reducing.hook is not None:
+            sizes, own = self._pieces
+            for index, gap in enumerate(mean.split_with_sizes(sizes)):
+                if index not in own:
+                    gap.zero_()  # which is what memory held before, nothing that a hook should see
+            self._reducing.call_hook(self._reducing.hook, mean)
         if mean.dtype != self.bucket.shard.dtype:
             mean = mean.to(self.bucket.shard.dtype)
         if self.bucket.offload is not None:

@@ -1,0 +1,67 @@
+"""``docs/fsdp2.md`` has a row for every public feature of the FSDP2 that is installed."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch.distributed.fsdp as fsdp2
+from torch.distributed.fsdp import _fully_shard as module_of_fsdp2
+
+import fsdp_overlap
+
+TESTS = Path(__file__).parent
+PAGE = (TESTS.parent / "docs" / "fsdp2.md").read_text()
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split(" | ")]
+    for line in PAGE.splitlines()
+    if line.startswith("| ") and not line.startswith("| feature")
+]
+FEATURES = " ".join(row[0] for row in ROWS)
+
+VERBS = [name for name in vars(fsdp2.FSDPModule) if not name.startswith("_")]
+ARGUMENTS = [name for name in inspect.signature(fsdp2.fully_shard).parameters if name != "module"]
+EXPORTED = [name for name in module_of_fsdp2.__all__ if hasattr(fsdp2, name)]
+POLICY = list(inspect.signature(fsdp2.MixedPrecisionPolicy).parameters)
+
+
+@pytest.mark.parametrize("name", [*VERBS, *ARGUMENTS, *POLICY])
+def test_every_verb_and_argument_has_a_row(name: str) -> None:
+    assert re.search(rf"\b{name}\b", FEATURES), name
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_every_exported_name_has_a_row(name: str) -> None:
+    wanted = {"MixedPrecisionPolicy": "mp_policy", "OffloadPolicy": "offload_policy"}.get(
+        name, name
+    )
+    assert re.search(rf"\b{wanted}\b", FEATURES), name
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+def test_rows_say_one_of_four_things_and_name_tests_that_exist(row: list[str]) -> None:
+    assert row[1] in ("same", "better", "different", "refused")
+    *_, tests = row
+    for file, test in re.findall(r"`(test_\w+)`(?:: `(test_\w+)`)?", tests):
+        source = (TESTS / f"{file}.py").read_text()
+        assert f"def {test}(" in source if test else source
+
+
+REFUSED = {name for row in ROWS if row[1] == "refused" for name in re.findall(r"`(\w+)`", row[0])}
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_what_is_not_refused_is_there(name: str) -> None:
+    theirs = inspect.signature(getattr(fsdp2.FSDPModule, name))
+    if name == "set_reduce_scatter_divide_factor":
+        assert name in REFUSED
+        return
+    ours = inspect.signature(getattr(fsdp_overlap.FSDPModule, name))
+    assert list(ours.parameters) == list(theirs.parameters)
+
+
+@pytest.mark.parametrize("name", [name for name in EXPORTED if name not in REFUSED])
+def test_names_that_are_imported_are_there(name: str) -> None:
+    assert hasattr(fsdp_overlap, name)
