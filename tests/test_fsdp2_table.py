@@ -1,14 +1,21 @@
-"""``docs/fsdp2.md`` has a row for every public feature of the FSDP2 that is installed."""
+"""``docs/fsdp2.md`` has a row for every public feature of the FSDP2 that is installed, and its
+example runs."""
 
 from __future__ import annotations
 
 import inspect
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 import torch.distributed.fsdp as fsdp2
+from ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import _fully_shard as module_of_fsdp2
+from zoo import Model
 
 import fsdp_overlap
 
@@ -65,3 +72,35 @@ def test_what_is_not_refused_is_there(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in EXPORTED if name not in REFUSED])
 def test_names_that_are_imported_are_there(name: str) -> None:
     assert hasattr(fsdp_overlap, name)
+
+
+def migrate() -> None:
+    """Both sides of the page's ten lines run, and train alike."""
+    example = re.search(r"```diff\n(.*?)```", PAGE, re.DOTALL)
+    assert example is not None
+    lines = example[1].splitlines()
+    mesh = init_device_mesh("cpu", (2,))
+    losses = []
+    for side in "-+":
+        torch.manual_seed(0)
+        scope: dict[str, Any] = {"torch": torch, "model": Model().float(), "mesh": mesh}
+        exec("\n".join(line[1:] for line in lines if line[:1] in (side, " ")), scope)
+        assert (
+            type(scope["model"])
+            .__mro__[1]
+            .__module__.startswith("torch" if side == "-" else "fsdp_overlap")
+        )
+        tokens = torch.arange(6).view(2, 3) + dist.get_rank()
+        for _ in range(3):
+            loss = scope["model"](tokens).float().square().mean()
+            loss.backward()
+            scope["optimizer"].step()
+            scope["optimizer"].zero_grad()
+            losses.append(loss.item())
+    before, after = losses[:3], losses[3:]
+    assert before[0] == after[0]
+    assert before == pytest.approx(after, rel=0.02)
+
+
+def test_the_ten_lines_of_a_migration_run_before_and_after() -> None:
+    run_ranks(migrate, 2)
