@@ -45,7 +45,7 @@ print(json.dumps({"device": device, "torch": torch.__version__, "cuda": torch.ve
 """
 
 # All that has tests marked gpu; others import what a machine without network may lack.
-TESTS = ("tests/test_cuda.py", "tests/test_simulated_ranks.py")
+TESTS = ("tests/test_cuda.py", "tests/test_cuda_offload.py", "tests/test_simulated_ranks.py")
 
 ON_A_CPU = (
     "**These are figures of a CPU**, on which ranks are simulated by sleeping and nothing "

@@ -100,6 +100,24 @@ def test_compute_and_lanes_wait_for_each_other(name: str, prefetch: int) -> None
     run_ranks(train_on_hostile_lanes, RANKS, name, prefetch, backend="nccl")
 
 
+def train_copies_on_hostile_lanes(divide_copies: bool) -> None:
+    twins = Twins.of(
+        "layers",
+        device="cuda",
+        optimizer=AdamW,
+        mesh=(RANKS, 1),
+        divide_copies=divide_copies,
+    )
+    twins.ctx.lane_factory = lambda lane, device: HostileLane(device)
+    twins.train(iterations=4)
+
+
+@pytest.mark.skipif(RANKS < 2, reason="copies need two GPUs")
+@pytest.mark.parametrize("divide_copies", [False, True])
+def test_lanes_of_copies_wait_for_each_other(divide_copies: bool) -> None:
+    run_ranks(train_copies_on_hostile_lanes, RANKS, divide_copies, backend="nccl")
+
+
 def travel_on_a_lane(dtype: torch.dtype) -> None:
     """NCCL itself, which one rank's training does without: values, and who waits for whom."""
     rank, world = dist.get_rank(), dist.get_world_size()
