@@ -338,3 +338,27 @@ def meshes_by_parameter() -> None:
 
 def test_a_unit_may_have_parameters_of_several_meshes() -> None:
     run_ranks(meshes_by_parameter, 4)
+
+
+def in_a_world_of_two(path: str, rank: int) -> None:
+    store = dist.FileStore(path, 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    for _ in range(2):
+        module = fully_shard(nn.Linear(4, 4), FsdpContext())
+        module(torch.ones(1, 4)).sum().backward()
+        assert torch.equal(module.bias.grad.full_tensor(), torch.ones(4))
+    dist.destroy_process_group()
+
+
+def different_pasts(path: str) -> None:
+    """Rank 0 has been rank 0 of two before, with another process, when it is with the last."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    if rank < 2:
+        in_a_world_of_two(f"{path}/before", rank)
+    if rank != 1:
+        in_a_world_of_two(f"{path}/after", rank // 2)
+
+
+def test_groups_are_found_by_processes_with_different_pasts(tmp_path: Path) -> None:
+    run_ranks(different_pasts, 3, str(tmp_path))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -89,9 +89,6 @@ def _new_group(
         )
 
 
-_serials: Counter[str] = Counter()
-
-
 @contextmanager
 def _made_by_members(name: str) -> Iterator[None]:
     """Lets ``dist.new_group(use_local_synchronization=True)`` need no help from ranks that are not
@@ -102,9 +99,12 @@ def _made_by_members(name: str) -> Iterator[None]:
     with all ranks. And where the default group is bound to a device, NCCL would split it, which
     takes all ranks.
     """
-    _serials[name] += 1  # a context after another: the members have all made as many of this name
-    group_name = f"{name}_{_serials[name]}"
-    default, hash_ranks, count = dist.group.WORLD, c10d._hash_ranks_to_str, c10d._world.group_count
+    # A context after another. The members have all made as many of this name since the default
+    # group was made, in processes that may have had another before.
+    taken = set(c10d._world.pg_names.values())
+    group_name = next(each for n in count() if (each := f"{name}_{n}") not in taken)
+    default, hash_ranks = dist.group.WORLD, c10d._hash_ranks_to_str
+    made = c10d._world.group_count
     assert default is not None
     bound, default.bound_device_id = default.bound_device_id, None
     c10d._hash_ranks_to_str = lambda ranks: group_name
@@ -112,7 +112,7 @@ def _made_by_members(name: str) -> Iterator[None]:
         yield
     finally:
         c10d._hash_ranks_to_str = hash_ranks
-        c10d._world.group_count = count
+        c10d._world.group_count = made
         default.bound_device_id = bound
 
 
