@@ -112,7 +112,7 @@ class FsdpModule(ShardedModule):
             ValueError: ``stream`` is given on a mesh ``(replicate, shard)``.
         """
         unit = self._fsdp_unit
-        if stream is not None and any(bucket.domain.copies > 1 for bucket in unit.buckets):
+        if stream is not None and unit.has_copies:
             raise ValueError(
                 "set_all_reduce_hook(stream=...) on a mesh (replicate, shard): the hook runs where "
                 "the reduction across copies does; leave stream out"

@@ -110,6 +110,35 @@ def test_a_gradient_of_an_earlier_microbatch_counts() -> None:
     run_ranks(unused_then_used, 4)
 
 
+class Skips(Model):
+    skipped: int | None = None
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for index, layer in enumerate(self.layers):
+            x = x if index == self.skipped else layer(x)
+        return self.head(x)
+
+
+def skipped_by_the_last(divide_copies: bool) -> None:
+    twins = Twins(Skips, shard_layers, mesh=(2, 2), divide_copies=divide_copies)
+    for _ in range(2):
+        for is_last, (tokens, targets) in enumerate(twins.batches(2)):
+            twins.model.skipped = twins.twin.skipped = 1 if is_last else None
+            twins.model.set_requires_all_reduce(bool(is_last))
+            twins.backward(tokens, targets)
+        twins.check_gradients()
+        twins.step()
+        twins.check_parameters()
+
+
+@pytest.mark.parametrize("divide_copies", [False, True])
+def test_a_unit_that_the_last_microbatch_skips_is_reduced_across_copies(
+    divide_copies: bool,
+) -> None:
+    run_ranks(skipped_by_the_last, 4, divide_copies)
+
+
 def all_reduces_on_its_own() -> None:
     log: list[Entry] = []
     ctx = FsdpContext(init_device_mesh("cpu", (2, 2)))

@@ -76,8 +76,8 @@ class Reductions:
         for unit in units:
             # A second gradient after the unit was reduced (reentrant checkpointing of a module that
             # runs several times), parameters used outside their unit's forward, or a unit that ran
-            # only in backwards without synchronization.
-            if unit.is_waiting or (unit.syncs_gradients and unit.has_unreduced):
+            # only in backwards without synchronization, or without that of copies.
+            if unit.is_waiting or (unit.completes_gradients and unit.has_unreduced):
                 self._reduce(unit)
 
     def wait(self) -> None:
@@ -109,7 +109,7 @@ class Reductions:
             self._reduce(turn.unit)
 
     def _reduce(self, unit: Unit) -> None:
-        unit.has_unreduced = not unit.syncs_gradients
+        unit.has_unreduced = not unit.completes_gradients
         for gradients in unit.gradients:
             self._ensure_input(unit, gradients)
             gradients.absorb_all()
