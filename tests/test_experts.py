@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -270,6 +273,35 @@ def only_some_ranks() -> None:
 
 def test_not_every_rank_needs_to_take_part_in_a_submesh() -> None:
     run_ranks(only_some_ranks, 4)
+
+
+def makes_groups() -> None:
+    fully_shard(nn.Linear(4, 4))(torch.ones(1, 4)).sum().backward()
+
+
+def a_fresh_process(folder: str) -> None:
+    """Rank 1 joins the next process group from a process that has made no groups before."""
+    makes_groups()
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    code = "import sys; sys.path[:] = eval(sys.argv[1]); import test_experts; test_experts.joins("
+    command = [sys.executable, "-c", f"{code}{folder!r}, 1)", repr(sys.path)]
+    if rank:
+        subprocess.run(command, check=True, timeout=50)
+    else:
+        joins(folder, 0)
+
+
+def joins(folder: str, rank: int) -> None:
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=15)
+    )
+    makes_groups()
+
+
+def test_groups_are_made_together_with_ranks_that_are_fresh_processes(tmp_path: Path) -> None:
+    run_ranks(a_fresh_process, 2, str(tmp_path))
 
 
 def different_experts() -> None:

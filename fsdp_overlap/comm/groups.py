@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -89,7 +90,8 @@ def _new_group(
         )
 
 
-_serials: Counter[str] = Counter()
+# Of the default group, because a rank that joins the next one may be a fresh process.
+_serials: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -102,10 +104,11 @@ def _made_by_members(name: str) -> Iterator[None]:
     with all ranks. And where the default group is bound to a device, NCCL would split it, which
     takes all ranks.
     """
-    _serials[name] += 1  # a context after another: the members have all made as many of this name
-    group_name = f"{name}_{_serials[name]}"
     default, hash_ranks, count = dist.group.WORLD, c10d._hash_ranks_to_str, c10d._world.group_count
     assert default is not None
+    serials = _serials.setdefault(default, Counter())
+    serials[name] += 1  # a context after another: the members have all made as many of this name
+    group_name = f"{name}_{serials[name]}"
     bound, default.bound_device_id = default.bound_device_id, None
     c10d._hash_ranks_to_str = lambda ranks: group_name
     try:
