@@ -90,10 +90,14 @@ class Reductions:
 
     def drop(self) -> None:
         """Forgets everything under way."""
-        for _, _, ticket in self._in_flight:
+        for _, gradients, ticket in self._in_flight:
             with suppress(RuntimeError):  # of a collective that failed
-                ticket.abandon()
+                if gradients.copies is None:
+                    ticket.abandon()
                 ticket.wait()  # what the lane reads is about to be freed
+            if gradients.copies is not None:
+                # Which is under way too, or has begun now, as it may have on another rank.
+                self._across.append(gradients.copies)
         for copies in self._across:
             copies.abandon()
         self._in_flight.clear()
