@@ -301,7 +301,10 @@ class FsdpModule(ShardedModule):
         """The all-gathers of the next pass wait for ``event``, recorded after the optimizer's step,
         and not for all compute enqueued before the pass. Counts once. Edits of parameters that are
         made after this call are waited for all the same. On a CPU there is nothing to wait for."""
-        self._fsdp_unit.context.schedule.gathers.wait_once_for(event)
+        context = self._fsdp_unit.context
+        context.schedule.gathers.wait_once_for(event)
+        if context.divide_copies:
+            context.copies_lane.after_event(event)
 
     def reset_iter_state(self) -> None:
         """As :meth:`FsdpContext.reset`, by FSDP2's name.

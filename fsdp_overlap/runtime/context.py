@@ -171,6 +171,7 @@ class FsdpContext:
         """Communicates on the lanes of ``other``."""
         self.gather_lane = other.gather_lane
         self.reduce_lane = other.reduce_lane
+        self.copies_lane = other.copies_lane
         if self.has_schedule:
             self.schedule.gathers.lane = self.gather_lane
 
