@@ -112,7 +112,7 @@ class FsdpModule(ShardedModule):
             ValueError: ``stream`` is given on a mesh ``(replicate, shard)``.
         """
         unit = self._fsdp_unit
-        if stream is not None and any(bucket.domain.copies > 1 for bucket in unit.buckets):
+        if stream is not None and unit.has_copies:
             raise ValueError(
                 "set_all_reduce_hook(stream=...) on a mesh (replicate, shard): the hook runs where "
                 "the reduction across copies does; leave stream out"
@@ -301,7 +301,10 @@ class FsdpModule(ShardedModule):
         """The all-gathers of the next pass wait for ``event``, recorded after the optimizer's step,
         and not for all compute enqueued before the pass. Counts once. Edits of parameters that are
         made after this call are waited for all the same. On a CPU there is nothing to wait for."""
-        self._fsdp_unit.context.schedule.gathers.wait_once_for(event)
+        context = self._fsdp_unit.context
+        context.schedule.gathers.wait_once_for(event)
+        if context.divide_copies:
+            context.copies_lane.after_event(event)
 
     def reset_iter_state(self) -> None:
         """As :meth:`FsdpContext.reset`, by FSDP2's name.

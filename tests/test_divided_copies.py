@@ -158,6 +158,28 @@ def test_a_reset_in_the_middle_changes_nothing() -> None:
     run_ranks(recovers, 4)
 
 
+class EventLane(RecordingLane):
+    def after_event(self, event: Any) -> None:
+        self.log.append(event)
+
+
+def waits_for_the_event() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    ctx = FsdpContext(mesh, divide_copies=True)
+    log: list[Any] = []
+    ctx.lane_factory = lambda name, device: EventLane(name, log if name == "all_reduce" else [])
+    model = Model()
+    shard_layers(model, ctx)
+    model.set_post_optim_event("event")
+    model(torch.zeros(1, 1, dtype=torch.int64))
+    assert log[0] == "event"
+    assert log[2].kind == "copies_all_gather"
+
+
+def test_shards_are_put_together_after_the_event_of_the_optimizer() -> None:
+    run_ranks(waits_for_the_event, 2)
+
+
 def nameless() -> None:
     with pytest.raises(ValueError, match="divide_copies needs a mesh with names, as init_device"):
         FsdpContext(init_device_mesh("cpu", (1, 1)), divide_copies=True)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -272,23 +275,58 @@ def test_not_every_rank_needs_to_take_part_in_a_submesh() -> None:
     run_ranks(only_some_ranks, 4)
 
 
+def makes_groups() -> None:
+    fully_shard(nn.Linear(4, 4))(torch.ones(1, 4)).sum().backward()
+
+
+def a_fresh_process(folder: str) -> None:
+    """Rank 1 joins the next process group from a process that has made no groups before."""
+    makes_groups()
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    code = "import sys; sys.path[:] = eval(sys.argv[1]); import test_experts; test_experts.joins("
+    command = [sys.executable, "-c", f"{code}{folder!r}, 1)", repr(sys.path)]
+    if rank:
+        subprocess.run(command, check=True, timeout=50)
+    else:
+        joins(folder, 0)
+
+
+def joins(folder: str, rank: int) -> None:
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=15)
+    )
+    makes_groups()
+
+
+def test_groups_are_made_together_with_ranks_that_are_fresh_processes(tmp_path: Path) -> None:
+    run_ranks(a_fresh_process, 2, str(tmp_path))
+
+
 def different_experts() -> None:
-    """Ranks 2 and 3, whose experts are shards of the same mesh as those of 0 and 1, skip them."""
-    whole, shards, ep = meshes()
-    model = Moe(ep)
+    """Rank 2 alone runs the experts in another order, before a unit that ranks 1 and 3, whose
+    experts are others, share with it."""
+    whole, shards, _ = meshes()
     ctx = FsdpContext(whole)
-    shard(model, whole, shards, ctx)
-    layers = [layer.experts for layer in model]
-    for experts in layers:
-        experts.group = None
-        experts.forward = lambda x, experts=experts: x @ experts.weight.sum(0)
-    said = r"rank \d: all_gather of unit '0.experts'; rank \d: all_gather of unit '1.experts'"
+    experts = [fully_shard(nn.Linear(4, 4), ctx, mesh=shards) for _ in range(2)]
+    dense = fully_shard(nn.Linear(4, 4), ctx)
+    if dist.get_rank() == 2:
+        experts.reverse()
+    first, second = experts
+    dense(second(first(torch.ones(1, 4)))).sum().backward()
+
+
+def expect_different_experts() -> None:
+    said = r"rank 0: all_gather of unit 'Linear\[0\]'; rank 2: all_gather of unit 'Linear\[1\]'"
+    if dist.get_rank() % 2:  # whose experts agree
+        said = r"rank \d: an error: on another mesh of this rank, ranks ran different units"
     with pytest.raises(RuntimeError, match=said):
-        layers[dist.get_rank() // 2](torch.ones(1, WIDTH, dtype=torch.double)).sum().backward()
+        different_experts()
 
 
 def test_experts_that_differ_among_their_ranks_get_an_error() -> None:
-    run_ranks(different_experts, 4)
+    run_ranks(expect_different_experts, 4)
 
 
 class Mixed(nn.Module):
@@ -338,27 +376,3 @@ def meshes_by_parameter() -> None:
 
 def test_a_unit_may_have_parameters_of_several_meshes() -> None:
     run_ranks(meshes_by_parameter, 4)
-
-
-def in_a_world_of_two(path: str, rank: int) -> None:
-    store = dist.FileStore(path, 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    for _ in range(2):
-        module = fully_shard(nn.Linear(4, 4), FsdpContext())
-        module(torch.ones(1, 4)).sum().backward()
-        assert torch.equal(module.bias.grad.full_tensor(), torch.ones(4))
-    dist.destroy_process_group()
-
-
-def different_pasts(path: str) -> None:
-    """Rank 0 has been rank 0 of two before, with another process, when it is with the last."""
-    rank = dist.get_rank()
-    dist.destroy_process_group()
-    if rank < 2:
-        in_a_world_of_two(f"{path}/before", rank)
-    if rank != 1:
-        in_a_world_of_two(f"{path}/after", rank // 2)
-
-
-def test_groups_are_found_by_processes_with_different_pasts(tmp_path: Path) -> None:
-    run_ranks(different_pasts, 3, str(tmp_path))

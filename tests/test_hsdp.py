@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,9 +17,11 @@ from twins import Twins, loss_of
 from zoo import ZOO, Model, shard_layers
 
 from fsdp_overlap import FsdpContext, ShardedTensor, fully_shard
+from fsdp_overlap.comm.lanes import Ticket
 from fsdp_overlap.comm.recording import Entry, RecordingLane
 from fsdp_overlap.layout import Whole
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
+from fsdp_overlap.runtime import gradients
 
 MESHES = [(2, 2), (4, 1), (1, 4)]
 
@@ -108,6 +111,35 @@ def unused_then_used() -> None:
 
 def test_a_gradient_of_an_earlier_microbatch_counts() -> None:
     run_ranks(unused_then_used, 4)
+
+
+class Skips(Model):
+    skipped: int | None = None
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for index, layer in enumerate(self.layers):
+            x = x if index == self.skipped else layer(x)
+        return self.head(x)
+
+
+def skipped_by_the_last(divide_copies: bool) -> None:
+    twins = Twins(Skips, shard_layers, mesh=(2, 2), divide_copies=divide_copies)
+    for _ in range(2):
+        for is_last, (tokens, targets) in enumerate(twins.batches(2)):
+            twins.model.skipped = twins.twin.skipped = 1 if is_last else None
+            twins.model.set_requires_all_reduce(bool(is_last))
+            twins.backward(tokens, targets)
+        twins.check_gradients()
+        twins.step()
+        twins.check_parameters()
+
+
+@pytest.mark.parametrize("divide_copies", [False, True])
+def test_a_unit_that_the_last_microbatch_skips_is_reduced_across_copies(
+    divide_copies: bool,
+) -> None:
+    run_ranks(skipped_by_the_last, 4, divide_copies)
 
 
 def all_reduces_on_its_own() -> None:
@@ -204,3 +236,39 @@ def recovers() -> None:
 
 def test_a_reset_drops_what_waits_for_copies() -> None:
     run_ranks(recovers, 4)
+
+
+class SlowOnSomeRanks(RecordingLane):
+    """What was enqueued is seen to be done early on ranks 0 and 1 alone."""
+
+    def enqueue(self, *args: Any, **options: Any) -> Ticket:
+        ticket = super().enqueue(*args, **options)
+        ticket.done = lambda: dist.get_rank() < 2
+        return ticket
+
+
+def fails_in_backward() -> None:
+    twins = Twins(partial(Model, layers=6), shard_layers, mesh=(2, 2))
+    twins.ctx.lane_factory = lambda name, device: SlowOnSomeRanks(name, [])
+    twins.model.set_reduce_scatter_max_input_buffers(8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradients, "LARGE_BYTES", 0)
+        twins.train(1)
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ArithmeticError("planned")
+
+    x = torch.ones(1, 1, 6, dtype=torch.double)
+    for index, layer in enumerate(twins.model.layers):
+        x = layer(x)
+        if index == 1:
+            x.register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        x.sum().backward()
+    twins.ctx.reset()
+    twins.optimizer.zero_grad()
+    twins.train(2)
+
+
+def test_a_reset_waits_for_what_other_ranks_reduce_across_copies() -> None:
+    run_ranks(fails_in_backward, 4, timeout=20)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import expect_rank_errors, run_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from twins import Twins
 from zoo import VOCABULARY, Model, shard_layers, shard_root_only
@@ -244,6 +245,18 @@ def shard_layers_left(model: Model, ctx: FsdpContext) -> None:
 )
 def test_different_plans_are_found_by_name(kind: str, message: str) -> None:
     expect_rank_errors(plans_differ, 2, kind, match=f"ranks planned differently: {message}")
+
+
+def one_rank_plans_otherwise() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = Model()
+    ctx = FsdpContext(mesh, layout=Whole() if dist.get_rank() == 3 else Flat(), check_plans=True)
+    shard_layers_left(model, ctx)
+    model(torch.zeros(1, 2, dtype=torch.int64))
+
+
+def test_every_rank_of_a_mesh_with_copies_finds_the_one_that_plans_otherwise() -> None:
+    expect_rank_errors(one_rank_plans_otherwise, 4, match="where rank 0 has .*, rank 3 has")
 
 
 def equal_plans() -> None:

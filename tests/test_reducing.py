@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from zoo import Model, shard_layers
 
@@ -94,6 +95,21 @@ def test_what_a_hook_edits_is_the_gradient(mesh_shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
 def test_sums_are_all_that_collectives_do(mesh_shape: tuple[int, ...]) -> None:
     run_ranks(as_fsdp2, 4, only_sums, mesh_shape)
+
+
+def in_half_precision(mesh_shape: tuple[int, ...]) -> None:
+    names = ("replicate", "shard")[-len(mesh_shape) :]
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+    module = fully_shard(
+        nn.Linear(1, 1), mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16)
+    )
+    (module(torch.ones(1, 1)) * 40_000).backward()
+    assert module.weight.grad.full_tensor().item() == 40_000
+
+
+@pytest.mark.parametrize("mesh_shape", [(2,), (2, 1)])
+def test_sums_in_half_precision_do_not_overflow(mesh_shape: tuple[int, ...]) -> None:
+    run_ranks(in_half_precision, 2, mesh_shape)
 
 
 def a_stream_beside_copies() -> None:

@@ -190,14 +190,19 @@ def post_optim_event() -> None:
     twins.backward(*batch)
     assert waits == ["compute"]  # once
     twins.step()
+    waits.clear()
     twins.model.set_post_optim_event("event")
     with torch.no_grad():
         for model in (twins.model, twins.twin):
             model.head.weight.mul_(2)
-    waits.clear()
     twins.backward(*batch)
     assert waits == ["event", "compute"]  # for the edit that the event says nothing of
     twins.step()
+    waits.clear()
+    twins.model.set_post_optim_event("event")
+    twins.model.unshard()
+    assert waits == ["event", "compute"]  # also what is gathered before the pass
+    twins.model.reshard()
     twins.check_parameters()
 
 
@@ -218,6 +223,7 @@ def chunks() -> None:
     first, second = (model._fsdp_unit.context for model in models)
     assert first.gather_lane is second.gather_lane
     assert first.reduce_lane is second.reduce_lane
+    assert first.copies_lane is second.copies_lane
     assert first.schedule is not second.schedule
     tokens = torch.arange(8).view(2, 4)
     for _ in range(2):

@@ -164,6 +164,7 @@ class GlooCollectives:
         # Two all-to-alls, to the ranks before this one and to those after it: one would also send
         # this rank its own range, and so need memory for it twice.
         numels, rank = plan.shard_numels, group.rank()
+        gradients, left = _divide_early(gradients, len(numels) if divisor is None else divisor)
         before, after = rank, len(numels) - rank - 1
         own = numels[rank]
         sent_down, mine, sent_up = gradients.split(
@@ -195,7 +196,7 @@ class GlooCollectives:
             total = of_each[0] + of_each[1]
             for other in of_each[2:]:
                 total.add_(other)
-            return total.div_(len(numels) if divisor is None else divisor)
+            return _divided(total, left)
 
         return Issued(works, finish)
 
@@ -277,8 +278,9 @@ def all_reduce(
     """Makes ``values`` the sum over ranks, divided by ``divisor``, ``None`` as in
     :meth:`Collectives.reduce_scatter`. Collective over ``group``."""
     if values.device.type == "cpu":  # of whose backends none takes a mean
+        values, left = _divide_early(values, group.size() if divisor is None else divisor)
         work = dist.all_reduce(_as_real(values), group=group, async_op=True)
-        return Issued((work,), lambda: values.div_(divisor or group.size()))
+        return Issued((work,), lambda: _divided(values, left))
     values, left = _divide_early(values, divisor)
     op = dist.ReduceOp.AVG if divisor is None else dist.ReduceOp.SUM
     dist.all_reduce(_as_real(values), op, group)

@@ -171,6 +171,7 @@ class FsdpContext:
         """Communicates on the lanes of ``other``."""
         self.gather_lane = other.gather_lane
         self.reduce_lane = other.reduce_lane
+        self.copies_lane = other.copies_lane
         if self.has_schedule:
             self.schedule.gathers.lane = self.gather_lane
 
@@ -382,11 +383,19 @@ class FsdpContext:
     def _finish_backward(self) -> None:
         """Compares the order of collectives and settles which parameters have a gradient."""
         agreed = {}
-        for domain in self._domains.values():
+        failure: RuntimeError | None = None
+        # Small meshes first: what fails there is an error on all ranks of those that follow, also
+        # on ranks that would else wait for the ones that failed.
+        for domain in sorted(self._domains.values(), key=lambda domain: domain.mesh.size()):
             if domain.has_reduced:
                 self.stats.order_checks += bool(domain.groups.of_all)
-                agreed[domain] = domain.agree(self.reduce_lane)
+                try:
+                    agreed[domain] = domain.agree(self.reduce_lane, failed=failure is not None)
+                except RuntimeError as error:
+                    failure = failure or error
             domain.finish_reading()
+        if failure is not None:
+            raise failure
         if not agreed:
             return
         for unit in self.units:

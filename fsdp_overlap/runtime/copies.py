@@ -170,6 +170,10 @@ class CopiesReduction:
         ticket = lane.enqueue(kind, self.bucket.label, issue, accept, nbytes)
         self._in_flight.append((ticket, total))
 
+    def is_done(self) -> bool:
+        """Whether :meth:`finish` would not wait."""
+        return all(ticket.done() for ticket, _ in self._in_flight)
+
     def finish(self) -> None:
         """Makes compute wait for the reductions under way."""
         for ticket, _ in self._in_flight:

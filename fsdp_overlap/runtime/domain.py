@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from fsdp_overlap.runtime.bucket import Bucket
 
 
+# In place of a bucket's collective.
+FAILED_ELSEWHERE = -1
+
+
 class Domain:
     """One mesh that buckets of a context are spread over.
 
@@ -176,9 +180,10 @@ class Domain:
         flags = slice(bucket.first_flag, bucket.first_flag + len(filled))
         self._has_gradient[flags] = bytes(map(or_, self._has_gradient[flags], filled))
 
-    def agree(self, lane: Lane) -> bytes | bytearray:
+    def agree(self, lane: Lane, failed: bool) -> bytes | bytearray:
         """At the end of a backward that reduced: compares what the ranks issued, and returns which
-        parameters have a gradient, on some rank as far as this one knows. Collective over the mesh.
+        parameters have a gradient, on some rank as far as this one knows. ``failed``: this rank has
+        found a difference on another mesh. Collective over the mesh.
 
         Raises:
             RuntimeError: the ranks' collectives differ, in this backward or, on a GPU, in the last.
@@ -189,6 +194,8 @@ class Domain:
         groups = self.groups.of_all
         if not groups:
             return flags
+        if failed:
+            self.order_check.note(FAILED_ELSEWHERE)
         if not self.knows_gradients:
             self.order_check.read(groups)  # of the last backward
         self.order_check.send(lane, groups, flags)
@@ -216,6 +223,8 @@ class Domain:
         self.reading = None
 
     def _describe(self, code: int) -> str:
+        if code == FAILED_ELSEWHERE:
+            return "an error: on another mesh of this rank, ranks ran different units"
         bucket = self._buckets[code // 2]()
         kind = "reduce_scatter" if code % 2 else "all_gather"
         return f"{kind} of unit {bucket.label!r}" if bucket is not None else kind

@@ -42,7 +42,7 @@ class Gathers:
         """Units whose full buffers a graph made by ``backward(create_graph=True)`` may read, at
         moments that no hook sees, with the tick of their first use."""
         self._seen_edits = -1
-        self._post_optim: tuple[torch.Event, int] | None = None
+        self._waits_for_event = False
 
     def use(
         self,
@@ -157,18 +157,17 @@ class Gathers:
         self._seen_edits = ShardEdits.clock
 
     def wait_once_for(self, event: torch.Event) -> None:
-        """The next pass waits for ``event``, which stands for every edit made so far, and not for
-        all compute."""
-        self._post_optim = event, ShardEdits.clock
+        """All-gathers wait for ``event``, which stands for every edit made so far, and so the next
+        pass does not for all compute."""
+        self.lane.after_event(event)
+        self._seen_edits = ShardEdits.clock
+        self._waits_for_event = True
 
     def begin_pass(self) -> None:
         """All-gathers of this pass see the edits made before it."""
-        if self._post_optim is None:
+        if not self._waits_for_event:
             self.after_edits()
-        else:
-            event, self._seen_edits = self._post_optim
-            self._post_optim = None
-            self.lane.after_event(event)
+        self._waits_for_event = False
 
     def _gather(self, unit: Unit) -> None:
         # A buffer that is gathered again may still be read by compute.

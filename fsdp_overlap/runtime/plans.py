@@ -100,22 +100,19 @@ def compare_plans(units: Sequence[Unit], domain: Domain) -> None:
         for unit in units
         if (plans := [bucket.plan for bucket in unit.buckets if bucket.domain is domain])
     ]
-    for group in domain.groups.of_all:
-        _compare(mine, group)
-
-
-def _compare(mine: list[tuple[str, str]], group: dist.ProcessGroup) -> None:
-    of_all: list[list[tuple[str, str]]] = [[]] * group.size()
-    dist.all_gather_object(of_all, mine, group)
-    none = ("none", "")
-    for rank, theirs in zip(dist.get_process_group_ranks(group), of_all, strict=True):
-        for ours, other in zip_longest(of_all[0], theirs, fillvalue=none):
+    of_all = {dist.get_rank(): mine}
+    for group in domain.groups.of_all:  # first all of them, so that every rank finds the same
+        known = [of_all] * group.size()
+        dist.all_gather_object(known, of_all, group)
+        of_all = {rank: theirs for part in known for rank, theirs in part.items()}
+    first = min(of_all)
+    for rank, theirs in sorted(of_all.items()):
+        for ours, other in zip_longest(of_all[first], theirs, fillvalue=("none", "")):
             if ours != other:
                 raise RuntimeError(
-                    f"ranks planned differently: where rank {dist.get_global_rank(group, 0)} has "
-                    f"unit {ours[0]}, rank {rank} has {other[0]}, or the same with other "
-                    "parameters, dtypes or layouts; every rank must build the same model and shard "
-                    "it in the same order"
+                    f"ranks planned differently: where rank {first} has unit {ours[0]}, rank "
+                    f"{rank} has {other[0]}, or the same with other parameters, dtypes or layouts; "
+                    "every rank must build the same model and shard it in the same order"
                 )
 
 

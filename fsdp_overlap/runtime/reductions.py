@@ -44,7 +44,7 @@ class Reductions:
         self._by_unit: dict[Unit, Turn] = {}
         self._in_flight: deque[tuple[Unit, BucketGradients, Ticket]] = deque()
         self._filling: set[BucketGradients] = set()
-        self._across: list[CopiesReduction] = []
+        self._across: deque[CopiesReduction] = deque()
 
     def expect(self, first_uses: Iterable[tuple[Unit, int]]) -> None:
         """These units take part in this backward, on every rank."""
@@ -76,8 +76,8 @@ class Reductions:
         for unit in units:
             # A second gradient after the unit was reduced (reentrant checkpointing of a module that
             # runs several times), parameters used outside their unit's forward, or a unit that ran
-            # only in backwards without synchronization.
-            if unit.is_waiting or (unit.syncs_gradients and unit.has_unreduced):
+            # only in backwards without synchronization, or without that of copies.
+            if unit.is_waiting or (unit.completes_gradients and unit.has_unreduced):
                 self._reduce(unit)
 
     def wait(self) -> None:
@@ -90,10 +90,14 @@ class Reductions:
 
     def drop(self) -> None:
         """Forgets everything under way."""
-        for _, _, ticket in self._in_flight:
+        for _, gradients, ticket in self._in_flight:
             with suppress(RuntimeError):  # of a collective that failed
-                ticket.abandon()
+                if gradients.copies is None:
+                    ticket.abandon()
                 ticket.wait()  # what the lane reads is about to be freed
+            if gradients.copies is not None:
+                # Which is under way too, or has begun now, as it may have on another rank.
+                self._across.append(gradients.copies)
         for copies in self._across:
             copies.abandon()
         self._in_flight.clear()
@@ -109,7 +113,7 @@ class Reductions:
             self._reduce(turn.unit)
 
     def _reduce(self, unit: Unit) -> None:
-        unit.has_unreduced = not unit.syncs_gradients
+        unit.has_unreduced = not unit.completes_gradients
         for gradients in unit.gradients:
             self._ensure_input(unit, gradients)
             gradients.absorb_all()
@@ -156,5 +160,7 @@ class Reductions:
         ticket.wait()
         if gradients.copies is not None:
             self._across.append(gradients.copies)
+            while self._across and self._across[0].is_done():
+                self._across.popleft().finish()  # which gives back what was sent
         gradients.is_in_flight = False
         unit.context.free_input(gradients)

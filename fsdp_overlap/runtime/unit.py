@@ -69,8 +69,10 @@ class Unit:
         self.separates_reductions = True
         """Whether reductions run on a process group of their own."""
         self.comms = CustomComms()
+        self.has_copies = any(bucket.domain.copies > 1 for bucket in buckets)
         self.has_unreduced = False
-        """Whether reduce inputs hold what backwards without synchronization left, on every rank."""
+        """Whether backwards left gradients that are not reduced, or not across copies, on every
+        rank."""
         self.is_root = False
         self.name = kind_of(modules)
         self.gradients: list[BucketGradients] = []
@@ -134,6 +136,11 @@ class Unit:
     def syncs_gradients(self) -> bool:
         """Whether backward reduces gradients, or leaves them for one that does."""
         return self.requires_gradient_sync and (self.is_last_backward or not self.reduces_last_only)
+
+    @property
+    def completes_gradients(self) -> bool:
+        """Whether backward reduces gradients across copies too, where there are any."""
+        return self.syncs_gradients and (self.reducing.across_copies or not self.has_copies)
 
     @property
     def is_trainable(self) -> bool:
