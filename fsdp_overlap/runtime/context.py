@@ -94,6 +94,8 @@ class FsdpContext:
             divide_copies=self.divide_copies,
         )
         duplicate.is_implicit = self.is_implicit
+        if self.has_schedule and self.schedule.finalization.is_manual:
+            duplicate.schedule.finalization.set_manual(True)
         return duplicate
 
     @cached_property
