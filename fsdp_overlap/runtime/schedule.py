@@ -19,6 +19,7 @@ import torch
 from torch.autograd import Variable
 
 from fsdp_overlap.comm.spans import span
+from fsdp_overlap.runtime.engine import is_for_all_leaves, is_in_backward
 from fsdp_overlap.runtime.finalization import Finalization
 from fsdp_overlap.runtime.gathers import Gathers
 from fsdp_overlap.runtime.gradients import BucketGradients
@@ -220,7 +221,7 @@ class Schedule:
         self._backward = backward = Backward(self._backwards, torch._C._current_graph_task_id())
         # Of backward(), which all ranks call, and not of what it reaches, which may differ.
         backward.accumulates = is_for_all_leaves() or any(
-            unit.is_to_accumulate() for unit in self._units()
+            unit.accumulates for unit in self._units()
         )
         self._expect(self.gathers.kept.items(), backward)
         if self._backward_order is not None:
@@ -312,7 +313,7 @@ class Schedule:
         with span("post_backward", unit.name):
             unit.use_sharded()
             if unit.is_list and backward.comes_back_to(index):
-                backward.kept.add(index)
+                backward.unfinished.add(index)
             elif unit.reshard_after_backward:
                 self.gathers.release(unit)
 
@@ -326,7 +327,7 @@ class Schedule:
                 if not forward_pass.is_recompute:
                     self._walk_to_end(forward_pass, backward)
             backward.remaining.clear()
-            for index in {*(call.unit for call in backward.open_calls), *backward.kept}:
+            for index in {*(call.unit for call in backward.open_calls), *backward.unfinished}:
                 self._release_passed(index, backward)
             self.gathers.finish_pass()
             for unit in self._units():
@@ -429,23 +430,3 @@ def _is_among(unit: Unit, running: Sequence[tuple[Unit, int]]) -> bool:
         if other is unit:
             return True
     return False
-
-
-def is_in_backward() -> bool:
-    """Whether the autograd engine is running on this thread."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def is_for_all_leaves() -> bool:
-    """Whether the backward under way is for all leaves of its graph, as ``backward()`` is, and not
-    for given inputs."""
-    if not Variable._execution_engine.is_checkpoint_valid():
-        return False
-    # It also says so in hooks of the very tensor that torch.autograd.grad() was asked about; what
-    # is behind that is not run.
-    node = torch._C._current_autograd_node()
-    return any(
-        torch._C._will_engine_execute_node(behind)
-        for behind, _ in node.next_functions
-        if behind is not None
-    )
