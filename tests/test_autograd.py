@@ -220,6 +220,19 @@ def test_gradients_of_gradients(how: Derive, reshard: bool | None) -> None:
     run_ranks(derive, 2, Stack, how, reshard)
 
 
+def whole_though_not_needed() -> None:
+    pair = Pair(reshard_after_forward=False)
+    pair.model[-1].set_unshard_in_backward(False)
+    for x, twin_x in pair.inputs():
+        same(penalty(pair.model, x), penalty(pair.twin, twin_x), "result")
+        pair.check_gradients()
+        pair.step()
+
+
+def test_what_a_graph_of_gradients_reads_unasked_stays_too() -> None:
+    run_ranks(whole_though_not_needed, 2)
+
+
 @pytest.mark.parametrize("how", [of_inputs, penalty])
 def test_gradients_under_activation_checkpointing(how: Derive) -> None:
     run_ranks(derive, 2, Recomputed, how, None)
@@ -231,6 +244,8 @@ def no_reductions() -> None:
     for x, _ in pair.inputs():
         of_inputs(pair.model, x)
         of_inputs_by_backward(pair.model, x)
+        scores = pair.model(x)
+        torch.autograd.grad(scores.square().sum(), scores)
     assert pair.ctx.stats.reduce_scatters == 0
     assert pair.ctx.stats.order_checks == 0
     pair.model.set_requires_gradient_sync(False)
@@ -247,6 +262,38 @@ def no_reductions() -> None:
 
 def test_gradients_of_inputs_reduce_nothing() -> None:
     run_ranks(no_reductions, 2)
+
+
+class Skipping(Stack):
+    """On some ranks the gradient of the input alone flows back, through frozen units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for module in list(self)[1:]:
+            module.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        used = self[0](x)  # on every rank
+        x = x if dist.get_rank() else used
+        for module in list(self)[1:]:
+            x = module(x)
+        return x
+
+
+def nothing_to_accumulate() -> None:
+    pair = Pair(Skipping)
+    for x, twin_x in pair.inputs():
+        pair.model(x).square().sum().backward()
+        unused = sum(parameter.sum() for parameter in pair.twin[0].parameters())
+        (pair.twin(twin_x).square().sum() + 0 * unused).backward()
+        same(x.grad, twin_x.grad, "gradient of the input")
+        pair.check_gradients()
+        pair.step()
+    pair.check_rest()
+
+
+def test_a_rank_whose_backward_reaches_no_parameter_takes_part_in_reductions() -> None:
+    run_ranks(nothing_to_accumulate, 2)
 
 
 def nothing_but_recomputed() -> None:

@@ -128,6 +128,19 @@ def test_a_reduce_input_that_travels_is_not_written_to() -> None:
     run_ranks(large_units, 2)
 
 
+def copied() -> None:
+    twins = Twins(Model, shard_layers)
+    twins.model.set_manual_backward_finalization(True)
+    twins.model = copy.deepcopy(twins.model)
+    twins.backward(*next(twins.batches(1)))
+    twins.model.finalize_backward()
+    twins.check_gradients()
+
+
+def test_a_copy_is_finalized_by_hand_too() -> None:
+    run_ranks(copied, 2)
+
+
 def misused() -> None:
     twins = Twins(Model, shard_layers)
     batch = next(twins.batches(1))

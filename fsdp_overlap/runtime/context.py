@@ -16,11 +16,12 @@ from fsdp_overlap.comm.lanes import Lane, Mark, Ticket, make_lane
 from fsdp_overlap.layout import Flat, LayoutRule
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.domain import Domain, check_mesh
+from fsdp_overlap.runtime.engine import is_in_backward
 from fsdp_overlap.runtime.gathers import Gathers
 from fsdp_overlap.runtime.gradients import BucketGradients
 from fsdp_overlap.runtime.plans import check_plannable, compare_plans
 from fsdp_overlap.runtime.reductions import MAX_INPUTS, Reductions
-from fsdp_overlap.runtime.schedule import Schedule, is_in_backward
+from fsdp_overlap.runtime.schedule import Schedule
 from fsdp_overlap.runtime.stats import Stats
 from fsdp_overlap.runtime.unit import Unit, unit_names, unit_of
 
@@ -94,6 +95,8 @@ class FsdpContext:
             divide_copies=self.divide_copies,
         )
         duplicate.is_implicit = self.is_implicit
+        if self.has_schedule and self.schedule.finalization.is_manual:
+            duplicate.schedule.finalization.set_manual(True)
         return duplicate
 
     @cached_property

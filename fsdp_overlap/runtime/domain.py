@@ -70,17 +70,17 @@ class Domain:
         self._flags = 0
         self._has_gradient = bytearray()
 
-    @property
+    @cached_property
     def shard_size(self) -> int:
         """The number of ranks that parameters are sharded among."""
         return self.mesh.size(self.mesh.ndim - 1)
 
-    @property
+    @cached_property
     def shard_rank(self) -> int:
         """This rank's place among them."""
         return self.mesh.get_local_rank(self.mesh.ndim - 1)
 
-    @property
+    @cached_property
     def copies(self) -> int:
         """The number of ranks that hold each shard."""
         return self.mesh.size(0) if self.mesh.ndim == 2 else 1

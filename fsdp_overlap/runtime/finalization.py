@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import torch
-
+from fsdp_overlap.runtime.engine import is_in_backward
 from fsdp_overlap.runtime.gathers import Gathers
 from fsdp_overlap.runtime.reductions import Reductions
 
@@ -57,7 +56,7 @@ class Finalization:
     def set_manual(self, enabled: bool) -> None:
         if enabled == self.is_manual:
             return
-        if self.is_due or self._pending is not None or torch._C._current_graph_task_id() != -1:
+        if self.is_due or self._pending is not None or is_in_backward():
             raise RuntimeError(
                 f"set_manual_backward_finalization({enabled}) during a backward, or after one that "
                 "is not finalized: call finalize_backward(), or reset_iter_state(), first"
@@ -82,7 +81,7 @@ class Finalization:
                 "finalize_backward() without manual finalization: call "
                 "set_manual_backward_finalization(True) before forward"
             )
-        if torch._C._current_graph_task_id() != -1:
+        if is_in_backward():
             raise RuntimeError("finalize_backward() during backward: call it after backward()")
         for unit in self._units():
             if unit.reshard_after_backward and unit.is_gathered:

@@ -13,9 +13,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.comm.spans import span
+from fsdp_overlap.runtime.engine import is_in_backward
 from fsdp_overlap.runtime.order import Call
 from fsdp_overlap.runtime.reads import end_watch, watch_reads
-from fsdp_overlap.runtime.schedule import Schedule, is_in_backward
+from fsdp_overlap.runtime.schedule import Schedule
 from fsdp_overlap.runtime.trees import map_tensors, may_hide_tensors, tensors_in
 from fsdp_overlap.runtime.unit import Unit
 from fsdp_overlap.runtime.untraced import untraced
@@ -128,9 +129,8 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
         elif unit.is_trainable and may_hide_tensors(output):
             raise RuntimeError(
                 f"unit {unit.name!r} returned a {type(output).__name__}, in which its tensors "
-                "cannot "
-                "be found, so backward could not gather its parameters: return tensors, lists, "
-                "tuples, mappings or dataclasses, or register the class as a pytree node"
+                "cannot be found, so backward could not gather its parameters: return tensors, "
+                "lists, tuples, mappings or dataclasses, or register the class as a pytree node"
             )
     return output
 
@@ -144,9 +144,8 @@ def _check_no_parameter_leaves(unit: Unit, tensors: list[torch.Tensor]) -> None:
         if is_plain and any(bucket.full.holds(tensor) for bucket in unit.buckets):
             raise RuntimeError(
                 f"unit {unit.name!r} returned a parameter of its own, or a view of one, whose "
-                "memory "
-                "is freed after forward: return a clone(), or make the module that uses it part of "
-                "the unit"
+                "memory is freed after forward: return a clone(), or make the module that uses it "
+                "part of the unit"
             )
 
 

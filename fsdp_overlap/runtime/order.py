@@ -124,7 +124,7 @@ class Backward:
         """Whether what it leaves may be differentiated again: ``create_graph=True``."""
         self.recompute: ForwardPass | None = None
         self.recomputing: list[tuple[Unit, int]] = []
-        self.kept: set[UnitIndex] = set()
+        self.unfinished: set[UnitIndex] = set()
         """Units of several modules that stay whole for those of their calls that remain."""
 
     def comes_back_to(self, unit: UnitIndex) -> bool:

@@ -19,6 +19,7 @@ import torch
 from torch.autograd import Variable
 
 from fsdp_overlap.comm.spans import span
+from fsdp_overlap.runtime.engine import is_for_all_leaves, is_in_backward
 from fsdp_overlap.runtime.finalization import Finalization
 from fsdp_overlap.runtime.gathers import Gathers
 from fsdp_overlap.runtime.gradients import BucketGradients
@@ -186,11 +187,8 @@ class Schedule:
         if call.backward == backward.serial:
             return
         # Backwards within a backward belong to it only where a forward ran within it before.
-        if torch._C._current_graph_task_id() != backward.graph_task:
-            if backward.recompute is None:
-                raise RuntimeError(UNFINISHED.format("backward"))
-            if not backward.accumulates:
-                self._find_accumulation(backward)
+        if torch._C._current_graph_task_id() != backward.graph_task and backward.recompute is None:
+            raise RuntimeError(UNFINISHED.format("backward"))
         call.backward = backward.serial
         backward.creates_graph = torch.is_grad_enabled()
         unit = self._unit_at(call.unit)
@@ -220,18 +218,15 @@ class Schedule:
         self.finalization.begin_backward()
         Variable._execution_engine.queue_callback(self._end_backward)
         self._backwards += 1
-        self._backward = Backward(self._backwards, torch._C._current_graph_task_id())
-        self._find_accumulation(self._backward)
+        self._backward = backward = Backward(self._backwards, torch._C._current_graph_task_id())
+        # Of backward(), which all ranks call, and not of what it reaches, which may differ.
+        backward.accumulates = is_for_all_leaves() or any(
+            unit.accumulates for unit in self._units()
+        )
+        self._expect(self.gathers.kept.items(), backward)
         if self._backward_order is not None:
             self._backward_order.begin()
-        return self._backward
-
-    def _find_accumulation(self, backward: Backward) -> None:
-        """Sees whether the engine will accumulate into parameters, and if so, expects gradients."""
-        backward.accumulates = any(unit.is_to_accumulate() for unit in self._units())
-        self._expect(self.gathers.kept.items(), backward)
-        for forward_pass in backward.remaining:
-            self._expect_pass(forward_pass, backward)
+        return backward
 
     def _advance_to(self, call: Call, backward: Backward) -> None:
         """Enqueues what every rank enqueues up to ``call``, also for calls skipped on this rank."""
@@ -257,9 +252,6 @@ class Schedule:
 
     def _reach_pass(self, forward_pass: ForwardPass, backward: Backward) -> None:
         backward.remaining[forward_pass] = list(forward_pass.calls)
-        self._expect_pass(forward_pass, backward)
-
-    def _expect_pass(self, forward_pass: ForwardPass, backward: Backward) -> None:
         first_uses = ((call.unit, self._first_use(call)) for call in forward_pass.calls)
         self._expect(first_uses, backward)
 
@@ -282,7 +274,8 @@ class Schedule:
             return
         self._leave(call.end, backward)
         backward.open_calls.append(call)
-        if call.needs_parameters:
+        # What is whole may be read though nobody needs it, and then also by the graph that is made.
+        if call.needs_parameters or (backward.creates_graph and unit.is_gathered):
             self._use_in_backward(unit, call.forward_pass, backward)
             if backward.creates_graph:
                 self.gathers.kept.setdefault(unit.index, self._first_use(call))
@@ -320,7 +313,7 @@ class Schedule:
         with span("post_backward", unit.name):
             unit.use_sharded()
             if unit.is_list and backward.comes_back_to(index):
-                backward.kept.add(index)
+                backward.unfinished.add(index)
             elif unit.reshard_after_backward:
                 self.gathers.release(unit)
 
@@ -334,7 +327,7 @@ class Schedule:
                 if not forward_pass.is_recompute:
                     self._walk_to_end(forward_pass, backward)
             backward.remaining.clear()
-            for index in {*(call.unit for call in backward.open_calls), *backward.kept}:
+            for index in {*(call.unit for call in backward.open_calls), *backward.unfinished}:
                 self._release_passed(index, backward)
             self.gathers.finish_pass()
             for unit in self._units():
@@ -437,8 +430,3 @@ def _is_among(unit: Unit, running: Sequence[tuple[Unit, int]]) -> bool:
         if other is unit:
             return True
     return False
-
-
-def is_in_backward() -> bool:
-    """Whether the autograd engine is running on this thread."""
-    return torch._C._current_graph_task_id() != -1

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -18,6 +17,7 @@ from fsdp_overlap.comm.collectives import CustomComms
 from fsdp_overlap.comm.lanes import Lane, Mark
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.copies import Reducing
+from fsdp_overlap.runtime.engine import is_in_backward, is_to_accumulate
 from fsdp_overlap.runtime.gradients import BucketGradients
 from fsdp_overlap.runtime.untraced import untraced
 
@@ -155,18 +155,14 @@ class Unit:
                     return True
         return False
 
-    def is_to_accumulate(self) -> bool:
-        """Whether the backward under way will accumulate into some parameter of the unit."""
-        for gradients in self.gradients:
-            for parameter in gradients.bucket.parameters:
-                if parameter.requires_grad:
-                    with torch.enable_grad():
-                        view: Any = parameter.view_as(parameter)
-                    accumulation = view.grad_fn.next_functions[0][0]
-                    with suppress(RuntimeError):  # autograd.grad() of the very parameter
-                        if torch._C._will_engine_execute_node(accumulation):
-                            return True
-        return False
+    @property
+    def accumulates(self) -> bool:
+        """Whether the backward under way will accumulate into some of its parameters."""
+        return any(
+            parameter.requires_grad and is_to_accumulate(parameter)
+            for gradients in self.gradients
+            for parameter in gradients.bucket.parameters
+        )
 
     def module_ran(self, module: nn.Module) -> None:
         """Of several modules, ``module`` has run."""
@@ -179,7 +175,7 @@ class Unit:
         keeps_part = (
             self.part_size is not None
             and torch.is_grad_enabled()
-            and torch._C._current_graph_task_id() == -1  # not in backward, which needs no more
+            and not is_in_backward()  # which needs no more
         )
         for bucket in self.buckets:
             if not bucket.is_whole:

@@ -1,0 +1,38 @@
+"""What the autograd engine says of the backward under way."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+
+def is_in_backward() -> bool:
+    """Whether the engine is running on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def is_for_all_leaves() -> bool:
+    """Whether it is for all leaves of its graph, as ``backward()`` is, and not for given inputs."""
+    if not Variable._execution_engine.is_checkpoint_valid():
+        return False
+    # It also says so in hooks of the very tensor that torch.autograd.grad() was asked about; what
+    # is behind that is not run.
+    node = torch._C._current_autograd_node()
+    return any(
+        torch._C._will_engine_execute_node(behind)
+        for behind, _ in node.next_functions
+        if behind is not None
+    )
+
+
+def is_to_accumulate(parameter: torch.Tensor) -> bool:
+    """Whether it will accumulate into ``parameter``, which requires grad."""
+    with torch.enable_grad():
+        view: Any = parameter.view_as(parameter)
+    accumulation = view.grad_fn.next_functions[0][0]
+    with suppress(RuntimeError):  # autograd.grad() of the very parameter
+        return torch._C._will_engine_execute_node(accumulation)
+    return False
