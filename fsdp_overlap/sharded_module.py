@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.domain import Domain
 from fsdp_overlap.runtime.ownership import modules_outside_units, move_buffers
 from fsdp_overlap.runtime.tensor_parallel import parameter_like
-from fsdp_overlap.runtime.unit import Unit
+from fsdp_overlap.runtime.unit import Unit, unit_names, unit_of
 from fsdp_overlap.tensor.sharded_tensor import attributes_of
 
 
@@ -220,6 +220,19 @@ class ShardedModule(nn.Module):
             memo.update(zip(map(id, mine.sharded_parameters), its.sharded_parameters, strict=True))
         unit.copy_to(copied_unit)
         return cast(nn.Module, memo[id(self)])
+
+    def _units(self, recurse: bool) -> Iterable[Unit]:
+        modules = self.modules() if recurse else [self]
+        found = (unit for unit in map(unit_of, modules) if unit is not None)
+        return dict.fromkeys(found)  # a list of modules shares one
+
+    def _check_outermost(self, verb: str) -> None:
+        unit = self._fsdp_unit
+        if unit in unit_names(unit.context.units):
+            raise RuntimeError(
+                f"{verb}() is for the root, and unit {unit.name!r} lies within another: call it on "
+                "the outermost"
+            )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(f"{type(self).__name__} cannot be pickled: save its state_dict()")

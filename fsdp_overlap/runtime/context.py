@@ -111,8 +111,7 @@ class FsdpContext:
         if not dist.is_initialized():
             raise RuntimeError(
                 "FsdpContext needs process groups: call torch.distributed.init_process_group() "
-                "first, "
-                "under torchrun, or pass a mesh"
+                "first, under torchrun, or pass a mesh"
             )
         device_type = "cuda" if torch.cuda.is_available() and dist.is_nccl_available() else "cpu"
         if device_type == "cuda" and "nccl" not in str(dist.get_backend_config()):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from operator import or_
 from typing import TYPE_CHECKING
@@ -21,41 +20,6 @@ if TYPE_CHECKING:
     from fsdp_overlap.runtime.bucket import Bucket
 
 Accept = Callable[[torch.Tensor], None]
-
-
-@dataclass
-class Reducing:
-    """How a unit's gradients are reduced.
-
-    ``divisor``: what their sum over all ranks is divided by, ``None`` for the number of ranks.
-    ``sums_only``: whether collectives must be sums, with divisions of their own. ``across_copies``:
-    whether backward reduces across copies too, or leaves that for one that does. ``hook`` is called
-    with this rank's reduced range before it becomes a gradient, on ``hook_stream`` if given.
-    """
-
-    divisor: float | None = None
-    sums_only: bool = False
-    across_copies: bool = True
-    hook: Callable[[torch.Tensor], None] | None = None
-    hook_stream: torch.cuda.Stream | None = None
-
-    def divisors(self, shards: int, copies: int) -> tuple[float | None, float | None]:
-        """Of the reduction among ``shards`` ranks and of the one across ``copies``; ``None`` for
-        their number."""
-        if self.divisor is not None:
-            return self.divisor, 1.0
-        return (float(shards), float(copies)) if self.sums_only else (None, None)
-
-    def call_hook(self, hook: Callable[[torch.Tensor], None], reduced: torch.Tensor) -> None:
-        """Lets the user's ``hook`` see, and edit, ``reduced``."""
-        if self.hook_stream is None:
-            hook(reduced)
-            return
-        lane = torch.cuda.current_stream()
-        self.hook_stream.wait_stream(lane)
-        with torch.cuda.stream(self.hook_stream):
-            hook(reduced)
-        lane.wait_stream(self.hook_stream)
 
 
 class DividedShard:

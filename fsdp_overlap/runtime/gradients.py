@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from fsdp_overlap.comm.lanes import Lane, Ticket
-from fsdp_overlap.runtime.copies import Accept, CopiesReduction, Reducing
+from fsdp_overlap.runtime.copies import Accept, CopiesReduction
+from fsdp_overlap.runtime.reducing import Reducing
 from fsdp_overlap.runtime.tensor_parallel import is_placed_like, placed_like, tile_in
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 

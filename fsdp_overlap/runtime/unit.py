@@ -16,9 +16,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from fsdp_overlap.comm.collectives import CustomComms
 from fsdp_overlap.comm.lanes import Lane, Mark
 from fsdp_overlap.runtime.bucket import Bucket
-from fsdp_overlap.runtime.copies import Reducing
 from fsdp_overlap.runtime.engine import is_in_backward, is_to_accumulate
 from fsdp_overlap.runtime.gradients import BucketGradients
+from fsdp_overlap.runtime.reducing import Reducing
 from fsdp_overlap.runtime.untraced import untraced
 
 if TYPE_CHECKING:
