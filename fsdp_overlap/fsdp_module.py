@@ -145,7 +145,7 @@ class FsdpModule(GradientVerbs):
         if stage not in (1, 2, 3):
             raise ValueError(f"set_zero_stage({stage!r}): use 1, 2 or 3")
         for unit in self._units(recurse):
-            unit.reshard_after_forward = None if stage == 3 else False
+            unit.set_reshard_after_forward(None if stage == 3 else False)
             unit.reshard_after_backward = stage == 3
             unit.reduces_last_only = stage == 1
 
@@ -160,7 +160,7 @@ class FsdpModule(GradientVerbs):
                 f"set_reshard_after_forward({reshard_after_forward!r}): use True or False"
             )
         for unit in self._units(recurse):
-            unit.reshard_after_forward = reshard_after_forward
+            unit.set_reshard_after_forward(reshard_after_forward)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True

@@ -19,6 +19,7 @@ from fsdp_overlap.comm.groups import LaneGroups
 from fsdp_overlap.comm.lanes import Lane, Mark, Ticket
 from fsdp_overlap.layout import BucketPlan
 from fsdp_overlap.runtime.copies import DividedShard
+from fsdp_overlap.runtime.engine import is_in_backward
 from fsdp_overlap.runtime.ownership import OwnedParameter
 from fsdp_overlap.runtime.part import KeptPart
 from fsdp_overlap.runtime.tensor_parallel import (
@@ -213,9 +214,9 @@ class Bucket:
         """Whether it is gathered and the shard was not edited since."""
         return self.state is not BucketState.SHARDED and self._gathered_version == self.version
 
-    def gather(self, lane: Lane, keeps_part: bool = False) -> None:
+    def gather(self, lane: Lane) -> None:
         """Enqueues the all-gather into the full buffer, from the neighbours' parts if they were
-        kept. ``keeps_part``: they are kept from then on. Collective over the mesh.
+        kept. Collective over the mesh.
 
         Raises:
             RuntimeError: the bucket is on the meta device.
@@ -231,25 +232,26 @@ class Bucket:
         if not self.full.allocated:
             lane.allocate(self.label, self.full)
         self._gathered_version = version = self.version
-        self._enqueue_gather(lane, version, keeps_part)
+        if self.part is None:
+            self._ticket = lane.enqueue(
+                "all_gather", self.label, self._all_gather, nbytes=self._travels
+            )
+        else:
+            self._ticket = self._gather_with_part(lane, self.part, version)
         if self.divided is not None:
             self.divided.last_read = self._ticket
         if self.offload is not None:
             self.domain.reading = self._ticket
 
-    def _enqueue_gather(self, lane: Lane, version: int, keeps_part: bool) -> None:
-        part = self.part
-        if part is None:
-            self._ticket = lane.enqueue(
-                "all_gather", self.label, self._all_gather, nbytes=self._travels
-            )
-            return
+    def _gather_with_part(self, lane: Lane, part: KeptPart, version: int) -> Ticket:
         is_kept = part.holds(version)
-        self._ticket = lane.enqueue(
+        # In backward, which needs it no more, it is used up.
+        keeps = torch.is_grad_enabled() and not is_in_backward()
+        return lane.enqueue(
             "all_gather",
             self.label,
             partial(part.all_gather, self.full.flat) if is_kept else self._all_gather,
-            part.keeper(version) if keeps_part else part.drop,
+            part.keeper(version) if keeps else part.drop,
             nbytes=part.nbytes_of_others(self.full.flat) if is_kept else self._travels,
         )
 

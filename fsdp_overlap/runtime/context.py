@@ -340,7 +340,7 @@ class FsdpContext:
 
     # Memory and collectives, counted and noted for the order check
 
-    def gather(self, bucket: Bucket, keeps_part: bool) -> None:
+    def gather(self, bucket: Bucket) -> None:
         bucket.domain.note_gather(bucket)
         self.stats.all_gathers += 1
         self.stats.all_gather_bytes += bucket.full.nbytes
@@ -348,7 +348,7 @@ class FsdpContext:
             self.stats.count_full_buffer(1)
         if bucket.divided is not None:
             bucket.divided.gather(self.copies_lane)
-        bucket.gather(self.gather_lane, keeps_part)
+        bucket.gather(self.gather_lane)
 
     def free(self, bucket: Bucket, after: Mark) -> None:
         if not bucket.full.keeps_storage:

@@ -151,7 +151,8 @@ class BucketGradients:
             if copies is not None:
                 filled = copies.take_filled(filled)
             domain.note_gradients(bucket, filled)
-            accept = partial(self._accept, doubtful=self._doubtful_among(filled))
+            doubtful = None if all(filled) else self._doubtful_among(filled)
+            accept = partial(self._accept, doubtful=doubtful)
             if copies is not None:
                 accept = partial(copies.start, copies_lane(), copies_divisor, accept)
         lane.after_compute()
@@ -165,9 +166,7 @@ class BucketGradients:
             nbytes=self._travels,
         )
 
-    def _doubtful_among(self, filled: Sequence[bool]) -> list[bool] | None:
-        if all(filled):
-            return None
+    def _doubtful_among(self, filled: Sequence[bool]) -> list[bool]:
         keep = self.bucket.domain.knows_gradients
         return [
             not is_filled and (keep or not parameter.requires_grad)

@@ -332,7 +332,7 @@ class Schedule:
             self.gathers.finish_pass()
             for unit in self._units():
                 if unit.part_size is not None:
-                    unit.drop_parts()  # of units that backward did not come back to
+                    unit.drop_parts()  # of those that backward did not come back to
             self.finalization.end_backward()
         finally:
             self._backward = None

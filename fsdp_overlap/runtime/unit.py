@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from fsdp_overlap.comm.collectives import CustomComms
 from fsdp_overlap.comm.lanes import Lane, Mark
 from fsdp_overlap.runtime.bucket import Bucket
-from fsdp_overlap.runtime.engine import is_in_backward, is_to_accumulate
+from fsdp_overlap.runtime.engine import is_to_accumulate
 from fsdp_overlap.runtime.gradients import BucketGradients
 from fsdp_overlap.runtime.reducing import Reducing
 from fsdp_overlap.runtime.untraced import untraced
@@ -172,14 +172,9 @@ class Unit:
 
     def gather(self) -> None:
         """Enqueues the all-gathers of the buckets that are not whole and fresh."""
-        keeps_part = (
-            self.part_size is not None
-            and torch.is_grad_enabled()
-            and not is_in_backward()  # which needs no more
-        )
         for bucket in self.buckets:
             if not bucket.is_whole:
-                self.context.gather(bucket, keeps_part)
+                self.context.gather(bucket)
 
     def put_together(self) -> None:
         """Enqueues what puts the shards together that ranks with copies of them divide."""
@@ -197,6 +192,12 @@ class Unit:
         for bucket in self.buckets:
             if bucket.is_gathered:
                 self.context.free(bucket, after)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool | None) -> None:
+        """What the user says after :func:`fully_shard`, where a number of ranks may have stood."""
+        if self.part_size is not None:
+            self.context.unsettle()
+        self.reshard_after_forward = reshard_after_forward
 
     def drop_parts(self) -> None:
         """Frees what was kept between forward and backward."""
