@@ -100,6 +100,18 @@ def test_compute_and_lanes_wait_for_each_other(name: str, prefetch: int) -> None
     run_ranks(train_on_hostile_lanes, RANKS, name, prefetch, backend="nccl")
 
 
+def inputs_from_the_host() -> None:
+    twins = Twins.of("layers", device="cuda")
+    tokens, targets = next(twins.batches(1))
+    scores = twins.model(twins.mine(tokens).cpu())
+    torch.testing.assert_close(scores, twins.twin(twins.mine(tokens)))
+    loss_of(scores, twins.mine(targets)).backward()
+
+
+def test_inputs_of_the_root_are_moved_to_its_device() -> None:
+    run_ranks(inputs_from_the_host, RANKS, backend="nccl")
+
+
 def train_copies_on_hostile_lanes(divide_copies: bool) -> None:
     twins = Twins.of(
         "layers",

@@ -69,6 +69,9 @@ def before_forward(
         unit.use_unsharded()
         if not unit.unshard_in_backward and torch.is_grad_enabled():
             watch_reads(unit)
+    if unit.is_root and unit.context.device.type != "cpu":
+        move = partial(_move, unit.context.device)
+        args, kwargs = map_tensors(move, args), map_tensors(move, kwargs)
     policy = unit.mp_policy
     if policy.cast_forward_inputs and policy.param_dtype is not None:
         cast = partial(_cast_floating, policy.param_dtype)
@@ -154,6 +157,10 @@ def _before_backward(schedule: weakref.ref[Schedule], call: Call, gradient: torc
     alive = schedule()
     if alive is not None:
         alive.before_backward(call)
+
+
+def _move(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(device)
 
 
 def _cast_floating(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
