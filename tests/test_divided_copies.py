@@ -180,6 +180,24 @@ def test_shards_are_put_together_after_the_event_of_the_optimizer() -> None:
     run_ranks(waits_for_the_event, 2)
 
 
+def without_memory() -> None:
+    log: list[Entry] = []
+    ctx = FsdpContext(
+        init_device_mesh("cpu", (2, 1), mesh_dim_names=("r", "s")), divide_copies=True
+    )
+    ctx.lane_factory = lambda name, device: RecordingLane(name, log)
+    with torch.device("meta"):
+        model = Model()
+    shard_layers(model, ctx)
+    with pytest.raises(RuntimeError, match="is on the meta device"):
+        model(torch.zeros(1, 1, dtype=torch.int64))
+    assert log == []
+
+
+def test_a_model_without_memory_exchanges_nothing() -> None:
+    run_ranks(without_memory, 2)
+
+
 def nameless() -> None:
     with pytest.raises(ValueError, match="divide_copies needs a mesh with names, as init_device"):
         FsdpContext(init_device_mesh("cpu", (1, 1)), divide_copies=True)

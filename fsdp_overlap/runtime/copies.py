@@ -46,8 +46,9 @@ class DividedShard:
         return self._version == self.bucket.version
 
     def gather(self, lane: Lane) -> None:
-        """Enqueues what puts it together, unless that was done. Collective over the copies."""
-        if self.is_fresh:
+        """Enqueues what puts it together, unless that was done, or there is nothing yet. Collective
+        over the copies."""
+        if self.is_fresh or self.bucket.is_meta:
             return
         self.wait()
         group = self.bucket.groups.across
