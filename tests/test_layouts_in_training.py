@@ -90,10 +90,8 @@ NAMES = [
 @pytest.mark.parametrize(
     ("layout", "world_size"),
     [
-        ("whole", 2),
         ("whole", 3),
         ("whole", 4),
-        ("mixed", 2),
         ("mixed", 4),
         ("rows", 3),
         ("blocks", 3),
