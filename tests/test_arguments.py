@@ -104,6 +104,16 @@ def dtensor() -> None:
     fully_shard(module, FsdpContext(mesh))
 
 
+class Quantized(torch.Tensor):
+    """As of libraries that quantize what is gathered, by FSDP2's extensions."""
+
+
+def tensor_subclass() -> None:
+    module = linear()
+    module.weight = nn.Parameter(module.weight.detach().as_subclass(Quantized))
+    fully_shard(module, FsdpContext())
+
+
 def not_contiguous() -> None:
     module = linear()
     module.weight = nn.Parameter(torch.zeros(4, 4).t()[:, ::2])
@@ -147,6 +157,10 @@ CASES: dict[Callable[[], None], tuple[type[Exception], str]] = {
     shared_between_siblings: (ValueError, "'weight' of Linear is also 'weight' of the unit Linear"),
     uninitialized: (ValueError, "not initialized; run a forward before"),
     dtensor: (ValueError, "'weight' of Linear is a DTensor over .* make one mesh"),
+    tensor_subclass: (
+        TypeError,
+        "'weight' of Linear is a Quantized; only plain",
+    ),
     not_contiguous: (ValueError, r"not contiguous \(shape \(4, 2\), strides \(1, 8\)\)"),
     cast_after: (RuntimeError, r"FsdpLinear is sharded, its shards are .*: move or cast .* before"),
     pickled: (TypeError, r"FsdpLinear cannot be pickled: save its state_dict\(\)"),

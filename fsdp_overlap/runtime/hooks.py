@@ -92,7 +92,8 @@ def _refuse_transform(unit: Unit) -> NoReturn:
 def _refuse_capture(unit: Unit) -> NoReturn:
     raise RuntimeError(
         f"unit {unit.name!r} runs while a CUDA graph is captured, which would replay all-gathers "
-        "into memory that is freed by then: capture modules inside units, or nothing"
+        "into memory that is freed by then: CUDA graphs of units are not supported, run it outside "
+        "the capture"
     )
 
 
