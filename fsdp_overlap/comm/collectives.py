@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from fsdp_overlap.comm.groups import backend_name
 from fsdp_overlap.layout import BucketPlan
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class Issued(NamedTuple):
 
     works: Sequence[dist.Work]
     finish: Callable[[], torch.Tensor]
+    group: dist.ProcessGroup | None = None
+    """Of the works, if there are any."""
 
 
 class Collectives(Protocol):
@@ -152,7 +155,7 @@ class GlooCollectives:
             for rank, held in enumerate(ranges)
             if held.numel()
         ]
-        return Issued(works, lambda: full)
+        return Issued(works, lambda: full, group)
 
     def reduce_scatter(
         self,
@@ -198,7 +201,7 @@ class GlooCollectives:
                 total.add_(other)
             return _divided(total, left)
 
-        return Issued(works, finish)
+        return Issued(works, finish, group)
 
 
 @dataclass(frozen=True)
@@ -269,7 +272,7 @@ def all_to_all(
     work = dist.all_to_all_single(
         output, source, output_sizes, source_sizes, group, async_op=is_host
     )
-    return Issued((work,) if is_host else (), lambda: output)
+    return Issued((work,) if is_host else (), lambda: output, group)
 
 
 def all_reduce(
@@ -280,7 +283,7 @@ def all_reduce(
     if values.device.type == "cpu":  # of whose backends none takes a mean
         values, left = _divide_early(values, group.size() if divisor is None else divisor)
         work = dist.all_reduce(_as_real(values), group=group, async_op=True)
-        return Issued((work,), lambda: _divided(values, left))
+        return Issued((work,), lambda: _divided(values, left), group)
     values, left = _divide_early(values, divisor)
     op = dist.ReduceOp.AVG if divisor is None else dist.ReduceOp.SUM
     dist.all_reduce(_as_real(values), op, group)
@@ -294,11 +297,6 @@ def choose(device_type: str, group: dist.ProcessGroup, plan: BucketPlan) -> Coll
     if device_type == "cpu" and backend_name(device_type, group) == "gloo":
         return GlooCollectives()
     return TensorCollectives() if plan.is_equal else RaggedTensorCollectives()
-
-
-def backend_name(device_type: str, group: dist.ProcessGroup) -> str:
-    """``"gloo"``, ``"nccl"``, ...: the backend that serves ``device_type`` in ``group``."""
-    return group._get_backend(torch.device(device_type)).name().lower()
 
 
 def _finish(work: dist.Work | None) -> None:

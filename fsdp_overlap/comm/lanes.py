@@ -10,9 +10,11 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import Issued
 from fsdp_overlap.comm.spans import span
+from fsdp_overlap.comm.watch import Watch, wait, watch_of
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 
 Mark = Any
@@ -101,22 +103,32 @@ class HostTicket:
         if issued is None:
             return
         with span("wait_" + self.kind, self.label):
+            watch = watch_of(issued.group)
             failure: RuntimeError | None = None
             # Also after one has failed: the others may still read or write what is freed next.
             for work in issued.works:
                 try:
-                    work.wait()
+                    if watch is None:
+                        work.wait()
+                    else:
+                        wait(work, watch)
                 except RuntimeError as error:
                     failure = failure or error
             if failure is not None:
-                raise RuntimeError(
-                    f"{self.kind} of unit {self.label!r} failed or timed out; a rank may have "
-                    f"died or run other units: {failure}"
-                ) from failure
+                raise RuntimeError(self._describe(issued, watch, failure)) from failure
             self._issued = None
             result = issued.finish()
             if self._accept is not None:
                 self._accept(result)
+
+    def _describe(self, issued: Issued, watch: Watch | None, failure: RuntimeError) -> str:
+        what = f"{self.kind} of unit {self.label!r}" if self.label else self.kind
+        where = ""
+        if issued.group is not None:
+            ranks = dist.get_process_group_ranks(issued.group)
+            where = f" among ranks {ranks} (group {issued.group.group_name!r})"
+        why = str(failure) if watch is None else watch.explain(failure)
+        return f"{what}{where} failed: {why}"
 
     def wait_on_host(self) -> None:
         self.wait()

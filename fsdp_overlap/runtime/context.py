@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
@@ -17,6 +18,7 @@ from fsdp_overlap.layout import Flat, LayoutRule
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.domain import Domain, check_mesh
 from fsdp_overlap.runtime.engine import is_in_backward
+from fsdp_overlap.runtime.faults import Faults
 from fsdp_overlap.runtime.gathers import Gathers
 from fsdp_overlap.runtime.gradients import BucketGradients
 from fsdp_overlap.runtime.plans import check_plannable, compare_plans
@@ -80,6 +82,8 @@ class FsdpContext:
             device
         )
         self._groups = GroupCache(separate_groups)
+        self.faults = Faults(lambda: self._domains.values(), self._groups)
+        self._groups.watch = self.faults
         self._units: list[weakref.ref[Unit]] = []
         self._domains: dict[DeviceMesh, Domain] = {}
         self._is_settled = False
@@ -147,7 +151,15 @@ class FsdpContext:
                     f"{mesh} is a mesh of {mesh.device_type}, the context's of {self.device.type}; "
                     "use one context for each"
                 )
-            domain = Domain(mesh, self.device, self.layout, self._groups, self.divide_copies)
+            domain = Domain(
+                mesh,
+                self.device,
+                self.layout,
+                self._groups,
+                self.faults,
+                self.stats,
+                self.divide_copies,
+            )
             self._domains[mesh] = domain
         return domain
 
@@ -280,7 +292,7 @@ class FsdpContext:
                 if unit.context.schedule.awaits_backward:
                     is_complete = False
                     continue
-                unit.context.reset()
+                unit.context.rest()
                 unit.context = self
                 unit.index = self.register(unit)
         return is_complete
@@ -322,10 +334,23 @@ class FsdpContext:
         self.schedule.release_unsharded()
 
     def reset(self) -> None:
-        """Brings every unit to rest after forward or backward raised, so that the next iteration
-        works. Gradients that have not reached a sharded ``.grad`` are dropped. Must be called on
-        every rank of the mesh.
+        """Brings every unit to rest after forward or backward raised, here or on another rank, so
+        that the next iteration works. Gradients that have not reached a sharded ``.grad`` are
+        dropped, and others have: call ``zero_grad()`` too. Must be called on every rank of the
+        mesh, each of which waits for the others; those that wait for a collective of this one
+        learn from it that they must.
+
+        Raises:
+            RuntimeError: a rank did not come within the timeout of the process group.
         """
+        self.faults.meet(sys.exception())
+        self.rest()
+        self._groups.renew()
+        self.faults.clear()
+        self.unsettle()
+
+    def rest(self) -> None:
+        """Brings every unit to rest, where no rank has more under way than others."""
         if not self.has_schedule:
             return  # nothing ran yet
         self.schedule.drop()

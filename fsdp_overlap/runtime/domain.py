@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from operator import or_
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_overlap.comm.collectives import CustomCollectives, CustomComms, choose
-from fsdp_overlap.comm.groups import GroupCache, LaneGroups
+from fsdp_overlap.comm.groups import GroupCache, LaneGroups, can_close
 from fsdp_overlap.comm.lanes import Lane, Ticket
 from fsdp_overlap.layout import BucketPlan, LayoutRule
 from fsdp_overlap.runtime.copies import DividedShard
-from fsdp_overlap.runtime.order_check import OrderCheck
+from fsdp_overlap.runtime.order_check import NOTHING, OrderCheck
 from fsdp_overlap.runtime.part import KeptPart
 from fsdp_overlap.runtime.plans import UnitPlans
 from fsdp_overlap.runtime.tensor_parallel import beside
@@ -27,6 +28,8 @@ from fsdp_overlap.tensor.placement import RangeShard, range_spec
 
 if TYPE_CHECKING:
     from fsdp_overlap.runtime.bucket import Bucket
+    from fsdp_overlap.runtime.faults import Faults
+    from fsdp_overlap.runtime.stats import Stats
 
 
 # In place of a bucket's collective.
@@ -51,6 +54,8 @@ class Domain:
         device: torch.device,
         layout: LayoutRule,
         groups: GroupCache,
+        faults: Faults,
+        stats: Stats,
         divides_copies: bool = False,
     ) -> None:
         check_mesh(mesh, divides_copies)
@@ -65,6 +70,8 @@ class Domain:
         self.reading: Ticket | None = None
         """The last all-gather that reads a shard on the host, beside a device that computes."""
         self._group_cache = groups
+        self._faults = faults
+        self._stats = stats
         self._buckets: list[weakref.ref[Bucket]] = []
         self._with_other: dict[DeviceMesh, DeviceMesh] = {}  # of tensor parallelism
         self._flags = 0
@@ -89,9 +96,21 @@ class Domain:
     def groups(self) -> LaneGroups:
         return self._group_cache.get(self.mesh)
 
+    @property
+    def groups_of_all(self) -> list[dist.ProcessGroup]:
+        """Those of :attr:`groups` that together connect all ranks, if they were made already."""
+        return self.groups.of_all if "groups" in vars(self) else []
+
     @cached_property
     def order_check(self) -> OrderCheck:
-        return OrderCheck(self.device, self._describe)
+        shard = self.mesh.get_group(self.mesh.ndim - 1)
+        return OrderCheck(
+            self.device,
+            self.mesh.size() > 1 and can_close(self.device.type, shard),
+            lambda: self.groups.of_all,
+            self._faults.explain_difference,
+            self._stats.count_confirmation,
+        )
 
     @cached_property
     def knows_gradients(self) -> bool:
@@ -197,11 +216,11 @@ class Domain:
         if failed:
             self.order_check.note(FAILED_ELSEWHERE)
         if not self.knows_gradients:
-            self.order_check.read(groups)  # of the last backward
+            self.order_check.read()  # of the last backward
         self.order_check.send(lane, groups, flags)
         if not self.knows_gradients:
             return flags
-        agreed = self.order_check.read(groups)
+        agreed = self.order_check.read()
         assert agreed is not None
         return agreed
 
@@ -216,17 +235,34 @@ class Domain:
         self._has_gradient = bytearray(self._flags)
 
     def reset(self) -> None:
-        """Forgets what was issued, on every rank."""
+        """Forgets what was issued, and the groups, on every rank."""
         self.order_check.drop()
+        vars(self).pop("groups", None)
         self.forget_gradients()
         self.has_reduced = False
         self.reading = None
 
+    def describe_difference(self, position: int, codes: Mapping[int, int]) -> str:
+        """What ranks issued at ``position`` since the last check, by ``codes``."""
+        said = "; ".join(f"rank {rank}: {self._describe(code)}" for rank, code in codes.items())
+        exchanged = (
+            ""
+            if self.order_check.confirms
+            else ". Their data was exchanged between the wrong units, so gradients and parameters "
+            "are wrong"
+        )
+        return (
+            f"ranks ran different units: collective {position} since the last backward was {said}"
+            f"{exchanged}: every rank must run the same units in the same order"
+        )
+
     def _describe(self, code: int) -> str:
         if code == FAILED_ELSEWHERE:
             return "an error: on another mesh of this rank, ranks ran different units"
-        bucket = self._buckets[code // 2]()
+        if code == NOTHING:
+            return "nothing, its backward ended"
         kind = "reduce_scatter" if code % 2 else "all_gather"
+        bucket = self._buckets[code // 2]() if code // 2 < len(self._buckets) else None
         return f"{kind} of unit {bucket.label!r}" if bucket is not None else kind
 
 

@@ -111,6 +111,10 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
         call = schedule.after_forward(unit, raised)
         if not schedule.is_in_use(unit):
             unit.use_sharded()
+        if raised and not (schedule.is_in_forward or is_in_backward()):
+            error = sys.exception()
+            assert error is not None
+            unit.context.faults.raised(f"forward of unit {unit.name!r}", error)
         # Where a backward follows, its end makes sure of it.
         if unit.is_offloaded and not torch.is_grad_enabled() and not schedule.is_in_forward:
             unit.context.finish_reading()

@@ -4,49 +4,123 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections.abc import Callable, Sequence
-from itertools import zip_longest
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import Issued
-from fsdp_overlap.comm.lanes import Lane, Ticket
+from fsdp_overlap.comm.lanes import HostTicket, Lane, Ticket
 
 # Collectives remembered by name since the last check; older ones only count in the digest.
 MAX_REMEMBERED = 4096
 
 DIGEST_BYTES = 4
 
+NOTHING = -2
+"""In place of a code, where a rank ended its backward."""
+
+
+class Interval(NamedTuple):
+    """The ``codes`` of what a rank issued between two checks, but for the ``first`` ones, which it
+    forgot. ``number`` counts checks."""
+
+    number: int
+    first: int
+    codes: Sequence[int]
+    is_over: bool
+
+    def at(self, position: int) -> int | None:
+        """The code at ``position``, ``None`` where the rank has not come there yet."""
+        index = position - self.first
+        if index < len(self.codes):
+            return self.codes[index]
+        return NOTHING if self.is_over else None
+
 
 class OrderCheck:
-    """A rolling digest of the collectives this rank issued, compared once per backward.
+    """What this rank issues, in order, and how that is compared with the other ranks.
 
-    The comparison is one small all-reduce of bytes for each dimension of the mesh, which also
-    carries which parameters have a gradient on some rank. On a CPU it is read at once; on a GPU at
-    the start of the next backward, when it has long arrived, so that the host never waits for it.
+    *The check*, once per backward: a rolling digest of it all, in one small all-reduce of bytes for
+    each dimension of the mesh, which also carries which parameters have a gradient on some rank. On
+    a CPU it is read at once; on a GPU at the start of the next backward, when it has long arrived,
+    so that the host never waits for it.
+
+    *Confirmation*, on a CPU alone, of what was not to be expected: each rank predicts what it will
+    issue from the two collectives before it and what last followed these. Ranks that have issued
+    the same predict the same, so that the first one on which they differ is predicted on some of
+    them at most. The others, before they issue it, wait for all ranks to say that they issue it
+    too. So nothing travels between different units, of whatever sizes, and what follows prediction
+    costs nothing.
+
+    ``confirmed`` counts confirmations; ``explain`` tells what ranks did differently.
     """
 
-    def __init__(self, device: torch.device, describe: Callable[[int], str]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        confirms: bool,
+        groups: Callable[[], Sequence[dist.ProcessGroup]],
+        explain: Callable[[], str],
+        confirmed: Callable[[], None],
+    ) -> None:
         self.device = device
-        self._describe = describe
-        self._digest = 0
-        self._issued = array("l")
+        self.confirms = confirms
+        self._groups = groups
+        self._explain = explain
+        self._confirmed = confirmed
         self._sent: torch.Tensor | None = None
         self._ticket: Ticket | None = None
-        self._sent_issued = array("l")
+        self._forget()
+
+    def _forget(self) -> None:
+        self._digest = 0
+        self._count = 0
+        self._issued = array("l")
+        self._first = 0
+        self._checks = 0
+        self._over: Interval | None = None
+        self._following: dict[tuple[int, int], int] = {}
+        self._last = (NOTHING, NOTHING)
 
     def note(self, code: int) -> None:
-        """This rank issues the collective ``code``."""
+        """This rank is about to issue the collective ``code``. Waits for the other ranks if that
+        was not to be expected.
+
+        Raises:
+            RuntimeError: they issue others; names what each does.
+        """
         self._issued.append(code)
+        self._count += 1
+        last = self._last
+        if self.confirms and self._following.get(last) != code:
+            self._confirm(code)
+            self._following[last] = code
+        self._last = (last[1], code)
         if len(self._issued) > MAX_REMEMBERED:
+            self._first += len(self._issued)
             self._fold()
+
+    def _confirm(self, code: int) -> None:
+        self._confirmed()
+        mine = torch.tensor([self._count, code])
+        for group in self._groups():
+            # A collective of another kind than those that may be under way on the same group, which
+            # so are never taken for it.
+            others = [torch.empty_like(mine) for _ in range(group.size())]
+            work = dist.all_gather(others, mine, group, async_op=True)
+            HostTicket("order_check", "", Issued([work], lambda: mine, group), None).wait()
+            if any(not torch.equal(other, mine) for other in others):
+                raise RuntimeError(self._explain())
 
     def send(
         self, lane: Lane, groups: Sequence[dist.ProcessGroup], has_gradient: bytearray
     ) -> None:
-        """Enqueues the comparison. Collective over ``groups``."""
-        self._sent_issued = self._issued[:]
+        """Enqueues the check. Collective over ``groups``."""
+        self._over = Interval(self._checks, self._first, self._issued[:], is_over=True)
+        self._checks += 1
+        self._first = 0
         self._fold()
         digest = self._digest.to_bytes(DIGEST_BYTES, "little")
         # The greatest of a byte and the greatest of its complement tell whether all ranks agree.
@@ -60,13 +134,13 @@ class OrderCheck:
     def _issue(self, sent: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> Issued:
         if self.device.type != "cuda":
             work = dist.all_reduce(sent, dist.ReduceOp.MAX, groups[0], async_op=True)
-            return Issued([work], lambda: _greatest(sent, groups[1:]))
+            return Issued([work], lambda: _greatest(sent, groups[1:]), groups[0])
         on_device = _greatest(sent.to(self.device, non_blocking=True), groups)
         return Issued((), lambda: sent.copy_(on_device, non_blocking=True))
 
-    def read(self, groups: Sequence[dist.ProcessGroup]) -> bytes | None:
-        """Which parameters have a gradient on some rank, by the last comparison; ``None`` if there
-        was none.
+    def read(self) -> bytes | None:
+        """Which parameters have a gradient on some rank, by the last check; ``None`` if there was
+        none.
 
         Raises:
             RuntimeError: on every rank, if the ranks' collectives differ; names the first that
@@ -80,43 +154,53 @@ class OrderCheck:
         received = bytes(self._sent.tolist())
         greatest, least = received[:DIGEST_BYTES], received[DIGEST_BYTES : 2 * DIGEST_BYTES]
         if any(high != 255 - low for high, low in zip(greatest, least, strict=True)):
-            raise RuntimeError(self._explain(groups))
+            raise RuntimeError(self._explain())
         return received[2 * DIGEST_BYTES :]
 
     def drop(self) -> None:
-        """Forgets a comparison under way and what was issued. On every rank."""
+        """Forgets a check under way and what was issued. On every rank."""
         self._ticket = None
-        self._digest = 0
-        self._issued = array("l")
+        self._forget()
 
-    def _explain(self, groups: Sequence[dist.ProcessGroup]) -> str:
-        explained = [self._explain_in(group) for group in groups]  # all of them are collective
-        return next(
-            (text for text in explained if text),
-            "ranks ran different units, before the collectives that are remembered or on ranks "
-            "that this one does not compare itself with",
-        )
+    @property
+    def history(self) -> list[Interval]:
+        """What this rank has issued lately."""
+        now = Interval(self._checks, self._first, self._issued, is_over=False)
+        return [now] if self._over is None else [self._over, now]
 
-    def _explain_in(self, group: dist.ProcessGroup) -> str:
-        issued: list[array[int]] = [array("l") for _ in range(group.size())]
-        dist.all_gather_object(issued, self._sent_issued, group)
-        ranks = dist.get_process_group_ranks(group)
-        for position, codes in enumerate(zip_longest(*issued)):
-            if len(set(codes)) > 1:
-                said = "; ".join(
-                    f"rank {rank}: {'nothing' if code is None else self._describe(code)}"
-                    for rank, code in zip(ranks, codes, strict=True)
-                )
-                return (
-                    f"ranks ran different units: collective {position} since the last backward was "
-                    f"{said}. Their data was exchanged between the wrong units, so gradients and "
-                    "parameters are wrong: every rank must run the same units in the same order"
-                )
-        return ""
+    @property
+    def progress(self) -> tuple[int, int]:
+        """How many checks and other collectives this rank has issued."""
+        return self._checks, self._count
 
     def _fold(self) -> None:
         self._digest = zlib.crc32(self._issued.tobytes(), self._digest)
         self._issued = array("l")
+
+
+def first_difference(
+    histories: Mapping[int, Sequence[Interval]],
+) -> tuple[int, dict[int, int]] | None:
+    """Where ``histories``, by rank, first differ: the position since a check, and the codes there
+    of the ranks that have come so far."""
+    for number in sorted({part.number for history in histories.values() for part in history}):
+        parts = {
+            rank: part
+            for rank, history in histories.items()
+            for part in history
+            if part.number == number
+        }
+        first = max(part.first for part in parts.values())
+        last = max(part.first + len(part.codes) for part in parts.values())
+        for position in range(first, last):
+            codes = {
+                rank: code
+                for rank, part in parts.items()
+                if (code := part.at(position)) is not None
+            }
+            if len(set(codes.values())) > 1:
+                return position, codes
+    return None
 
 
 def _greatest(values: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:

@@ -19,6 +19,8 @@ class Stats:
     reduce_scatter_bytes: int = 0
     """Bytes of the buffers reduced."""
     order_checks: int = 0
+    confirmations: int = 0
+    """Of collectives that were not to be expected, for which this rank waited for the others."""
     prefetch_hits: int = 0
     """Uses that found their all-gather enqueued ahead, or their buffer kept from the last use."""
     prefetch_misses: int = 0
@@ -38,6 +40,9 @@ class Stats:
         self.full_buffers_alive, self.reduce_inputs_alive = alive
         self.full_buffers_most, self.reduce_inputs_most = alive
 
+    def count_confirmation(self) -> None:
+        self.confirmations += 1
+
     def count_full_buffer(self, change: int) -> None:
         self.full_buffers_alive += change
         if self.full_buffers_alive > self.full_buffers_most:
@@ -53,7 +58,7 @@ class Stats:
         return (
             f"all-gathers {self.all_gathers} ({self.all_gather_bytes / mib:.1f} MiB), "
             f"reduce-scatters {self.reduce_scatters} ({self.reduce_scatter_bytes / mib:.1f} MiB), "
-            f"order checks {self.order_checks}; "
+            f"order checks {self.order_checks}, confirmations {self.confirmations}; "
             f"prefetch hits {self.prefetch_hits}, misses {self.prefetch_misses}, "
             f"unused {self.prefetches_unused}; "
             f"full buffers {self.full_buffers_alive} (most {self.full_buffers_most}), "

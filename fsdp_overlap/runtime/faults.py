@@ -1,0 +1,176 @@
+"""What went wrong, here or on another rank: told to the others by the store, for collectives only
+wait."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from fsdp_overlap.comm.board import Board
+from fsdp_overlap.comm.groups import GroupCache, group_timeout
+from fsdp_overlap.runtime.order_check import Interval, first_difference
+
+if TYPE_CHECKING:
+    from fsdp_overlap.runtime.domain import Domain
+
+# For the others to tell what they know, once something has failed.
+GRACE_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a rank tells the others of one mesh."""
+
+    event: str = ""
+    """The last that happened to it, as an error that left the model."""
+    failure: str = ""
+    """What it ended for."""
+    progress: tuple[int, int] = (0, 0)
+    """How many checks and other collectives it issued."""
+    has_reset: bool = False
+    history: tuple[Interval, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Note:
+        fields = json.loads(text)
+        fields["progress"] = tuple(fields["progress"])
+        fields["history"] = tuple(Interval(*interval) for interval in fields["history"])
+        return cls(**fields)
+
+
+class Faults:
+    """What one context knows of faults. Asked while a collective lasts and when one has failed.
+
+    Who waits long posts what it issued, and reads what the others did: the first that is not the
+    same, and the ranks that gave up, tell that it waits in vain. After a fault the groups of the
+    context are closed, where they can be, so that all ranks learn of it at once.
+    """
+
+    def __init__(self, domains: Callable[[], Iterable[Domain]], groups: GroupCache) -> None:
+        self._domains = domains
+        self._groups = groups
+        self._failure = ""
+        self._event = ""
+        self._has_reset = False
+
+    def look(self) -> None:
+        """A collective lasts. Does not wait for the others.
+
+        Raises:
+            RuntimeError: it will never be done.
+        """
+        self._post()
+        if told := self._read(0.0):
+            raise RuntimeError(self._fail(told))
+
+    def explain(self, failure: RuntimeError) -> str:
+        """Why a collective ended with ``failure``."""
+        if self._failure:
+            return f"after an earlier fault ctx.reset() must be called on every rank: {failure}"
+        self._post()
+        told = self._read(GRACE_SECONDS)
+        return self._fail(
+            told or f"a rank died, or did not come in time{self._events()}: {failure}"
+        )
+
+    def explain_difference(self) -> str:
+        """What ranks issued that is not the same, once that is known."""
+        self._post()
+        return self._fail(
+            self._read(GRACE_SECONDS)
+            or "ranks ran different units, before the collectives that are remembered or on ranks "
+            "that this one does not compare itself with"
+        )
+
+    def raised(self, where: str, error: BaseException) -> None:
+        """``error`` left the model, in ``where``; others may wait for this rank in vain."""
+        if self._groups.can_close:
+            self._event = f"{where} raised {error!r}"
+            self._post()
+
+    def meet(self, error: BaseException | None) -> None:
+        """Before all is dropped, on every rank: waits for the others, which may have to learn of it
+        first, and closes the groups. ``error`` is what this rank handles.
+
+        Raises:
+            RuntimeError: some did not come.
+        """
+        if not self._groups.can_close:
+            return
+        self._has_reset = True
+        self._event = "called ctx.reset()" + (f" after {error!r}" if error is not None else "")
+        self._post()
+        for _, group, name in self._boards():
+            late = Board(f"{name}/reset", group).meet(group_timeout(group, "cpu"))
+            if late:
+                raise RuntimeError(
+                    f"ranks {late} did not call ctx.reset() in time, or died: this rank "
+                    f"{self._event}; it must be called on every rank"
+                )
+        self._groups.close()
+
+    def clear(self) -> None:
+        """All is at rest again."""
+        self._failure = self._event = ""
+        self._has_reset = False
+
+    def _fail(self, text: str) -> str:
+        """Notes what happened, and ends what the other ranks wait for."""
+        self._failure = text
+        self._post()
+        self._groups.close()
+        return text
+
+    def _boards(self) -> Iterator[tuple[Domain, dist.ProcessGroup, str]]:
+        """The groups that a rank compares itself in, with a name for their board: of two meshes
+        over the same ranks both have the same group."""
+        seen: Counter[str] = Counter()
+        for domain in self._domains():
+            for group in domain.groups_of_all:
+                yield domain, group, f"{group.group_name}/{seen[group.group_name]}"
+                seen[group.group_name] += 1
+
+    def _post(self) -> None:
+        for domain, group, name in self._boards():
+            check = domain.order_check
+            history = tuple(check.history)
+            note = Note(self._event, self._failure, check.progress, self._has_reset, history)
+            Board(name, group).post(json.dumps(asdict(note), default=list))
+
+    def _notes(self, seconds: float) -> Iterator[tuple[Domain, dict[int, Note]]]:
+        end = time.monotonic() + seconds
+        for domain, group, name in self._boards():
+            notes = Board(name, group).read(max(0.0, end - time.monotonic()))
+            yield domain, {rank: Note.parse(text) for rank, text in sorted(notes.items())}
+
+    def _read(self, seconds: float) -> str:
+        """What the others tell within ``seconds`` for which a collective is waited for in vain;
+        nothing if they tell nothing."""
+        told = ""
+        for domain, notes in self._notes(seconds):
+            check = domain.order_check
+            histories = {rank: note.history for rank, note in notes.items()}
+            found = first_difference({dist.get_rank(): check.history, **histories})
+            if found is not None:
+                return domain.describe_difference(*found)
+            for rank, note in notes.items():
+                if note.has_reset and note.progress < check.progress:
+                    told = told or f"rank {rank} {note.event}: call it on every rank"
+                elif note.failure:
+                    told = told or f"rank {rank} ended: {note.failure}"
+        return told
+
+    def _events(self) -> str:
+        events = {
+            f"rank {rank}: {note.event}"
+            for _, notes in self._notes(0.0)
+            for rank, note in notes.items()
+            if note.event
+        }
+        return f" ({'; '.join(sorted(events))})" if events else ""
