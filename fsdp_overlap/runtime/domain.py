@@ -187,12 +187,12 @@ class Domain:
 
     def note_gather(self, bucket: Bucket) -> None:
         """This rank issues the all-gather of ``bucket``."""
-        self.order_check.note(bucket.index * 2)
+        self.order_check.note(bucket.index * 2, bucket.label)
 
     def note_reduction(self, bucket: Bucket) -> None:
         """This rank issues the reduce-scatter of ``bucket``."""
         self.has_reduced = True
-        self.order_check.note(bucket.index * 2 + 1)
+        self.order_check.note(bucket.index * 2 + 1, bucket.label)
 
     def note_gradients(self, bucket: Bucket, filled: Sequence[bool]) -> None:
         """This rank reduces gradients of the parameters of ``bucket`` that are ``filled``."""
@@ -244,7 +244,9 @@ class Domain:
 
     def describe_difference(self, position: int, codes: Mapping[int, int]) -> str:
         """What ranks issued at ``position`` since the last check, by ``codes``."""
-        said = "; ".join(f"rank {rank}: {self._describe(code)}" for rank, code in codes.items())
+        said = "; ".join(
+            f"rank {rank}: {self._describe(code)}" for rank, code in sorted(codes.items())
+        )
         exchanged = (
             ""
             if self.order_check.confirms

@@ -71,8 +71,10 @@ class Faults:
 
     def explain(self, failure: RuntimeError) -> str:
         """Why a collective ended with ``failure``."""
+        if str(failure) == self._failure:
+            return self._failure  # which look() has told
         if self._failure:
-            return f"after an earlier fault ctx.reset() must be called on every rank: {failure}"
+            return f"ctx.reset() was not called, on every rank, since {self._failure}"
         self._post()
         told = self._read(GRACE_SECONDS)
         return self._fail(

@@ -84,9 +84,9 @@ class OrderCheck:
         self._following: dict[tuple[int, int], int] = {}
         self._last = (NOTHING, NOTHING)
 
-    def note(self, code: int) -> None:
-        """This rank is about to issue the collective ``code``. Waits for the other ranks if that
-        was not to be expected.
+    def note(self, code: int, label: str = "") -> None:
+        """This rank is about to issue the collective ``code``, of the unit ``label``. Waits for the
+        other ranks if that was not to be expected.
 
         Raises:
             RuntimeError: they issue others; names what each does.
@@ -95,14 +95,14 @@ class OrderCheck:
         self._count += 1
         last = self._last
         if self.confirms and self._following.get(last) != code:
-            self._confirm(code)
+            self._confirm(code, label)
             self._following[last] = code
         self._last = (last[1], code)
         if len(self._issued) > MAX_REMEMBERED:
             self._first += len(self._issued)
             self._fold()
 
-    def _confirm(self, code: int) -> None:
+    def _confirm(self, code: int, label: str) -> None:
         self._confirmed()
         mine = torch.tensor([self._count, code])
         for group in self._groups():
@@ -110,7 +110,7 @@ class OrderCheck:
             # so are never taken for it.
             others = [torch.empty_like(mine) for _ in range(group.size())]
             work = dist.all_gather(others, mine, group, async_op=True)
-            HostTicket("order_check", "", Issued([work], lambda: mine, group), None).wait()
+            HostTicket("order_check", label, Issued([work], lambda: mine, group), None).wait()
             if any(not torch.equal(other, mine) for other in others):
                 raise RuntimeError(self._explain())
 

@@ -410,7 +410,10 @@ class Schedule:
     # All
 
     def drop(self) -> None:
-        """Forgets what is under way; the recorded order stays."""
+        """Forgets what is under way, and the order, of which ranks may have recorded different
+        ones."""
+        self.order = ForwardOrder()
+        self._backward_order = None
         self.gathers.drop()
         self.reductions.drop()
         self.finalization.drop()

@@ -1,0 +1,198 @@
+"""Ranks that run different units, or the same in another order: right, or an error on every rank
+that names what each of them did, after which training can go on. Also where sizes differ, so that
+messages would not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from twins import Twins
+from zoo import VOCABULARY, WIDTH
+
+from fsdp_overlap import FsdpContext, fully_shard
+from fsdp_overlap.comm import watch
+
+NAMES = "rank 0: .*; rank 1: "
+
+
+class Layer(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Wayward(nn.Module):
+    """Where the rows begin with token 1, runs its layers as :attr:`way` says."""
+
+    way = ""
+
+    def __init__(self, equal: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Layer(20 if equal else hidden) for hidden in (20, 2000, 4, 300))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        way = self.way if tokens[0, 0] == 1 else ""
+        x = self.embedding(tokens)
+        a, b, c, d = self.layers
+        layers = {
+            "other order": [a, c, b, d],
+            "other unit": [a, d, c, d],
+            "skips one": [a, b, d],
+            "skips the last": [a, b, c],
+            "stops early": [a, b],
+            "one twice": [a, b, b, c, d],
+        }
+        for layer in layers.get(way, self.layers):
+            if way == "again in backward" and layer is c:
+                x = checkpoint(layer, x, use_reentrant=True)
+            elif way == "no gradient" and layer is c:
+                x = x + layer(x.detach()).detach()
+            else:
+                x = layer(x)
+        return self.head(x)
+
+
+def shard(model: Wayward, ctx: FsdpContext) -> None:
+    for layer in model.layers:
+        fully_shard(layer, ctx)
+    fully_shard(model, ctx)
+
+
+class MarkedTwins(Twins):
+    """The rows of each rank begin with its number."""
+
+    def batches(self, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for tokens, targets in super().batches(count):
+            tokens[:, 0] = torch.arange(self.world).repeat_interleave(len(tokens) // self.world)
+            yield tokens, targets
+
+    def go_on(self) -> None:
+        """After an error that every rank has seen."""
+        self.ctx.reset()
+        self.check_rest()
+        self.check_parameters()
+        self.optimizer.zero_grad()
+        self.twin_optimizer.zero_grad()
+        self.train(2)
+
+
+@contextmanager
+def impatient() -> Iterator[None]:
+    """Ranks ask each other sooner than users would like, so that tests are quick."""
+    patience = watch.FIRST_LOOK
+    watch.FIRST_LOOK = timedelta(seconds=0.1)
+    try:
+        yield
+    finally:
+        watch.FIRST_LOOK = patience
+
+
+def differ(
+    way: str, equal: bool, steps_before: int, mesh: tuple[int, ...] | None = None, prefetch: int = 1
+) -> str:
+    """Returns what went wrong, on this rank, where something did."""
+    with impatient():
+        twins = MarkedTwins(lambda: Wayward(equal), shard, prefetch=prefetch, mesh=mesh)
+        twins.train(steps_before)
+        twins.model.way = twins.twin.way = way
+        try:
+            twins.train(2)
+            return ""
+        except RuntimeError as error:
+            twins.model.way = twins.twin.way = ""
+            twins.go_on()
+            return str(error)
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("equal", [True, False])
+@pytest.mark.parametrize(
+    "way",
+    ["other order", "other unit", "skips one", "skips the last", "stops early", "one twice"],
+)
+def test_ranks_that_differ_get_an_error_that_names_units_and_then_go_on(
+    way: str, equal: bool, steps_before: int
+) -> None:
+    for message in run_ranks(differ, 2, way, equal, steps_before):
+        assert "ranks ran different units: collective " in message
+        assert "since the last backward was rank 0: " in message
+        assert "; rank 1: " in message
+        assert "unit 'layers." in message
+
+
+@pytest.mark.parametrize("way", ["no gradient", "again in backward"])
+def test_ranks_that_differ_within_a_unit_train_as_unsharded(way: str) -> None:
+    assert run_ranks(differ, 2, way, False, 1, None, 0) == ["", ""]
+
+
+def test_ranks_on_all_copies_hear_of_a_difference_on_one() -> None:
+    for rank, message in enumerate(run_ranks(differ, 4, "other order", False, 1, (2, 2))):
+        assert "rank 1: " in message, (rank, message)
+        assert "ranks ran different units" in message
+
+
+def differ_in_passes(what: str) -> str:
+    """Rank 1 runs other passes than rank 0."""
+    with impatient():
+        twins = MarkedTwins(lambda: Wayward(False), shard)
+        twins.train(2)
+        (tokens, targets), (more, _) = twins.batches(2)
+        try:
+            if what == "an evaluation" and twins.rank == 1:
+                with torch.no_grad():
+                    twins.model(twins.mine(more))
+            first, _ = twins.losses(tokens, targets)
+            second, _ = twins.losses(more, targets)
+            twins.model.way = "stops early"
+            third = twins.model(twins.mine(tokens)).sum()
+            twins.model.way = ""
+            losses = [first, second, third] if twins.rank == 0 else [third, second, first]
+            if what == "no backward" and twins.rank == 1:
+                losses = []
+            if what == "no synchronization" and twins.rank == 1:
+                twins.model.set_requires_gradient_sync(False)
+            for loss in losses:
+                loss.backward()
+            twins.losses(tokens, targets)
+        except RuntimeError as error:
+            twins.model.set_requires_gradient_sync(True)
+            twins.go_on()
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "what", ["an evaluation", "other backwards first", "no backward", "no synchronization"]
+)
+def test_ranks_that_run_other_passes_get_an_error_and_then_go_on(what: str) -> None:
+    for message in run_ranks(differ_in_passes, 2, what):
+        assert "ranks ran different units: collective " in message, message
+
+
+def confirmations_of_steps(prefetch: int) -> list[int]:
+    twins = MarkedTwins(lambda: Wayward(False), shard, prefetch=prefetch)
+    counts = []
+    for _ in range(4):
+        before = twins.ctx.stats.confirmations
+        twins.train(1)
+        counts.append(twins.ctx.stats.confirmations - before)
+    return counts
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_what_ranks_expect_of_each_other_is_not_confirmed(prefetch: int) -> None:
+    (first, *_, last), _ = run_ranks(confirmations_of_steps, 2, prefetch)
+    assert first > 0
+    assert last == 0
