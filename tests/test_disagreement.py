@@ -5,21 +5,16 @@ messages would not fit."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import timedelta
 
 import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from twins import Twins
+from twins import Twins, impatient
 from zoo import VOCABULARY, WIDTH
 
 from fsdp_overlap import FsdpContext, fully_shard
-from fsdp_overlap.comm import watch
-
-NAMES = "rank 0: .*; rank 1: "
 
 
 class Layer(nn.Module):
@@ -86,17 +81,6 @@ class MarkedTwins(Twins):
         self.optimizer.zero_grad()
         self.twin_optimizer.zero_grad()
         self.train(2)
-
-
-@contextmanager
-def impatient() -> Iterator[None]:
-    """Ranks ask each other sooner than users would like, so that tests are quick."""
-    patience = watch.FIRST_LOOK
-    watch.FIRST_LOOK = timedelta(seconds=0.1)
-    try:
-        yield
-    finally:
-        watch.FIRST_LOOK = patience
 
 
 def differ(

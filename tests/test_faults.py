@@ -3,63 +3,152 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import expect_rank_errors, run_ranks
+from ranks import RankError, expect_rank_errors, run_ranks
 from torch import nn
-from twins import Twins
+from twins import Twins, impatient
 from zoo import WIDTH, Block, Model, shard_layers
 
 from fsdp_overlap import FsdpContext, ShardedTensor, fully_shard
 from fsdp_overlap.comm.collectives import Issued
 from fsdp_overlap.comm.lanes import HostTicket
 from fsdp_overlap.comm.recording import RecordingLane
+from fsdp_overlap.runtime import faults
 
 
 class Failing(Model):
-    """Raises where it is told to: ``"forward"`` in the middle layer, ``"backward"`` behind it."""
+    """Raises where it is told to: in a hook before or after the middle layer, behind it in forward
+    or in backward."""
 
-    fails: str | None = None
+    fails = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = self.layers[1]
+        layer.register_forward_pre_hook(lambda *_: self.fail("pre-hook"))
+        layer.register_forward_hook(lambda *_: self.fail("hook"))
 
     def run(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         x = super().run(layer, x)
         if layer is self.layers[1]:
-            if self.fails == "forward":
-                raise ArithmeticError("planned")
-            if self.fails == "backward" and x.requires_grad:
-                x.register_hook(raise_planned)
+            self.fail("forward")
+            if x.requires_grad:
+                x.register_hook(lambda _: self.fail("backward"))
         return x
 
+    def fail(self, where: str) -> None:
+        if self.fails == where:
+            raise ArithmeticError("planned")
 
-def raise_planned(_: torch.Tensor) -> None:
-    raise ArithmeticError("planned")
+
+WHERE = ["forward", "pre-hook", "hook", "backward"]
 
 
-def fail_and_go_on(where: str, steps_before: int) -> None:
-    twins = Twins(Failing, shard_layers)
-    twins.ctx.lane_factory = lambda name, device: RecordingLane(name, [])
-    twins.train(steps_before)
-    tokens, targets = next(twins.batches(1))
-    twins.model.fails = where
-    with pytest.raises(ArithmeticError, match="planned"):
-        twins.losses(tokens, targets)[0].backward()
-    twins.model.fails = None
-    twins.ctx.reset()
-    twins.check_rest()
-    twins.check_parameters()
-    twins.optimizer.zero_grad()
-    twins.twin_optimizer.zero_grad()
-    twins.train(2)
+def fail_and_go_on(where: str, steps_before: int, failing: Sequence[int]) -> str:
+    """Returns what the error said."""
+    with impatient():
+        twins = Twins(Failing, shard_layers)
+        twins.ctx.lane_factory = lambda name, device: RecordingLane(name, [])
+        twins.train(steps_before)
+        for _ in range(2):
+            tokens, targets = next(twins.batches(1))
+            twins.model.fails = where if twins.rank in failing else ""
+            try:
+                for _ in range(2):  # of which the first may need nothing of a rank that failed
+                    twins.losses(tokens, targets)[0].backward()
+                raise AssertionError("nobody failed")
+            except (ArithmeticError, RuntimeError) as error:
+                twins.model.fails = ""
+                twins.ctx.reset()
+                text = str(error)
+            twins.check_rest()
+            twins.check_parameters()
+            twins.optimizer.zero_grad()
+            twins.twin_optimizer.zero_grad()
+            twins.train(2)
+        return text
 
 
 @pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("where", WHERE)
+def test_reset_after_an_error_on_all_ranks_lets_training_go_on(
+    where: str, steps_before: int
+) -> None:
+    said = run_ranks(fail_and_go_on, 2, where, steps_before, [0, 1])
+    assert said == ["planned", "planned"]
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("where", WHERE)
+def test_reset_after_an_error_on_one_rank_lets_training_go_on(
+    where: str, steps_before: int
+) -> None:
+    first, planned, last = run_ranks(fail_and_go_on, 3, where, steps_before, [1])
+    assert planned == "planned"
+    for message in (first, last):
+        assert "among ranks [0, 1, 2]" in message
+        assert "rank 1 called ctx.reset() after ArithmeticError('planned')" in message
+
+
+def go_on_alone() -> None:
+    twins = Twins(Failing, shard_layers)
+    twins.train(1)
+    if twins.rank == 1:
+        half = timedelta(seconds=0.5)
+        with patch.object(faults, "group_timeout", lambda *_: half):
+            twins.ctx.reset()
+
+
+def test_reset_on_one_rank_alone_says_who_did_not_come() -> None:
+    with pytest.raises(RankError, match=r"ranks \[0\] did not call ctx.reset\(\) in time") as error:
+        run_ranks(go_on_alone, 2)
+    assert "[1]" in str(error.value)
+
+
+def fail_without_reset(where: str) -> None:
+    """Rank 1 goes on after its error as if nothing had happened."""
+    with impatient():
+        twins = Twins(Failing, shard_layers)
+        twins.train(1)
+        batch = next(twins.batches(1))
+        twins.model.fails = where if twins.rank == 1 else ""
+        with suppress(ArithmeticError):
+            twins.losses(*batch)[0].backward()
+        twins.model.fails = ""
+        twins.losses(*batch)[0].backward()
+
+
+@pytest.mark.parametrize("where", ["forward", "hook"])
+def test_an_error_that_one_rank_keeps_to_itself_is_found(where: str) -> None:
+    expect_rank_errors(fail_without_reset, 2, where, match="ranks ran different units")
+
+
+def die_in(where: str) -> None:
+    twins = Twins(Failing, shard_layers)
+    twins.train(1)
+    if twins.rank == 1:
+        twins.model.fail = lambda at: os.kill(os.getpid(), signal.SIGKILL) if at == where else None
+    twins.losses(*next(twins.batches(1)))[0].backward()
+
+
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_reset_after_an_error_brings_everything_to_rest(where: str, steps_before: int) -> None:
-    run_ranks(fail_and_go_on, 2, where, steps_before)
+def test_ranks_that_are_left_name_what_they_waited_for(where: str) -> None:
+    waited = r"(all_gather|reduce_scatter|order_check).* of unit 'layers\.\d'"
+    group = r"among ranks \[0, 1\] \(group 'fsdp_overlap_\w+'\) failed: a rank died"
+    with pytest.raises(RankError, match=rf"{waited} {group}") as error:
+        run_ranks(die_in, 2, where)
+    assert "rank 1: died" in str(error.value)
 
 
 def fail_in_forward() -> None:
