@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from ranks import run_ranks
+import torch.distributed as dist
+from ranks import expect_rank_errors, run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from twins import Twins, impatient
@@ -104,7 +105,15 @@ def differ(
 @pytest.mark.parametrize("equal", [True, False])
 @pytest.mark.parametrize(
     "way",
-    ["other order", "other unit", "skips one", "skips the last", "stops early", "one twice"],
+    [
+        "other order",
+        "other unit",
+        "skips one",
+        "skips the last",
+        "stops early",
+        "one twice",
+        "again in backward",
+    ],
 )
 def test_ranks_that_differ_get_an_error_that_names_units_and_then_go_on(
     way: str, equal: bool, steps_before: int
@@ -163,6 +172,33 @@ def differ_in_passes(what: str) -> str:
 def test_ranks_that_run_other_passes_get_an_error_and_then_go_on(what: str) -> None:
     for message in run_ranks(differ_in_passes, 2, what):
         assert "ranks ran different units: collective " in message, message
+
+
+def build_differently(what: str) -> None:
+    """Rank 1 has another model."""
+    ctx = FsdpContext()
+    model = Wayward(False)
+    if dist.get_rank() == 1:
+        if what == "a parameter":
+            model.layers[2] = Layer(5)
+        else:
+            model.layers.append(Layer(4))
+            model.layers[4].requires_grad_(False)
+    for layer in model.layers:
+        fully_shard(layer, ctx)
+    if what == "a unit that nobody runs":
+        model.layers[-1].forward = nn.Identity().forward
+    fully_shard(model, ctx)
+    model(torch.zeros(2, 3, dtype=torch.int64)).sum().backward()
+
+
+@pytest.mark.parametrize("what", ["a parameter", "a unit that nobody runs"])
+def test_ranks_with_other_models_get_an_error(what: str) -> None:
+    match = {
+        "a parameter": "ranks planned unit 'layers.2' differently",
+        "a unit that nobody runs": r"different units, at .*'Wayward': rank 0 5, rank 1 6\.",
+    }
+    expect_rank_errors(build_differently, 2, what, match=match[what])
 
 
 def confirmations_of_steps(prefetch: int) -> list[int]:

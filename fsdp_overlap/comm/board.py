@@ -17,8 +17,9 @@ class Board:
     """
 
     def __init__(self, name: str, group: dist.ProcessGroup) -> None:
-        self.ranks = dist.get_process_group_ranks(group)
         self._me = dist.get_rank()
+        ranks = dist.get_process_group_ranks(group)
+        self._others = [rank for rank in sorted(ranks) if rank != self._me]
         self._store = dist.PrefixStore(f"fsdp_overlap/{name}", c10d._get_default_store())
 
     def post(self, note: str) -> None:
@@ -29,25 +30,21 @@ class Board:
     def meet(self, timeout: timedelta | None) -> list[int]:
         """Waits for all ranks to call this, once; returns those that did not within ``timeout``."""
         self.post("")
-        others = [str(rank) for rank in self.ranks if rank != self._me]
+        others = [str(rank) for rank in self._others]
         with suppress(RuntimeError):
             if timeout is None:
                 self._store.wait(others)
             else:
                 self._store.wait(others, timeout)
             return []
-        return [rank for rank in map(int, others) if rank not in self.read()]
+        met = self.read()
+        return [rank for rank in self._others if rank not in met]
 
-    def read(self, seconds: float = 0.0) -> dict[int, str]:
-        """The other ranks' notes, by their ranks in the default group; those that are there within
-        ``seconds``."""
-        others = [str(rank) for rank in self.ranks if rank != self._me]
+    def read(self) -> dict[int, str]:
+        """The other ranks' notes that are there, by their ranks in the default group."""
         notes: dict[int, str] = {}
         with suppress(RuntimeError):
-            if seconds:
-                with suppress(RuntimeError):  # not all of them are
-                    self._store.wait(others, timedelta(seconds=seconds))
-            for rank in others:
-                if self._store.check([rank]):
-                    notes[int(rank)] = self._store.get(rank).decode()
+            for rank in self._others:
+                if self._store.check([str(rank)]):
+                    notes[rank] = self._store.get(str(rank)).decode()
         return notes

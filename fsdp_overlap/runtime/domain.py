@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from operator import or_
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ from fsdp_overlap.comm.groups import GroupCache, LaneGroups, can_close
 from fsdp_overlap.comm.lanes import Lane, Ticket
 from fsdp_overlap.layout import BucketPlan, LayoutRule
 from fsdp_overlap.runtime.copies import DividedShard
-from fsdp_overlap.runtime.order_check import NOTHING, OrderCheck
+from fsdp_overlap.runtime.order_check import OrderCheck
 from fsdp_overlap.runtime.part import KeptPart
 from fsdp_overlap.runtime.plans import UnitPlans
 from fsdp_overlap.runtime.tensor_parallel import beside
@@ -30,10 +30,6 @@ if TYPE_CHECKING:
     from fsdp_overlap.runtime.bucket import Bucket
     from fsdp_overlap.runtime.faults import Faults
     from fsdp_overlap.runtime.stats import Stats
-
-
-# In place of a bucket's collective.
-FAILED_ELSEWHERE = -1
 
 
 class Domain:
@@ -185,14 +181,25 @@ class Domain:
             parts = BucketPlan((), (), plan.shard_numels[first : first + self.copies])
             bucket.divided = DividedShard(bucket, parts, choose(device_type, groups.across, parts))
 
+    @property
+    def labels(self) -> list[str]:
+        """Of all buckets, also of those that are gone."""
+        buckets = (ref() for ref in self._buckets)
+        return [bucket.label if bucket is not None else "(deleted)" for bucket in buckets]
+
+    @property
+    def signature(self) -> tuple[int, int]:
+        """How many buckets there are, and parameters in them."""
+        return len(self._buckets), self._flags
+
     def note_gather(self, bucket: Bucket) -> None:
         """This rank issues the all-gather of ``bucket``."""
-        self.order_check.note(bucket.index * 2, bucket.label)
+        self.order_check.note(bucket.index * 2, bucket, bucket.compute_dtype)
 
-    def note_reduction(self, bucket: Bucket) -> None:
-        """This rank issues the reduce-scatter of ``bucket``."""
+    def note_reduction(self, bucket: Bucket, dtype: torch.dtype) -> None:
+        """This rank issues the reduce-scatter of ``bucket`` in ``dtype``."""
         self.has_reduced = True
-        self.order_check.note(bucket.index * 2 + 1, bucket.label)
+        self.order_check.note(bucket.index * 2 + 1, bucket, dtype)
 
     def note_gradients(self, bucket: Bucket, filled: Sequence[bool]) -> None:
         """This rank reduces gradients of the parameters of ``bucket`` that are ``filled``."""
@@ -214,7 +221,7 @@ class Domain:
         if not groups:
             return flags
         if failed:
-            self.order_check.note(FAILED_ELSEWHERE)
+            self.order_check.note_failure()
         if not self.knows_gradients:
             self.order_check.read()  # of the last backward
         self.order_check.send(lane, groups, flags)
@@ -241,31 +248,6 @@ class Domain:
         self.forget_gradients()
         self.has_reduced = False
         self.reading = None
-
-    def describe_difference(self, position: int, codes: Mapping[int, int]) -> str:
-        """What ranks issued at ``position`` since the last check, by ``codes``."""
-        said = "; ".join(
-            f"rank {rank}: {self._describe(code)}" for rank, code in sorted(codes.items())
-        )
-        exchanged = (
-            ""
-            if self.order_check.confirms
-            else ". Their data was exchanged between the wrong units, so gradients and parameters "
-            "are wrong"
-        )
-        return (
-            f"ranks ran different units: collective {position} since the last backward was {said}"
-            f"{exchanged}: every rank must run the same units in the same order"
-        )
-
-    def _describe(self, code: int) -> str:
-        if code == FAILED_ELSEWHERE:
-            return "an error: on another mesh of this rank, ranks ran different units"
-        if code == NOTHING:
-            return "nothing, its backward ended"
-        kind = "reduce_scatter" if code % 2 else "all_gather"
-        bucket = self._buckets[code // 2]() if code // 2 < len(self._buckets) else None
-        return f"{kind} of unit {bucket.label!r}" if bucket is not None else kind
 
 
 def check_mesh(mesh: DeviceMesh, divides_copies: bool) -> None:

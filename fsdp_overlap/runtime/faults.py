@@ -14,12 +14,16 @@ import torch.distributed as dist
 
 from fsdp_overlap.comm.board import Board
 from fsdp_overlap.comm.groups import GroupCache, group_timeout
-from fsdp_overlap.runtime.order_check import Interval, first_difference
+from fsdp_overlap.runtime.order_check import (
+    Interval,
+    describe_difference,
+    first_difference,
+)
 
 if TYPE_CHECKING:
     from fsdp_overlap.runtime.domain import Domain
 
-# For the others to tell what they know, once something has failed.
+# For the others to tell what they know, once something has failed. Theirs may fail a little later.
 GRACE_SECONDS = 2.0
 
 
@@ -34,12 +38,15 @@ class Note:
     progress: tuple[int, int] = (0, 0)
     """How many checks and other collectives it issued."""
     has_reset: bool = False
+    units: tuple[str, ...] = ()
+    """Of the mesh's buckets, in the order in which they were made."""
     history: tuple[Interval, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> Note:
         fields = json.loads(text)
         fields["progress"] = tuple(fields["progress"])
+        fields["units"] = tuple(fields["units"])
         fields["history"] = tuple(Interval(*interval) for interval in fields["history"])
         return cls(**fields)
 
@@ -66,7 +73,7 @@ class Faults:
             RuntimeError: it will never be done.
         """
         self._post()
-        if told := self._read(0.0):
+        if told := self._read():
             raise RuntimeError(self._fail(told))
 
     def explain(self, failure: RuntimeError) -> str:
@@ -76,17 +83,22 @@ class Faults:
         if self._failure:
             return f"ctx.reset() was not called, on every rank, since {self._failure}"
         self._post()
-        told = self._read(GRACE_SECONDS)
-        return self._fail(
-            told or f"a rank died, or did not come in time{self._events()}: {failure}"
-        )
+        told = self._wait_for(self._read)
+        died = f"a rank died, or did not come in time{self._events()}: {failure}"
+        return self._fail(told or died)
 
-    def explain_difference(self) -> str:
-        """What ranks issued that is not the same, once that is known."""
+    def explain_difference(self, unit: str) -> str:
+        """What ranks did that is not the same, with ``unit`` if that is known."""
         self._post()
+        if told := self._wait_for(self._read):
+            return self._fail(told)
+        if unit:
+            return self._fail(
+                f"ranks planned unit {unit!r} differently, by shapes, dtypes or layouts: every "
+                "rank must build the same model and shard it in the same way"
+            )
         return self._fail(
-            self._read(GRACE_SECONDS)
-            or "ranks ran different units, before the collectives that are remembered or on ranks "
+            "ranks ran different units, before the collectives that are remembered or on ranks "
             "that this one does not compare itself with"
         )
 
@@ -141,26 +153,39 @@ class Faults:
     def _post(self) -> None:
         for domain, group, name in self._boards():
             check = domain.order_check
-            history = tuple(check.history)
-            note = Note(self._event, self._failure, check.progress, self._has_reset, history)
+            note = Note(
+                self._event,
+                self._failure,
+                check.progress,
+                self._has_reset,
+                tuple(domain.labels),
+                tuple(check.history),
+            )
             Board(name, group).post(json.dumps(asdict(note), default=list))
 
-    def _notes(self, seconds: float) -> Iterator[tuple[Domain, dict[int, Note]]]:
-        end = time.monotonic() + seconds
+    def _notes(self) -> Iterator[tuple[Domain, dict[int, Note]]]:
         for domain, group, name in self._boards():
-            notes = Board(name, group).read(max(0.0, end - time.monotonic()))
-            yield domain, {rank: Note.parse(text) for rank, text in sorted(notes.items())}
+            notes = Board(name, group).read()
+            yield domain, {rank: Note.parse(text) for rank, text in notes.items()}
 
-    def _read(self, seconds: float) -> str:
-        """What the others tell within ``seconds`` for which a collective is waited for in vain;
-        nothing if they tell nothing."""
+    def _wait_for(self, read: Callable[[], str]) -> str:
+        """What ``read`` finds, once the others have had time to tell it."""
+        end = time.monotonic() + GRACE_SECONDS
+        while not (told := read()) and time.monotonic() < end:
+            time.sleep(GRACE_SECONDS / 40)
+        return told
+
+    def _read(self) -> str:
+        """What the others tell for which a collective is waited for in vain, if they do. What they
+        told a while ago still holds."""
         told = ""
-        for domain, notes in self._notes(seconds):
+        for domain, notes in self._notes():
             check = domain.order_check
             histories = {rank: note.history for rank, note in notes.items()}
             found = first_difference({dist.get_rank(): check.history, **histories})
             if found is not None:
-                return domain.describe_difference(*found)
+                units = {dist.get_rank(): domain.labels, **{r: n.units for r, n in notes.items()}}
+                return describe_difference(*found, units, exchanged=not check.confirms)
             for rank, note in notes.items():
                 if note.has_reset and note.progress < check.progress:
                     told = told or f"rank {rank} {note.event}: call it on every rank"
@@ -171,7 +196,7 @@ class Faults:
     def _events(self) -> str:
         events = {
             f"rank {rank}: {note.event}"
-            for _, notes in self._notes(0.0)
+            for _, notes in self._notes()
             for rank, note in notes.items()
             if note.event
         }

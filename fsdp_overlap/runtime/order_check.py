@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,13 +13,18 @@ import torch.distributed as dist
 from fsdp_overlap.comm.collectives import Issued
 from fsdp_overlap.comm.lanes import HostTicket, Lane, Ticket
 
+if TYPE_CHECKING:
+    from fsdp_overlap.runtime.bucket import Bucket
+
 # Collectives remembered by name since the last check; older ones only count in the digest.
 MAX_REMEMBERED = 4096
 
 DIGEST_BYTES = 4
 
+# In place of a collective's code.
+FAILED_ELSEWHERE = -1
 NOTHING = -2
-"""In place of a code, where a rank ended its backward."""
+"""Where a rank ended its backward."""
 
 
 class Interval(NamedTuple):
@@ -54,7 +59,8 @@ class OrderCheck:
     too. So nothing travels between different units, of whatever sizes, and what follows prediction
     costs nothing.
 
-    ``confirmed`` counts confirmations; ``explain`` tells what ranks did differently.
+    ``confirmed`` counts confirmations; ``explain`` tells what ranks did differently, with regard to
+    a unit if that is known.
     """
 
     def __init__(
@@ -62,7 +68,7 @@ class OrderCheck:
         device: torch.device,
         confirms: bool,
         groups: Callable[[], Sequence[dist.ProcessGroup]],
-        explain: Callable[[], str],
+        explain: Callable[[str], str],
         confirmed: Callable[[], None],
     ) -> None:
         self.device = device
@@ -84,35 +90,42 @@ class OrderCheck:
         self._following: dict[tuple[int, int], int] = {}
         self._last = (NOTHING, NOTHING)
 
-    def note(self, code: int, label: str = "") -> None:
-        """This rank is about to issue the collective ``code``, of the unit ``label``. Waits for the
-        other ranks if that was not to be expected.
+    def note(self, code: int, bucket: Bucket, dtype: torch.dtype) -> None:
+        """This rank is about to issue the collective ``code``, which is ``bucket``'s and sends
+        ``dtype``. Waits for the other ranks if that was not to be expected.
 
         Raises:
-            RuntimeError: they issue others; names what each does.
+            RuntimeError: they issue others; names what each does. Or they planned the bucket
+                otherwise, or other buckets with it.
         """
         self._issued.append(code)
         self._count += 1
         last = self._last
         if self.confirms and self._following.get(last) != code:
-            self._confirm(code, label)
+            self._confirm(code, bucket, dtype)
             self._following[last] = code
         self._last = (last[1], code)
         if len(self._issued) > MAX_REMEMBERED:
             self._first += len(self._issued)
             self._fold()
 
-    def _confirm(self, code: int, label: str) -> None:
+    def note_failure(self) -> None:
+        """This rank found a difference on another mesh: the next check of this one fails."""
+        self._issued.append(FAILED_ELSEWHERE)
+
+    def _confirm(self, code: int, bucket: Bucket, dtype: torch.dtype) -> None:
         self._confirmed()
-        mine = torch.tensor([self._count, code])
+        signature = zlib.crc32(f"{bucket.plan} {dtype} {bucket.domain.signature}".encode())
+        mine = torch.tensor([self._count, code, signature])
         for group in self._groups():
             # A collective of another kind than those that may be under way on the same group, which
             # so are never taken for it.
             others = [torch.empty_like(mine) for _ in range(group.size())]
             work = dist.all_gather(others, mine, group, async_op=True)
-            HostTicket("order_check", label, Issued([work], lambda: mine, group), None).wait()
+            issued = Issued([work], lambda: mine, group)
+            HostTicket("order_check", bucket.label, issued, None).wait()
             if any(not torch.equal(other, mine) for other in others):
-                raise RuntimeError(self._explain())
+                raise RuntimeError(self._explain(bucket.label))
 
     def send(
         self, lane: Lane, groups: Sequence[dist.ProcessGroup], has_gradient: bytearray
@@ -154,7 +167,7 @@ class OrderCheck:
         received = bytes(self._sent.tolist())
         greatest, least = received[:DIGEST_BYTES], received[DIGEST_BYTES : 2 * DIGEST_BYTES]
         if any(high != 255 - low for high, low in zip(greatest, least, strict=True)):
-            raise RuntimeError(self._explain())
+            raise RuntimeError(self._explain(""))
         return received[2 * DIGEST_BYTES :]
 
     def drop(self) -> None:
@@ -201,6 +214,44 @@ def first_difference(
             if len(set(codes.values())) > 1:
                 return position, codes
     return None
+
+
+def describe_difference(
+    position: int,
+    codes: Mapping[int, int],
+    units: Mapping[int, Sequence[str]],
+    exchanged: bool,
+) -> str:
+    """What ranks issued at ``position`` since the last check, by rank: ``codes`` of buckets, which
+    belong to ``units``. ``exchanged``: whether their data was."""
+    said = {rank: _describe(code, units[rank]) for rank, code in sorted(codes.items())}
+    if len(set(said.values())) == 1:
+        counts = ", ".join(f"rank {rank} {len(units[rank])}" for rank in said)
+        return (
+            f"ranks have different units, at {said.popitem()[1]}: {counts}. Every rank must build "
+            "the same model and shard it in the same order"
+        )
+    issued = "; ".join(f"rank {rank}: {what}" for rank, what in said.items())
+    harm = ""
+    if exchanged:
+        harm = (
+            ". Their data was exchanged between the wrong units, so gradients and parameters are "
+            "wrong"
+        )
+    return (
+        f"ranks ran different units: collective {position} since the last backward was "
+        f"{issued}{harm}"
+        ": every rank must run the same units in the same order"
+    )
+
+
+def _describe(code: int, units: Sequence[str]) -> str:
+    if code == FAILED_ELSEWHERE:
+        return "an error: on another mesh of this rank, ranks ran different units"
+    if code == NOTHING:
+        return "nothing, its backward ended"
+    kind = "reduce_scatter" if code % 2 else "all_gather"
+    return f"{kind} of unit {units[code // 2]!r}"
 
 
 def _greatest(values: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:

@@ -1,0 +1,149 @@
+"""What it costs that ranks check that they run the same units: a step with the checks against one
+without, which is what a user cannot have.
+
+Two gloo ranks on plain loopback train `bench_link.py`'s model. Both systems are ours and take turns
+round by round in the same processes; of one, nothing is noted, confirmed or compared. There a step
+is also measured that runs its blocks in another order each time, the same on both ranks, so that
+nothing can be expected and most all-gathers are confirmed: the dearest that the checks can be.
+
+A sample is the mean of `--steps` steps of forward and backward, in milliseconds, from a barrier to
+the end of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import _bench
+import bench_link
+import torch
+import torch.distributed as dist
+
+import fsdp_overlap
+from fsdp_overlap.cli.measurement import Measurement, Ratio
+from fsdp_overlap.comm.lanes import Lane
+from fsdp_overlap.runtime.order_check import OrderCheck
+
+CHECKED, UNCHECKED = "checked", "unchecked"
+STEP, SHUFFLED = "step", "step in an order that nobody expects"
+CONFIRMED = "confirmations in a step"
+TARGET = 1.01
+
+
+class Unchecked(OrderCheck):
+    """Of ranks that are taken to agree, also on which parameters have a gradient."""
+
+    def note(self, code: int, bucket: Any, dtype: torch.dtype) -> None:
+        pass
+
+    def send(
+        self, lane: Lane, groups: Sequence[dist.ProcessGroup], has_gradient: bytearray
+    ) -> None:
+        self.flags = bytes(has_gradient)
+
+    def read(self) -> bytes:
+        return self.flags
+
+
+def prepare(
+    args: argparse.Namespace, rank: int, checked: bool, shuffled: bool
+) -> tuple[Callable[[], float], Callable[[], float]]:
+    """A step, and how many confirmations the last one took."""
+    model = bench_link.build(args.blocks)
+    blocks = list(model)
+    ctx = fsdp_overlap.FsdpContext()
+    for block in blocks:
+        fsdp_overlap.fully_shard(block, ctx)
+    fsdp_overlap.fully_shard(model, ctx)
+    if not checked:
+        for domain in ctx.domains:
+            domain.__dict__["order_check"] = Unchecked(
+                domain.device, False, list, str, ctx.stats.count_confirmation
+            )
+    run = bench_link.make_step(model, rank, args.rows)
+    order = random.Random(0)  # the same on both ranks
+    before = 0
+
+    def step() -> float:
+        nonlocal before
+        before = ctx.stats.confirmations
+        if shuffled:
+            order.shuffle(blocks)
+            model._modules.update((str(index), block) for index, block in enumerate(blocks))
+        return run()
+
+    return step, lambda: ctx.stats.confirmations - before
+
+
+def run_rank(args: argparse.Namespace) -> None:
+    """Measure on this rank; rank 0 reports the slowest rank's times."""
+    rank, _ = _bench.join_ranks(timeout_s=args.timeout)
+    found: dict[str, dict[str, list[float]]] = {}
+    confirmed = {}
+    for quantity, shuffled in ((STEP, False), (SHUFFLED, True)):
+        prepared = {
+            name: prepare(args, rank, name == CHECKED, shuffled) for name in (CHECKED, UNCHECKED)
+        }
+        for _ in range(2):
+            bench_link.check({name: step() for name, (step, _) in prepared.items()})
+        steps = {name: bench_link.timed(step, args.steps) for name, (step, _) in prepared.items()}
+        with _bench.quiet_gc():
+            mine = _bench.alternate(steps, args.rounds, 1)
+        found[quantity] = _bench.of_slowest_rank(mine)
+        confirmed[quantity] = [float(prepared[CHECKED][1]())]
+    if rank == 0:
+        _bench.report({"samples": found, "confirmed": confirmed})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=256, help="of each rank's batch")
+    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=2, help="in a sample")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds, for the whole run")
+    _bench.add_outputs(parser)
+    parser.set_defaults(ranks=2, no_limit=True, rate="")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    if _bench.is_rank():
+        return run_rank(args)
+    found = _bench.launch_on_link(args, sys.argv[1:])
+    samples = found["samples"]
+    about = (
+        f"torch {torch.__version__}, 2 ranks on loopback, {args.blocks} blocks of "
+        f"12*{bench_link.WIDTH}^2, {args.rows} rows, {args.steps} steps a sample; "
+        f"{args.rounds} rounds"
+    )
+    settings = {
+        "torch": torch.__version__,
+        "blocks": args.blocks,
+        "rows": args.rows,
+        "steps": args.steps,
+        "rounds": args.rounds,
+    }
+    figures = [
+        figure
+        for quantity, of_each in samples.items()
+        for figure in _bench.figures_of(quantity, "ms", of_each)
+    ]
+    figures += _bench.figures_of(CONFIRMED, "", found["confirmed"])
+    ratios = [
+        Ratio.between(STEP, CHECKED, UNCHECKED, samples[STEP], at_most=TARGET),
+        Ratio.between(SHUFFLED, CHECKED, UNCHECKED, samples[SHUFFLED]),
+    ]
+    argv = _bench.repeated_argv()
+    _bench.publish(Measurement(about, settings, argv, figures, ratios), args.json, args.plot)
+
+
+if __name__ == "__main__":
+    main()
