@@ -29,12 +29,21 @@ class LaneGroups:
     so those that are to run beside each other need one each.
 
     ``gather`` and ``reduce`` are over the same ranks, among which parameters are sharded;
-    ``across`` is over the ranks that hold copies, ``None`` on a mesh of one dimension.
+    ``across`` and ``confirm_across`` are over the ranks that hold copies, ``None`` on a mesh of one
+    dimension. What is reduced across copies starts at another moment on each rank, and would keep a
+    confirmation waiting that others need before they start it.
     """
 
     gather: dist.ProcessGroup
     reduce: dist.ProcessGroup
     across: dist.ProcessGroup | None = None
+    confirm_across: dist.ProcessGroup | None = None
+
+    @property
+    def to_confirm(self) -> list[dist.ProcessGroup]:
+        """As :attr:`of_all`, for confirmations."""
+        groups = (self.reduce, self.confirm_across)
+        return [group for group in groups if group is not None and group.size() > 1]
 
     @property
     def of_all(self) -> list[dist.ProcessGroup]:
@@ -68,7 +77,11 @@ class GroupCache:
         reduce = self._take("reduce_scatter", shard, mesh) if separate else gather
         if mesh.ndim == 1:
             return LaneGroups(gather, reduce)
-        return LaneGroups(gather, reduce, self._take("all_reduce", mesh.get_group(0), mesh))
+        copies = mesh.get_group(0)
+        across = self._take("all_reduce", copies, mesh)
+        if not can_close(mesh.device_type, copies):
+            return LaneGroups(gather, reduce, across)
+        return LaneGroups(gather, reduce, across, self._take("order_check", copies, mesh))
 
     def get_part(self, mesh: DeviceMesh, size: int) -> dist.ProcessGroup:
         """The group of ``size`` neighbours of this rank along the dimension that ``mesh`` shards

@@ -103,7 +103,7 @@ class Domain:
         return OrderCheck(
             self.device,
             self.mesh.size() > 1 and can_close(self.device.type, shard),
-            lambda: self.groups.of_all,
+            lambda: self.groups.to_confirm,
             self._faults.explain_difference,
             self._stats.count_confirmation,
         )

@@ -190,7 +190,9 @@ class Faults:
                 if note.has_reset and note.progress < check.progress:
                     told = told or f"rank {rank} {note.event}: call it on every rank"
                 elif note.failure:
-                    told = told or f"rank {rank} ended: {note.failure}"
+                    # It may have been told itself.
+                    is_first = " ended: " not in note.failure
+                    told = told or (f"rank {rank} ended: " if is_first else "") + note.failure
         return told
 
     def _events(self) -> str:
