@@ -24,10 +24,8 @@ DECODER = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "max_position_embeddings": 16,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
 }
+ENDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 
 
 def gpt2() -> nn.Module:
@@ -35,21 +33,20 @@ def gpt2() -> nn.Module:
 
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}
-    ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes, **dropout, **ends))
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes, **dropout, **ENDS))
 
 
 def llama(**options: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(**DECODER, **options))
+    return LlamaForCausalLM(LlamaConfig(**DECODER, **ENDS, **options))
 
 
 def qwen3() -> nn.Module:
     """Its embedding is tied to its head."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    return Qwen3ForCausalLM(Qwen3Config(**DECODER, head_dim=8, tie_word_embeddings=True))
+    return Qwen3ForCausalLM(Qwen3Config(**DECODER, **ENDS, head_dim=8, tie_word_embeddings=True))
 
 
 def mixtral() -> nn.Module:
@@ -57,7 +54,7 @@ def mixtral() -> nn.Module:
 
     experts = {"num_local_experts": 8, "num_experts_per_tok": 1, "output_router_logits": True}
     experts["experts_implementation"] = "eager"  # the others know no double precision
-    return MixtralForCausalLM(MixtralConfig(**DECODER, **experts))
+    return MixtralForCausalLM(MixtralConfig(**DECODER, **ENDS, **experts))
 
 
 def t5() -> nn.Module:
@@ -65,7 +62,7 @@ def t5() -> nn.Module:
 
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
     return T5ForConditionalGeneration(
-        T5Config(vocab_size=VOCABULARY, **sizes, dropout_rate=0.0, pad_token_id=2)
+        T5Config(vocab_size=VOCABULARY, **sizes, dropout_rate=0.0, decoder_start_token_id=0, **ENDS)
     )
 
 
