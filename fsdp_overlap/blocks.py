@@ -29,7 +29,9 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
         ValueError: there are none, and what there is instead.
     """
     classes = {
-        name for module in model.modules() for name in getattr(module, "_no_split_modules", ()) or ()
+        name
+        for module in model.modules()
+        for name in getattr(module, "_no_split_modules", ()) or ()
     }
     users = _users_in(model)
     blocks = _outermost(model, users, lambda module: type(module).__name__ in classes)

@@ -470,6 +470,7 @@ def sharded_defaults() -> None:
     assert list(names) == list(dict(Model().named_parameters()))
     assert list(model.state_dict()) == list(Model().state_dict())
     assert type(model).__name__ == "FSDPModel"
+    assert type(model).__module__ == Model.__module__
     assert isinstance(model, Model)
 
 

@@ -49,8 +49,8 @@ VIEWS = frozenset(
     """.split()
 )
 
-# Those of torch.nn.init too, by name: transformers puts functions of its own in their place while it
-# initializes a model, and torch hands on what it finds there.
+# Those of torch.nn.init too, by name: while transformers initializes a model it puts functions of
+# its own in their place, and torch hands on what it finds there.
 RANDOM = frozenset(
     """
     bernoulli_ cauchy_ constant_ exponential_ geometric_ kaiming_uniform_ log_normal_ normal_
