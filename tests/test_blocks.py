@@ -27,7 +27,7 @@ def names(model: nn.Module) -> list[str]:
 
 def test_members_of_module_lists_are_blocks() -> None:
     assert names(Model()) == ["layers.0", "layers.1", "layers.2"]
-    both = nn.Transformer(8, 2, num_encoder_layers=1, num_decoder_layers=1, dim_feedforward=8)
+    both = nn.Transformer(8, 2, 1, 1, dim_feedforward=8, batch_first=True)
     assert names(both) == ["encoder.layers.0", "decoder.layers.0"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -29,6 +30,14 @@ from fsdp_overlap import (
 
 # Imported by ranks alone, as it takes seconds.
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    """Before the time of a test counts."""
+    run_ranks(importlib.import_module, 2, "transformers.generation", timeout=150)
+
 
 DECODER = {
     "vocab_size": VOCABULARY,
