@@ -32,7 +32,6 @@ from fsdp_overlap import (
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 
 
-
 @pytest.fixture(scope="module", autouse=True)
 def _imported() -> None:
     """Before the time of a test counts."""
