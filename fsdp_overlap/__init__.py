@@ -2,6 +2,7 @@
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from fsdp_overlap.blocks import find_blocks
 from fsdp_overlap.fsdp_module import (
     FsdpModule,
     UnshardHandle,
@@ -36,6 +37,7 @@ __all__ = [
     "UnshardHandle",
     "Whole",
     "distribute_tensor",
+    "find_blocks",
     "fully_shard",
     "register_fsdp_forward_method",
     "share_comm_ctx",

@@ -38,6 +38,9 @@ class UnshardHandle:
 class FsdpModule(GradientVerbs):
     """Mixed into the class of every module given to :func:`fully_shard`."""
 
+    _is_fsdp_managed_module = True
+    """Tells transformers' ``generate()`` that each rank must run as many forwards as the others."""
+
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers this unit's parameters, not those of inner units, and registers them in the
         module until :meth:`reshard` or the end of its next forward. Collective over the mesh.

@@ -329,7 +329,13 @@ _fsdp_classes: dict[type, Any] = {}
 
 
 def _fsdp_class(cls: type) -> Any:
-    """``cls`` with :class:`FsdpModule` mixed in, the same for all its instances."""
+    """``cls`` with :class:`FsdpModule` mixed in, the same for all its instances.
+
+    Its name begins as FSDP2's do, which transformers drops where it saves. Its module is that of
+    ``cls``, by which transformers tells its own models, initialized otherwise, from their users'.
+    """
     if cls not in _fsdp_classes:
-        _fsdp_classes[cls] = type(f"Fsdp{cls.__name__}", (FsdpModule, cls), {})
+        _fsdp_classes[cls] = type(
+            f"FSDP{cls.__name__}", (FsdpModule, cls), {"__module__": cls.__module__}
+        )
     return _fsdp_classes[cls]

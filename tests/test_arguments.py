@@ -162,8 +162,8 @@ CASES: dict[Callable[[], None], tuple[type[Exception], str]] = {
         "'weight' of Linear is a Quantized; only plain",
     ),
     not_contiguous: (ValueError, r"not contiguous \(shape \(4, 2\), strides \(1, 8\)\)"),
-    cast_after: (RuntimeError, r"FsdpLinear is sharded, its shards are .*: move or cast .* before"),
-    pickled: (TypeError, r"FsdpLinear cannot be pickled: save its state_dict\(\)"),
+    cast_after: (RuntimeError, r"FSDPLinear is sharded, its shards are .*: move or cast .* before"),
+    pickled: (TypeError, r"FSDPLinear cannot be pickled: save its state_dict\(\)"),
 }
 
 

@@ -5,21 +5,30 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from ranks import run_ranks
 
-TRAINING = Path(__file__).parents[1] / "docs" / "examples" / "training.py"
+EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
+TRAINING = EXAMPLES / "training.py"
+
+
+def load(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    program: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    return program
 
 
 def run_training(half: bool, folder: str, *epochs: int) -> list[float]:
-    spec = importlib.util.spec_from_file_location("training", TRAINING)
-    assert spec is not None
-    assert spec.loader is not None
-    training: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(training)
+    training = load(TRAINING)
     return [loss for count in epochs for loss in training.run(Path(folder), count, half)]
 
 
@@ -43,3 +52,21 @@ def test_the_training_example_runs_under_torchrun(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "epoch 1: loss" in done.stdout
     assert (tmp_path / "epoch-1" / ".metadata").exists()
+
+
+def run_transformers(folder: str) -> tuple[float, float, list[int]]:
+    """The first loss, the last, and what was counted, if the saved model counts the same."""
+    from transformers import AutoModelForCausalLM
+
+    losses, counted = load(EXAMPLES / "transformers_training.py").run(Path(folder), steps=31)
+    dist.barrier()
+    saved = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    assert saved.generate(torch.tensor([counted[:3]]), max_new_tokens=5)[0].tolist() == counted
+    return losses[0], losses[-1], counted
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+def test_the_transformers_example_learns_and_saves_what_it_learned(tmp_path: Path) -> None:
+    one, other = run_ranks(run_transformers, 2, str(tmp_path))
+    assert one[1] < one[0] - 0.7
+    assert one[2] == other[2]

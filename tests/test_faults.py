@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -114,6 +115,26 @@ def test_reset_on_one_rank_alone_says_who_did_not_come() -> None:
     with pytest.raises(RankError, match=r"ranks \[0\] did not call ctx.reset\(\) in time") as error:
         run_ranks(go_on_alone, 2)
     assert "[1]" in str(error.value)
+
+
+def groups_are_freed() -> None:
+    twins = Twins.of("layers")
+    counts, groups = [], []
+    for _ in range(3):
+        twins.train(1)
+        groups += [weakref.ref(group) for group in twins.ctx.groups.of_all]
+        counts.append(len(os.listdir("/proc/self/task")))
+        twins.ctx.reset()
+    assert counts[0] == counts[1] == counts[2]
+    del twins
+    dist.destroy_process_group()
+    gc.collect()
+    assert all(group() is None for group in groups)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_groups_and_their_threads_go_with_a_reset_and_with_the_context() -> None:
+    run_ranks(groups_are_freed, 2)
 
 
 def fail_without_reset(where: str) -> None:

@@ -94,7 +94,7 @@ INITIALIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-def initializers() -> None:
+def initializers_alone() -> tuple[nn.Parameter, nn.Parameter]:
     sharded = fully_shard(nn.Linear(5, 3, bias=False), FsdpContext()).weight
     plain = nn.Linear(5, 3, bias=False).weight
     for name, options in INITIALIZERS.items():
@@ -102,6 +102,11 @@ def initializers() -> None:
             torch.manual_seed(4)
             assert getattr(nn.init, name)(weight, **options) is weight
         assert torch.equal(sharded.full_tensor(), plain), name
+    return sharded, plain
+
+
+def initializers() -> None:
+    sharded, plain = initializers_alone()
     for name in ("normal_", "uniform_", "exponential_", "bernoulli_", "random_"):
         for weight in (sharded, plain):
             torch.manual_seed(4)
@@ -128,6 +133,31 @@ def initializers() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_initializers_draw_what_they_draw_for_the_whole(world_size: int) -> None:
     run_ranks(initializers, world_size)
+
+
+def replaced_initializers() -> None:
+    """As transformers does, whose functions come back as what torch says was called."""
+    originals = {name: getattr(nn.init, name) for name in INITIALIZERS}
+
+    def replacement(name: str) -> Any:
+        def call(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+            return originals[name](tensor, *args, **options)
+
+        call.__name__ = name
+        return call
+
+    try:
+        for name in originals:
+            setattr(nn.init, name, replacement(name))
+        with torch.no_grad():
+            initializers_alone()
+    finally:
+        for name, original in originals.items():
+            setattr(nn.init, name, original)
+
+
+def test_functions_in_the_place_of_torchs_initializers_draw_the_same() -> None:
+    run_ranks(replaced_initializers, 2)
 
 
 def peak_bytes(prof: profile) -> int:

@@ -469,7 +469,8 @@ def sharded_defaults() -> None:
     names = dict(model.named_parameters())
     assert list(names) == list(dict(Model().named_parameters()))
     assert list(model.state_dict()) == list(Model().state_dict())
-    assert type(model).__name__ == "FsdpModel"
+    assert type(model).__name__ == "FSDPModel"
+    assert type(model).__module__ == Model.__module__
     assert isinstance(model, Model)
 
 

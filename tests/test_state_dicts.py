@@ -79,7 +79,7 @@ def load_wrong() -> None:
         for module in (model, other):
             with pytest.raises(RuntimeError) as caught:
                 module.load_state_dict(state)
-            messages.append(str(caught.value).replace("Fsdp", ""))
+            messages.append(str(caught.value).replace("FSDP", ""))
         assert messages[0] == messages[1]
         assert all(map(torch.equal, values(model), values(other))), change
         if change in ("missing", "unexpected"):

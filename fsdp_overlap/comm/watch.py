@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from typing import Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 
@@ -28,17 +28,19 @@ class Watch(Protocol):
         ...
 
 
-_watches: WeakKeyDictionary[dist.ProcessGroup, Watch] = WeakKeyDictionary()
+# Weak on both sides: a watch knows its groups, and a group that is never freed keeps its threads.
+_watches: WeakKeyDictionary[dist.ProcessGroup, ref[Watch]] = WeakKeyDictionary()
 
 
 def watch_over(group: dist.ProcessGroup, watch: Watch) -> None:
-    """``watch`` is asked about collectives of ``group`` from now on."""
-    _watches[group] = watch
+    """``watch`` is asked about collectives of ``group`` from now on, as long as it lives."""
+    _watches[group] = ref(watch)
 
 
 def watch_of(group: dist.ProcessGroup | None) -> Watch | None:
     """Who is asked about collectives of ``group``, if anybody."""
-    return None if group is None else _watches.get(group)
+    found = None if group is None else _watches.get(group)
+    return None if found is None else found()
 
 
 def wait(work: dist.Work, watch: Watch) -> None:

@@ -317,7 +317,7 @@ class Unit:
 
 def kind_of(modules: Sequence[nn.Module]) -> str:
     """The names of the modules' classes as the user wrote them."""
-    return ", ".join(type(module).__name__.removeprefix("Fsdp") for module in modules)
+    return ", ".join(type(module).__name__.removeprefix("FSDP") for module in modules)
 
 
 def unit_of(module: nn.Module) -> Unit | None:

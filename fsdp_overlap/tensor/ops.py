@@ -49,10 +49,12 @@ VIEWS = frozenset(
     """.split()
 )
 
+# Those of torch.nn.init too, by name: while transformers initializes a model it puts functions of
+# its own in their place, and torch hands on what it finds there.
 RANDOM = frozenset(
     """
-    bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_ rand_like
-    randint_like randn_like
+    bernoulli_ cauchy_ constant_ exponential_ geometric_ kaiming_uniform_ log_normal_ normal_
+    random_ uniform_ rand_like randint_like randn_like
     """.split()
 )
 

@@ -345,7 +345,8 @@ def raise_unsupported(op: str) -> NoReturn:
     raise RuntimeError(
         f"{op} is not supported on a ShardedTensor, of which each rank holds only a range: use "
         "full_tensor() for the whole tensor (on every rank of the mesh) or to_local() for this "
-        "rank's range"
+        "rank's range; what computes with parameters must run within their unit's forward, or a "
+        "method named to register_fsdp_forward_method()"
     )
 
 

@@ -1,0 +1,102 @@
+"""Which modules of somebody else's model to make units of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+Users = dict[object, set[nn.Module]]
+"""In which modules each module and parameter is registered."""
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of ``model``, in registration order, to make a unit of each:
+
+        for block in find_blocks(model):
+            fully_shard(block, ctx)
+        fully_shard(model, ctx)
+
+    They are the modules of the classes that the model names in ``_no_split_modules``, as those of
+    Hugging Face's transformers do. Where there are none, they are the members of its
+    ``nn.ModuleList``s. Of blocks within blocks the outermost are taken.
+
+    A parameter belongs to one unit. So a module that shares one with a module outside of it, as an
+    embedding that is tied to the head does, is no block and left to the root; what lies within it
+    may be one. Tie weights before. Works on the meta device, changes nothing, is not collective.
+
+    Raises:
+        ValueError: there are none, and what there is instead.
+    """
+    classes = {
+        name
+        for module in model.modules()
+        for name in getattr(module, "_no_split_modules", ()) or ()
+    }
+    users = _users_in(model)
+    blocks = _outermost(model, users, lambda module: type(module).__name__ in classes)
+    if not blocks:
+        blocks = _outermost(model, users, lambda module: _is_listed(module, users))
+    if not blocks:
+        raise ValueError(_why_none(model, users, classes))
+    return blocks
+
+
+def _users_in(model: nn.Module) -> Users:
+    users: Users = {}
+    for module in model.modules():
+        for used in _registered(module):
+            users.setdefault(used, set()).add(module)
+    return users
+
+
+def _registered(module: nn.Module) -> list[object]:
+    found = (*module._modules.values(), *module._parameters.values())
+    return [each for each in found if each is not None]
+
+
+def _outermost(
+    model: nn.Module, users: Users, is_wanted: Callable[[nn.Module], bool]
+) -> list[nn.Module]:
+    """Of the modules below ``model`` that are wanted, those that can be units."""
+    blocks, seen = [], {model}
+    for module in model.modules():
+        if module not in seen and is_wanted(module) and _can_be_unit(module, users):
+            blocks.append(module)
+            seen.update(module.modules())
+    return blocks
+
+
+def _is_listed(module: nn.Module, users: Users) -> bool:
+    """Whether a list has it, and it is no container itself, which has no forward."""
+    is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    return not is_container and any(isinstance(user, nn.ModuleList) for user in users[module])
+
+
+def _can_be_unit(module: nn.Module, users: Users) -> bool:
+    return any(True for _ in module.parameters()) and not _shares(module, users)
+
+
+def _shares(module: nn.Module, users: Users) -> bool:
+    """Whether a module outside of it uses a module or parameter within it too."""
+    inner = set(module.modules())
+    return any(not users[used] <= inner for each in inner for used in _registered(each))
+
+
+def _why_none(model: nn.Module, users: Users, classes: set[str]) -> str:
+    named = f"no modules of the classes {sorted(classes)}, which it names, and " if classes else ""
+    shared = [
+        name
+        for name, module in model.named_modules()
+        if name and _is_listed(module, users) and _shares(module, users)
+    ]
+    if shared:
+        found = f"{', '.join(shared)} share parameters or modules with what is outside of them"
+    else:
+        children = {name: type(child).__name__ for name, child in model.named_children()}
+        found = f"its children are {children}"
+    return (
+        f"{type(model).__name__} has no blocks: {named}no members of an nn.ModuleList that have "
+        f"parameters of their own; {found}. Call fully_shard on modules that you choose, on a list "
+        "of those that share parameters, or on the model alone"
+    )
