@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from program import Program
-from ranks import expect_rank_errors
+from ranks import expect_rank_errors, run_ranks
 from test_cli_checkpoints import (
     assert_is_the_run_left_alone,
     finish,
@@ -21,11 +22,12 @@ from test_cli_checkpoints import (
     wait_until,
 )
 
+from fsdp_overlap.cli import train
+from fsdp_overlap.cli.config import TrainConfig
 from fsdp_overlap.cli.errors import BadInput
 from fsdp_overlap.cli.job import run_of_this_job, this_job
 from fsdp_overlap.cli.launch import find_place
 from fsdp_overlap.cli.process_group import fresh_store
-from fsdp_overlap.cli.train import check_all_see
 
 TINY = "train --device cpu --steps 48 --eval-every 16 --log-every 3 --save-every 16 --data text.txt"
 TINY += " --batch-size 4 --seq-len 16 --layers 2 --width 16 --heads 2"
@@ -82,16 +84,27 @@ def test_when_restarts_are_used_up_the_dead_rank_is_named(runs: Path) -> None:
     assert latest(run).name >= "step-000016"
 
 
-@pytest.mark.slow
-def test_a_survivor_says_what_it_waited_for_and_how_to_go_on(runs: Path) -> None:
-    torchrun = ["--standalone", "--nproc-per-node", "2"]
-    process = Program(runs, [*TINY.split(), "--out", "survived"], torchrun)
-    kill_rank(process, 0, (runs / "survived" / "checkpoints" / "step-000016").exists)
-    _, err = process.communicate(timeout=60)
-    print(err)
-    assert process.returncode == 1
-    assert "a rank may have died" in err
-    assert "go on with: fsdp-overlap train --resume survived" in err
+def fail(out: str, restarts: tuple[int, int]) -> list[str]:
+    """What is noted on an error of a run at `out`."""
+
+    def run(config: TrainConfig, *_: object) -> None:
+        (config.out / "config.json").touch()
+        raise RuntimeError("a collective failed")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "process_group", contextlib.nullcontext)
+        patch.setattr(train, "restarts", lambda: restarts)
+        patch.setattr(train, "_run", run)
+        with pytest.raises(RuntimeError) as raised:
+            train.train(TrainConfig(Path(out)), "cpu", resume=False)
+    return getattr(raised.value, "__notes__", [])
+
+
+def test_the_last_error_says_how_to_go_on(tmp_path: Path) -> None:
+    first, last = str(tmp_path / "first"), str(tmp_path / "last")
+    assert run_ranks(fail, 2, first, (0, 1)) == [[], []]
+    note = f"go on with: fsdp-overlap train --resume {last}"
+    assert run_ranks(fail, 2, last, (1, 1)) == [[note], [note]]
 
 
 def test_restarts_are_asked_of_who_starts_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +174,7 @@ def test_ranks_that_do_not_come_are_named() -> None:
 
 
 def look(folders: list[str]) -> None:
-    check_all_see(Path(folders[dist.get_rank()]), seconds=0)
+    train.check_all_see(Path(folders[dist.get_rank()]), seconds=0)
 
 
 def test_a_folder_that_a_machine_does_not_see_is_refused_on_every_rank(tmp_path: Path) -> None:
