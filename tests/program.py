@@ -90,6 +90,11 @@ def _main(
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.chdir(folder)
+    if torchrun is not None:
+        from torchrun import main
+
+        main([*torchrun, "-m", "fsdp_overlap.cli", *arguments])
+        return
 
     import torch
 
@@ -97,12 +102,6 @@ def _main(
 
     # A pool of threads would be gone in forked ranks, which would wait for it.
     torch.set_num_threads(1)
-    if torchrun is not None:
-        from torch.distributed import run
-
-        # Ranks that run the script in a fork of this process.
-        forks = ["--start-method", "fork", "--run-path"]
-        return run.main([*torchrun, *forks, __main__.__file__, *arguments])
     launch.LaunchConfig = partial(launch.LaunchConfig, start_method="fork")  # type: ignore
     sys.argv = ["fsdp-overlap", *arguments]
     __main__.main()
