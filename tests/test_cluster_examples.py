@@ -20,9 +20,9 @@ from test_cli_checkpoints import assert_is_the_run_left_alone, finish, wait_unti
 from test_examples import run_training
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
-TINY = "--device cpu --steps 120 --eval-every 60 --log-every 20 --save-every 10 --data text.txt"
+TINY = "--device cpu --steps 60 --eval-every 30 --log-every 20 --save-every 10 --data text.txt"
 TINY += " --keep 99 --batch-size 4 --seq-len 16 --layers 2 --width 16 --heads 2"
-# As Slurm's, for a job of two nodes. What a step starts is in a process group of each task.
+# As Slurm's, for a job of two nodes of one core each. A task has a process group.
 STUBS = {
     "scontrol": """
 case "$1 $2" in
@@ -37,7 +37,8 @@ for task in $(cat tasks); do kill -TERM -- "-$task"; done""",
 set -m
 while [[ $1 == --* ]]; do shift; done
 for ((node = 0; node < SLURM_NNODES; node++)); do
-    SLURM_PROCID=$node SLURM_NODEID=$node SLURM_LOCALID=0 SLURM_NTASKS=$SLURM_NNODES "$@" &
+    SLURM_PROCID=$node SLURM_NODEID=$node SLURM_LOCALID=0 SLURM_NTASKS=$SLURM_NNODES \\
+        taskset -c $((node % $(nproc))) "$@" &
     echo $! >> tasks
 done
 code=0

@@ -77,7 +77,7 @@ def test_when_restarts_are_used_up_the_dead_rank_is_named(runs: Path) -> None:
     run = runs / "dead"
     process = Program(runs, [*TINY.split(), "--out", "dead"])
     kill_rank(process, 1, (run / "checkpoints" / "step-000016").exists)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "error: rank 1 failed: Signal 9 (SIGKILL) received by PID " in err
     assert err.splitlines()[-1] == "go on with: fsdp-overlap train --resume dead"
@@ -88,7 +88,7 @@ def fail(out: str, restarts: tuple[int, int]) -> list[str]:
     """What is noted on an error of a run at `out`."""
 
     def run(config: TrainConfig, *_: object) -> None:
-        (config.out / "config.json").touch()
+        (config.out / "checkpoints" / "step-000004").mkdir(parents=True)
         raise RuntimeError("a collective failed")
 
     with pytest.MonkeyPatch.context() as patch:

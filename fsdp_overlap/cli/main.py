@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from fsdp_overlap.checkpoint import CheckpointError, read_metadata
 from fsdp_overlap.cli.bench import BENCHMARKS
 from fsdp_overlap.cli.bench import bench as run_benchmarks
-from fsdp_overlap.cli.checkpoints import Checkpoints
+from fsdp_overlap.cli.checkpoints import Checkpoints, how_to_go_on
 from fsdp_overlap.cli.config import TrainConfig
 from fsdp_overlap.cli.data import load_text, unigram_entropy
 from fsdp_overlap.cli.errors import BadInput
@@ -22,7 +22,7 @@ from fsdp_overlap.cli.export import export as export_checkpoint
 from fsdp_overlap.cli.job import RUNS, run_of_this_job
 from fsdp_overlap.cli.launch import Place, describe_failure, find_place, launch
 from fsdp_overlap.cli.report import report as write_overlap_report
-from fsdp_overlap.cli.run_folder import check_out, how_to_go_on, read_begun
+from fsdp_overlap.cli.run_folder import check_out, read_begun
 
 app = typer.Typer(
     help="Fully-sharded data parallelism for PyTorch, with every collective under compute.",

@@ -54,13 +54,6 @@ def read_begun(folder: Path) -> Begun:
     return Begun(TrainConfig(**of_config), ranks, entropy)
 
 
-def how_to_go_on(folder: Path) -> str | None:
-    """One line; None if no run was begun in `folder`."""
-    if not (folder / "config.json").exists():
-        return None
-    return f"go on with: fsdp-overlap train --resume {folder}"
-
-
 def trace_path(folder: Path, rank: int) -> Path:
     """Where a rank of the run in `folder` writes its profiler trace."""
     return folder / "traces" / f"rank-{rank}.json.gz"

@@ -6,12 +6,13 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
+from fsdp_overlap.cli.checkpoints import how_to_go_on
 from fsdp_overlap.cli.config import TrainConfig
 from fsdp_overlap.cli.data import Text, bits, unigram_entropy
 from fsdp_overlap.cli.display import Display
 from fsdp_overlap.cli.job import restarts, this_job
 from fsdp_overlap.cli.report import show_report, write_report
-from fsdp_overlap.cli.run_folder import RunFolder, how_to_go_on
+from fsdp_overlap.cli.run_folder import RunFolder
 from fsdp_overlap.cli.trainer import PROFILED_STEPS, Trainer
 from fsdp_overlap.profiling import read_report
 

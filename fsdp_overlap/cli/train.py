@@ -10,13 +10,13 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.cli.checkpoints import Checkpoints
+from fsdp_overlap.cli.checkpoints import Checkpoints, how_to_go_on
 from fsdp_overlap.cli.config import TrainConfig
 from fsdp_overlap.cli.data import load_text
 from fsdp_overlap.cli.errors import BadInput
 from fsdp_overlap.cli.job import restarts
 from fsdp_overlap.cli.process_group import process_group
-from fsdp_overlap.cli.run_folder import RunFolder, how_to_go_on, trace_path
+from fsdp_overlap.cli.run_folder import RunFolder, trace_path
 from fsdp_overlap.cli.run_log import RunLog
 from fsdp_overlap.cli.stopping import StopRequest
 from fsdp_overlap.cli.trainer import Trainer
