@@ -88,7 +88,7 @@ def fail(out: str, restarts: tuple[int, int]) -> list[str]:
     """What is noted on an error of a run at `out`."""
 
     def run(config: TrainConfig, *_: object) -> None:
-        (config.out / "checkpoints" / "step-000004").mkdir(parents=True)
+        (config.out / "checkpoints" / "step-000004").mkdir(parents=True, exist_ok=True)
         raise RuntimeError("a collective failed")
 
     with pytest.MonkeyPatch.context() as patch:
