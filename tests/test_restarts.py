@@ -52,7 +52,9 @@ def test_a_run_whose_rank_died_ends_as_if_it_had_not(runs: Path) -> None:
     """Before there is a checkpoint, and while one is written."""
     run = runs / "killed"
     process = Program(runs, [*TINY.split(), "--out", "killed", "--max-restarts", "2"])
-    kill_rank(process, 0, (run / "config.json").exists)
+    metrics = run / "metrics.jsonl"
+    # In the first step process groups are made, where a survivor may wait to be killed for 30 s.
+    kill_rank(process, 0, lambda: metrics.exists() and metrics.stat().st_size > 0)
     kill_rank(process, 1, (run / "checkpoints" / ".unfinished").exists)
     out = finish(process)
     assert "restarted (1 of 2); from the beginning, because there was no checkpoint\n" in out
