@@ -23,10 +23,13 @@ END_SECONDS = 30.0  # for ranks, once their launcher has ended
 
 
 class Program:
-    """`fsdp-overlap` with `arguments` in `folder`; with the ranks that it forks, a session and a
-    process group of its own. Like a `subprocess.Popen` whose output is text."""
+    """`fsdp-overlap` with `arguments` in `folder`, by itself or under torchrun with the options
+    `torchrun`; with the ranks that it forks, a session and a process group of its own. Like a
+    `subprocess.Popen` whose output is text."""
 
-    def __init__(self, folder: Path, arguments: Sequence[str]) -> None:
+    def __init__(
+        self, folder: Path, arguments: Sequence[str], torchrun: Sequence[str] | None = None
+    ) -> None:
         context: Any = multiprocessing.get_context(
             "forkserver" if sys.platform == "linux" else "spawn"
         )
@@ -35,7 +38,8 @@ class Program:
         self._output = tempfile.TemporaryDirectory(prefix="program-")
         self._paths = [Path(self._output.name) / name for name in ("out", "err")]
         self._process = context.Process(
-            target=_main, args=(str(folder), list(arguments), [str(path) for path in self._paths])
+            target=_main,
+            args=(str(folder), list(arguments), [str(path) for path in self._paths], torchrun),
         )
         self._process.start()
         self.pid: int = self._process.pid
@@ -47,6 +51,11 @@ class Program:
 
     def poll(self) -> int | None:
         return self.returncode
+
+    def ranks(self) -> list[int]:
+        """The process ids of the ranks that run now, in the order of their start."""
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        return sorted(map(int, children))
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """What was printed, once the process has ended and so have its ranks. After `timeout`
@@ -72,13 +81,20 @@ def somebody_is_left(group: int) -> bool:
     return True
 
 
-def _main(folder: str, arguments: list[str], output: list[str]) -> None:
+def _main(
+    folder: str, arguments: list[str], output: list[str], torchrun: Sequence[str] | None
+) -> None:
     os.setsid()
     for number, path in enumerate(output, 1):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.chdir(folder)
+    if torchrun is not None:
+        from torchrun import main
+
+        main([*torchrun, "-m", "fsdp_overlap.cli", *arguments])
+        return
 
     import torch
 

@@ -79,6 +79,13 @@ class Checkpoints:
         run.load_state_dict(state)
 
 
+def how_to_go_on(run: Path) -> str | None:
+    """One line; None if the run in the folder `run` has saved nothing."""
+    if Checkpoints(run / "checkpoints", keep=1).latest() is None:
+        return None
+    return f"go on with: fsdp-overlap train --resume {run}"
+
+
 def _sync(folder: Path) -> None:
     """Waits until the names in `folder` are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)

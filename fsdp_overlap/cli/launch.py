@@ -4,7 +4,10 @@ import os
 import sys
 import tempfile
 import threading
+import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,29 +18,32 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fsdp_overlap.cli.config import TrainConfig
 from fsdp_overlap.cli.errors import BadInput
+from fsdp_overlap.cli.job import restarts
 from fsdp_overlap.cli.system import cores
 from fsdp_overlap.cli.train import train
 
 # More would only wait for each other, each with its own copy of torch in memory.
 _RANKS_PER_CORE = 4
 _LAUNCHER_SECONDS = 2.0
+_MONITOR_SECONDS = 0.1  # how often a launcher, also torchrun, looks whether a rank has died
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
 @dataclass(frozen=True)
 class Place:
     """ranks: of the whole job. device_type: "cuda" (NCCL) or "cpu" (gloo). joining: the ranks exist
-    already."""
+    already. max_restarts: how often ranks that we start are started again when one has died."""
 
     ranks: int
     device_type: str
     joining: bool
+    max_restarts: int = 0
 
 
-def find_place(ranks: int | None, device: str) -> Place:
+def find_place(ranks: int | None, device: str, max_restarts: int | None = None) -> Place:
     """Where to run `ranks` ranks (None: as many as the torchrun that started this process has, one
     per GPU, or 2 without GPUs) on `device`: auto, cpu or cuda. Raises BadInput where they cannot
-    run. Starts nothing."""
+    run, or be restarted by us. Starts nothing."""
     if device not in ("auto", "cpu", "cuda"):
         raise BadInput(f"--device {device}: use auto, cpu or cuda")
     gpus = torch.cuda.device_count()
@@ -47,6 +53,9 @@ def find_place(ranks: int | None, device: str) -> Place:
     if ranks is not None and ranks < 1:
         raise BadInput(f"--ranks {ranks}: must be at least 1")
 
+    if max_restarts is not None and max_restarts < 0:
+        raise BadInput(f"--max-restarts {max_restarts}: must not be negative")
+
     joining = all(name in os.environ for name in _TORCHRUN)
     if joining:
         world = int(os.environ["WORLD_SIZE"])
@@ -54,18 +63,23 @@ def find_place(ranks: int | None, device: str) -> Place:
             raise BadInput(
                 f"--ranks {ranks}: torchrun has started {world}; leave --ranks out under torchrun"
             )
+        if max_restarts is not None:
+            raise BadInput(
+                f"--max-restarts {max_restarts}: torchrun has started the ranks; give it the option"
+            )
         here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     else:
         world = here = ranks if ranks is not None else gpus if device_type == "cuda" else 2
     _check_fits(here, device_type, gpus)
-    return Place(world, device_type, joining)
+    return Place(world, device_type, joining, max_restarts or 0)
 
 
 def launch(config: TrainConfig, place: Place, resume: bool) -> None:
     """Trains on every rank of `place`; returns when all are done. Raises ChildFailedError if a
     started one failed."""
     if place.joining:
-        train(config, place.device_type, resume)
+        with _leaving_last():
+            train(config, place.device_type, resume)
         return
     spec = LaunchConfig(
         min_nodes=1,
@@ -75,8 +89,8 @@ def launch(config: TrainConfig, place: Place, resume: bool) -> None:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         local_addr="localhost",
-        max_restarts=0,
-        monitor_interval=0.1,
+        max_restarts=place.max_restarts,
+        monitor_interval=_MONITOR_SECONDS,
     )
     # The launcher keeps its logs, which nobody reads here, until somebody removes them.
     with tempfile.TemporaryDirectory() as logs:
@@ -87,11 +101,23 @@ def launch(config: TrainConfig, place: Place, resume: bool) -> None:
 def _train_started(config: TrainConfig, device_type: str, resume: bool) -> None:
     """On a rank of ours. Once it returns it waits for the launcher to take its result, which one
     that was told to stop, or was killed, never does."""
-    train(config, device_type, resume)
+    with _leaving_last():
+        train(config, device_type, resume or restarts()[0] > 0)
     sys.stdout.flush()
     leave = threading.Timer(_LAUNCHER_SECONDS, os._exit, (0,))
     leave.daemon = True
     leave.start()
+
+
+@contextmanager
+def _leaving_last() -> Iterator[None]:
+    """A rank fails where another has died. That one is to be named, and launchers name the first
+    that they see."""
+    try:
+        yield
+    except Exception:
+        time.sleep(3 * _MONITOR_SECONDS)
+        raise
 
 
 def describe_failure(error: ChildFailedError) -> str:

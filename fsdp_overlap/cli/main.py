@@ -14,11 +14,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from fsdp_overlap.checkpoint import CheckpointError, read_metadata
 from fsdp_overlap.cli.bench import BENCHMARKS
 from fsdp_overlap.cli.bench import bench as run_benchmarks
-from fsdp_overlap.cli.checkpoints import Checkpoints
+from fsdp_overlap.cli.checkpoints import Checkpoints, how_to_go_on
 from fsdp_overlap.cli.config import TrainConfig
 from fsdp_overlap.cli.data import load_text, unigram_entropy
 from fsdp_overlap.cli.errors import BadInput
 from fsdp_overlap.cli.export import export as export_checkpoint
+from fsdp_overlap.cli.job import RUNS, run_of_this_job
 from fsdp_overlap.cli.launch import Place, describe_failure, find_place, launch
 from fsdp_overlap.cli.report import report as write_overlap_report
 from fsdp_overlap.cli.run_folder import check_out, read_begun
@@ -67,6 +68,12 @@ def train(
     log_every: Annotated[int, typer.Option(help="Steps between lines of metrics.")] = 5,
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 40,
     keep: Annotated[int, typer.Option(help="Checkpoints to keep.")] = 2,
+    max_restarts: Annotated[
+        int | None,
+        typer.Option(
+            help="How often to go on from the latest checkpoint when a rank dies [default: 0]."
+        ),
+    ] = None,
     resume: Annotated[
         Path | None,
         typer.Option(help="Go on with the run in this folder, from its latest checkpoint."),
@@ -74,11 +81,16 @@ def train(
 ) -> None:
     """Train a byte-level GPT with sharded parameters, and show how much communication ran under
     compute. SIGTERM and Ctrl-C save a checkpoint and stop."""
+    place = find_place(ranks, device, max_restarts)
     if resume is not None:
-        _resume(context, resume, ranks, device)
+        _check_alone(context)
+        _go_on(resume, place)
+        return
+    if place.joining and (begun := run_of_this_job(out)) is not None:
+        _go_on(begun, place)
         return
     config = TrainConfig(
-        out=out or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S"),
+        out=out or RUNS / datetime.now().strftime("%Y%m%d-%H%M%S"),
         data=data,
         steps=steps,
         batch_size=batch_size,
@@ -97,28 +109,30 @@ def train(
         save_every=save_every,
         keep=keep,
     )
-    place = find_place(ranks, device)
     check_out(config.out)
     load_text(config.data, config.seq_len)
     _run(config, place, resume=False)
 
 
-def _resume(context: typer.Context, folder: Path, ranks: int | None, device: str) -> None:
+def _check_alone(context: typer.Context) -> None:
+    """Raises BadInput where --resume was given with what it cannot change."""
     given = [
         name
         for name in context.params
         if (source := context.get_parameter_source(name)) is not None
         and source.name != "DEFAULT"
-        and name not in ("resume", "ranks", "device")
+        and name not in ("resume", "ranks", "device", "max_restarts")
     ]
     if given:
         raise BadInput(
             f"--{given[0].replace('_', '-')} cannot be changed by --resume, which goes on with the "
-            "run as it was; --ranks and --device can"
+            "run as it was; --ranks, --device and --max-restarts can"
         )
+
+
+def _go_on(folder: Path, place: Place) -> None:
     begun = read_begun(folder)
     config = begun.config
-    place = find_place(ranks, device)
     together = begun.ranks * config.batch_size
     if together % place.ranks:
         raise BadInput(
@@ -143,6 +157,8 @@ def _run(config: TrainConfig, place: Place, resume: bool) -> None:
         launch(config, place, resume)
     except ChildFailedError as error:
         _complain(describe_failure(error))
+        if (advice := how_to_go_on(config.out)) is not None:
+            print(advice, file=sys.stderr)
         raise typer.Exit(1) from None
     except SignalException as stop:  # the launcher has ended its ranks
         _complain(f"stopped by {stop.sigval.name}")

@@ -6,9 +6,11 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
+from fsdp_overlap.cli.checkpoints import how_to_go_on
 from fsdp_overlap.cli.config import TrainConfig
 from fsdp_overlap.cli.data import Text, bits, unigram_entropy
 from fsdp_overlap.cli.display import Display
+from fsdp_overlap.cli.job import restarts, this_job
 from fsdp_overlap.cli.report import show_report, write_report
 from fsdp_overlap.cli.run_folder import RunFolder
 from fsdp_overlap.cli.trainer import PROFILED_STEPS, Trainer
@@ -31,6 +33,7 @@ class RunLog:
             "torch": torch.__version__,
             "text": text.origin,
             "unigram_entropy": self._entropy,
+            "job": this_job(),
         }
         folder.begin(config, about, trainer.steps_done)
         self._val_loss = next(
@@ -41,8 +44,13 @@ class RunLog:
             f"{trainer.parameters:,} parameters on {dist.get_world_size()} ranks; "
             f"{len(text.train):,} + {len(text.validation):,} bytes of {text.origin}"
         )
+        done, most = restarts()
+        if done:
+            self._first_line += f"; restarted ({done} of {most})"
         if trainer.steps_done:
             self._first_line += f"; resumed after step {trainer.steps_done}"
+        elif done:
+            self._first_line += "; from the beginning, because there was no checkpoint"
 
     def __enter__(self) -> "RunLog":
         self._display.__enter__()
@@ -71,7 +79,7 @@ class RunLog:
     def stopped(self, saved: Path) -> None:
         """The run was asked to stop, and was saved."""
         self._display.print(f"stopped; saved {saved}")
-        self._display.print(f"go on with: fsdp-overlap train --resume {self._folder.path}")
+        self._display.print(str(how_to_go_on(self._folder.path)))
 
     def conclude(self) -> None:
         """Once all is trained and profiled."""

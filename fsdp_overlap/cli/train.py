@@ -1,54 +1,91 @@
 """One rank of `fsdp-overlap train`."""
 
 import contextlib
-import os
-from collections.abc import Iterator
+import socket
+import time
 from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.cli.checkpoints import Checkpoints
+from fsdp_overlap.cli.checkpoints import Checkpoints, how_to_go_on
 from fsdp_overlap.cli.config import TrainConfig
 from fsdp_overlap.cli.data import load_text
+from fsdp_overlap.cli.errors import BadInput
+from fsdp_overlap.cli.job import restarts
+from fsdp_overlap.cli.process_group import process_group
 from fsdp_overlap.cli.run_folder import RunFolder, trace_path
 from fsdp_overlap.cli.run_log import RunLog
 from fsdp_overlap.cli.stopping import StopRequest
-from fsdp_overlap.cli.system import cores
 from fsdp_overlap.cli.trainer import Trainer
+
+T = TypeVar("T")
+# For a new folder to be seen by other machines, which may remember for a while that it was not.
+_SEEN_SECONDS = 60.0
 
 
 def train(config: TrainConfig, device_type: str, resume: bool) -> None:
     """Trains as `config` says, on "cpu" with gloo or "cuda" with NCCL; `resume`: from the latest
     checkpoint of the run, if it has one. Collective: called on every rank, with the environment
-    that torchrun sets. Rank 0 alone prints and writes, but for checkpoints."""
-    with _process_group(device_type) as device:
-        config = _agreed(config)
+    that torchrun sets. Where ranks were asked for different things, rank 0's are done; it alone
+    prints and writes, but for checkpoints."""
+    with process_group(device_type) as device:
+        # Under torchrun each rank names its own folder, by the time, and looks into it by itself.
+        out, batch_size, resume = _of_rank_0((config.out, config.batch_size, resume))
+        config = replace(config, out=out, batch_size=batch_size)
         folder = RunFolder(config.out) if dist.get_rank() == 0 else None
         dist.barrier()  # nobody looks for checkpoints before the folder is this run's alone
-        text = load_text(config.data, config.seq_len)
-        trainer = Trainer(config, text, device)
-        checkpoints = Checkpoints(config.out / "checkpoints", config.keep)
-        if resume and (latest := checkpoints.latest()) is not None:
-            checkpoints.load(latest, trainer)
-        log = None if folder is None else RunLog(config, text, trainer, folder)
-        with log or contextlib.nullcontext():
-            is_finished = _train(config, trainer, checkpoints, log)
-        if not is_finished:
-            return
-        if folder is not None:
-            folder.clear_traces()
-        trainer.profile_steps(trace_path(config.out, dist.get_rank()))
-        if log is not None:
-            log.conclude()
-        dist.barrier()  # all end together, as the launcher expects
+        check_all_see(config.out, _SEEN_SECONDS)
+        try:
+            _run(config, device, resume, folder)
+        except Exception as error:
+            done, most = restarts()
+            if done == most and (advice := how_to_go_on(config.out)) is not None:
+                error.add_note(advice)  # for who reads the traceback, as under torchrun
+            raise
 
 
-def _agreed(config: TrainConfig) -> TrainConfig:
-    """With rank 0's folder: under torchrun each rank names its own, by the time."""
-    out = [config.out]
-    dist.broadcast_object_list(out)
-    return replace(config, out=out[0])
+def _run(config: TrainConfig, device: torch.device, resume: bool, folder: RunFolder | None) -> None:
+    text = load_text(config.data, config.seq_len)
+    trainer = Trainer(config, text, device)
+    checkpoints = Checkpoints(config.out / "checkpoints", config.keep)
+    latest = _of_rank_0(checkpoints.latest())  # on a shared disk others may see one of before
+    if resume and latest is not None:
+        checkpoints.load(latest, trainer)
+    log = None if folder is None else RunLog(config, text, trainer, folder)
+    with log or contextlib.nullcontext():
+        is_finished = _train(config, trainer, checkpoints, log)
+    if not is_finished:
+        return
+    if folder is not None:
+        folder.clear_traces()
+    trainer.profile_steps(trace_path(config.out, dist.get_rank()))
+    if log is not None:
+        log.conclude()
+    dist.barrier()  # all end together, as the launcher expects
+
+
+def _of_rank_0(value: T) -> T:
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
+def check_all_see(folder: Path, seconds: float) -> None:
+    """Raises BadInput, on every rank, if one does not see `folder` within `seconds`. Collective."""
+    end = time.monotonic() + seconds
+    while not (is_seen := folder.is_dir()) and time.monotonic() < end:
+        time.sleep(0.1)
+    machines: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(machines, None if is_seen else socket.gethostname())
+    blind = sorted({machine for machine in machines if machine is not None})
+    if blind:
+        raise BadInput(
+            f"--out {folder}: {', '.join(blind)} cannot see this folder of rank 0's; give one that "
+            "all machines share, with its whole path"
+        )
 
 
 def _train(
@@ -70,22 +107,3 @@ def _train(
         if stops:
             return False
     return True
-
-
-@contextlib.contextmanager
-def _process_group(device_type: str) -> Iterator[torch.device]:
-    """The default process group, and this rank's device, from the environment that torchrun
-    sets."""
-    local_rank = int(os.environ["LOCAL_RANK"])
-    if device_type == "cuda":
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        device = torch.device("cpu")
-        torch.set_num_threads(max(1, cores() // int(os.environ["LOCAL_WORLD_SIZE"])))
-        dist.init_process_group("gloo")
-    try:
-        yield device
-    finally:
-        dist.destroy_process_group()

@@ -1,0 +1,74 @@
+"""Meeting the other ranks, also where a launcher has started them again."""
+
+import contextlib
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_overlap.cli.system import cores
+
+_MEETING_SECONDS = 600.0
+
+
+@contextlib.contextmanager
+def process_group(device_type: str) -> Iterator[torch.device]:
+    """The default process group, NCCL's for "cuda" and gloo's for "cpu", and this rank's device,
+    from the environment that torchrun sets."""
+    local_rank = int(os.environ["LOCAL_RANK"])
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    ranks: dict[str, Any] = {}
+    # torchrun's own store outlives ranks and keeps what they wrote. Ranks that are started again
+    # would read the addresses of dead ones there.
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        kept = dist.TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
+        )
+        store = fresh_store(kept, rank, world_size, _MEETING_SECONDS)
+        ranks = {"store": store, "rank": rank, "world_size": world_size}
+    if device_type == "cuda":
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device, **ranks)
+    else:
+        device = torch.device("cpu")
+        torch.set_num_threads(max(1, cores() // int(os.environ["LOCAL_WORLD_SIZE"])))
+        dist.init_process_group("gloo", **ranks)
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+def fresh_store(kept: dist.Store, rank: int, world_size: int, seconds: float) -> dist.Store:
+    """A part of `kept` that nobody has written to, the same for all `world_size` ranks that live
+    now, whatever ranks that are dead left in `kept`. Collective. Raises TimeoutError on rank 0, and
+    the store's own error on others, if they do not come within `seconds`.
+
+    Rank 0 names the part. A rank can tell an answer to itself from one to the dead by the name that
+    it gives itself; rank 0 cannot tell who is dead, so it answers everybody until all have heard.
+    """
+    if rank:
+        me = uuid.uuid4().hex
+        kept.set(f"who is rank {rank}", me)
+        kept.wait([f"answer to {me}"], timedelta(seconds=seconds))
+        part = kept.get(f"answer to {me}").decode()
+        kept.set(f"{part} heard by {rank}", "")
+        return dist.PrefixStore(part, kept)
+    part = uuid.uuid4().hex
+    silent = set(range(1, world_size))
+    end = time.monotonic() + seconds
+    while silent:
+        for other in silent:
+            if kept.check([name := f"who is rank {other}"]):
+                kept.set(f"answer to {kept.get(name).decode()}", part)
+        silent = {other for other in silent if not kept.check([f"{part} heard by {other}"])}
+        if silent and time.monotonic() > end:
+            raise TimeoutError(f"ranks {sorted(silent)} have not come within {seconds:.0f} s")
+        time.sleep(0.01)
+    return dist.PrefixStore(part, kept)
