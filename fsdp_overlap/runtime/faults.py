@@ -23,7 +23,7 @@ from fsdp_overlap.runtime.order_check import (
 if TYPE_CHECKING:
     from fsdp_overlap.runtime.domain import Domain
 
-# For the others to tell what they know, once something has failed. Theirs may fail a little later.
+# For the others to tell what they issued, once it is known that it is not the same.
 GRACE_SECONDS = 2.0
 
 
@@ -83,14 +83,18 @@ class Faults:
         if self._failure:
             return f"ctx.reset() was not called, on every rank, since {self._failure}"
         self._post()
-        told = self._wait_for(self._read)
+        # Who closed the connection on purpose has said so before, and nobody waits for the dead:
+        # the launcher may be about to end this rank too.
         died = f"a rank died, or did not come in time{self._events()}: {failure}"
-        return self._fail(told or died)
+        return self._fail(self._read() or died)
 
     def explain_difference(self, unit: str) -> str:
         """What ranks did that is not the same, with ``unit`` if that is known."""
         self._post()
-        if told := self._wait_for(self._read):
+        end = time.monotonic() + GRACE_SECONDS
+        while not (told := self._read()) and time.monotonic() < end:
+            time.sleep(GRACE_SECONDS / 40)  # the others are about to tell
+        if told:
             return self._fail(told)
         if unit:
             return self._fail(
@@ -167,13 +171,6 @@ class Faults:
         for domain, group, name in self._boards():
             notes = Board(name, group).read()
             yield domain, {rank: Note.parse(text) for rank, text in notes.items()}
-
-    def _wait_for(self, read: Callable[[], str]) -> str:
-        """What ``read`` finds, once the others have had time to tell it."""
-        end = time.monotonic() + GRACE_SECONDS
-        while not (told := read()) and time.monotonic() < end:
-            time.sleep(GRACE_SECONDS / 40)
-        return told
 
     def _read(self) -> str:
         """What the others tell for which a collective is waited for in vain, if they do. What they
