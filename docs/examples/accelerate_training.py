@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
-from accelerate.utils import set_seed
+from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch import nn
 from torch.utils.data import DataLoader
 from training import build, sequences
@@ -32,7 +32,11 @@ def make_accelerator(accumulate: int, **options: object) -> Accelerator:
     )
     is_on_cpu = not torch.cuda.is_available()
     accelerator = Accelerator(
-        cpu=is_on_cpu, fsdp_plugin=plugin, gradient_accumulation_steps=accumulate
+        cpu=is_on_cpu,
+        fsdp_plugin=plugin,
+        gradient_accumulation_steps=accumulate,
+        # Whose order follows from the epoch, so that a run that was stopped goes on alike.
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
     )
     if is_on_cpu:
         # accelerate knows FSDP on accelerators alone: on a CPU it says nothing, leaves the plugin
@@ -65,13 +69,14 @@ class Training:
     def train_epoch(self) -> float:
         """The mean loss of the epoch, over all ranks."""
         self.model.train()
+        self.loader.set_epoch(self.epoch)
         losses = []
         for (rows,) in self.loader:
             with self.accelerator.accumulate(self.model):
                 loss = self.loss(rows)
                 self.accelerator.backward(loss)
                 if self.accelerator.sync_gradients:
-                    self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm=1.0)
+                    self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm=0.4)
                 self.optimizer.step()
                 self.scheduler.step()
                 self.optimizer.zero_grad()
