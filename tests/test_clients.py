@@ -19,6 +19,8 @@ import torch.distributed.fsdp as fsdp2
 from ranks import run_ranks
 from torch import nn
 from torch.distributed._composable import fsdp as older_fsdp2
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import fsdp_overlap
 from fsdp_overlap import FsdpContext, ShardedTensor, replacing_fsdp2
@@ -241,6 +243,36 @@ def test_accelerate_loads_a_model_that_rank_0_has(
     run_ranks(from_rank_0, 2, str(tmp_path), is_tied, checkpointing)
 
 
+def clipped() -> None:
+    """Of parameters over two meshes, and of some that are not sharded, accelerate puts the norm
+    together itself."""
+    world = init_device_mesh("cpu", (4,))
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shard"))
+    gradients, norms = [], []
+    for library in (fsdp_overlap, fsdp2):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+        library.fully_shard(model[0], mesh=grid["shard"])
+        library.fully_shard(model, mesh=world, ignored_params=set(model[2].parameters()))
+        model(torch.ones(2, 4)).sum().backward()
+        with accelerate_example() as program:
+            accelerator = program.make_accelerator(1)
+            norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.1))
+        gradients.append(
+            [
+                grad.full_tensor() if isinstance(grad, DTensor) else grad
+                for grad in (parameter.grad for parameter in model.parameters())
+            ]
+        )
+    torch.testing.assert_close(norms[0], norms[1])
+    torch.testing.assert_close(gradients[0], gradients[1])
+    assert norms[0] > 1
+
+
+def test_accelerate_clips_over_several_meshes_as_with_fsdp2() -> None:
+    run_ranks(clipped, 4)
+
+
 # ---- lightning ----
 
 
@@ -267,6 +299,68 @@ def fits(folder: str) -> None:
 
 def test_lightning_trains_as_on_fsdp2_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
     run_ranks(fits, 2, str(tmp_path))
+
+
+def fabric_losses(program: Any, folder: Path, first: str, last: str) -> list[float]:
+    """Trains, saves all in one file, goes on; trained by ``first``, and then from that file by
+    ``last``."""
+    import lightning
+    from lightning.fabric.strategies import ModelParallelStrategy
+
+    def sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        for module in (model[1], model[2], model):
+            fsdp2.fully_shard(module, mesh=mesh["data_parallel"])
+        return model
+
+    losses = []
+    for library in dict.fromkeys((first, last)):
+        ctx = FsdpContext()
+        # Around the training too, for no_backward_sync() looks for units each time.
+        with replacing_fsdp2(ctx) if library == "ours" else contextlib.nullcontext():
+            strategy = ModelParallelStrategy(sharded, 2, 1, save_distributed_checkpoint=False)
+            fabric = lightning.Fabric(accelerator="cpu", devices=2, strategy=strategy)
+            fabric.launch()
+            torch.manual_seed(0)
+            model = fabric.setup(program.build())
+            optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
+            if library != first:
+                fabric.load(folder / "state", {"model": model, "optimizer": optimizer})
+            [rows] = program.sequences(32, seed=1)[8 * dist.get_rank() :]
+            before = len(losses)
+            for index in range(before, 8):
+                if index == 4 and library == first:
+                    fabric.save(folder / "state", {"model": model, "optimizer": optimizer})
+                    if library != last:
+                        break
+                is_step = index % 2 == 1
+                with fabric.no_backward_sync(model, enabled=not is_step):
+                    scores = model(rows[:, :-1]).flatten(0, 1)
+                    loss = nn.functional.cross_entropy(scores, rows[:, 1:].flatten())
+                    fabric.backward(loss)
+                if is_step:
+                    fabric.clip_gradients(model, optimizer, max_norm=0.4)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                losses.append(loss.item())
+        if library == "ours":
+            assert isinstance(model.module, fsdp_overlap.FSDPModule)
+            assert ctx.stats.order_checks == (len(losses) - before) // 2  # one for a step
+        else:
+            assert isinstance(model.module, fsdp2.FSDPModule)
+    return losses
+
+
+def fabric(folder: str) -> None:
+    with example("lightning_training") as program:
+        expected = fabric_losses(program, Path(folder), "theirs", "theirs")
+        for first, last in (("ours", "ours"), ("ours", "theirs"), ("theirs", "ours")):
+            found = fabric_losses(program, Path(folder), first, last)
+            assert found == pytest.approx(expected, rel=1e-5), (first, last)
+            dist.barrier()
+
+
+def test_lightnings_fabric_trains_as_on_fsdp2_and_loads_its_checkpoints(tmp_path: Path) -> None:
+    run_ranks(fabric, 2, str(tmp_path))
 
 
 # ---- as programs ----

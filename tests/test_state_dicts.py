@@ -110,7 +110,7 @@ def assign() -> None:
         torch.testing.assert_close(model(tokens), plain(tokens))
     half = {key: value.half() for key, value in plain.state_dict().items()}
     before = values(model)
-    with pytest.raises(RuntimeError, match="'norm.weight' of Block as torch.float16, and"):
+    with pytest.raises(RuntimeError, match=r"'norm.weight' of Block as torch.float16, and"):
         model.load_state_dict(half, assign=True)
     assert all(map(torch.equal, values(model.layers[0]), values(plain.layers[0])))
     model.load_state_dict(plain.state_dict())
