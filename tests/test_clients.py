@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -376,7 +377,14 @@ def test_lightnings_fabric_trains_as_on_fsdp2_and_loads_its_checkpoints(tmp_path
 def test_the_lightning_example_starts_its_ranks_itself(tmp_path: Path) -> None:
     program = [sys.executable, str(EXAMPLES / "lightning_training.py"), "--ranks", "2"]
     program += ["--folder", str(tmp_path), "--epochs", "1"]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, done.stderr
-    assert "epoch 1: loss" in done.stdout
+    started = subprocess.Popen(
+        program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        out, err = started.communicate(timeout=150)
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # of ranks that outlive the first
+            os.killpg(started.pid, signal.SIGKILL)
+    assert started.returncode == 0, err
+    assert "epoch 1: loss" in out
     assert (tmp_path / "last.ckpt" / "__1_0.distcp").exists()
