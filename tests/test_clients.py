@@ -53,8 +53,13 @@ def example(name: str) -> Iterator[Any]:
         "TORCHELASTIC_RUN_ID": "tests",
         "OMP_NUM_THREADS": "1",
     }
-    # Clients leave variables behind by which they know each other.
-    with mock.patch.dict(os.environ, variables), mock.patch.object(sys, "path", list(sys.path)):
+    # Clients leave variables behind by which they know each other. These ranks talk by gloo, so
+    # that programs must not find GPUs.
+    with (
+        mock.patch.dict(os.environ, variables),
+        mock.patch.object(sys, "path", list(sys.path)),
+        mock.patch.object(torch.cuda, "is_available", return_value=False),
+    ):
         sys.path.insert(0, str(EXAMPLES))
         yield importlib.import_module(name)
 
