@@ -11,6 +11,7 @@ from fsdp_overlap.fsdp_module import (
 )
 from fsdp_overlap.fully_shard import fully_shard
 from fsdp_overlap.layout import Blocks, Flat, Whole
+from fsdp_overlap.replacing import replacing_fsdp2
 from fsdp_overlap.runtime.context import FsdpContext
 from fsdp_overlap.runtime.finalization import GradientReductionHandle
 from fsdp_overlap.runtime.stats import Stats
@@ -40,5 +41,6 @@ __all__ = [
     "find_blocks",
     "fully_shard",
     "register_fsdp_forward_method",
+    "replacing_fsdp2",
     "share_comm_ctx",
 ]

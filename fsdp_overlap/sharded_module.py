@@ -107,7 +107,7 @@ class ShardedModule(nn.Module):
             for (_, shard), result in zip(shards, applied, strict=True):
                 if result is not shard:
                     shard.copy_(result)
-        self._announce_unsharded()
+        self._fsdp_unit.announce_unsharded()
         return self
 
     def _shards(self) -> list[tuple[Bucket, torch.Tensor]]:
@@ -124,30 +124,10 @@ class ShardedModule(nn.Module):
             if any(id(registered) in mine for registered, _ in item.places)
         ]
 
-    def _announce_unsharded(self) -> None:
-        """Assigns the unsharded parameters where they belong, for modules that keep references of
-        their own, as ``nn.LSTM`` does, and registers the sharded ones again."""
-        for bucket in self._fsdp_unit.buckets:
-            unsharded = dict(
-                zip(map(id, bucket.sharded_parameters), bucket.parameters, strict=True)
-            )
-            for _, module in modules_outside_units(self._fsdp_unit.modules):
-                for name, parameter in list(module._parameters.items()):
-                    if id(parameter) in unsharded:
-                        setattr(module, name, unsharded[id(parameter)])
-            bucket.use_sharded()
-
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
-    ) -> None:
-        if local_metadata.get("assign_to_params_buffers"):
-            raise RuntimeError(
-                f"load_state_dict(assign=True) would replace the sharded parameters of "
-                f"{type(self).__name__}: use assign=False, after to_empty() if the model is on the "
-                "meta device"
-            )
-        self._show_sharded()
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+    def _load_from_state_dict(self, *args: Any) -> None:
+        if not self._fsdp_unit.is_meta:  # which may wait for what is assigned to more modules
+            self._show_sharded()
+        super()._load_from_state_dict(*args)
 
     def _save_to_state_dict(self, *args: Any) -> None:
         self._show_sharded()

@@ -130,6 +130,29 @@ def point_wise() -> None:
             assert torch.equal(result.full_tensor(), expected), name
 
 
+def with_replicated() -> None:
+    weight, whole = sharded()
+    mesh = weight.device_mesh
+    row, factor = torch.arange(3.0), torch.tensor(0.5)
+    copied = [DTensor.from_local(value, mesh, [Replicate()]) for value in (row, factor, whole)]
+    with torch.no_grad():
+        for value, plain in zip(copied, (row, factor, whole), strict=True):
+            assert torch.equal((weight * value).full_tensor(), whole * plain)
+            assert torch.equal((value * weight).full_tensor(), whole * plain)
+        [halved] = torch._foreach_mul([weight], copied[1])
+        assert torch.equal(halved.full_tensor(), whole * 0.5)
+        for placement in (Shard(0), Partial()):
+            divided = DTensor.from_local(row, mesh, [placement])
+            with pytest.raises(RuntimeError, match=r"full_tensor\(\) on the DTensor"):
+                weight * divided
+            with pytest.raises(RuntimeError, match=r"_foreach_mul_ with one tensor of shape"):
+                torch._foreach_mul_([weight], DTensor.from_local(factor, mesh, [Partial()]))
+
+
+def test_a_dtensor_that_every_rank_holds_all_of_is_a_whole_tensor() -> None:
+    run_ranks(with_replicated, 2)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_point_wise_ops_equal_those_of_the_whole(world_size: int) -> None:
     run_ranks(point_wise, world_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import operator
 import tempfile
 from collections import defaultdict
 from typing import Any
@@ -17,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 from twins import Twins, same
-from zoo import Model, shard_layers
+from zoo import ZOO, Model, shard_layers
 
 from fsdp_overlap import FsdpContext, ShardedTensor, fully_shard
 
@@ -94,23 +95,74 @@ def test_wrong_state_dicts_are_refused_as_by_a_plain_module() -> None:
 
 def assign() -> None:
     model, plain = pair()
-    before = values(model)
-    outer = nn.Sequential(model)
-    state = plain.state_dict()
-    prefixed = {f"0.{key}": value for key, value in state.items()}
-    for module, given in ((model, state), (outer, prefixed)):
-        with pytest.raises(RuntimeError, match=r"load_state_dict\(assign=True\) would replace"):
-            module.load_state_dict(given, assign=True)
-    assert all(map(torch.equal, values(model), before))
     tokens = torch.zeros(1, 2, dtype=torch.int64)
-    model(tokens)
+    parameters = list(model.parameters())
+    model.layers[0].unshard()
+    for prefix, module in (("", model), ("0.", nn.Sequential(model))):
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.zero_()
+        state = {prefix + key: value.clone() for key, value in plain.state_dict().items()}
+        module.load_state_dict(state, assign=True)
+        assert all(map(torch.equal, values(model), values(plain)))
+        assert all(map(operator.is_, model.parameters(), parameters))  # an optimizer has these
+        state[f"{prefix}head.weight"].zero_()  # whose memory it was and is
+        torch.testing.assert_close(model(tokens), plain(tokens))
+    half = {key: value.half() for key, value in plain.state_dict().items()}
+    before = values(model)
+    with pytest.raises(RuntimeError, match=r"'norm.weight' of Block as torch.float16, and"):
+        model.load_state_dict(half, assign=True)
+    assert all(map(torch.equal, values(model.layers[0]), values(plain.layers[0])))
+    model.load_state_dict(plain.state_dict())
+    assert all(map(torch.equal, values(model), before))
     model.layers[0].up.load_state_dict(plain.layers[0].up.state_dict(), assign=True)
     with pytest.raises(RuntimeError, match=r"'weight' of unit 'layers.0' was replaced after"):
         model(tokens)
 
 
-def test_assigning_is_refused() -> None:
+def test_what_is_assigned_is_copied() -> None:
     run_ranks(assign, 2)
+
+
+def assign_to_meta() -> None:
+    """Of whole tensors and of sharded ones, to units that lie otherwise, also one of a list."""
+    tokens = torch.arange(4).view(2, 2)
+    for name in ("layers", "nested units", "tied parameters", "recurrent", "odd parameters"):
+        build, shard = ZOO[name]
+        torch.manual_seed(4)
+        plain, other = build(), build()
+        fully_shard(other, FsdpContext())
+        other.load_state_dict(plain.state_dict())
+        for state in (plain.state_dict(), other.state_dict()):
+            with torch.device("meta"):
+                model = build()
+            shard(model, FsdpContext())
+            model.load_state_dict(state, assign=True)
+            assert all(isinstance(parameter, ShardedTensor) for parameter in model.parameters())
+            assert all(map(torch.equal, values(model), values(plain))), name
+            torch.testing.assert_close(model(tokens), plain(tokens))
+    plain = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    with torch.device("meta"):
+        model = copy.deepcopy(plain).to("meta")
+    fully_shard([model[0], model[2]], FsdpContext())
+    state = plain.state_dict()
+    model[0].load_state_dict(plain[0].state_dict(), assign=True)
+    with pytest.raises(RuntimeError, match="is on the meta device"):
+        model(torch.ones(1, 4))
+    bias = state.pop("2.bias")
+    model.load_state_dict(state, strict=False, assign=True)
+    with pytest.raises(RuntimeError, match="is on the meta device"):
+        model(torch.ones(1, 4))
+    model.load_state_dict({**state, "2.bias": bias}, assign=True)
+    assert torch.equal(model(torch.ones(1, 4)), plain(torch.ones(1, 4)))
+    duplicate = copy.deepcopy(model)
+    duplicate.load_state_dict({key: value + 1 for key, value in state.items()}, False, True)
+    assert torch.equal(duplicate[0].weight.full_tensor(), plain[0].weight + 1)
+    assert torch.equal(model[0].weight.full_tensor(), plain[0].weight)
+
+
+def test_assigning_gives_memory_to_units_on_the_meta_device() -> None:
+    run_ranks(assign_to_meta, 2)
 
 
 def replaced() -> None:

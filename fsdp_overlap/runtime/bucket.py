@@ -321,6 +321,19 @@ class Bucket:
         for registered, name, _, sharded in self._places:
             registered[name] = sharded
 
+    def assigned(self) -> dict[int, torch.Tensor]:
+        """What else is registered in the module, by the place of the parameter in the bucket; of
+        several, the last. What is on the meta device does not count."""
+        indices = {id(sharded): index for index, sharded in enumerate(self.sharded_parameters)}
+        return {
+            indices[id(sharded)]: found
+            for registered, name, parameter, sharded in self._places
+            if (found := registered.get(name)) is not sharded
+            and found is not parameter
+            and isinstance(found, torch.Tensor)
+            and not found.is_meta
+        }
+
     def use_none(self) -> None:
         """Registers nothing in the module: what is done to all its parameters skips the unit's."""
         for registered, name, _, _ in self._places:

@@ -27,10 +27,12 @@ def install(module: nn.Module, unit: Unit) -> None:
     module.register_forward_pre_hook(partial(before_forward, unit), prepend=True, with_kwargs=True)
     # Also after a forward that raised, so that it leaves the sharded parameters in the module.
     module.register_forward_hook(partial(after_forward, unit), always_call=True)
+    module.register_load_state_dict_post_hook(partial(after_load, unit))
 
 
-# Where nn.Module notes the hooks of a forward, and how to call them.
+# Where nn.Module notes hooks, and how to call those of a forward.
 _HOOK_TABLES = (
+    "_load_state_dict_post_hooks",
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
@@ -44,9 +46,9 @@ def without_hooks(state: dict[str, Any]) -> dict[str, Any]:
     state = dict(state)
     installed = [
         key
-        for name in ("_forward_pre_hooks", "_forward_hooks")
+        for name in ("_forward_pre_hooks", "_forward_hooks", "_load_state_dict_post_hooks")
         for key, hook in state[name].items()
-        if isinstance(hook, partial) and hook.func in (before_forward, after_forward)
+        if isinstance(hook, partial) and hook.func in (before_forward, after_forward, after_load)
     ]
     for name in _HOOK_TABLES:
         kept = [(key, hook) for key, hook in state[name].items() if key not in installed]
@@ -141,6 +143,11 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
                 "lists, tuples, mappings or dataclasses, or register the class as a pytree node"
             )
     return output
+
+
+def after_load(unit: Unit, module: nn.Module, keys: Any) -> None:
+    """After ``load_state_dict()`` of ``module`` and all in it."""
+    unit.take_assigned()
 
 
 def _check_no_parameter_leaves(unit: Unit, tensors: list[torch.Tensor]) -> None:

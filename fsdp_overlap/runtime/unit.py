@@ -18,6 +18,7 @@ from fsdp_overlap.comm.lanes import Lane, Mark
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.engine import is_to_accumulate
 from fsdp_overlap.runtime.gradients import BucketGradients
+from fsdp_overlap.runtime.ownership import modules_outside_units
 from fsdp_overlap.runtime.reducing import Reducing
 from fsdp_overlap.runtime.untraced import untraced
 
@@ -115,6 +116,11 @@ class Unit:
     @property
     def is_gathered(self) -> bool:
         return bool(self.buckets) and self.buckets[0].is_gathered
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether it has yet to be given memory."""
+        return any(bucket.is_meta for bucket in self.buckets)
 
     @property
     def is_whole(self) -> bool:
@@ -291,6 +297,52 @@ class Unit:
         self._known_gradients = {}
         self._watched = set()
         self.context.unsettle()
+
+    def take_assigned(self) -> None:
+        """What ``load_state_dict(assign=True)`` registered is copied into the shards, and the
+        sharded parameters are registered again. On the meta device nothing is done before all
+        parameters were given, and then the unit is given memory first.
+
+        Raises:
+            RuntimeError: one has another dtype. The unit is as before then.
+        """
+        assigned = [bucket.assigned() for bucket in self.buckets]
+        is_meta = self.is_meta
+        counts = [len(bucket.parameters) for bucket in self.buckets]
+        if not any(assigned) or (is_meta and list(map(len, assigned)) != counts):
+            return
+        for bucket, values in zip(self.buckets, assigned, strict=True):
+            for index, value in values.items():
+                if value.dtype != bucket.shard.dtype:
+                    self.use_sharded()
+                    raise RuntimeError(
+                        f"load_state_dict(assign=True) gives parameter "
+                        f"{bucket.plan.specs[index].fqn!r} of {self.module_kind} as {value.dtype}, "
+                        f"and it is sharded as {bucket.shard.dtype}: cast the state dict, or the "
+                        "module before fully_shard()"
+                    )
+        if is_meta:
+            self.materialize(self.context.device)
+        with torch.no_grad():
+            for bucket, values in zip(self.buckets, assigned, strict=True):
+                bucket.use_sharded()
+                for index, value in values.items():
+                    bucket.sharded_parameters[index].copy_(value)
+        if is_meta:
+            self.announce_unsharded()
+
+    def announce_unsharded(self) -> None:
+        """Assigns the unsharded parameters where they belong, for modules that keep references of
+        their own, as ``nn.LSTM`` does, and registers the sharded ones again."""
+        for bucket in self.buckets:
+            unsharded = dict(
+                zip(map(id, bucket.sharded_parameters), bucket.parameters, strict=True)
+            )
+            for _, module in modules_outside_units(self.modules):
+                for name, parameter in list(module._parameters.items()):
+                    if id(parameter) in unsharded:
+                        setattr(module, name, unsharded[id(parameter)])
+            bucket.use_sharded()
 
     def watch_gradients(self) -> None:
         """Before the parameters are used outside forward: their gradients are noticed without

@@ -129,14 +129,19 @@ def redistribute(
 # ours; with every other tensor they do what they did.
 
 
-def _with_range_shards(torchs: Callable[..., DTensor]) -> Callable[..., DTensor]:
+def with_range_shards(torchs: Callable[..., DTensor]) -> Callable[..., DTensor]:
+    """torch's ``distribute_tensor``, which also takes our placements."""
+
     @wraps(torchs)
     def distribute(
-        tensor: torch.Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement]
+        tensor: torch.Tensor,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        **options: Any,
     ) -> DTensor:
-        if any(isinstance(placement, RangeShard) for placement in placements):
-            return distribute_tensor(tensor, device_mesh, placements)
-        return torchs(tensor, device_mesh, placements)
+        if device_mesh is not None and any(isinstance(p, RangeShard) for p in placements or ()):
+            return distribute_tensor(tensor, device_mesh, placements, **options)
+        return torchs(tensor, device_mesh, placements, **options)
 
     return distribute
 
@@ -157,5 +162,5 @@ def _with_sharded_tensors(torchs: Callable[..., None]) -> Callable[..., None]:
     return distribute
 
 
-torch_state_dicts.distribute_tensor = _with_range_shards(torch_state_dicts.distribute_tensor)
+torch_state_dicts.distribute_tensor = with_range_shards(torch_state_dicts.distribute_tensor)
 torch_state_dicts._distribute_tensors = _with_sharded_tensors(torch_state_dicts._distribute_tensors)

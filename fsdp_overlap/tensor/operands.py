@@ -66,6 +66,13 @@ def whole_operand(value: Any) -> Any:
     return value
 
 
+def replicated(value: torch.Tensor) -> torch.Tensor:
+    """Of a DTensor that every rank holds all of, the plain tensor; any other as it is."""
+    if isinstance(value, DTensor) and all(p.is_replicate() for p in value.placements):
+        return value._local_tensor
+    return value
+
+
 def range_of(name: str, whole: torch.Tensor, model: ShardedTensor) -> torch.Tensor:
     """The elements of ``whole`` that belong to the local range of ``model``, flat.
 
@@ -73,9 +80,10 @@ def range_of(name: str, whole: torch.Tensor, model: ShardedTensor) -> torch.Tens
     part in type promotion, unless ``model`` is one too.
 
     Raises:
-        RuntimeError: ``whole`` is a DTensor, or does not broadcast to ``model``'s shape.
+        RuntimeError: ``whole`` is a DTensor that ranks divide, or does not broadcast to ``model``'s
+            shape.
     """
-    shape = model._shape
+    shape, whole = model._shape, replicated(whole)
     if isinstance(whole, DTensor):
         raise RuntimeError(
             f"{name} on a ShardedTensor and a DTensor placed as {whole.placements}: use "

@@ -16,6 +16,7 @@ from fsdp_overlap.tensor.operands import (
     note_edit,
     note_edits,
     own_elements,
+    replicated,
     same_layout,
     whole_operand,
 )
@@ -88,6 +89,7 @@ def _own(tensor: Any) -> Any:
 def _column(name: str, value: Any, tensors: Sequence[Any]) -> Any:
     """One operand of a foreach op: what of it meets each of ``tensors``."""
     if isinstance(value, torch.Tensor):
+        value = replicated(value)
         if isinstance(value, DTensor) or value.dim():
             raise_unsupported(f"{name} with one tensor of shape {tuple(value.shape)} for all")
         return value

@@ -1,0 +1,73 @@
+"""Our names in place of FSDP2's, for code that looks them up in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch.distributed.fsdp
+import torch.distributed.tensor
+from torch.distributed._composable import fsdp as torchs_older_fsdp
+
+from fsdp_overlap.fsdp_module import (
+    FsdpModule,
+    UnshardHandle,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
+from fsdp_overlap.fully_shard import fully_shard
+from fsdp_overlap.runtime.context import FsdpContext
+from fsdp_overlap.runtime.finalization import GradientReductionHandle
+from fsdp_overlap.tensor.creation import with_range_shards
+
+
+@contextmanager
+def replacing_fsdp2(ctx: FsdpContext | None = None) -> Iterator[None]:
+    """Within, ``from torch.distributed.fsdp import fully_shard, FSDPModule`` gives ours, for code
+    of others that calls ``fully_shard`` itself, as ``Accelerator.prepare()`` does.
+
+    Also there are ours of the other names that FSDP2 exports, and
+    ``torch.distributed.tensor.distribute_tensor`` takes our placements too. It is for the whole
+    process, all its threads, and undone at the end. What was imported by name before keeps torch's,
+    and modules whose first import happens within keep ours: import before. Whether it was ours that
+    was called, ``isinstance(module, fsdp_overlap.FSDPModule)`` tells.
+
+    Args:
+        ctx: what all units made within share, so for one model. By default those of a tree share
+            one from the first forward of its root on.
+
+    Raises:
+        RuntimeError: within another.
+    """
+    fsdp, tensor = torch.distributed.fsdp, torch.distributed.tensor
+    if fsdp.FSDPModule is FsdpModule:
+        raise RuntimeError(
+            "replacing_fsdp2() within another, of this or another thread: one is enough for all "
+            "that runs in it; for a context of its own, end the first before"
+        )
+    ours = {
+        "FSDPModule": FsdpModule,
+        "GradientReductionHandle": GradientReductionHandle,
+        "UnshardHandle": UnshardHandle,
+        "fully_shard": fully_shard if ctx is None else partial(fully_shard, ctx=ctx),
+        "register_fsdp_forward_method": register_fsdp_forward_method,
+        "share_comm_ctx": share_comm_ctx,
+    }
+    found: list[tuple[Any, str, Any]] = [
+        (module, name, vars(module)[name])
+        for module in (fsdp, torchs_older_fsdp)
+        for name in ours
+        if name in vars(module)
+    ]
+    torchs_distribute = tensor.distribute_tensor
+    for module, name, _ in found:
+        setattr(module, name, ours[name])
+    tensor.distribute_tensor = with_range_shards(torchs_distribute)
+    try:
+        yield
+    finally:
+        for module, name, torchs in found:
+            setattr(module, name, torchs)
+        tensor.distribute_tensor = torchs_distribute
