@@ -40,6 +40,8 @@ class FsdpModule(GradientVerbs):
 
     _is_fsdp_managed_module = True
     """Tells transformers' ``generate()`` that each rank must run as many forwards as the others."""
+    _fsdp_use_orig_params = True
+    """Tells ``torch.compile``, which looks at the other one too."""
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers this unit's parameters, not those of inner units, and registers them in the
