@@ -7,7 +7,7 @@ from typing import Annotated
 
 import torch
 import typer
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import Phase
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
@@ -35,17 +35,6 @@ class Search:
         with Progress(*columns, console=OUT, transient=True) as progress:
             bar = progress.add_task("programs", total=self.examples)
 
-            @seed(self.number)
-            @settings(
-                max_examples=self.examples,
-                derandomize=False,
-                database=None,
-                deadline=None,
-                phases=[Phase.generate, Phase.shrink],
-                report_multiple_bugs=False,
-                suppress_health_check=list(HealthCheck),
-            )
-            @given(fuzz.programs())
             def look(program: fuzz.Program) -> None:
                 self.try_one(program)
                 progress.update(bar, completed=self.tried)
@@ -53,7 +42,8 @@ class Search:
                     progress.update(bar, description="a difference, made smaller")
 
             try:
-                look()
+                phases = [Phase.generate, Phase.shrink]
+                fuzz.try_programs(self.examples, self.number, look, phases)
             except AssertionError as error:
                 self.error = error
 

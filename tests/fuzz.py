@@ -11,15 +11,18 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from fuzz_run import PLACES, PlannedError, Run, Setup, failing
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from hypothesis.internal.conjecture.engine import ConjectureRunner
 from ranks import run_ranks
 from test_random_models import Node, Whole, trees
 from twins import loss_of, same
@@ -30,6 +33,7 @@ from fsdp_overlap import Whole as WholeMatrices
 from fsdp_overlap.checkpoint import SafeFileSystemReader, SafeFileSystemWriter
 from fsdp_overlap.layout import LayoutRule
 from fsdp_overlap.optim import clip_grad_norm_
+from fsdp_overlap.runtime.unit import unit_of
 
 LAYOUTS = (Flat(), WholeMatrices(), Blocks(rows=2))
 UNFINISHED = "last backward did not finish"
@@ -46,6 +50,12 @@ class Operation:
     def run(self, run: Run) -> bool:
         """Returns whether anything was done."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Nothing(Operation):
+    def run(self, run: Run) -> bool:
+        return False
 
 
 @dataclass(frozen=True)
@@ -420,10 +430,12 @@ class Copy(Operation):
 
     def run(self, run: Run) -> bool:
         model, optimizer = copy.deepcopy((run.model, run.optimizer))
-        told = list(run.told.values())
         if self.switch:
+            old, told = run.model.modules(), run.told
             run.adopt(model, optimizer)
-            run.told = dict(zip(run.ctx.units, told, strict=True))
+            for module, copied in zip(old, model.modules(), strict=True):
+                if (unit := unit_of(copied)) is not None:
+                    run.told[unit] = told[unit_of(module)]
         else:
             with torch.no_grad():
                 run.evaluate(model)
@@ -485,7 +497,8 @@ class Fail(Operation):
             run.by_hand = False
             if gradients is not None:
                 run.add(gradients)
-            run.at_rest = not (run.open or run.keeps)
+            awaits = not self.evaluates and gradients is None
+            run.at_rest = not (run.open or run.keeps or awaits)
         return failed is not None
 
     def recover(self, run: Run) -> None:
@@ -622,6 +635,8 @@ OPERATIONS: dict[type[Operation], st.SearchStrategy[Any]] = {
     EditTooSoon: st.just(EditTooSoon()),
 }
 
+STRATEGIES = {Nothing: st.just(Nothing()), **OPERATIONS}
+
 
 def meshes(world_size: int) -> st.SearchStrategy[tuple[tuple[int, ...] | None, bool]]:
     """And whether copies are divided."""
@@ -645,11 +660,30 @@ def programs(draw: st.DrawFn) -> Program:
         divide_copies=divide_copies,
         own_optimizer=draw(st.booleans()),
     )
-    # What others build upon is drawn more often.
-    kinds = [*OPERATIONS, Train, Train, Forward, Forward, Backward, Backward, Backward, Step]
-    operation = st.sampled_from(kinds).flatmap(OPERATIONS.__getitem__)
-    operations = draw(st.lists(operation, min_size=8, max_size=32))
-    return Program(setup, world_size, tuple(operations))
+    # What others build upon is drawn more often; nothing, the simplest, is what a failing program's
+    # other operations become.
+    often = (Train, Train, Forward, Forward, Backward, Backward, Backward, Step)
+    kinds = st.sampled_from([Nothing, *OPERATIONS, *often])
+    drawn = [draw(kinds.flatmap(STRATEGIES.__getitem__)) for _ in range(draw(st.integers(8, 28)))]
+    return Program(setup, world_size, tuple(each for each in drawn if each != Nothing()))
+
+
+def try_programs(
+    examples: int, number: int, look: Callable[[Program], None], phases: Sequence[Phase]
+) -> None:
+    """``look`` at as many programs, the same ones for the same ``number``."""
+    decorated = given(programs())(look)
+    decorated = settings(
+        max_examples=examples,
+        database=None,
+        deadline=None,
+        phases=phases,
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+    )(seed(number)(decorated))
+    # By default, five in six are one before with a part of it repeated, and so little is tried.
+    with mock.patch.object(ConjectureRunner, "generate_mutations_from"):
+        decorated()
 
 
 NAMES = {**globals(), "Whole": WholeMatrices}
