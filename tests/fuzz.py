@@ -635,6 +635,7 @@ OPERATIONS: dict[type[Operation], st.SearchStrategy[Any]] = {
     EditTooSoon: st.just(EditTooSoon()),
 }
 
+OFTEN = (Train, Train, Train, Forward, Backward, Backward, Step, Sync, Last, Stage, Freeze, Fail)
 STRATEGIES = {Nothing: st.just(Nothing()), **OPERATIONS}
 
 
@@ -660,10 +661,9 @@ def programs(draw: st.DrawFn) -> Program:
         divide_copies=divide_copies,
         own_optimizer=draw(st.booleans()),
     )
-    # What others build upon is drawn more often; nothing, the simplest, is what a failing program's
-    # other operations become.
-    often = (Train, Train, Forward, Forward, Backward, Backward, Backward, Step)
-    kinds = st.sampled_from([Nothing, *OPERATIONS, *often])
+    # What others build upon is drawn more often than what ends it; nothing, the simplest, is what
+    # the other operations of a failing program become.
+    kinds = st.sampled_from([Nothing, *OPERATIONS, *OFTEN, *OFTEN])
     drawn = [draw(kinds.flatmap(STRATEGIES.__getitem__)) for _ in range(draw(st.integers(8, 28)))]
     return Program(setup, world_size, tuple(each for each in drawn if each != Nothing()))
 
