@@ -87,7 +87,10 @@ def main(
         search.run()
         show(search)
         if search.different is not None:
-            OUT.print(f"\n{search.error}\n\nThe smallest program that shows it (--program):\n")
+            OUT.print(
+                f"\n{search.error}\n\nThe smallest program that shows it (--program):\n",
+                markup=False,
+            )
             OUT.print(repr(search.different), markup=False)
             raise typer.Exit(1)
     finally:
