@@ -628,7 +628,7 @@ OPERATIONS: dict[type[Operation], st.SearchStrategy[Any]] = {
     Fail: st.builds(
         Fail,
         module=SMALL,
-        where=st.sampled_from(["forward", *sorted(PLACES)]),
+        where=st.sampled_from(["forward", *sorted(PLACES), "backward", "backward", "backward"]),
         evaluates=st.sampled_from([False, False, False, True]),
         then=st.sampled_from(["reset", "forward", "evaluation", "backward"]),
     ),
@@ -663,7 +663,8 @@ def programs(draw: st.DrawFn) -> Program:
     )
     # What others build upon is drawn more often than what ends it; nothing, the simplest, is what
     # the other operations of a failing program become.
-    kinds = st.sampled_from([Nothing, *OPERATIONS, *OFTEN, *OFTEN])
+    copies = [AllReduce] * 4 if mesh is not None and mesh[0] > 1 else []
+    kinds = st.sampled_from([Nothing, *OPERATIONS, *OFTEN, *OFTEN, *copies])
     drawn = [draw(kinds.flatmap(STRATEGIES.__getitem__)) for _ in range(draw(st.integers(8, 28)))]
     return Program(setup, world_size, tuple(each for each in drawn if each != Nothing()))
 
