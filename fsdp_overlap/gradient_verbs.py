@@ -18,7 +18,8 @@ class GradientVerbs(ShardedModule):
     ) -> None:
         """Whether backward reduces gradients. Without, they are summed on each rank, unsharded and
         in the reduce dtype, until a backward that does: gradient accumulation without
-        communication. ``zero_grad()`` does not know of such sums; ``ctx.reset()`` drops them."""
+        communication. ``zero_grad()`` does not know of such sums; ``ctx.reset()`` drops them, and a
+        copy of the model has none."""
         for unit in self._units(recurse):
             unit.requires_gradient_sync = requires_gradient_sync
             unit.reducing.across_copies = requires_gradient_sync

@@ -18,7 +18,14 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 from twins import Twins
-from zoo import CheckpointedGroupsReentrant, CheckpointedReentrant, Model, shard_layers
+from zoo import (
+    WIDTH,
+    Block,
+    CheckpointedGroupsReentrant,
+    CheckpointedReentrant,
+    Model,
+    shard_layers,
+)
 
 from fsdp_overlap import FsdpContext, fully_shard
 
@@ -116,6 +123,46 @@ def train_parts(options: dict[str, Any], early_stop: bool) -> None:
 @pytest.mark.parametrize("options", [{"use_reentrant": False}, {"use_reentrant": True}])
 def test_checkpoints_within_checkpoints(options: dict[str, Any], early_stop: bool) -> None:
     run_ranks(train_parts, 2, options, early_stop)
+
+
+class Recomputed(nn.Module):
+    """What is in it is recomputed by a reentrant checkpoint; with a weight that is read last in
+    backward."""
+
+    def __init__(self, *inside: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.inside = nn.Sequential(*inside)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inside(torch.tanh(self.first(x)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.run, x, use_reentrant=True)
+
+
+class WithinEachOther(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        inner = Recomputed(Recomputed(Block()), Recomputed(Block(), Block()))
+        self.layers = nn.ModuleList([Recomputed(Block(), inner, Block()), Recomputed(Block())])
+
+
+def train_within_each_other(prefetch: int) -> None:
+    def shard(model: WithinEachOther, ctx: FsdpContext) -> None:
+        for module in reversed(list(model.layers.modules())):  # inner ones first
+            if isinstance(module, (Block, Recomputed)):
+                fully_shard(module, ctx)
+        fully_shard(model, ctx)
+
+    Twins(WithinEachOther, shard, prefetch=prefetch).train(3)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_units_within_reentrant_checkpoints_within_others(prefetch: int) -> None:
+    """A unit stays whole while what it encloses is recomputed, also when units before it in what
+    was recomputed are yet to come."""
+    run_ranks(train_within_each_other, 2, prefetch)
 
 
 def gathers_ahead(model: type[Model]) -> None:

@@ -62,6 +62,30 @@ def test_a_unit_absent_from_the_last_microbatch_is_reduced(world_size: int) -> N
     run_ranks(absent_from_last_microbatch, world_size)
 
 
+def frozen_between_microbatches() -> None:
+    """What a unit has gathered up is not lost, and reduced once, if all of it is frozen then."""
+    twins = Twins.of("layers")
+    batches = list(twins.batches(3))
+    twins.model.set_requires_gradient_sync(False)
+    twins.backward(*batches[0])
+    for model in (twins.model, twins.twin):
+        model.layers[1].requires_grad_(False)
+    twins.model.set_requires_gradient_sync(True)
+    twins.backward(*batches[1])
+    twins.check_gradients()
+    twins.check_rest()
+    twins.step()
+    twins.ctx.stats.reset()
+    twins.backward(*batches[2])
+    assert twins.ctx.stats.reduce_scatters == 3  # of four units
+    twins.check_gradients()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_sums_of_a_unit_that_is_frozen_before_they_are_reduced(world_size: int) -> None:
+    run_ranks(frozen_between_microbatches, world_size)
+
+
 def several_forwards(name: str, how: str) -> None:
     twins = Twins.of(name)
     for _ in range(3):

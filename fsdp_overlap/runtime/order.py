@@ -78,6 +78,16 @@ class ForwardPass:
     """First start and last end of each unit that ran, also of calls without gradients."""
     is_recompute: bool = False
     """Whether it ran inside a backward, as activation checkpointing does."""
+    outer_task: int = -1
+    """The engine's number of the backward that recomputed it."""
+    graph_task: int = -1
+    """That of the backward under way through what was recomputed, which may be one within."""
+
+    def is_within(self, other: ForwardPass) -> bool:
+        """Whether backward comes back to ``other`` after this one."""
+        if self is other:
+            return True
+        return self.is_recompute and (not other.is_recompute or self.outer_task == other.graph_task)
 
     def note(self, unit: UnitIndex, start: int, end: int) -> None:
         if unit in self.spans:
@@ -113,7 +123,9 @@ class Backward:
     def __init__(self, serial: int, graph_task: int) -> None:
         self.serial = serial
         self.graph_task = graph_task
-        self.current: ForwardPass | None = None
+        self.under_way: list[ForwardPass] = []
+        """Passes that backward is in, each within the one before it: a reentrant checkpoint in
+        another is recomputed in the backward of what that one recomputed."""
         self.remaining: dict[ForwardPass, list[Call]] = {}
         """Calls that each reached pass has yet to come back to; the next one is last."""
         self.open_calls: list[Call] = []

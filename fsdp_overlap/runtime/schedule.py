@@ -230,15 +230,16 @@ class Schedule:
 
     def _advance_to(self, call: Call, backward: Backward) -> None:
         """Enqueues what every rank enqueues up to ``call``, also for calls skipped on this rank."""
-        forward_pass = call.forward_pass
-        left = backward.current
-        if forward_pass is not left:
-            # A recomputed pass runs within the one that it recomputes.
-            if left is not None and (left.is_recompute or not forward_pass.is_recompute):
-                self._walk_to_end(left, backward)
-            backward.current = forward_pass
+        forward_pass, under_way = call.forward_pass, backward.under_way
+        if not under_way or under_way[-1] is not forward_pass:
+            while under_way and not forward_pass.is_within(under_way[-1]):
+                self._walk_to_end(under_way.pop(), backward)
+            if not under_way or under_way[-1] is not forward_pass:
+                under_way.append(forward_pass)
             if forward_pass not in backward.remaining:
                 self._reach_pass(forward_pass, backward)
+        if forward_pass.is_recompute:
+            forward_pass.graph_task = torch._C._current_graph_task_id()
         remaining = backward.remaining[forward_pass]
         # Almost always it is the last, and a long list takes long to search.
         if (not remaining or remaining[-1] is not call) and call not in remaining:
@@ -367,7 +368,8 @@ class Schedule:
             self.gathers.release(unit)
         recompute = backward.recompute
         if recompute is None or recompute in backward.remaining:
-            recompute = backward.recompute = ForwardPass(is_recompute=True)
+            task = torch._C._current_graph_task_id()
+            recompute = backward.recompute = ForwardPass(is_recompute=True, outer_task=task)
         # Where the unit stood in the forward, so that it keeps its place among the other units.
         for forward_pass in self._open_passes:
             if unit.index in forward_pass.spans:

@@ -273,8 +273,8 @@ class Unit:
                 bucket.parameters, bucket.sharded_parameters, strict=True
             ):
                 parameter.requires_grad_(sharded.requires_grad)
+            gradients = self._known_gradients.get(bucket)
             if any(parameter.requires_grad for parameter in bucket.parameters):
-                gradients = self._known_gradients.get(bucket)
                 if gradients is None:
                     dtype = bucket.shard.dtype
                     if dtype.is_floating_point:
@@ -284,6 +284,10 @@ class Unit:
                     )
                 self.gradients.append(gradients)
                 self._watch(gradients, only_large=True)
+            elif gradients is not None and self.has_unreduced:
+                # Frozen, with sums that a backward has yet to reduce: the next forward looks again.
+                self.gradients.append(gradients)
+                self._trainability = -1
 
     def materialize(self, device: torch.device) -> None:
         """Gives a unit on the meta device memory. Its parameters are new objects."""

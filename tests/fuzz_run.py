@@ -1,0 +1,317 @@
+"""A random program's model and its unsharded twin, and what must hold after each operation."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from test_random_models import Node, Whole, units_of
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from twins import NAMES, Twins, same
+
+from fsdp_overlap import FsdpContext, ShardedTensor, fully_shard
+from fsdp_overlap.layout import LayoutRule
+from fsdp_overlap.optim import AdamW
+from fsdp_overlap.runtime.unit import Unit, unit_of
+
+MOST_BATCHES = 1000
+# A large one, so that what is zero but for rounding stays small in a step.
+OPTIONS = {"lr": 0.02, "eps": 1e-3}
+
+Losses = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass
+class Reducing:
+    """What a unit was told of its reductions."""
+
+    synchronizes: bool = True
+    across_copies: bool = True
+    is_last: bool = True
+    last_only: bool = False
+
+    @property
+    def completes(self) -> bool:
+        is_asked = self.synchronizes and (self.is_last or not self.last_only)
+        return is_asked and self.across_copies
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is trained, and how it is sharded. ``ends``: the embedding and the head are a unit."""
+
+    node: Node
+    prefetch: int
+    layout: LayoutRule
+    ends: bool = False
+    mesh: tuple[int, ...] | None = None
+    divide_copies: bool = False
+    own_optimizer: bool = False
+
+    def shard(self, model: Whole, ctx: FsdpContext) -> None:
+        for module in units_of(model.tree):
+            fully_shard(module, ctx)
+        if self.ends:
+            fully_shard([model.embedding, model.head], ctx)
+        fully_shard(model, ctx)
+
+    def context(self) -> FsdpContext:
+        mesh = self.mesh and init_device_mesh("cpu", self.mesh, mesh_dim_names=NAMES)
+        return FsdpContext(
+            mesh or None,
+            prefetch=self.prefetch,
+            layout=self.layout,
+            divide_copies=self.divide_copies,
+        )
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        kind: Any = AdamW if self.own_optimizer else torch.optim.AdamW
+        optimizer: torch.optim.Optimizer = kind(model.parameters(), **OPTIONS)
+        return optimizer
+
+
+class Run(Twins):
+    """Both models, and what is expected of the sharded one.
+
+    ``open`` are the losses that no backward has come back to. ``unreduced`` are the gradients, by
+    parameter, of backwards that did not reduce them. ``at_rest``: nothing is to be unsharded but
+    what the settings keep. ``by_hand``: some unit's parameters may be registered unsharded.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        super().__init__(
+            lambda: Whole(setup.node),
+            setup.shard,
+            prefetch=setup.prefetch,
+            layout=setup.layout,
+            mesh=setup.mesh,
+            divide_copies=setup.divide_copies,
+        )
+        self.optimizer = setup.optimizer(self.model)
+        self.twin_optimizer = torch.optim.AdamW(self.twin.parameters(), **OPTIONS)
+        self.data = self.batches(MOST_BATCHES)
+        self.whole = list(self.twin.parameters())
+        self.saved: Any = None
+        self.seen: Counter[str] = Counter()
+        self.folders: list[Any] = []
+        self.adopt(self.model, self.optimizer)
+
+    def adopt(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Goes on with ``model``, whose parameters have the twin's values."""
+        unit = unit_of(model)
+        assert unit is not None
+        self.model, self.optimizer, self.ctx = model, optimizer, unit.context
+        self.names = [name for name, _ in model.named_parameters()]
+        self.sharded = [parameter for _, parameter in model.named_parameters()]
+        owners = {
+            id(parameter): unit
+            for unit in self.ctx.units
+            for bucket in unit.buckets
+            for parameter in bucket.sharded_parameters
+        }
+        self.owners = [owners[id(parameter)] for parameter in self.sharded]
+        self.told = {unit: Reducing() for unit in self.ctx.units}
+        self.open: list[Losses] = []
+        self.unreduced: list[torch.Tensor | None] = [None] * len(self.sharded)
+        self.accumulates = False
+        self.at_rest = True
+        self.by_hand = False
+
+    # Forward and backward of both
+
+    def forward(self) -> Losses:
+        tokens, targets = next(self.data)
+        losses = self.losses(tokens, targets)
+        self.check_loss(*losses)
+        assert losses[0].requires_grad == losses[1].requires_grad
+        self.by_hand = False
+        self.at_rest = not (torch.is_grad_enabled() or self.open or self.keeps)
+        return losses
+
+    def evaluate(self, model: nn.Module | None = None) -> None:
+        """Scores of the same tokens on every rank: equal, not only in the mean."""
+        tokens, _ = next(self.data)
+        same((model or self.model)(tokens), self.twin(tokens), "evaluation")
+        if model is None:
+            self.by_hand = False
+            self.at_rest = not (self.open or self.keeps)
+
+    def backward_of(self, losses: Losses, retain: bool = False) -> None:
+        losses[0].backward(retain_graph=retain)
+        self.add(self.gradients_of(losses[1], retain))
+        self.at_rest = not (self.open or self.keeps or self.by_hand)
+
+    def gradients_of(self, loss: torch.Tensor, retain: bool = False) -> list[torch.Tensor | None]:
+        """The twin's, and its ``.grad`` as they were."""
+        held = [parameter.grad for parameter in self.whole]
+        for parameter in self.whole:
+            parameter.grad = None
+        try:
+            loss.backward(retain_graph=retain)
+            return [parameter.grad for parameter in self.whole]
+        finally:
+            for parameter, gradient in zip(self.whole, held, strict=True):
+                parameter.grad = gradient
+
+    def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """A backward has left ``gradients``: where it reduces, they become the twin's ``.grad``
+        together with those that earlier backwards left unreduced."""
+        for index, gradient in enumerate(gradients):
+            total = plus(self.unreduced[index], gradient)
+            self.unreduced[index] = None
+            if self.told[self.owners[index]].completes:
+                self.whole[index].grad = plus(self.whole[index].grad, total)
+            else:
+                self.unreduced[index] = total
+        self.accumulates = not all(told.completes for told in self.told.values())
+
+    def forget(self) -> None:
+        """After ``ctx.reset()`` and the like."""
+        self.unreduced = [None] * len(self.sharded)
+        self.accumulates = False
+        self.at_rest, self.by_hand = True, False
+
+    def edited(self) -> None:
+        """Weights were edited: graphs of before are of no use."""
+        self.open.clear()
+
+    def shown(self) -> None:
+        """``state_dict()`` and ``load_state_dict()`` have registered the shards, and freed what was
+        unsharded."""
+        self.at_rest, self.by_hand = not self.open, False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for optimizer in (self.optimizer, self.twin_optimizer):
+            optimizer.zero_grad(set_to_none)
+
+    # What is there
+
+    def tell(self, unit: Unit | None, **what: bool) -> None:
+        for told in self.told.values() if unit is None else [self.told[unit]]:
+            vars(told).update(what)
+
+    @property
+    def has_copies(self) -> bool:
+        return self.setup.mesh is not None and self.setup.mesh[0] > 1
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the user asked for full buffers between passes."""
+        return any(
+            unit.reshard_after_forward is False or not unit.reshard_after_backward
+            for unit in self.ctx.units
+        )
+
+    def unit(self, index: int) -> Unit:
+        return self.ctx.units[index % len(self.ctx.units)]
+
+    def module_of(self, unit: Unit) -> Any:
+        return unit.modules[0]
+
+    def under(self, index: int) -> list[int]:
+        """The parameters of some module, by index."""
+        modules = list(self.twin.modules())
+        inside = {id(parameter) for parameter in modules[index % len(modules)].parameters()}
+        return [i for i, parameter in enumerate(self.whole) if id(parameter) in inside]
+
+    def folder(self) -> str:
+        """A new one, the same on every rank."""
+        made: list[Any] = [None]
+        if self.rank == 0:
+            self.folders.append(tempfile.TemporaryDirectory(prefix="fuzz-"))
+            made = [self.folders[-1].name + "/checkpoint"]
+        dist.broadcast_object_list(made)
+        return str(made[0])
+
+    def close(self) -> None:
+        for folder in self.folders:
+            folder.cleanup()
+
+    # What must hold
+
+    def check(self) -> None:
+        for name, sharded, whole in zip(self.names, self.sharded, self.whole, strict=True):
+            assert isinstance(sharded, ShardedTensor)
+            assert sharded.requires_grad == whole.requires_grad, name
+            # Its range on each rank, which takes no collective.
+            mine = slice(*sharded.local_range)
+            same(sharded.detach().to_local(), whole.detach().flatten()[mine], name)
+            gradient = sharded.grad
+            assert (gradient is None) == (whole.grad is None), f"{name}: {gradient}, {whole.grad}"
+            if gradient is not None:
+                expected = whole.grad.flatten()[mine]  # type: ignore[union-attr]
+                same(gradient.to_local(), expected, f"gradient of {name}")
+        if not self.by_hand:
+            registered = list(self.model.parameters())
+            assert all(a is b for a, b in zip(registered, self.sharded, strict=True))
+        if self.at_rest:
+            assert self.ctx.stats.full_buffers_alive == 0, self.ctx.stats
+            for unit in self.ctx.units:
+                for bucket in unit.buckets:
+                    assert bucket.full.flat.untyped_storage().nbytes() == 0, unit.name
+        if not self.accumulates:
+            assert self.ctx.stats.reduce_inputs_alive == 0, self.ctx.stats
+            for unit in self.ctx.units:
+                for gradients in unit._known_gradients.values():
+                    assert gradients.input.flat.untyped_storage().nbytes() == 0, unit.name
+
+
+def plus(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return a + b
+
+
+class PlannedError(Exception):
+    pass
+
+
+def _fail(*_: Any) -> None:
+    raise PlannedError
+
+
+def _fail_in_backward(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+    if output.requires_grad:
+        output.register_hook(_fail)
+
+
+def _fail_when_recomputed(*_: Any) -> None:
+    if torch._C._current_graph_task_id() != -1:
+        raise PlannedError
+
+
+PLACES = {
+    "before hooks": lambda m: m.register_forward_pre_hook(_fail, prepend=True),
+    "pre-hook": lambda m: m.register_forward_pre_hook(_fail),
+    "hook": lambda m: m.register_forward_hook(_fail),
+    "first hook": lambda m: m.register_forward_hook(_fail, prepend=True),
+    "backward": lambda m: m.register_forward_hook(_fail_in_backward),
+    "backward, first": lambda m: m.register_forward_hook(_fail_in_backward, prepend=True),
+    "backward hook": lambda m: m.register_full_backward_hook(_fail),
+    "recomputed": lambda m: m.register_forward_pre_hook(_fail_when_recomputed),
+}
+"""Where a module raises; and ``"forward"``, in its own forward."""
+
+
+@contextlib.contextmanager
+def failing(module: nn.Module, where: str) -> Iterator[None]:
+    if where == "forward":
+        module.__dict__["forward"] = _fail
+        try:
+            yield
+        finally:
+            del module.__dict__["forward"]
+        return
+    handle = PLACES[where](module)
+    try:
+        yield
+    finally:
+        handle.remove()
