@@ -12,6 +12,7 @@ import copy
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -534,6 +535,38 @@ def attempt(loss: Callable[[], Any], backward: Callable[[Any], Any]) -> tuple[st
 
 
 @dataclass(frozen=True)
+class FailAlone(Operation):
+    """A microbatch in which a module raises on one rank, whose error ends what others wait for."""
+
+    module: int
+    where: str
+    rank: int
+
+    def run(self, run: Run) -> bool:
+        modules = list(run.model.modules())
+        fails = run.rank == self.rank % run.world
+        place = failing(modules[self.module % len(modules)], self.where)
+        run.alone(place if fails else nullcontext(), 2)
+        return run.world > 1
+
+
+@dataclass(frozen=True)
+class Stray(Operation):
+    """One rank runs another number of microbatches than the others. ``evaluates``: or
+    evaluations."""
+
+    rank: int
+    microbatches: int
+    evaluates: bool
+
+    def run(self, run: Run) -> bool:
+        strays = run.rank == self.rank % run.world
+        with torch.set_grad_enabled(not (strays and self.evaluates)):
+            run.alone(nullcontext(), self.microbatches if strays else 1)
+        return run.world > 1
+
+
+@dataclass(frozen=True)
 class EditTooSoon(Operation):
     """Weights are edited between forward and backward, which must say so."""
 
@@ -631,6 +664,15 @@ OPERATIONS: dict[type[Operation], st.SearchStrategy[Any]] = {
         where=st.sampled_from(["forward", *sorted(PLACES), "backward", "backward", "backward"]),
         evaluates=st.sampled_from([False, False, False, True]),
         then=st.sampled_from(["reset", "forward", "evaluation", "backward"]),
+    ),
+    FailAlone: st.builds(
+        FailAlone,
+        module=SMALL,
+        where=st.sampled_from(["forward", *sorted(PLACES)]),
+        rank=SMALL,
+    ),
+    Stray: st.builds(
+        Stray, rank=SMALL, microbatches=st.sampled_from([0, 2]), evaluates=st.booleans()
     ),
     EditTooSoon: st.just(EditTooSoon()),
 }

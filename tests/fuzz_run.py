@@ -14,7 +14,7 @@ import torch.distributed as dist
 from test_random_models import Node, Whole, units_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from twins import NAMES, Twins, same
+from twins import NAMES, Twins, impatient, loss_of, same
 
 from fsdp_overlap import FsdpContext, ShardedTensor, fully_shard
 from fsdp_overlap.layout import LayoutRule
@@ -172,6 +172,20 @@ class Run(Twins):
             else:
                 self.unreduced[index] = total
         self.accumulates = not all(told.completes for told in self.told.values())
+
+    def alone(self, place: contextlib.AbstractContextManager[None], microbatches: int) -> None:
+        """Runs so many in ``place``, which are not the same on every rank. Whatever comes of it,
+        all reset, and go on."""
+        tokens, targets = next(self.data)
+        with impatient(), contextlib.suppress(PlannedError, RuntimeError), place:
+            for _ in range(microbatches):
+                loss = loss_of(self.model(self.mine(tokens)), self.mine(targets))
+                if loss.requires_grad:
+                    loss.backward()
+        self.ctx.reset()
+        self.open.clear()
+        self.forget()
+        self.zero_grad()
 
     def forget(self) -> None:
         """After ``ctx.reset()`` and the like."""

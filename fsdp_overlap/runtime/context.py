@@ -343,19 +343,22 @@ class FsdpContext:
         Raises:
             RuntimeError: a rank did not come within the timeout of the process group.
         """
+        if not self.units:
+            return
+        self.settle()  # so that a rank on which nothing ran yet meets the others too
         self.faults.meet(sys.exception())
         self.rest()
         self._groups.renew()
         self.faults.clear()
         self.unsettle()
+        self.settle()  # a backward of an older graph may come next
 
     def rest(self) -> None:
         """Brings every unit to rest, where no rank has more under way than others."""
-        if not self.has_schedule:
-            return  # nothing ran yet
-        self.schedule.drop()
-        for unit in self.units:
-            unit.reset(self.gather_lane)
+        if self.has_schedule:  # else nothing ran yet
+            self.schedule.drop()
+            for unit in self.units:
+                unit.reset(self.gather_lane)
         for domain in self.domains:
             domain.reset()
         self.stats.full_buffers_alive = sum(
