@@ -5,10 +5,13 @@ messages would not fit."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from ranks import expect_rank_errors, run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -16,6 +19,8 @@ from twins import Twins, impatient
 from zoo import VOCABULARY, WIDTH
 
 from fsdp_overlap import FsdpContext, fully_shard
+from fsdp_overlap.runtime import habit as habit_module
+from fsdp_overlap.runtime.habit import Habit
 
 
 class Layer(nn.Module):
@@ -201,18 +206,36 @@ def test_ranks_with_other_models_get_an_error(what: str) -> None:
     expect_rank_errors(build_differently, 2, what, match=match[what])
 
 
-def confirmations_of_steps(prefetch: int) -> list[int]:
+def confirmations_of_steps(prefetch: int, stage: int) -> list[int]:
+    """Of steps of two microbatches and an evaluation."""
     twins = MarkedTwins(lambda: Wayward(False), shard, prefetch=prefetch)
+    twins.model.set_zero_stage(stage)
+    batch = next(twins.batches(1))
     counts = []
     for _ in range(4):
         before = twins.ctx.stats.confirmations
-        twins.train(1)
+        for is_last in (False, True):
+            twins.model.set_requires_gradient_sync(is_last)
+            twins.losses(*batch)[0].backward()
+        twins.optimizer.step()
+        with torch.no_grad():
+            twins.model(twins.mine(batch[0]))
         counts.append(twins.ctx.stats.confirmations - before)
     return counts
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_what_ranks_expect_of_each_other_is_not_confirmed(prefetch: int) -> None:
-    (first, *_, last), _ = run_ranks(confirmations_of_steps, 2, prefetch)
+@pytest.mark.parametrize(("prefetch", "stage"), [(0, 3), (1, 3), (2, 3), (1, 2)])
+def test_a_step_like_the_last_one_takes_no_confirmation(prefetch: int, stage: int) -> None:
+    first, *_, last = run_ranks(confirmations_of_steps, 2, prefetch, stage)[0]
     assert first > 0
     assert last == 0
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.lists(st.integers(0, 3)))
+def test_what_repeats_is_expected_in_the_end(period: list[int], before: list[int]) -> None:
+    habit = Habit()
+    with patch.object(habit_module, "REMEMBERED", 400):  # also while it forgets
+        for code in before + 20 * period:
+            habit.take(code)
+        assert all(habit.take(code) for code in 30 * period)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import Issued
 from fsdp_overlap.comm.lanes import HostTicket, Lane, Ticket
+from fsdp_overlap.runtime.habit import Habit
 
 if TYPE_CHECKING:
     from fsdp_overlap.runtime.bucket import Bucket
@@ -52,12 +53,11 @@ class OrderCheck:
     a CPU it is read at once; on a GPU at the start of the next backward, when it has long arrived,
     so that the host never waits for it.
 
-    *Confirmation*, on a CPU alone, of what was not to be expected: each rank predicts what it will
-    issue from the two collectives before it and what last followed these. Ranks that have issued
-    the same predict the same, so that the first one on which they differ is predicted on some of
-    them at most. The others, before they issue it, wait for all ranks to say that they issue it
-    too. So nothing travels between different units, of whatever sizes, and what follows prediction
-    costs nothing.
+    *Confirmation*, on a CPU alone, of what was not to be expected: what a rank expects of itself
+    follows from what it issued (:class:`Habit`). Ranks that have issued the same expect the same,
+    so that the first collective on which they differ is expected on some of them at most. The
+    others, before they issue it, wait for all ranks to say that they issue it too. So nothing
+    travels between different units, of whatever sizes, and what was to be expected costs nothing.
 
     ``confirmed`` counts confirmations; ``explain`` tells what ranks did differently, with regard to
     a unit if that is known.
@@ -87,8 +87,7 @@ class OrderCheck:
         self._first = 0
         self._checks = 0
         self._over: Interval | None = None
-        self._following: dict[tuple[int, int], int] = {}
-        self._last = (NOTHING, NOTHING)
+        self._habit = Habit()
 
     def note(self, code: int, bucket: Bucket, dtype: torch.dtype) -> None:
         """This rank is about to issue the collective ``code``, which is ``bucket``'s and sends
@@ -100,11 +99,8 @@ class OrderCheck:
         """
         self._issued.append(code)
         self._count += 1
-        last = self._last
-        if self.confirms and self._following.get(last) != code:
+        if self.confirms and not self._habit.take(code):
             self._confirm(code, bucket, dtype)
-            self._following[last] = code
-        self._last = (last[1], code)
         if len(self._issued) > MAX_REMEMBERED:
             self._first += len(self._issued)
             self._fold()
