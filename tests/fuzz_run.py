@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -268,50 +267,3 @@ def plus(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
     if a is None or b is None:
         return b if a is None else a
     return a + b
-
-
-class PlannedError(Exception):
-    pass
-
-
-def _fail(*_: Any) -> None:
-    raise PlannedError
-
-
-def _fail_in_backward(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-    if output.requires_grad:
-        output.register_hook(_fail)
-
-
-def _fail_when_recomputed(*_: Any) -> None:
-    if torch._C._current_graph_task_id() != -1:
-        raise PlannedError
-
-
-PLACES = {
-    "before hooks": lambda m: m.register_forward_pre_hook(_fail, prepend=True),
-    "pre-hook": lambda m: m.register_forward_pre_hook(_fail),
-    "hook": lambda m: m.register_forward_hook(_fail),
-    "first hook": lambda m: m.register_forward_hook(_fail, prepend=True),
-    "backward": lambda m: m.register_forward_hook(_fail_in_backward),
-    "backward, first": lambda m: m.register_forward_hook(_fail_in_backward, prepend=True),
-    "backward hook": lambda m: m.register_full_backward_hook(_fail),
-    "recomputed": lambda m: m.register_forward_pre_hook(_fail_when_recomputed),
-}
-"""Where a module raises; and ``"forward"``, in its own forward."""
-
-
-@contextlib.contextmanager
-def failing(module: nn.Module, where: str) -> Iterator[None]:
-    if where == "forward":
-        module.__dict__["forward"] = _fail
-        try:
-            yield
-        finally:
-            del module.__dict__["forward"]
-        return
-    handle = PLACES[where](module)
-    try:
-        yield
-    finally:
-        handle.remove()
