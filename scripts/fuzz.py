@@ -1,4 +1,7 @@
-"""Random programs against an unsharded twin: `tests/fuzz.py` says what they do and what is held."""
+"""Random programs against an unsharded twin: `tests/fuzz.py` says what they do and what must hold.
+
+The same seed and number of programs try the same ones, as long as the code is the same.
+"""
 
 import sys
 from collections import Counter

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from test_random_models import Node, Whole, units_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from twins import NAMES, Twins, impatient, loss_of, same
+from twins import NAMES, Twins, same
 
 from fsdp_overlap import FsdpContext, ShardedTensor, fully_shard
 from fsdp_overlap.layout import LayoutRule
@@ -173,20 +172,6 @@ class Run(Twins):
                 self.unreduced[index] = total
         self.accumulates = not all(told.completes for told in self.told.values())
 
-    def alone(self, place: contextlib.AbstractContextManager[None], microbatches: int) -> None:
-        """Runs so many in ``place``, which are not the same on every rank. Whatever comes of it,
-        all reset, and go on."""
-        tokens, targets = next(self.data)
-        with impatient(), contextlib.suppress(PlannedError, RuntimeError), place:
-            for _ in range(microbatches):
-                loss = loss_of(self.model(self.mine(tokens)), self.mine(targets))
-                if loss.requires_grad:
-                    loss.backward()
-        self.ctx.reset()
-        self.open.clear()
-        self.forget()
-        self.zero_grad()
-
     def forget(self) -> None:
         """After ``ctx.reset()`` and the like."""
         self.unreduced = [None] * len(self.sharded)
@@ -282,50 +267,3 @@ def plus(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
     if a is None or b is None:
         return b if a is None else a
     return a + b
-
-
-class PlannedError(Exception):
-    pass
-
-
-def _fail(*_: Any) -> None:
-    raise PlannedError
-
-
-def _fail_in_backward(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-    if output.requires_grad:
-        output.register_hook(_fail)
-
-
-def _fail_when_recomputed(*_: Any) -> None:
-    if torch._C._current_graph_task_id() != -1:
-        raise PlannedError
-
-
-PLACES = {
-    "before hooks": lambda m: m.register_forward_pre_hook(_fail, prepend=True),
-    "pre-hook": lambda m: m.register_forward_pre_hook(_fail),
-    "hook": lambda m: m.register_forward_hook(_fail),
-    "first hook": lambda m: m.register_forward_hook(_fail, prepend=True),
-    "backward": lambda m: m.register_forward_hook(_fail_in_backward),
-    "backward, first": lambda m: m.register_forward_hook(_fail_in_backward, prepend=True),
-    "backward hook": lambda m: m.register_full_backward_hook(_fail),
-    "recomputed": lambda m: m.register_forward_pre_hook(_fail_when_recomputed),
-}
-"""Where a module raises; and ``"forward"``, in its own forward."""
-
-
-@contextlib.contextmanager
-def failing(module: nn.Module, where: str) -> Iterator[None]:
-    if where == "forward":
-        module.__dict__["forward"] = _fail
-        try:
-            yield
-        finally:
-            del module.__dict__["forward"]
-        return
-    handle = PLACES[where](module)
-    try:
-        yield
-    finally:
-        handle.remove()

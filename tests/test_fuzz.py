@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 
-from fuzz import OPERATIONS, SEEN, run_on_ranks, try_programs
+from fuzz import OPERATIONS, run_on_ranks, try_programs
+from fuzz_errors import SEEN
 from hypothesis import Phase
 
 
 def test_random_programs_do_what_they_do_without_sharding() -> None:
     """And every kind of operation was among them, and did something."""
     done: Counter[str] = Counter()
-
     try_programs(50, 2, lambda program: done.update(run_on_ranks(program)), [Phase.generate])
     wanted = {kind.__name__ for kind in OPERATIONS} | SEEN
     assert not wanted - {name for name, count in done.items() if count}
