@@ -1,4 +1,4 @@
-"""Random programs: what users do to a sharded model, in any order, beside an unsharded twin, as data.
+"""Random programs: what users do to a sharded model, in any order, beside an unsharded twin.
 
 What must hold (``fuzz_run``) is checked after each operation. To add one, add its class beside the
 others (``fuzz_training``, ``fuzz_states``, ``fuzz_errors``) and how it is drawn to ``OPERATIONS``.
