@@ -71,7 +71,9 @@ def _outermost(
 
 def _is_listed(module: nn.Module, users: Users) -> bool:
     """Whether a list has it, and it is no container itself, which has no forward."""
-    return not isinstance(module, _CONTAINERS) and any(isinstance(user, nn.ModuleList) for user in users[module])
+    return not isinstance(module, _CONTAINERS) and any(
+        isinstance(user, nn.ModuleList) for user in users[module]
+    )
 
 
 def _can_be_unit(module: nn.Module, users: Users) -> bool:
