@@ -9,6 +9,8 @@ from torch import nn
 Users = dict[object, set[nn.Module]]
 """In which modules each module and parameter is registered."""
 
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks of ``model``, in registration order, to make a unit of each:
@@ -69,8 +71,9 @@ def _outermost(
 
 def _is_listed(module: nn.Module, users: Users) -> bool:
     """Whether a list has it, and it is no container itself, which has no forward."""
-    is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
-    return not is_container and any(isinstance(user, nn.ModuleList) for user in users[module])
+    return not isinstance(module, _CONTAINERS) and any(
+        isinstance(user, nn.ModuleList) for user in users[module]
+    )
 
 
 def _can_be_unit(module: nn.Module, users: Users) -> bool:

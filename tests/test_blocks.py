@@ -47,7 +47,8 @@ def test_the_outermost_blocks_are_taken() -> None:
 
 def test_lists_and_modules_without_parameters_are_no_blocks() -> None:
     model = nn.Module()
-    model.stages = nn.ModuleList([nn.ModuleList([nn.ReLU(), Block()]), nn.ModuleDict()])
+    scales = nn.ParameterList([nn.Parameter(torch.ones(1))])
+    model.stages = nn.ModuleList([nn.ModuleList([nn.ReLU(), Block()]), nn.ModuleDict(), scales])
     assert names(model) == ["stages.0.1"]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from program import Program
 from ranks import run_ranks
+from test_fsdp2_table import rows_of, tests_named_in
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -76,3 +77,8 @@ def test_the_formulas_of_memory_are_what_ranks_allocate() -> None:
         [sys.executable, script, "--check"], capture_output=True, text=True, timeout=150
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_fault_names_tests_that_exist() -> None:
+    for row in rows_of((DOCS / "robustness.md").read_text()):
+        assert tests_named_in(row[-1]), row[0]

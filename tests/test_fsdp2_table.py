@@ -4,6 +4,7 @@ example runs."""
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,29 @@ from zoo import Model
 import fsdp_overlap
 
 TESTS = Path(__file__).parent
+
+
+def rows_of(page: str) -> list[list[str]]:
+    """The cells of all its tables, without their heads."""
+    lines = page.splitlines()
+    return [
+        [cell.strip() for cell in line.strip("|").split(" | ")]
+        for line, below in itertools.pairwise([*lines, ""])
+        if line.startswith("| ") and not below.startswith("|---")
+    ]
+
+
+def tests_named_in(cell: str) -> list[tuple[str, str]]:
+    """The file and the test, or "" for all in it, of each, which all exist."""
+    named = re.findall(r"`(test_\w+)`(?:: `(test_\w+)`)?", cell)
+    for file, test in named:
+        source = (TESTS / f"{file}.py").read_text()
+        assert f"def {test}(" in source if test else source
+    return named
+
+
 PAGE = (TESTS.parent / "docs" / "fsdp2.md").read_text()
-ROWS = [
-    [cell.strip() for cell in line.strip("|").split(" | ")]
-    for line in PAGE.splitlines()
-    if line.startswith("| ") and not line.startswith("| feature")
-]
+ROWS = rows_of(PAGE)
 FEATURES = " ".join(row[0] for row in ROWS)
 
 VERBS = [name for name in vars(fsdp2.FSDPModule) if not name.startswith("_")]
@@ -50,10 +68,7 @@ def test_every_exported_name_has_a_row(name: str) -> None:
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
 def test_rows_say_one_of_four_things_and_name_tests_that_exist(row: list[str]) -> None:
     assert row[1] in ("same", "better", "different", "refused")
-    *_, tests = row
-    for file, test in re.findall(r"`(test_\w+)`(?:: `(test_\w+)`)?", tests):
-        source = (TESTS / f"{file}.py").read_text()
-        assert f"def {test}(" in source if test else source
+    tests_named_in(row[-1])
 
 
 REFUSED = {name for row in ROWS if row[1] == "refused" for name in re.findall(r"`(\w+)`", row[0])}

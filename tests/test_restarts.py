@@ -135,16 +135,23 @@ def test_a_job_knows_its_own_run_alone(tmp_path: Path, monkeypatch: pytest.Monke
     mine = begin("1", "77")
     begin("2", "77", "--lr", "0.1")
     begin("3", "78")
-    nameless = begin("4", "none")
+    begin("4", "none")
     (tmp_path / "runs" / "5").mkdir()
     (tmp_path / "runs" / "6").write_text("not a folder")
     be("77")
     assert run_of_this_job(None) == run_of_this_job(mine) == mine
     assert run_of_this_job(Path("runs/3")) is None
     be("none")
-    assert run_of_this_job(None) is None
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert run_of_this_job(None) == nameless
+    assert run_of_this_job(None) is None  # of the same command, but of another torchrun
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    for name in ("7", "8"):  # torchrun, started twice
+        store = dist.TCPStore("localhost", 0, is_master=True)
+        monkeypatch.setenv("MASTER_PORT", str(store.port))
+        assert run_of_this_job(None) is None
+        nameless = begin(name, "none")
+        assert run_of_this_job(None) == nameless
 
 
 def test_ranks_that_start_again_do_not_read_what_the_dead_wrote() -> None:

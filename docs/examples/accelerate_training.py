@@ -10,6 +10,7 @@ epochs, on as many ranks, and it goes on where it stopped. The model and its tas
 from __future__ import annotations
 
 import argparse
+import gc
 from pathlib import Path
 
 import torch
@@ -114,4 +115,7 @@ if __name__ == "__main__":
     parser.add_argument("--folder", type=Path, required=True, help="seen by all ranks")
     parser.add_argument("--epochs", type=int, default=3)
     run(**vars(parser.parse_args()))
+    # The model holds process groups, whose threads end with them. One that frees a tensor while the
+    # interpreter ends would abort it, on FSDP2's units as well.
+    gc.collect()
     torch.distributed.destroy_process_group()

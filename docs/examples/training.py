@@ -8,6 +8,7 @@ Run it again with more epochs, on as many ranks as you like, and it goes on wher
 from __future__ import annotations
 
 import argparse
+import gc
 from pathlib import Path
 
 import torch
@@ -165,4 +166,5 @@ if __name__ == "__main__":
     if torch.cuda.is_available():
         torch.cuda.set_device(dist.get_node_local_rank())
     run(**vars(arguments))
+    gc.collect()  # of what holds process groups, whose threads must end before the interpreter
     dist.destroy_process_group()

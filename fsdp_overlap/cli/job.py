@@ -4,8 +4,11 @@ another machine, or because a queue runs the job once more."""
 import json
 import os
 import sys
+import uuid
 from pathlib import Path
 from typing import Any
+
+from fsdp_overlap.cli.process_group import kept_store
 
 RUNS = Path("runs")  # where runs are that were given no folder
 _NO_ID = "none"  # torchrun's own
@@ -19,15 +22,19 @@ def restarts() -> tuple[int, int]:
 
 
 def this_job() -> dict[str, Any]:
-    """What tells this job from others: torchrun's --rdzv-id and the command."""
-    return {"id": os.environ.get("TORCHELASTIC_RUN_ID", _NO_ID), "command": sys.argv[1:]}
+    """What tells this job from others: torchrun's --rdzv-id and the command. Where it was given no
+    id, one that lasts as long as torchrun."""
+    given = os.environ.get("TORCHELASTIC_RUN_ID", _NO_ID)
+    if given == _NO_ID and (kept := kept_store()) is not None:
+        given = kept.compare_set("id of the job", "", uuid.uuid4().hex).decode()
+    return {"id": given, "command": sys.argv[1:]}
 
 
 def run_of_this_job(out: Path | None) -> Path | None:
     """The folder of the run that this job has begun, at `out` or, by default, the last under
-    `runs`. A job without an id knows its run only while its launcher lives."""
+    `runs`."""
     job = this_job()
-    if job["id"] == _NO_ID and not restarts()[0]:
+    if job["id"] == _NO_ID:
         return None
     folders = sorted(RUNS.glob("*"), reverse=True) if out is None else [out]
     return next((folder for folder in folders if _job_of(folder) == job), None)

@@ -23,12 +23,8 @@ def process_group(device_type: str) -> Iterator[torch.device]:
     local_rank = int(os.environ["LOCAL_RANK"])
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     ranks: dict[str, Any] = {}
-    # torchrun's own store outlives ranks and keeps what they wrote. Ranks that are started again
-    # would read the addresses of dead ones there.
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        kept = dist.TCPStore(
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
-        )
+    # Ranks that are started again would read the addresses of dead ones in the store.
+    if (kept := kept_store()) is not None:
         store = fresh_store(kept, rank, world_size, _MEETING_SECONDS)
         ranks = {"store": store, "rank": rank, "world_size": world_size}
     if device_type == "cuda":
@@ -43,6 +39,13 @@ def process_group(device_type: str) -> Iterator[torch.device]:
         yield device
     finally:
         dist.destroy_process_group()
+
+
+def kept_store() -> dist.Store | None:
+    """torchrun's own store, if it shares one: it outlives ranks and keeps what they wrote."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 
 
 def fresh_store(kept: dist.Store, rank: int, world_size: int, seconds: float) -> dist.Store:
