@@ -136,6 +136,22 @@ def test_ranks_on_all_copies_hear_of_a_difference_on_one() -> None:
         assert "ranks ran different units" in message
 
 
+def leave_copies(rank: int) -> None:
+    """``rank`` leaves the reduction across copies to a later backward."""
+    with impatient():
+        twins = MarkedTwins(lambda: Wayward(False), shard, mesh=(2, 2))
+        twins.train(1)
+        twins.model.set_requires_all_reduce(twins.rank != rank)
+        for tokens, targets in twins.batches(2):
+            twins.losses(tokens, targets)[0].backward()
+
+
+def test_a_rank_that_leaves_out_copies_alone_gets_an_error() -> None:
+    messages = expect_rank_errors(leave_copies, 4, 1, match="ranks ran different units")
+    assert "rank 0: reduce_scatter and all_reduce across copies of unit 'layers.3'" in messages[0]
+    assert "rank 1: reduce_scatter of unit 'layers.3'" in messages[1]
+
+
 def differ_in_passes(what: str) -> str:
     """Rank 1 runs other passes than rank 0."""
     with impatient():

@@ -21,6 +21,9 @@ MAX_REMEMBERED = 4096
 
 DIGEST_BYTES = 4
 
+# What a code tells of a bucket: its index times their number, and which.
+KINDS = ("all_gather", "reduce_scatter", "reduce_scatter and all_reduce across copies")
+
 # In place of a collective's code.
 FAILED_ELSEWHERE = -1
 NOTHING = -2
@@ -250,8 +253,8 @@ def _describe(code: int, units: Sequence[str]) -> str:
         return "an error: on another mesh of this rank, ranks ran different units"
     if code == NOTHING:
         return "nothing, its backward ended"
-    kind = "reduce_scatter" if code % 2 else "all_gather"
-    return f"{kind} of unit {units[code // 2]!r}"
+    index, kind = divmod(code, len(KINDS))
+    return f"{KINDS[kind]} of unit {units[index]!r}"
 
 
 def _greatest(values: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
