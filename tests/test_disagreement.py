@@ -217,6 +217,23 @@ def test_ranks_with_other_models_get_an_error(what: str) -> None:
     expect_rank_errors(build_differently, 2, what, match=match[what])
 
 
+def add_a_unit_alone(steps_after: int) -> None:
+    """Rank 1 has another unit from some moment on."""
+    with impatient():
+        twins = MarkedTwins(lambda: Wayward(False), shard)
+        twins.train(2)
+        fully_shard(nn.Linear(3, 3).double(), twins.ctx)
+        twins.train(steps_after)
+        if twins.rank == 1:
+            fully_shard(nn.Linear(3, 3).double(), twins.ctx)
+        twins.train(1)
+
+
+@pytest.mark.parametrize("steps_after", [0, 1])
+def test_a_rank_that_adds_a_unit_alone_gets_an_error(steps_after: int) -> None:
+    expect_rank_errors(add_a_unit_alone, 2, steps_after, match=r"rank 1: a new unit")
+
+
 def confirmations_of_steps(prefetch: int) -> list[int]:
     twins = MarkedTwins(lambda: Wayward(False), shard, prefetch=prefetch)
     counts = []

@@ -153,6 +153,8 @@ class Domain:
         bucket.first_flag = self._flags
         self._buckets.append(weakref.ref(bucket))
         self._flags += len(bucket.parameters)
+        if "order_check" in vars(self):
+            self.order_check.note_new_bucket()
         self.forget_gradients()
 
     def connect(

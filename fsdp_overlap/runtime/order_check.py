@@ -28,6 +28,7 @@ KINDS = ("all_gather", "reduce_scatter", "reduce_scatter and all_reduce across c
 FAILED_ELSEWHERE = -1
 NOTHING = -2
 """Where a rank ended its backward."""
+NEW_UNIT = -3
 
 
 class Interval(NamedTuple):
@@ -111,6 +112,13 @@ class OrderCheck:
         if len(self._issued) > MAX_REMEMBERED:
             self._first += len(self._issued)
             self._fold()
+
+    def note_new_bucket(self) -> None:
+        """A bucket was added to those of the mesh. So the next check has another size, and what
+        was confirmed before does not tell whether it was added everywhere."""
+        if self.confirms and self._count:
+            self._issued.append(NEW_UNIT)
+            self._following.clear()
 
     def note_failure(self) -> None:
         """This rank found a difference on another mesh: the next check of this one fails."""
@@ -253,6 +261,8 @@ def _describe(code: int, units: Sequence[str]) -> str:
         return "an error: on another mesh of this rank, ranks ran different units"
     if code == NOTHING:
         return "nothing, its backward ended"
+    if code == NEW_UNIT:
+        return "a new unit, given to fully_shard()"
     index, kind = divmod(code, len(KINDS))
     return f"{KINDS[kind]} of unit {units[index]!r}"
 
