@@ -102,6 +102,25 @@ def test_reset_after_an_error_on_one_rank_lets_training_go_on(
         assert "rank 1 called ctx.reset() after ArithmeticError('planned')" in message
 
 
+def fail_before_the_first_collective() -> None:
+    with impatient():
+        twins = Twins(Failing, shard_layers)
+        twins.model.set_separate_reduce_scatter_group(False)
+        fail = twins.model.register_forward_pre_hook(
+            lambda model, _: model.fail("first"), prepend=True
+        )
+        twins.model.fails = "first" if twins.rank == 1 else ""
+        with pytest.raises((ArithmeticError, RuntimeError), match="planned|rank 1 called"):
+            twins.model(twins.mine(next(twins.batches(1))[0]))
+        fail.remove()
+        twins.ctx.reset()
+        twins.train(1)
+
+
+def test_reset_meets_ranks_on_which_nothing_was_issued() -> None:
+    run_ranks(fail_before_the_first_collective, 2)
+
+
 def go_on_alone() -> None:
     twins = Twins(Failing, shard_layers)
     twins.train(1)

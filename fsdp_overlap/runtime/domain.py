@@ -167,7 +167,10 @@ class Domain:
         neighbours a part is kept between forward and backward, if any.
         """
         device_type, plan = self.mesh.device_type, bucket.plan
-        groups = self.groups if separate else self._group_cache.get(self.mesh, separate=False)
+        if separate or self.order_check.confirms:  # which takes them from the first collective on
+            groups = self.groups
+        if not separate:
+            groups = self._group_cache.get(self.mesh, separate=False)
         part = None
         if part_size is not None:
             group = self._group_cache.get_part(self.mesh, part_size)
