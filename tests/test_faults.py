@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,6 +23,7 @@ from twins import Twins, impatient
 from zoo import WIDTH, Block, Model, shard_layers
 
 from fsdp_overlap import FsdpContext, ShardedTensor, fully_shard
+from fsdp_overlap.comm import board
 from fsdp_overlap.comm.collectives import Issued
 from fsdp_overlap.comm.lanes import HostTicket
 from fsdp_overlap.comm.recording import RecordingLane
@@ -134,6 +136,36 @@ def test_reset_on_one_rank_alone_says_who_did_not_come() -> None:
     with pytest.raises(RankError, match=r"ranks \[0\] did not call ctx.reset\(\) in time") as error:
         run_ranks(go_on_alone, 2)
     assert "[1]" in str(error.value)
+
+
+class SilentStore(dist.Store):
+    """As that of a rank which was stopped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.end = threading.Event()
+
+    def wait_for_end(self, *_: Any) -> bool:
+        return self.end.wait()
+
+    set = check = wait = get = wait_for_end
+
+
+def ask_a_silent_store() -> None:
+    store, second = SilentStore(), timedelta(seconds=0.1)
+    with (
+        patch.object(board.c10d, "_get_default_store", lambda: store),
+        patch.object(board, "ANSWER_SECONDS", 0.1),
+    ):
+        asked = board.Board("asked", dist.group.WORLD)
+        asked.post("note")
+        assert asked.read() == {}
+        assert asked.meet(second) == [1 - dist.get_rank()]
+        store.end.set()
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for() -> None:
+    run_ranks(ask_a_silent_store, 2, timeout=20)
 
 
 def groups_are_freed() -> None:
