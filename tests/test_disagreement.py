@@ -231,7 +231,7 @@ def add_a_unit_alone(steps_after: int) -> None:
 
 @pytest.mark.parametrize("steps_after", [0, 1])
 def test_a_rank_that_adds_a_unit_alone_gets_an_error(steps_after: int) -> None:
-    expect_rank_errors(add_a_unit_alone, 2, steps_after, match=r"rank 1: a new unit")
+    expect_rank_errors(add_a_unit_alone, 2, steps_after, match="rank 1: a new unit")
 
 
 def confirmations_of_steps(prefetch: int) -> list[int]:

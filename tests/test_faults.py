@@ -112,7 +112,7 @@ def fail_before_the_first_collective() -> None:
             lambda model, _: model.fail("first"), prepend=True
         )
         twins.model.fails = "first" if twins.rank == 1 else ""
-        with pytest.raises((ArithmeticError, RuntimeError), match="planned|rank 1 called"):
+        with pytest.raises((ArithmeticError, RuntimeError), match=r"planned|rank 1 called"):
             twins.model(twins.mine(next(twins.batches(1))[0]))
         fail.remove()
         twins.ctx.reset()
@@ -121,6 +121,37 @@ def fail_before_the_first_collective() -> None:
 
 def test_reset_meets_ranks_on_which_nothing_was_issued() -> None:
     run_ranks(fail_before_the_first_collective, 2)
+
+
+def fail_in_one_of_two_contexts(backwards: bool) -> str:
+    """Which all are reset, whichever it was."""
+    with impatient():
+        both = [Twins(Failing, shard_layers) for _ in range(2)]
+        for twins in both:
+            twins.train(1)
+        both[1].model.fails = "forward" if both[1].rank == 1 else ""
+        try:
+            for twins in both * 2:
+                twins.losses(*next(twins.batches(1)))[0].backward()
+            raise AssertionError("nobody failed")
+        except (ArithmeticError, RuntimeError) as error:
+            said = str(error)
+            for twins in both[:: -1 if backwards else 1]:
+                twins.model.fails = ""
+                twins.ctx.reset()
+                twins.optimizer.zero_grad()
+                twins.twin_optimizer.zero_grad()
+        for twins in both:
+            twins.train(1)
+        return said
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_reset_of_all_contexts_lets_training_go_on(backwards: bool) -> None:
+    said, planned = run_ranks(fail_in_one_of_two_contexts, 2, backwards)
+    assert planned == "planned"
+    assert "rank 1 called ctx.reset() after ArithmeticError('planned')" in said
+    assert ("of another context" in said) == (not backwards)
 
 
 def go_on_alone() -> None:
