@@ -141,6 +141,22 @@ def test_ranks_on_all_copies_hear_of_a_difference_on_one() -> None:
         assert "ranks ran different units" in message
 
 
+def leave_copies(rank: int) -> None:
+    """``rank`` leaves the reduction across copies to a later backward."""
+    with impatient():
+        twins = MarkedTwins(lambda: Wayward(False), shard, mesh=(2, 2))
+        twins.train(1)
+        twins.model.set_requires_all_reduce(twins.rank != rank)
+        for tokens, targets in twins.batches(2):
+            twins.losses(tokens, targets)[0].backward()
+
+
+def test_a_rank_that_leaves_out_copies_alone_gets_an_error() -> None:
+    messages = expect_rank_errors(leave_copies, 4, 1, match="ranks ran different units")
+    assert "rank 0: reduce_scatter and all_reduce across copies of unit 'layers.3'" in messages[0]
+    assert "rank 1: reduce_scatter of unit 'layers.3'" in messages[1]
+
+
 def differ_in_passes(what: str) -> str:
     """Rank 1 runs other passes than rank 0."""
     with impatient():
@@ -201,9 +217,26 @@ def build_differently(what: str) -> None:
 def test_ranks_with_other_models_get_an_error(what: str) -> None:
     match = {
         "a parameter": "ranks planned unit 'layers.2' differently",
-        "a unit that nobody runs": r"different units, at .*'Wayward': rank 0 5, rank 1 6\.",
+        "a unit that nobody runs": r"'Wayward' is of number rank 0: 5 of 5, rank 1: 6 of 6",
     }
     expect_rank_errors(build_differently, 2, what, match=match[what])
+
+
+def add_a_unit_alone(steps_after: int) -> None:
+    """Rank 1 has another unit from some moment on."""
+    with impatient():
+        twins = MarkedTwins(lambda: Wayward(False), shard)
+        twins.train(2)
+        fully_shard(nn.Linear(3, 3).double(), twins.ctx)
+        twins.train(steps_after)
+        if twins.rank == 1:
+            fully_shard(nn.Linear(3, 3).double(), twins.ctx)
+        twins.train(1)
+
+
+@pytest.mark.parametrize("steps_after", [0, 1])
+def test_a_rank_that_adds_a_unit_alone_gets_an_error(steps_after: int) -> None:
+    expect_rank_errors(add_a_unit_alone, 2, steps_after, match="rank 1: a new unit")
 
 
 def confirmations_of_steps(prefetch: int, stage: int) -> list[int]:

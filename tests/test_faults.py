@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,6 +23,7 @@ from twins import Twins, impatient
 from zoo import WIDTH, Block, Model, shard_layers
 
 from fsdp_overlap import FsdpContext, ShardedTensor, fully_shard
+from fsdp_overlap.comm import board
 from fsdp_overlap.comm.collectives import Issued
 from fsdp_overlap.comm.lanes import HostTicket
 from fsdp_overlap.comm.recording import RecordingLane
@@ -102,6 +104,56 @@ def test_reset_after_an_error_on_one_rank_lets_training_go_on(
         assert "rank 1 called ctx.reset() after ArithmeticError('planned')" in message
 
 
+def fail_before_the_first_collective() -> None:
+    with impatient():
+        twins = Twins(Failing, shard_layers)
+        twins.model.set_separate_reduce_scatter_group(False)
+        fail = twins.model.register_forward_pre_hook(
+            lambda model, _: model.fail("first"), prepend=True
+        )
+        twins.model.fails = "first" if twins.rank == 1 else ""
+        with pytest.raises((ArithmeticError, RuntimeError), match=r"planned|rank 1 called"):
+            twins.model(twins.mine(next(twins.batches(1))[0]))
+        fail.remove()
+        twins.ctx.reset()
+        twins.train(1)
+
+
+def test_reset_meets_ranks_on_which_nothing_was_issued() -> None:
+    run_ranks(fail_before_the_first_collective, 2)
+
+
+def fail_in_one_of_two_contexts(backwards: bool) -> str:
+    """Which all are reset, whichever it was."""
+    with impatient():
+        both = [Twins(Failing, shard_layers) for _ in range(2)]
+        for twins in both:
+            twins.train(1)
+        both[1].model.fails = "forward" if both[1].rank == 1 else ""
+        try:
+            for twins in both * 2:
+                twins.losses(*next(twins.batches(1)))[0].backward()
+            raise AssertionError("nobody failed")
+        except (ArithmeticError, RuntimeError) as error:
+            said = str(error)
+            for twins in both[:: -1 if backwards else 1]:
+                twins.model.fails = ""
+                twins.ctx.reset()
+                twins.optimizer.zero_grad()
+                twins.twin_optimizer.zero_grad()
+        for twins in both:
+            twins.train(1)
+        return said
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_reset_of_all_contexts_lets_training_go_on(backwards: bool) -> None:
+    said, planned = run_ranks(fail_in_one_of_two_contexts, 2, backwards)
+    assert planned == "planned"
+    assert "rank 1 called ctx.reset() after ArithmeticError('planned')" in said
+    assert ("of another context" in said) == (not backwards)
+
+
 def go_on_alone() -> None:
     twins = Twins(Failing, shard_layers)
     twins.train(1)
@@ -115,6 +167,36 @@ def test_reset_on_one_rank_alone_says_who_did_not_come() -> None:
     with pytest.raises(RankError, match=r"ranks \[0\] did not call ctx.reset\(\) in time") as error:
         run_ranks(go_on_alone, 2)
     assert "[1]" in str(error.value)
+
+
+class SilentStore(dist.Store):
+    """As that of a rank which was stopped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.end = threading.Event()
+
+    def wait_for_end(self, *_: Any) -> bool:
+        return self.end.wait()
+
+    set = check = wait = get = wait_for_end
+
+
+def ask_a_silent_store() -> None:
+    store, second = SilentStore(), timedelta(seconds=0.1)
+    with (
+        patch.object(board.c10d, "_get_default_store", lambda: store),
+        patch.object(board, "ANSWER_SECONDS", 0.1),
+    ):
+        asked = board.Board("asked", dist.group.WORLD)
+        asked.post("note")
+        assert asked.read() == {}
+        assert asked.meet(second) == [1 - dist.get_rank()]
+        store.end.set()
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for() -> None:
+    run_ranks(ask_a_silent_store, 2, timeout=20)
 
 
 def groups_are_freed() -> None:

@@ -3,11 +3,24 @@ which they met."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from threading import Thread
+from typing import TypeVar
+from weakref import WeakSet
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+
+T = TypeVar("T")
+
+# For the store to answer: it may be that of a rank which was stopped, and would be waited for
+# beyond every timeout.
+ANSWER_SECONDS = 5.0
+
+# Stores that have not answered yet.
+_silent: WeakSet[dist.Store] = WeakSet()
 
 
 class Board:
@@ -20,31 +33,52 @@ class Board:
         self._me = dist.get_rank()
         ranks = dist.get_process_group_ranks(group)
         self._others = [rank for rank in sorted(ranks) if rank != self._me]
-        self._store = dist.PrefixStore(f"fsdp_overlap/{name}", c10d._get_default_store())
+        self._whole = c10d._get_default_store()
+        self._store = dist.PrefixStore(f"fsdp_overlap/{name}", self._whole)
 
     def post(self, note: str) -> None:
         """Shows ``note`` instead of this rank's last one."""
-        with suppress(RuntimeError):
-            self._store.set(str(self._me), note)
+        if self._whole not in _silent:
+            self._ask(lambda: self._store.set(str(self._me), note), None, ANSWER_SECONDS)
 
     def meet(self, timeout: timedelta | None) -> list[int]:
         """Waits for all ranks to call this, once; returns those that did not within ``timeout``."""
-        self.post("")
         others = [str(rank) for rank in self._others]
-        with suppress(RuntimeError):
+
+        def meet() -> bool:
+            self._store.set(str(self._me), "")
             if timeout is None:
                 self._store.wait(others)
             else:
                 self._store.wait(others, timeout)
+            return True
+
+        seconds = None if timeout is None else timeout.total_seconds() + ANSWER_SECONDS
+        if self._ask(meet, False, seconds):
             return []
         met = self.read()
         return [rank for rank in self._others if rank not in met]
 
     def read(self) -> dict[int, str]:
         """The other ranks' notes that are there, by their ranks in the default group."""
-        notes: dict[int, str] = {}
-        with suppress(RuntimeError):
-            for rank in self._others:
-                if self._store.check([str(rank)]):
-                    notes[rank] = self._store.get(str(rank)).decode()
-        return notes
+
+        def read() -> dict[int, str]:
+            there = [rank for rank in self._others if self._store.check([str(rank)])]
+            return {rank: self._store.get(str(rank)).decode() for rank in there}
+
+        return {} if self._whole in _silent else self._ask(read, {}, ANSWER_SECONDS)
+
+    def _ask(self, question: Callable[[], T], otherwise: T, seconds: float | None) -> T:
+        """What the store answers within ``seconds``."""
+        answers: list[T] = []
+
+        def ask() -> None:
+            with suppress(RuntimeError):
+                answers.append(question())
+            _silent.discard(self._whole)
+
+        asking = Thread(target=ask, name="fsdp_overlap_board", daemon=True)
+        _silent.add(self._whole)
+        asking.start()
+        asking.join(seconds)
+        return answers[0] if answers else otherwise

@@ -96,8 +96,8 @@ class GroupCache:
 
     @property
     def can_close(self) -> bool:
-        """Whether there are groups that :meth:`close` closes."""
-        return bool(self._closable)
+        """Whether there are groups that :meth:`close` closes, which the user has not destroyed."""
+        return any(group in c10d._world.pg_map for group in self._closable)
 
     def close(self) -> None:
         """Ends the connections of the groups that can be closed: what waits on them raises, here

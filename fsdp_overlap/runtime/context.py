@@ -407,7 +407,9 @@ class FsdpContext:
     def _reduce(self, gradients: BucketGradients) -> Ticket:
         self.stats.reduce_scatters += 1
         self.stats.reduce_scatter_bytes += gradients.input.nbytes
-        gradients.bucket.domain.note_reduction(gradients.bucket, gradients.input.flat.dtype)
+        gradients.bucket.domain.note_reduction(
+            gradients.bucket, gradients.input.flat.dtype, gradients.goes_across
+        )
         return gradients.reduce(self.reduce_lane, lambda: self.copies_lane)
 
     def _finish_backward(self) -> None:

@@ -20,7 +20,7 @@ from fsdp_overlap.comm.groups import GroupCache, LaneGroups, can_close
 from fsdp_overlap.comm.lanes import Lane, Ticket
 from fsdp_overlap.layout import BucketPlan, LayoutRule
 from fsdp_overlap.runtime.copies import DividedShard
-from fsdp_overlap.runtime.order_check import OrderCheck
+from fsdp_overlap.runtime.order_check import KINDS, OrderCheck
 from fsdp_overlap.runtime.part import KeptPart
 from fsdp_overlap.runtime.plans import UnitPlans
 from fsdp_overlap.runtime.tensor_parallel import beside
@@ -153,6 +153,8 @@ class Domain:
         bucket.first_flag = self._flags
         self._buckets.append(weakref.ref(bucket))
         self._flags += len(bucket.parameters)
+        if "order_check" in vars(self):
+            self.order_check.note_new_bucket()
         self.forget_gradients()
 
     def connect(
@@ -165,7 +167,10 @@ class Domain:
         neighbours a part is kept between forward and backward, if any.
         """
         device_type, plan = self.mesh.device_type, bucket.plan
-        groups = self.groups if separate else self._group_cache.get(self.mesh, separate=False)
+        if separate or self.order_check.confirms:  # which takes them from the first collective on
+            groups = self.groups
+        if not separate:
+            groups = self._group_cache.get(self.mesh, separate=False)
         part = None
         if part_size is not None:
             group = self._group_cache.get_part(self.mesh, part_size)
@@ -194,12 +199,13 @@ class Domain:
 
     def note_gather(self, bucket: Bucket) -> None:
         """This rank issues the all-gather of ``bucket``."""
-        self.order_check.note(bucket.index * 2, bucket, bucket.compute_dtype)
+        self.order_check.note(bucket.index * len(KINDS), bucket, bucket.compute_dtype)
 
-    def note_reduction(self, bucket: Bucket, dtype: torch.dtype) -> None:
-        """This rank issues the reduce-scatter of ``bucket`` in ``dtype``."""
+    def note_reduction(self, bucket: Bucket, dtype: torch.dtype, across: bool) -> None:
+        """This rank issues the reduce-scatter of ``bucket`` in ``dtype``, and what follows it
+        ``across`` copies."""
         self.has_reduced = True
-        self.order_check.note(bucket.index * 2 + 1, bucket, dtype)
+        self.order_check.note(bucket.index * len(KINDS) + 1 + across, bucket, dtype)
 
     def note_gradients(self, bucket: Bucket, filled: Sequence[bool]) -> None:
         """This rank reduces gradients of the parameters of ``bucket`` that are ``filled``."""

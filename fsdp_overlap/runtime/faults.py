@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import torch.distributed as dist
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 # For the others to tell what they issued, once it is known that it is not the same.
 GRACE_SECONDS = 2.0
+
+# Of all contexts: a rank that waits in the reset of one does not come to collectives of another.
+_all: WeakSet[Faults] = WeakSet()
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class Faults:
         self._failure = ""
         self._event = ""
         self._has_reset = False
+        _all.add(self)
 
     def look(self) -> None:
         """A collective lasts. Does not wait for the others.
@@ -73,7 +78,7 @@ class Faults:
             RuntimeError: it will never be done.
         """
         self._post()
-        if told := self._read():
+        if told := self._read() or self._read_resets():
             raise RuntimeError(self._fail(told))
 
     def explain(self, failure: RuntimeError) -> str:
@@ -123,7 +128,8 @@ class Faults:
             return
         self._has_reset = True
         self._event = "called ctx.reset()" + (f" after {error!r}" if error is not None else "")
-        self._post()
+        for other in [*self._others(), self]:  # which is read first
+            other._post()
         for _, group, name in self._boards():
             late = Board(f"{name}/reset", group).meet(group_timeout(group, "cpu"))
             if late:
@@ -191,6 +197,24 @@ class Faults:
                     is_first = " ended: " not in note.failure
                     told = told or (f"rank {rank} ended: " if is_first else "") + note.failure
         return told
+
+    def _read_resets(self) -> str:
+        """As :meth:`_read`, of ranks that have issued less than this one, and wait for it in the
+        reset of another context."""
+        for other in self._others():
+            late = {rank: n for _, notes in other._notes() for rank, n in notes.items()}
+            for domain, notes in self._notes():
+                for rank in late.keys() & notes.keys():
+                    is_behind = notes[rank].progress < domain.order_check.progress
+                    if late[rank].has_reset and not other._has_reset and is_behind:
+                        return (
+                            f"rank {rank} {late[rank].event}, of another context: call it on every "
+                            "rank, and of every context in the same order"
+                        )
+        return ""
+
+    def _others(self) -> list[Faults]:
+        return [other for other in _all if other is not self and other._groups.can_close]
 
     def _events(self) -> str:
         events = {

@@ -127,6 +127,11 @@ class BucketGradients:
         dtype = self.input.flat.dtype
         return tile_in(placed_like(self.bucket.parameters[index], gradient, dtype))
 
+    @property
+    def goes_across(self) -> bool:
+        """Whether what :meth:`reduce` reduces is reduced across copies too, and not kept here."""
+        return self.copies is not None and self._reducing.across_copies
+
     def reduce(self, lane: Lane, copies_lane: Callable[[], Lane]) -> Ticket:
         """Enqueues the reduce-scatter of the reduce input; its result lands in the sharded
         parameters' ``.grad``, where the mesh has copies after one more collective, on the lane of
@@ -144,7 +149,7 @@ class BucketGradients:
         divisor, copies_divisor = self._reducing.divisors(domain.shard_size, domain.copies)
         filled, self.filled = self.filled, [False] * len(self.filled)
         accept: Accept
-        if copies is not None and not self._reducing.across_copies:
+        if copies is not None and not self.goes_across:
             copies.keep_filled(filled)
             accept = copies.keep
         else:

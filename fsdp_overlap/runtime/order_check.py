@@ -22,10 +22,14 @@ MAX_REMEMBERED = 4096
 
 DIGEST_BYTES = 4
 
+# What a code tells of a bucket: its index times their number, and which.
+KINDS = ("all_gather", "reduce_scatter", "reduce_scatter and all_reduce across copies")
+
 # In place of a collective's code.
 FAILED_ELSEWHERE = -1
 NOTHING = -2
 """Where a rank ended its backward."""
+NEW_UNIT = -3
 
 
 class Interval(NamedTuple):
@@ -104,6 +108,13 @@ class OrderCheck:
         if len(self._issued) > MAX_REMEMBERED:
             self._first += len(self._issued)
             self._fold()
+
+    def note_new_bucket(self) -> None:
+        """A bucket was added to those of the mesh. So the next check has another size, and what
+        was confirmed before does not tell whether it was added everywhere."""
+        if self.confirms and self._count:
+            self._issued.append(NEW_UNIT)
+            self._habit = Habit()
 
     def note_failure(self) -> None:
         """This rank found a difference on another mesh: the next check of this one fails."""
@@ -222,10 +233,12 @@ def describe_difference(
     belong to ``units``. ``exchanged``: whether their data was."""
     said = {rank: _describe(code, units[rank]) for rank, code in sorted(codes.items())}
     if len(set(said.values())) == 1:
-        counts = ", ".join(f"rank {rank} {len(units[rank])}" for rank in said)
+        places = ", ".join(
+            f"rank {rank}: {codes[rank] // len(KINDS) + 1} of {len(units[rank])}" for rank in said
+        )
         return (
-            f"ranks have different units, at {said.popitem()[1]}: {counts}. Every rank must build "
-            "the same model and shard it in the same order"
+            f"ranks have different units, or made them in another order: {said.popitem()[1]} is of "
+            f"number {places}. Every rank must build the same model and shard it in the same order"
         )
     issued = "; ".join(f"rank {rank}: {what}" for rank, what in said.items())
     harm = ""
@@ -246,8 +259,10 @@ def _describe(code: int, units: Sequence[str]) -> str:
         return "an error: on another mesh of this rank, ranks ran different units"
     if code == NOTHING:
         return "nothing, its backward ended"
-    kind = "reduce_scatter" if code % 2 else "all_gather"
-    return f"{kind} of unit {units[code // 2]!r}"
+    if code == NEW_UNIT:
+        return "a new unit, given to fully_shard()"
+    index, kind = divmod(code, len(KINDS))
+    return f"{KINDS[kind]} of unit {units[index]!r}"
 
 
 def _greatest(values: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
