@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from program import Program
 from ranks import run_ranks
-from test_fsdp2_table import rows_of, tests_named_in
+from test_fsdp2_table import named_tests_in, rows_of
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -81,4 +81,4 @@ def test_the_formulas_of_memory_are_what_ranks_allocate() -> None:
 
 def test_every_fault_names_tests_that_exist() -> None:
     for row in rows_of((DOCS / "robustness.md").read_text()):
-        assert tests_named_in(row[-1]), row[0]
+        assert named_tests_in(row[-1]), row[0]

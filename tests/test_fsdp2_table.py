@@ -33,7 +33,7 @@ def rows_of(page: str) -> list[list[str]]:
     ]
 
 
-def tests_named_in(cell: str) -> list[tuple[str, str]]:
+def named_tests_in(cell: str) -> list[tuple[str, str]]:
     """The file and the test, or "" for all in it, of each, which all exist."""
     named = re.findall(r"`(test_\w+)`(?:: `(test_\w+)`)?", cell)
     for file, test in named:
@@ -68,7 +68,7 @@ def test_every_exported_name_has_a_row(name: str) -> None:
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
 def test_rows_say_one_of_four_things_and_name_tests_that_exist(row: list[str]) -> None:
     assert row[1] in ("same", "better", "different", "refused")
-    tests_named_in(row[-1])
+    named_tests_in(row[-1])
 
 
 REFUSED = {name for row in ROWS if row[1] == "refused" for name in re.findall(r"`(\w+)`", row[0])}
