@@ -154,6 +154,22 @@ def test_reset_of_all_contexts_lets_training_go_on(backwards: bool) -> None:
     assert ("of another context" in said) == (not backwards)
 
 
+def reset_at_odd_moments() -> None:
+    """Before anything ran, and between a forward and its backward."""
+    twins = Twins.of("layers")
+    twins.ctx.reset()
+    for tokens, targets in twins.batches(2):
+        loss, twin_loss = twins.losses(tokens, targets)
+        twins.ctx.reset()
+        loss.backward()
+        twin_loss.backward()
+    twins.check_gradients()
+
+
+def test_a_backward_of_a_graph_from_before_a_reset_is_right() -> None:
+    run_ranks(reset_at_odd_moments, 2)
+
+
 def go_on_alone() -> None:
     twins = Twins(Failing, shard_layers)
     twins.train(1)

@@ -84,6 +84,7 @@ BENCHMARKS = (
         "--optimizer muon --stage 2 --steps 1",
         "--optimizer muon --stage 2 --rounds 1 --steps 1",
     ),
+    Benchmark("order_check", "bench_order_check.py", "", "--rounds 2 --blocks 3"),
     Benchmark("memory", "bench_memory.py", "", "--rounds 3"),
     Benchmark("muon", "bench_muon.py", "", "--rounds 1"),
     Benchmark("checkpoint", "bench_checkpoint.py", "", "--rounds 2"),
