@@ -217,7 +217,7 @@ def build_differently(what: str) -> None:
 def test_ranks_with_other_models_get_an_error(what: str) -> None:
     match = {
         "a parameter": "ranks planned unit 'layers.2' differently",
-        "a unit that nobody runs": r"'Wayward' is of number rank 0: 5 of 5, rank 1: 6 of 6",
+        "a unit that nobody runs": r"'Wayward', which is unit 5 of 5 on rank 0, 6 of 6 on rank 1",
     }
     expect_rank_errors(build_differently, 2, what, match=match[what])
 

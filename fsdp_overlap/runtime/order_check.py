@@ -234,11 +234,12 @@ def describe_difference(
     said = {rank: _describe(code, units[rank]) for rank, code in sorted(codes.items())}
     if len(set(said.values())) == 1:
         places = ", ".join(
-            f"rank {rank}: {codes[rank] // len(KINDS) + 1} of {len(units[rank])}" for rank in said
+            f"{codes[rank] // len(KINDS) + 1} of {len(units[rank])} on rank {rank}" for rank in said
         )
         return (
-            f"ranks have different units, or made them in another order: {said.popitem()[1]} is of "
-            f"number {places}. Every rank must build the same model and shard it in the same order"
+            "ranks have different units, or made them in another order: at "
+            f"{said.popitem()[1]}, which is unit {places}. Every rank must build the same model "
+            "and shard it in the same order"
         )
     issued = "; ".join(f"rank {rank}: {what}" for rank, what in said.items())
     harm = ""
