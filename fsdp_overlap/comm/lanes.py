@@ -1,7 +1,7 @@
 """Lanes: ordered queues on which communication runs beside compute.
 
-On CUDA a lane is a stream and compute waits by events, never the host. On a CPU it is a queue of
-asynchronous work, and compute waits by blocking.
+On a device with streams a lane is one of them, and compute waits by events, never the host. On a
+CPU it is a queue of asynchronous work, and compute waits by blocking.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import Issued
 from fsdp_overlap.comm.spans import span
+from fsdp_overlap.comm.streams import has_streams, streams_of
 from fsdp_overlap.comm.watch import Watch, wait, watch_of
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 
@@ -173,14 +174,15 @@ class HostLane:
         buffer.free()
 
 
-class CudaTicket:
+class StreamTicket:
     """Work on a lane's stream, up to an event."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: torch.Event, streams: Any) -> None:
         self._event = event
+        self._streams = streams
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        self._streams.current_stream().wait_event(self._event)
 
     def wait_on_host(self) -> None:
         self._event.synchronize()
@@ -192,24 +194,25 @@ class CudaTicket:
         pass
 
 
-class CudaLane:
-    """A CUDA stream."""
+class StreamLane:
+    """A stream of a device that has them."""
 
     def __init__(self, device: torch.device) -> None:
+        self._streams = streams_of(device)
         # High priority, so that a collective's few blocks are placed before those of waiting GEMMs.
-        self.stream = torch.cuda.Stream(device, priority=-1)
+        self.stream = self._streams.Stream(device, priority=-1)
 
     def after_compute(self) -> None:
-        self.stream.wait_stream(torch.cuda.current_stream())
+        self.stream.wait_stream(self._streams.current_stream())
 
     def after_event(self, event: torch.Event) -> None:
         self.stream.wait_event(event)
 
     def mark_compute(self) -> Mark:
-        return torch.cuda.current_stream().record_event()
+        return self._streams.current_stream().record_event()
 
     def allocate(self, label: str, buffer: FlatBuffer) -> None:
-        with torch.cuda.stream(self.stream):
+        with self._streams.stream(self.stream):
             buffer.allocate()
 
     def enqueue(
@@ -220,20 +223,20 @@ class CudaLane:
         accept: Callable[[torch.Tensor], None] | None = None,
         nbytes: int = 0,
     ) -> Ticket:
-        with span(kind, label, nbytes), torch.cuda.stream(self.stream):
+        with span(kind, label, nbytes), self._streams.stream(self.stream):
             result = issue().finish()
             if accept is not None:
                 accept(result)
-            return CudaTicket(self.stream.record_event())
+            return StreamTicket(self.stream.record_event(), self._streams)
 
     def free(self, label: str, buffer: FlatBuffer, after: Mark) -> None:
         if after is not None:
             self.stream.wait_event(after)
         # On the stream that allocated it, so that no record_stream() is needed.
-        with torch.cuda.stream(self.stream):
+        with self._streams.stream(self.stream):
             buffer.free()
 
 
 def make_lane(device: torch.device) -> Lane:
     """A new lane for compute on ``device``."""
-    return CudaLane(device) if device.type == "cuda" else HostLane()
+    return StreamLane(device) if has_streams(device) else HostLane()

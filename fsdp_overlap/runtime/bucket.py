@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_overlap.comm.collectives import Collectives, Issued
 from fsdp_overlap.comm.groups import LaneGroups
 from fsdp_overlap.comm.lanes import Lane, Mark, Ticket
+from fsdp_overlap.comm.streams import has_streams, streams_of
 from fsdp_overlap.layout import BucketPlan
 from fsdp_overlap.runtime.copies import DividedShard
 from fsdp_overlap.runtime.engine import is_in_backward
@@ -53,7 +54,7 @@ class Landing(NamedTuple):
     """A gradient on its way to the host, to be read after :meth:`wait`."""
 
     host: torch.Tensor
-    copied: torch.cuda.Event | None
+    copied: torch.Event | None
 
     def wait(self) -> torch.Tensor:
         """Blocks the host until it is there."""
@@ -162,9 +163,9 @@ class Bucket:
         # Fresh memory each time: what a user holds of earlier gradients stays as it is.
         host = self._at_rest(reduced.device, reduced.numel(), reduced.dtype)
         host.copy_(reduced, non_blocking=True)
-        return Landing(
-            host, torch.cuda.current_stream().record_event() if reduced.is_cuda else None
-        )
+        device = reduced.device
+        copied = streams_of(device).current_stream().record_event() if has_streams(device) else None
+        return Landing(host, copied)
 
     def _list_places(self) -> None:
         self._places = [

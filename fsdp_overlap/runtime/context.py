@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_overlap.comm.groups import GroupCache, LaneGroups
 from fsdp_overlap.comm.lanes import Lane, Mark, Ticket, make_lane
+from fsdp_overlap.comm.streams import has_streams, streams_of
 from fsdp_overlap.layout import Flat, LayoutRule
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.domain import Domain, check_mesh
@@ -117,16 +118,14 @@ class FsdpContext:
                 "FsdpContext needs process groups: call torch.distributed.init_process_group() "
                 "first, under torchrun, or pass a mesh"
             )
-        device_type = "cuda" if torch.cuda.is_available() and dist.is_nccl_available() else "cpu"
-        if device_type == "cuda" and "nccl" not in str(dist.get_backend_config()):
-            device_type = "cpu"
-        return init_device_mesh(device_type, (dist.get_world_size(),))
+        return init_device_mesh(_device_type(), (dist.get_world_size(),))
 
     @cached_property
     def device(self) -> torch.device:
-        if self.mesh.device_type == "cuda":
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device(self.mesh.device_type)
+        device = torch.device(self.mesh.device_type)
+        if has_streams(device):
+            return torch.device(device.type, streams_of(device).current_device())
+        return device
 
     @property
     def groups(self) -> LaneGroups:
@@ -436,3 +435,14 @@ class FsdpContext:
                     gradients.land()
                 if gradients.doubtful:
                     gradients.settle_doubts(agreed[gradients.bucket.domain])
+
+
+def _device_type() -> str:
+    """The type of the devices that the default process group connects: that of an accelerator, if
+    there is one and the group has a backend of its own for it."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        return "cpu"
+    # As "cpu:gloo,cuda:nccl".
+    backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+    return "cpu" if backends.get(found.type, "gloo") == "gloo" else found.type

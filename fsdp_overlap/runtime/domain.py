@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 from fsdp_overlap.comm.collectives import CustomCollectives, CustomComms, choose
 from fsdp_overlap.comm.groups import GroupCache, LaneGroups, can_close
 from fsdp_overlap.comm.lanes import Lane, Ticket
+from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.layout import BucketPlan, LayoutRule
 from fsdp_overlap.runtime.copies import DividedShard
 from fsdp_overlap.runtime.order_check import KINDS, OrderCheck
@@ -112,7 +113,7 @@ class Domain:
     def knows_gradients(self) -> bool:
         """Whether it is known at the end of backward, without waiting for a GPU, which parameters
         have a gradient on some rank."""
-        return self.device.type != "cuda" or self.mesh.size() == 1
+        return not has_streams(self.device) or self.mesh.size() == 1
 
     @cached_property
     def tensor_mesh(self) -> DeviceMesh:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import Issued
 from fsdp_overlap.comm.lanes import HostTicket, Lane, Ticket
+from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.runtime.habit import Habit
 
 if TYPE_CHECKING:
@@ -146,13 +147,13 @@ class OrderCheck:
         # The greatest of a byte and the greatest of its complement tell whether all ranks agree.
         message = digest + bytes(255 - byte for byte in digest) + has_gradient
         sent = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        if self.device.type == "cuda":
+        if has_streams(self.device):
             sent = sent.pin_memory()
         self._sent = sent
         self._ticket = lane.enqueue("order_check", "", lambda: self._issue(sent, groups))
 
     def _issue(self, sent: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> Issued:
-        if self.device.type != "cuda":
+        if not has_streams(self.device):
             work = dist.all_reduce(sent, dist.ReduceOp.MAX, groups[0], async_op=True)
             return Issued([work], lambda: _greatest(sent, groups[1:]), groups[0])
         on_device = _greatest(sent.to(self.device, non_blocking=True), groups)
