@@ -43,8 +43,8 @@ class Ticket(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Instead of :meth:`wait`, where nobody needs the result: afterwards what the work writes
-        to may be freed in the lane's order."""
+        """Instead of :meth:`wait`, where nobody needs the result: afterwards compute may edit what
+        the work reads, and what it writes to may be freed in the lane's order."""
         ...
 
 
@@ -191,7 +191,8 @@ class StreamTicket:
         return self._event.query()
 
     def abandon(self) -> None:
-        pass
+        # What it reads, of the shard or of others' memory, may be edited by compute next.
+        self.wait()
 
 
 class StreamLane:
