@@ -51,12 +51,24 @@ class Ticket(Protocol):
 class Lane(Protocol):
     """``label`` names the unit in errors and traces, ``kind`` the collective."""
 
+    runs_ahead: bool
+    """Whether the host goes on before what it enqueues has begun."""
+
     def after_compute(self) -> None:
         """What is enqueued from now on starts after the compute enqueued so far."""
         ...
 
     def after_event(self, event: torch.Event) -> None:
         """What is enqueued from now on starts after ``event``."""
+        ...
+
+    def after_ticket(self, ticket: Ticket) -> None:
+        """What is enqueued from now on starts after the work of ``ticket``, which is another
+        lane's."""
+        ...
+
+    def before_compute(self) -> None:
+        """Compute enqueued from now on starts after what was enqueued here so far."""
         ...
 
     def mark_compute(self) -> Mark:
@@ -147,11 +159,19 @@ class HostTicket:
 class HostLane:
     """A queue of asynchronous work on a CPU."""
 
+    runs_ahead = False
+
     def after_compute(self) -> None:
         pass
 
     def after_event(self, event: torch.Event) -> None:
         pass
+
+    def after_ticket(self, ticket: Ticket) -> None:
+        ticket.wait()
+
+    def before_compute(self) -> None:
+        pass  # by each ticket: nothing else knows what is under way
 
     def mark_compute(self) -> Mark:
         return None
@@ -198,6 +218,8 @@ class StreamTicket:
 class StreamLane:
     """A stream of a device that has them."""
 
+    runs_ahead = True
+
     def __init__(self, device: torch.device) -> None:
         self._streams = streams_of(device)
         # High priority, so that a collective's few blocks are placed before those of waiting GEMMs.
@@ -208,6 +230,13 @@ class StreamLane:
 
     def after_event(self, event: torch.Event) -> None:
         self.stream.wait_event(event)
+
+    def after_ticket(self, ticket: Ticket) -> None:
+        with self._streams.stream(self.stream):
+            ticket.wait()
+
+    def before_compute(self) -> None:
+        self._streams.current_stream().wait_stream(self.stream)
 
     def mark_compute(self) -> Mark:
         return self._streams.current_stream().record_event()

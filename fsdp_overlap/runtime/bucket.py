@@ -229,16 +229,16 @@ class Bucket:
             )
         if self.state is BucketState.GATHERING:
             self.wait()
-        self._become(BucketState.GATHERING)
         if not self.full.allocated:
             lane.allocate(self.label, self.full)
-        self._gathered_version = version = self.version
+        version = self.version
         if self.part is None:
-            self._ticket = lane.enqueue(
-                "all_gather", self.label, self._all_gather, nbytes=self._travels
-            )
+            ticket = lane.enqueue("all_gather", self.label, self._all_gather, nbytes=self._travels)
         else:
-            self._ticket = self._gather_with_part(lane, self.part, version)
+            ticket = self._gather_with_part(lane, self.part, version)
+        # Not before: what raised, as for want of memory, has gathered nothing.
+        self._become(BucketState.GATHERING)
+        self._ticket, self._gathered_version = ticket, version
         if self.divided is not None:
             self.divided.last_read = self._ticket
         if self.offload is not None:
@@ -289,6 +289,8 @@ class Bucket:
             self.state = BucketState.UNSHARDED
             self._ticket = None
             self.free(lane, lane.mark_compute())
+        elif self.full.allocated:  # by a gather that raised
+            lane.free(self.label, self.full, lane.mark_compute())
         self.drop_part()
         if self.divided is not None:
             self.divided.reset()

@@ -187,6 +187,7 @@ class FsdpContext:
         self.copies_lane = other.copies_lane
         if self.has_schedule:
             self.schedule.gathers.lane = self.gather_lane
+            self.schedule.reductions.lane = self.reduce_lane
 
     @property
     def has_schedule(self) -> bool:
@@ -201,7 +202,7 @@ class FsdpContext:
     def schedule(self) -> Schedule:
         return Schedule(
             Gathers(self.gather_lane, self.prefetch, self.stats, self.unit_at),
-            Reductions(self._reduce, self.max_reduce_inputs),
+            Reductions(self.reduce_lane, self._reduce, self.max_reduce_inputs),
             self.unit_at,
             lambda: self.units,
             self._finish_backward,
@@ -355,6 +356,10 @@ class FsdpContext:
     def rest(self) -> None:
         """Brings every unit to rest, where no rank has more under way than others."""
         if self.has_schedule:  # else nothing ran yet
+            # Where something raised, what a lane still reads and writes is waited for by nobody.
+            for name in ("gather_lane", "reduce_lane", "copies_lane"):
+                if name in vars(self):
+                    vars(self)[name].before_compute()
             self.schedule.drop()
             for unit in self.units:
                 unit.reset(self.gather_lane)

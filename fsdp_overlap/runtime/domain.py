@@ -219,7 +219,8 @@ class Domain:
         found a difference on another mesh. Collective over the mesh.
 
         Raises:
-            RuntimeError: the ranks' collectives differ, in this backward or, on a GPU, in the last.
+            RuntimeError: the ranks' collectives differ, in this backward or, where the host runs
+                ahead, in an earlier one.
         """
         flags = self._has_gradient
         self.forget_gradients()
@@ -230,13 +231,9 @@ class Domain:
         if failed:
             self.order_check.note_failure()
         if not self.knows_gradients:
-            self.order_check.read()  # of the last backward
+            self.order_check.read_arrived()  # of earlier backwards
         self.order_check.send(lane, groups, flags)
-        if not self.knows_gradients:
-            return flags
-        agreed = self.order_check.read()
-        assert agreed is not None
-        return agreed
+        return self.order_check.read() if self.knows_gradients else flags
 
     def finish_reading(self) -> None:
         """Before offloaded shards may be edited, on the host: blocks it until they were copied to

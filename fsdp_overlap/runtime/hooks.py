@@ -173,7 +173,8 @@ def _before_backward(schedule: weakref.ref[Schedule], call: Call, gradient: torc
 
 
 def _move(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(device)
+    # From pinned memory the host does not wait for the copy.
+    return tensor.to(device, non_blocking=True)
 
 
 def _cast_floating(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
