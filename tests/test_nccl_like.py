@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import test_experts
+import test_layouts_in_training
+import test_reducing
+import test_tensor_parallel
 import torch
 import torch.distributed as dist
-from nccl_like import BACKEND
+import torch.distributed.checkpoint as dcp
+from nccl_like import BACKEND, NcclLikeGroup, checking_nan
 from ranks import run_ranks
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from twins import Twins
+from zoo import Model, shard_layers
+
+from fsdp_overlap import FsdpContext, fully_shard
+from fsdp_overlap.layout import Blocks, Flat, LayoutRule, Whole
+from fsdp_overlap.optim import Muon, clip_grad_norm_, exchange
+from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 
 
 def ranges() -> None:
@@ -144,10 +168,181 @@ def refusals() -> None:
         dist.broadcast(torch.zeros(1), dist.get_rank())
 
 
-def behave(*claims: Callable[[], None]) -> None:
+def test_the_group_does_what_nccl_does_and_refuses_what_it_refuses() -> None:
+    run_ranks(in_turn, 4, [ranges, others, groups, waits, refusals], backend=BACKEND)
+
+
+# What the library does on it. All memory that nobody has written is NaN, and sending that raises.
+
+
+def in_turn(claims: list[Callable[[], None]]) -> None:
     for claim in claims:
         claim()
 
 
-def test_the_group_does_what_nccl_does_and_refuses_what_it_refuses() -> None:
-    run_ranks(behave, 4, ranges, others, groups, waits, refusals, backend=BACKEND)
+def with_nan_in_memory(claims: list[Callable[[], None]]) -> None:
+    allocate = FlatBuffer.allocate
+
+    def fill(buffer: FlatBuffer) -> None:
+        allocate(buffer)
+        buffer.flat.view(torch.uint8).fill_(0xFF)
+
+    torch.use_deterministic_algorithms(True)  # torch.empty() fills with NaN then
+    try:
+        with checking_nan(), patch.object(FlatBuffer, "allocate", fill):
+            in_turn(claims)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def train(name: str, wanted: str, /, **options: Any) -> None:
+    """As unsharded, by the collectives that are `wanted` among others."""
+    twins = Twins.of(name, **options)
+    twins.train(2)
+    buckets = [bucket for unit in twins.ctx.units for bucket in unit.buckets]
+    assert wanted in {type(bucket.collectives).__name__ for bucket in buckets}
+
+
+def train_from_parts(layout: LayoutRule) -> None:
+    twins = Twins(Model, partial(shard_layers, reshard_after_forward=2), layout=layout)
+    log: list[str] = []
+    with noted(log):
+        twins.train(2)
+    assert any(line.endswith("of 2") for line in log)
+
+
+def reduced_in_float32(options: dict[str, Any]) -> None:
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    twins = Twins(Model, partial(shard_layers, mp_policy=policy), **options)
+    for _ in range(2):
+        twins.backward(*next(twins.batches(1)))
+    for (name, parameter), twin in twins.pairs():
+        assert parameter.grad is not None
+        assert parameter.grad.dtype == torch.double, name
+        assert twin.grad is not None
+        torch.testing.assert_close(parameter.grad.full_tensor(), twin.grad, rtol=1e-5, atol=1e-6)
+
+
+def train_with_tensor_parallelism(layout: LayoutRule) -> None:
+    mesh = test_tensor_parallel.make_mesh()
+    plain = test_tensor_parallel.plain
+    model = test_tensor_parallel.parallelize(plain(), mesh["tp"])
+    test_tensor_parallel.shard(model, FsdpContext(mesh["dp"], layout=layout))
+    # Clips too, and compares by full_tensor().
+    test_tensor_parallel.train(mesh, model, plain(), test_tensor_parallel.adamw, steps=1)
+
+
+def exchange_matrices() -> None:
+    log: list[str] = []
+    with patch.object(exchange, "ROUND_ELEMENTS", 60):  # several rounds
+        twins = Twins.of("layers", optimizer=Muon, layout=Blocks(rows=2), ns_dtype=torch.double)
+        with noted(log):
+            twins.train(2)
+    assert sum(line.startswith("all_to_all") for line in log) > 4
+
+
+def clip_and_reduce() -> None:
+    twins = Twins.of("layers", layout=Blocks(rows=1))
+    twins.backward(*next(twins.batches(1)))
+    for (_, parameter), twin in twins.pairs():
+        assert parameter.grad is not None
+        assert twin.grad is not None
+        for order in (2.0, 1.0, torch.inf):
+            norm = torch.linalg.vector_norm(parameter.grad, order)
+            expected = torch.linalg.vector_norm(twin.grad, order)
+            torch.testing.assert_close(norm, expected)
+        torch.testing.assert_close(parameter.grad.sum(), twin.grad.sum())
+        torch.testing.assert_close(parameter.grad.amin(), twin.grad.amin())
+    expected = nn.utils.clip_grad_norm_(twins.twin.parameters(), 0.1)
+    torch.testing.assert_close(clip_grad_norm_(twins.model.parameters(), 0.1), expected)
+    twins.check_gradients()
+
+
+def save_and_load(folder: str) -> None:
+    saved = Twins.of("layers", layout=Whole())
+    saved.train(1)
+    model, optimizer = get_state_dict(saved.model, saved.optimizer)
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+    loaded = Twins.of("layers", layout=Blocks(rows=1))
+    model, optimizer = get_state_dict(loaded.model, loaded.optimizer)
+    wanted = {"model": model, "optimizer": optimizer}
+    dcp.load(wanted, checkpoint_id=folder)
+    set_state_dict(
+        loaded.model,
+        loaded.optimizer,
+        model_state_dict=wanted["model"],
+        optim_state_dict=wanted["optimizer"],
+    )
+    full = StateDictOptions(full_state_dict=True)
+    states = [get_model_state_dict(twins.model, options=full) for twins in (saved, loaded)]
+    for name, value in states[0].items():
+        assert torch.equal(value, states[1][name]), name
+
+
+def run_other_units() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    ctx = FsdpContext()
+    for layer in (*model, model):
+        fully_shard(layer, ctx)
+    first, second = model if dist.get_rank() else reversed(model)
+    with pytest.raises(RuntimeError, match=r"rank 0: .* of unit '1'; rank .* of unit '0'"):
+        second(first(torch.ones(1, 4))).sum().backward()
+    ctx.reset()
+    model(torch.ones(1, 4)).sum().backward()
+
+
+@contextmanager
+def noted(log: list[str]) -> Iterator[None]:
+    """Notes what is issued, as "kind of ranks"."""
+    run = NcclLikeGroup._run
+
+    def noting(group: NcclLikeGroup, kind: str, *rest: Any) -> Any:
+        log.append(f"{kind} of {group.size()}")
+        return run(group, kind, *rest)
+
+    with patch.object(NcclLikeGroup, "_run", noting):
+        yield
+
+
+COPIES: dict[str, Any] = {"mesh": (2, 2)}
+EQUAL, RAGGED = "TensorCollectives", "RaggedTensorCollectives"
+TRAINING = [
+    partial(train, "layers", EQUAL),
+    partial(train, "layers", RAGGED, layout=Whole()),
+    partial(train, "unused on some ranks", RAGGED, layout=Blocks(rows=3)),
+    partial(test_layouts_in_training.train, "whole", "giant"),  # ranks that hold nothing
+    partial(train_from_parts, Flat()),
+    partial(train_from_parts, Whole()),
+    partial(train, "layers", EQUAL, **COPIES),
+    partial(train, "layers", RAGGED, layout=Whole(), **COPIES),
+    partial(train, "layers", EQUAL, divide_copies=True, **COPIES),
+    partial(train, "layers", RAGGED, layout=Whole(), divide_copies=True, **COPIES),
+    *(
+        partial(reduced_in_float32, options)
+        for options in ({}, {"layout": Whole()}, COPIES, {"divide_copies": True, **COPIES})
+    ),
+    partial(test_experts.train, True, False),
+    partial(test_experts.train, False, True),
+    partial(train_with_tensor_parallelism, Blocks(rows=1)),
+    exchange_matrices,
+    clip_and_reduce,
+    partial(test_reducing.as_fsdp2, test_reducing.divided, (4,)),
+    partial(test_reducing.as_fsdp2, test_reducing.only_sums, (2, 2)),
+    partial(test_reducing.sees_means, (2, 2)),
+    partial(test_reducing.in_half_precision, (4,)),
+    run_other_units,
+]
+
+
+def test_training_equals_unsharded_training_and_sends_nothing_that_nobody_wrote(
+    tmp_path: Path,
+) -> None:
+    claims = [*TRAINING, partial(save_and_load, str(tmp_path))]
+    run_ranks(with_nan_in_memory, 4, claims, backend=BACKEND)
+
+
+def test_ranks_that_are_no_power_of_two() -> None:
+    claims = [
+        partial(test_layouts_in_training.train, layout, "giant") for layout in ("flat", "mixed")
+    ]
+    run_ranks(with_nan_in_memory, 3, [*claims, exchange_matrices], backend=BACKEND)

@@ -16,6 +16,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_overlap.layout import Flat, ParamSpec, plan_units
+from fsdp_overlap.tensor.carried import as_carried
 from fsdp_overlap.tensor.operands import own_elements
 from fsdp_overlap.tensor.placement import RangeShard, range_dim, range_spec, tile_of
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
@@ -58,7 +59,8 @@ def distribute_tensor(
         for dim in range(device_mesh.ndim):
             if device_mesh.get_local_rank(dim) != src_data_rank:
                 whole = torch.empty_like(whole)  # the argument stays as it is
-            dist.broadcast(whole, group=device_mesh.get_group(dim), group_src=src_data_rank)
+            sent = as_carried(whole)
+            dist.broadcast(sent, group=device_mesh.get_group(dim), group_src=src_data_rank)
     return ShardedTensor.wrap(own_elements(whole, spec).clone(), spec)
 
 
