@@ -120,6 +120,10 @@ def read() -> None:
         like = fully_shard(nn.Linear(3, 5, bias=False), FsdpContext(mesh)).weight
         sharded = distribute_tensor(mine, mesh, like.placements, src_data_rank=0)
         assert same_bytes(sharded.full_tensor(), values)
+    numbers = values_of(torch.complex64, (5, 3))
+    for lazy in (numbers.conj(), torch._neg_view(numbers.real.contiguous())):
+        sharded = distribute_tensor(lazy, mesh, like.placements, src_data_rank=0)
+        assert torch.equal(sharded.full_tensor(), lazy.clone())
     for dtype in (torch.int16, torch.int8, torch.bool):
         whole = values_of(dtype, (5, 3))
         sharded = distribute_tensor(whole, mesh, like.placements, src_data_rank=None)

@@ -55,7 +55,7 @@ def distribute_tensor(
     if whole.device.type != device_mesh.device_type and not whole.is_meta:
         whole = whole.to(device_mesh.device_type)
     if src_data_rank is not None and not whole.is_meta:
-        whole = whole.contiguous()
+        whole = whole.resolve_conj().resolve_neg().contiguous()  # as it is in memory
         for dim in range(device_mesh.ndim):
             if device_mesh.get_local_rank(dim) != src_data_rank:
                 whole = torch.empty_like(whole)  # the argument stays as it is
