@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import reduce
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,18 +42,19 @@ DTYPES = frozenset((*FLOAT8, *NUMBERS, *INTEGERS))
 Receive = Callable[[list[torch.Tensor]], None]
 
 
-class Delivery(dist.Work):
-    """A collective under way: `result` waits for what arrives, `receive` puts it in place."""
+class Arrival(NamedTuple):
+    """What is on its way here: `wait(seconds)` gives it, at the latest after so many."""
 
-    def __init__(
-        self,
-        result: Callable[[float | None], list[torch.Tensor]],
-        is_done: Callable[[], bool],
-        receive: Receive,
-    ) -> None:
+    wait: Callable[..., list[torch.Tensor]]
+    is_done: Callable[[], bool]
+
+
+class Delivery(dist.Work):
+    """A collective under way: `receive` puts in place what arrives."""
+
+    def __init__(self, arrival: Arrival, receive: Receive) -> None:
         super().__init__()
-        self._result = result
-        self._is_done = is_done
+        self._arrival = arrival
         self._receive: Receive | None = receive
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -61,7 +62,7 @@ class Delivery(dist.Work):
         seconds = None if timeout is None else timeout.total_seconds()
         if self._receive is not None:
             try:
-                arrived = self._result(seconds if seconds is None or seconds > 0 else None)
+                arrived = self._arrival.wait(seconds if seconds is None or seconds > 0 else None)
             except TimeoutError as error:
                 raise RuntimeError(f"not done after {seconds} s") from error
             receive, self._receive = self._receive, None
@@ -75,7 +76,7 @@ class Delivery(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        return self._receive is None or self._is_done()
+        return self._receive is None or self._arrival.is_done()
 
     def is_success(self) -> bool:
         return self._receive is None
@@ -135,17 +136,16 @@ class NcclLikeGroup(dist.ProcessGroup):
         kind: str,
         writes: Sequence[torch.Tensor],
         reads: Sequence[torch.Tensor],
-        sends: Sequence[torch.Tensor],
+        start: Callable[[], Arrival],
         receive: Receive,
         opts: Any,
     ) -> dist.Work:
-        """Sends `sends[r]`, all of which lie in `reads`, to each rank `r`; `receive` gets the flat
-        bytes that each rank sent here and writes `writes`."""
+        """`start` sends copies of `reads`; `receive` gets what arrives, and writes `writes`."""
         for tensor in (*writes, *reads):
             self._check(kind, tensor)
-        messages = [_bytes(tensor).clone() for tensor in sends]
+        if self.checks_nan:
+            _check_nan(kind, reads)
         kept = [(tensor, _bytes(tensor).clone()) for tensor in reads if not _shares(tensor, writes)]
-        future = self._thread.submit(self._exchange, kind, messages)
 
         def arrived(received: list[torch.Tensor]) -> None:
             for tensor, before in kept:
@@ -153,10 +153,7 @@ class NcclLikeGroup(dist.ProcessGroup):
                     raise RuntimeError(f"{kind}: what it reads was edited before it was waited for")
             receive(received)
 
-        work = Delivery(future.result, future.done, arrived)
-        return self._issued(work, writes, opts)
-
-    def _issued(self, work: Delivery, writes: Sequence[torch.Tensor], opts: Any) -> dist.Work:
+        work = Delivery(start(), arrived)
         if not getattr(opts, "asyncOp", True):
             work.wait()
         else:
@@ -172,11 +169,23 @@ class NcclLikeGroup(dist.ProcessGroup):
         if tensor.device.type != "cpu":
             raise ValueError(f"{kind}: this is a group of CPUs, got {tensor.device}")
 
-    def _check_nan(self, kind: str, tensors: Sequence[torch.Tensor]) -> None:
-        for tensor in tensors:
-            if self.checks_nan and tensor.dtype in NUMBERS and tensor.isnan().any():
-                places = tensor.flatten().isnan().nonzero().flatten().tolist()
-                raise RuntimeError(f"{kind}: NaN is sent, at {places} of {tensor.numel()}")
+    def _all(
+        self,
+        kind: str,
+        writes: Sequence[torch.Tensor],
+        reads: Sequence[torch.Tensor],
+        sends: Sequence[torch.Tensor],
+        receive: Receive,
+        opts: Any,
+    ) -> dist.Work:
+        """A collective: `sends[r]` goes to each rank `r`, and flat bytes of each rank arrive."""
+
+        def start() -> Arrival:
+            messages = [_bytes(tensor).clone() for tensor in sends]
+            future = self._thread.submit(self._exchange, kind, messages)
+            return Arrival(future.result, future.done)
+
+        return self._run(kind, writes, reads, start, receive, opts)
 
     def _exchange(self, kind: str, messages: list[torch.Tensor]) -> list[torch.Tensor]:
         code = zlib.crc32(kind.encode())
@@ -198,18 +207,16 @@ class NcclLikeGroup(dist.ProcessGroup):
         [targets], [source] = outputs, inputs
         _check_sizes("all_gather", targets[self.rank()], source)
         _check_dtypes("all_gather", [*targets, source])
-        self._check_nan("all_gather", [source])
         sends = [source] * self.size()
-        return self._run("all_gather", targets, [source], sends, _fill(targets), opts)
+        return self._all("all_gather", targets, [source], sends, _fill(targets), opts)
 
     def _allgather_base(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
     ) -> dist.Work:
         self._check_ranges("all_gather", output, input)
         ranges = output.detach().view(-1).split([input.numel()] * self.size())
-        self._check_nan("all_gather", [input])
         sends = [input] * self.size()
-        return self._run("all_gather", [output], [input], sends, _fill(ranges), opts)
+        return self._all("all_gather", [output], [input], sends, _fill(ranges), opts)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         [target], [sources] = outputs, inputs
@@ -242,8 +249,6 @@ class NcclLikeGroup(dist.ProcessGroup):
     def broadcast(self, tensors: Any, opts: Any) -> dist.Work:
         [tensor] = tensors
         is_root = self.rank() == opts.rootRank
-        if is_root:
-            self._check_nan("broadcast", [tensor])
         none = tensor.detach().view(-1)[:0]
 
         def receive(received: list[torch.Tensor]) -> None:
@@ -252,7 +257,7 @@ class NcclLikeGroup(dist.ProcessGroup):
         kind = f"broadcast from {opts.rootRank}"
         sends = [tensor if is_root else none] * self.size()
         writes, reads = ([], [tensor]) if is_root else ([tensor], [])
-        return self._run(kind, writes, reads, sends, receive, opts)
+        return self._all(kind, writes, reads, sends, receive, opts)
 
     def all_to_all_single(
         self,
@@ -265,18 +270,16 @@ class NcclLikeGroup(dist.ProcessGroup):
         targets = self._split("all_to_all", output, output_sizes)
         sources = self._split("all_to_all", input, input_sizes)
         _check_dtypes("all_to_all", [output, input])
-        self._check_nan("all_to_all", [input])
-        return self._run("all_to_all", [output], [input], sources, _fill(targets), opts)
+        return self._all("all_to_all", [output], [input], sources, _fill(targets), opts)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        self._check_nan("all_to_all", inputs)
-        return self._run("all_to_all", outputs, inputs, inputs, _fill(outputs), opts)
+        return self._all("all_to_all", outputs, inputs, inputs, _fill(outputs), opts)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
         [source], none = inputs, torch.empty(0)
         targets = outputs[0] if outputs else [none] * self.size()
         sends = [source if rank == opts.rootRank else none for rank in range(self.size())]
-        return self._run("gather", targets, [source], sends, _fill(targets), opts)
+        return self._all("gather", targets, [source], sends, _fill(targets), opts)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
         [target] = outputs
@@ -285,25 +288,25 @@ class NcclLikeGroup(dist.ProcessGroup):
         def receive(received: list[torch.Tensor]) -> None:
             _write(target, received[opts.rootRank])
 
-        return self._run("scatter", [target], inputs[0] if inputs else [], sources, receive, opts)
+        return self._all("scatter", [target], inputs[0] if inputs else [], sources, receive, opts)
 
     def barrier(self, opts: Any = None) -> dist.Work:
         none = torch.empty(0)
-        return self._run("barrier", [], [], [none] * self.size(), _fill([none] * self.size()), opts)
+        return self._all("barrier", [], [], [none] * self.size(), _fill([none] * self.size()), opts)
 
     def send(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
-        self._check("send", tensors[0])
-        sent = _bytes(tensors[0]).clone()
-        work = self._carrier.send([sent], rank, tag)
-        return Delivery(_waited(work, sent), work.is_completed, lambda _: None)
+        def start() -> Arrival:
+            sent = _bytes(tensors[0]).clone()
+            return _of(self._carrier.send([sent], rank, tag), sent)
+
+        return self._run("send", [], tensors, start, lambda _: None, None)
 
     def recv(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
-        [target] = tensors
-        self._check("recv", target)
-        arrived = torch.empty_like(_bytes(target))
-        work = self._carrier.recv([arrived], rank, tag)
-        delivery = Delivery(_waited(work, arrived), work.is_completed, _fill([target]))
-        return self._issued(delivery, [target], None)
+        def start() -> Arrival:
+            received = torch.empty_like(_bytes(tensors[0]))
+            return _of(self._carrier.recv([received], rank, tag), received)
+
+        return self._run("recv", tensors, [], start, _fill(tensors), None)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         pairs = zip(outputs, inputs, strict=True)
@@ -338,7 +341,6 @@ class NcclLikeGroup(dist.ProcessGroup):
         dtype = reads[0].dtype
         if dtype in FLOAT8 or (dtype is torch.bool and is_mean):
             raise TypeError(f"{kind}: NCCL reduces no {dtype} by {operation.name}")
-        self._check_nan(kind, reads)
 
         def receive(received: list[torch.Tensor]) -> None:
             for target in writes:
@@ -352,7 +354,7 @@ class NcclLikeGroup(dist.ProcessGroup):
                     total = total // len(values)
                 _write(target, total)
 
-        return self._run(f"{kind} {operation.name}", writes, reads, sends, receive, opts)
+        return self._all(f"{kind} {operation.name}", writes, reads, sends, receive, opts)
 
     def _split(
         self, kind: str, tensor: torch.Tensor, sizes: Sequence[int]
@@ -403,6 +405,13 @@ def _check_dtypes(kind: str, tensors: Sequence[torch.Tensor]) -> None:
         raise TypeError(f"{kind}: of {[tensor.dtype for tensor in tensors]}")
 
 
+def _check_nan(kind: str, tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        if tensor.dtype in NUMBERS and tensor.isnan().any():
+            places = tensor.flatten().isnan().nonzero().flatten().tolist()
+            raise RuntimeError(f"{kind}: NaN is sent, at {places} of {tensor.numel()}")
+
+
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
 
@@ -429,27 +438,28 @@ def _shares(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
     return any(other.untyped_storage()._cdata == storage for other in others)
 
 
-def _waited(work: dist.Work, message: torch.Tensor) -> Callable[[float | None], list[torch.Tensor]]:
-    def result(seconds: float | None) -> list[torch.Tensor]:
+def _of(work: dist.Work, message: torch.Tensor) -> Arrival:
+    def wait(seconds: float | None = None) -> list[torch.Tensor]:
         if seconds is None:
             work.wait()
         else:
             work.wait(timedelta(seconds=seconds))
         return [message]
 
-    return result
+    return Arrival(wait, work.is_completed)
 
 
 def _together(works: Sequence[dist.Work]) -> dist.Work:
     if len(works) == 1:
         return works[0]
 
-    def result(_: float | None) -> list[torch.Tensor]:
+    def wait(_: float | None = None) -> list[torch.Tensor]:
         for work in works:
             work.wait()
         return []
 
-    return Delivery(result, lambda: all(w.is_completed() for w in works), lambda _: None)
+    all_done = Arrival(wait, lambda: all(work.is_completed() for work in works))
+    return Delivery(all_done, lambda _: None)
 
 
 @contextmanager
