@@ -203,6 +203,14 @@ def train(name: str, wanted: str, /, **options: Any) -> None:
     assert wanted in {type(bucket.collectives).__name__ for bucket in buckets}
 
 
+def train_copies() -> None:
+    log: list[str] = []
+    with noted(log):
+        Twins.of("layers", mesh=(2, 2)).train(2)
+    assert "reduce_scatter AVG of 2" in log
+    assert "all_reduce AVG of 2" in log  # a mean is what the backend takes
+
+
 def train_from_parts(layout: LayoutRule) -> None:
     twins = Twins(Model, partial(shard_layers, reshard_after_forward=2), layout=layout)
     log: list[str] = []
@@ -313,7 +321,7 @@ TRAINING = [
     partial(test_layouts_in_training.train, "whole", "giant"),  # ranks that hold nothing
     partial(train_from_parts, Flat()),
     partial(train_from_parts, Whole()),
-    partial(train, "layers", EQUAL, **COPIES),
+    train_copies,
     partial(train, "layers", RAGGED, layout=Whole(), **COPIES),
     partial(train, "layers", EQUAL, divide_copies=True, **COPIES),
     partial(train, "layers", RAGGED, layout=Whole(), divide_copies=True, **COPIES),
