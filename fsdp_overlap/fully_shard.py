@@ -22,7 +22,8 @@ from fsdp_overlap.runtime.ownership import (
     move_buffers,
     owned_parameters,
 )
-from fsdp_overlap.runtime.unit import Unit, kind_of, unit_of
+from fsdp_overlap.runtime.unit import Unit, kind_of, reduce_dtype, unit_of
+from fsdp_overlap.tensor.carried import SUMMED
 
 ModulesT = TypeVar("ModulesT", bound=nn.Module | Sequence[nn.Module])
 
@@ -98,6 +99,7 @@ def fully_shard(
         ctx.is_implicit = True
     kind = kind_of(modules)
     _check_parameters(kind, owned, ctx.device)
+    _check_gradients(kind, owned, mp_policy)
     mesh = ctx.mesh if mesh is None else mesh
     by_domain = _by_domain(kind, owned, ctx, mesh, shard_placement_fn)
     for domain, items in by_domain.items():
@@ -160,6 +162,19 @@ def _by_domain(
             )
         found.setdefault(ctx.domain_of(own_mesh), []).append(item)
     return {domain: items for domain, items in found.items() if items or len(found) == 1}
+
+
+def _check_gradients(
+    kind: str, owned: list[OwnedParameter], mp_policy: MixedPrecisionPolicy
+) -> None:
+    for item in owned:
+        dtype = reduce_dtype(item.parameter.dtype, mp_policy)
+        if item.parameter.requires_grad and dtype not in SUMMED:
+            raise ValueError(
+                f"gradients of {_name(kind, item)} would be reduced in {dtype}, in which nothing "
+                "can be summed: use MixedPrecisionPolicy(reduce_dtype=torch.float32), or freeze it "
+                "by requires_grad_(False)"
+            )
 
 
 def _make_buckets(

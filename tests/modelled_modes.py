@@ -15,7 +15,7 @@ from test_experts import ROWS, WIDTH, Moe
 from test_tensor_parallel import loss_of, shard
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from zoo import ZOO
+from zoo import ZOO, Model
 
 from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.layout import Blocks, Flat, LayoutRule, Whole
@@ -111,7 +111,7 @@ def large_gradients_leave_at_once() -> None:
 
 @mode
 def many_units_with_copies() -> None:
-    Program(name="deep tree", dims=(2, 2), reduce_dtype=torch.float64).train()
+    Program(build=lambda: Model(layers=8), dims=(2, 2), reduce_dtype=torch.float64).train()
 
 
 @mode
