@@ -142,7 +142,8 @@ def test_the_assertion_says_what_did_not_run_under_compute() -> None:
     with pytest.raises(AssertionError) as raised:
         assert_overlapped(report, all_gathers=2, reduce_scatters=3)
     message = str(raised.value)
-    assert "rank 0: 0 of 4 forward all-gathers ran under compute at 0.0 ms, not 2:" in message
+    assert "rank 0: 0 of 4 forward all-gathers ran under compute at 0.0 ms, not 2, " in message
+    assert "with at most 50% of each exposed:" in message
     assert "  blocks.3: in flight 0.40 ms, exposed 0.40, compute until the wait 0.00" in message
     assert "reduce-scatters" not in message
     assert_overlapped(report, reduce_scatters=3)
@@ -157,6 +158,22 @@ def test_the_assertion_is_about_every_pass() -> None:
         assert_overlapped(both, forward_all_gathers=1)
     with pytest.raises(AssertionError, match="2 passes have backward reduce-scatters, in 3 steps"):
         assert_overlapped(trace_of(*healthy.events, *bad), reduce_scatters=1, steps=3)
+
+
+def test_the_assertion_takes_how_much_of_a_collective_may_be_exposed() -> None:
+    # 1.6 ms under 1 ms of compute in forward, and under 2 ms in backward.
+    report = report_of(Step(units=4, all_gather=1600))
+    exposed = {c.name: c.exposed / c.duration for c in report.ranks[0].collectives[1:4]}
+    assert all(0.35 < share < 0.40 for share in exposed.values()), exposed
+    assert_overlapped(report, forward_all_gathers=3)
+    assert_overlapped(report, forward_all_gathers=3, exposed_at_most=0.40)
+    with pytest.raises(AssertionError, match="0 of 4 forward .* with at most 35% of each exposed"):
+        assert_overlapped(report, forward_all_gathers=3, exposed_at_most=0.35)
+    # Twice the compute leaves nothing exposed.
+    assert_overlapped(report, backward_all_gathers=3, exposed_at_most=0.01)
+    for share in (-0.1, 1.0, float("nan")):
+        with pytest.raises(ValueError, match="exposed_at_most=.*: give a share"):
+            assert_overlapped(report, all_gathers=1, exposed_at_most=share)
 
 
 def test_an_assertion_of_nothing_is_refused() -> None:
