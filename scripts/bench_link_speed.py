@@ -16,6 +16,7 @@ import statistics
 from pathlib import Path
 
 import _bench
+import _link
 import bench_link
 import torch
 
@@ -44,7 +45,7 @@ def step_gbits(ranks: int, blocks: int) -> float:
     """Gbit that a step of ours sends through the one queue of loopback: of each block two gathers,
     one of the last, and a reduction, in each of which every rank's range goes to, or comes from,
     every other."""
-    block = sum(parameter.nbytes for parameter in bench_link.Block().parameters())
+    block = sum(parameter.nbytes for parameter in _link.Block().parameters())
     return (3 * blocks - 1) * block * (ranks - 1) * 8 / 1e9
 
 
@@ -97,7 +98,7 @@ def main() -> None:
         ratios.append(Ratio.between(step, ours, bench_link.BOUND, samples, at=at, at_most=target))
     about = (
         f"torch {torch.__version__}, {args.ranks} ranks, {args.blocks} blocks of "
-        f"12*{bench_link.WIDTH}^2, {args.rows} rows a rank; {args.rounds} rounds of {args.steps} "
+        f"12*{_link.WIDTH}^2, {args.rows} rows a rank; {args.rounds} rounds of {args.steps} "
         "steps"
     )
     if args.sleep:

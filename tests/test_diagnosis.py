@@ -167,12 +167,12 @@ def test_the_assertion_takes_how_much_of_a_collective_may_be_exposed() -> None:
     assert all(0.35 < share < 0.40 for share in exposed.values()), exposed
     assert_overlapped(report, forward_all_gathers=3)
     assert_overlapped(report, forward_all_gathers=3, exposed_at_most=0.40)
-    with pytest.raises(AssertionError, match="0 of 4 forward .* with at most 35% of each exposed"):
+    with pytest.raises(AssertionError, match=r"0 of 4 forward .* with at most 35% of each exposed"):
         assert_overlapped(report, forward_all_gathers=3, exposed_at_most=0.35)
     # Twice the compute leaves nothing exposed.
     assert_overlapped(report, backward_all_gathers=3, exposed_at_most=0.01)
     for share in (-0.1, 1.0, float("nan")):
-        with pytest.raises(ValueError, match="exposed_at_most=.*: give a share"):
+        with pytest.raises(ValueError, match=r"exposed_at_most=.*: give a share"):
             assert_overlapped(report, all_gathers=1, exposed_at_most=share)
 
 
