@@ -7,9 +7,11 @@ Options are those of `bench_link.py`, which says what each system is.
 from __future__ import annotations
 
 import argparse
+import re
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import bench_muon
@@ -19,10 +21,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 import fsdp_overlap
 from fsdp_overlap.comm.collectives import Issued, choose
-from fsdp_overlap.layout import Blocks, Flat, Layout, ParamSpec, Whole, plan_units
+from fsdp_overlap.layout import Blocks, BucketPlan, Flat, Layout, ParamSpec, Whole, plan_units
 from fsdp_overlap.optim import AdamW, Muon
 from fsdp_overlap.runtime.reductions import MAX_INPUTS
 
@@ -30,6 +33,23 @@ WIDTH = 512
 HEADS = 8
 SEQUENCE = 64
 LAYOUTS: dict[str, Layout] = {"flat": Flat(), "blocks": Blocks(rows=128), "whole": Whole()}
+
+
+UNITS = {"gbit": 1.0, "mbit": 1e-3}
+
+
+def gbit(rate: str) -> float:
+    """Of a limited link, in Gbit/s. Raises argparse's error for what `tc` alone may know."""
+    found = re.fullmatch(r"([\d.]+)(gbit|mbit)", rate)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{rate}: use 2gbit, 500mbit and so on")
+    return float(found[1]) * UNITS[found[2]]
+
+
+def checked_rate(rate: str) -> str:
+    """`rate`, if `gbit` knows it."""
+    gbit(rate)
+    return rate
 
 
 class Sleep(torch.autograd.Function):
@@ -94,12 +114,67 @@ def make_step(model: nn.Module, rank: int, rows: int) -> Callable[[], float]:
     return step
 
 
-def shard_fsdp2(args: argparse.Namespace) -> nn.Sequential:
+class Ours:
+    """What our collectives do for FSDP2: each is waited for where FSDP2 waits for its own, before
+    the call returns, so that they hide as little."""
+
+    def allocate(
+        self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class OurAllGather(Ours, AllGather):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        plan = plan_of(output_tensor.numel(), output_tensor.dtype, group.size())
+        gather = choose("cpu", group, plan).all_gather
+        finish(gather(output_tensor.view(-1), input_tensor.view(-1), plan, group))
+
+
+class OurReduceScatter(Ours, ReduceScatter):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        divisor = {dist.ReduceOp.AVG: None, dist.ReduceOp.SUM: 1.0}[op]
+        plan = plan_of(input_tensor.numel(), input_tensor.dtype, group.size())
+        reduce = choose("cpu", group, plan).reduce_scatter
+        own = finish(reduce(input_tensor.view(-1), plan, group, divisor))
+        output_tensor.copy_(own.view_as(output_tensor))
+
+
+@cache
+def plan_of(numel: int, dtype: torch.dtype, world_size: int) -> BucketPlan:
+    """Of one tensor, cut evenly."""
+    [plan] = plan_units([[ParamSpec("", (numel,), dtype)]], world_size, Flat())
+    return plan
+
+
+def finish(issued: Issued) -> torch.Tensor:
+    for work in issued.works:
+        work.wait()
+    return issued.finish()
+
+
+def shard_fsdp2(args: argparse.Namespace, with_our_collectives: bool = False) -> nn.Sequential:
     """A model sharded as users of FSDP2 do."""
     model = build(args.blocks, args.sleep)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model:
         fsdp2.fully_shard(block, mesh=mesh)
+        if with_our_collectives:
+            block.set_custom_all_gather(OurAllGather())
+            block.set_custom_reduce_scatter(OurReduceScatter())
     fsdp2.fully_shard(model, mesh=mesh)
     return model
 
@@ -212,10 +287,5 @@ def make_communication(
         for one in (*gathers, *reductions):
             finish(one)
         return 0.0
-
-    def finish(issued: Issued) -> None:
-        for work in issued.works:
-            work.wait()
-        issued.finish()
 
     return communicate

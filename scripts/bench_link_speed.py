@@ -11,7 +11,6 @@ step over that time, which is how a limited link's rate counts too. The others n
 from __future__ import annotations
 
 import argparse
-import re
 import statistics
 from pathlib import Path
 
@@ -23,22 +22,6 @@ import torch
 from fsdp_overlap.cli.measurement import Figure, Measurement, Ratio, Sweep
 
 UNLIMITED = "unlimited"
-UNITS = {"gbit": 1.0, "mbit": 1e-3}
-
-
-def gbit(rate: str) -> float:
-    """Of a limited link, in Gbit/s."""
-    found = re.fullmatch(r"([\d.]+)(gbit|mbit)", rate)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"{rate}: use 2gbit, 500mbit and so on, or {UNLIMITED}")
-    return float(found[1]) * UNITS[found[2]]
-
-
-def checked_rate(text: str) -> str:
-    """`text`, if it is a rate."""
-    if text != UNLIMITED:
-        gbit(text)
-    return text
 
 
 def step_gbits(ranks: int, blocks: int) -> float:
@@ -56,7 +39,7 @@ def measure(args: argparse.Namespace, rate: str) -> tuple[float, dict[str, list[
     link = argparse.Namespace(**vars(args), rate=rate, no_limit=rate == UNLIMITED)
     samples = _bench.launch_on_link(link, argv, script=Path(bench_link.__file__))
     if rate != UNLIMITED:
-        return gbit(rate), bench_link.with_bound(samples)
+        return _link.gbit(rate), bench_link.with_bound(samples)
     seconds = statistics.median(samples[bench_link.COMMUNICATION]) / 1e3
     return step_gbits(args.ranks, args.blocks) / seconds, bench_link.with_bound(samples)
 
@@ -65,7 +48,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--rates",
-        type=checked_rate,
+        type=lambda text: text if text == UNLIMITED else _link.checked_rate(text),
         nargs="+",
         default=["1gbit", "2gbit", "4gbit", "8gbit", UNLIMITED],
         help=f"of the link, in tc's words, or {UNLIMITED}",
