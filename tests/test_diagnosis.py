@@ -134,7 +134,53 @@ def test_a_host_that_does_neither_is_said() -> None:
 def test_collectives_that_no_unit_issued_are_said() -> None:
     more = [event("c10d::allreduce_", 13000, 13001), event("gloo:all_reduce", 13002, 19000, GLOO_A)]
     report = read_report(trace_of(*Step().events, *more))
-    assert "all_reduce" in find(report, "not of a unit").text
+    assert "all_reduce: see who calls it" in find(report, "not of a unit").text
+
+
+def test_confirmations_are_known_by_name() -> None:
+    # Each is an all-gather that is marked by the wait for it alone; then one of the user's own.
+    more = []
+    for unit, start in ((1, 13000), (2, 13500)):
+        more += [
+            event("c10d::allgather_", start, start + 1),
+            event("gloo:all_gather", start + 2, start + 400, GLOO_A),
+            event(f"fsdp_overlap::wait_order_check(blocks.{unit})", start + 3, start + 401),
+        ]
+    more += [
+        event("c10d::allgather_", 14000, 14001),
+        event("gloo:all_gather", 14002, 14100, GLOO_A),
+    ]
+    report = read_report(trace_of(*Step().events, *more))
+    found = [c for c in report.ranks[0].collectives if c.kind == "other"]
+    assert [c.name for c in found] == [
+        "confirmation of blocks.1",
+        "confirmation of blocks.2",
+        "all_gather",
+    ]
+    assert [c.engine for c in found] == ["fsdp_overlap", "fsdp_overlap", None]
+    assert found[0].exposed == 397  # from the wait on
+    text = find(report, "not of a unit").text
+    assert "most of it confirmations: where a step does something else" in text
+
+
+@pytest.mark.parametrize(
+    ("mark", "says"),
+    [
+        ("order_check()", "the check of the order at the end of backward"),
+        ("all_reduce(blocks.1)", "what travels between copies of shards"),
+        ("copies_reduce_scatter(blocks.1)", "what travels between copies of shards"),
+        ("all_to_all(Muon)", "Muon's exchange of cut matrices"),
+    ],
+)
+def test_the_librarys_own_collectives_are_known_by_name(mark: str, says: str) -> None:
+    more = [
+        event(f"fsdp_overlap::{mark}", 13000, 13004),
+        event("c10d::allreduce_", 13001, 13002),
+        event("gloo:all_reduce", 13003, 14000, GLOO_A),
+        event(f"fsdp_overlap::wait_{mark}", 13005, 14001),
+    ]
+    report = read_report(trace_of(*Step().events, *more))
+    assert f"most of it {says}" in find(report, "not of a unit").text
 
 
 def test_the_assertion_says_what_did_not_run_under_compute() -> None:
