@@ -180,9 +180,13 @@ def batch(device: str) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens.to(device), targets.to(device)
 
 
-def compare(model: nn.Module, twin: nn.Module, device: str) -> None:
-    """Losses and gradients of two backwards of a sharded model against its unsharded twin's."""
-    weights = _gpu_bench.true_weights(model)
+def compare(
+    model: nn.Module, twin: nn.Module, device: str, weights: dict[str, torch.Tensor] | None = None
+) -> None:
+    """Losses and gradients of two backwards of a sharded model against its unsharded twin's, which
+    is given the `weights`; by default those of the shards."""
+    if weights is None:
+        weights = _gpu_bench.true_weights(model)
     with torch.no_grad():
         for name, parameter in twin.named_parameters():
             parameter.copy_(weights[name])
@@ -282,7 +286,7 @@ def test_the_suite_runs_at_a_tiny_scale_on_a_cpu(tmp_path: Path) -> None:
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["is_of_a_cpu"]
     assert {name: part["status"] for name, part in results["parts"].items()} == dict.fromkeys(
-        ("tests", "parity", "memory", "overlap", "speed"), "passed"
+        ("tests", "sanitizer", "parity", "memory", "overlap", "speed"), "passed"
     )
     assert "figures of a CPU" in (tmp_path / "summary.md").read_text()
 

@@ -154,9 +154,7 @@ class Trainer:
         ranks, size = dist.get_world_size(), self.config.batch_size
         inputs, targets = sample_batch(text, ranks * size, self.config.seq_len, draws)
         mine = slice(dist.get_rank() * size, (dist.get_rank() + 1) * size)
-        targets = move(
-            targets[mine].flatten(), self.device
-        )
+        targets = move(targets[mine].flatten(), self.device)
         logits = self.model(move(inputs[mine], self.device)).float()
         return F.cross_entropy(logits.flatten(0, 1), targets)
 
