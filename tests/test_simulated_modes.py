@@ -17,10 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from twins import NAMES, loss_of
 from zoo import Model, shard_layers
 
-from fsdp_overlap import Blocks, Flat, FsdpContext, FsdpModule, Whole
+from fsdp_overlap import Blocks, Flat, FsdpContext, Whole
 from fsdp_overlap.layout import Layout
 from fsdp_overlap.optim import AdamW, Muon, exchange
-from fsdp_overlap.runtime.context import unit_of
 
 
 @dataclass(frozen=True)
@@ -57,20 +56,6 @@ MODES = {
 }
 
 
-def weights_as_gathered(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The whole parameters by name, whatever the other ranks are taken to hold."""
-    found: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        if not isinstance(module, FsdpModule):
-            continue
-        module.unshard()
-        for bucket in unit_of(module).buckets:
-            for sharded, whole in zip(bucket.sharded_parameters, bucket.parameters, strict=True):
-                found[id(sharded)] = whole.detach().clone()
-        module.reshard()
-    return {name: found[id(parameter)] for name, parameter in model.named_parameters()}
-
-
 def steps_in(mode: Mode, device: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Losses of three steps, and this rank's shards after them, on the host."""
     torch.manual_seed(0)
@@ -79,7 +64,7 @@ def steps_in(mode: Mode, device: str) -> tuple[list[torch.Tensor], list[torch.Te
     mesh = init_device_mesh(device, mode.mesh, mesh_dim_names=NAMES[-len(mode.mesh) :])
     ctx = FsdpContext(mesh, layout=mode.layout, divide_copies=mode.divide_copies)
     shard_layers(model, ctx, **mode.options)
-    compare(model, twin, device, weights_as_gathered(model))
+    compare(model, twin, device)
     model.zero_grad()
     optimizer = mode.optimizer(model)
     losses = []

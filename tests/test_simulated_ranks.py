@@ -258,13 +258,9 @@ def batch(device: str) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens.to(device), targets.to(device)
 
 
-def compare(
-    model: nn.Module, twin: nn.Module, device: str, weights: dict[str, torch.Tensor] | None = None
-) -> None:
-    """Losses and gradients of two backwards of a sharded model against its unsharded twin's, which
-    is given the `weights`; by default those of the shards."""
-    if weights is None:
-        weights = _gpu_bench.true_weights(model)
+def compare(model: nn.Module, twin: nn.Module, device: str) -> None:
+    """Losses and gradients of two backwards of a sharded model against its unsharded twin's."""
+    weights = _gpu_bench.true_weights(model)
     with torch.no_grad():
         for name, parameter in twin.named_parameters():
             parameter.copy_(weights[name])
