@@ -21,7 +21,7 @@ from fsdp_overlap.runtime.engine import is_in_backward
 from fsdp_overlap.runtime.faults import Faults
 from fsdp_overlap.runtime.gathers import Gathers
 from fsdp_overlap.runtime.gradients import BucketGradients
-from fsdp_overlap.runtime.plans import check_plannable, compare_plans
+from fsdp_overlap.runtime.plans import all_or_none, check_plannable, compare_plans
 from fsdp_overlap.runtime.reductions import MAX_INPUTS, Reductions
 from fsdp_overlap.runtime.schedule import Schedule
 from fsdp_overlap.runtime.stats import Stats
@@ -224,17 +224,20 @@ class FsdpContext:
 
         Raises:
             TypeError: the layout is none for some parameter.
-            ValueError: one is a unit already, was planned before, or is named twice.
+            ValueError: one is a unit already, was planned before, or is named twice. Nothing is
+                planned then.
         """
         meshes = meshes or {}
         lists = [[unit] if isinstance(unit, nn.Module) else list(unit) for unit in units]
         check_plannable(lists, self.domains)
         among = {module for modules in lists for module in modules}
-        by_mesh: dict[DeviceMesh, list[Sequence[nn.Module]]] = {}
+        by_domain: dict[Domain, list[Sequence[nn.Module]]] = {}
         for modules in lists:
-            by_mesh.setdefault(meshes.get(modules[0], self.mesh), []).append(modules)
-        for mesh, members in by_mesh.items():
-            self.domain_of(mesh).plans.plan(members, ignored_params, among)
+            domain = self.domain_of(meshes.get(modules[0], self.mesh))
+            by_domain.setdefault(domain, []).append(modules)
+        with all_or_none(domain.plans for domain in by_domain):
+            for domain, members in by_domain.items():
+                domain.plans.plan(members, ignored_params, among)
 
     # Units
 
