@@ -89,7 +89,12 @@ class BucketGradients:
     def absorb_all(self) -> None:
         """Moves every gradient that autograd holds into the reduce input."""
         parameters = self.bucket.parameters
-        gradients = [g for p in parameters if (g := p.grad) is not None and not g.requires_grad]
+        strided = torch.strided
+        gradients = [
+            g
+            for p in parameters
+            if (g := p.grad) is not None and not g.requires_grad and g.layout is strided
+        ]
         if len(gradients) < len(parameters) or any(self.filled):
             self.absorb(range(len(parameters)))
         else:
@@ -111,6 +116,8 @@ class BucketGradients:
             parameter.grad = None
             if gradient.requires_grad:  # of backward(create_graph=True)
                 gradient = gradient.detach()
+            if gradient.layout is not torch.strided:  # of nn.Embedding(sparse=True)
+                gradient = gradient.to_dense()
             if self.bucket.is_tensor_parallel:
                 gradient = self._tile(index, gradient)
             if self.filled[index]:
