@@ -22,12 +22,14 @@ from fsdp_overlap.runtime.ownership import (
     Owner,
     mark_owner,
     mark_replaced,
+    modules_outside_units,
     move_buffers,
     owned_parameters,
     owner_of,
 )
 from fsdp_overlap.runtime.plans import all_or_none
 from fsdp_overlap.runtime.stale_optimizers import note_replacement
+from fsdp_overlap.runtime.starts import take_from_first
 from fsdp_overlap.runtime.unit import Unit, kind_of, unit_of
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
 
@@ -104,6 +106,8 @@ def fully_shard(
         ctx.is_implicit = True
     kind = kind_of(modules)
     _check_parameters(modules, owned, ctx.device)
+    if ctx.sync_module_states:
+        _check_synced(kind, owned)
     mesh = ctx.mesh if mesh is None else mesh
     by_domain = _by_domain(kind, owned, ctx, mesh, shard_placement_fn)
     for domain, items in by_domain.items():
@@ -118,6 +122,8 @@ def fully_shard(
             domain: _plan(modules, items, ctx, domain) for domain, items in by_domain.items()
         }
     # Nothing was changed so far, and nothing is refused from here on.
+    if ctx.sync_module_states:
+        _take_from_first(modules, by_domain, mesh)
     buckets = [
         bucket
         for domain, items in by_domain.items()
@@ -133,6 +139,22 @@ def fully_shard(
         each.__class__ = _fsdp_class(type(each))
         hooks.install(each, unit)
     return module
+
+
+def _take_from_first(
+    modules: Sequence[nn.Module],
+    by_domain: dict[Domain, list[OwnedParameter]],
+    mesh: DeviceMesh,
+) -> None:
+    """Makes parameters and buffers what they are on the first rank of their mesh."""
+    for domain, items in by_domain.items():
+        device = domain.device
+        for item in items:
+            take_from_first(tensor_parallel.tile_in(item.parameter), domain.mesh, device)
+    for _, owner in modules_outside_units(modules):
+        for buffer in owner._buffers.values():
+            if buffer is not None and not buffer.is_meta:
+                take_from_first(tensor_parallel.tile_in(buffer), mesh, device)
 
 
 def _mark_owner(unit: Unit) -> None:
@@ -357,6 +379,16 @@ def _check_parameters(
                 f"{where} is on {parameter.device}, {owned[0].fqn!r} on "
                 f"{owned[0].parameter.device}: put all parameters of a unit on the meta device, or "
                 "none"
+            )
+
+
+def _check_synced(kind: str, owned: list[OwnedParameter]) -> None:
+    for item in owned:
+        if item.parameter.is_meta:
+            raise ValueError(
+                f"{_name(kind, item)} is on the meta device, and sync_module_states=True takes it "
+                "from the first rank: build the model with memory on every rank, or leave the "
+                "argument out and load the weights after to_empty()"
             )
 
 

@@ -88,10 +88,7 @@ class Unit:
         """Takes the name it has in the root module, by which users know it."""
         self.name = name
         for bucket in self.buckets:
-            dtypes = dict.fromkeys((bucket.shard.dtype, bucket.compute_dtype))
-            dtype = " as ".join(str(each).removeprefix("torch.") for each in dtypes)
-            frozen = "" if bucket.plan.specs[0].requires_grad else ", frozen"
-            bucket.label = name if len(self.buckets) == 1 else f"{name} [{dtype}{frozen}]"
+            bucket.label = name if len(self.buckets) == 1 else f"{name} [{bucket.dtypes}]"
 
     @property
     def is_complete(self) -> bool:
