@@ -154,7 +154,7 @@ class OrderCheck:
         work = dist.all_gather(others, sent, group, async_op=True)
         issued = Issued([work], lambda: sent, group)
         HostTicket("order_check", label, issued, None).wait()
-        return [other.cpu() for other in others]
+        return list(torch.stack(others).cpu())
 
     def send(
         self, lane: Lane, groups: Sequence[dist.ProcessGroup], has_gradient: bytearray
