@@ -54,9 +54,7 @@ class FsdpModule(GradientVerbs):
         unit.context.settle()
         unit.follow_trainability()
         unit.watch_gradients()
-        gathers = unit.context.schedule.gathers
-        gathers.after_edits()
-        gathers.use(unit)
+        unit.context.schedule.gathers.use(unit)
         handle = UnshardHandle(unit)
         if async_op:
             return handle
@@ -210,7 +208,7 @@ class FsdpModule(GradientVerbs):
         and not for all compute enqueued before the pass. Counts once. Edits of parameters that are
         made after this call are waited for all the same. On a CPU there is nothing to wait for."""
         context = self._fsdp_unit.context
-        context.schedule.gathers.wait_once_for(event)
+        context.schedule.gathers.wait_once_for(event, context.units)
         if context.divide_copies:
             context.copies_lane.after_event(event)
 

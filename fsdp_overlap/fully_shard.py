@@ -64,8 +64,9 @@ def fully_shard(
 
     Args:
         module: at rest its parameters are sharded; its own forward sees them whole. The root's
-            inputs are moved to the GPU, if it is on one. Of a list, those that lie within others of
-            it only say that they are part of them.
+            inputs are moved to the GPU, if it is on one, and the host does not wait for those in
+            pinned memory: do not overwrite these before the step is over. Of a list, those that lie
+            within others of it only say that they are part of them.
         ctx: what the units of one model share. Without one, the units of a tree share one from the
             first forward of its root on.
         mesh: what the unit is sharded over, of one dimension or ``(replicate, shard)``, by default

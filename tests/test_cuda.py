@@ -25,7 +25,7 @@ from zoo import VOCABULARY, ZOO, Model, shard_layers
 from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, Whole, fully_shard
 from fsdp_overlap.checkpoint import SafeFileSystemReader, SafeFileSystemWriter
 from fsdp_overlap.comm.collectives import Issued, TensorCollectives
-from fsdp_overlap.comm.lanes import CudaLane, Mark, Ticket
+from fsdp_overlap.comm.lanes import Mark, StreamLane, Ticket
 from fsdp_overlap.layout import Flat, ParamSpec, plan_units
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 from fsdp_overlap.profiling import assert_overlapped, read_report
@@ -59,7 +59,7 @@ def test_training_on_gpus_equals_unsharded_training(name: str, prefetch: int) ->
 CYCLES = 2_000_000
 
 
-class HostileLane(CudaLane):
+class HostileLane(StreamLane):
     """Late with all it does, and NaN is in its buffers before and after: compute that does not wait
     for a gather, and a free that does not wait for compute, are seen."""
 
@@ -141,7 +141,7 @@ def travel_on_a_lane(dtype: torch.dtype) -> None:
     full = torch.full((plan.numel,), torch.nan, dtype=dtype, device="cuda")
     shard = torch.full((own,), rank + 1, dtype=dtype, device="cuda")
     gradients = torch.arange(world, device="cuda").repeat_interleave(own).to(dtype) + rank
-    lane = CudaLane(torch.device("cuda", torch.cuda.current_device()))
+    lane = StreamLane(torch.device("cuda", torch.cuda.current_device()))
     collectives.all_gather(full, shard, plan, group)  # which makes the communicator
     full.fill_(torch.nan)
     torch.cuda.synchronize()

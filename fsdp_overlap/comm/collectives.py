@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from fsdp_overlap.comm.groups import backend_name
+from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.layout import BucketPlan
 
 if TYPE_CHECKING:
@@ -268,7 +269,7 @@ def all_to_all(
 ) -> Issued:
     """Sends ``source_sizes[r]`` elements of ``source``, flat, to each rank ``r``, and fills
     ``output`` with ``output_sizes[r]`` elements of each. Collective over ``group``."""
-    is_host = output.device.type == "cpu"  # elsewhere the current stream waits, not the host
+    is_host = not has_streams(output.device)  # elsewhere the current stream waits, not the host
     work = dist.all_to_all_single(
         output, source, output_sizes, source_sizes, group, async_op=is_host
     )
@@ -280,7 +281,7 @@ def all_reduce(
 ) -> Issued:
     """Makes ``values`` the sum over ranks, divided by ``divisor``, ``None`` as in
     :meth:`Collectives.reduce_scatter`. Collective over ``group``."""
-    if values.device.type == "cpu":  # of whose backends none takes a mean
+    if not has_streams(values.device):  # of whose backends none takes a mean
         values, left = _divide_early(values, group.size() if divisor is None else divisor)
         work = dist.all_reduce(_as_real(values), group=group, async_op=True)
         return Issued((work,), lambda: _divided(values, left), group)

@@ -1,7 +1,7 @@
 """Lanes: ordered queues on which communication runs beside compute.
 
-On CUDA a lane is a stream and compute waits by events, never the host. On a CPU it is a queue of
-asynchronous work, and compute waits by blocking.
+On a device with streams a lane is one of them, and compute waits by events, never the host. On a
+CPU it is a queue of asynchronous work, and compute waits by blocking.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import Issued
 from fsdp_overlap.comm.spans import span
+from fsdp_overlap.comm.streams import has_streams, streams_of
 from fsdp_overlap.comm.watch import Watch, wait, watch_of
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 
@@ -42,13 +43,16 @@ class Ticket(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Instead of :meth:`wait`, where nobody needs the result: afterwards what the work writes
-        to may be freed in the lane's order."""
+        """Instead of :meth:`wait`, where nobody needs the result: afterwards compute may edit what
+        the work reads, and what it writes to may be freed in the lane's order."""
         ...
 
 
 class Lane(Protocol):
     """``label`` names the unit in errors and traces, ``kind`` the collective."""
+
+    runs_ahead: bool
+    """Whether the host goes on before what it enqueues has begun."""
 
     def after_compute(self) -> None:
         """What is enqueued from now on starts after the compute enqueued so far."""
@@ -56,6 +60,15 @@ class Lane(Protocol):
 
     def after_event(self, event: torch.Event) -> None:
         """What is enqueued from now on starts after ``event``."""
+        ...
+
+    def after_ticket(self, ticket: Ticket) -> None:
+        """What is enqueued from now on starts after the work of ``ticket``, which is another
+        lane's."""
+        ...
+
+    def before_compute(self) -> None:
+        """Compute enqueued from now on starts after what was enqueued here so far."""
         ...
 
     def mark_compute(self) -> Mark:
@@ -146,11 +159,19 @@ class HostTicket:
 class HostLane:
     """A queue of asynchronous work on a CPU."""
 
+    runs_ahead = False
+
     def after_compute(self) -> None:
         pass
 
     def after_event(self, event: torch.Event) -> None:
         pass
+
+    def after_ticket(self, ticket: Ticket) -> None:
+        ticket.wait()
+
+    def before_compute(self) -> None:
+        pass  # by each ticket: nothing else knows what is under way
 
     def mark_compute(self) -> Mark:
         return None
@@ -173,14 +194,15 @@ class HostLane:
         buffer.free()
 
 
-class CudaTicket:
+class StreamTicket:
     """Work on a lane's stream, up to an event."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: torch.Event, streams: Any) -> None:
         self._event = event
+        self._streams = streams
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        self._streams.current_stream().wait_event(self._event)
 
     def wait_on_host(self) -> None:
         self._event.synchronize()
@@ -189,27 +211,38 @@ class CudaTicket:
         return self._event.query()
 
     def abandon(self) -> None:
-        pass
+        # What it reads, of the shard or of others' memory, may be edited by compute next.
+        self.wait()
 
 
-class CudaLane:
-    """A CUDA stream."""
+class StreamLane:
+    """A stream of a device that has them."""
+
+    runs_ahead = True
 
     def __init__(self, device: torch.device) -> None:
+        self._streams = streams_of(device)
         # High priority, so that a collective's few blocks are placed before those of waiting GEMMs.
-        self.stream = torch.cuda.Stream(device, priority=-1)
+        self.stream = self._streams.Stream(device, priority=-1)
 
     def after_compute(self) -> None:
-        self.stream.wait_stream(torch.cuda.current_stream())
+        self.stream.wait_stream(self._streams.current_stream())
 
     def after_event(self, event: torch.Event) -> None:
         self.stream.wait_event(event)
 
+    def after_ticket(self, ticket: Ticket) -> None:
+        with self._streams.stream(self.stream):
+            ticket.wait()
+
+    def before_compute(self) -> None:
+        self._streams.current_stream().wait_stream(self.stream)
+
     def mark_compute(self) -> Mark:
-        return torch.cuda.current_stream().record_event()
+        return self._streams.current_stream().record_event()
 
     def allocate(self, label: str, buffer: FlatBuffer) -> None:
-        with torch.cuda.stream(self.stream):
+        with self._streams.stream(self.stream):
             buffer.allocate()
 
     def enqueue(
@@ -220,20 +253,20 @@ class CudaLane:
         accept: Callable[[torch.Tensor], None] | None = None,
         nbytes: int = 0,
     ) -> Ticket:
-        with span(kind, label, nbytes), torch.cuda.stream(self.stream):
+        with span(kind, label, nbytes), self._streams.stream(self.stream):
             result = issue().finish()
             if accept is not None:
                 accept(result)
-            return CudaTicket(self.stream.record_event())
+            return StreamTicket(self.stream.record_event(), self._streams)
 
     def free(self, label: str, buffer: FlatBuffer, after: Mark) -> None:
         if after is not None:
             self.stream.wait_event(after)
         # On the stream that allocated it, so that no record_stream() is needed.
-        with torch.cuda.stream(self.stream):
+        with self._streams.stream(self.stream):
             buffer.free()
 
 
 def make_lane(device: torch.device) -> Lane:
     """A new lane for compute on ``device``."""
-    return CudaLane(device) if device.type == "cuda" else HostLane()
+    return StreamLane(device) if has_streams(device) else HostLane()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,24 +19,58 @@ State = Mapping[torch.Tensor, dict[str, Any]]
 _CHUNK = 1 << 20
 
 
+class Known(NamedTuple):
+    """A step count, which nobody has written since its ``version``. Those with equal marks are
+    equal."""
+
+    step: torch.Tensor
+    version: int
+    mark: object
+
+
 @dataclass
 class Steps:
     """The step counts of some parameters: a tensor each, as in torch's state, in one memory.
 
-    ``counts`` are as last read. They go stale together, so they still tell which are equal, as long
-    as ``version`` shows that nobody else wrote; so a GPU is hardly ever asked.
+    ``marks`` are equal where counts are, as long as ``version`` shows that nobody else wrote: they
+    all grow together. ``rest`` are those of parameters that are not stepped now. So a device is
+    asked only about counts that were never seen, and the host does not wait for it otherwise.
     """
 
     flat: torch.Tensor
     views: Sequence[torch.Tensor]
-    counts: list[float]
+    marks: list[object]
+    rest: list[Known]
     version: int
 
     @classmethod
-    def of(cls, steps: Sequence[torch.Tensor], device: torch.device) -> Steps:
-        counts = [float(step) for step in steps]
-        flat = torch.tensor(counts, dtype=torch.float32, device=device)
-        return cls(flat, flat.unbind(), counts, flat._version)
+    def of(cls, steps: Sequence[torch.Tensor], device: torch.device, before: Steps | None) -> Steps:
+        """Counts that are those of ``steps``, some of which may have been seen ``before``."""
+        known = {} if before is None else {id(each.step): each for each in before._known()}
+        found = [known.pop(id(step), None) for step in steps]
+        moved = [step.to(device, torch.float32) for step in steps]
+        strange = [step for step, each in zip(moved, found, strict=True) if each is None]
+        values = iter(torch.stack(strange).tolist() if strange else ())
+        # Small numbers, for marks of marks of marks would grow with every change.
+        numbers: dict[object, int] = {}
+        marks = [
+            numbers.setdefault(next(values) if each is None else each.mark, len(numbers))
+            for each in found
+        ]
+        rest = [
+            each._replace(mark=numbers.setdefault(each.mark, len(numbers)))
+            for each in known.values()
+        ]
+        flat = torch.stack(moved)
+        return cls(flat, flat.unbind(), list(marks), rest, flat._version)
+
+    def _known(self) -> Iterator[Known]:
+        for each in self.rest:
+            if each.step._version == each.version:
+                yield each._replace(mark=("rests", each.mark))
+        if self.version == self.flat._version:
+            for view, mark in zip(self.views, self.marks, strict=True):
+                yield Known(view, self.version, ("steps", mark))
 
     def are(self, steps: Sequence[torch.Tensor]) -> bool:
         """Whether ``steps`` are these, written by nobody else."""
@@ -104,7 +138,8 @@ class FusedAdamW:
         device = locals_[0].device
         steps = self._steps.get(key)
         if steps is None or not steps.are([its["step"] for its in states]):
-            steps = self._steps[key] = Steps.of([its["step"] for its in states], device)
+            counts = [its["step"] for its in states]
+            steps = self._steps[key] = Steps.of(counts, device, steps)
             for its, view in zip(states, steps.views, strict=True):
                 its["step"] = view
 
@@ -114,7 +149,7 @@ class FusedAdamW:
             [local_of(parameters[row].grad) for row in held],  # type: ignore[arg-type]
             *([local_of(states[row][name]) for row in held] for name in moments),
         ]
-        marks = [mark_of(parameters[row], steps.counts[row]) for row in held]
+        marks = [mark_of(parameters[row], steps.marks[row]) for row in held]
         runs = find_runs(columns, marks)
         flat = [flatten(column, runs) for column in columns]
         counts = [steps.views[held[first]] for first, _ in runs]

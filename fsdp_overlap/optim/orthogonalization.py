@@ -8,13 +8,15 @@ from functools import partial
 
 import torch
 
+from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.optim.exchange import Exchange, Parcel
 from fsdp_overlap.optim.matrices import Stack
 from fsdp_overlap.optim.newton_schulz import orthogonalize
 from fsdp_overlap.optim.updates import Settings, Update
 
-# What is orthogonalized at once, by device: what fills a GPU, what a CPU's cache holds.
-_BATCH_ELEMENTS = {"cuda": 1 << 25, "cpu": 1 << 18}
+# What is orthogonalized at once: what fills an accelerator, and what a CPU's cache holds.
+_ACCELERATOR_ELEMENTS = 1 << 25
+_CPU_ELEMENTS = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Products:
 
     @property
     def batch_elements(self) -> int:
-        return _BATCH_ELEMENTS.get(self.device.type, _BATCH_ELEMENTS["cuda"])
+        return _ACCELERATOR_ELEMENTS if has_streams(self.device) else _CPU_ELEMENTS
 
 
 @dataclass(frozen=True)

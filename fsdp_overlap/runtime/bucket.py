@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_overlap.comm.collectives import Collectives, Issued
 from fsdp_overlap.comm.groups import LaneGroups
 from fsdp_overlap.comm.lanes import Lane, Mark, Ticket
+from fsdp_overlap.comm.streams import has_streams, streams_of
 from fsdp_overlap.layout import BucketPlan
 from fsdp_overlap.runtime.copies import DividedShard
 from fsdp_overlap.runtime.engine import is_in_backward
@@ -54,7 +55,7 @@ class Landing(NamedTuple):
     """A gradient on its way to the host, to be read after :meth:`wait`."""
 
     host: torch.Tensor
-    copied: torch.cuda.Event | None
+    copied: torch.Event | None
 
     def wait(self) -> torch.Tensor:
         """Blocks the host until it is there."""
@@ -172,9 +173,9 @@ class Bucket:
         # Fresh memory each time: what a user holds of earlier gradients stays as it is.
         host = self._at_rest(reduced.device, reduced.numel(), reduced.dtype)
         host.copy_(reduced, non_blocking=True)
-        return Landing(
-            host, torch.cuda.current_stream().record_event() if reduced.is_cuda else None
-        )
+        device = reduced.device
+        copied = streams_of(device).current_stream().record_event() if has_streams(device) else None
+        return Landing(host, copied)
 
     def _list_places(self) -> None:
         self._places = [
@@ -238,16 +239,16 @@ class Bucket:
             )
         if self.state is BucketState.GATHERING:
             self.wait()
-        self._become(BucketState.GATHERING)
         if not self.full.allocated:
             lane.allocate(self.label, self.full)
-        self._gathered_version = version = self.version
+        version = self.version
         if self.part is None:
-            self._ticket = lane.enqueue(
-                "all_gather", self.label, self._all_gather, nbytes=self._travels
-            )
+            ticket = lane.enqueue("all_gather", self.label, self._all_gather, nbytes=self._travels)
         else:
-            self._ticket = self._gather_with_part(lane, self.part, version)
+            ticket = self._gather_with_part(lane, self.part, version)
+        # Not before: what raised, as for want of memory, has gathered nothing.
+        self._become(BucketState.GATHERING)
+        self._ticket, self._gathered_version = ticket, version
         if self.divided is not None:
             self.divided.last_read = self._ticket
         if self.offload is not None:
@@ -298,6 +299,8 @@ class Bucket:
             self.state = BucketState.UNSHARDED
             self._ticket = None
             self.free(lane, lane.mark_compute())
+        elif self.full.allocated:  # by a gather that raised
+            lane.free(self.label, self.full, lane.mark_compute())
         self.drop_part()
         if self.divided is not None:
             self.divided.reset()

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_overlap.comm.groups import GroupCache, LaneGroups
 from fsdp_overlap.comm.lanes import Lane, Mark, Ticket, make_lane
+from fsdp_overlap.comm.streams import has_streams, streams_of
 from fsdp_overlap.layout import Flat, LayoutRule
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.description import describe
@@ -141,16 +142,14 @@ class FsdpContext:
                 "FsdpContext needs process groups: call torch.distributed.init_process_group() "
                 "first, under torchrun, or pass a mesh"
             )
-        device_type = "cuda" if torch.cuda.is_available() and dist.is_nccl_available() else "cpu"
-        if device_type == "cuda" and "nccl" not in str(dist.get_backend_config()):
-            device_type = "cpu"
-        return init_device_mesh(device_type, (dist.get_world_size(),))
+        return init_device_mesh(_device_type(), (dist.get_world_size(),))
 
     @cached_property
     def device(self) -> torch.device:
-        if self.mesh.device_type == "cuda":
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device(self.mesh.device_type)
+        device = torch.device(self.mesh.device_type)
+        if has_streams(device):
+            return torch.device(device.type, streams_of(device).current_device())
+        return device
 
     @property
     def groups(self) -> LaneGroups:
@@ -212,6 +211,7 @@ class FsdpContext:
         self.copies_lane = other.copies_lane
         if self.has_schedule:
             self.schedule.gathers.lane = self.gather_lane
+            self.schedule.reductions.lane = self.reduce_lane
 
     @property
     def has_schedule(self) -> bool:
@@ -226,7 +226,7 @@ class FsdpContext:
     def schedule(self) -> Schedule:
         return Schedule(
             Gathers(self.gather_lane, self.prefetch, self.stats, self.unit_at),
-            Reductions(self._reduce, self.max_reduce_inputs),
+            Reductions(self.reduce_lane, self._reduce, self.max_reduce_inputs),
             self.unit_at,
             lambda: self.units,
             self._finish_backward,
@@ -384,6 +384,10 @@ class FsdpContext:
     def rest(self) -> None:
         """Brings every unit to rest, where no rank has more under way than others."""
         if self.has_schedule:  # else nothing ran yet
+            # Where something raised, what a lane still reads and writes is waited for by nobody.
+            for name in ("gather_lane", "reduce_lane", "copies_lane"):
+                if name in vars(self):
+                    vars(self)[name].before_compute()
             self.schedule.drop()
             for unit in self.units:
                 unit.reset(self.gather_lane)
@@ -464,3 +468,14 @@ class FsdpContext:
                     gradients.land()
                 if gradients.doubtful:
                     gradients.settle_doubts(agreed[gradients.bucket.domain])
+
+
+def _device_type() -> str:
+    """The type of the devices that the default process group connects: that of an accelerator, if
+    there is one and the group has a backend of its own for it."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        return "cpu"
+    # As "cpu:gloo,cuda:nccl".
+    backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+    return "cpu" if backends.get(found.type, "gloo") == "gloo" else found.type

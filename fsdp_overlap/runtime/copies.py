@@ -56,8 +56,7 @@ class DividedShard:
         lane.after_compute()  # which edited the part
         if not self.whole.allocated:
             lane.allocate(self.bucket.label, self.whole)
-        last_read = self.last_read
-        self._version = self.bucket.version
+        last_read, version = self.last_read, self.bucket.version
 
         def issue() -> Issued:
             if last_read is not None:
@@ -70,6 +69,7 @@ class DividedShard:
             issue,
             nbytes=self.whole.nbytes_of_others(group.rank()),
         )
+        self._version = version
 
     def wait(self) -> None:
         """Makes the current lane wait until it is put together."""
@@ -143,6 +143,13 @@ class CopiesReduction:
         """Makes compute wait for the reductions under way."""
         for ticket, _ in self._in_flight:
             ticket.wait()
+        self._in_flight.clear()
+
+    def finish_before(self, lane: Lane) -> None:
+        """Makes ``lane``, of reduce-scatters, wait for the reductions under way, so that it may use
+        the memory of what they reduce again."""
+        for ticket, _ in self._in_flight:
+            lane.after_ticket(ticket)
         self._in_flight.clear()
 
     def abandon(self) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 from fsdp_overlap.comm.collectives import CustomCollectives, CustomComms, choose
 from fsdp_overlap.comm.groups import GroupCache, LaneGroups, can_close
 from fsdp_overlap.comm.lanes import Lane, Ticket
+from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.layout import BucketPlan, LayoutRule
 from fsdp_overlap.runtime.copies import DividedShard
 from fsdp_overlap.runtime.order_check import KINDS, OrderCheck
@@ -112,7 +113,7 @@ class Domain:
     def knows_gradients(self) -> bool:
         """Whether it is known at the end of backward, without waiting for a GPU, which parameters
         have a gradient on some rank."""
-        return self.device.type != "cuda" or self.mesh.size() == 1
+        return not has_streams(self.device) or self.mesh.size() == 1
 
     @cached_property
     def tensor_mesh(self) -> DeviceMesh:
@@ -218,7 +219,8 @@ class Domain:
         found a difference on another mesh. Collective over the mesh.
 
         Raises:
-            RuntimeError: the ranks' collectives differ, in this backward or, on a GPU, in the last.
+            RuntimeError: the ranks' collectives differ, in this backward or, where the host runs
+                ahead, in an earlier one.
         """
         flags = self._has_gradient
         self.forget_gradients()
@@ -229,13 +231,9 @@ class Domain:
         if failed:
             self.order_check.note_failure()
         if not self.knows_gradients:
-            self.order_check.read()  # of the last backward
+            self.order_check.read_arrived()  # of earlier backwards
         self.order_check.send(lane, groups, flags)
-        if not self.knows_gradients:
-            return flags
-        agreed = self.order_check.read()
-        assert agreed is not None
-        return agreed
+        return self.order_check.read() if self.knows_gradients else flags
 
     def finish_reading(self) -> None:
         """Before offloaded shards may be edited, on the host: blocks it until they were copied to

@@ -12,7 +12,6 @@ from torch.autograd.graph import increment_version
 from fsdp_overlap.comm.lanes import Lane, Mark
 from fsdp_overlap.runtime.order import UnitIndex
 from fsdp_overlap.runtime.stats import Stats
-from fsdp_overlap.tensor.sharded_tensor import ShardEdits
 
 if TYPE_CHECKING:
     from fsdp_overlap.runtime.unit import Unit
@@ -41,7 +40,7 @@ class Gathers:
         self.kept: dict[UnitIndex, int] = {}
         """Units whose full buffers a graph made by ``backward(create_graph=True)`` may read, at
         moments that no hook sees, with the tick of their first use."""
-        self._seen_edits = -1
+        self._issued = 0
         self._waits_for_event = False
 
     def use(
@@ -54,7 +53,7 @@ class Gathers:
         not there yet; in between frees what was used, so that this unit's all-gather does not wait
         for that, and the next ones find its memory. The user may have ``asked`` for others instead
         of ``upcoming``, however many. Returns whether anything was enqueued."""
-        gathers = self.stats.all_gathers
+        issued = self._issued
         self._delayed.pop(unit.index, None)
         ahead = unit.index in self._ahead
         self._ahead.pop(unit.index, None)
@@ -74,7 +73,7 @@ class Gathers:
                 self._ahead[index] = self._delayed.pop(index)
         if asked:
             self._ask(unit, asked)
-            return self.stats.all_gathers != gathers
+            return self._issued != issued
         self.flush()
         for index in upcoming:
             if len(self._ahead) + len(self._asked) >= self.prefetch:
@@ -83,7 +82,7 @@ class Gathers:
             if other is not None and not other.is_whole:
                 self._gather(other)
                 self._ahead[index] = None
-        return self.stats.all_gathers != gathers
+        return self._issued != issued
 
     def refresh(self, units: Iterable[Unit]) -> None:
         """Enqueues the all-gathers of full buffers whose shards were edited since."""
@@ -151,29 +150,32 @@ class Gathers:
                 self.unkeep(unit)
         self.kept.clear()
 
-    def after_edits(self) -> None:
-        """Makes all-gathers from now on see every edit of a shard made so far."""
-        self.lane.after_compute()
-        self._seen_edits = ShardEdits.clock
-
-    def wait_once_for(self, event: torch.Event) -> None:
-        """All-gathers wait for ``event``, which stands for every edit made so far, and so the next
-        pass does not for all compute."""
+    def wait_once_for(self, event: torch.Event, units: Iterable[Unit]) -> None:
+        """All-gathers wait for ``event``, which stands for every edit made so far of ``units``, and
+        so the next pass does not for all compute."""
         self.lane.after_event(event)
-        self._seen_edits = ShardEdits.clock
+        self._note_edits_seen(units)
         self._waits_for_event = True
 
-    def begin_pass(self) -> None:
-        """All-gathers of this pass see the edits made before it."""
+    def begin_pass(self, units: Iterable[Unit]) -> None:
+        """All-gathers of this pass see the edits of ``units`` made before it."""
         if not self._waits_for_event:
-            self.after_edits()
+            self.lane.after_compute()
+            self._note_edits_seen(units)
         self._waits_for_event = False
+
+    def _note_edits_seen(self, units: Iterable[Unit]) -> None:
+        """The lane comes after every edit of ``units`` made so far."""
+        for unit in units:
+            unit.seen_version = unit.version
 
     def _gather(self, unit: Unit) -> None:
         # A buffer that is gathered again may still be read by compute.
-        if self._seen_edits != ShardEdits.clock or unit.is_gathered:
-            self.after_edits()
+        if unit.seen_version != unit.version or unit.is_gathered:
+            self.lane.after_compute()
+            unit.seen_version = unit.version
             self.unkeep(unit)
+        self._issued += 1
         unit.gather()
 
     def _ask(self, unit: Unit, asked: Sequence[weakref.ref[Unit]]) -> None:

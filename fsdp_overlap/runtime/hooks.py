@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.comm.spans import span
+from fsdp_overlap.comm.streams import is_capturing
 from fsdp_overlap.runtime.engine import is_in_backward
 from fsdp_overlap.runtime.order import Call
 from fsdp_overlap.runtime.reads import end_watch, watch_reads
@@ -62,7 +63,7 @@ def before_forward(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if torch._C._are_functorch_transforms_active():
         _refuse_transform(unit)
-    if unit.context.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_capturing(unit.context.device):
         _refuse_capture(unit)
     with span("pre_forward", unit.name):
         unit.context.settle()
@@ -172,7 +173,8 @@ def _before_backward(schedule: weakref.ref[Schedule], call: Call, gradient: torc
 
 
 def _move(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(device)
+    # From pinned memory the host does not wait for the copy.
+    return tensor.to(device, non_blocking=True)
 
 
 def _cast_floating(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:

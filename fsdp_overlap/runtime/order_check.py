@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from array import array
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import Issued
 from fsdp_overlap.comm.lanes import HostTicket, Lane, Ticket
+from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.runtime.habit import Habit
 
 if TYPE_CHECKING:
@@ -56,8 +58,8 @@ class OrderCheck:
 
     *The check*, once per backward: a rolling digest of it all, in one small all-reduce of bytes for
     each dimension of the mesh, which also carries which parameters have a gradient on some rank. On
-    a CPU it is read at once; on a GPU at the start of the next backward, when it has long arrived,
-    so that the host never waits for it.
+    a CPU it is read at once; on a device with streams at the end of a later backward, once it has
+    arrived, so that the host never waits for it.
 
     *Confirmation*, on a CPU alone, of what was not to be expected: what a rank expects of itself
     follows from what it issued (:class:`Habit`). Ranks that have issued the same expect the same,
@@ -82,8 +84,7 @@ class OrderCheck:
         self._groups = groups
         self._explain = explain
         self._confirmed = confirmed
-        self._sent: torch.Tensor | None = None
-        self._ticket: Ticket | None = None
+        self._under_way: deque[tuple[Ticket, torch.Tensor]] = deque()
         self._forget()
 
     def _forget(self) -> None:
@@ -168,40 +169,48 @@ class OrderCheck:
         # The greatest of a byte and the greatest of its complement tell whether all ranks agree.
         message = digest + bytes(255 - byte for byte in digest) + has_gradient
         sent = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        if self.device.type == "cuda":
+        if has_streams(self.device):
             sent = sent.pin_memory()
-        self._sent = sent
-        self._ticket = lane.enqueue("order_check", "", lambda: self._issue(sent, groups))
+        # The lane's memory may still be read by what compute has waited for: sums across copies.
+        lane.after_compute()
+        ticket = lane.enqueue("order_check", "", lambda: self._issue(sent, groups))
+        self._under_way.append((ticket, sent))
 
     def _issue(self, sent: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> Issued:
-        if self.device.type != "cuda":
+        if not has_streams(self.device):
             work = dist.all_reduce(sent, dist.ReduceOp.MAX, groups[0], async_op=True)
             return Issued([work], lambda: greatest(sent, groups[1:]), groups[0])
         on_device = greatest(sent.to(self.device, non_blocking=True), groups)
         return Issued((), lambda: sent.copy_(on_device, non_blocking=True))
 
-    def read(self) -> bytes | None:
-        """Which parameters have a gradient on some rank, by the last check; ``None`` if there was
-        none.
+    def read(self) -> bytes:
+        """Which parameters have a gradient on some rank, by the check that was sent first of those
+        not read yet. Blocks the host until it has arrived.
 
         Raises:
             RuntimeError: on every rank, if the ranks' collectives differ; names the first that
             does.
         """
-        if self._ticket is None:
-            return None
-        self._ticket.wait_on_host()
-        self._ticket = None
-        assert self._sent is not None
-        received = bytes(self._sent.tolist())
+        ticket, sent = self._under_way.popleft()
+        ticket.wait_on_host()
+        received = bytes(sent.tolist())
         greatest, least = received[:DIGEST_BYTES], received[DIGEST_BYTES : 2 * DIGEST_BYTES]
         if any(high != 255 - low for high, low in zip(greatest, least, strict=True)):
             raise RuntimeError(self._explain(""))
         return received[2 * DIGEST_BYTES :]
 
+    def read_arrived(self) -> None:
+        """Reads the checks that have arrived. Does not wait for the others.
+
+        Raises:
+            RuntimeError: as :meth:`read`.
+        """
+        while self._under_way and self._under_way[0][0].done():
+            self.read()
+
     def drop(self) -> None:
-        """Forgets a check under way and what was issued. On every rank."""
-        self._ticket = None
+        """Forgets checks under way and what was issued. On every rank."""
+        self._under_way.clear()
         self._forget()
 
     @property

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fsdp_overlap.comm.streams import streams_of
+
 
 @dataclass
 class Reducing:
@@ -22,7 +24,7 @@ class Reducing:
     sums_only: bool = False
     across_copies: bool = True
     hook: Callable[[torch.Tensor], None] | None = None
-    hook_stream: torch.cuda.Stream | None = None
+    hook_stream: torch.Stream | None = None
 
     def divisors(self, shards: int, copies: int) -> tuple[float | None, float | None]:
         """Of the reduction among ``shards`` ranks and of the one across ``copies``; ``None`` for
@@ -36,8 +38,9 @@ class Reducing:
         if self.hook_stream is None:
             hook(reduced)
             return
-        lane = torch.cuda.current_stream()
+        streams = streams_of(reduced.device)
+        lane = streams.current_stream()
         self.hook_stream.wait_stream(lane)
-        with torch.cuda.stream(self.hook_stream):
+        with streams.stream(self.hook_stream):
             hook(reduced)
         lane.wait_stream(self.hook_stream)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fsdp_overlap.comm.lanes import Ticket
+from fsdp_overlap.comm.lanes import Lane, Ticket
 from fsdp_overlap.runtime.copies import CopiesReduction
 from fsdp_overlap.runtime.gradients import BucketGradients
 
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 # Reduce inputs that exist at once, beside those held by backwards without synchronization: one
 # travels while the next is filled. Without prefetch, for the least memory, there is only one.
 MAX_INPUTS = 2
+
+# Sums across copies under way at once, beside those of inputs that travel, where the host runs
+# ahead.
+MAX_SUMS = 2
 
 
 @dataclass(eq=False, slots=True)
@@ -37,7 +41,10 @@ class Reductions:
     zeros in its turn.
     """
 
-    def __init__(self, issue: Callable[[BucketGradients], Ticket], max_inputs: int) -> None:
+    def __init__(
+        self, lane: Lane, issue: Callable[[BucketGradients], Ticket], max_inputs: int
+    ) -> None:
+        self.lane = lane
         self._issue = issue
         self.max_inputs = max_inputs
         self._turns: list[Turn] = []
@@ -121,9 +128,16 @@ class Reductions:
                 while len(self._in_flight) >= self.max_inputs:
                     self._wait_for_oldest()
                 self._filling.discard(gradients)
+                self._bound_sums()
                 gradients.is_in_flight = True
                 ticket = self._issue(gradients)
                 self._in_flight.append((unit, gradients, ticket))
+
+    def _bound_sums(self) -> None:
+        """Before a reduction is issued: where the host runs ahead, no sum across copies has ended
+        as far as it knows, and what each of them reads would be kept until the end."""
+        while self.lane.runs_ahead and len(self._across) > MAX_SUMS:
+            self._across.popleft().finish_before(self.lane)
 
     def _may_fill(self, turn: Turn, gradients: BucketGradients) -> bool:
         """Whether a gradient may go to the reduce input before its bucket is complete: where there

@@ -164,7 +164,7 @@ class Schedule:
         self._is_pass_over = False
         self.gathers.finish_pass(before=first)
         self.gathers.release_stale()
-        self.gathers.begin_pass()
+        self.gathers.begin_pass(self._units())
         if self._divides_copies:
             # All at once: they take no memory that is not there, and are ready when they are read.
             for unit in self._predicted_units():

@@ -75,6 +75,8 @@ class Unit:
         self.has_unreduced = False
         """Whether backwards left gradients that are not reduced, or not across copies, on every
         rank."""
+        self.seen_version = -1
+        """Of the shards, the :attr:`version` that the lane of all-gathers comes after."""
         self.is_root = False
         self.name = kind_of(modules)
         self.gradients: list[BucketGradients] = []

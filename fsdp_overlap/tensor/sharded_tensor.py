@@ -48,17 +48,12 @@ class ShardEdits:
 
     __slots__ = ("trainability", "values")
 
-    clock = 0
-    """Edits of any shard in the process; tells a lane whether anything changed since it last
-    looked."""
-
     def __init__(self) -> None:
         self.values = 0
         self.trainability = 0
 
     def note_values(self) -> None:
         self.values += 1
-        ShardEdits.clock += 1
 
 
 def _count_references() -> int:

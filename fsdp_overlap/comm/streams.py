@@ -1,0 +1,34 @@
+"""Which devices have streams, and the module of torch that makes them."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+
+@cache
+def _has_streams(device_type: str) -> bool:
+    # torch.cpu has classes of these names too, which do nothing.
+    return device_type not in ("cpu", "meta") and hasattr(
+        torch.get_device_module(device_type), "Stream"
+    )
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether compute on ``device`` is enqueued on streams, so that the host runs ahead of it."""
+    return _has_streams(device.type)
+
+
+def streams_of(device: torch.device) -> Any:
+    """The module with ``device``'s streams and events, as ``torch.cuda`` is a GPU's."""
+    return torch.get_device_module(device)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is enqueued on the current stream is recorded for a graph, as CUDA's are."""
+    if not has_streams(device):
+        return False
+    ask = getattr(streams_of(device), "is_current_stream_capturing", None)
+    return ask is not None and ask()

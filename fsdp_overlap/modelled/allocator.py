@@ -1,0 +1,111 @@
+"""A caching allocator in the order of streams, as CUDA's in torch: memory that is freed belongs to
+the stream it was taken on, which may use it again at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fsdp_overlap.modelled.memory import Access
+from fsdp_overlap.modelled.queues import Queue
+
+KIB, MIB = 1024, 1024 * 1024
+
+# As in torch's c10/cuda/CUDACachingAllocator.
+ROUND = 512
+SMALL = MIB
+"""The largest request that is served from segments for small ones."""
+SMALL_SEGMENT = 2 * MIB
+LARGE_SEGMENT = 20 * MIB
+OWN_SEGMENT = 10 * MIB
+"""The smallest request that gets a segment of its own size, rounded up."""
+ROUND_SEGMENT = 2 * MIB
+
+
+@dataclass(eq=False)
+class Block:
+    """A piece of a segment, between its neighbours there."""
+
+    nbytes: int
+    stream: int
+    is_small: bool
+    is_free: bool = False
+    before: Block | None = None
+    after: Block | None = None
+    pending: list[Access] = field(default_factory=list)
+    """Of a free block: accesses that its stream does not know to be done."""
+
+
+class Allocator:
+    """Counts bytes: ``allocated`` belongs to somebody, ``reserved`` was taken from the device."""
+
+    def __init__(self) -> None:
+        self.allocated = self.reserved = 0
+        self.allocated_most = self.reserved_most = 0
+        self._free: dict[tuple[int, bool], list[Block]] = {}
+
+    def take(self, nbytes: int, stream: Queue) -> tuple[Block, list[Access]]:
+        """Memory for what is enqueued on ``stream`` from now on. Also returns what a new owner has
+        to come after: the pending accesses of every free block that would do, because which one is
+        taken depends on sizes that another model does not have."""
+        nbytes = -(-max(nbytes, 1) // ROUND) * ROUND
+        is_small = nbytes <= SMALL
+        free = self._free.setdefault((stream.index, is_small), [])
+        for block in free:
+            block.pending = [a for a in block.pending if not stream.knows(a.stamp)]
+        fitting = [block for block in free if block.nbytes >= nbytes]
+        pending = [access for block in fitting for access in block.pending]
+        if fitting:
+            block = min(fitting, key=lambda block: block.nbytes)
+            free.remove(block)
+            block.is_free = False
+        else:
+            block = self._reserve(nbytes, stream.index, is_small)
+        self._split(block, nbytes, free)
+        block.pending = []
+        self.allocated += block.nbytes
+        self.allocated_most = max(self.allocated_most, self.allocated)
+        return block, pending
+
+    def give_back(self, block: Block, accesses: list[Access]) -> None:
+        """``accesses``: the last to its memory."""
+        self.allocated -= block.nbytes
+        free = self._free[block.stream, block.is_small]
+        block.is_free = True
+        block.pending = accesses
+        for other in (block.before, block.after):
+            if other is not None and other.is_free:
+                free.remove(other)
+                block = (
+                    self._join(block, other) if other is block.after else self._join(other, block)
+                )
+        free.append(block)
+
+    def _reserve(self, nbytes: int, stream: int, is_small: bool) -> Block:
+        if is_small:
+            size = SMALL_SEGMENT
+        elif nbytes < OWN_SEGMENT:
+            size = LARGE_SEGMENT
+        else:
+            size = -(-nbytes // ROUND_SEGMENT) * ROUND_SEGMENT
+        self.reserved += size
+        self.reserved_most = max(self.reserved_most, self.reserved)
+        return Block(size, stream, is_small)
+
+    def _split(self, block: Block, nbytes: int, free: list[Block]) -> None:
+        """Leaves the rest of ``block`` to others, if it is large enough to be of use."""
+        left = block.nbytes - nbytes
+        if left < ROUND or (not block.is_small and left <= SMALL):
+            return
+        rest = Block(left, block.stream, block.is_small, True, block, block.after, block.pending)
+        if block.after is not None:
+            block.after.before = rest
+        block.after, block.nbytes = rest, nbytes
+        free.append(rest)
+
+    def _join(self, first: Block, second: Block) -> Block:
+        first.nbytes += second.nbytes
+        first.pending = [*first.pending, *second.pending]
+        first.after = second.after
+        if second.after is not None:
+            second.after.before = first
+        return first

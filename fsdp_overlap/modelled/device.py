@@ -1,0 +1,237 @@
+"""The modelled device: streams, events, memory, and what happens on them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from fsdp_overlap.modelled.allocator import Allocator, Block
+from fsdp_overlap.modelled.findings import Finding, Sync, place
+from fsdp_overlap.modelled.memory import Access, Memory
+from fsdp_overlap.modelled.queues import Moment, Queue
+
+
+class Issued(NamedTuple):
+    """A collective that this rank enqueued: which ``kind``, on the communicator of which group."""
+
+    group: str
+    kind: str
+
+
+def lasts_nothing(
+    operation: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+) -> float:
+    """The duration of an operation where only the order matters."""
+    return 0.0
+
+
+class ModelledDevice:
+    """An accelerator whose memory is the host's and whose operations run at once, with a record of
+    when they *could* run.
+
+    Everything that is enqueued gets a place in the order that streams and events make. Two
+    operations on the same memory, one of them a write, that this order leaves open are a finding:
+    on a real device they may run in either order, or at the same time.
+
+    Args:
+        duration: gives the seconds that an operation lasts, from its name and the tensors that it
+            reads and writes. With durations ``Event.query()`` tells what is done by the host's
+            time; without them the device lags behind for ever, and nothing is done that the host
+            has not waited for.
+        allocating: is called with the bytes of each allocation, and may raise as a device does that
+            has no memory left.
+    """
+
+    def __init__(
+        self,
+        duration: Callable[[str, Sequence[torch.Tensor], Sequence[torch.Tensor]], float]
+        | None = None,
+        allocating: Callable[[int], None] | None = None,
+    ) -> None:
+        self.duration = duration
+        self.allocating = allocating
+        self.host = Queue(0, "the host")
+        self.queues = [self.host]
+        self.default = self.current = self.add_stream("the default stream")
+        self.allocator = Allocator()
+        self.findings: list[Finding] = []
+        self.syncs: list[Sync] = []
+        self.issued: list[Issued] = []
+        """The collectives, in the order in which the host enqueued them."""
+        self.operations = 0
+        self._memories: dict[int, Memory] = {}
+        self._blocks: dict[Memory, Block] = {}
+
+    # Order
+
+    def add_stream(self, name: str = "") -> Queue:
+        index = len(self.queues)
+        self.queues.append(Queue(index, name or f"stream {index}"))
+        return self.queues[-1]
+
+    def mark(self, stream: Queue) -> Moment:
+        """What an event records."""
+        # What the host enqueues comes after all that it has waited for.
+        stream.learn(self.host.clock, 0.0)
+        return Moment.of(stream)
+
+    def wait(self, stream: Queue, moment: Moment) -> None:
+        stream.learn(moment.clock, moment.ends)
+
+    def wait_on_host(self, moment: Moment, operation: str) -> None:
+        self.syncs.append(Sync(operation, place()))
+        self.host.learn(moment.clock, moment.ends)
+
+    def is_done(self, moment: Moment) -> bool:
+        """Whether the host knows that ``moment`` is over."""
+        if self.duration is not None:
+            return moment.ends <= self.host.ends
+        return all(self.host.clock.get(queue, 0) >= tick for queue, tick in moment.clock.items())
+
+    # Operations
+
+    def run(
+        self,
+        operation: str,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        on_host: bool = False,
+    ) -> None:
+        """Enqueues ``operation`` on the current stream, or lets the host do it at once."""
+        queue = self.host if on_host else self.current
+        if not on_host:
+            queue.learn(self.host.clock, self.host.ends if self.duration else 0.0)
+        seconds = 0.0 if self.duration is None else self.duration(operation, reads, writes)
+        stamp = queue.add(seconds)
+        self.operations += 1
+        where = place()
+        for tensors, is_write in ((reads, False), (writes, True)):
+            for tensor in tensors:
+                memory = self.memory_of(tensor)
+                access = Access(stamp, operation, where, is_write, *extent(tensor))
+                if access.start == access.stop:
+                    continue
+                for earlier in memory.conflicts(access, queue):
+                    self._find_conflict(earlier, access, queue)
+                memory.note(access)
+
+    def issue(
+        self, group: str, kind: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+    ) -> None:
+        """Enqueues a collective on the current stream."""
+        self.issued.append(Issued(group, kind))
+        self.run(kind, reads, writes)
+
+    def _find_conflict(self, earlier: Access, access: Access, queue: Queue) -> None:
+        first = "writes" if earlier.writes else "reads"
+        second = "writes" if access.writes else "reads"
+        of_whom = self.queues[earlier.stamp.queue].name
+        what = "memory that was freed since and taken again" if earlier.is_of_last_owner else "it"
+        self.findings.append(
+            Finding(
+                "reuse" if earlier.is_of_last_owner else "race",
+                f"{access.operation} on {queue.name} {second} memory ({access.place}); nothing "
+                f"orders it after {earlier.operation} on {of_whom}, which {first} {what} "
+                f"({earlier.place})",
+            )
+        )
+
+    # Memory
+
+    def memory_of(self, tensor: torch.Tensor) -> Memory:
+        """That of ``tensor``'s storage. What was made before the model began is the host's."""
+        storage = tensor.untyped_storage()
+        found = self._memories.get(storage._cdata)
+        return found or self.place(tensor, on_device=False)
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._memories
+
+    def place(self, tensor: torch.Tensor, on_device: bool, pinned: bool = False) -> Memory:
+        """``tensor``'s storage is new, and lies on the device or the host."""
+        storage = tensor.untyped_storage()
+        memory = Memory(0, on_device, pinned)
+        self._memories[storage._cdata] = memory
+        weakref.finalize(storage, self._forget, storage._cdata, memory).atexit = False
+        self._give(memory, storage.nbytes())
+        return memory
+
+    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Before ``storage`` gets another size."""
+        memory = self._memories.get(storage._cdata)
+        if memory is None or nbytes == memory.nbytes:
+            return
+        self._take(memory)
+        memory.is_freed = nbytes == 0
+        self._give(memory, nbytes)
+
+    def check_is_there(self, operation: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Before an operation that the host would run on memory that is not there.
+
+        Raises:
+            RuntimeError: some of ``tensors`` lies in a storage that has been freed.
+        """
+        for tensor in tensors:
+            memory = self._memories.get(tensor.untyped_storage()._cdata)
+            if memory is not None and memory.is_freed and tensor.numel():
+                found = Finding("freed", f"{operation} uses memory that is freed ({place()})")
+                self.findings.append(found)
+                raise RuntimeError(str(found))
+
+    def release_after(self, tensor: torch.Tensor, stream: Queue) -> None:
+        """``Tensor.record_stream``: the memory is not used again before ``stream`` is done with
+        it."""
+        memory = self.memory_of(tensor)
+        memory.accesses = [a for a in memory.accesses if a.stamp.queue != stream.index]
+
+    def _give(self, memory: Memory, nbytes: int) -> None:
+        if memory.is_on_device and nbytes:
+            if self.allocating is not None:
+                self.allocating(nbytes)
+            self._blocks[memory], pending = self.allocator.take(nbytes, self.current)
+            memory.nbytes = nbytes
+            memory.take_over(pending)
+        memory.nbytes = nbytes
+
+    def _take(self, memory: Memory) -> None:
+        block = self._blocks.pop(memory, None)
+        left = memory.hand_over()
+        if block is not None:
+            self.allocator.give_back(block, left)
+
+    def _forget(self, key: int, memory: Memory) -> None:
+        if self._memories.get(key) is memory:
+            del self._memories[key]
+        self._take(memory)
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes of its storage between ``tensor``'s first and last element."""
+    if tensor.numel() == 0:
+        return 0, 0
+    size = tensor.element_size()
+    start = int(tensor.storage_offset()) * size
+    last = sum(
+        (int(n) - 1) * int(stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return start, start + (last + 1) * size
+
+
+def compare_issued(ranks: Sequence[Sequence[Issued]]) -> Finding | None:
+    """``ranks`` enqueued these collectives, each in this order. Communicators that share a device
+    must be used in one order on all ranks: else each waits for a kernel that cannot start."""
+    for position in range(max(map(len, ranks), default=0)):
+        found = {
+            rank: each[position] if position < len(each) else None
+            for rank, each in enumerate(ranks)
+        }
+        if len(set(found.values())) > 1:
+            said = "; ".join(
+                f"rank {rank}: {'nothing' if one is None else f'{one.kind} on {one.group}'}"
+                for rank, one in found.items()
+            )
+            return Finding("order", f"collective {position} differs: {said}")
+    return None

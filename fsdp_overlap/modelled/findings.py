@@ -1,0 +1,50 @@
+"""What the model has found, said so that the lines can be looked up."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+_HERE = str(Path(__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A fault: ``kind`` is ``"race"`` (two operations on the same memory that nothing orders),
+    ``"reuse"`` (the same, and the memory has another owner since), ``"freed"`` (memory that is not
+    there) or ``"order"`` (ranks whose communicators run in different orders)."""
+
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
+
+
+@dataclass(frozen=True)
+class Sync:
+    """The host waited for the device, in ``operation``, which the line ``place`` called."""
+
+    operation: str
+    place: str
+
+    def __str__(self) -> str:
+        return f"{self.operation} at {self.place}"
+
+
+def place() -> str:
+    """The innermost line of the program that is neither torch's nor the model's, as
+    ``file:line in function``."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_HERE, _TORCH, "<")):
+            parts = Path(name).parts[-2:]
+            return f"{'/'.join(parts)}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "the end of the program"

@@ -1,0 +1,67 @@
+"""Which operations read and write a piece of memory, and whether they are ordered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from fsdp_overlap.modelled.queues import Queue, Stamp
+
+
+@dataclass(frozen=True)
+class Access:
+    """An operation reads or writes the bytes ``[start, stop)`` of a piece of memory."""
+
+    stamp: Stamp
+    operation: str
+    place: str
+    """The line of the program that enqueued it."""
+    writes: bool
+    start: int
+    stop: int
+    is_of_last_owner: bool = False
+    """Whether the memory has been freed and taken again since."""
+
+
+@dataclass(eq=False)
+class Memory:
+    """The memory of one storage, with the accesses that a later one may conflict with."""
+
+    nbytes: int
+    is_on_device: bool
+    is_pinned: bool = False
+    is_freed: bool = False
+    """Whether its storage has been resized to nothing."""
+    accesses: list[Access] = field(default_factory=list)
+
+    def conflicts(self, access: Access, queue: Queue) -> Iterator[Access]:
+        """Earlier accesses to the same bytes, one of the two a write, that nothing orders before
+        ``access``, which is enqueued on ``queue`` now."""
+        for earlier in self.accesses:
+            is_shared = earlier.start < access.stop and access.start < earlier.stop
+            if is_shared and (access.writes or earlier.writes) and not queue.knows(earlier.stamp):
+                yield earlier
+
+    def note(self, access: Access) -> None:
+        """Remembers ``access``. What a later access cannot conflict with any more, because it would
+        conflict with this one, is forgotten."""
+        mine = access.stamp.queue
+        self.accesses = [
+            earlier
+            for earlier in self.accesses
+            if not (access.start <= earlier.start and earlier.stop <= access.stop)
+            or not (access.writes or (earlier.stamp.queue == mine and not earlier.writes))
+        ]
+        self.accesses.append(access)
+
+    def hand_over(self) -> list[Access]:
+        """The accesses that the next owner of the memory has to come after."""
+        left, self.accesses = self.accesses, []
+        return [replace(access, is_of_last_owner=True) for access in left]
+
+    def take_over(self, accesses: Iterable[Access]) -> None:
+        """The memory belonged to somebody whose last accesses were these. They count for all of it:
+        which of its bytes they touched is not known."""
+        self.accesses.extend(
+            replace(access, start=0, stop=max(self.nbytes, 1)) for access in accesses
+        )

@@ -1,0 +1,234 @@
+"""``torch.modelled``: streams, events and the rest of what torch and this library ask the module of
+a device for. Importing it gives torch a device type ``modelled``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import autograd
+from torch.utils import checkpoint
+
+from fsdp_overlap.modelled.device import ModelledDevice
+from fsdp_overlap.modelled.modes import NAME, Calls, Dispatch
+from fsdp_overlap.modelled.queues import Moment, Queue
+
+_active: list[ModelledDevice] = []
+
+
+def active() -> ModelledDevice:
+    """The device of the innermost :func:`running`.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    if not _active:
+        raise RuntimeError("no modelled device runs: use it within fsdp_overlap.modelled.running()")
+    return _active[-1]
+
+
+@contextmanager
+def running(device: ModelledDevice) -> Iterator[ModelledDevice]:
+    """Makes ``device`` the one that ``torch.device("modelled")`` names, in this thread."""
+    dispatch = Dispatch(device)
+    calls = Calls(device, dispatch)
+    _active.append(device)
+    try:
+        with _telling(calls), dispatch, calls:
+            yield device
+    finally:
+        _active.pop()
+
+
+@contextmanager
+def _telling(calls: Calls) -> Iterator[None]:
+    """Of these torch tells no mode, or calls back what the mode has to see."""
+    resize = torch.UntypedStorage.resize_
+    checks = checkpoint._allowed_determinism_checks_to_fns
+
+    def resize_and_tell(storage: torch.UntypedStorage, nbytes: int) -> Any:
+        calls.device.resize(storage, nbytes)
+        return resize(storage, nbytes)
+
+    seen = {name: partial(calls.seeing, check) for name, check in checks.items()}
+    run_engine = partial(calls.differentiate, autograd._engine_run_backward)
+    with (
+        patch.object(torch.UntypedStorage, "resize_", resize_and_tell),
+        patch.object(autograd, "_engine_run_backward", run_engine),
+        patch.dict(checks, seen),
+    ):
+        yield
+
+
+class Event:
+    """As ``torch.cuda.Event``."""
+
+    def __init__(self, *args: object, **options: object) -> None:
+        self._moment: Moment | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        self._moment = active().mark((stream or current_stream()).queue)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        if self._moment is not None:
+            active().wait((stream or current_stream()).queue, self._moment)
+
+    def query(self) -> bool:
+        return self._moment is None or active().is_done(self._moment)
+
+    def synchronize(self) -> None:
+        if self._moment is not None:
+            active().wait_on_host(self._moment, "Event.synchronize")
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds from this event to ``end``."""
+        assert self._moment is not None
+        assert end._moment is not None
+        return 1e3 * (end._moment.ends - self._moment.ends)
+
+
+class Stream:
+    """As ``torch.cuda.Stream``."""
+
+    def __init__(
+        self, device: object = None, priority: int = 0, queue: Queue | None = None
+    ) -> None:
+        self.queue = queue or active().add_stream()
+        self.priority = priority
+        self.device = torch.device(NAME, 0)
+
+    @property
+    def stream_id(self) -> int:
+        return self.queue.index
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and self.queue is other.queue
+
+    def __hash__(self) -> int:
+        return hash(self.queue)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        event.wait(self)
+
+    def wait_stream(self, other: Stream) -> None:
+        device = active()
+        device.wait(self.queue, device.mark(other.queue))
+
+    def query(self) -> bool:
+        return active().is_done(Moment.of(self.queue))
+
+    def synchronize(self) -> None:
+        active().wait_on_host(Moment.of(self.queue), "Stream.synchronize")
+
+
+def current_stream(device: object = None) -> Stream:
+    return Stream(queue=active().current)
+
+
+def default_stream(device: object = None) -> Stream:
+    return Stream(queue=active().default)
+
+
+def set_stream(stream: Stream) -> None:
+    active().current = stream.queue
+
+
+@contextmanager
+def stream(stream: Stream | None) -> Iterator[None]:
+    """Makes ``stream`` the current one."""
+    device = active()
+    before = device.current
+    if stream is not None:
+        device.current = stream.queue
+    try:
+        yield
+    finally:
+        device.current = before
+
+
+def synchronize(device: object = None) -> None:
+    for queue in active().queues[1:]:
+        active().wait_on_host(Moment.of(queue), "synchronize")
+
+
+def is_available() -> bool:
+    return bool(_active)
+
+
+def is_initialized() -> bool:
+    return bool(_active)
+
+
+def device_count() -> int:
+    return 1
+
+
+def current_device() -> int:
+    return 0
+
+
+def set_device(device: object) -> None:
+    pass
+
+
+def device(device: object) -> AbstractContextManager[None]:
+    """Makes ``device`` the current one, which the only one is."""
+    return nullcontext()
+
+
+def get_rng_state(device: object = None) -> torch.Tensor:
+    # Operations run on the host, and so draw from its generator.
+    return torch.get_rng_state()
+
+
+def set_rng_state(state: torch.Tensor, device: object = None) -> None:
+    torch.set_rng_state(state)
+
+
+def _is_in_bad_fork() -> bool:
+    return False
+
+
+def manual_seed_all(seed: int) -> None:
+    pass  # that generator is seeded by torch.manual_seed() itself
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    return [torch.bfloat16, torch.float16]
+
+
+def memory_allocated(device: object = None) -> int:
+    return active().allocator.allocated
+
+
+def max_memory_allocated(device: object = None) -> int:
+    return active().allocator.allocated_most
+
+
+def memory_reserved(device: object = None) -> int:
+    return active().allocator.reserved
+
+
+def empty_cache() -> None:
+    pass
+
+
+def _register() -> None:
+    torch.utils.rename_privateuse1_backend(NAME)
+    torch._register_device_module(NAME, sys.modules[__name__])
+
+
+if getattr(torch, NAME, None) is None:
+    _register()
+assert isinstance(getattr(torch, NAME), ModuleType)

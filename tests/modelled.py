@@ -1,0 +1,105 @@
+"""Programs of training on the modelled device, as one rank of several that exist in name only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from twins import loss_of
+from zoo import VOCABULARY, ZOO
+
+from fsdp_overlap import FsdpContext
+from fsdp_overlap.modelled import ModelledDevice, running
+from fsdp_overlap.optim import AdamW
+
+NAMES = ("replicate", "shard")
+
+
+@contextmanager
+def fake_ranks(world_size: int = 4) -> Iterator[None]:
+    """Makes this process one of ``world_size`` ranks whose collectives do nothing. Where they would
+    bring data, memory keeps what it held: good for the order of operations, not for values."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group(
+        "cpu:fake,modelled:fake", store=FakeStore(), rank=0, world_size=world_size
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class Program:
+    """A model of the zoo on the modelled device, its context and its optimizer."""
+
+    def __init__(
+        self,
+        name: str = "layers",
+        dims: tuple[int, ...] = (4,),
+        optimizer: Callable[..., torch.optim.Optimizer] | None = AdamW,
+        reduce_dtype: torch.dtype | None = None,
+        build: Callable[[], nn.Module] | None = None,
+        shard_options: dict[str, Any] | None = None,
+        optimizer_options: dict[str, Any] | None = None,
+        **context_options: Any,
+    ) -> None:
+        torch.manual_seed(7)
+        mesh = init_device_mesh("modelled", dims, mesh_dim_names=NAMES[-len(dims) :])
+        zoo_build, shard = ZOO[name]
+        self.model: Any = (build or zoo_build)().to("modelled")
+        self.ctx = FsdpContext(mesh, **context_options)
+        options = shard_options or {}
+        if reduce_dtype is not None:
+            options["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+        shard(self.model, self.ctx, **options)
+        self.optimizer: Any = None
+        if optimizer is not None:
+            # Muon is for a whole model.
+            takes_model = optimizer.__name__ == "Muon"
+            what = self.model if takes_model else self.model.parameters()
+            self.optimizer = optimizer(what, lr=0.01, **(optimizer_options or {}))
+
+    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, targets = torch.randint(VOCABULARY, (2, 3, 5), device="modelled")
+        return tokens, targets
+
+    def forward(self) -> torch.Tensor:
+        tokens, targets = self.batch()
+        return loss_of(self.model(tokens), targets)
+
+    def backward(self) -> None:
+        self.forward().backward()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def train(self, steps: int = 3) -> None:
+        for _ in range(steps):
+            self.backward()
+            self.step()
+
+
+def run(program: Callable[[], object], **options: Any) -> ModelledDevice:
+    """What the model found in ``program``."""
+    with running(ModelledDevice(**options)) as device:
+        program()
+    return device
+
+
+def trained(steps: int = 3, **options: Any) -> Callable[[], None]:
+    """A program that trains so many steps."""
+    return partial(_train, steps, options)
+
+
+def _train(steps: int, options: dict[str, Any]) -> None:
+    Program(**options).train(steps)
