@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import expect_rank_errors, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -99,7 +99,7 @@ def tiles() -> None:
             cut.to_local().add_(1)
         model[0].weight = nn.Parameter(cut)
         fully_shard(model, FsdpContext(mesh["first"]))
-        ctx = model._fsdp_unit.context
+        ctx: FsdpContext = model._fsdp_unit.context
         if wrong and dist.get_rank() % 2:
             with pytest.raises(RuntimeError, match=not_the_same("'0.weight' of unit .*", 1, 3)):
                 ctx.settle()
@@ -107,10 +107,20 @@ def tiles() -> None:
             ctx.settle()
 
 
+def another_model() -> None:
+    """On one rank of four is told as ever, not by its weights."""
+    model = Model()
+    if dist.get_rank() == 1:
+        model.head = nn.Linear(6, 14)
+    shard_layers(model, FsdpContext(grid()))
+    model(TOKENS)
+
+
 def test_only_ranks_of_one_mesh_are_compared_and_all_of_them() -> None:
     run_ranks(one_of_four, 4)
     run_ranks(experts, 4)
     run_ranks(tiles, 4)
+    expect_rank_errors(another_model, 4, match="planned unit 'Model' differently")
 
 
 class Asked:

@@ -126,36 +126,34 @@ class OrderCheck:
     def _confirm(self, code: int, bucket: Bucket, dtype: torch.dtype) -> None:
         self._confirmed()
         signature = zlib.crc32(f"{bucket.plan} {dtype} {bucket.domain.signature}".encode())
-        mine = torch.tensor([self._count, code, signature])
+        mine = [self._count, code, signature]
         for group in self._groups():
-            if any(
-                not torch.equal(other, mine) for other in self._gather(bucket.label, mine, group)
-            ):
+            others = self._gather(bucket.label, mine, group)
+            if any(other != mine for other in others):
                 raise RuntimeError(self._explain(bucket.label))
 
-    def ask(self, label: str, mine: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    def ask(self, mine: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
         """The three numbers of each rank of ``group`` where this one has ``mine``, of which the
-        first says what is asked. Collective.
+        first says what is asked. Collective; the host waits.
 
         Raises:
             RuntimeError: a rank asks something else, or confirms a collective.
         """
-        others = self._gather(label, mine, group)
+        others = self._gather("", mine, group)
         if any(other[0] != mine[0] for other in others):
-            raise RuntimeError(self._explain(label))
+            raise RuntimeError(self._explain(""))
         return others
 
-    def _gather(
-        self, label: str, mine: torch.Tensor, group: dist.ProcessGroup
-    ) -> list[torch.Tensor]:
+    def _gather(self, label: str, mine: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
         # A collective of another kind than those that may be under way on the same group, which so
         # are never taken for it.
-        sent = mine.to(self.device)
+        sent = torch.tensor(mine, device=self.device)
         others = [torch.empty_like(sent) for _ in range(group.size())]
         work = dist.all_gather(others, sent, group, async_op=True)
         issued = Issued([work], lambda: sent, group)
         HostTicket("order_check", label, issued, None).wait()
-        return list(torch.stack(others).cpu())
+        received: list[list[int]] = torch.stack(others).tolist()
+        return received
 
     def send(
         self, lane: Lane, groups: Sequence[dist.ProcessGroup], has_gradient: bytearray

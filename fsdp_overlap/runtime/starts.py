@@ -66,7 +66,9 @@ class Start:
         """Of each parameter, now that the shards are of ``version``. The host waits for them."""
         if not self._digests or version != self._version:
             return [UNKNOWN] * self._count
-        return torch.stack(self._digests).tolist()
+        device = self._digests[0].device  # some may be on the host
+        found: list[int] = torch.stack([each.to(device) for each in self._digests]).tolist()
+        return found
 
 
 def compare_starts(buckets: Iterable[Bucket]) -> None:
@@ -102,14 +104,12 @@ def _difference(domain: Domain, buckets: Sequence[Bucket], failure: str) -> str:
     shapes = _number(repr([bucket.plan.specs for bucket in buckets]).encode())
     summary = DIFFERENT if failure else _number(array("q", digests).tobytes())
     groups = domain.groups.to_confirm if domain.order_check.confirms else domain.groups.of_all
-    mine = torch.tensor([START, shapes, summary])
     for group in groups:
-        for other in domain.order_check.ask("", mine, group):
-            if other[1] != shapes:
-                return ""
-            if other[2] != mine[2]:
-                mine[2] = DIFFERENT  # for the ranks of the next group to know
-    if mine[2] != DIFFERENT:
+        # What differs in one group is made known to the next.
+        for _, its_shapes, its_summary in domain.order_check.ask([START, shapes, summary], group):
+            shapes = shapes if its_shapes == shapes else DIFFERENT
+            summary = summary if its_summary == summary else DIFFERENT
+    if shapes == DIFFERENT or summary != DIFFERENT:
         return ""
 
     def over_ranks(numbers: Sequence[int]) -> list[int]:
