@@ -22,7 +22,6 @@ from fsdp_overlap.runtime.ownership import (
     Owner,
     mark_owner,
     mark_replaced,
-    modules_outside_units,
     move_buffers,
     owned_parameters,
     owner_of,
@@ -124,7 +123,7 @@ def fully_shard(
         }
     # Nothing was changed so far, and nothing is refused from here on.
     if ctx.sync_module_states:
-        _take_from_first(modules, by_domain, mesh)
+        take_from_first(modules, by_domain, mesh)
     buckets = [
         bucket
         for domain, items in by_domain.items()
@@ -140,22 +139,6 @@ def fully_shard(
         each.__class__ = _fsdp_class(type(each))
         hooks.install(each, unit)
     return module
-
-
-def _take_from_first(
-    modules: Sequence[nn.Module],
-    by_domain: dict[Domain, list[OwnedParameter]],
-    mesh: DeviceMesh,
-) -> None:
-    """Makes parameters and buffers what they are on the first rank of their mesh."""
-    for domain, items in by_domain.items():
-        device = domain.device
-        for item in items:
-            take_from_first(tensor_parallel.tile_in(item.parameter), domain.mesh, device)
-    for _, owner in modules_outside_units(modules):
-        for buffer in owner._buffers.values():
-            if buffer is not None and not buffer.is_meta:
-                take_from_first(tensor_parallel.tile_in(buffer), mesh, device)
 
 
 def _mark_owner(unit: Unit) -> None:

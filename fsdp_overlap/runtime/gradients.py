@@ -89,18 +89,20 @@ class BucketGradients:
     def absorb_all(self) -> None:
         """Moves every gradient that autograd holds into the reduce input."""
         parameters = self.bucket.parameters
-        strided = torch.strided
-        gradients = [
-            g
-            for p in parameters
-            if (g := p.grad) is not None and not g.requires_grad and g.layout is strided
-        ]
+        gradients = [g for p in parameters if (g := p.grad) is not None and not g.requires_grad]
         if len(gradients) < len(parameters) or any(self.filled):
             self.absorb(range(len(parameters)))
         else:
             if self.bucket.is_tensor_parallel:
                 gradients = [self._tile(i, gradient) for i, gradient in enumerate(gradients)]
-            torch._foreach_copy_(self.input.views, gradients)
+            try:
+                torch._foreach_copy_(self.input.views, gradients)
+            except RuntimeError:
+                # Not asked before, for every gradient of every step.
+                if all(gradient.layout is torch.strided for gradient in gradients):
+                    raise
+                self.absorb(range(len(parameters)))
+                return
             for parameter in parameters:
                 parameter.grad = None
             self.filled = [True] * len(parameters)

@@ -4,16 +4,19 @@ rank."""
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from math import isqrt
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_overlap.runtime.order_check import START, greatest
+from fsdp_overlap.runtime.ownership import OwnedParameter, modules_outside_units
+from fsdp_overlap.runtime.tensor_parallel import tile_in
 
 if TYPE_CHECKING:
     from fsdp_overlap.runtime.bucket import Bucket
@@ -145,13 +148,29 @@ def _number(content: bytes) -> int:
     return int.from_bytes(sha256(content).digest()[:7], "little")
 
 
-def take_from_first(values: torch.Tensor, mesh: DeviceMesh, device: torch.device) -> None:
-    """Makes ``values`` what they are on the first rank of ``mesh``, in place. Collective; takes as
-    much memory again if they are not contiguous and on ``device``."""
+def take_from_first(
+    modules: Sequence[nn.Module],
+    by_domain: Mapping[Domain, Sequence[OwnedParameter]],
+    mesh: DeviceMesh,
+) -> None:
+    """Makes parameters what they are on the first rank of their domain's mesh, and the buffers of
+    ``modules`` what they are on that of ``mesh``. Collective."""
+    for domain, items in by_domain.items():
+        for item in items:
+            _take_from_first(tile_in(item.parameter), domain.mesh)
+    for _, owner in modules_outside_units(modules):
+        for buffer in owner._buffers.values():
+            if buffer is not None and not buffer.is_meta:
+                _take_from_first(tile_in(buffer), mesh)
+
+
+def _take_from_first(values: torch.Tensor, mesh: DeviceMesh) -> None:
+    """In place. Takes as much memory again for values that are not contiguous on the device of
+    ``mesh``."""
     if not values.numel():
         return
     values = values.detach()
-    sent = values.to(device).contiguous()
+    sent = values.to(mesh.device_type).contiguous()
     # As bytes, for not every backend knows every dtype.
     raw = sent.view(-1).view(torch.uint8)
     for dim in range(mesh.ndim):
