@@ -29,7 +29,8 @@ from fsdp_overlap.runtime.ownership import (
 from fsdp_overlap.runtime.plans import all_or_none
 from fsdp_overlap.runtime.stale_optimizers import note_replacement
 from fsdp_overlap.runtime.starts import take_from_first
-from fsdp_overlap.runtime.unit import Unit, kind_of, unit_of
+from fsdp_overlap.runtime.unit import Unit, kind_of, reduce_dtype, unit_of
+from fsdp_overlap.tensor.carried import SUMMED
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
 
 ModulesT = TypeVar("ModulesT", bound=nn.Module | Sequence[nn.Module])
@@ -106,6 +107,7 @@ def fully_shard(
         ctx.is_implicit = True
     kind = kind_of(modules)
     _check_parameters(modules, owned, ctx.device)
+    _check_gradients(kind, owned, mp_policy)
     if ctx.sync_module_states:
         _check_synced(kind, owned)
     mesh = ctx.mesh if mesh is None else mesh
@@ -180,6 +182,19 @@ def _by_domain(
             )
         found.setdefault(ctx.domain_of(own_mesh), []).append(item)
     return {domain: items for domain, items in found.items() if items or len(found) == 1}
+
+
+def _check_gradients(
+    kind: str, owned: list[OwnedParameter], mp_policy: MixedPrecisionPolicy
+) -> None:
+    for item in owned:
+        dtype = reduce_dtype(item.parameter.dtype, mp_policy)
+        if item.parameter.requires_grad and dtype not in SUMMED:
+            raise ValueError(
+                f"gradients of {_name(kind, item)} would be reduced in {dtype}, in which nothing "
+                "can be summed: use MixedPrecisionPolicy(reduce_dtype=torch.float32), or freeze it "
+                "by requires_grad_(False)"
+            )
 
 
 def _plan(

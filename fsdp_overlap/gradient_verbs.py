@@ -60,7 +60,7 @@ class GradientVerbs(ShardedModule):
         self,
         hook: Callable[[torch.Tensor], None],
         *,
-        stream: torch.cuda.Stream | None = None,
+        stream: torch.Stream | None = None,
     ) -> None:
         """Calls ``hook`` with what was reduced, this rank's range of the unit's gradients, flat and
         in the reduce dtype, before it becomes or is added to ``.grad``: once for each bucket, after
@@ -68,7 +68,7 @@ class GradientVerbs(ShardedModule):
 
         Args:
             hook: runs on the lane of the reduction, on a CPU when compute waits for that.
-            stream: the CUDA stream to run it on instead; not with copies.
+            stream: the stream to run it on instead; not with copies.
 
         Raises:
             ValueError: ``stream`` is given on a mesh ``(replicate, shard)``.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import simulated_ranks
 import torch
-from simulated_ranks import Link, Transfer
+from simulated_ranks import Link, Transfer, repeated
 from torch import nn
 from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -148,12 +148,12 @@ def build_all(
 def true_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """The whole parameters that a sharded model computes with under simulated ranks, by name.
 
-    All ranks have this one's shards. So a flat buffer of ours repeats from range to range, and
-    FSDP2's parameters from rows to rows.
+    All ranks have this one's shards. So a flat buffer of ours repeats from range to range, each
+    from the beginning, and FSDP2's parameters from rows to rows.
     """
     found: dict[int, torch.Tensor] = {}
     for bucket in (bucket for unit in units_of(model) for bucket in unit.buckets):
-        flat = bucket.shard.repeat(bucket.plan.world_size)
+        flat = torch.cat([repeated(bucket.shard, numel) for numel in bucket.plan.shard_numels])
         for parameter, spec, offset in zip(
             bucket.sharded_parameters, bucket.plan.specs, bucket.plan.offsets, strict=True
         ):

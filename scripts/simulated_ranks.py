@@ -13,9 +13,16 @@ the sum `world_size` times it. Where all ranks have one batch, that is the train
 the one whose weights repeat from shard to shard. Losses and gradients can be compared with it
 unsharded. After an optimizer's step they no longer can: the other ranks' gradients differ.
 
+Ranges of a list may have different sizes. Then a rank holds what this one holds, cut to its own
+size, or again and again until that is full: `repeated(range, numel)`; zeros where this one holds
+nothing. All-gathers of lists fill their ranges so, and all-to-alls, in which every rank sends here
+what this one sends to itself. A reduce-scatter gives this rank's own range of a list too. What is
+gathered in two steps (kept parts, divided copies) differs from what is gathered in one unless all
+ranges are equal. A broadcast leaves what is there, so `full_tensor()` has this rank's range alone.
+
 **Time.** A collective lasts as long as `link.gigabytes_per_s` needs for the bytes that a rank
-receives, `(world_size - 1) / world_size` of the whole, and longer only where this device's memory
-is slower than that. Two rules keep that honest:
+receives, `(world_size - 1) / world_size` of the whole where ranges are equal, and longer only where
+this device's memory is slower than that. Two rules keep that honest:
 
 - All groups share one link. Transfers that are ready at the same time take turns on it, first come
   first served, whatever group or stream they belong to: a second group gains no bandwidth.
@@ -25,18 +32,17 @@ is slower than that. Two rules keep that honest:
 What is not simulated: a slower rank, the latency of a message, and the multiprocessors that NCCL
 keeps busy for as long as it waits (`BLOCKS` copy; then one waits).
 
-On a GPU a collective is one kernel, which copies and then watches the GPU's own nanosecond clock.
+On a GPU a collective is one kernel, and one or two for each range of a list, one after the other. A
+kernel copies and then watches the GPU's own nanosecond clock.
 Clocks of multiprocessors, which `torch.cuda._sleep` counts, slow down under load. Its name begins
 with `nccl`, by which traces know a collective. On a CPU it takes the caller's time, by sleeping:
 good for trying out what uses it, not for saying anything about overlap.
-
-Lists of tensors, which ragged layouts need, are refused.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
@@ -130,6 +136,14 @@ class Link(Protocol):
         """Reads all of `whole` and fills `own` with its first range."""
         ...
 
+    def fill(self, kind: str, ranges: Sequence[torch.Tensor], source: torch.Tensor) -> None:
+        """Fills each of `ranges`, of any sizes, with `source`, which may be the first."""
+        ...
+
+    def read(self, kind: str, own: torch.Tensor, ranges: Sequence[torch.Tensor]) -> None:
+        """Reads all `ranges`, of any sizes, and fills `own` with the first."""
+        ...
+
 
 class HostLink:
     """A CPU's: the caller waits for the whole transfer."""
@@ -139,20 +153,26 @@ class HostLink:
         self.sent: list[Transfer] = []
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, world_size: int) -> None:
-        ranges = full.view(world_size, -1)
-        self._carry("all_gather", full, shard, lambda: ranges.copy_(shard.clone().view(1, -1)))
+        self.fill("all_gather", full.view(world_size, -1).unbind(), shard)
 
     def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, world_size: int) -> None:
-        first = whole.view(world_size, -1)[0]
-        self._carry("reduce_scatter", whole, own, lambda: own.view(-1).copy_(first))
+        self.read("reduce_scatter", own.view(-1), whole.view(world_size, -1).unbind())
 
-    def _carry(
-        self, kind: str, whole: torch.Tensor, part: torch.Tensor, move: Callable[[], object]
-    ) -> None:
+    def fill(self, kind: str, ranges: Sequence[torch.Tensor], source: torch.Tensor) -> None:
+        def move() -> None:
+            for target in ranges:
+                target.view(-1).copy_(repeated(source, target.numel()))
+
+        self._carry(_of_others(kind, ranges), move)
+
+    def read(self, kind: str, own: torch.Tensor, ranges: Sequence[torch.Tensor]) -> None:
+        self._carry(_of_others(kind, ranges), lambda: own.copy_(ranges[0]))
+
+    def _carry(self, transfer: Transfer, move: Callable[[], object]) -> None:
         start = time.perf_counter()
         move()
-        self.sent.append(Transfer(kind, whole.nbytes - part.nbytes))
-        rest = start + _seconds(self.sent[-1], self.gigabytes_per_s) - time.perf_counter()
+        self.sent.append(transfer)
+        rest = start + _seconds(transfer.nbytes, self.gigabytes_per_s) - time.perf_counter()
         if rest > 0:
             time.sleep(rest)
 
@@ -172,12 +192,49 @@ class CudaLink:
         torch.cuda.synchronize()
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, world_size: int) -> None:
-        transfer = Transfer("all_gather", full.nbytes - shard.nbytes)
-        self._launch("ncclSimulatedAllGather", full, shard, shard.nbytes, world_size, transfer)
+        self.sent.append(Transfer("all_gather", full.nbytes - shard.nbytes))
+        self._gather(full, shard, shard.nbytes, world_size, self.sent[-1].nbytes)
 
     def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, world_size: int) -> None:
-        transfer = Transfer("reduce_scatter", whole.nbytes - own.nbytes)
-        self._launch("ncclSimulatedReduceScatter", own, whole, own.nbytes, world_size, transfer)
+        self.sent.append(Transfer("reduce_scatter", whole.nbytes - own.nbytes))
+        self._reduce(own, whole, own.nbytes, world_size, self.sent[-1].nbytes)
+
+    def fill(self, kind: str, ranges: Sequence[torch.Tensor], source: torch.Tensor) -> None:
+        self.sent.append(_of_others(kind, ranges))
+        for index, target in enumerate(ranges):
+            carried = target.nbytes if index else 0
+            if not source.nbytes:
+                self._gather(target.zero_(), target, target.nbytes, 1, carried)
+                continue
+            copies, rest = divmod(target.nbytes, source.nbytes)
+            self._gather(target, source, source.nbytes, copies, carried)
+            self._gather(target.view(-1)[target.numel() - rest // target.itemsize :], source, rest)
+
+    def read(self, kind: str, own: torch.Tensor, ranges: Sequence[torch.Tensor]) -> None:
+        self.sent.append(_of_others(kind, ranges))
+        self._reduce(own, ranges[0], own.nbytes)
+        for others in ranges[1:]:  # read, and written back as they are
+            self._reduce(others, others, others.nbytes, carried=others.nbytes)
+
+    def _gather(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        nbytes: int,
+        copies: int = 1,
+        carried: int = 0,
+    ) -> None:
+        self._launch("ncclSimulatedAllGather", target, source, nbytes, copies, carried)
+
+    def _reduce(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        nbytes: int,
+        ranks: int = 1,
+        carried: int = 0,
+    ) -> None:
+        self._launch("ncclSimulatedReduceScatter", target, source, nbytes, ranks, carried)
 
     def _launch(
         self,
@@ -186,22 +243,23 @@ class CudaLink:
         source: torch.Tensor,
         nbytes: int,
         world_size: int,
-        transfer: Transfer,
+        carried: int,
     ) -> None:
-        self.sent.append(transfer)
+        """Works on `world_size` ranges of `nbytes`, and lasts as long as `carried` bytes need."""
         addresses = target.data_ptr() | source.data_ptr() | nbytes
         size = 1 if addresses % 8 else 8
-        nanoseconds = round(_seconds(transfer, self.gigabytes_per_s) * 1e9)
+        nanoseconds = round(_seconds(carried, self.gigabytes_per_s) * 1e9)
         if max(nbytes // size, nanoseconds) >= 2**31:  # the kernels' arguments are C's int
             raise ValueError(
-                f"a transfer of {transfer.nbytes} bytes at {self.gigabytes_per_s} GB/s is too long "
+                f"a transfer of {carried} bytes at {self.gigabytes_per_s} GB/s is too long "
                 "to simulate: use smaller units, or more gigabytes_per_s"
             )
-        self._kernels[name, size](
-            grid=(BLOCKS, 1, 1),
-            block=(THREADS, 1, 1),
-            args=[target, source, self._free_at, nbytes // size, world_size, nanoseconds],
-        )
+        if nbytes or nanoseconds:
+            self._kernels[name, size](
+                grid=(BLOCKS, 1, 1),
+                block=(THREADS, 1, 1),
+                args=[target, source, self._free_at, nbytes // size, world_size, nanoseconds],
+            )
 
 
 @cache
@@ -215,8 +273,20 @@ def compile_kernel(name: str, word: str) -> Callable[..., None]:
     return torch.cuda._compile_kernel(KERNELS.replace("WORD", word), name)
 
 
-def _seconds(transfer: Transfer, gigabytes_per_s: float | None) -> float:
-    return transfer.nbytes / (gigabytes_per_s * 1e9) if gigabytes_per_s else 0.0
+def repeated(held: torch.Tensor, numel: int) -> torch.Tensor:
+    """What a rank holds in a range of `numel` elements, where this one holds `held`: flat."""
+    held = held.reshape(-1)
+    if not held.numel():
+        return held.new_zeros(numel)
+    return held.repeat(-(-numel // held.numel()))[:numel]
+
+
+def _of_others(kind: str, ranges: Sequence[torch.Tensor]) -> Transfer:
+    return Transfer(kind, sum(held.nbytes for held in ranges[1:]))
+
+
+def _seconds(nbytes: int, gigabytes_per_s: float | None) -> float:
+    return nbytes / (gigabytes_per_s * 1e9) if gigabytes_per_s else 0.0
 
 
 class SimulatedGroup(dist.ProcessGroup):
@@ -226,6 +296,7 @@ class SimulatedGroup(dist.ProcessGroup):
         super().__init__(rank, world_size)
         self._link = link
         self._last: torch.cuda.Event | None = None
+        self._name = ""
 
     def name(self) -> str:
         return BACKEND
@@ -235,8 +306,10 @@ class SimulatedGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        # torch sets the name of the C++ part, which has no backend to ask for it.
-        return dist.distributed_c10d._world.pg_names[self]
+        # torch gives the name to the C++ part, which has no backend to ask for it; and it forgets
+        # the group before it asks for the last time.
+        self._name = dist.distributed_c10d._world.pg_names.get(self, self._name)
+        return self._name
 
     def _get_backend(self, device: torch.device) -> Any:
         return self  # it has none but itself, on any device
@@ -258,6 +331,49 @@ class SimulatedGroup(dist.ProcessGroup):
             self._reduce(output, opts)
         return _finished()
 
+    def allgather(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: object = None
+    ) -> dist.Work:
+        [ranges], [shard] = outputs, inputs
+        _check_ranges(ranges, shard)
+        with self._turn(shard):
+            self._link.fill("all_gather", _detached(ranges), shard.detach())
+        return _finished()
+
+    def reduce_scatter(
+        self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None
+    ) -> dist.Work:
+        [own], [ranges] = outputs, inputs
+        _check_ranges(ranges, own)
+        with self._turn(own):
+            self._link.read("reduce_scatter", own.detach(), _detached(ranges))
+            self._reduce(own, opts)
+        return _finished()
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_sizes: list[int],
+        input_sizes: list[int],
+        opts: object = None,
+    ) -> dist.Work:
+        targets, sources = (
+            tensor.detach().split(sizes or [len(tensor) // self.size()] * self.size())
+            for tensor, sizes in ((output, output_sizes), (input, input_sizes))
+        )
+        _check_ranges(targets, sources[0])
+        with self._turn(output):
+            self._link.fill("all_to_all", targets, sources[0])
+        return _finished()
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: object = None) -> dist.Work:
+        for tensor in tensors:
+            none = tensor.detach().view(-1)[:0]
+            with self._turn(tensor):
+                self._link.read("broadcast", none, [none, tensor.detach()])
+        return _finished()
+
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
         # Order checks and norms: a few bytes, which take no time.
         for tensor in tensors:
@@ -265,33 +381,21 @@ class SimulatedGroup(dist.ProcessGroup):
                 self._reduce(tensor, opts)
         return _finished()
 
-    def allgather(
-        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: object = None
-    ) -> dist.Work:
-        # What ranks start from: a few bytes, the same on all of them.
-        for gathered, own in zip(outputs, inputs, strict=True):
-            if any(output.shape != own.shape for output in gathered):
-                self._refuse()
-            with self._turn(own):
-                for output in gathered:
-                    output.copy_(own)
-        return _finished()
-
     def barrier(self, opts: object = None) -> dist.Work:
         return _finished()
 
-    # What torch 2.13 calls the first two.
+    # The same by the names of other releases of torch.
     all_gather_single = _allgather_base
     reduce_scatter_single = _reduce_scatter_base
+    alltoall_base = all_to_all_single
 
     def _refuse(self, *args: object, **options: object) -> NoReturn:
         raise NotImplementedError(
-            "simulated ranks know all-gathers and reduce-scatters of equal shards in one tensor, "
-            "all-reduces and barriers: use Flat() layouts and element-wise optimizers"
+            "simulated ranks know all-gathers, reduce-scatters, all-to-alls of one tensor, "
+            "broadcasts, all-reduces and barriers alone"
         )
 
-    reduce_scatter = alltoall_base = all_to_all_single = alltoall = _refuse
-    broadcast = reduce = gather = scatter = send = recv = _refuse
+    alltoall = reduce = gather = scatter = send = recv = _refuse
     allgather_into_tensor_coalesced = reduce_scatter_tensor_coalesced = _refuse
     all_gather_single_coalesced = reduce_scatter_single_coalesced = _refuse
 
@@ -326,6 +430,20 @@ def _check_equal_ranges(whole: torch.Tensor, part: torch.Tensor, world_size: int
         )
     if not (whole.is_contiguous() and part.is_contiguous()):
         raise ValueError("collectives take contiguous tensors")
+
+
+def _check_ranges(ranges: Sequence[torch.Tensor], own: torch.Tensor) -> None:
+    if ranges[0].numel() != own.numel() or {held.dtype for held in ranges} != {own.dtype}:
+        raise ValueError(
+            f"rank 0's range has {ranges[0].numel()} elements of {ranges[0].dtype}, and "
+            f"{own.numel()} of {own.dtype} are given for it"
+        )
+    if not all(held.is_contiguous() for held in (*ranges, own)):
+        raise ValueError("collectives take contiguous tensors")
+
+
+def _detached(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.detach() for tensor in tensors]
 
 
 def _finished() -> dist.Work:

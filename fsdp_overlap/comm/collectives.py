@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,19 +17,33 @@ from torch.distributed import distributed_c10d as c10d
 from fsdp_overlap.comm.groups import backend_name
 from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.layout import BucketPlan
+from fsdp_overlap.tensor.carried import as_carried, carried_ranges
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-# Of the process group's own methods: torch.distributed's functions around them take about as long
+_AVG, _SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
+
+
+def _reducing(options: Any, op: dist.ReduceOp.RedOpType, async_op: bool = False) -> Any:
+    options.reduceOp = dist.ReduceOp(op)
+    options.asyncOp = async_op
+    return options
+
+
+# For the process group's own methods: torch.distributed's functions around them take about as long
 # on the host as the calls themselves. Synchronous is what runs on the current stream.
 _GATHER = c10d.AllgatherOptions()
 _GATHER.asyncOp = False
-_MEAN = c10d.ReduceScatterOptions()
-_MEAN.asyncOp = False
-_MEAN.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
-_SUM = c10d.ReduceScatterOptions()
-_SUM.asyncOp = False
+_REDUCE_SCATTER = {op: _reducing(c10d.ReduceScatterOptions(), op) for op in (_AVG, _SUM)}
+_ALL_REDUCE = {
+    (op, async_op): _reducing(c10d.AllreduceOptions(), op, async_op)
+    for op in (_AVG, _SUM)
+    for async_op in (True, False)
+}
+
+# Backends that take no mean, whatever the device.
+_WITHOUT_MEANS = ("gloo", "mpi")
 
 
 class Issued(NamedTuple):
@@ -96,7 +110,7 @@ class TensorCollectives:
     ) -> Issued:
         if shard.dtype != full.dtype or shard.is_cpu != full.is_cpu:
             shard = _own_range(full, plan, group).copy_(shard, non_blocking=True)
-        _finish(group._allgather_base(_as_real(full), _as_real(shard), _GATHER))
+        _finish(group._allgather_base(as_carried(full), as_carried(shard), _GATHER))
         return Issued((), lambda: full)
 
     def reduce_scatter(
@@ -106,9 +120,9 @@ class TensorCollectives:
         group: dist.ProcessGroup,
         divisor: float | None = None,
     ) -> Issued:
-        gradients, left = _divide_early(gradients, divisor)
+        left = _divide_early(gradients, divisor)
         own = gradients.new_empty(plan.shard_numels[group.rank()])
-        options = _MEAN if divisor is None else _SUM
+        options = _REDUCE_SCATTER[_AVG if divisor is None else _SUM]
         _finish(group._reduce_scatter_base(_as_real(own), _as_real(gradients), options))
         return Issued((), lambda: _divided(own, left))
 
@@ -120,8 +134,9 @@ class RaggedTensorCollectives:
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
     ) -> Issued:
-        own = _own_range(full, plan, group).copy_(shard, non_blocking=True)
-        dist.all_gather(list(full.split(list(plan.shard_numels))), own, group)
+        _own_range(full, plan, group).copy_(shard, non_blocking=True)
+        ranges = carried_ranges(full, plan.shard_numels)
+        dist.all_gather(list(ranges), ranges[group.rank()], group)
         return Issued((), lambda: full)
 
     def reduce_scatter(
@@ -131,11 +146,11 @@ class RaggedTensorCollectives:
         group: dist.ProcessGroup,
         divisor: float | None = None,
     ) -> Issued:
-        gradients, left = _divide_early(gradients, divisor)
+        left = _divide_early(gradients, divisor)
         own = gradients.new_empty(plan.shard_numels[group.rank()])
-        ranges = list(gradients.split(list(plan.shard_numels)))
-        op = dist.ReduceOp.AVG if divisor is None else dist.ReduceOp.SUM
-        dist.reduce_scatter(own, ranges, op, group)
+        ranges = list(_as_real(gradients).split(list(plan.shard_numels)))
+        op = _AVG if divisor is None else _SUM
+        dist.reduce_scatter(_as_real(own), ranges, op, group)
         return Issued((), lambda: _divided(own, left))
 
 
@@ -150,7 +165,7 @@ class GlooCollectives:
         self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
     ) -> Issued:
         _own_range(full, plan, group).copy_(shard)
-        ranges = full.split(list(plan.shard_numels))
+        ranges = carried_ranges(full, plan.shard_numels)
         works = [
             dist.broadcast(held, group=group, group_src=rank, async_op=True)
             for rank, held in enumerate(ranges)
@@ -168,7 +183,7 @@ class GlooCollectives:
         # Two all-to-alls, to the ranks before this one and to those after it: one would also send
         # this rank its own range, and so need memory for it twice.
         numels, rank = plan.shard_numels, group.rank()
-        gradients, left = _divide_early(gradients, len(numels) if divisor is None else divisor)
+        left = _divide_early(gradients, len(numels) if divisor is None else divisor)
         before, after = rank, len(numels) - rank - 1
         own = numels[rank]
         sent_down, mine, sent_up = gradients.split(
@@ -233,7 +248,8 @@ class CustomCollectives:
             return self._others.all_gather(full, shard, plan, group)
         gathered = comm.allocate(full.shape, dtype=full.dtype, device=full.device)
         own = _own_range(gathered, plan, group).copy_(shard, non_blocking=True)
-        _finish(comm(output_tensor=gathered, input_tensor=own, group=group, async_op=False))
+        sent, received = as_carried(own), as_carried(gathered)
+        _finish(comm(output_tensor=received, input_tensor=sent, group=group, async_op=False))
         full.copy_(gathered)
         return Issued((), lambda: full)
 
@@ -247,14 +263,15 @@ class CustomCollectives:
         comm = self._comms.reduce_scatter
         if comm is None:
             return self._others.reduce_scatter(gradients, plan, group, divisor)
-        gradients, left = _divide_early(gradients, divisor)
+        left = _divide_early(gradients, divisor)
         source, own = (
             comm.allocate((numel,), dtype=gradients.dtype, device=gradients.device)
             for numel in (plan.numel, plan.shard_numels[group.rank()])
         )
         source.copy_(gradients)
-        op = dist.ReduceOp.AVG if divisor is None else dist.ReduceOp.SUM
-        work = comm(output_tensor=own, input_tensor=source, group=group, op=op, async_op=False)
+        op = _AVG if divisor is None else _SUM
+        sent, received = _as_real(source), _as_real(own)
+        work = comm(output_tensor=received, input_tensor=sent, group=group, op=op, async_op=False)
         _finish(work)
         mean = _divided(own.clone(), left)
         return Issued((), lambda: mean)
@@ -281,14 +298,15 @@ def all_reduce(
 ) -> Issued:
     """Makes ``values`` the sum over ranks, divided by ``divisor``, ``None`` as in
     :meth:`Collectives.reduce_scatter`. Collective over ``group``."""
-    if not has_streams(values.device):  # of whose backends none takes a mean
-        values, left = _divide_early(values, group.size() if divisor is None else divisor)
-        work = dist.all_reduce(_as_real(values), group=group, async_op=True)
-        return Issued((work,), lambda: _divided(values, left), group)
-    values, left = _divide_early(values, divisor)
-    op = dist.ReduceOp.AVG if divisor is None else dist.ReduceOp.SUM
-    dist.all_reduce(_as_real(values), op, group)
-    return Issued((), lambda: _divided(values, left))
+    if divisor is None and backend_name(values.device.type, group) in _WITHOUT_MEANS:
+        divisor = group.size()
+    left = _divide_early(values, divisor)
+    is_host = not has_streams(values.device)  # elsewhere the current stream waits, not the host
+    options = _ALL_REDUCE[_AVG if divisor is None else _SUM, is_host]
+    work = group.allreduce([_as_real(values)], options)
+    if not is_host:
+        _finish(work)
+    return Issued((work,) if is_host else (), lambda: _divided(values, left), group)
 
 
 def choose(device_type: str, group: dist.ProcessGroup, plan: BucketPlan) -> Collectives:
@@ -306,22 +324,23 @@ def _finish(work: dist.Work | None) -> None:
         work.wait()
 
 
-def _divide_early(
-    gradients: torch.Tensor, divisor: float | None
-) -> tuple[torch.Tensor, float | None]:
-    """``gradients`` to be summed, and what is left to divide the sum by: half precision, whose sum
-    may overflow, is divided before."""
-    if divisor is None or gradients.dtype is not torch.float16:
-        return gradients, divisor
-    return gradients.div_(divisor), None
+def _divide_early(gradients: torch.Tensor, divisor: float | None) -> float | None:
+    """What is left to divide the sum of ``gradients`` by: half precision, whose sum may overflow,
+    is divided here, in place."""
+    if divisor is None or gradients.dtype not in (torch.float16, torch.complex32):
+        return divisor
+    _as_real(gradients).div_(divisor)
+    return None
 
 
 def _divided(total: torch.Tensor, divisor: float | None) -> torch.Tensor:
-    return total if divisor is None or divisor == 1 else total.div_(divisor)
+    if divisor is not None and divisor != 1:
+        _as_real(total).div_(divisor)  # there is no division of half-precision complex numbers
+    return total
 
 
 def _as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` as backends know it: most have no complex numbers."""
+    """``tensor`` as backends reduce it: they have no complex numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 

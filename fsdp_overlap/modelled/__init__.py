@@ -3,14 +3,25 @@ wrong on a real one."""
 
 from fsdp_overlap.modelled.device import Issued, ModelledDevice, compare_issued
 from fsdp_overlap.modelled.findings import Finding, Sync
-from fsdp_overlap.modelled.torch_module import active, running
+from fsdp_overlap.modelled.torch_module import (
+    Event,
+    Stream,
+    active,
+    current_stream,
+    running,
+    stream,
+)
 
 __all__ = [
+    "Event",
     "Finding",
     "Issued",
     "ModelledDevice",
+    "Stream",
     "Sync",
     "active",
     "compare_issued",
+    "current_stream",
     "running",
+    "stream",
 ]

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Variable
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,6 +39,11 @@ _ALLOCATE_ONLY = {
 # They change what a tensor is a view of, or do nothing at all.
 _TOUCH_NOTHING = {"set_", "resize_", "lift", "detach_", "_unsafe_view", "_reshape_alias"}
 
+# They look at the shape of what they get, and at nothing in it.
+_READ_NOTHING = {
+    f"{value}_like" for value in ("zeros", "ones", "full", "rand", "randn", "randint")
+} | {"new_zeros", "new_ones", "new_full"}
+
 # They may have operands on both sides.
 _CROSSING = {"copy_", "_to_copy", "_foreach_copy_", "index", "index_put_", "_index_put_impl_"}
 
@@ -55,6 +62,7 @@ class About:
     is_collective: bool
     touches_nothing: bool
     allocates_only: bool
+    reads_nothing: bool
     may_cross: bool
     gives_value: bool
     """Whether the host has to know a value to go on."""
@@ -77,6 +85,7 @@ class About:
             is_collective,
             func.is_view or name in _TOUCH_NOTHING,
             name in _ALLOCATE_ONLY,
+            name in _READ_NOTHING,
             name in _CROSSING,
             any(tag in func.tags for tag in _SYNCS),
             tuple(written),
@@ -97,9 +106,11 @@ class Dispatch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
+        if FakeTensor in types:
+            return func(*args, **kwargs)  # which has no memory: torch asks for a shape
         if any(each not in PLAIN for each in types):
             return NotImplemented  # its own operations come one by one
-        kwargs = kwargs or {}
         about = About.of(func)
         with torch._C.DisableTorchFunction():
             if about.name.startswith("lift_fresh"):
@@ -139,16 +150,17 @@ class Dispatch(TorchDispatchMode):
             device.place(tensor, makes, self.makes_pinned)
         if about.allocates_only:
             return output
+        reads = [] if about.reads_nothing else reads
         writes = [*writes, *new]
+        if about.is_collective and on_device:
+            device.issue(_group_name(values), about.name, reads, writes)
+        else:
+            device.run(about.name, reads, writes, on_host=not (on_device or (new and makes)))
         if about.gives_value and on_device:
             self._wait(about)
         elif about.may_cross and reads and writes:
             does_not_wait = about.non_blocking >= 0 and bool(values[about.non_blocking])
             self._note_crossing(about, reads, writes, does_not_wait)
-        if about.is_collective and on_device:
-            device.issue(_group_name(values), about.name, reads, writes)
-        else:
-            device.run(about.name, reads, writes, on_host=not (on_device or (new and makes)))
         return output
 
     def _take_in(self, func: Any, args: Any) -> Any:
@@ -205,6 +217,13 @@ def _group_name(values: Sequence[Any]) -> str:
     return ""
 
 
+def _inner(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What lies in memory behind a tensor of torch's own classes."""
+    if isinstance(tensor, DTensor):
+        return tensor._local_tensor
+    return tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else None
+
+
 def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
@@ -238,7 +257,6 @@ class Calls(TorchFunctionMode):
             tensor.is_pinned: self._is_pinned,
             tensor.tolist: self._read,
             tensor.numpy: self._read,
-            tensor.record_stream: self._record_stream,
         }
 
     def __torch_function__(
@@ -254,8 +272,8 @@ class Calls(TorchFunctionMode):
         if instead is not None:
             if type(args[0]) in PLAIN:
                 return instead(func, *args, **kwargs)
-            if func in self._getters and isinstance(args[0], DTensor):
-                return instead(func, args[0]._local_tensor)
+            if func in self._getters and (inner := _inner(args[0])) is not None:
+                return instead(func, inner)
         if kwargs.get("device") is not None or kwargs.get("pin_memory"):
             return self._make(func, args, kwargs)
         output = func(*args, **kwargs)
@@ -336,9 +354,6 @@ class Calls(TorchFunctionMode):
             device.wait_on_host(device.mark(device.current), func.__name__)
         device.run(func.__name__, [tensor], [], on_host=True)
         return func(tensor, *args, **kwargs)
-
-    def _record_stream(self, func: Any, tensor: torch.Tensor, stream: Any) -> None:
-        self.device.release_after(tensor, stream.queue)
 
     # Autograd
 

@@ -56,10 +56,14 @@ def _telling(calls: Calls) -> Iterator[None]:
         calls.device.resize(storage, nbytes)
         return resize(storage, nbytes)
 
+    def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
+        calls.device.release_after(tensor, stream.queue)
+
     seen = {name: partial(calls.seeing, check) for name, check in checks.items()}
     run_engine = partial(calls.differentiate, autograd._engine_run_backward)
     with (
         patch.object(torch.UntypedStorage, "resize_", resize_and_tell),
+        patch.object(torch.Tensor, "record_stream", record_stream),
         patch.object(autograd, "_engine_run_backward", run_engine),
         patch.dict(checks, seen),
     ):

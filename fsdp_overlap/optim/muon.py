@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.comm.lanes import Lane, make_lane
+from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.optim import exchange
 from fsdp_overlap.optim.adamw import AdamW
 from fsdp_overlap.optim.exchange import Exchange, plan_rounds
@@ -213,7 +214,7 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         """Moves parameters of one group of ranks, or of none, along their orthogonalized
         momentum."""
-        dtype = self._ns_dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+        dtype = self._ns_dtype or (torch.bfloat16 if has_streams(device) else torch.float32)
         products = Products(device, dtype)
         rank = group.rank() if group is not None else 0
         whole = (

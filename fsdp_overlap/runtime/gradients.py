@@ -146,12 +146,11 @@ class BucketGradients:
         parameters' ``.grad``, where the mesh has copies after one more collective, on the lane of
         these. Parameters without a gradient here get that of the other ranks, or are put in doubt
         where it will be known whether there is one. Collective over the mesh."""
+        empty = self.input.gaps  # which travel too
         if not all(self.filled):
-            empty = [
-                view
-                for view, filled in zip(self.input.views, self.filled, strict=True)
-                if not filled
-            ]
+            views = zip(self.input.views, self.filled, strict=True)
+            empty = [*empty, *(view for view, is_filled in views if not is_filled)]
+        if empty:
             torch._foreach_zero_(empty)
         bucket, copies = self.bucket, self.copies
         domain = bucket.domain
@@ -189,10 +188,6 @@ class BucketGradients:
 
     def _accept(self, mean: torch.Tensor, doubtful: Sequence[bool] | None) -> None:
         if self._reducing.hook is not None:
-            sizes, own = self._pieces
-            for index, gap in enumerate(mean.split_with_sizes(sizes)):
-                if index not in own:
-                    gap.zero_()  # which is what memory held before, nothing that a hook should see
             self._reducing.call_hook(self._reducing.hook, mean)
         if mean.dtype != self.bucket.shard.dtype:
             mean = mean.to(self.bucket.shard.dtype)

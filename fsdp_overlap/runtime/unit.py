@@ -276,11 +276,8 @@ class Unit:
             gradients = self._known_gradients.get(bucket)
             if any(parameter.requires_grad for parameter in bucket.parameters):
                 if gradients is None:
-                    dtype = bucket.shard.dtype
-                    if dtype.is_floating_point:
-                        dtype = self.mp_policy.reduce_dtype or dtype
                     gradients = self._known_gradients[bucket] = BucketGradients(
-                        bucket, dtype, self.reducing
+                        bucket, reduce_dtype(bucket.shard.dtype, self.mp_policy), self.reducing
                     )
                 self.gradients.append(gradients)
                 self._watch(gradients, only_large=True)
@@ -373,6 +370,11 @@ class Unit:
                     unit.context.schedule.gradient_arrived(unit, gradients, index)
 
             parameter.register_post_accumulate_grad_hook(arrived)
+
+
+def reduce_dtype(dtype: torch.dtype, mp_policy: MixedPrecisionPolicy) -> torch.dtype:
+    """What gradients of parameters of ``dtype`` are reduced in. Complex ones keep theirs."""
+    return (mp_policy.reduce_dtype or dtype) if dtype.is_floating_point else dtype
 
 
 def kind_of(modules: Sequence[nn.Module]) -> str:

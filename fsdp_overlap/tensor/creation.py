@@ -16,6 +16,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_overlap.layout import Flat, ParamSpec, plan_units
+from fsdp_overlap.tensor.carried import as_carried
 from fsdp_overlap.tensor.operands import own_elements
 from fsdp_overlap.tensor.placement import RangeShard, range_dim, range_spec, tile_of
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
@@ -54,11 +55,12 @@ def distribute_tensor(
     if whole.device.type != device_mesh.device_type and not whole.is_meta:
         whole = whole.to(device_mesh.device_type)
     if src_data_rank is not None and not whole.is_meta:
-        whole = whole.contiguous()
+        whole = whole.resolve_conj().resolve_neg().contiguous()  # as it is in memory
         for dim in range(device_mesh.ndim):
             if device_mesh.get_local_rank(dim) != src_data_rank:
                 whole = torch.empty_like(whole)  # the argument stays as it is
-            dist.broadcast(whole, group=device_mesh.get_group(dim), group_src=src_data_rank)
+            sent = as_carried(whole)
+            dist.broadcast(sent, group=device_mesh.get_group(dim), group_src=src_data_rank)
     return ShardedTensor.wrap(own_elements(whole, spec).clone(), spec)
 
 

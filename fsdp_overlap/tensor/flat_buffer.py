@@ -10,9 +10,10 @@ from fsdp_overlap.layout import BucketPlan
 class FlatBuffer:
     """The flat storage behind a bucket's unsharded parameters or unreduced gradients.
 
-    ``flat`` has shape ``[plan.numel]`` and ``views[i]`` the shape of ``plan.specs[i]``. They are
-    made once; :meth:`allocate` and :meth:`free` only resize the storage underneath, so a view must
-    not be read while :attr:`allocated` is false.
+    ``flat`` has shape ``[plan.numel]`` and ``views[i]`` the shape of ``plan.specs[i]``; ``gaps``
+    are what lies between and behind them, where anything does. They are made once; :meth:`allocate`
+    and :meth:`free` only resize the storage underneath, so a view must not be read while
+    :attr:`allocated` is false.
     """
 
     def __init__(self, plan: BucketPlan, dtype: torch.dtype, device: torch.device) -> None:
@@ -23,6 +24,12 @@ class FlatBuffer:
             self.views = [
                 self.flat[offset : offset + spec.numel].view(spec.shape)
                 for spec, offset in zip(plan.specs, plan.offsets, strict=True)
+            ]
+            ends = [o + spec.numel for spec, o in zip(plan.specs, plan.offsets, strict=True)]
+            self.gaps = [
+                self.flat[end:start]
+                for end, start in zip([0, *ends], [*plan.offsets, plan.numel], strict=True)
+                if end < start
             ]
         self._storage = self.flat.untyped_storage()
         self.nbytes = self._storage.nbytes()

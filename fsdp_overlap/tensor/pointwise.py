@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from fsdp_overlap.tensor.carried import as_carried
 from fsdp_overlap.tensor.operands import (
     check_no_gradient,
     first_sharded,
@@ -198,7 +199,7 @@ def random(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
     drawn = func(*map(stand_in, args), **{key: stand_in(value) for key, value in kwargs.items()})
     drawn = own_elements(drawn, target._spec).contiguous()
     for dim in copied_dims(target._spec) if not drawn.is_meta else ():
-        dist.broadcast(drawn, group=target._spec.mesh.get_group(dim), group_src=0)
+        dist.broadcast(as_carried(drawn), group=target._spec.mesh.get_group(dim), group_src=0)
     if name.endswith("_like"):
         return target.wrap_like(drawn.clone())
     local.copy_(drawn)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+from fsdp_overlap.tensor.carried import CARRIED
 from fsdp_overlap.tensor.operands import check_no_gradient, local_operand
 from fsdp_overlap.tensor.placement import cut_dims, is_on_mesh, tile_of
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, raise_unsupported
@@ -221,6 +222,8 @@ def _extreme_integer(
     values: torch.Tensor, op: dist.ReduceOp.RedOpType, spec: DTensorSpec
 ) -> torch.Tensor:
     sent = values.to(torch.uint8) if values.dtype == torch.bool else values
+    if sent.dtype not in CARRIED:
+        sent = sent.long()  # 16 bits: torch finds no extremes of other integers
     return _all_reduce(sent, op, spec).to(values.dtype)
 
 

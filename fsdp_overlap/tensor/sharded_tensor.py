@@ -26,6 +26,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils as torch_foreach
 
+from fsdp_overlap.tensor.carried import as_carried
 from fsdp_overlap.tensor.chunks import all_of_a_storage, chunks_of
 from fsdp_overlap.tensor.placement import (
     RangeShard,
@@ -210,7 +211,7 @@ class ShardedTensor(DTensor):
         full[start:stop].copy_(local)
         group = self.range_group
         works = [
-            dist.broadcast(full[first:last], group=group, group_src=rank, async_op=True)
+            dist.broadcast(as_carried(full[first:last]), group=group, group_src=rank, async_op=True)
             for rank, first, last in self.placement.ranges
         ]
         for work in works:

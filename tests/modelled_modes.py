@@ -1,0 +1,350 @@
+"""Programs of training on the modelled device, one for each way in which a model can be trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from modelled import Program, fake_ranks, trained
+from tensor_parallel import LENGTH, WORDS, Transformer, parallelize
+from test_experts import ROWS, WIDTH, Moe
+from test_tensor_parallel import loss_of, shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from zoo import ZOO, Model
+
+from fsdp_overlap import FsdpContext, fully_shard
+from fsdp_overlap.layout import Blocks, Flat, LayoutRule, Whole
+from fsdp_overlap.modelled import Stream, current_stream, stream
+from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
+from fsdp_overlap.runtime import gradients
+
+LAYOUTS: dict[str, LayoutRule] = {"flat": Flat(), "blocks": Blocks(rows=2), "whole": Whole()}
+LOW = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+OFFLOAD = {"offload_policy": CPUOffloadPolicy()}
+
+MODES: dict[str, Callable[[], object]] = {}
+
+
+def mode(program: Callable[[], object]) -> Callable[[], object]:
+    MODES[program.__name__.replace("_", " ")] = program
+    return program
+
+
+for name in ZOO:
+    if name != "without a context":  # whose mesh is that of all ranks
+        MODES[f"the model of {name}"] = trained(name=name)
+for prefetch in (0, 1, 2):
+    for name, layout in LAYOUTS.items():
+        MODES[f"prefetch {prefetch}, {name}"] = trained(prefetch=prefetch, layout=layout)
+for name, layout in LAYOUTS.items():
+    for optimizer in (Muon, torch.optim.AdamW, torch.optim.SGD):
+        title = f"{optimizer.__module__.split('.')[0]} {optimizer.__name__}, {name}"
+        MODES[title] = trained(optimizer=optimizer, layout=layout)
+for dims in ((2, 2), (4, 1), (1, 4)):
+    for divides in (False, True):
+        for dtype in (None, torch.float64):
+            MODES[f"copies {dims}, divided {divides}, reduced in {dtype}"] = trained(
+                dims=dims, divide_copies=divides, reduce_dtype=dtype
+            )
+MODES["copies, ragged"] = trained(dims=(2, 2), layout=Whole())
+MODES["divided copies, ragged"] = trained(dims=(2, 2), layout=Whole(), divide_copies=True)
+MODES["parts kept"] = trained(shard_options={"reshard_after_forward": 2})
+MODES["parts kept, ragged"] = trained(shard_options={"reshard_after_forward": 2}, layout=Whole())
+MODES["kept between forward and backward"] = trained(shard_options={"reshard_after_forward": False})
+MODES["in bfloat16"] = trained(shard_options={"mp_policy": LOW})
+MODES["offloaded"] = trained(shard_options=dict(OFFLOAD))
+MODES["offloaded, torch's AdamW"] = trained(
+    shard_options=dict(OFFLOAD), optimizer=torch.optim.AdamW
+)
+MODES["offloaded, Muon"] = trained(shard_options=dict(OFFLOAD), optimizer=Muon)
+MODES["offloaded, not pinned"] = trained(
+    shard_options={"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+)
+
+
+def at_stage(stage: int, starts: bool) -> None:
+    program = Program()
+    program.model.set_zero_stage(stage)
+    for _ in range(3):
+        for is_last in (False, True):
+            program.model.set_is_last_backward(is_last)
+            program.backward()
+        program.step()
+        if starts:
+            program.ctx.start_param_sync()
+
+
+for stage in (1, 2, 3):
+    for starts in (False, True):
+        MODES[f"stage {stage}, starts gathers: {starts}"] = partial(at_stage, stage, starts)
+
+
+def accumulates(dims: tuple[int, ...], verb: str, **options: Any) -> None:
+    program = Program(dims=dims, **options)
+    for _ in range(3):
+        for is_last in (False, False, True):
+            getattr(program.model, verb)(is_last)
+            program.backward()
+        clip_grad_norm_(program.model.parameters(), 1.0)
+        program.step()
+
+
+MODES["accumulation"] = partial(accumulates, (4,), "set_requires_gradient_sync")
+MODES["accumulation, copies"] = partial(accumulates, (2, 2), "set_requires_gradient_sync")
+MODES["accumulation among shards"] = partial(accumulates, (2, 2), "set_requires_all_reduce")
+MODES["accumulation among shards, divided"] = partial(
+    accumulates, (2, 2), "set_requires_all_reduce", divide_copies=True
+)
+
+
+@mode
+def large_gradients_leave_at_once() -> None:
+    with patch.object(gradients, "LARGE_BYTES", 0):
+        Program(prefetch=0).train()
+        Program(dims=(2, 2), name="a layer that runs several times").train()
+
+
+@mode
+def many_units_with_copies() -> None:
+    Program(build=lambda: Model(layers=8), dims=(2, 2), reduce_dtype=torch.float64).train()
+
+
+@mode
+def edits_after_an_evaluation_of_offloaded_weights() -> None:
+    program = Program(shard_options=dict(OFFLOAD))
+    with torch.no_grad():
+        for _ in range(3):
+            program.forward()
+            for parameter in program.model.parameters():
+                parameter.zero_()
+
+
+@mode
+def evaluation_between() -> None:
+    program = Program(name="branches")
+    for _ in range(3):
+        program.train(1)
+        with torch.no_grad():
+            program.forward()
+
+
+@mode
+def storage_kept() -> None:
+    program = Program()
+    program.model.set_keep_unsharded_storage(True)
+    program.train()
+
+
+@mode
+def gradients_of_gradients() -> None:
+    program = Program()
+    for _ in range(3):
+        tokens, _ = program.batch()
+        scores = program.model(tokens)
+        (first,) = torch.autograd.grad(scores.square().sum(), scores, create_graph=True)
+        (scores.sum() + first.square().sum()).backward()
+        program.step()
+
+
+@mode
+def backward_that_creates_a_graph() -> None:
+    program = Program()
+    for _ in range(3):
+        program.forward().backward(create_graph=True)
+        program.step()
+
+
+@mode
+def finalized_by_hand() -> None:
+    program = Program()
+    program.model.set_manual_backward_finalization(True)
+    for _ in range(3):
+        program.backward()
+        program.model.finalize_backward(async_op=True).wait()
+        program.step()
+
+
+@mode
+def prefetched_by_hand() -> None:
+    program = Program()
+    layers = program.model.layers
+    for index, layer in enumerate(layers):
+        layer.set_modules_to_forward_prefetch(list(layers[index + 1 : index + 3]))
+        layer.set_modules_to_backward_prefetch(list(layers[max(index - 2, 0) : index]))
+    program.train()
+
+
+@mode
+def unsharded_by_hand() -> None:
+    program = Program()
+    for _ in range(3):
+        handle = program.model.layers[1].unshard(async_op=True)
+        program.forward()
+        assert handle is not None
+        handle.wait()
+        program.model.layers[1].reshard()
+        program.train(1)
+
+
+@mode
+def state_dicts_and_edits() -> None:
+    program = Program()
+    program.train(2)
+    whole = {name: value.full_tensor() for name, value in program.model.state_dict().items()}
+    assert whole
+    program.model.load_state_dict(program.model.state_dict())
+    with torch.no_grad():
+        for parameter in program.model.parameters():
+            parameter.mul_(0.5)
+            parameter.to_local().add_(1.0)
+    program.train(2)
+
+
+@mode
+def the_optimizer_on_a_stream_of_its_own() -> None:
+    program, side = Program(), Stream()
+    for _ in range(3):
+        program.backward()
+        side.wait_stream(current_stream())
+        with stream(side):
+            program.step()
+        program.model.set_post_optim_event(side.record_event())
+
+
+@mode
+def an_edit_past_the_event() -> None:
+    """Also of a single range, by the tensor that lies in it."""
+    program = Program()
+    for _ in range(3):
+        program.backward()
+        program.step()
+        program.model.set_post_optim_event(current_stream().record_event())
+        with torch.no_grad():
+            for parameter in program.model.parameters():
+                parameter.to_local().mul_(0.5)
+
+
+@mode
+def an_edit_in_the_middle_of_a_pass() -> None:
+    program = Program()
+    later = list(program.model.layers[-1].parameters())
+
+    def edit(*_: object) -> None:
+        with torch.no_grad():
+            for parameter in later:
+                parameter.to_local().mul_(0.5)
+
+    program.model.layers[0].register_forward_hook(edit)
+    with torch.no_grad():
+        for _ in range(3):
+            program.forward()
+
+
+@mode
+def training_on_another_stream() -> None:
+    program, side = Program(), Stream()
+    side.wait_stream(current_stream())
+    with stream(side):
+        program.train()
+
+
+@mode
+def a_forward_on_another_stream() -> None:
+    program, side = Program(), Stream()
+    for _ in range(3):
+        side.wait_stream(current_stream())
+        with stream(side):
+            loss = program.forward()
+        loss.backward()
+        program.step()
+
+
+@mode
+def hooks_on_another_stream() -> None:
+    program, side = Program(), Stream()
+    program.model.set_all_reduce_hook(lambda reduced: reduced.mul_(1.0), stream=side)
+    program.train()
+
+
+def parallel(**options: Any) -> None:
+    mesh = init_device_mesh("modelled", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = parallelize(Transformer().to("modelled"), mesh["tp"])
+    shard(model, FsdpContext(mesh["dp"]), **options)
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    for _ in range(3):
+        tokens, targets = torch.randint(WORDS, (2, 3, LENGTH), device="modelled")
+        loss_of(model, tokens, targets).backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def on_fake_groups(program: Callable[..., object], *args: Any, **options: Any) -> None:
+    """Functional collectives need a process group of C++."""
+    with fake_ranks(4, "cpu:fake,modelled:fake"):
+        program(*args, **options)
+
+
+MODES["tensor parallelism"] = partial(on_fake_groups, parallel)
+MODES["tensor parallelism in bfloat16"] = partial(on_fake_groups, parallel, mp_policy=LOW)
+
+
+def experts(layout: LayoutRule, with_dtensors: bool) -> None:
+    whole = init_device_mesh("modelled", (4,), mesh_dim_names=("dp",))
+    grid = init_device_mesh("modelled", (2, 2), mesh_dim_names=("shard", "ep"))
+    with torch.device("modelled"):
+        model = Moe(grid["ep"], with_dtensors)
+    ctx = FsdpContext(whole, layout=layout)
+    for layer in model:
+        fully_shard(layer.experts, ctx, mesh=grid["shard"])
+        fully_shard(layer, ctx)
+    fully_shard(model, ctx)
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    for _ in range(3):
+        x = torch.randn(ROWS, WIDTH, dtype=torch.double, device="modelled")
+        model(x).square().mean().backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+MODES["experts"] = partial(on_fake_groups, experts, Flat(), False)
+MODES["experts as DTensors"] = partial(on_fake_groups, experts, Flat(), True)
+
+
+class PlannedError(Exception):
+    pass
+
+
+def fail(*_: object) -> None:
+    raise PlannedError
+
+
+@mode
+def a_forward_that_raised_and_a_reset() -> None:
+    program = Program()
+    program.train(2)
+    hook = program.model.layers[1].register_forward_hook(fail)
+    with pytest.raises(PlannedError):
+        program.forward()
+    hook.remove()
+    program.ctx.reset()
+    program.train(2)
+
+
+@mode
+def a_backward_that_raised_and_a_reset() -> None:
+    program = Program(dims=(2, 2))
+    program.train(2)
+    hook = program.model.layers[0].register_full_backward_hook(fail)
+    with pytest.raises(PlannedError):
+        program.backward()
+    hook.remove()
+    program.ctx.reset()
+    program.model.zero_grad()
+    program.train(2)

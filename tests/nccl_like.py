@@ -1,0 +1,504 @@
+"""A process group on real ranks that behaves to its caller as NCCL's does, on a CPU.
+
+    run_ranks(claim, 4, backend=nccl_like.BACKEND)
+
+Its bytes travel by gloo. What the caller sees is NCCL's:
+
+- It takes lists of unequal ranges, means, and all-gathers and reduce-scatters in place.
+- It refuses what NCCL refuses: dtypes that NCCL has not, tensors that are not contiguous,
+  ranges whose sizes do not fit. NCCL finds no difference between ranks; here it is an error too.
+- A synchronous call runs in the order of the current stream: on a CPU it is done when it returns.
+- The result of an asynchronous one is visible after `wait()` alone. Until then all bits of what it
+  writes are set, which is NaN. What it reads must stay as it is until then, which `wait()` checks.
+- A maximum or minimum passes over NaN.
+
+Like a communicator a group runs its collectives one after the other, in the order in which they
+were issued, whatever the caller does meanwhile: on a thread of its own.
+
+On the modelled device a call, synchronous or not, is an operation of the current stream.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import reduce
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fsdp_overlap.modelled import torch_module as streams
+
+# As NCCL's name is spoken. Written, it would stand for a GPU.
+BACKEND = "nickel"
+
+DEVICES = ["cpu", "modelled"]
+
+# Those of torch's ProcessGroupNCCL.
+FLOAT8 = (torch.float8_e5m2, torch.float8_e4m3fn, torch.float8_e5m2fnuz, torch.float8_e4m3fnuz)
+NUMBERS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64)
+DTYPES = frozenset((*FLOAT8, *NUMBERS, *INTEGERS))
+
+Receive = Callable[[list[torch.Tensor]], None]
+
+
+class Arrival(NamedTuple):
+    """What is on its way here: `wait(seconds)` gives it, at the latest after so many."""
+
+    wait: Callable[..., list[torch.Tensor]]
+    is_done: Callable[[], bool]
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """The modelled device sees a collective, and not how it is made up."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
+class Delivery(dist.Work):
+    """A collective under way: `receive` puts in place what arrives."""
+
+    def __init__(self, arrival: Arrival, receive: Receive) -> None:
+        super().__init__()
+        self._arrival = arrival
+        self._receive: Receive | None = receive
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        # C++ asks with a timeout of 0 or less where there is none.
+        seconds = None if timeout is None else timeout.total_seconds()
+        if self._receive is not None:
+            try:
+                arrived = self._arrival.wait(seconds if seconds is None or seconds > 0 else None)
+            except TimeoutError as error:
+                raise RuntimeError(f"not done after {seconds} s") from error
+            receive, self._receive = self._receive, None
+            with unseen():
+                receive(arrived)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._receive is None or self._arrival.is_done()
+
+    def is_success(self) -> bool:
+        return self._receive is None
+
+
+class NcclLikeGroup(dist.ProcessGroup):
+    """One communicator. See the top of the file."""
+
+    checks_nan: ClassVar[bool] = False
+    """Whether a NaN that is sent is an error, as with TORCH_NCCL_NAN_CHECK=1."""
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
+        super().__init__(rank, world_size)
+        carried = dist.PrefixStore("carrier", store)
+        self._carrier = dist.ProcessGroupGloo(carried, rank, world_size, timeout)
+        self._name = ""
+        self._thread = ThreadPoolExecutor(1, f"{BACKEND}-{rank}")
+
+    # ---- what torch asks a group ----
+
+    def name(self) -> str:
+        return BACKEND
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    @property
+    def group_name(self) -> str:
+        # torch gives the name to the C++ part, which has no backend to ask for it; and it forgets
+        # the group before it asks for the last time.
+        self._name = dist.distributed_c10d._world.pg_names.get(self, self._name)
+        return self._name
+
+    @property
+    def options(self) -> Any:
+        return self._carrier.options
+
+    @property
+    def supports_coalescing(self) -> bool:
+        return False
+
+    def _get_backend(self, device: torch.device) -> Any:
+        if device.type not in DEVICES:
+            raise RuntimeError(f"no backend for {device.type}")
+        return self
+
+    def shutdown(self) -> None:
+        self._thread.shutdown()
+        self._carrier.shutdown()
+
+    abort = shutdown
+
+    # ---- the one way that every collective goes ----
+
+    def _run(
+        self,
+        kind: str,
+        writes: Sequence[torch.Tensor],
+        reads: Sequence[torch.Tensor],
+        start: Callable[[], Arrival],
+        receive: Receive,
+        opts: Any,
+    ) -> dist.Work:
+        """`start` sends copies of `reads`; `receive` gets what arrives, and writes `writes`."""
+        if streams.is_available():
+            streams.active().issue(self.group_name, kind, reads, writes)
+        with unseen():
+            return self._carry(kind, writes, reads, start, receive, opts)
+
+    def _carry(
+        self,
+        kind: str,
+        writes: Sequence[torch.Tensor],
+        reads: Sequence[torch.Tensor],
+        start: Callable[[], Arrival],
+        receive: Receive,
+        opts: Any,
+    ) -> dist.Work:
+        for tensor in (*writes, *reads):
+            self._check(kind, tensor)
+        if self.checks_nan:
+            _check_nan(kind, reads)
+        kept = [(tensor, _bytes(tensor).clone()) for tensor in reads if not _shares(tensor, writes)]
+
+        def arrived(received: list[torch.Tensor]) -> None:
+            for tensor, before in kept:
+                if not torch.equal(_bytes(tensor), before):
+                    raise RuntimeError(f"{kind}: what it reads was edited before it was waited for")
+            receive(received)
+
+        work = Delivery(start(), arrived)
+        if not getattr(opts, "asyncOp", True):
+            work.wait()
+        else:
+            for tensor in writes:
+                ctypes.memset(tensor.data_ptr(), 0xFF, tensor.nbytes)
+        return work
+
+    def _check(self, kind: str, tensor: torch.Tensor) -> None:
+        if tensor.dtype not in DTYPES:
+            raise TypeError(f"{kind}: NCCL has no {tensor.dtype}")
+        if tensor.layout is not torch.strided or not tensor.is_contiguous():
+            raise ValueError(f"{kind}: tensors must be contiguous, got strides {tensor.stride()}")
+        if tensor.device.type != "cpu":
+            raise ValueError(f"{kind}: this is a group of CPUs, got {tensor.device}")
+
+    def _all(
+        self,
+        kind: str,
+        writes: Sequence[torch.Tensor],
+        reads: Sequence[torch.Tensor],
+        sends: Sequence[torch.Tensor],
+        receive: Receive,
+        opts: Any,
+    ) -> dist.Work:
+        """A collective: `sends[r]` goes to each rank `r`, and flat bytes of each rank arrive."""
+
+        def start() -> Arrival:
+            messages = [_bytes(tensor).clone() for tensor in sends]
+            future = self._thread.submit(self._exchange, kind, messages)
+            return Arrival(future.result, future.done)
+
+        return self._run(kind, writes, reads, start, receive, opts)
+
+    def _exchange(self, kind: str, messages: list[torch.Tensor]) -> list[torch.Tensor]:
+        code = zlib.crc32(kind.encode())
+        mine = torch.tensor([[code, message.numel()] for message in messages])
+        theirs = torch.empty_like(mine)
+        self._carrier.alltoall_base(theirs, mine, [], []).wait()
+        different = [rank for rank, (other, _) in enumerate(theirs.tolist()) if other != code]
+        if different:
+            raise RuntimeError(f"ranks {different} do something else than {kind}")
+        sizes = theirs[:, 1].tolist()
+        received = torch.empty(sum(sizes), dtype=torch.uint8)
+        sent = [message.numel() for message in messages]
+        self._carrier.alltoall_base(received, torch.cat(messages), sizes, sent).wait()
+        return list(received.split(sizes))
+
+    # ---- collectives ----
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        [targets], [source] = outputs, inputs
+        _check_sizes("all_gather", targets[self.rank()], source)
+        _check_dtypes("all_gather", [*targets, source])
+        sends = [source] * self.size()
+        return self._all("all_gather", targets, [source], sends, _fill(targets), opts)
+
+    def _allgather_base(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
+    ) -> dist.Work:
+        self._check_ranges("all_gather", output, input)
+        ranges = output.detach().view(-1).split([input.numel()] * self.size())
+        sends = [input] * self.size()
+        return self._all("all_gather", [output], [input], sends, _fill(ranges), opts)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        [target], [sources] = outputs, inputs
+        _check_sizes("reduce_scatter", target, sources[self.rank()])
+        _check_dtypes("reduce_scatter", [*sources, target])
+        return self._reduce("reduce_scatter", [target], sources, sources, opts)
+
+    def _reduce_scatter_base(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
+    ) -> dist.Work:
+        self._check_ranges("reduce_scatter", input, output)
+        ranges = input.detach().view(-1).split([output.numel()] * self.size())
+        return self._reduce("reduce_scatter", [output], [input], ranges, opts)
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
+        works = [
+            self._reduce("all_reduce", [tensor], [tensor], [tensor] * self.size(), opts)
+            for tensor in tensors
+        ]
+        return _together(works)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: Any, opts: Any) -> dist.Work:
+        [tensor] = tensors
+        is_root = self.rank() == opts.rootRank
+        sends = [tensor if rank == opts.rootRank else tensor[:0] for rank in range(self.size())]
+        return self._reduce("reduce", [tensor] if is_root else [], [tensor], sends, opts)
+
+    def broadcast(self, tensors: Any, opts: Any) -> dist.Work:
+        [tensor] = tensors
+        is_root = self.rank() == opts.rootRank
+        none = tensor.detach().view(-1)[:0]
+
+        def receive(received: list[torch.Tensor]) -> None:
+            _write(tensor, received[opts.rootRank])
+
+        kind = f"broadcast from {opts.rootRank}"
+        sends = [tensor if is_root else none] * self.size()
+        writes, reads = ([], [tensor]) if is_root else ([tensor], [])
+        return self._all(kind, writes, reads, sends, receive, opts)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        opts: Any = None,
+    ) -> dist.Work:
+        targets = self._split("all_to_all", output, output_sizes)
+        sources = self._split("all_to_all", input, input_sizes)
+        _check_dtypes("all_to_all", [output, input])
+        return self._all("all_to_all", [output], [input], sources, _fill(targets), opts)
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        return self._all("all_to_all", outputs, inputs, inputs, _fill(outputs), opts)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
+        [source], none = inputs, torch.empty(0)
+        targets = outputs[0] if outputs else [none] * self.size()
+        sends = [source if rank == opts.rootRank else none for rank in range(self.size())]
+        return self._all("gather", targets, [source], sends, _fill(targets), opts)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
+        [target] = outputs
+        sources = inputs[0] if inputs else [target[:0]] * self.size()
+
+        def receive(received: list[torch.Tensor]) -> None:
+            _write(target, received[opts.rootRank])
+
+        return self._all("scatter", [target], inputs[0] if inputs else [], sources, receive, opts)
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        none = torch.empty(0)
+        return self._all("barrier", [], [], [none] * self.size(), _fill([none] * self.size()), opts)
+
+    def send(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
+        def start() -> Arrival:
+            sent = _bytes(tensors[0]).clone()
+            return _of(self._carrier.send([sent], rank, tag), sent)
+
+        return self._run("send", [], tensors, start, lambda _: None, None)
+
+    def recv(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
+        def start() -> Arrival:
+            received = torch.empty_like(_bytes(tensors[0]))
+            return _of(self._carrier.recv([received], rank, tag), received)
+
+        return self._run("recv", tensors, [], start, _fill(tensors), None)
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        pairs = zip(outputs, inputs, strict=True)
+        return _together([self._allgather_base(*pair, opts) for pair in pairs])
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Any, inputs: Any, opts: Any = None
+    ) -> dist.Work:
+        pairs = zip(outputs, inputs, strict=True)
+        return _together([self._reduce_scatter_base(*pair, opts) for pair in pairs])
+
+    # The same by the names of other releases of torch.
+    all_gather_single = _allgather_base
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    def _reduce(
+        self,
+        kind: str,
+        writes: Sequence[torch.Tensor],
+        reads: Sequence[torch.Tensor],
+        sends: Sequence[torch.Tensor],
+        opts: Any,
+    ) -> dist.Work:
+        wanted = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        operation = next((known for known in _REDUCE if wanted == known), None)
+        if operation is None:
+            raise ValueError(f"{kind}: NCCL has only {[known.name for known in _REDUCE]}")
+        is_mean = operation is dist.ReduceOp.AVG
+        dtype = reads[0].dtype
+        if dtype in FLOAT8 or (dtype is torch.bool and is_mean):
+            raise TypeError(f"{kind}: NCCL reduces no {dtype} by {operation.name}")
+
+        def receive(received: list[torch.Tensor]) -> None:
+            for target in writes:
+                values = [each.view(dtype) for each in received]
+                if {each.numel() for each in values} != {target.numel()}:
+                    raise ValueError(f"{kind}: ranks sent {[v.numel() for v in values]} elements")
+                if is_mean and dtype.is_floating_point:  # as NCCL: before
+                    values = [each / len(values) for each in values]
+                total = reduce(_REDUCE[operation], values)
+                if is_mean and not dtype.is_floating_point:
+                    total = total // len(values)
+                _write(target, total)
+
+        return self._all(f"{kind} {operation.name}", writes, reads, sends, receive, opts)
+
+    def _split(
+        self, kind: str, tensor: torch.Tensor, sizes: Sequence[int]
+    ) -> Sequence[torch.Tensor]:
+        """Along the first dimension, evenly without `sizes`."""
+        rows = tensor.size(0)
+        sizes = sizes or [rows // self.size()] * self.size()
+        if sum(sizes) != rows:
+            raise ValueError(f"{kind}: {sizes} do not split {rows} rows")
+        return tensor.detach().split(list(sizes))
+
+    def _check_ranges(self, kind: str, whole: torch.Tensor, part: torch.Tensor) -> None:
+        """Of what is in one tensor. In place, a part is this rank's own."""
+        _check_dtypes(kind, [whole, part])
+        if whole.numel() != self.size() * part.numel():
+            raise ValueError(
+                f"{kind}: {self.size()} times {part.numel()} elements are not {whole.numel()}"
+            )
+        place = part.data_ptr() - whole.data_ptr()
+        if -part.nbytes < place < whole.nbytes and place != self.rank() * part.nbytes:
+            raise ValueError(f"{kind}: in place at byte {place}, which is not this rank's range")
+
+
+def _largest(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return torch.fmax(one, other) if one.is_floating_point() else torch.maximum(one, other)
+
+
+def _smallest(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return torch.fmin(one, other) if one.is_floating_point() else torch.minimum(one, other)
+
+
+_REDUCE: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    dist.ReduceOp.SUM: torch.add,
+    dist.ReduceOp.AVG: torch.add,
+    dist.ReduceOp.PRODUCT: torch.mul,
+    dist.ReduceOp.MAX: _largest,
+    dist.ReduceOp.MIN: _smallest,
+}
+
+
+def _check_sizes(kind: str, one: torch.Tensor, other: torch.Tensor) -> None:
+    if one.numel() != other.numel():
+        raise ValueError(f"{kind}: own ranges of {one.numel()} and {other.numel()} elements")
+
+
+def _check_dtypes(kind: str, tensors: Sequence[torch.Tensor]) -> None:
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        raise TypeError(f"{kind}: of {[tensor.dtype for tensor in tensors]}")
+
+
+def _check_nan(kind: str, tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        if tensor.dtype in NUMBERS and tensor.isnan().any():
+            places = tensor.flatten().isnan().nonzero().flatten().tolist()
+            raise RuntimeError(f"{kind}: NaN is sent, at {places} of {tensor.numel()}")
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _fill(targets: Sequence[torch.Tensor]) -> Receive:
+    def receive(received: list[torch.Tensor]) -> None:
+        for target, arrived in zip(targets, received, strict=True):
+            _write(target, arrived)
+
+    return receive
+
+
+def _write(target: torch.Tensor, values: torch.Tensor) -> None:
+    """As a backend does: past autograd, version counters and inference mode."""
+    if target.nbytes != values.nbytes:
+        raise ValueError(f"{values.nbytes} bytes arrived for a tensor of {target.nbytes}")
+    if target.untyped_storage().nbytes() < target.nbytes:
+        raise RuntimeError("what a collective writes was freed before it was waited for")
+    ctypes.memmove(target.data_ptr(), values.contiguous().data_ptr(), target.nbytes)
+
+
+def _shares(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
+    storage = tensor.untyped_storage()._cdata
+    return any(other.untyped_storage()._cdata == storage for other in others)
+
+
+def _of(work: dist.Work, message: torch.Tensor) -> Arrival:
+    def wait(seconds: float | None = None) -> list[torch.Tensor]:
+        if seconds is None:
+            work.wait()
+        else:
+            work.wait(timedelta(seconds=seconds))
+        return [message]
+
+    return Arrival(wait, work.is_completed)
+
+
+def _together(works: Sequence[dist.Work]) -> dist.Work:
+    if len(works) == 1:
+        return works[0]
+
+    def wait(_: float | None = None) -> list[torch.Tensor]:
+        for work in works:
+            work.wait()
+        return []
+
+    all_done = Arrival(wait, lambda: all(work.is_completed() for work in works))
+    return Delivery(all_done, lambda _: None)
+
+
+@contextmanager
+def checking_nan() -> Iterator[None]:
+    """Sending NaN is an error."""
+    NcclLikeGroup.checks_nan = True
+    try:
+        yield
+    finally:
+        NcclLikeGroup.checks_nan = False
+
+
+dist.Backend.register_backend(BACKEND, NcclLikeGroup, devices=DEVICES)

@@ -1,0 +1,356 @@
+"""The modelled device: what it knows of order, memory and the host."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from fsdp_overlap.comm.streams import has_streams, streams_of
+from fsdp_overlap.modelled import (
+    Event,
+    Issued,
+    ModelledDevice,
+    Stream,
+    compare_issued,
+    current_stream,
+    running,
+    stream,
+)
+
+MIB = 1024 * 1024
+HERE = torch.device("modelled", 0)
+
+
+@pytest.fixture
+def device() -> Iterator[ModelledDevice]:
+    with running(ModelledDevice()) as device:
+        yield device
+
+
+def kinds(device: ModelledDevice) -> list[str]:
+    return [finding.kind for finding in device.findings]
+
+
+def test_it_is_a_device_like_any_other_with_streams(device: ModelledDevice) -> None:
+    tensor = torch.zeros(3, device="modelled")
+    assert tensor.device == HERE
+    assert not tensor.is_cpu
+    assert (tensor + 1).device == HERE
+    assert tensor.view(3, 1).device == HERE
+    assert torch.empty_like(tensor).device == HERE
+    assert torch.zeros(3).device.type == "cpu"
+    assert tensor.cpu().device.type == "cpu"
+    assert tensor.cpu().to(HERE).device == HERE
+    assert torch.nn.Linear(2, 2).to(HERE).weight.device == HERE
+    assert has_streams(HERE)
+    assert streams_of(HERE).current_stream() == current_stream()
+
+
+def test_two_streams_that_nothing_orders_race(device: ModelledDevice) -> None:
+    tensor, side = torch.zeros(8, device=HERE), Stream()
+    with stream(side):
+        tensor.add_(1)
+    [finding] = device.findings
+    assert finding.kind == "race"
+    assert "add_ on stream 2 writes memory (tests/test_modelled_device.py:" in finding.text
+    assert "nothing orders it after zeros on the default stream, which writes it" in finding.text
+
+
+def wait_for_stream(side: Stream) -> None:
+    side.wait_stream(current_stream())
+
+
+def wait_for_event(side: Stream) -> None:
+    side.wait_event(current_stream().record_event())
+
+
+def wait_on_the_host(side: Stream) -> None:
+    current_stream().synchronize()
+
+
+def wait_by_a_third(side: Stream) -> None:
+    third = Stream()
+    third.wait_stream(current_stream())
+    side.wait_stream(third)
+
+
+@pytest.mark.parametrize(
+    "order", [wait_for_stream, wait_for_event, wait_on_the_host, wait_by_a_third]
+)
+def test_what_orders_them_does(device: ModelledDevice, order: Callable[[Stream], None]) -> None:
+    tensor, side = torch.zeros(8, device=HERE), Stream()
+    order(side)
+    with stream(side):
+        tensor.add_(1)
+    assert not device.findings
+
+
+def test_an_event_stands_for_what_was_enqueued_before_it(device: ModelledDevice) -> None:
+    event, side = Event(), Stream()
+    event.record()
+    tensor = torch.zeros(8, device=HERE)
+    side.wait_event(event)
+    with stream(side):
+        tensor.add_(1)
+    assert kinds(device) == ["race"]
+
+
+def test_reads_beside_each_other_are_none_but_a_write_beside_a_read_is(
+    device: ModelledDevice,
+) -> None:
+    tensor, side = torch.zeros(8, device=HERE), Stream()
+    side.wait_stream(current_stream())
+    with stream(side):
+        tensor.sum()
+    tensor.sum()
+    assert not device.findings
+    tensor.zero_()
+    assert kinds(device) == ["race"]
+
+
+def test_halves_of_one_storage_are_apart(device: ModelledDevice) -> None:
+    tensor, side = torch.zeros(8, device=HERE), Stream()
+    side.wait_stream(current_stream())
+    tensor[:4].add_(1)
+    with stream(side):
+        tensor[4:].add_(1)
+    assert not device.findings
+    with stream(side):
+        tensor[3:].add_(1)
+    assert kinds(device) == ["race"]
+
+
+def test_memory_is_used_again_too_early(device: ModelledDevice) -> None:
+    side = Stream()
+    tensor = torch.zeros(8, device=HERE)
+    side.wait_stream(current_stream())
+    with stream(side):
+        tensor.sum()
+    del tensor
+    torch.ones(4, device=HERE)  # of another size, for which the block would do as well
+    [finding] = device.findings
+    assert finding.kind == "reuse"
+    assert "reads memory that was freed since and taken again" in finding.text
+
+
+def test_memory_is_used_again_once_its_stream_has_waited(device: ModelledDevice) -> None:
+    side = Stream()
+    tensor = torch.zeros(8, device=HERE)
+    side.wait_stream(current_stream())
+    with stream(side):
+        tensor.sum()
+    del tensor
+    current_stream().wait_stream(side)
+    torch.ones(8, device=HERE)
+    tensor = torch.zeros(8, device=HERE)
+    side.wait_stream(current_stream())
+    with stream(side):
+        tensor.sum()
+    tensor.record_stream(side)  # type: ignore[arg-type]
+    del tensor
+    torch.ones(8, device=HERE)
+    assert not device.findings
+
+
+def test_resized_storages_give_their_memory_back(device: ModelledDevice) -> None:
+    tensor = torch.zeros(8, device=HERE)
+    storage = tensor.untyped_storage()
+    storage.resize_(0)
+    assert device.allocator.allocated == 0
+    with pytest.raises(RuntimeError, match="sum uses memory that is freed"):
+        tensor.sum()
+    assert kinds(device) == ["freed"]
+    storage.resize_(32)
+    assert device.allocator.allocated == 512
+    tensor.zero_()
+
+
+def test_the_allocator_rounds_splits_and_joins_as_torchs() -> None:
+    with running(ModelledDevice()) as device:
+        allocator = device.allocator
+        one = torch.empty(3, dtype=torch.uint8, device=HERE)
+        assert (allocator.allocated, allocator.reserved) == (512, 2 * MIB)
+        two = torch.empty(MIB, dtype=torch.uint8, device=HERE)
+        assert (allocator.allocated, allocator.reserved) == (MIB + 512, 2 * MIB)
+        three = torch.empty(MIB, dtype=torch.uint8, device=HERE)
+        assert allocator.reserved == 4 * MIB
+        large = torch.empty(3 * MIB, dtype=torch.uint8, device=HERE)
+        assert allocator.reserved == 24 * MIB
+        own = torch.empty(15 * MIB, dtype=torch.uint8, device=HERE)
+        # It fits into what the one before left.
+        assert allocator.reserved == 24 * MIB
+        more = torch.empty(15 * MIB, dtype=torch.uint8, device=HERE)
+        assert allocator.reserved == 40 * MIB
+        with stream(Stream()):
+            torch.empty(3, device=HERE)
+        assert allocator.reserved == 42 * MIB  # each stream has its own
+        most = allocator.allocated_most
+        del one, two, three, large, own, more
+        assert allocator.allocated == 0
+        assert allocator.allocated_most == most
+        torch.empty(20 * MIB, dtype=torch.uint8, device=HERE)
+        assert allocator.reserved == 42 * MIB  # the neighbours are one block again
+
+
+def read_item(tensor: torch.Tensor) -> None:
+    tensor.sum().item()
+
+
+def read_list(tensor: torch.Tensor) -> None:
+    tensor.tolist()
+
+
+def ask(tensor: torch.Tensor) -> None:
+    assert not tensor.any()
+
+
+def copy_to_the_host(tensor: torch.Tensor) -> None:
+    tensor.cpu()
+
+
+def copy_from_pageable_memory(tensor: torch.Tensor) -> None:
+    tensor.copy_(torch.zeros(8), non_blocking=True)
+
+
+def make_of_numbers(tensor: torch.Tensor) -> None:
+    torch.tensor([1.0, 2.0], device=HERE)
+
+
+def wait_for_all(tensor: torch.Tensor) -> None:
+    torch.get_device_module(HERE).synchronize()
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        read_item,
+        read_list,
+        ask,
+        copy_to_the_host,
+        copy_from_pageable_memory,
+        make_of_numbers,
+        wait_for_all,
+    ],
+)
+def test_where_the_host_waits_is_known(
+    device: ModelledDevice, program: Callable[[torch.Tensor], None]
+) -> None:
+    tensor = torch.zeros(8, device=HERE)
+    assert not device.syncs
+    program(tensor)
+    assert len(device.syncs) == 1
+    assert f"in {program.__name__}" in str(device.syncs[0])
+
+
+def test_copies_of_pinned_memory_make_nobody_wait(device: ModelledDevice) -> None:
+    pinned = torch.zeros(8).pin_memory()
+    assert pinned.is_pinned()
+    tensor = pinned.to(HERE, non_blocking=True)
+    pinned.copy_(tensor, non_blocking=True)
+    copied = current_stream().record_event()
+    assert not device.syncs
+    assert not copied.query()
+    assert not device.findings
+    pinned.sum()  # before it has arrived
+    assert kinds(device) == ["race"]
+    device.findings.clear()
+    copied.synchronize()
+    assert copied.query()
+    pinned.sum()
+    assert not device.findings
+
+
+def test_tensors_on_both_sides_are_refused(device: ModelledDevice) -> None:
+    tensor = torch.zeros(8, device=HERE)
+    assert (tensor + torch.tensor(1.0)).device == HERE  # a number
+    with pytest.raises(RuntimeError, match="add got tensors on the host and on the modelled"):
+        tensor + torch.zeros(8)
+    with pytest.raises(TypeError, match="use cpu"):
+        tensor.numpy()
+
+
+def test_nodes_of_the_graph_run_where_forward_ran(device: ModelledDevice) -> None:
+    side, seen = Stream(), []
+    weight = torch.ones(4, device=HERE, requires_grad=True)
+    first = weight * 2
+    side.wait_stream(current_stream())
+    with stream(side):
+        second = first.exp()
+        second.register_hook(lambda _: seen.append(current_stream()))
+    first.register_hook(lambda _: seen.append(current_stream()))
+    caller = current_stream()
+    caller.wait_stream(side)
+    second.sum().backward()
+    assert seen == [side, caller]
+    assert current_stream() == caller
+    assert not device.findings
+
+
+def test_operations_and_collectives_have_durations() -> None:
+    with running(
+        ModelledDevice(duration=lambda name, *_: 2.0 if name == "add_" else 0.0)
+    ) as device:
+        tensors = [torch.zeros(4, device=HERE) for _ in range(2)]
+        side, start = Stream(), Event()
+        start.record()
+        side.wait_stream(current_stream())
+        tensors[0].add_(1)
+        with stream(side):
+            tensors[1].add_(1)
+            tensors[1].add_(1)
+        here, there = current_stream().record_event(), side.record_event()
+        assert start.elapsed_time(here) == 2000
+        assert start.elapsed_time(there) == 4000  # beside the other
+        current_stream().wait_event(there)
+        tensors[0].add_(1)
+        end = current_stream().record_event()
+        assert start.elapsed_time(end) == 6000
+        assert not there.query()
+        there.synchronize()
+        assert there.query()
+        assert not end.query()
+    assert not device.findings
+
+
+def test_communicators_in_different_orders_are_found() -> None:
+    gather, reduce = Issued("lanes of gathers", "all_gather"), Issued("reductions", "all_reduce")
+    assert compare_issued([[gather, reduce], [gather, reduce]]) is None
+    finding = compare_issued([[gather, reduce], [reduce, gather]])
+    assert finding is not None
+    assert "collective 0 differs: rank 0: all_gather on lanes of gathers; rank 1" in finding.text
+    shorter = compare_issued([[gather, reduce], [gather]])
+    assert shorter is not None
+    assert "rank 1: nothing" in shorter.text
+
+
+def test_an_allocation_may_fail() -> None:
+    def refuse(nbytes: int) -> None:
+        raise torch.OutOfMemoryError(f"no {nbytes} bytes")
+
+    device = ModelledDevice()
+    with running(device):
+        torch.zeros(8, device=HERE)
+        device.allocating = refuse
+        with pytest.raises(torch.OutOfMemoryError, match="no 32 bytes"):
+            torch.zeros(8, device=HERE)
+        torch.zeros(8)
+    assert device.allocator.allocated == 0
+
+
+def test_no_device_is_there_outside() -> None:
+    module = torch.get_device_module("modelled")
+    assert not module.is_available()
+    with pytest.raises(RuntimeError, match="no modelled device runs"):
+        module.current_stream()
+
+
+def test_other_threads_see_none_of_it(device: ModelledDevice) -> None:
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(torch.zeros(3).device.type))
+    thread.start()
+    thread.join()
+    assert seen == ["cpu"]
+    assert device.operations == 0
