@@ -23,6 +23,7 @@ from fsdp_overlap.runtime.copies import DividedShard
 from fsdp_overlap.runtime.engine import is_in_backward
 from fsdp_overlap.runtime.ownership import OwnedParameter
 from fsdp_overlap.runtime.part import KeptPart
+from fsdp_overlap.runtime.starts import Start
 from fsdp_overlap.runtime.tensor_parallel import (
     give_memory,
     parameter_like,
@@ -104,6 +105,8 @@ class Bucket:
             start, stop = sharded.local_range
             sharded.to_local().copy_(value.reshape(-1)[start:stop])
             give_memory(parameter, view)
+        self.start = Start(values, self.version) if domain.mesh.size() > 1 else None
+        """What this rank sharded, until it was compared with what the others did."""
         self.part: KeptPart | None = None
         """What is kept between forward and backward, where the unit asks for it."""
         self.divided: DividedShard | None = None
@@ -151,6 +154,13 @@ class Bucket:
         if self.offload is None or device.type == "meta":
             return torch.empty(numel, dtype=dtype, device=device)
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self.offload.pin_memory)
+
+    @property
+    def dtypes(self) -> str:
+        """At rest and in compute, and whether it was frozen when it was made."""
+        dtypes = dict.fromkeys((self.shard.dtype, self.compute_dtype))
+        frozen = "" if self.plan.specs[0].requires_grad else ", frozen"
+        return " as ".join(str(each).removeprefix("torch.") for each in dtypes) + frozen
 
     @property
     def rest_device(self) -> torch.device:

@@ -18,8 +18,9 @@ from fsdp_overlap.comm.lanes import Lane, Mark
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.engine import is_to_accumulate
 from fsdp_overlap.runtime.gradients import BucketGradients
-from fsdp_overlap.runtime.ownership import modules_outside_units
+from fsdp_overlap.runtime.ownership import mark_replaced, modules_outside_units
 from fsdp_overlap.runtime.reducing import Reducing
+from fsdp_overlap.runtime.stale_optimizers import note_replacement
 from fsdp_overlap.runtime.untraced import untraced
 
 if TYPE_CHECKING:
@@ -89,10 +90,7 @@ class Unit:
         """Takes the name it has in the root module, by which users know it."""
         self.name = name
         for bucket in self.buckets:
-            dtypes = dict.fromkeys((bucket.shard.dtype, bucket.compute_dtype))
-            dtype = " as ".join(str(each).removeprefix("torch.") for each in dtypes)
-            frozen = "" if bucket.plan.specs[0].requires_grad else ", frozen"
-            bucket.label = name if len(self.buckets) == 1 else f"{name} [{dtype}{frozen}]"
+            bucket.label = name if len(self.buckets) == 1 else f"{name} [{bucket.dtypes}]"
 
     @property
     def is_complete(self) -> bool:
@@ -292,8 +290,12 @@ class Unit:
         """Gives a unit on the meta device memory. Its parameters are new objects."""
         for bucket in self.buckets:
             keeps_storage = bucket.full.keeps_storage
+            replaced = bucket.sharded_parameters
             bucket.materialize(device)
             bucket.full.keeps_storage = keeps_storage
+            for parameter in replaced:
+                mark_replaced(parameter, by="the model was given memory")
+        note_replacement()
         # What a forward that failed for want of memory may have remembered of the old ones.
         self.gradients = []
         self._trainability = -1
