@@ -121,7 +121,7 @@ class GroupCache:
     def label(self, group: dist.ProcessGroup) -> str:
         """A name for this context's use of ``group``, the same on every rank."""
         for loan in self._loans:
-            if loan.group is group:
+            if loan.reference() is group:
                 return f"{group.group_name}/{loan.turn}"
         return f"{group.group_name}/{self._turns[group.group_name]}"
 
