@@ -92,8 +92,11 @@ class FsdpContext:
             device
         )
         self._groups = GroupCache(separate_groups)
-        self.faults = Faults(lambda: self._domains.values(), self._groups)
-        self._groups.watch = self.faults
+        # What a context owns refers to it weakly. So its groups are free as soon as it is, and not
+        # when Python next looks for cycles.
+        me = weakref.proxy(self)
+        self.faults = Faults(lambda: me._domains.values(), self._groups)
+        self._groups.watch = weakref.ref(self.faults)
         self._units: list[weakref.ref[Unit]] = []
         self._domains: dict[DeviceMesh, Domain] = {}
         self._is_settled = False
@@ -224,12 +227,19 @@ class FsdpContext:
 
     @cached_property
     def schedule(self) -> Schedule:
+        units, me = self._units, weakref.proxy(self)
+
+        def unit_at(index: int) -> Unit | None:
+            return units[index]()
+
         return Schedule(
-            Gathers(self.gather_lane, self.prefetch, self.stats, self.unit_at),
-            Reductions(self.reduce_lane, self._reduce, self.max_reduce_inputs),
-            self.unit_at,
-            lambda: self.units,
-            self._finish_backward,
+            Gathers(self.gather_lane, self.prefetch, self.stats, unit_at),
+            Reductions(
+                self.reduce_lane, lambda gradients: me._reduce(gradients), self.max_reduce_inputs
+            ),
+            unit_at,
+            lambda: me.units,
+            lambda: me._finish_backward(),
             self.divide_copies,
         )
 
@@ -369,11 +379,14 @@ class FsdpContext:
         learn from it that they must.
 
         Raises:
-            RuntimeError: a rank did not come within the timeout of the process group.
+            RuntimeError: a rank did not come within the timeout of the process group, or ranks have
+                issued different collectives on a process group that is not the context's own.
         """
         if not self.units:
             return
         self.settle()  # so that a rank on which nothing ran yet meets the others too
+        for domain in self.domains:
+            domain.make_groups()
         self.faults.meet(sys.exception())
         self.rest()
         self._groups.renew()
