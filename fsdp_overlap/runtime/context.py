@@ -26,6 +26,7 @@ from fsdp_overlap.runtime.reductions import MAX_INPUTS, Reductions
 from fsdp_overlap.runtime.schedule import Schedule
 from fsdp_overlap.runtime.stats import Stats
 from fsdp_overlap.runtime.unit import Unit, unit_names, unit_of
+from fsdp_overlap.runtime.unsharded_edits import Uncompared
 
 
 class FsdpContext:
@@ -84,6 +85,7 @@ class FsdpContext:
         self._groups = GroupCache(separate_groups)
         self.faults = Faults(lambda: self._domains.values(), self._groups)
         self._groups.watch = self.faults
+        self.uncompared: Uncompared = []
         self._units: list[weakref.ref[Unit]] = []
         self._domains: dict[DeviceMesh, Domain] = {}
         self._is_settled = False
@@ -361,6 +363,7 @@ class FsdpContext:
                 unit.reset(self.gather_lane)
         for domain in self.domains:
             domain.reset()
+        self.uncompared.clear()
         self.stats.full_buffers_alive = sum(
             bucket.full.allocated for unit in self.units for bucket in unit.buckets
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from copy import deepcopy
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,10 +21,17 @@ from fsdp_overlap.runtime.engine import is_to_accumulate
 from fsdp_overlap.runtime.gradients import BucketGradients
 from fsdp_overlap.runtime.ownership import modules_outside_units
 from fsdp_overlap.runtime.reducing import Reducing
+from fsdp_overlap.runtime.unsharded_edits import UnshardedEdits
 from fsdp_overlap.runtime.untraced import untraced
 
 if TYPE_CHECKING:
     from fsdp_overlap.runtime.context import FsdpContext
+
+
+FREED = (
+    "a parameter of unit {!r}, or a view of one, was used after its memory was freed: keep a "
+    "clone() of what is used after forward, or read the sharded parameter of the module"
+)
 
 
 class Unit:
@@ -53,6 +61,8 @@ class Unit:
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
         self.unshard_in_backward = True
+        self.handled: list[TracebackType | None] = []
+        """Of each forward under way, that of the error which was being handled when it began."""
         self.watches: list[saved_tensors_hooks] = []
         """Of forwards under way whose backward should read no parameters."""
         self.forward_prefetch: Sequence[weakref.ref[Unit]] = ()
@@ -76,6 +86,7 @@ class Unit:
         rank."""
         self.is_root = False
         self.name = kind_of(modules)
+        self._watch_edits()
         self.gradients: list[BucketGradients] = []
         self._trainability = -1
         self._known_gradients: dict[Bucket, BucketGradients] = {}
@@ -91,6 +102,7 @@ class Unit:
             dtype = " as ".join(str(each).removeprefix("torch.") for each in dtypes)
             frozen = "" if bucket.plan.specs[0].requires_grad else ", frozen"
             bucket.label = name if len(self.buckets) == 1 else f"{name} [{dtype}{frozen}]"
+            bucket.full.when_freed = FREED.format(bucket.label)
 
     @property
     def is_complete(self) -> bool:
@@ -175,6 +187,24 @@ class Unit:
         if not self.to_run:
             self.to_run.update(map(id, self.modules))
         self.to_run.discard(id(module))
+
+    def _watch_edits(self) -> None:
+        tables = [module._parameters for _, module in modules_outside_units(self.modules)]
+        self.edits = [UnshardedEdits(bucket, tables) for bucket in self.buckets]
+
+    def edited(self) -> str | None:
+        """What was done to the unsharded parameters in place, and would be lost."""
+        for edits in self.edits:
+            if (found := edits.edited()) is not None:
+                return found
+        return None
+
+    def changed(self) -> str | None:
+        """The same, also if it was done otherwise. The full buffers must exist."""
+        for edits in self.edits:
+            if (found := edits.edited() or edits.replaced()) is not None:
+                return found
+        return None
 
     def gather(self) -> None:
         """Enqueues the all-gathers of the buckets that are not whole and fresh."""
@@ -300,6 +330,7 @@ class Unit:
         self._trainability = -1
         self._known_gradients = {}
         self._watched = set()
+        self._watch_edits()
         self.context.unsettle()
 
     def take_assigned(self) -> None:
