@@ -15,7 +15,7 @@ from fsdp_overlap.runtime.tensor_parallel import tile_in
 
 _version = attrgetter("_version")
 
-_INSTEAD = (
+INSTEAD = (
     "Edit the sharded parameter, under torch.no_grad(), before forward or after optimizer.step(); "
     "what forward itself has to change must be a buffer"
 )
@@ -87,7 +87,7 @@ class UnshardedEdits:
             if found is not parameter and found is not sharded:
                 return (
                     f"parameter {name!r} of unit {bucket.label!r} was replaced while it was "
-                    f"unsharded, and the new one would be lost. {_INSTEAD}"
+                    f"unsharded, and the new one would be lost. {INSTEAD}"
                 )
         # What these find lasts, so it is enough to look ever more rarely.
         self._forwards += 1
@@ -108,7 +108,7 @@ class UnshardedEdits:
         return (
             f"{self._name(index)} was edited in place while it was unsharded, by a forward, a "
             "backward or a hook, as nn.Embedding(max_norm=...) does. The edit would be lost, "
-            f"because only shards last, and ranks may have made different ones. {_INSTEAD}"
+            f"because only shards last, and ranks may have made different ones. {INSTEAD}"
         )
 
     def _moved(self) -> str | None:
@@ -123,7 +123,7 @@ class UnshardedEdits:
             return None
         return (
             f"{self._name(moved[0])} was given other memory, by an assignment to its .data or by "
-            f"flatten_parameters(), which all-gathers do not reach. {_INSTEAD}"
+            f"flatten_parameters(), which all-gathers do not reach. {INSTEAD}"
         )
 
     def _registered_again(self) -> str | None:
