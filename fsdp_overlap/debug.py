@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_overlap.runtime.bucket import Bucket, BucketState
-from fsdp_overlap.runtime.unit import FREED, unit_of
-from fsdp_overlap.runtime.unsharded_edits import INSTEAD
+from fsdp_overlap.runtime.unit import unit_of
+from fsdp_overlap.runtime.unsharded_edits import FREED, INSTEAD
 
 
 def check_parameters(model: nn.Module) -> TorchDispatchMode:

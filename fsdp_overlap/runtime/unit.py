@@ -21,17 +21,11 @@ from fsdp_overlap.runtime.engine import is_to_accumulate
 from fsdp_overlap.runtime.gradients import BucketGradients
 from fsdp_overlap.runtime.ownership import modules_outside_units
 from fsdp_overlap.runtime.reducing import Reducing
-from fsdp_overlap.runtime.unsharded_edits import UnshardedEdits
+from fsdp_overlap.runtime.unsharded_edits import FREED, UnshardedEdits
 from fsdp_overlap.runtime.untraced import untraced
 
 if TYPE_CHECKING:
     from fsdp_overlap.runtime.context import FsdpContext
-
-
-FREED = (
-    "a parameter of unit {!r}, or a view of one, was used after its memory was freed: keep a "
-    "clone() of what is used after forward, or read the sharded parameter of the module"
-)
 
 
 class Unit:
@@ -62,7 +56,7 @@ class Unit:
         self.reshard_after_backward = True
         self.unshard_in_backward = True
         self.handled: list[TracebackType | None] = []
-        """Of each forward under way, that of the error which was being handled when it began."""
+        """For each forward under way, the traceback of the error that was handled when it began."""
         self.watches: list[saved_tensors_hooks] = []
         """Of forwards under way whose backward should read no parameters."""
         self.forward_prefetch: Sequence[weakref.ref[Unit]] = ()
@@ -248,6 +242,7 @@ class Unit:
             gradients.drop()
         self.has_unreduced = False
         self.to_run.clear()
+        self.handled.clear()
 
     def copy_to(self, other: Unit) -> None:
         """Gives ``other``, which was sharded likewise, the values, gradients and settings."""

@@ -20,6 +20,11 @@ INSTEAD = (
     "what forward itself has to change must be a buffer"
 )
 
+FREED = (
+    "a parameter of unit {!r}, or a view of one, was used after its memory was freed: keep a "
+    "clone() of what is used after forward, or read the sharded parameter of the module"
+)
+
 Uncompared = list[tuple["UnshardedEdits", torch.Tensor]]
 """Buckets whose first forward has run, and for each of their parameters whether it changed."""
 
