@@ -71,8 +71,9 @@ def before_forward(
         unit.follow_trainability()
         unit.context.schedule.before_forward(unit)
         unit.use_unsharded()
-        for edits in unit.edits:
-            edits.begin_forward(module.training)
+        if (id(module), module.training) not in unit.compared:
+            for edits in unit.edits:
+                edits.begin_comparison()
         if not unit.unshard_in_backward and torch.is_grad_enabled():
             watch_reads(unit)
     if unit.is_root and unit.context.device.type != "cpu":
@@ -113,9 +114,10 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
     raised = error is not None
     if not raised:
         error = _lost(unit.changed())
-        if error is None:
+        if error is None and (id(module), module.training) not in unit.compared:
+            unit.compared.add((id(module), module.training))
             for edits in unit.edits:
-                edits.end_forward(module.training, unit.context.uncompared)
+                edits.end_comparison(unit.context.uncompared)
     with span("post_forward", unit.name):
         if unit.is_list and not is_in_backward():
             unit.module_ran(module)

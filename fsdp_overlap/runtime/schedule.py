@@ -312,7 +312,9 @@ class Schedule:
         if unit is None:
             return
         with span("post_backward", unit.name):
-            backward.lost = backward.lost or unit.edited()
+            # In backwards 1, 2, 4, 8 ...: the unit's next forward finds what later ones miss.
+            if not backward.serial & (backward.serial - 1):
+                backward.lost = backward.lost or unit.edited()
             unit.use_sharded()
             if unit.is_list and backward.comes_back_to(index):
                 backward.unfinished.add(index)

@@ -185,6 +185,8 @@ class Unit:
     def _watch_edits(self) -> None:
         tables = [module._parameters for _, module in modules_outside_units(self.modules)]
         self.edits = [UnshardedEdits(bucket, tables) for bucket in self.buckets]
+        self.compared: set[tuple[int, bool]] = set()
+        """Whose first forward is over: the module, and whether it was training."""
 
     def edited(self) -> str | None:
         """What was done to the unsharded parameters in place, and would be lost."""

@@ -59,20 +59,17 @@ class UnshardedEdits:
         self._tables = tables
         self._registered = sum(map(len, tables))
         self._forwards = 0
-        self._compared: set[bool] = set()
         self._digest: torch.Tensor | None = None
 
-    def begin_forward(self, training: bool) -> None:
-        """A forward is about to run, and the parameters are whole."""
-        if training not in self._compared:
-            self._digest = self._digest_now()
+    def begin_comparison(self) -> None:
+        """The parameters are whole, and a forward is about to run."""
+        self._digest = self._digest_now()
 
-    def end_forward(self, training: bool, uncompared: Uncompared) -> None:
-        """It has run. Its comparison, if it takes part in one, goes to ``uncompared``."""
+    def end_comparison(self, uncompared: Uncompared) -> None:
+        """It has run. What came of it goes to ``uncompared``."""
         if self._digest is not None:
             uncompared.append((self, self._digest != self._digest_now()))
             self._digest = None
-            self._compared.add(training)
 
     def edited(self) -> str | None:
         """Which parameter was edited in place since this was last asked, in words."""
