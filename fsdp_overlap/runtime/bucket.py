@@ -178,7 +178,7 @@ class Bucket:
         return Landing(host, copied)
 
     def _list_places(self) -> None:
-        self._places = [
+        self.places = [
             (registered, name, parameter, sharded)
             for item, parameter, sharded in zip(
                 self.owned, self.parameters, self.sharded_parameters, strict=True
@@ -214,6 +214,10 @@ class Bucket:
     def version(self) -> int:
         """Grows with every edit of the shard, also through ``to_local()``."""
         return self.edits.values + self.shard._version
+
+    def outdate(self) -> None:
+        """The full buffer has other values than the shards: the next use gathers it again."""
+        self._gathered_version = -1
 
     @property
     def is_gathered(self) -> bool:
@@ -317,7 +321,7 @@ class Bucket:
         Raises:
             RuntimeError: something else was registered in their place.
         """
-        for registered, name, parameter, sharded in self._places:
+        for registered, name, parameter, sharded in self.places:
             found = registered.get(name)
             if found is not sharded and found is not parameter:
                 raise RuntimeError(
@@ -331,7 +335,7 @@ class Bucket:
 
     def use_sharded(self) -> None:
         """Registers the sharded parameters in the module."""
-        for registered, name, _, sharded in self._places:
+        for registered, name, _, sharded in self.places:
             registered[name] = sharded
 
     def assigned(self) -> dict[int, torch.Tensor]:
@@ -340,7 +344,7 @@ class Bucket:
         indices = {id(sharded): index for index, sharded in enumerate(self.sharded_parameters)}
         return {
             indices[id(sharded)]: found
-            for registered, name, parameter, sharded in self._places
+            for registered, name, parameter, sharded in self.places
             if (found := registered.get(name)) is not sharded
             and found is not parameter
             and isinstance(found, torch.Tensor)
@@ -349,7 +353,7 @@ class Bucket:
 
     def use_none(self) -> None:
         """Registers nothing in the module: what is done to all its parameters skips the unit's."""
-        for registered, name, _, _ in self._places:
+        for registered, name, _, _ in self.places:
             registered[name] = None
 
     def _become(self, state: BucketState) -> None:

@@ -29,6 +29,7 @@ from fsdp_overlap.runtime.schedule import Schedule
 from fsdp_overlap.runtime.starts import compare_starts
 from fsdp_overlap.runtime.stats import Stats
 from fsdp_overlap.runtime.unit import Unit, unit_names, unit_of
+from fsdp_overlap.runtime.unsharded_edits import Uncompared
 
 
 class FsdpContext:
@@ -97,6 +98,7 @@ class FsdpContext:
         me = weakref.proxy(self)
         self.faults = Faults(lambda: me._domains.values(), self._groups)
         self._groups.watch = weakref.ref(self.faults)
+        self.uncompared: Uncompared = []
         self._units: list[weakref.ref[Unit]] = []
         self._domains: dict[DeviceMesh, Domain] = {}
         self._is_settled = False
@@ -406,6 +408,7 @@ class FsdpContext:
                 unit.reset(self.gather_lane)
         for domain in self.domains:
             domain.reset()
+        self.uncompared.clear()
         self.stats.full_buffers_alive = sum(
             bucket.full.allocated for unit in self.units for bucket in unit.buckets
         )

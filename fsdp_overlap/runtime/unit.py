@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from copy import deepcopy
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +22,7 @@ from fsdp_overlap.runtime.gradients import BucketGradients
 from fsdp_overlap.runtime.ownership import mark_replaced, modules_outside_units
 from fsdp_overlap.runtime.reducing import Reducing
 from fsdp_overlap.runtime.stale_optimizers import note_replacement
+from fsdp_overlap.runtime.unsharded_edits import FREED, UnshardedEdits
 from fsdp_overlap.runtime.untraced import untraced
 
 if TYPE_CHECKING:
@@ -54,6 +56,8 @@ class Unit:
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
         self.unshard_in_backward = True
+        self.handled: list[TracebackType | None] = []
+        """For each forward under way, the traceback of the error that was handled when it began."""
         self.watches: list[saved_tensors_hooks] = []
         """Of forwards under way whose backward should read no parameters."""
         self.forward_prefetch: Sequence[weakref.ref[Unit]] = ()
@@ -79,6 +83,7 @@ class Unit:
         """Of the shards, the :attr:`version` that the lane of all-gathers comes after."""
         self.is_root = False
         self.name = kind_of(modules)
+        self._watch_edits()
         self.gradients: list[BucketGradients] = []
         self._trainability = -1
         self._known_gradients: dict[Bucket, BucketGradients] = {}
@@ -91,6 +96,7 @@ class Unit:
         self.name = name
         for bucket in self.buckets:
             bucket.label = name if len(self.buckets) == 1 else f"{name} [{bucket.dtypes}]"
+            bucket.full.when_freed = FREED.format(bucket.label)
 
     @property
     def is_complete(self) -> bool:
@@ -176,6 +182,26 @@ class Unit:
             self.to_run.update(map(id, self.modules))
         self.to_run.discard(id(module))
 
+    def _watch_edits(self) -> None:
+        tables = [module._parameters for _, module in modules_outside_units(self.modules)]
+        self.edits = [UnshardedEdits(bucket, tables) for bucket in self.buckets]
+        self.compared: set[tuple[int, bool]] = set()
+        """Whose first forward is over: the module, and whether it was training."""
+
+    def edited(self) -> str | None:
+        """What was done to the unsharded parameters in place, and would be lost."""
+        for edits in self.edits:
+            if (found := edits.edited()) is not None:
+                return found
+        return None
+
+    def changed(self) -> str | None:
+        """The same, also if it was done otherwise. The full buffers must exist."""
+        for edits in self.edits:
+            if (found := edits.edited() or edits.replaced()) is not None:
+                return found
+        return None
+
     def gather(self) -> None:
         """Enqueues the all-gathers of the buckets that are not whole and fresh."""
         for bucket in self.buckets:
@@ -218,6 +244,7 @@ class Unit:
             gradients.drop()
         self.has_unreduced = False
         self.to_run.clear()
+        self.handled.clear()
 
     def copy_to(self, other: Unit) -> None:
         """Gives ``other``, which was sharded likewise, the values, gradients and settings."""
@@ -301,6 +328,7 @@ class Unit:
         self._trainability = -1
         self._known_gradients = {}
         self._watched = set()
+        self._watch_edits()
         self.context.unsettle()
 
     def take_assigned(self) -> None:
