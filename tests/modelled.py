@@ -147,12 +147,12 @@ class Program:
         tokens, targets = torch.randint(VOCABULARY, (2, 3, 5), device="modelled")
         return tokens, targets
 
-    def forward(self) -> torch.Tensor:
-        tokens, targets = self.batch()
+    def forward(self, batch: tuple[torch.Tensor, torch.Tensor] | None = None) -> torch.Tensor:
+        tokens, targets = batch or self.batch()
         return loss_of(self.model(tokens), targets)
 
-    def backward(self) -> None:
-        self.forward().backward()
+    def backward(self, batch: tuple[torch.Tensor, torch.Tensor] | None = None) -> None:
+        self.forward(batch).backward()
 
     def step(self) -> None:
         self.optimizer.step()

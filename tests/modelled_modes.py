@@ -170,6 +170,34 @@ def finalized_by_hand() -> None:
 
 
 @mode
+def finalized_by_hand_after_two_backwards() -> None:
+    for size in (0, gradients.LARGE_BYTES):
+        with patch.object(gradients, "LARGE_BYTES", size):
+            program = Program(build=lambda: Model(layers=1))
+            program.model.set_manual_backward_finalization(True)
+            for _ in range(3):
+                program.backward()
+                program.backward()
+                program.model.finalize_backward(async_op=True).wait()
+                program.step()
+
+
+@mode
+def a_kept_parameter_read_beside_the_optimizer() -> None:
+    program, side = Program(), Stream()
+    program.model.set_zero_stage(2)
+    for _ in range(3):
+        program.backward()
+        side.wait_stream(current_stream())
+        with stream(side):
+            program.step()
+        for unit in program.ctx.units:
+            for parameter in unit.buckets[0].parameters:
+                parameter.detach().sum()
+        program.model.set_post_optim_event(side.record_event())
+
+
+@mode
 def prefetched_by_hand() -> None:
     program = Program()
     layers = program.model.layers
@@ -346,6 +374,7 @@ def a_backward_that_raised_and_a_reset() -> None:
         program.backward()
     hook.remove()
     program.ctx.reset()
+    program.model.layers[2].unshard()
     program.model.zero_grad()
     program.train(2)
 

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import inspect
+import textwrap
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, suppress
+from functools import partial
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
-from modelled import fake_ranks, run
-from modelled_modes import MODES
+import torch
+from modelled import Program, fake_ranks, run
+from modelled_modes import MODES, OFFLOAD
+from zoo import Model
 
 from fsdp_overlap.comm.lanes import StreamLane, StreamTicket
+from fsdp_overlap.layout import Whole
+from fsdp_overlap.modelled import ModelledDevice, active, running
+from fsdp_overlap.optim import Muon, clip_grad_norm_
+from fsdp_overlap.runtime.bucket import Bucket, Landing
+from fsdp_overlap.runtime.context import FsdpContext
+from fsdp_overlap.runtime.copies import CopiesReduction, DividedShard
+from fsdp_overlap.runtime.domain import Domain
+from fsdp_overlap.runtime.gathers import Gathers
+from fsdp_overlap.runtime.gradients import BucketGradients
+from fsdp_overlap.runtime.order_check import OrderCheck
+from fsdp_overlap.runtime.reducing import Reducing
+from fsdp_overlap.runtime.reductions import Reductions
 
 
 @pytest.fixture(autouse=True)
@@ -24,36 +44,273 @@ def test_nothing_is_left_unordered(name: str) -> None:
     assert device.operations > 100
 
 
-# What orders something, the line that is left out, and a mode that shows it.
-DEFECTS: list[tuple[type, str, str, str, str]] = [
-    (
-        StreamTicket,
-        "wait",
-        "self._streams.current_stream().wait_event(self._event)",
-        "pass",
-        "prefetch 1, flat",
-    ),
-    (StreamTicket, "wait_on_host", "self._event.synchronize()", "pass", "offloaded"),
-    (StreamTicket, "abandon", "self.wait()", "pass", "the model of branches"),
-    (
+class Defect(NamedTuple):
+    """`method` with `new` in place of `old`, and a mode that shows the difference."""
+
+    owner: type
+    method: str
+    old: str
+    mode: str
+    new: str = "pass"
+
+    def plant(self) -> AbstractContextManager[Any]:
+        function = vars(self.owner)[self.method]
+        source = textwrap.dedent(inspect.getsource(function))
+        assert source.count(self.old) == 1, f"{self.old!r} is in {self.method} no more"
+        source = source.replace(self.old, self.new)
+        planted: dict[str, Any] = {}
+        code = compile(f"from __future__ import annotations\n{source}", "<planted>", "exec")
+        exec(code, function.__globals__, planted)
+        return patch.object(self.owner, self.method, planted[self.method])
+
+
+PLAIN = "prefetch 1, flat"
+OFFLOADED = "edits after an evaluation of offloaded weights"
+COPIES = "many units with copies"
+DIVIDED = "accumulation among shards, divided"
+SIDE = "the optimizer on a stream of its own"
+
+# Every line of the lanes, tickets and releases that orders something.
+DEFECTS = [
+    Defect(StreamTicket, "wait", "self._streams.current_stream().wait_event(self._event)", PLAIN),
+    Defect(StreamTicket, "wait_on_host", "self._event.synchronize()", OFFLOADED),
+    Defect(StreamTicket, "abandon", "self.wait()", "the model of unused parameters"),
+    Defect(
         StreamLane,
         "after_compute",
         "self.stream.wait_stream(self._streams.current_stream())",
-        "pass",
-        "prefetch 1, flat",
+        PLAIN,
     ),
-    (
+    Defect(StreamLane, "after_event", "self.stream.wait_event(event)", SIDE),
+    Defect(StreamLane, "after_ticket", "ticket.wait()", COPIES),
+    Defect(
         StreamLane,
-        "after_event",
-        "self.stream.wait_event(event)",
-        "pass",
-        "the optimizer on a stream of its own",
+        "before_compute",
+        "self._streams.current_stream().wait_stream(self.stream)",
+        "a hook of reductions that raised and a reset",
     ),
-    (
+    Defect(
         StreamLane,
-        "after_ticket",
-        "with self._streams.stream(self.stream):",
-        "if True:",
-        "copies, low",
+        "mark_compute",
+        "self._streams.current_stream().record_event()",
+        PLAIN,
+        new="None",
+    ),
+    Defect(
+        StreamLane,
+        "mark_compute",
+        "self._streams.current_stream()",
+        PLAIN,
+        new="self.stream",
+    ),
+    Defect(
+        StreamLane, "allocate", "with self._streams.stream(self.stream):", PLAIN, new="if True:"
+    ),
+    Defect(StreamLane, "enqueue", ", self._streams.stream(self.stream):", OFFLOADED, new=":"),
+    Defect(StreamLane, "enqueue", "self.stream.record_event()", PLAIN, new="self._streams.Event()"),
+    Defect(StreamLane, "free", "self.stream.wait_event(after)", PLAIN),
+    Defect(Gathers, "begin_pass", "self.lane.after_compute()", PLAIN),
+    Defect(Gathers, "_gather", "self.lane.after_compute()", "an edit past the event"),
+    Defect(
+        Gathers,
+        "_gather",
+        "unit.seen_version != unit.version or ",
+        "an edit past the event",
+        new="",
+    ),
+    Defect(
+        Gathers,
+        "_gather",
+        " or unit.is_gathered",
+        "a kept parameter read beside the optimizer",
+        new="",
+    ),
+    Defect(Gathers, "release", "self.lane.mark_compute()", PLAIN, new="None"),
+    Defect(Gathers, "wait_once_for", "self.lane.after_event(event)", SIDE),
+    Defect(Bucket, "wait", "self._ticket.wait()", PLAIN),
+    Defect(Bucket, "free", "self._ticket.abandon()", "the model of unused parameters"),
+    Defect(
+        Bucket,
+        "reset",
+        "self.free(lane, lane.mark_compute())",
+        "a backward that raised and a reset",
+        new="self.free(lane, None)",
+    ),
+    Defect(Bucket, "_all_gather", "divided.wait()", DIVIDED),
+    Defect(Bucket, "gather", "self.domain.reading = self._ticket", OFFLOADED),
+    Defect(DividedShard, "gather", "lane.after_compute()", DIVIDED),
+    Defect(CopiesReduction, "start", "lane.after_compute()", COPIES),
+    Defect(
+        CopiesReduction,
+        "start",
+        "append((ticket, total))",
+        COPIES,
+        new="append((ticket, None))",
+    ),
+    Defect(CopiesReduction, "finish", "ticket.wait()", COPIES),
+    Defect(CopiesReduction, "finish_before", "lane.after_ticket(ticket)", COPIES),
+    Defect(BucketGradients, "reduce", "lane.after_compute()", PLAIN),
+    Defect(Reductions, "_wait_for_oldest", "ticket.wait()", PLAIN),
+    Defect(Reductions, "wait", "copies.finish()", COPIES),
+    Defect(
+        Reductions,
+        "_may_fill",
+        "if gradients.is_in_flight:",
+        "finalized by hand after two backwards",
+        new="if False:",
+    ),
+    Defect(
+        Reductions,
+        "_ensure_input",
+        "while gradients.is_in_flight:",
+        "finalized by hand after two backwards",
+        new="while False:",
+    ),
+    Defect(OrderCheck, "send", "lane.after_compute()", COPIES),
+    Defect(Reducing, "call_hook", "self.hook_stream.wait_stream(lane)", "hooks on another stream"),
+    Defect(Reducing, "call_hook", "lane.wait_stream(self.hook_stream)", "hooks on another stream"),
+    Defect(Landing, "wait", "self.copied.synchronize()", "offloaded"),
+    Defect(Domain, "finish_reading", "self.reading.wait_on_host()", OFFLOADED),
+    Defect(
+        FsdpContext,
+        "rest",
+        "vars(self)[name].before_compute()",
+        "a hook of reductions that raised and a reset",
     ),
 ]
+
+
+@pytest.mark.parametrize(
+    "defect", DEFECTS, ids=lambda defect: f"{defect.owner.__name__}.{defect.method}: {defect.old}"
+)
+def test_every_planted_defect_is_found(defect: Defect) -> None:
+    device = ModelledDevice()
+    # Operations on memory that is not there are not run.
+    with defect.plant(), running(device), suppress(RuntimeError):
+        MODES[defect.mode]()
+    assert device.findings
+
+
+ORDERS = ("wait", "synchronize", "record_event", "stream(")
+
+
+@pytest.mark.parametrize("owner", [StreamTicket, StreamLane])
+def test_no_line_of_the_lanes_that_orders_is_without_a_defect(owner: type) -> None:
+    planted = [defect.old.strip(", :") for defect in DEFECTS if defect.owner is owner]
+    for name, method in vars(owner).items():
+        if not inspect.isfunction(method) or name == "__init__":
+            continue
+        lines = inspect.getsource(method).splitlines()[1:]
+        for line in (line.strip() for line in lines if "#" not in line):
+            if any(word in line for word in ORDERS):
+                assert any(old in line for old in planted), f"{name}: {line}"
+
+
+def steady(program: Program, steps: int = 3) -> list[str]:
+    """Where the host waits in a step like those before."""
+    inputs = [program.batch() for _ in range(steps + 1)]
+
+    def step(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+        program.backward(batch)
+        clip_grad_norm_(program.model.parameters(), 1.0)
+        program.step()
+
+    for batch in inputs[:-1]:
+        step(batch)
+    active().syncs.clear()
+    step(inputs[-1])
+    return list(map(str, active().syncs))
+
+
+STEADY: dict[str, dict[str, Any]] = {
+    "AdamW": {},
+    "torch's AdamW, fused": {
+        "optimizer": torch.optim.AdamW,
+        "optimizer_options": {"fused": True},
+    },
+    "torch's AdamW": {"optimizer": torch.optim.AdamW},
+    "Muon": {"optimizer": Muon},
+    "Muon, whole matrices": {"optimizer": Muon, "layout": Whole()},
+    "copies": {"dims": (2, 2), "reduce_dtype": torch.float64},
+    "divided copies": {"dims": (2, 2), "divide_copies": True},
+    "parts kept": {"shard_options": {"reshard_after_forward": 2}},
+    "checkpointed": {"name": "checkpointed"},
+}
+
+
+@pytest.mark.parametrize("name", STEADY)
+def test_a_steady_step_waits_for_the_device_nowhere(name: str) -> None:
+    waits: list[str] = []
+    run(lambda: waits.extend(steady(Program(**STEADY[name]))))
+    assert waits == []
+
+
+def test_a_check_that_was_read_before_it_arrived_would_be_a_wait() -> None:
+    waits: list[str] = []
+    with Defect(StreamTicket, "done", "self._event.query()", "", new="True").plant():
+        run(lambda: waits.extend(steady(Program())))
+    assert any("lanes.py" in wait for wait in waits)
+
+
+def test_offloaded_a_step_waits_where_its_gradients_land_and_its_shards_are_read() -> None:
+    waits: list[str] = []
+    run(lambda: waits.extend(steady(Program(shard_options=dict(OFFLOAD)))))
+    places = {wait.split(" at ")[1].split(":")[0] for wait in waits}
+    # And where the norm of gradients on the host, which the mesh computes, goes back there.
+    assert places == {"runtime/bucket.py", "comm/lanes.py", "tensor/reductions.py"}
+
+
+def test_a_set_of_gradients_that_changes_makes_nobody_wait() -> None:
+    waits: list[str] = []
+
+    def program() -> None:
+        trained = Program(name="layers")
+        trained.train(2)
+        parameters = list(trained.model.parameters())
+        for turn in range(4):
+            active().syncs.clear()
+            trained.backward()
+            for parameter in parameters[turn % 2 :: 2]:
+                parameter.grad = None
+            trained.step()
+            waits.extend(map(str, active().syncs))
+
+    run(program)
+    assert waits == []
+
+
+def test_inputs_in_pinned_memory_are_moved_while_the_host_goes_on() -> None:
+    waits: list[str] = []
+
+    def program() -> None:
+        trained = Program()
+        trained.train(2)
+        tokens = torch.zeros(3, 5, dtype=torch.long).pin_memory()
+        active().syncs.clear()
+        trained.model(tokens)
+        waits.extend(map(str, active().syncs))
+
+    run(program)
+    assert waits == []
+
+
+def test_sums_across_copies_are_not_kept_to_the_end() -> None:
+    """In float64 they are no gradients yet, and take memory of their own."""
+    shards: list[int] = []
+
+    def most(layers: int) -> int:
+        """Beside what is there after a step."""
+
+        def program() -> None:
+            build = partial(Model, layers=layers, width=64)
+            trained = Program(build=build, dims=(2, 2), reduce_dtype=torch.float64)
+            trained.train(2)
+            shards.append(sum(b.shard.nbytes for u in trained.ctx.units for b in u.buckets))
+            at_rest.append(active().allocator.allocated)
+
+        at_rest: list[int] = []
+        return run(program).allocator.allocated_most - at_rest[0]
+
+    more = most(12) - most(6)
+    gradients = shards[0] - shards[1]
+    assert more < 1.5 * gradients  # the sums of six layers would be twice as much again

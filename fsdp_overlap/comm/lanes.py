@@ -262,9 +262,8 @@ class StreamLane:
     def free(self, label: str, buffer: FlatBuffer, after: Mark) -> None:
         if after is not None:
             self.stream.wait_event(after)
-        # On the stream that allocated it, so that no record_stream() is needed.
-        with self._streams.stream(self.stream):
-            buffer.free()
+        # Memory goes back to the stream that it was allocated on, so no record_stream() is needed.
+        buffer.free()
 
 
 def make_lane(device: torch.device) -> Lane:

@@ -251,8 +251,6 @@ class Bucket:
             self.state = before  # what raised, as for want of memory, has gathered nothing
             raise
         self._gathered_version = version
-        if self.divided is not None:
-            self.divided.last_read = self._ticket
         if self.offload is not None:
             self.domain.reading = self._ticket
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fsdp_overlap.comm.collectives import Collectives, Issued, all_reduce
+from fsdp_overlap.comm.collectives import Collectives, all_reduce
 from fsdp_overlap.comm.lanes import Lane, Ticket
 from fsdp_overlap.layout import BucketPlan
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
@@ -35,8 +35,6 @@ class DividedShard:
         self.plan = plan
         self.collectives = collectives
         self.whole = FlatBuffer(plan, bucket.compute_dtype, bucket.full.flat.device)
-        self.last_read: Ticket | None = None
-        """Of the last all-gather that reads :attr:`whole`."""
         self._ticket: Ticket | None = None
         self._version = -1
 
@@ -53,16 +51,15 @@ class DividedShard:
         self.wait()
         group = self.bucket.groups.across
         assert group is not None
-        lane.after_compute()  # which edited the part
+        # Compute edited the part, and has waited for all all-gathers that read what was put
+        # together but those that are in vain now.
+        lane.after_compute()
         if not self.whole.allocated:
             lane.allocate(self.bucket.label, self.whole)
-        last_read, version = self.last_read, self.bucket.version
-
-        def issue() -> Issued:
-            if last_read is not None:
-                last_read.wait()
-            return self.collectives.all_gather(self.whole.flat, self.bucket.shard, self.plan, group)
-
+        version = self.bucket.version
+        issue = partial(
+            self.collectives.all_gather, self.whole.flat, self.bucket.shard, self.plan, group
+        )
         self._ticket = lane.enqueue(
             "copies_all_gather",
             self.bucket.label,
@@ -81,7 +78,7 @@ class DividedShard:
         """Whatever became of it, it is put together anew."""
         with suppress(RuntimeError):  # of a collective that failed
             self.wait()
-        self._ticket = self.last_read = None
+        self._ticket = None
         self._version = -1
 
 
