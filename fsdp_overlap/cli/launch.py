@@ -31,8 +31,9 @@ _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 @dataclass(frozen=True)
 class Place:
-    """ranks: of the whole job. device_type: "cuda" (NCCL) or "cpu" (gloo). joining: the ranks exist
-    already. max_restarts: how often ranks that we start are started again when one has died."""
+    """ranks: of the whole job. device_type: "cpu" (gloo) or that of accelerators, as "cuda" (NCCL).
+    joining: the ranks exist already. max_restarts: how often ranks that we start are started again
+    when one has died."""
 
     ranks: int
     device_type: str
@@ -42,14 +43,17 @@ class Place:
 
 def find_place(ranks: int | None, device: str, max_restarts: int | None = None) -> Place:
     """Where to run `ranks` ranks (None: as many as the torchrun that started this process has, one
-    per GPU, or 2 without GPUs) on `device`: auto, cpu or cuda. Raises BadInput where they cannot
-    run, or be restarted by us. Starts nothing."""
-    if device not in ("auto", "cpu", "cuda"):
-        raise BadInput(f"--device {device}: use auto, cpu or cuda")
-    gpus = torch.cuda.device_count()
-    if device == "cuda" and not gpus:
-        raise BadInput("--device cuda: this machine has no CUDA device; use --device cpu")
-    device_type = "cuda" if gpus and device != "cpu" else "cpu"
+    per accelerator, or 2 without) on `device`: auto, cpu, or the type of this machine's
+    accelerators, as cuda. Raises BadInput where they cannot run, or be restarted by us. Starts
+    nothing."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    there = ["cpu"] if accelerator is None else [accelerator.type, "cpu"]
+    if device not in ("auto", *there):
+        raise BadInput(
+            f"--device {device}: this machine has {' and '.join(there)}; use one, or auto"
+        )
+    device_type = there[0] if device == "auto" else device
+    devices = torch.accelerator.device_count()
     if ranks is not None and ranks < 1:
         raise BadInput(f"--ranks {ranks}: must be at least 1")
 
@@ -69,8 +73,8 @@ def find_place(ranks: int | None, device: str, max_restarts: int | None = None) 
             )
         here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     else:
-        world = here = ranks if ranks is not None else gpus if device_type == "cuda" else 2
-    _check_fits(here, device_type, gpus)
+        world = here = ranks if ranks is not None else 2 if device_type == "cpu" else devices
+    _check_fits(here, device_type, devices)
     return Place(world, device_type, joining, max_restarts or 0)
 
 
@@ -129,11 +133,12 @@ def describe_failure(error: ChildFailedError) -> str:
     return f"rank {rank} failed: {' '.join(message.split()) or f'exit code {failure.exitcode}'}"
 
 
-def _check_fits(ranks: int, device_type: str, gpus: int) -> None:
-    if device_type == "cuda":
-        if ranks > gpus:
+def _check_fits(ranks: int, device_type: str, devices: int) -> None:
+    if device_type != "cpu":
+        if ranks > devices:
             raise BadInput(
-                f"--ranks {ranks}: each rank needs a GPU of its own and this machine has {gpus}"
+                f"--ranks {ranks}: each rank needs a {device_type} device of its own and this "
+                f"machine has {devices}"
             )
     elif ranks > (most := _RANKS_PER_CORE * cores()):
         raise BadInput(

@@ -46,7 +46,7 @@ def train(
     ranks: Annotated[
         int | None, typer.Option(help="Ranks to start [default: one per GPU, else 2].")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu (gloo) or cuda (NCCL).")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, or an accelerator as cuda.")] = "auto",
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 160,
     batch_size: Annotated[int, typer.Option(help="Sequences per rank and step.")] = 4,
     seq_len: Annotated[int, typer.Option(help="Bytes per sequence.")] = 128,

@@ -12,14 +12,15 @@ import torch
 import torch.distributed as dist
 
 from fsdp_overlap.cli.system import cores
+from fsdp_overlap.comm.streams import has_streams, streams_of
 
 _MEETING_SECONDS = 600.0
 
 
 @contextlib.contextmanager
 def process_group(device_type: str) -> Iterator[torch.device]:
-    """The default process group, NCCL's for "cuda" and gloo's for "cpu", and this rank's device,
-    from the environment that torchrun sets."""
+    """The default process group, of the backend that torch has for `device_type`, and this rank's
+    device, from the environment that torchrun sets."""
     local_rank = int(os.environ["LOCAL_RANK"])
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     ranks: dict[str, Any] = {}
@@ -27,14 +28,15 @@ def process_group(device_type: str) -> Iterator[torch.device]:
     if (kept := kept_store()) is not None:
         store = fresh_store(kept, rank, world_size, _MEETING_SECONDS)
         ranks = {"store": store, "rank": rank, "world_size": world_size}
-    if device_type == "cuda":
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device, **ranks)
+    backend = dist.get_default_backend_for_device(device_type)
+    if has_streams(torch.device(device_type)):
+        device = torch.device(device_type, local_rank)
+        streams_of(device).set_device(device)
+        dist.init_process_group(backend, device_id=device, **ranks)
     else:
-        device = torch.device("cpu")
+        device = torch.device(device_type)
         torch.set_num_threads(max(1, cores() // int(os.environ["LOCAL_WORLD_SIZE"])))
-        dist.init_process_group("gloo", **ranks)
+        dist.init_process_group(backend, **ranks)
     try:
         yield device
     finally:

@@ -27,7 +27,7 @@ _SEEN_SECONDS = 60.0
 
 
 def train(config: TrainConfig, device_type: str, resume: bool) -> None:
-    """Trains as `config` says, on "cpu" with gloo or "cuda" with NCCL; `resume`: from the latest
+    """Trains as `config` says, on "cpu", or an accelerator as "cuda"; `resume`: from the latest
     checkpoint of the run, if it has one. Collective: called on every rank, with the environment
     that torchrun sets. Where ranks were asked for different things, rank 0's are done; it alone
     prints and writes, but for checkpoints."""

@@ -13,12 +13,13 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from fsdp_overlap import Flat, FsdpContext, MixedPrecisionPolicy, Whole, fully_shard
 from fsdp_overlap.cli.config import TrainConfig
 from fsdp_overlap.cli.data import Text, move, sample_batch
 from fsdp_overlap.cli.model import GPT
+from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 
 PROFILED_STEPS = 2
@@ -136,9 +137,9 @@ class Trainer:
         a validation or a checkpoint was between, ranks first confirm to each other what they do."""
         for _ in range(_STEPS_BEFORE_PROFILE):
             self.step()
-        activities = [ProfilerActivity.CPU]
-        if self.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
+        activities = {ProfilerActivity.CPU}
+        if has_streams(self.device):
+            activities |= supported_activities()
         with profile(activities=activities) as profiler:
             dist.barrier()  # starting takes a while, and longer on one rank than on another
             for _ in range(PROFILED_STEPS):
