@@ -34,7 +34,16 @@ def run_blocks(blocks: list[str], name: str) -> None:
         exec(compile(block, name, "exec"), namespace)
 
 
-@pytest.mark.parametrize("page", ["sharded_tensors.md", "checkpoints.md", "layouts.md", "muon.md"])
+@pytest.mark.parametrize(
+    "page",
+    [
+        "sharded_tensors.md",
+        "checkpoints.md",
+        "layouts.md",
+        "muon.md",
+        "modelled_device.md",
+    ],
+)
 def test_the_python_examples_run(page: str) -> None:
     run_ranks(run_blocks, 2, blocks_of(DOCS / page, "python"), page)
 
