@@ -75,7 +75,7 @@ def train(layout: str, names: list[str], options: dict[str, Any]) -> None:
     # So small that several rounds and batches are needed.
     with (
         patch.object(exchange, "ROUND_ELEMENTS", 60),
-        patch.dict(orthogonalization._BATCH_ELEMENTS, cpu=150),
+        patch.object(orthogonalization, "_CPU_ELEMENTS", 150),
     ):
         train_in_parts(layout, names, options)
 
