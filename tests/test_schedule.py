@@ -17,6 +17,7 @@ from zoo import ROWS, VOCABULARY, Checkpointed, Model, SharedLayer, shard_layers
 from fsdp_overlap import FsdpContext
 from fsdp_overlap.comm.lanes import HostLane, Mark
 from fsdp_overlap.comm.recording import Entry, RecordingLane
+from fsdp_overlap.runtime.stats import Stats
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 
 GATHER, REDUCE = "all_gather", "reduce_scatter"
@@ -396,3 +397,9 @@ def used_then_kept_in_vain() -> None:
 
 def test_a_used_buffer_is_always_freed_after_its_compute() -> None:
     run_ranks(used_then_kept_in_vain, 2)
+
+
+def test_statistics_are_counted_anew_and_not_replaced() -> None:
+    """In place of others they would count a part alone."""
+    with pytest.raises(AttributeError, match="stats"):
+        FsdpContext().stats = Stats()  # type: ignore[misc]

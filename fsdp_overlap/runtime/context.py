@@ -86,7 +86,7 @@ class FsdpContext:
         self.check_plans = check_plans
         self.divide_copies = divide_copies
         self.sync_module_states = sync_module_states
-        self.stats = Stats()
+        self._stats = Stats()
         self.is_implicit = False
         """Whether :func:`fully_shard` made it, to be merged with others of the same tree."""
         self.lane_factory: Callable[[str, torch.device], Lane] = lambda name, device: make_lane(
@@ -155,6 +155,11 @@ class FsdpContext:
         if has_streams(device):
             return torch.device(device.type, streams_of(device).current_device())
         return device
+
+    @property
+    def stats(self) -> Stats:
+        """What was gathered, reduced and prefetched. ``stats.reset()`` counts anew."""
+        return self._stats
 
     @property
     def groups(self) -> LaneGroups:
