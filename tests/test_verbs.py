@@ -201,7 +201,7 @@ def post_optim_event() -> None:
     waits.clear()
     twins.model.set_post_optim_event("event")
     twins.model.unshard()
-    assert waits == ["event", "compute"]  # also what is gathered before the pass
+    assert waits == ["event"]  # also what is gathered before the pass
     twins.model.reshard()
     twins.check_parameters()
 
