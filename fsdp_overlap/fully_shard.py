@@ -12,18 +12,26 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_overlap.fsdp_module import FsdpModule
-from fsdp_overlap.layout import ParamSpec
+from fsdp_overlap.layout import BucketPlan, ParamSpec
 from fsdp_overlap.runtime import hooks, tensor_parallel
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.context import FsdpContext
 from fsdp_overlap.runtime.domain import Domain
 from fsdp_overlap.runtime.ownership import (
     OwnedParameter,
+    Owner,
+    mark_owner,
+    mark_replaced,
     move_buffers,
     owned_parameters,
+    owner_of,
 )
+from fsdp_overlap.runtime.plans import all_or_none
+from fsdp_overlap.runtime.stale_optimizers import note_replacement
+from fsdp_overlap.runtime.starts import take_from_first
 from fsdp_overlap.runtime.unit import Unit, kind_of, reduce_dtype, unit_of
 from fsdp_overlap.tensor.carried import SUMMED
+from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
 
 ModulesT = TypeVar("ModulesT", bound=nn.Module | Sequence[nn.Module])
 
@@ -98,8 +106,10 @@ def fully_shard(
         ctx = FsdpContext(mesh)
         ctx.is_implicit = True
     kind = kind_of(modules)
-    _check_parameters(kind, owned, ctx.device)
+    _check_parameters(modules, owned, ctx.device)
     _check_gradients(kind, owned, mp_policy)
+    if ctx.sync_module_states:
+        _check_synced(kind, owned)
     mesh = ctx.mesh if mesh is None else mesh
     by_domain = _by_domain(kind, owned, ctx, mesh, shard_placement_fn)
     for domain, items in by_domain.items():
@@ -109,10 +119,17 @@ def fully_shard(
                 tensor_parallel.check(_name(kind, item), item.parameter, domain.mesh)
     _note_kept_dtypes(kind, owned, mp_policy)
     offload = _offload_on(ctx.device, offload_policy)
+    with all_or_none(domain.plans for domain in by_domain):
+        planned = {
+            domain: _plan(modules, items, ctx, domain) for domain, items in by_domain.items()
+        }
+    # Nothing was changed so far, and nothing is refused from here on.
+    if ctx.sync_module_states:
+        take_from_first(modules, by_domain, mesh)
     buckets = [
         bucket
         for domain, items in by_domain.items()
-        for bucket in _make_buckets(modules, items, ctx, domain, mp_policy, offload)
+        for bucket in _make_buckets(planned[domain], items, domain, mp_policy, offload)
     ]
     unit = Unit(modules, ctx, mesh, buckets, mp_policy, reshard_after_forward)
     unit.ignored = ignored
@@ -127,11 +144,14 @@ def fully_shard(
 
 
 def _mark_owner(unit: Unit) -> None:
-    """So that an outer unit that meets the parameters again can say whose they are."""
+    """So that another unit and an optimizer that meet the parameters can say what they are."""
     for bucket in unit.buckets:
         for item, sharded in zip(bucket.owned, bucket.sharded_parameters, strict=True):
-            for parameter in (item.parameter, sharded):
-                parameter._fsdp_owner = (unit.module_kind, item.fqn)  # type: ignore[union-attr]
+            owner = Owner(unit.module_kind, item.fqn)
+            mark_owner(sharded, owner)
+            mark_owner(item.parameter, owner)
+            mark_replaced(item.parameter, by="fully_shard()")
+    note_replacement()
 
 
 def _offload_on(device: torch.device, policy: OffloadPolicy) -> CPUOffloadPolicy | None:
@@ -177,20 +197,26 @@ def _check_gradients(
             )
 
 
-def _make_buckets(
-    modules: Sequence[nn.Module],
-    owned: list[OwnedParameter],
-    ctx: FsdpContext,
-    domain: Domain,
-    mp_policy: MixedPrecisionPolicy,
-    offload: CPUOffloadPolicy | None,
-) -> list[Bucket]:
+def _plan(
+    modules: Sequence[nn.Module], owned: list[OwnedParameter], ctx: FsdpContext, domain: Domain
+) -> list[BucketPlan]:
+    """How the unit's parameters over the mesh of ``domain`` lie."""
     first = modules[0]
     if not domain.plans.has(first) and any(other.plans.has(first) for other in ctx.domains):
         raise ValueError(
             f"{kind_of(modules)} was planned for another mesh than {domain.mesh}: name its "
             "mesh in ctx.plan(..., meshes={module: mesh})"
         )
+    return domain.plans.take(modules, [item.spec for item in owned])
+
+
+def _make_buckets(
+    plans: list[BucketPlan],
+    owned: list[OwnedParameter],
+    domain: Domain,
+    mp_policy: MixedPrecisionPolicy,
+    offload: CPUOffloadPolicy | None,
+) -> list[Bucket]:
     by_fqn = {item.fqn: item for item in owned}
     is_meta = any(item.parameter.is_meta for item in owned)
     return [
@@ -202,7 +228,7 @@ def _make_buckets(
             _compute_dtype(plan.specs[0], mp_policy),
             offload,
         )
-        for plan in domain.plans.take(modules, [item.spec for item in owned])
+        for plan in plans
     ]
 
 
@@ -296,17 +322,31 @@ def _name(kind: str, item: OwnedParameter) -> str:
     return f"parameter {item.fqn!r} of {kind}"
 
 
-def _check_parameters(kind: str, owned: list[OwnedParameter], device: torch.device) -> None:
+def _check_no_owner(modules: Sequence[nn.Module], item: OwnedParameter, where: str) -> None:
+    owner = owner_of(item.parameter)
+    if owner is None:
+        return
+    name = item.fqn if len(modules) == 1 else item.fqn.partition(".")[2]
+    # The unit put the sharded form where it found the parameter, which has a longer name there.
+    if isinstance(item.parameter, ShardedTensor) and owner.fqn.endswith(f".{name}"):
+        raise ValueError(
+            f"{where} was sharded already, as {owner.fqn!r} of the unit {owner.unit} around it: "
+            "call fully_shard on inner modules first, then on the module around them"
+        )
+    raise ValueError(
+        f"{where} is also {owner.fqn!r} of the unit {owner.unit}: a parameter belongs to one unit; "
+        "call fully_shard only on a module that holds both, or on a list of the two"
+    )
+
+
+def _check_parameters(
+    modules: Sequence[nn.Module], owned: list[OwnedParameter], device: torch.device
+) -> None:
+    kind = kind_of(modules)
     for item in owned:
         parameter = item.parameter
         where = _name(kind, item)
-        other = getattr(parameter, "_fsdp_owner", None)
-        if other is not None:
-            raise ValueError(
-                f"{where} is also {other[1]!r} of the unit {other[0]}: a parameter belongs to one "
-                "unit; call fully_shard only on a module that holds both, or on a list of the "
-                "two"
-            )
+        _check_no_owner(modules, item, where)
         if isinstance(parameter, nn.UninitializedParameter):
             raise ValueError(f"{where} is not initialized; run a forward before fully_shard()")
         if type(parameter) not in (nn.Parameter, DTensor):
@@ -338,6 +378,16 @@ def _check_parameters(kind: str, owned: list[OwnedParameter], device: torch.devi
                 f"{where} is on {parameter.device}, {owned[0].fqn!r} on "
                 f"{owned[0].parameter.device}: put all parameters of a unit on the meta device, or "
                 "none"
+            )
+
+
+def _check_synced(kind: str, owned: list[OwnedParameter]) -> None:
+    for item in owned:
+        if item.parameter.is_meta:
+            raise ValueError(
+                f"{_name(kind, item)} is on the meta device, and sync_module_states=True takes it "
+                "from the first rank: build the model with memory on every rank, or leave the "
+                "argument out and load the weights after to_empty()"
             )
 
 

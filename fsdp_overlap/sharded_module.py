@@ -63,8 +63,13 @@ class ShardedModule(nn.Module):
         return plain_class(cls)(*args, **kwargs)
 
     def reshard(self) -> None:
-        """Frees this unit's full buffers and registers its sharded parameters."""
+        """Frees this unit's full buffers and registers its sharded parameters.
+
+        Raises:
+            RuntimeError: the unsharded ones were edited, which is lost.
+        """
         unit = self._fsdp_unit
+        lost = unit.changed() if unit.is_gathered else None
         unit.use_sharded()
         if unit.is_gathered:
             gathers = unit.context.schedule.gathers
@@ -73,6 +78,8 @@ class ShardedModule(nn.Module):
             gathers.flush()
         if unit.is_offloaded:
             unit.context.finish_reading()
+        if lost is not None:
+            raise RuntimeError(lost)
 
     def _apply(self, fn: Any, recurse: bool = True) -> ShardedModule:
         """What ``to_empty()``, ``to()`` and the like do to a module: gives memory to a unit on the

@@ -312,6 +312,7 @@ def join_ranks(timeout_s: float = 120.0) -> tuple[int, int]:
         world_size=world_size,
         timeout=datetime.timedelta(seconds=timeout_s),
     )
+    torch.manual_seed(0)  # every rank builds the same model
     return rank, world_size
 
 

@@ -126,17 +126,25 @@ def build(scale: Scale, device: str) -> nn.Sequential:
     return model
 
 
+def build_ours(
+    scale: Scale, device: str, mesh: DeviceMesh, policy: fsdp2.MixedPrecisionPolicy
+) -> nn.Sequential:
+    """A model of ours, on a context of its own."""
+    model = build(scale, device)
+    ctx = fsdp_overlap.FsdpContext(mesh)
+    for block in model[:-1]:
+        fsdp_overlap.fully_shard(block, ctx, mp_policy=policy)
+    fsdp_overlap.fully_shard(model, ctx, mp_policy=policy)
+    return model
+
+
 def build_all(
     scale: Scale, device: str, mesh: DeviceMesh, policy: fsdp2.MixedPrecisionPolicy
 ) -> dict[str, nn.Sequential]:
     """The unsharded one in the dtype in which the others compute. One after the other, so that only
     one is whole in float32 at a time."""
     models = {}
-    models[OURS] = build(scale, device)
-    ctx = fsdp_overlap.FsdpContext(mesh)
-    for block in models[OURS][:-1]:
-        fsdp_overlap.fully_shard(block, ctx, mp_policy=policy)
-    fsdp_overlap.fully_shard(models[OURS], ctx, mp_policy=policy)
+    models[OURS] = build_ours(scale, device, mesh, policy)
     models[FSDP2] = build(scale, device)
     for block in models[FSDP2][:-1]:
         fsdp2.fully_shard(block, mesh=mesh, mp_policy=policy)
@@ -200,6 +208,7 @@ class Bench:
     link: Link
     models: dict[str, nn.Sequential]
     batch: torch.Tensor
+    policy: fsdp2.MixedPrecisionPolicy
 
     @classmethod
     def start(cls, scale: Scale, device: str, policy: fsdp2.MixedPrecisionPolicy = MIXED) -> Bench:
@@ -208,7 +217,16 @@ class Bench:
         torch.manual_seed(0)
         shape = (1, scale.tokens, scale.width)
         batch = torch.randn(shape, device=device, dtype=policy.param_dtype)
-        return cls(scale, device, link, build_all(scale, device, mesh, policy), batch)
+        models = build_all(scale, device, mesh, policy)
+        return cls(scale, device, link, models, batch, policy)
+
+    def new_ours(self) -> nn.Sequential:
+        """Another model of ours, which has not run yet. It uses the lanes, and so the memory, of
+        the one that has: no first allocations disturb its first step."""
+        mesh = init_device_mesh(self.device, (self.scale.world_size,))
+        model = build_ours(self.scale, self.device, mesh, self.policy)
+        fsdp_overlap.share_comm_ctx([self.models[OURS], model])
+        return model
 
     def steps(self) -> dict[str, Callable[[], torch.Tensor]]:
         return {name: make_step(model, self.batch) for name, model in self.models.items()}

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable
 
 import _bench
+import _link
 import bench_link
 import bench_muon
 import torch
@@ -39,27 +40,27 @@ def train_ours(
     args: argparse.Namespace, mesh: DeviceMesh, divide_copies: bool
 ) -> tuple[Callable[[], float], int]:
     """A step, and the elements of this rank's first moments."""
-    model = bench_link.build(args.blocks, args.sleep)
+    model = _link.build(args.blocks, args.sleep)
     ctx = fsdp_overlap.FsdpContext(mesh, divide_copies=divide_copies)
     for block in model:
         fsdp_overlap.fully_shard(block, ctx)
     fsdp_overlap.fully_shard(model, ctx)
     held = sum(parameter.to_local().numel() for parameter in model.parameters())
     optimizer = AdamW(model.parameters(), **bench_muon.ADAMW)
-    step = bench_link.make_training(model, args, model.set_requires_all_reduce, optimizer.step)
+    step = _link.make_training(model, args, model.set_requires_all_reduce, optimizer.step)
     return step, held
 
 
 def train_fsdp2(args: argparse.Namespace, mesh: DeviceMesh) -> tuple[Callable[[], float], int]:
     """The same of FSDP2."""
-    model = bench_link.build(args.blocks, args.sleep)
+    model = _link.build(args.blocks, args.sleep)
     for block in model:
         fsdp2.fully_shard(block, mesh=mesh)
     fsdp2.fully_shard(model, mesh=mesh)
     assert isinstance(model, fsdp2.FSDPModule)
     held = sum(parameter.to_local().numel() for parameter in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), **bench_muon.ADAMW, fused=True)
-    step = bench_link.make_training(model, args, model.set_requires_all_reduce, optimizer.step)
+    step = _link.make_training(model, args, model.set_requires_all_reduce, optimizer.step)
     return step, held
 
 
@@ -111,7 +112,7 @@ def main() -> None:
     link = "unlimited loopback" if args.no_limit else f"{args.rate} link"
     about = (
         f"torch {torch.__version__}, a mesh of 2 x {RANKS // 2} ranks, {link}, {args.blocks} "
-        f"blocks of 12*{bench_link.WIDTH}^2, {args.microbatches} microbatches of {args.rows} rows, "
+        f"blocks of 12*{_link.WIDTH}^2, {args.microbatches} microbatches of {args.rows} rows, "
         f"a block sleeps {args.sleep:g} ms in forward, {2 * args.sleep:g} in backward; "
         f"{args.rounds} rounds"
     )

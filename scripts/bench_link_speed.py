@@ -11,40 +11,24 @@ step over that time, which is how a limited link's rate counts too. The others n
 from __future__ import annotations
 
 import argparse
-import re
 import statistics
 from pathlib import Path
 
 import _bench
+import _link
 import bench_link
 import torch
 
 from fsdp_overlap.cli.measurement import Figure, Measurement, Ratio, Sweep
 
 UNLIMITED = "unlimited"
-UNITS = {"gbit": 1.0, "mbit": 1e-3}
-
-
-def gbit(rate: str) -> float:
-    """Of a limited link, in Gbit/s."""
-    found = re.fullmatch(r"([\d.]+)(gbit|mbit)", rate)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"{rate}: use 2gbit, 500mbit and so on, or {UNLIMITED}")
-    return float(found[1]) * UNITS[found[2]]
-
-
-def checked_rate(text: str) -> str:
-    """`text`, if it is a rate."""
-    if text != UNLIMITED:
-        gbit(text)
-    return text
 
 
 def step_gbits(ranks: int, blocks: int) -> float:
     """Gbit that a step of ours sends through the one queue of loopback: of each block two gathers,
     one of the last, and a reduction, in each of which every rank's range goes to, or comes from,
     every other."""
-    block = sum(parameter.nbytes for parameter in bench_link.Block().parameters())
+    block = sum(parameter.nbytes for parameter in _link.Block().parameters())
     return (3 * blocks - 1) * block * (ranks - 1) * 8 / 1e9
 
 
@@ -55,7 +39,7 @@ def measure(args: argparse.Namespace, rate: str) -> tuple[float, dict[str, list[
     link = argparse.Namespace(**vars(args), rate=rate, no_limit=rate == UNLIMITED)
     samples = _bench.launch_on_link(link, argv, script=Path(bench_link.__file__))
     if rate != UNLIMITED:
-        return gbit(rate), bench_link.with_bound(samples)
+        return _link.gbit(rate), bench_link.with_bound(samples)
     seconds = statistics.median(samples[bench_link.COMMUNICATION]) / 1e3
     return step_gbits(args.ranks, args.blocks) / seconds, bench_link.with_bound(samples)
 
@@ -64,7 +48,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--rates",
-        type=checked_rate,
+        type=lambda text: text if text == UNLIMITED else _link.checked_rate(text),
         nargs="+",
         default=["1gbit", "2gbit", "4gbit", "8gbit", UNLIMITED],
         help=f"of the link, in tc's words, or {UNLIMITED}",
@@ -97,7 +81,7 @@ def main() -> None:
         ratios.append(Ratio.between(step, ours, bench_link.BOUND, samples, at=at, at_most=target))
     about = (
         f"torch {torch.__version__}, {args.ranks} ranks, {args.blocks} blocks of "
-        f"12*{bench_link.WIDTH}^2, {args.rows} rows a rank; {args.rounds} rounds of {args.steps} "
+        f"12*{_link.WIDTH}^2, {args.rows} rows a rank; {args.rounds} rounds of {args.steps} "
         "steps"
     )
     if args.sleep:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import _bench
+import _link
 import bench_link
 import torch
 import torch.distributed as dist
@@ -53,7 +54,7 @@ def prepare(
     args: argparse.Namespace, rank: int, checked: bool, shuffled: bool
 ) -> tuple[Callable[[], float], Callable[[], float]]:
     """A step, and how many confirmations the last one took."""
-    model = bench_link.build(args.blocks)
+    model = _link.build(args.blocks)
     blocks = list(model)
     ctx = fsdp_overlap.FsdpContext()
     for block in blocks:
@@ -64,7 +65,7 @@ def prepare(
             domain.__dict__["order_check"] = Unchecked(
                 domain.device, False, list, str, ctx.stats.count_confirmation
             )
-    run = bench_link.make_step(model, rank, args.rows)
+    run = _link.make_step(model, rank, args.rows)
     order = random.Random(0)  # the same on both ranks
     before = 0
 
@@ -121,7 +122,7 @@ def main() -> None:
     samples = found["samples"]
     about = (
         f"torch {torch.__version__}, 2 ranks on loopback, {args.blocks} blocks of "
-        f"12*{bench_link.WIDTH}^2, {args.rows} rows, {args.steps} steps a sample; "
+        f"12*{_link.WIDTH}^2, {args.rows} rows, {args.steps} steps a sample; "
         f"{args.rounds} rounds"
     )
     settings = {

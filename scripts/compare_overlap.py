@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import _bench
-import bench_link
+import _link
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
@@ -24,10 +24,10 @@ OURS, FSDP2 = "fsdp_overlap", "FSDP2"
 
 def run_rank(args: argparse.Namespace) -> None:
     rank, _ = _bench.join_ranks(timeout_s=args.timeout)
-    ours, _ = bench_link.shard_ours(bench_link.build(args.blocks), args, "flat", args.prefetch)
-    theirs = bench_link.shard_fsdp2(bench_link.build(args.blocks))
+    ours, _ = _link.shard_ours(args, "flat", args.prefetch)
+    theirs = _link.shard_fsdp2(args)
     for name, model in ((OURS, ours), (FSDP2, theirs)):
-        step = bench_link.make_step(model, rank, args.rows)
+        step = _link.make_step(model, rank, args.rows)
         step()  # the order is known from now on
         trace(step, args.steps, args.out / name / f"rank-{rank}.json.gz")
     if rank == 0:
@@ -63,6 +63,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--steps", type=int, default=2, help="steps to profile")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds, for the whole run")
+    parser.set_defaults(sleep=0.0)
     return parser.parse_args()
 
 

@@ -7,7 +7,7 @@ returns its figures and a page of Markdown about them.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,19 +16,34 @@ import _bench
 import bench_memory
 import simulated_ranks
 import torch.distributed as dist
-from _gpu_bench import FSDP2, FULL, MIXED, OURS, UNSHARDED, Bench, Scale, own_range
+from _gpu_bench import (
+    FSDP2,
+    FULL,
+    MIXED,
+    OURS,
+    UNSHARDED,
+    Bench,
+    Scale,
+    make_step,
+    own_range,
+    units_of,
+)
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 from fsdp_overlap.cli.markdown import markdown_table
 from fsdp_overlap.cli.measurement import Ratio, Spread, interval, three_decimals
-from fsdp_overlap.profiling import Report, read_report
+from fsdp_overlap.profiling import Report, assert_overlapped, read_report
 from fsdp_overlap.profiling.report import ROWS
 from fsdp_overlap.profiling.tables import Table, kinds_table, ranks_table
 
 # Of a loss, and of a gradient as a part of the parameter's largest: what kernels that add in
 # another order may do.
 TOLERANCES = {"float32": 1e-4, "bfloat16": 3e-2}
+
+
+FIRST = "ours, the first step of a model"
 
 
 class Outcome(NamedTuple):
@@ -55,9 +70,7 @@ def parity(scale: Scale, device: str, folder: Path) -> Outcome:
             loss, gradient = errors_of(bench, name)
             figures.setdefault(dtype, {})[name] = {"loss": loss, "gradient": gradient}
             rows.append([f"{name}, {dtype}", f"{loss:.1e}", f"{gradient:.1e}"])
-            # Not the other way round, which NaN would pass.
-            assert loss <= TOLERANCES[dtype], f"{name}, {dtype}: the loss is off by {loss:.1e}"
-            assert gradient <= TOLERANCES[dtype], f"{name}, {dtype}: a gradient by {gradient:.1e}"
+            assert_parity(name, dtype, loss, gradient)
         dist.destroy_process_group()
     page = (
         "Two steps without an optimizer; gradients add up. The unsharded model has the weights "
@@ -91,6 +104,14 @@ def errors_of(bench: Bench, name: str) -> tuple[float, float]:
     return abs(losses[0] / losses[1] - 1), worst
 
 
+def assert_parity(name: str, dtype: str, loss: float, gradient: float) -> None:
+    """Of the errors of a system that computes in `dtype`."""
+    most = TOLERANCES[dtype]
+    # Not the other way round, which NaN would pass.
+    assert loss <= most, f"{name}, {dtype}: the loss is off by {loss:.1e}, at most {most}"
+    assert gradient <= most, f"{name}, {dtype}: a gradient is off by {gradient:.1e}, at most {most}"
+
+
 def memory(scale: Scale, device: str, folder: Path) -> Outcome:
     """How far a step's memory peaks above rest and gradient shards, in blocks of parameters."""
     simulated_ranks.start(device, scale.world_size)
@@ -99,8 +120,11 @@ def memory(scale: Scale, device: str, folder: Path) -> Outcome:
     samplers = bench_memory.samplers(mesh, blocks, width)
     with _bench.quiet_gc():
         samples = _bench.alternate(samplers, scale.rounds, warmup=3)
+    if device == "cuda":
+        assert_within_bounds(samples)
+    bounds = {name: f"{most:g}" for name, most in bench_memory.TARGETS.items()}
     rows = [
-        [name, f"{statistics.median(v):.2f}", f"{min(v):.2f}-{max(v):.2f}"]
+        [name, f"{statistics.median(v):.2f}", f"{min(v):.2f}-{max(v):.2f}", bounds.get(name, "")]
         for name, v in samples.items()
     ]
     what = (
@@ -111,31 +135,35 @@ def memory(scale: Scale, device: str, folder: Path) -> Outcome:
     page = (
         f"{blocks} blocks of width {width} in float32, {scale.world_size} simulated "
         f"ranks; the peak of a step above rest and gradient shards, in blocks' parameters; {what}."
-        f"\n\n{markdown_table(['system', 'blocks', 'least-most'], rows)}"
+        f"\n\n{markdown_table(['system', 'blocks', 'least-most', 'at most'], rows)}"
     )
     return Outcome({name: asdict(Spread.of(values)) for name, values in samples.items()}, page)
 
 
+def assert_within_bounds(samples: Mapping[str, Sequence[float]]) -> None:
+    """No step of ours takes more blocks than it may."""
+    for name, most in bench_memory.TARGETS.items():
+        found = max(samples[name])
+        assert found <= most, f"{name}: a step takes {found:.2f} blocks, at most {most}"
+
+
 def overlap(scale: Scale, device: str, folder: Path) -> Outcome:
-    """What is exposed in a profile of a few steps, as the library's own report says."""
+    """What is exposed in a profile of a few steps, and of a first one, as the library's own report
+    says."""
     bench = Bench.start(scale, device)
     bench.limit(scale.profiled, bench.sent_by(OURS), bench.compute_alone())
-    activities = [ProfilerActivity.CPU]
-    if device == "cuda":
-        activities.append(ProfilerActivity.CUDA)
     reports = {}
     for name in (OURS, FSDP2):
         step = bench.steps()[name]
         for _ in range(3):
             step()
-        bench.synchronize()
-        with profile(activities=activities) as profiler:
-            for _ in range(scale.steps):
-                step()
-            bench.synchronize()
-        trace = folder / f"{name}.json.gz"
-        profiler.export_chrome_trace(str(trace))
-        reports[name] = read_report(trace, steps=scale.steps)
+        reports[name] = profiled(bench, step, scale.steps, folder / f"{name}.json.gz")
+    first = bench.new_ours()
+    step = make_step(first, bench.batch)
+    reports[FIRST] = profiled(bench, step, 1, folder / "first.json.gz")
+    assert_nothing_was_predicted(first)
+    if device == "cuda":
+        assert_hidden(reports, scale.blocks)
     found = "" if device == "cuda" else ", of which a CPU's trace shows none"
     tables = "\n\n".join(map(_markdown, (ranks_table(reports), kinds_table(reports))))
     page = (
@@ -145,6 +173,37 @@ def overlap(scale: Scale, device: str, folder: Path) -> Outcome:
     )
     figures = {name: per_step(report) for name, report in reports.items()}
     return Outcome({"gigabytes_per_s": bench.link.gigabytes_per_s, **figures}, page)
+
+
+def profiled(bench: Bench, step: Callable[[], object], steps: int, trace: Path) -> Report:
+    activities = [ProfilerActivity.CPU]
+    if bench.device == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    bench.synchronize()
+    with profile(activities=activities) as profiler:
+        for _ in range(steps):
+            step()
+        bench.synchronize()
+    profiler.export_chrome_trace(str(trace))
+    return read_report(trace, steps=steps)
+
+
+def assert_nothing_was_predicted(model: nn.Module) -> None:
+    """In its one forward, of which each all-gather was issued when its unit was reached."""
+    units = units_of(model)
+    stats = units[0].context.stats
+    gathered = sum(len(unit.buckets) for unit in units)
+    # Backward has the forward's order, and gathers all ahead but the two units that were kept.
+    assert stats.prefetch_misses == gathered, stats
+    assert stats.prefetch_hits <= gathered, stats
+
+
+def assert_hidden(reports: Mapping[str, Report], blocks: int) -> None:
+    """All of ours runs under compute that can: not the root's and the first block's gathers, before
+    which nothing computes, nor the last two reductions. In a first step by delayed release alone:
+    the host runs ahead, and comes to the next unit while this one computes."""
+    assert_overlapped(reports[OURS], all_gathers=blocks - 1, reduce_scatters=blocks - 1)
+    assert_overlapped(reports[FIRST], all_gathers=blocks - 1, reduce_scatters=blocks - 1)
 
 
 def per_step(report: Report) -> dict[str, Any]:
@@ -176,8 +235,7 @@ def speed(scale: Scale, device: str, folder: Path) -> Outcome:
     """Step times against the larger of compute alone and communication alone."""
     bench = Bench.start(scale, device)
     for name in (OURS, FSDP2):
-        loss, _ = errors_of(bench, name)
-        assert loss <= TOLERANCES["bfloat16"], f"{name}: the loss is off by {loss:.1e}"
+        assert_parity(name, "bfloat16", *errors_of(bench, name))
     compute = bench.compute_alone()
     sent = {name: bench.sent_by(name) for name in (OURS, FSDP2)}
     # The fewer bytes: no system can do with less time.

@@ -1,15 +1,16 @@
 """What one GPU can tell of the library: whether it is right, and how it compares with FSDP2.
 
-    tests    the tests marked gpu: every CUDA path, at one rank with NCCL
-    parity   simulated ranks compute what the unsharded model does
-    memory   the allocator's peak of a step
-    overlap  what a profile says is exposed
-    speed    step times against the larger of compute and communication alone
+    tests      the tests marked gpu: at one rank with NCCL, and on simulated ranks
+    sanitizer  training again under CUDA's stream sanitizer, which finds unordered accesses
+    parity     simulated ranks compute what the unsharded model does
+    memory     the allocator's peak of a step, and that it is within its bounds
+    overlap    what a profile says is exposed, and that all is hidden that can be
+    speed      step times against the larger of compute and communication alone
 
-All but the first run on simulated ranks (`simulated_ranks.py` says what these are and are not).
-Takes less than eight minutes and no network. Each part is a process of its own with a time limit,
-and one that fails does not stop the next. `--out` then holds results.json, summary.md, the traces
-and what the tests wrote.
+All but the first two run on simulated ranks alone (`simulated_ranks.py` says what these are and are
+not). Takes less than ten minutes and no network. Each part is a process of its own with a time
+limit, and one that fails does not stop the next. `--out` then holds results.json, summary.md, the
+traces and what the tests wrote.
 
 Ends with 0 if all parts passed, 1 if not, 2 without a GPU.
 """
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,8 +36,8 @@ import _bench
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Seconds; together less than eight minutes.
-LIMITS = {"tests": 240, "parity": 40, "memory": 30, "overlap": 50, "speed": 110}
+# Seconds; together less than ten minutes.
+LIMITS = {"tests": 270, "sanitizer": 80, "parity": 40, "memory": 30, "overlap": 60, "speed": 110}
 
 # What all figures are of; `device` is None where there is no GPU.
 ABOUT = """
@@ -44,8 +46,8 @@ device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
 print(json.dumps({"device": device, "torch": torch.__version__, "cuda": torch.version.cuda}))
 """
 
-# All that has tests marked gpu; others import what a machine without network may lack.
-TESTS = ("tests/test_cuda.py", "tests/test_cuda_offload.py", "tests/test_simulated_ranks.py")
+# Those that keep the lanes and compute busy with torch's own kernels, which alone it knows.
+SANITIZED = ("tests/test_cuda.py", "-k", "unsharded or stages or wait_for_each_other")
 
 ON_A_CPU = (
     "**These are figures of a CPU**, on which ranks are simulated by sleeping and nothing "
@@ -79,7 +81,14 @@ def main() -> None:
     }
     for name, limit in LIMITS.items():
         start = time.monotonic()
-        part = run_tests(args, limit) if name == "tests" else run_part(context, name, args, limit)
+        if name == "tests":
+            part = run_tests(args, name, limit, tests_marked_gpu())
+        elif name == "sanitizer":
+            # Where torch has no CUDA, nothing runs under it.
+            env = {} if args.device == "cpu" else {"TORCH_CUDA_SANITIZER": "1"}
+            part = run_tests(args, name, limit, SANITIZED, env)
+        else:
+            part = run_part(context, name, args, limit)
         part["seconds"] = round(time.monotonic() - start, 1)
         results["parts"][name] = part
         # After each, so that an end from outside leaves what was found.
@@ -141,17 +150,30 @@ def _part_main(result: Connection, name: str, device: str, folder: Path) -> None
         result.send({"status": "failed", "error": traceback.format_exc()})
 
 
-def run_tests(args: argparse.Namespace, limit: float) -> dict[str, Any]:
-    """The tests marked gpu, which are skipped where there is none."""
+def tests_marked_gpu() -> list[str]:
+    """The files that have such; others import what a machine without network may lack."""
+    tests = sorted((ROOT / "tests").glob("test_*.py"))
+    return [str(path.relative_to(ROOT)) for path in tests if "pytest.mark.gpu" in path.read_text()]
+
+
+def run_tests(
+    args: argparse.Namespace,
+    name: str,
+    limit: float,
+    chosen: Sequence[str],
+    env: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Those `chosen` of the tests marked gpu, which are skipped where there is none."""
     # Not strict about options of plugins, which a machine without network may lack.
     options = "-m gpu -q -o addopts=-rfE -p no:cacheprovider --color=no".split()
-    command = [sys.executable, "-m", "pytest", *options, *TESTS]
-    log = args.out / "tests.txt"
+    command = [sys.executable, "-m", "pytest", *options, *chosen]
+    log = args.out / f"{name}.txt"
     with log.open("w") as file:
         try:
             done: subprocess.CompletedProcess[bytes] | None = subprocess.run(
                 command,
                 cwd=ROOT,
+                env={**os.environ, **(env or {})},
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 timeout=limit,

@@ -348,3 +348,16 @@ def a_backward_that_raised_and_a_reset() -> None:
     program.ctx.reset()
     program.model.zero_grad()
     program.train(2)
+
+
+@mode
+def a_hook_of_reductions_that_raised_and_a_reset() -> None:
+    program = Program(dims=(2, 2), reduce_dtype=torch.float64)
+    program.train(2)
+    program.model.layers[1].set_all_reduce_hook(fail)
+    with pytest.raises(PlannedError):
+        program.backward()
+    program.model.layers[1].set_all_reduce_hook(lambda _: None)
+    program.ctx.reset()
+    program.model.zero_grad()
+    program.train(2)

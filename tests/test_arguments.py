@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from zoo import Model, Tied
 
-from fsdp_overlap import FsdpContext, FsdpModule, fully_shard
+from fsdp_overlap import FsdpContext, FsdpModule, Whole, fully_shard
+from fsdp_overlap.layout import ParamSpec
+from fsdp_overlap.runtime.ownership import owned_parameters
 
 
 def linear() -> nn.Module:
@@ -93,6 +96,19 @@ def shared_between_siblings() -> None:
     fully_shard(second, ctx)
 
 
+def outer_module_first() -> None:
+    model = Model()
+    fully_shard(model)
+    fully_shard(model.layers[1])
+
+
+def outer_module_before_a_list() -> None:
+    model = Model()
+    ctx = FsdpContext()
+    fully_shard(model, ctx)
+    fully_shard([model.layers[1].up, model.head], ctx)
+
+
 def uninitialized() -> None:
     fully_shard(nn.LazyLinear(3), FsdpContext())
 
@@ -154,6 +170,12 @@ CASES: dict[Callable[[], None], tuple[type[Exception], str]] = {
         ValueError,
         "'head.weight' of Tied is also 'weight' of the unit Embedding: a parameter belongs to one",
     ),
+    outer_module_first: (
+        ValueError,
+        "'norm.weight' of Block was sharded already, as 'layers.1.norm.weight' of the unit Model "
+        "around it: call fully_shard on inner modules first",
+    ),
+    outer_module_before_a_list: (ValueError, "'0.weight' of .* call fully_shard on inner modules"),
     shared_between_siblings: (ValueError, "'weight' of Linear is also 'weight' of the unit Linear"),
     uninitialized: (ValueError, "not initialized; run a forward before"),
     dtensor: (ValueError, "'weight' of Linear is a DTensor over .* make one mesh"),
@@ -195,6 +217,50 @@ def unchanged() -> None:
 
 def test_a_refused_module_is_unchanged() -> None:
     run_ranks(unchanged, 2)
+
+
+def refused_on_the_second_mesh() -> None:
+    """By its layout, which is asked for all before anything is built."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+    bad = ["bias"]
+
+    def layout(fqn: str, spec: ParamSpec) -> Any:
+        return None if fqn in bad else Whole()
+
+    model = nn.Linear(4, 4)
+    weight, bias = model.weight, model.bias
+    ctx = FsdpContext(mesh["a"], layout=layout)
+
+    def place(parameter: nn.Parameter) -> Any:
+        info = SimpleNamespace(mesh=mesh["b" if parameter is bias else "a"])
+        return SimpleNamespace(mesh_info=info, placement=Shard(0))
+
+    with pytest.raises(TypeError, match="layout of parameter 'bias' is None"):
+        fully_shard(model, ctx, shard_placement_fn=place)
+    assert type(model) is nn.Linear
+    assert model.weight is weight
+    assert model.bias is bias
+    assert weight.data_ptr()
+    assert torch.equal(model(torch.zeros(1, 4))[0], bias)
+    units = [model, nn.Linear(4, 4)]
+    with pytest.raises(TypeError, match="layout of parameter 'bias' is None"):
+        ctx.plan(units[::-1], meshes={units[1]: mesh["b"]})
+    with pytest.raises(ValueError, match="got 3"):
+        ctx.plan(units, meshes={model: init_device_mesh("cpu", (2, 1, 1))})
+    bad.clear()
+    ctx.plan(units, meshes={units[1]: mesh["b"]})  # none of them was planned by the first
+    fresh = FsdpContext(mesh["a"], layout=layout)
+    fresh.plan(units, meshes={units[1]: mesh["b"]})
+    plans = []
+    for context in (ctx, fresh):
+        domain = context.domain_of(mesh["a"])
+        plans.append(domain.plans.take([model], [item.spec for item in owned_parameters([model])]))
+    assert plans[0] == plans[1]  # nor did it leave loads
+    fully_shard(model, FsdpContext(mesh["a"], layout=layout), shard_placement_fn=place)
+
+
+def test_what_is_refused_on_one_mesh_changes_nothing_on_another() -> None:
+    run_ranks(refused_on_the_second_mesh, 2)
 
 
 def test_without_process_groups_the_error_says_how_to_get_them() -> None:

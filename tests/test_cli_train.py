@@ -8,14 +8,16 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from program import Program
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_overlap.cli import main
 from fsdp_overlap.cli.config import TrainConfig
-from fsdp_overlap.cli.data import load_text, sample_batch, split_text, unigram_entropy
+from fsdp_overlap.cli.data import load_text, move, sample_batch, split_text, unigram_entropy
 from fsdp_overlap.cli.errors import BadInput
 from fsdp_overlap.cli.launch import find_place
 from fsdp_overlap.cli.run_folder import check_out
@@ -95,6 +97,9 @@ def test_the_traces_hold_every_collective_of_two_steps(
     report = read_report(*(path / "run" / "traces").iterdir())
     assert [(rank.rank, rank.steps) for rank in report.ranks] == [(0, 2), (1, 2)]
     for rank in report.ranks:
+        # The steps are like those before them, though a validation came just before.
+        names = {c.name for c in rank.collectives if c.kind == "other"}
+        assert names == {"all_reduce", "order_check"}
         # Three blocks and the root; for backward, at least those that compute has left behind.
         assert rank.total("all_gather", "forward").count == 2 * 4
         assert rank.total("all_gather", "backward").count >= 2 * 2
@@ -243,6 +248,34 @@ def test_a_folder_is_read_in_order_of_name_without_hidden_and_binary_files(tmp_p
     text = load_text(tmp_path, seq_len=4)
     assert bytes(text.train.tolist()) == b"Z" * 50 + b"B" * 40
     assert bytes(text.validation.tolist()) == b"B" * 10
+
+
+def test_batches_travel_to_an_accelerator_while_the_host_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pinned: list[torch.Tensor] = []
+    # Which needs an accelerator; the meta device stands for one.
+    monkeypatch.setattr(
+        torch.Tensor, "pin_memory", lambda self: pinned.append(self.clone()) or pinned[-1]
+    )
+    copies: list[tuple[torch.Tensor, bool]] = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.ops.aten._to_copy.default:
+                copies.append((args[0], kwargs["non_blocking"]))
+            return func(*args, **(kwargs or {}))
+
+    batch = torch.arange(12).view(3, 4)[:, :-1]
+    assert move(batch, torch.device("cpu")) is batch
+    with Copies():
+        moved = move(batch, torch.device("meta"))
+    assert moved.device.type == "meta"
+    [(source, non_blocking)] = copies
+    assert source is pinned[0]
+    assert non_blocking
 
 
 def test_the_default_text_is_source_code() -> None:

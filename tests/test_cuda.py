@@ -59,9 +59,33 @@ def test_training_on_gpus_equals_unsharded_training(name: str, prefetch: int) ->
 CYCLES = 2_000_000
 
 
+def late() -> None:
+    """Makes what is enqueued next on the current stream late."""
+    torch.cuda._sleep(CYCLES)
+
+
+class LateTicket:
+    """Compute that waited for it is late, though the host and the lanes go on."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        self._ticket = ticket
+
+    def wait(self) -> None:
+        self._ticket.wait()
+        late()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ticket, name)
+
+
 class HostileLane(StreamLane):
-    """Late with all it does, and NaN is in its buffers before and after: compute that does not wait
-    for a gather, and a free that does not wait for compute, are seen."""
+    """Late with all it does, or with `late_compute` what computes after a wait for it is, and NaN
+    is in its buffers before and after. Compute that does not wait for a gather is seen in the one
+    case; in the other a free, and a lane that reads gradients, that do not wait for compute."""
+
+    def __init__(self, device: torch.device, late_compute: bool = False) -> None:
+        super().__init__(device)
+        self.late_compute = late_compute
 
     def allocate(self, label: str, buffer: FlatBuffer) -> None:
         super().allocate(label, buffer)
@@ -76,8 +100,10 @@ class HostileLane(StreamLane):
         accept: Callable[[torch.Tensor], None] | None = None,
         nbytes: int = 0,
     ) -> Ticket:
+        if self.late_compute:
+            return LateTicket(super().enqueue(kind, label, issue, accept, nbytes))
         with torch.cuda.stream(self.stream):
-            torch.cuda._sleep(CYCLES)
+            late()
         return super().enqueue(kind, label, issue, accept, nbytes)
 
     def free(self, label: str, buffer: FlatBuffer, after: Mark) -> None:
@@ -88,16 +114,22 @@ class HostileLane(StreamLane):
         super().free(label, buffer, None)
 
 
-def train_on_hostile_lanes(name: str, prefetch: int) -> None:
+def train_on_hostile_lanes(name: str, prefetch: int, late_compute: bool) -> None:
     twins = Twins.of(name, prefetch=prefetch, device="cuda", optimizer=AdamW)
-    twins.ctx.lane_factory = lambda lane, device: HostileLane(device)
+    twins.ctx.lane_factory = lambda lane, device: HostileLane(device, late_compute)
     twins.train(iterations=4)
 
 
+LATE = pytest.mark.parametrize("late_compute", [False, True], ids=["late lanes", "late compute"])
+
+
+@LATE
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 @pytest.mark.parametrize("name", MANY)
-def test_compute_and_lanes_wait_for_each_other(name: str, prefetch: int) -> None:
-    run_ranks(train_on_hostile_lanes, RANKS, name, prefetch, backend="nccl")
+def test_compute_and_lanes_wait_for_each_other(
+    name: str, prefetch: int, late_compute: bool
+) -> None:
+    run_ranks(train_on_hostile_lanes, RANKS, name, prefetch, late_compute, backend="nccl")
 
 
 def inputs_from_the_host() -> None:
@@ -112,7 +144,7 @@ def test_inputs_of_the_root_are_moved_to_its_device() -> None:
     run_ranks(inputs_from_the_host, RANKS, backend="nccl")
 
 
-def train_copies_on_hostile_lanes(divide_copies: bool) -> None:
+def train_copies_on_hostile_lanes(divide_copies: bool, late_compute: bool) -> None:
     twins = Twins.of(
         "layers",
         device="cuda",
@@ -120,14 +152,15 @@ def train_copies_on_hostile_lanes(divide_copies: bool) -> None:
         mesh=(RANKS, 1),
         divide_copies=divide_copies,
     )
-    twins.ctx.lane_factory = lambda lane, device: HostileLane(device)
+    twins.ctx.lane_factory = lambda lane, device: HostileLane(device, late_compute)
     twins.train(iterations=4)
 
 
 @pytest.mark.skipif(RANKS < 2, reason="copies need two GPUs")
+@LATE
 @pytest.mark.parametrize("divide_copies", [False, True])
-def test_lanes_of_copies_wait_for_each_other(divide_copies: bool) -> None:
-    run_ranks(train_copies_on_hostile_lanes, RANKS, divide_copies, backend="nccl")
+def test_lanes_of_copies_wait_for_each_other(divide_copies: bool, late_compute: bool) -> None:
+    run_ranks(train_copies_on_hostile_lanes, RANKS, divide_copies, late_compute, backend="nccl")
 
 
 def travel_on_a_lane(dtype: torch.dtype) -> None:

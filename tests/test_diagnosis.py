@@ -134,7 +134,53 @@ def test_a_host_that_does_neither_is_said() -> None:
 def test_collectives_that_no_unit_issued_are_said() -> None:
     more = [event("c10d::allreduce_", 13000, 13001), event("gloo:all_reduce", 13002, 19000, GLOO_A)]
     report = read_report(trace_of(*Step().events, *more))
-    assert "all_reduce" in find(report, "not of a unit").text
+    assert "all_reduce: see who calls it" in find(report, "not of a unit").text
+
+
+def test_confirmations_are_known_by_name() -> None:
+    # Each is an all-gather that is marked by the wait for it alone; then one of the user's own.
+    more = []
+    for unit, start in ((1, 13000), (2, 13500)):
+        more += [
+            event("c10d::allgather_", start, start + 1),
+            event("gloo:all_gather", start + 2, start + 400, GLOO_A),
+            event(f"fsdp_overlap::wait_order_check(blocks.{unit})", start + 3, start + 401),
+        ]
+    more += [
+        event("c10d::allgather_", 14000, 14001),
+        event("gloo:all_gather", 14002, 14100, GLOO_A),
+    ]
+    report = read_report(trace_of(*Step().events, *more))
+    found = [c for c in report.ranks[0].collectives if c.kind == "other"]
+    assert [c.name for c in found] == [
+        "confirmation of blocks.1",
+        "confirmation of blocks.2",
+        "all_gather",
+    ]
+    assert [c.engine for c in found] == ["fsdp_overlap", "fsdp_overlap", None]
+    assert found[0].exposed == 397  # from the wait on
+    text = find(report, "not of a unit").text
+    assert "most of it confirmations: where a step does something else" in text
+
+
+@pytest.mark.parametrize(
+    ("mark", "says"),
+    [
+        ("order_check()", "the check of the order at the end of backward"),
+        ("all_reduce(blocks.1)", "what travels between copies of shards"),
+        ("copies_reduce_scatter(blocks.1)", "what travels between copies of shards"),
+        ("all_to_all(Muon)", "Muon's exchange of cut matrices"),
+    ],
+)
+def test_the_librarys_own_collectives_are_known_by_name(mark: str, says: str) -> None:
+    more = [
+        event(f"fsdp_overlap::{mark}", 13000, 13004),
+        event("c10d::allreduce_", 13001, 13002),
+        event("gloo:all_reduce", 13003, 14000, GLOO_A),
+        event(f"fsdp_overlap::wait_{mark}", 13005, 14001),
+    ]
+    report = read_report(trace_of(*Step().events, *more))
+    assert f"most of it {says}" in find(report, "not of a unit").text
 
 
 def test_the_assertion_says_what_did_not_run_under_compute() -> None:
@@ -142,7 +188,8 @@ def test_the_assertion_says_what_did_not_run_under_compute() -> None:
     with pytest.raises(AssertionError) as raised:
         assert_overlapped(report, all_gathers=2, reduce_scatters=3)
     message = str(raised.value)
-    assert "rank 0: 0 of 4 forward all-gathers ran under compute at 0.0 ms, not 2:" in message
+    assert "rank 0: 0 of 4 forward all-gathers ran under compute at 0.0 ms, not 2, " in message
+    assert "with at most 50% of each exposed:" in message
     assert "  blocks.3: in flight 0.40 ms, exposed 0.40, compute until the wait 0.00" in message
     assert "reduce-scatters" not in message
     assert_overlapped(report, reduce_scatters=3)
@@ -157,6 +204,22 @@ def test_the_assertion_is_about_every_pass() -> None:
         assert_overlapped(both, forward_all_gathers=1)
     with pytest.raises(AssertionError, match="2 passes have backward reduce-scatters, in 3 steps"):
         assert_overlapped(trace_of(*healthy.events, *bad), reduce_scatters=1, steps=3)
+
+
+def test_the_assertion_takes_how_much_of_a_collective_may_be_exposed() -> None:
+    # 1.6 ms under 1 ms of compute in forward, and under 2 ms in backward.
+    report = report_of(Step(units=4, all_gather=1600))
+    exposed = {c.name: c.exposed / c.duration for c in report.ranks[0].collectives[1:4]}
+    assert all(0.35 < share < 0.40 for share in exposed.values()), exposed
+    assert_overlapped(report, forward_all_gathers=3)
+    assert_overlapped(report, forward_all_gathers=3, exposed_at_most=0.40)
+    with pytest.raises(AssertionError, match=r"0 of 4 forward .* with at most 35% of each exposed"):
+        assert_overlapped(report, forward_all_gathers=3, exposed_at_most=0.35)
+    # Twice the compute leaves nothing exposed.
+    assert_overlapped(report, backward_all_gathers=3, exposed_at_most=0.01)
+    for share in (-0.1, 1.0, float("nan")):
+        with pytest.raises(ValueError, match=r"exposed_at_most=.*: give a share"):
+            assert_overlapped(report, all_gathers=1, exposed_at_most=share)
 
 
 def test_an_assertion_of_nothing_is_refused() -> None:

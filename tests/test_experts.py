@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from twins import same
 
 from fsdp_overlap import FsdpContext, ShardedTensor, fully_shard
+from fsdp_overlap.comm import pool
 from fsdp_overlap.layout import Whole
 from fsdp_overlap.optim import AdamW, clip_grad_norm_
 
@@ -229,18 +232,15 @@ def groups_and_lanes() -> None:
     ctx = FsdpContext(whole)
     shard(model, whole, shards, ctx)
     made: list[list[int]] = []
-    new_group = dist.new_group
+    make = pool._make
 
-    def counted(ranks: list[int], **options: object) -> dist.ProcessGroup:
+    def counted(name: str, ranks: list[int], *options: Any) -> dist.ProcessGroup:
         made.append(ranks)
-        return new_group(ranks, **options)
+        return make(name, ranks, *options)
 
-    dist.new_group = counted
-    try:
+    with patch.object(pool, "_make", counted):
         for _ in range(2):
             model(torch.ones(ROWS, WIDTH, dtype=torch.double)).sum().backward()
-    finally:
-        dist.new_group = new_group
     # Two for each set, one to gather and one to reduce.
     shards_here = [dist.get_rank() % 2, dist.get_rank() % 2 + 2]
     assert made == [shards_here] * 2 + [[0, 1, 2, 3]] * 2
@@ -280,6 +280,7 @@ def test_not_every_rank_needs_to_take_part_in_a_submesh() -> None:
 
 
 def makes_groups() -> None:
+    torch.manual_seed(0)
     fully_shard(nn.Linear(4, 4))(torch.ones(1, 4)).sum().backward()
 
 

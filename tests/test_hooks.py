@@ -141,6 +141,61 @@ def test_a_hook_that_raises_leaves_nothing_behind() -> None:
     run_ranks(raising_hook, 2)
 
 
+class Collects(nn.Module):
+    """Returns None, and may raise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.error: Exception | None = None
+
+    def forward(self, x: torch.Tensor, found: list[torch.Tensor]) -> None:
+        found.append(self.linear(x))
+        if self.error is not None:
+            raise self.error
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Collects()
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, found: list[torch.Tensor]) -> None:
+        self.inner(x, found)
+        found.append(self.last(found[-1]))
+
+
+def forwards_while_an_error_is_handled() -> None:
+    ctx = FsdpContext()
+    model = Outer()
+    fully_shard(model.inner, ctx, reshard_after_forward=False)
+    fully_shard(model, ctx, reshard_after_forward=False)
+
+    def run(error: Exception | None) -> None:
+        model.inner.error = error
+        try:
+            raise KeyError("the caller's")
+        except KeyError as handled:
+            model.inner.error = handled if isinstance(error, KeyError) else error
+            model(torch.ones(2, 4), [])
+
+    run(None)
+    assert ctx.stats.full_buffers_alive == 2  # as the user said
+    assert ctx.faults._event == ""
+    for error in (ValueError("the forward's"), KeyError()):  # the latter raises the caller's again
+        ctx.release_unsharded()
+        with pytest.raises(type(error)) as raised:
+            run(error)
+        assert ctx.stats.full_buffers_alive == 0
+        assert repr(raised.value) in ctx.faults._event
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def test_a_forward_that_returns_none_while_an_error_is_handled_did_not_raise() -> None:
+    run_ranks(forwards_while_an_error_is_handled, 2)
+
+
 # What goes around hooks.
 
 X = torch.ones(2, 4)

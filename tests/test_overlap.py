@@ -194,6 +194,33 @@ def test_a_healthy_run_has_no_such_fault(reports: dict[str, list[Report]], cause
     assert any(cause not in causes for causes in found)
 
 
+def profile_confirmations() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(index, 0.0) for index in range(BLOCKS)))
+    ctx = FsdpContext()
+    for block in model:
+        fully_shard(block, ctx)
+    fully_shard(model, ctx)
+    batch = torch.randn(8, 512)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        dist.barrier()
+        model(batch).sum().backward()
+        dist.all_gather([torch.zeros(2) for _ in range(2)], torch.zeros(2))
+        dist.barrier()
+    found = [c for c in read_report(profiler).ranks[0].collectives if c.kind == "other"]
+    confirmations = [c for c in found if c.name.startswith("confirmation of ")]
+    assert len(confirmations) == ctx.stats.confirmations > 0
+    units = {c.name.removeprefix("confirmation of ") for c in confirmations}
+    assert units == {str(index) for index in range(BLOCKS)}
+    others = {c.name for c in found if c not in confirmations}
+    assert others <= {"order_check", "all_gather", "barrier"}
+    assert "all_gather" in others
+
+
+def test_confirmations_of_real_ranks_are_known_by_name() -> None:
+    run_ranks(profile_confirmations, 2)
+
+
 def profile_live() -> None:
     step = make_step(Run())
     step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,10 +38,19 @@ def record(written: Path) -> dict[str, Any]:
     return json.loads((written / "overlap.json").read_text())["runs"]
 
 
+def find_browser() -> str:
+    """The path of a browser. Where there is none the test is skipped, but in CI it fails."""
+    if found := next((path for name in BROWSERS if (path := shutil.which(name))), None):
+        return found
+    reason = "no browser to look at the page with: install Debian's chromium, or Google Chrome"
+    if os.environ.get("CI"):
+        pytest.fail(f"{reason}; CI={os.environ['CI']}, where nothing may be skipped")
+    pytest.skip(reason)
+
+
 @pytest.fixture(scope="module")
 def page(written: Path) -> Iterator[Page]:
-    browser_path = next((path for name in BROWSERS if (path := shutil.which(name))), None)
-    assert browser_path, "no browser to look at the page with: install Debian's chromium"
+    browser_path = find_browser()
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1400, "height": 1000})
@@ -53,6 +63,18 @@ def page(written: Path) -> Iterator[Page]:
         assert [url for url in problems if not url.startswith(("file:", "blob:", "data:"))] == []
         yield page
         browser.close()
+
+
+def test_where_there_is_no_browser_the_page_is_skipped_but_in_ci(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CI", raising=False)
+    with pytest.raises(pytest.skip.Exception, match="install Debian's chromium"):
+        find_browser()
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match=r"install Debian's chromium.*CI=true"):
+        find_browser()
 
 
 def spans(record: dict[str, Any], which: str) -> list[tuple[float, float]]:

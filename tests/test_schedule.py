@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
-from twins import LENGTH, Twins, loss_of
+from torch.distributed.device_mesh import init_device_mesh
+from twins import LENGTH, NAMES, Twins, loss_of
 from zoo import ROWS, VOCABULARY, Checkpointed, Model, SharedLayer, shard_layers
 
 from fsdp_overlap import FsdpContext
-from fsdp_overlap.comm.lanes import Mark
+from fsdp_overlap.comm.lanes import HostLane, Mark
 from fsdp_overlap.comm.recording import Entry, RecordingLane
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 
@@ -102,18 +104,61 @@ def test_delayed_release_alone_overlaps_in_the_first_forward() -> None:
     run_ranks(without_prediction, 2)
 
 
+COMPUTE = "compute"
+
+
+def note_compute(model: Model, log: list[Entry]) -> None:
+    """Makes each layer write down when it computes, in forward and in backward."""
+
+    def note(layer: str) -> None:
+        log.append(Entry(COMPUTE, COMPUTE, "", layer))
+
+    def note_backward(output: torch.Tensor, layer: str) -> None:
+        # The gradient of what is inside of the layer is there after the schedule has heard of the
+        # layer's, and before the layer's parameters are read.
+        if output.requires_grad:
+            output.register_hook(lambda gradient: note(layer))
+
+    for index, block in enumerate(model.layers):
+        name = layer(index)
+        block.norm.register_forward_pre_hook(lambda *_, name=name: note(name))
+        block.down.register_forward_hook(lambda *given, name=name: note_backward(given[2], name))
+
+
 def waits_for_its_own() -> None:
-    for log in Recorded().passes():
-        waited = [entry.label for entry in log if entry.lane == GATHER and entry.action == "wait"]
-        enqueued = [
-            entry.label for entry in log if entry.lane == GATHER and entry.action == "enqueue"
+    recorded = Recorded()
+    note_compute(recorded.model, recorded.log)
+    forward, backward = (
+        [
+            (entry.action, entry.label)
+            for entry in log
+            if entry.lane in (GATHER, COMPUTE) and entry.action in ("enqueue", "wait", COMPUTE)
         ]
-        assert waited == enqueued
-        for label in waited:
-            before = log[: position(log, "wait", label)]
-            # The next one has been enqueued and is not waited for.
-            later = [entry.label for entry in before if entry.action == "wait"]
-            assert label not in later
+        for log in recorded.passes()
+    )
+    assert forward == [
+        ("enqueue", "Model"),
+        ("enqueue", layer(0)),
+        ("wait", "Model"),
+        ("enqueue", layer(1)),
+        ("wait", layer(0)),
+        (COMPUTE, layer(0)),
+        ("enqueue", layer(2)),
+        ("wait", layer(1)),
+        (COMPUTE, layer(1)),
+        ("wait", layer(2)),
+        (COMPUTE, layer(2)),
+    ]
+    # The root and the last layer were kept.
+    assert backward == [
+        ("enqueue", layer(1)),
+        (COMPUTE, layer(2)),
+        ("enqueue", layer(0)),
+        ("wait", layer(1)),
+        (COMPUTE, layer(1)),
+        ("wait", layer(0)),
+        (COMPUTE, layer(0)),
+    ]
 
 
 def test_compute_waits_for_its_own_all_gather_only() -> None:
@@ -240,11 +285,22 @@ def test_lanes_have_groups_of_their_own(separate_groups: bool) -> None:
 
 
 def lazily_made() -> None:
-    ctx = FsdpContext()
-    model = Model()
-    shard_layers(model, ctx)
-    assert not {"gather_lane", "reduce_lane", "copies_lane", "schedule"} & set(vars(ctx))
-    assert "groups" not in vars(ctx.domain_of(ctx.mesh))
+    for mesh, lanes in (((2,), {GATHER, REDUCE}), ((2, 1), {GATHER, REDUCE, "all_reduce"})):
+        ctx = FsdpContext(init_device_mesh("cpu", mesh, mesh_dim_names=NAMES[-len(mesh) :]))
+        made: list[str] = []
+        ctx.lane_factory = lambda name, device, made=made: made.append(name) or HostLane()
+        groups = set(dist.distributed_c10d._world.pg_map)
+        model = Model()
+        shard_layers(model, ctx)
+        assert made == []
+        assert set(dist.distributed_c10d._world.pg_map) == groups
+        for _ in range(2):
+            model(torch.zeros(1, 1, dtype=torch.int64)).sum().backward()
+            used = ctx.groups
+            assert sorted(made) == sorted(lanes)  # each once
+            # Of one rank, the mesh's own serves.
+            own = {used.gather, used.reduce} if len(mesh) == 1 else {used.across}
+            assert own <= set(dist.distributed_c10d._world.pg_map) - groups
 
 
 def test_lanes_and_groups_are_made_at_first_use() -> None:

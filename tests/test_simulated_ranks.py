@@ -382,7 +382,7 @@ def test_the_suite_runs_at_a_tiny_scale_on_a_cpu(tmp_path: Path) -> None:
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["is_of_a_cpu"]
     assert {name: part["status"] for name, part in results["parts"].items()} == dict.fromkeys(
-        ("tests", "parity", "memory", "overlap", "speed"), "passed"
+        ("tests", "sanitizer", "parity", "memory", "overlap", "speed"), "passed"
     )
     assert "figures of a CPU" in (tmp_path / "summary.md").read_text()
 

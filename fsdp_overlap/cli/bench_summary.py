@@ -16,7 +16,14 @@ from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 from fsdp_overlap.cli.markdown import markdown_table
-from fsdp_overlap.cli.measurement import Measurement, Spread, interval, number, three_decimals
+from fsdp_overlap.cli.measurement import (
+    Figure,
+    Measurement,
+    Spread,
+    interval,
+    number,
+    three_decimals,
+)
 from fsdp_overlap.cli.system import cores, cpu_model
 
 _WORDS = "compared"
@@ -39,8 +46,8 @@ _HOW = (
 @dataclass(frozen=True)
 class Row:
     """A headline figure. ours, other: medians in `unit`. target: in words, with a unit where it is
-    of `ours` itself and not of `ratio`. is_met: None where there is no target. failure: why there
-    is no figure."""
+    of `ours` itself and not of `ratio`. found: what the target is for, in words; "" for a claim.
+    is_met: None where there is no target. failure: why there is no figure."""
 
     benchmark: str
     compared: str
@@ -50,6 +57,7 @@ class Row:
     other: float | None = None
     ratio: Spread | None = None
     target: str = ""
+    found: str = ""
     is_met: bool | None = None
     failure: str = ""
 
@@ -73,7 +81,7 @@ class Row:
         )
 
     def _with_unit(self, value: float | None) -> str:
-        return "" if value is None else f"{number(value)} {self.unit}".rstrip()
+        return "" if value is None else _of_unit(number(value), self.unit)
 
 
 @dataclass(frozen=True)
@@ -117,10 +125,13 @@ def rows_of(benchmark: str, measurement: Measurement) -> list[Row]:
     for ratio in measurement.ratios:
         ours = measurement.figure(ratio.quantity, ratio.of, ratio.at)
         other = measurement.figure(ratio.quantity, ratio.to, ratio.at)
-        target = "" if ratio.at_most is None else f"{ratio.at_most:g}"
+        target = found = ""
         is_met = ratio.is_met
-        if ratio.at_most is None and ours.at_most is not None:
-            target, is_met = _of_unit(ours.at_most, ours.unit), ours.is_met
+        if ratio.at_most is not None:
+            target, found = f"{ratio.at_most:g}", three_decimals(ratio.spread.median)
+        elif ours.at_most is not None:
+            target, found = _of_unit(f"{ours.at_most:g}", ours.unit), _found(ours)
+            is_met = ours.is_met
             told.add(ours)
         where = _where(measurement, ratio.at)
         rows.append(
@@ -133,6 +144,7 @@ def rows_of(benchmark: str, measurement: Measurement) -> list[Row]:
                 other.spread.median,
                 ratio.spread,
                 target,
+                found,
                 is_met,
             )
         )
@@ -145,7 +157,8 @@ def rows_of(benchmark: str, measurement: Measurement) -> list[Row]:
                     command,
                     figure.unit,
                     figure.spread.median,
-                    target=_of_unit(figure.at_most, figure.unit),
+                    target=_of_unit(f"{figure.at_most:g}", figure.unit),
+                    found=_found(figure),
                     is_met=figure.is_met,
                 )
             )
@@ -156,13 +169,28 @@ def rows_of(benchmark: str, measurement: Measurement) -> list[Row]:
 
 
 def write_summary(rows: Sequence[Row], where: Circumstances, folder: Path) -> None:
-    """summary.json and summary.md in `folder`."""
+    """summary.json and summary.md in `folder`, which ends with what was not met."""
     record = {**asdict(where), "rows": [asdict(row) for row in rows]}
     (folder / "summary.json").write_text(json.dumps(record, indent=2) + "\n")
     table = markdown_table(
         (*_HEADER, "command"), [(*row.cells(), f"`{row.command}`") for row in rows], _LABELS
     )
-    (folder / "summary.md").write_text(f"{where}.\n\n{_HOW}\n\n{table}\n")
+    missed = "\n".join(f"- {line}" for line in not_met(rows)) or "Nothing: all targets are met."
+    page = f"{where}.\n\n{_HOW}\n\n{table}\n\n## Not met\n\n{missed}\n"
+    (folder / "summary.md").write_text(page)
+
+
+def not_met(rows: Sequence[Row]) -> list[str]:
+    """A line for each target that was missed, each claim that does not hold, and each benchmark
+    that measured nothing."""
+    lines = []
+    for row in rows:
+        if row.failure:
+            lines.append(f"{row.benchmark}: not measured: {row.failure}")
+        elif row.is_met is False:
+            found = f": {row.found}, at most {row.target}" if row.found else ""
+            lines.append(f"{row.benchmark}: {row.compared}{found}")
+    return lines
 
 
 def show_summary(rows: Sequence[Row], where: Circumstances, console: Console) -> None:
@@ -177,6 +205,8 @@ def show_summary(rows: Sequence[Row], where: Circumstances, console: Console) ->
         table.add_row(*row.cells(), style="red" if is_bad else None)
     console.print(f"\n{where}", f"{_HOW}\n", sep="\n", markup=False)
     console.print(table)
+    for line in not_met(rows):
+        console.print(f"not met: {line}", markup=False, style="red")
 
 
 def _where(measurement: Measurement, at: float | None) -> str:
@@ -185,8 +215,12 @@ def _where(measurement: Measurement, at: float | None) -> str:
     return f" at {number(at)} ({measurement.sweep.name})"
 
 
-def _of_unit(at_most: float, unit: str) -> str:
-    return f"{at_most:g} {unit}".rstrip()
+def _of_unit(value: str, unit: str) -> str:
+    return f"{value} {unit}".rstrip()
+
+
+def _found(figure: Figure) -> str:
+    return _of_unit(number(figure.spread.median), figure.unit)
 
 
 def _commit(repository: Path) -> str | None:

@@ -73,6 +73,14 @@ def sample_batch(
     return windows[:, :-1], windows[:, 1:]
 
 
+def move(tensor: Tensor, device: torch.device) -> Tensor:
+    """`tensor`, which is in the host's memory, on `device`, without making the host wait: an
+    accelerator copies from pinned memory while the host goes on."""
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 def unigram_entropy(text: Tensor) -> float:
     """Nats per byte of the best model that knows nothing but how often each byte occurs in `text`,
     uint8 `[n]`."""

@@ -17,11 +17,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from fsdp_overlap import Flat, FsdpContext, MixedPrecisionPolicy, Whole, fully_shard
 from fsdp_overlap.cli.config import TrainConfig
-from fsdp_overlap.cli.data import Text, sample_batch
+from fsdp_overlap.cli.data import Text, move, sample_batch
 from fsdp_overlap.cli.model import GPT
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 
 PROFILED_STEPS = 2
+_STEPS_BEFORE_PROFILE = 2
 _VALIDATION_BATCHES = 8
 
 
@@ -131,7 +132,10 @@ class Trainer:
 
     def profile_steps(self, trace: Path) -> None:
         """Two more steps under the profiler, on every rank so that none is slower than the others;
-        what this rank did is written to `trace`."""
+        what this rank did is written to `trace`. They come after a few that nobody looks at: where
+        a validation or a checkpoint was between, ranks first confirm to each other what they do."""
+        for _ in range(_STEPS_BEFORE_PROFILE):
+            self.step()
         activities = [ProfilerActivity.CPU]
         if self.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
@@ -150,8 +154,9 @@ class Trainer:
         ranks, size = dist.get_world_size(), self.config.batch_size
         inputs, targets = sample_batch(text, ranks * size, self.config.seq_len, draws)
         mine = slice(dist.get_rank() * size, (dist.get_rank() + 1) * size)
-        logits = self.model(inputs[mine].to(self.device)).float()
-        return F.cross_entropy(logits.flatten(0, 1), targets[mine].flatten().to(self.device))
+        targets = move(targets[mine].flatten(), self.device)
+        logits = self.model(move(inputs[mine], self.device)).float()
+        return F.cross_entropy(logits.flatten(0, 1), targets)
 
     def _lr_factor(self, step: int) -> float:
         """Linear warmup over a tenth of the run, then a cosine down to a tenth of the peak."""

@@ -23,6 +23,14 @@ ANSWER_SECONDS = 5.0
 _silent: WeakSet[dist.Store] = WeakSet()
 
 
+def has_peers(group: dist.ProcessGroup) -> bool:
+    """Whether the other ranks of ``group`` exist. They may be made up, to try things out."""
+    store = c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return dist.get_backend(group) != "fake" and not isinstance(store, dist.HashStore)
+
+
 class Board:
     """A note of each of ``group``'s ranks, which the others read. Boards of one ``name`` are one.
 
@@ -31,7 +39,7 @@ class Board:
 
     def __init__(self, name: str, group: dist.ProcessGroup) -> None:
         self._me = dist.get_rank()
-        ranks = dist.get_process_group_ranks(group)
+        ranks = dist.get_process_group_ranks(group) if has_peers(group) else []
         self._others = [rank for rank in sorted(ranks) if rank != self._me]
         self._whole = c10d._get_default_store()
         self._store = dist.PrefixStore(f"fsdp_overlap/{name}", self._whole)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from fsdp_overlap.comm.groups import backend_name
+from fsdp_overlap.comm.pool import backend_name
 from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.layout import BucketPlan
 from fsdp_overlap.tensor.carried import as_carried, carried_ranges

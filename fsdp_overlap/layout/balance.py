@@ -42,6 +42,13 @@ class Loads:
         self._work = [0.0] * world_size
         self._all_bytes = self._all_work = 0
 
+    def copy(self) -> Loads:
+        """The same loads, which grow apart from these."""
+        loads = Loads(self.world_size)
+        loads._bytes, loads._work = [*self._bytes], [*self._work]
+        loads._all_bytes, loads._all_work = self._all_bytes, self._all_work
+        return loads
+
     def expect(self, items: Iterable[Item]) -> None:
         """Makes ``items`` part of what is to be shared."""
         for item in items:

@@ -44,14 +44,14 @@ class Planner:
         if world_size < 1:
             raise ValueError(f"world_size={world_size} is not a number of ranks; use 1 or more")
         self.layout = layout
-        self._loads = Loads(world_size)
+        self.loads = Loads(world_size)
 
     def plan(self, units: Sequence[Sequence[ParamSpec]]) -> list[list[BucketPlan]]:
         """For each unit the plans of its buckets. Units that are planned together come out most
         even."""
         by_unit = [self._buckets(specs) for specs in units]
         buckets = [bucket for unit in by_unit for bucket in unit]
-        loads = self._loads
+        loads = self.loads
         loads.expect(item for bucket in buckets for item in bucket)
         rocks = [item for bucket in buckets if _is_rocky(bucket) for item in bucket if item.is_rock]
         owners = assign(rocks, loads)
@@ -69,10 +69,10 @@ class Planner:
 
     def _plan(self, items: Sequence[Item], owners: dict[Item, int]) -> BucketPlan:
         if _is_rocky(items):
-            return plan_of(_between_rocks(items, owners, self._loads))
-        if all(item.grain == 1 for item in items) and self._loads.are_even(items):
-            return _equal(items, self._loads)
-        return plan_of(_leveling(items, self._loads))
+            return plan_of(_between_rocks(items, owners, self.loads))
+        if all(item.grain == 1 for item in items) and self.loads.are_even(items):
+            return _equal(items, self.loads)
+        return plan_of(_leveling(items, self.loads))
 
 
 def _equal(items: Sequence[Item], loads: Loads) -> BucketPlan:

@@ -3,6 +3,7 @@ the stream it was taken on, which may use it again at once."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from fsdp_overlap.modelled.memory import Access
@@ -31,8 +32,8 @@ class Block:
     is_free: bool = False
     before: Block | None = None
     after: Block | None = None
-    pending: list[Access] = field(default_factory=list)
-    """Of a free block: accesses that its stream does not know to be done."""
+    last: dict[int, Access] = field(default_factory=dict)
+    """The last access of each queue to a free block, by those who had it before."""
 
 
 class Allocator:
@@ -45,15 +46,15 @@ class Allocator:
 
     def take(self, nbytes: int, stream: Queue) -> tuple[Block, list[Access]]:
         """Memory for what is enqueued on ``stream`` from now on. Also returns what a new owner has
-        to come after: the pending accesses of every free block that would do, because which one is
+        to come after: the last accesses to every free block that would do, because which one is
         taken depends on sizes that another model does not have."""
         nbytes = -(-max(nbytes, 1) // ROUND) * ROUND
         is_small = nbytes <= SMALL
         free = self._free.setdefault((stream.index, is_small), [])
-        for block in free:
-            block.pending = [a for a in block.pending if not stream.knows(a.stamp)]
         fitting = [block for block in free if block.nbytes >= nbytes]
-        pending = [access for block in fitting for access in block.pending]
+        last: dict[int, Access] = {}
+        for block in fitting:
+            _merge(last, block.last)
         if fitting:
             block = min(fitting, key=lambda block: block.nbytes)
             free.remove(block)
@@ -61,17 +62,18 @@ class Allocator:
         else:
             block = self._reserve(nbytes, stream.index, is_small)
         self._split(block, nbytes, free)
-        block.pending = []
+        block.last = {}
         self.allocated += block.nbytes
         self.allocated_most = max(self.allocated_most, self.allocated)
-        return block, pending
+        return block, list(last.values())
 
-    def give_back(self, block: Block, accesses: list[Access]) -> None:
-        """``accesses``: the last to its memory."""
+    def give_back(self, block: Block, accesses: Iterable[Access]) -> None:
+        """``accesses`` to its memory may not be done yet."""
         self.allocated -= block.nbytes
         free = self._free[block.stream, block.is_small]
         block.is_free = True
-        block.pending = accesses
+        for access in accesses:
+            _merge(block.last, {access.stamp.queue: access})
         for other in (block.before, block.after):
             if other is not None and other.is_free:
                 free.remove(other)
@@ -96,7 +98,7 @@ class Allocator:
         left = block.nbytes - nbytes
         if left < ROUND or (not block.is_small and left <= SMALL):
             return
-        rest = Block(left, block.stream, block.is_small, True, block, block.after, block.pending)
+        rest = Block(left, block.stream, block.is_small, True, block, block.after, dict(block.last))
         if block.after is not None:
             block.after.before = rest
         block.after, block.nbytes = rest, nbytes
@@ -104,8 +106,15 @@ class Allocator:
 
     def _join(self, first: Block, second: Block) -> Block:
         first.nbytes += second.nbytes
-        first.pending = [*first.pending, *second.pending]
+        _merge(first.last, second.last)
         first.after = second.after
         if second.after is not None:
             second.after.before = first
         return first
+
+
+def _merge(last: dict[int, Access], others: dict[int, Access]) -> None:
+    """Who comes after a queue's last access comes after all of it."""
+    for queue, access in others.items():
+        if queue not in last or last[queue].stamp.tick < access.stamp.tick:
+            last[queue] = access

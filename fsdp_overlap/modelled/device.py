@@ -208,9 +208,9 @@ class ModelledDevice:
         if memory.is_on_device and nbytes:
             if self.allocating is not None:
                 self.allocating(nbytes)
-            self._blocks[memory], pending = self.allocator.take(nbytes, self.current)
+            self._blocks[memory], last = self.allocator.take(nbytes, self.current)
             memory.nbytes = nbytes
-            memory.take_over(pending)
+            memory.take_over(last)
         memory.nbytes = nbytes
 
     def _take(self, memory: Memory) -> None:

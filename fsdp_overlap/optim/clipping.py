@@ -71,7 +71,9 @@ def clip_grad_norm_(
 
 
 def _promoted(gradients: list[Any]) -> torch.dtype:
-    return reduce(torch.promote_types, {local_of(gradient).dtype for gradient in gradients})
+    """The dtype of a norm of all."""
+    dtypes = {local_of(gradient).dtype for gradient in gradients}
+    return reduce(torch.promote_types, dtypes).to_real()
 
 
 def _by_cut(gradients: list[Any]) -> list[tuple[DTensorSpec | None, list[Any]]]:

@@ -1,11 +1,12 @@
 """Why communication is exposed, in plain words."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from fsdp_overlap.profiling.intervals import measure, union
-from fsdp_overlap.profiling.names import Kind, Pass
+from fsdp_overlap.profiling.names import CHECK, CONFIRMATION, Kind, Pass
 from fsdp_overlap.profiling.overlap import Collective, RankReport
 from fsdp_overlap.profiling.report import Report
 
@@ -27,9 +28,15 @@ _WORTH = 0.02
 # With less room than this part of its duration, nothing can have hidden a collective.
 _NO_ROOM = 0.1
 _IDLE = 0.15
+# By how the names begin of collectives that are of no unit alone.
+_COPIES = "what travels between copies of shards, once in a step"
 _REASONS = {
-    "order_check": "the check of the order at the end of backward, where ranks meet",
+    CHECK: "the check of the order at the end of backward, where ranks meet",
+    CONFIRMATION: "confirmations: where a step does something else than the one before, ranks "
+    "first agree that all of them do; a step like the one before has none, so profile one that is",
     "all_to_all of Muon": "Muon's exchange of cut matrices, which the layout Whole() does without",
+    "all_reduce of ": _COPIES,
+    "copies_": _COPIES,
 }
 _NAMES = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
 
@@ -104,13 +111,21 @@ def _exposed(rank: RankReport) -> Iterator[Finding]:
         yield _at_edges(at_edges, rank)
     others = [c for c in rank.collectives if c.kind == "other"]
     if _sum(others) > worth:
-        worst = max(others, key=lambda c: c.exposed)
+        cost = _ms(_cost(others, rank))
         yield Finding(
             "not of a unit",
             _cost(others, rank),
-            f"collectives of no unit are exposed {_ms(_cost(others, rank))} a step, most of it "
-            f"{_REASONS.get(worst.name, f'{worst.name}: see who calls it')}",
+            f"collectives of no unit are exposed {cost} a step, most of it {_most_of(others)}",
         )
+
+
+def _most_of(others: list[Collective]) -> str:
+    """What those are that are exposed for the longest together, in words."""
+    exposed: dict[str, float] = defaultdict(float)
+    for c in others:
+        known = (words for prefix, words in _REASONS.items() if c.name.startswith(prefix))
+        exposed[next(known, f"{c.name}: see who calls it")] += c.exposed
+    return max(exposed, key=lambda words: exposed[words])
 
 
 def _of_kind(

@@ -9,6 +9,10 @@ Kind = Literal["all_gather", "reduce_scatter", "other"]
 Pass = Literal["forward", "backward"]
 Role = Literal["issue", "wait", "begin forward", "end forward", "begin backward", "end backward"]
 
+CHECK = "order_check"
+CONFIRMATION = "confirmation of "
+"""What a confirmation is called, before the unit that it is waited for."""
+OWN_ENGINE = "fsdp_overlap"
 PREFIXES = ("fsdp_overlap::", "FSDP::")
 OPTIMIZER_STEP = "Optimizer.step#"
 PROFILER_STEP = "ProfilerStep#"

@@ -11,8 +11,8 @@ from fsdp_overlap.profiling.names import Kind, Pass
 from fsdp_overlap.profiling.pieces import Compute
 from fsdp_overlap.profiling.timeline import InFlight, Timeline
 
-# See Collective.ran_under_compute.
-UNDER_COMPUTE = 0.5
+EXPOSED_AT_MOST = 0.5
+"""The share of a collective that may be exposed if it is to count as under compute."""
 _LABELS = 3
 
 
@@ -67,14 +67,18 @@ class Collective:
 
     @property
     def ran_under_compute(self) -> bool:
-        """Whether at least half of its time in flight was not exposed, and there was compute for at
-        least as long to hide it.
+        """Whether at least half of it was hidden, see `is_hidden`."""
+        return self.is_hidden(EXPOSED_AT_MOST)
+
+    def is_hidden(self, exposed_at_most: float) -> bool:
+        """Whether at most this share of its time in flight was exposed, and there was compute for
+        as long as the rest of it.
 
         The second keeps out what had nothing to run under, such as the first gather of a pass, even
         if it is over before the rank has come from issuing it to waiting for it.
         """
         hidden = self.duration - self.exposed
-        return min(hidden, self.room) >= UNDER_COMPUTE * self.duration
+        return min(hidden, self.room) >= (1 - exposed_at_most) * self.duration
 
 
 @dataclass(frozen=True)

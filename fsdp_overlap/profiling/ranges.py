@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdp_overlap.profiling.events import Event
 from fsdp_overlap.profiling.intervals import Interval, clip, covers, subtract, union
-from fsdp_overlap.profiling.names import Mark
+from fsdp_overlap.profiling.names import CHECK, Mark
 
 OPTIMIZER = "optimizer"
 ELSEWHERE = "outside units"
@@ -108,6 +108,13 @@ class Waits:
                 found = issues if mark.role == "issue" else waits
                 found[mark.operation, mark.unit].append(event)
         self._of: dict[int, Interval] = {}
+        # A confirmation is waited for by whoever issues it, which only the wait tells.
+        self._confirmations = [
+            (event, unit)
+            for (operation, unit), found in waits.items()
+            if operation == CHECK and unit
+            for event in found
+        ]
         for key, issued in issues.items():
             following = iter(waits[key])
             for issue in issued:
@@ -118,6 +125,19 @@ class Waits:
 
     def of(self, issue: Event) -> Interval | None:
         return self._of.get(id(issue))
+
+    def confirmations(self, issuers: Iterable[Event]) -> dict[int, tuple[str, Interval]]:
+        """The ops that issued a confirmation, by id, with the unit that it is for and the wait:
+        those called last before such a wait, on its thread."""
+        found = {}
+        called: dict[Any, list[Event]] = defaultdict(list)
+        for issuer in sorted(issuers, key=_start):
+            called[issuer.thread].append(issuer)
+        for wait, unit in self._confirmations:
+            k = bisect.bisect(called[wait.thread], wait.start, key=_start)
+            if k:
+                found[id(called[wait.thread][k - 1])] = unit, (wait.start, wait.end)
+        return found
 
 
 def _start(event: Event) -> float:

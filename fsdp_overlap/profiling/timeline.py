@@ -22,7 +22,9 @@ from typing import Any
 from fsdp_overlap.profiling.events import Event, Progress, read_trace
 from fsdp_overlap.profiling.intervals import Interval, clip, covers, union
 from fsdp_overlap.profiling.names import (
+    CONFIRMATION,
     OPTIMIZER_STEP,
+    OWN_ENGINE,
     PREFIXES,
     PROFILER_STEP,
     Kind,
@@ -41,7 +43,8 @@ _ANNOTATIONS = (*PREFIXES, OPTIMIZER_STEP, PROFILER_STEP, "gloo:")
 class InFlight:
     """One collective. Times in microseconds on the trace's clock.
 
-    name: the unit it serves; for kind "other", the operation as the trace names it.
+    name: the unit it serves; for kind "other", the operation as the trace names it, or what it is
+    for: "confirmation of blocks.0".
     pass_: the pass that issued it; None for kind "other".
     spans: when its pieces were in flight, as a union of intervals.
     engine: that issued it, "fsdp_overlap" or "FSDP"; None for those of no unit.
@@ -181,12 +184,14 @@ def _group(
 ) -> Iterator[InFlight]:
     """The pieces that one issue range issued are one collective."""
     found: dict[int, tuple[Event, list[Piece]]] = {}
+    others: list[Piece] = []
     for piece in pieces:
         issue = issues.around(piece.issuer) if piece.issuer else None
         if issue is None:
-            yield _in_flight([piece], "other", piece.operation)
+            others.append(piece)
         else:
             found.setdefault(id(issue), (issue, []))[1].append(piece)
+    yield from _of_no_issue(others, waits)
     for issue, issued in found.values():
         mark = read_mark(issue.name)
         assert mark is not None
@@ -206,6 +211,24 @@ def _group(
             nbytes=flight.nbytes if mark.nbytes is None else mark.nbytes,
             **on_host,
         )
+
+
+def _of_no_issue(pieces: list[Piece], waits: Waits | None) -> Iterator[InFlight]:
+    """Confirmations, and what others than an engine issued."""
+    issuers = [piece.issuer for piece in pieces if piece.issuer]
+    confirmations = {} if waits is None else waits.confirmations(issuers)
+    for piece in pieces:
+        flight = _in_flight([piece], "other", piece.operation)
+        if id(piece.issuer) in confirmations:
+            unit, wait = confirmations[id(piece.issuer)]
+            flight = replace(
+                flight,
+                name=CONFIRMATION + unit,
+                engine=OWN_ENGINE,
+                issued=wait[0],
+                wait=wait,
+            )
+        yield flight
 
 
 def _in_flight(pieces: list[Piece], kind: Kind, name: str) -> InFlight:

@@ -23,6 +23,7 @@ from fsdp_overlap.runtime.copies import DividedShard
 from fsdp_overlap.runtime.engine import is_in_backward
 from fsdp_overlap.runtime.ownership import OwnedParameter
 from fsdp_overlap.runtime.part import KeptPart
+from fsdp_overlap.runtime.starts import Start
 from fsdp_overlap.runtime.tensor_parallel import (
     give_memory,
     parameter_like,
@@ -104,6 +105,8 @@ class Bucket:
             start, stop = sharded.local_range
             sharded.to_local().copy_(value.reshape(-1)[start:stop])
             give_memory(parameter, view)
+        self.start = Start(values, self.version) if domain.mesh.size() > 1 else None
+        """What this rank sharded, until it was compared with what the others did."""
         self.part: KeptPart | None = None
         """What is kept between forward and backward, where the unit asks for it."""
         self.divided: DividedShard | None = None
@@ -153,6 +156,13 @@ class Bucket:
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self.offload.pin_memory)
 
     @property
+    def dtypes(self) -> str:
+        """At rest and in compute, and whether it was frozen when it was made."""
+        dtypes = dict.fromkeys((self.shard.dtype, self.compute_dtype))
+        frozen = "" if self.plan.specs[0].requires_grad else ", frozen"
+        return " as ".join(str(each).removeprefix("torch.") for each in dtypes) + frozen
+
+    @property
     def rest_device(self) -> torch.device:
         """Where the shard is, or will be once it is no longer on the meta device."""
         return self.domain.device if self.offload is None else torch.device("cpu")
@@ -168,7 +178,7 @@ class Bucket:
         return Landing(host, copied)
 
     def _list_places(self) -> None:
-        self._places = [
+        self.places = [
             (registered, name, parameter, sharded)
             for item, parameter, sharded in zip(
                 self.owned, self.parameters, self.sharded_parameters, strict=True
@@ -204,6 +214,10 @@ class Bucket:
     def version(self) -> int:
         """Grows with every edit of the shard, also through ``to_local()``."""
         return self.edits.values + self.shard._version
+
+    def outdate(self) -> None:
+        """The full buffer has other values than the shards: the next use gathers it again."""
+        self._gathered_version = -1
 
     @property
     def is_gathered(self) -> bool:
@@ -307,7 +321,7 @@ class Bucket:
         Raises:
             RuntimeError: something else was registered in their place.
         """
-        for registered, name, parameter, sharded in self._places:
+        for registered, name, parameter, sharded in self.places:
             found = registered.get(name)
             if found is not sharded and found is not parameter:
                 raise RuntimeError(
@@ -321,7 +335,7 @@ class Bucket:
 
     def use_sharded(self) -> None:
         """Registers the sharded parameters in the module."""
-        for registered, name, _, sharded in self._places:
+        for registered, name, _, sharded in self.places:
             registered[name] = sharded
 
     def assigned(self) -> dict[int, torch.Tensor]:
@@ -330,7 +344,7 @@ class Bucket:
         indices = {id(sharded): index for index, sharded in enumerate(self.sharded_parameters)}
         return {
             indices[id(sharded)]: found
-            for registered, name, parameter, sharded in self._places
+            for registered, name, parameter, sharded in self.places
             if (found := registered.get(name)) is not sharded
             and found is not parameter
             and isinstance(found, torch.Tensor)
@@ -339,7 +353,7 @@ class Bucket:
 
     def use_none(self) -> None:
         """Registers nothing in the module: what is done to all its parameters skips the unit's."""
-        for registered, name, _, _ in self._places:
+        for registered, name, _, _ in self.places:
             registered[name] = None
 
     def _become(self, state: BucketState) -> None:

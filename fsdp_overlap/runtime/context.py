@@ -17,16 +17,19 @@ from fsdp_overlap.comm.lanes import Lane, Mark, Ticket, make_lane
 from fsdp_overlap.comm.streams import has_streams, streams_of
 from fsdp_overlap.layout import Flat, LayoutRule
 from fsdp_overlap.runtime.bucket import Bucket
+from fsdp_overlap.runtime.description import describe
 from fsdp_overlap.runtime.domain import Domain, check_mesh
 from fsdp_overlap.runtime.engine import is_in_backward
 from fsdp_overlap.runtime.faults import Faults
 from fsdp_overlap.runtime.gathers import Gathers
 from fsdp_overlap.runtime.gradients import BucketGradients
-from fsdp_overlap.runtime.plans import check_plannable, compare_plans
+from fsdp_overlap.runtime.plans import all_or_none, check_plannable, compare_plans
 from fsdp_overlap.runtime.reductions import MAX_INPUTS, Reductions
 from fsdp_overlap.runtime.schedule import Schedule
+from fsdp_overlap.runtime.starts import compare_starts
 from fsdp_overlap.runtime.stats import Stats
 from fsdp_overlap.runtime.unit import Unit, unit_names, unit_of
+from fsdp_overlap.runtime.unsharded_edits import Uncompared
 
 
 class FsdpContext:
@@ -50,6 +53,11 @@ class FsdpContext:
             it together once after each step, in the dtype of compute. It takes as little memory for
             optimizer states as one dimension of all ranks does, and gathers along the second as
             without.
+        sync_module_states: whether all ranks take the parameters and buffers that the first rank of
+            a unit's mesh has, so that it alone must have seeded, or loaded, the model.
+            :func:`fully_shard` then is collective, overwrites what the others hold, and needs
+            memory for one whole parameter more on the device of the mesh, if the module is not
+            there. Without it ranks must hold the same, and compare that at the first forward.
 
     Streams, groups and events are made at first use.
 
@@ -66,6 +74,7 @@ class FsdpContext:
         layout: LayoutRule = Flat(),  # noqa: B008, frozen
         check_plans: bool = False,
         divide_copies: bool = False,
+        sync_module_states: bool = False,
     ) -> None:
         if mesh is not None:
             check_mesh(mesh, divide_copies)
@@ -76,6 +85,7 @@ class FsdpContext:
         self.layout = layout
         self.check_plans = check_plans
         self.divide_copies = divide_copies
+        self.sync_module_states = sync_module_states
         self.stats = Stats()
         self.is_implicit = False
         """Whether :func:`fully_shard` made it, to be merged with others of the same tree."""
@@ -83,18 +93,23 @@ class FsdpContext:
             device
         )
         self._groups = GroupCache(separate_groups)
-        self.faults = Faults(lambda: self._domains.values(), self._groups)
-        self._groups.watch = self.faults
+        # What a context owns refers to it weakly. So its groups are free as soon as it is, and not
+        # when Python next looks for cycles.
+        me = weakref.proxy(self)
+        self.faults = Faults(lambda: me._domains.values(), self._groups)
+        self._groups.watch = weakref.ref(self.faults)
+        self.uncompared: Uncompared = []
         self._units: list[weakref.ref[Unit]] = []
         self._domains: dict[DeviceMesh, Domain] = {}
         self._is_settled = False
 
     def __deepcopy__(self, memo: dict[int, object]) -> FsdpContext:
-        """A context for a copy of the model: of the same mesh and options, with no units yet."""
+        """A context for a copy of the model: of the same mesh and options, with no units yet. The
+        copy takes its values from the shards, and so from no other rank."""
         duplicate = FsdpContext(
             self.mesh,
             prefetch=self.prefetch,
-            separate_groups=self._groups.separate,
+            separate_groups=self.separates_groups,
             layout=self.layout,
             check_plans=self.check_plans,
             divide_copies=self.divide_copies,
@@ -103,6 +118,20 @@ class FsdpContext:
         if self.has_schedule and self.schedule.finalization.is_manual:
             duplicate.schedule.finalization.set_manual(True)
         return duplicate
+
+    def __repr__(self) -> str:
+        """A table of the units. Not collective."""
+        return describe(self)
+
+    @property
+    def given_mesh(self) -> DeviceMesh | None:
+        """The mesh that it was made with."""
+        return self._mesh
+
+    @property
+    def separates_groups(self) -> bool:
+        """Whether reduce-scatters get a process group of their own."""
+        return self._groups.separate
 
     @cached_property
     def mesh(self) -> DeviceMesh:
@@ -200,12 +229,19 @@ class FsdpContext:
 
     @cached_property
     def schedule(self) -> Schedule:
+        units, me = self._units, weakref.proxy(self)
+
+        def unit_at(index: int) -> Unit | None:
+            return units[index]()
+
         return Schedule(
-            Gathers(self.gather_lane, self.prefetch, self.stats, self.unit_at),
-            Reductions(self.reduce_lane, self._reduce, self.max_reduce_inputs),
-            self.unit_at,
-            lambda: self.units,
-            self._finish_backward,
+            Gathers(self.gather_lane, self.prefetch, self.stats, unit_at),
+            Reductions(
+                self.reduce_lane, lambda gradients: me._reduce(gradients), self.max_reduce_inputs
+            ),
+            unit_at,
+            lambda: me.units,
+            lambda: me._finish_backward(),
             self.divide_copies,
         )
 
@@ -224,17 +260,20 @@ class FsdpContext:
 
         Raises:
             TypeError: the layout is none for some parameter.
-            ValueError: one is a unit already, was planned before, or is named twice.
+            ValueError: one is a unit already, was planned before, or is named twice. Nothing is
+                planned then.
         """
         meshes = meshes or {}
         lists = [[unit] if isinstance(unit, nn.Module) else list(unit) for unit in units]
         check_plannable(lists, self.domains)
         among = {module for modules in lists for module in modules}
-        by_mesh: dict[DeviceMesh, list[Sequence[nn.Module]]] = {}
+        by_domain: dict[Domain, list[Sequence[nn.Module]]] = {}
         for modules in lists:
-            by_mesh.setdefault(meshes.get(modules[0], self.mesh), []).append(modules)
-        for mesh, members in by_mesh.items():
-            self.domain_of(mesh).plans.plan(members, ignored_params, among)
+            domain = self.domain_of(meshes.get(modules[0], self.mesh))
+            by_domain.setdefault(domain, []).append(modules)
+        with all_or_none(domain.plans for domain in by_domain):
+            for domain, members in by_domain.items():
+                domain.plans.plan(members, ignored_params, among)
 
     # Units
 
@@ -274,6 +313,7 @@ class FsdpContext:
         if self.check_plans:
             for domain in self.domains:
                 compare_plans(self.units, domain)
+        compare_starts(bucket for item in self.units for bucket in item.buckets)
         self._is_settled = is_complete
 
     def unsettle(self) -> None:
@@ -341,11 +381,14 @@ class FsdpContext:
         learn from it that they must.
 
         Raises:
-            RuntimeError: a rank did not come within the timeout of the process group.
+            RuntimeError: a rank did not come within the timeout of the process group, or ranks have
+                issued different collectives on a process group that is not the context's own.
         """
         if not self.units:
             return
         self.settle()  # so that a rank on which nothing ran yet meets the others too
+        for domain in self.domains:
+            domain.make_groups()
         self.faults.meet(sys.exception())
         self.rest()
         self._groups.renew()
@@ -365,6 +408,7 @@ class FsdpContext:
                 unit.reset(self.gather_lane)
         for domain in self.domains:
             domain.reset()
+        self.uncompared.clear()
         self.stats.full_buffers_alive = sum(
             bucket.full.allocated for unit in self.units for bucket in unit.buckets
         )

@@ -16,8 +16,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_overlap.comm.collectives import CustomCollectives, CustomComms, choose
-from fsdp_overlap.comm.groups import GroupCache, LaneGroups, can_close
+from fsdp_overlap.comm.groups import GroupCache, LaneGroups
 from fsdp_overlap.comm.lanes import Lane, Ticket
+from fsdp_overlap.comm.pool import can_close, end_threads_before_python
 from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.layout import BucketPlan, LayoutRule
 from fsdp_overlap.runtime.copies import DividedShard
@@ -56,6 +57,7 @@ class Domain:
         divides_copies: bool = False,
     ) -> None:
         check_mesh(mesh, divides_copies)
+        end_threads_before_python()
         self.mesh = mesh
         self.device = device
         self.divides_copies = divides_copies and self.copies > 1
@@ -98,13 +100,18 @@ class Domain:
         """Those of :attr:`groups` that together connect all ranks, if they were made already."""
         return self.groups.of_all if "groups" in vars(self) else []
 
+    def make_groups(self) -> None:
+        """Makes :attr:`groups` if nothing took them yet. Collective over the mesh."""
+        self.groups  # noqa: B018
+
     @cached_property
     def order_check(self) -> OrderCheck:
         shard = self.mesh.get_group(self.mesh.ndim - 1)
+        me = weakref.proxy(self)
         return OrderCheck(
             self.device,
             self.mesh.size() > 1 and can_close(self.device.type, shard),
-            lambda: self.groups.to_confirm,
+            lambda: me.groups.to_confirm,
             self._faults.explain_difference,
             self._stats.count_confirmation,
         )
@@ -127,16 +134,22 @@ class Domain:
             return self.shard_rank
         return self.shard_rank * self.copies + self.mesh.get_local_rank(0)
 
+    @cached_property
+    def _divided_ranks(self) -> list[int]:
+        """For each place in plans, the rank in the group of :attr:`tensor_mesh` that has it. Parts
+        of one shard are neighbours in plans, and in the mesh the shards of one copy."""
+        mesh = self.mesh.mesh
+        places = mesh.argsort(1).argsort(1) * self.copies + mesh.argsort(0).argsort(0)
+        rank_at = dict(zip(places.flatten().tolist(), mesh.flatten().tolist(), strict=True))
+        ranks = dist.get_process_group_ranks(self.tensor_mesh.get_group())
+        return [ranks.index(rank_at[place]) for place in range(len(ranks))]
+
     def spec(self, parameter: torch.Tensor, plan: BucketPlan, fqn: str) -> DTensorSpec:
         """How the sharded form of ``parameter``, ``fqn`` of ``plan``, lies over
         :attr:`tensor_mesh`, and over the dimensions of its own mesh too where it is a DTensor."""
         ranges = plan.ranges(fqn)
         if self.divides_copies:
-            # In plans the parts of one shard are neighbours, in the mesh the shards of one copy.
-            ranges = [
-                (rank % self.copies * self.shard_size + rank // self.copies, start, stop)
-                for rank, start, stop in ranges
-            ]
+            ranges = [(self._divided_ranks[rank], start, stop) for rank, start, stop in ranges]
         mesh = self.tensor_mesh
         copies = (Replicate(),) if mesh.ndim == 2 else ()
         placements: tuple[Placement, ...] = (*copies, RangeShard(tuple(ranges)))
@@ -265,6 +278,13 @@ def check_mesh(mesh: DeviceMesh, divides_copies: bool) -> None:
             f"parameters are sharded over a mesh of one dimension, or of two, (replicate, shard); "
             f"got {mesh.ndim}, {mesh.mesh_dim_names or tuple(mesh.shape)}: pass the data-parallel "
             "ones, as mesh['replicate', 'shard']"
+        )
+    order = mesh.mesh.argsort(mesh.ndim - 1)
+    if mesh.ndim == 2 and not bool((order == order[0]).all()):
+        raise ValueError(
+            "the ranks that hold copies of a shard must have the same place in their rows of the "
+            f"mesh, and torch sorts the ranks of each row; got {mesh.mesh.tolist()}: order the "
+            "ranks of every row alike"
         )
     if divides_copies and mesh.ndim == 2 and not mesh.mesh_dim_names:
         raise ValueError(

@@ -7,14 +7,15 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import torch.distributed as dist
 
 from fsdp_overlap.comm.board import Board
-from fsdp_overlap.comm.groups import GroupCache, group_timeout
+from fsdp_overlap.comm.groups import GroupCache
+from fsdp_overlap.comm.pool import group_timeout
 from fsdp_overlap.runtime.order_check import (
     Interval,
     describe_difference,
@@ -41,6 +42,8 @@ class Note:
     """What it ended for."""
     progress: tuple[int, int] = (0, 0)
     """How many checks and other collectives it issued."""
+    issued: dict[str, int | None] = field(default_factory=dict)
+    """How many collectives it issued on each group, by the group's name."""
     has_reset: bool = False
     units: tuple[str, ...] = ()
     """Of the mesh's buckets, in the order in which they were made."""
@@ -60,7 +63,8 @@ class Faults:
 
     Who waits long posts what it issued, and reads what the others did: the first that is not the
     same, and the ranks that gave up, tell that it waits in vain. After a fault the groups of the
-    context are closed, where they can be, so that all ranks learn of it at once.
+    context are closed, where they can be, so that all ranks learn of it at once. Elsewhere ranks
+    meet when they reset, and compare how many collectives each has issued.
     """
 
     def __init__(self, domains: Callable[[], Iterable[Domain]], groups: GroupCache) -> None:
@@ -69,6 +73,7 @@ class Faults:
         self._failure = ""
         self._event = ""
         self._has_reset = False
+        self._resets = 0
         _all.add(self)
 
     def look(self) -> None:
@@ -119,25 +124,56 @@ class Faults:
 
     def meet(self, error: BaseException | None) -> None:
         """Before all is dropped, on every rank: waits for the others, which may have to learn of it
-        first, and closes the groups. ``error`` is what this rank handles.
+        first, and ends what is under way where it will never be done. ``error`` is what this rank
+        handles.
 
         Raises:
-            RuntimeError: some did not come.
+            RuntimeError: some did not come, or they issued other collectives than this rank on a
+                group that is the user's.
         """
-        if not self._groups.can_close:
+        if not any(self._boards()):
             return
         self._has_reset = True
+        self._resets += 1
         self._event = "called ctx.reset()" + (f" after {error!r}" if error is not None else "")
         for other in [*self._others(), self]:  # which is read first
             other._post()
-        for _, group, name in self._boards():
-            late = Board(f"{name}/reset", group).meet(group_timeout(group, "cpu"))
+        for domain, group, name in self._boards():
+            timeout = group_timeout(group, domain.mesh.device_type)
+            late = Board(f"{name}/reset/{self._resets}", group).meet(timeout)
             if late:
                 raise RuntimeError(
                     f"ranks {late} did not call ctx.reset() in time, or died: this rank "
                     f"{self._event}; it must be called on every rank"
                 )
-        self._groups.close()
+        if self._groups.can_close:
+            self._groups.close()
+            return
+        for name, ranks in self._apart().items():
+            if not self._groups.owns(name):
+                raise RuntimeError(
+                    f"ctx.reset() cannot bring the ranks together: ranks {ranks} and this one have "
+                    f"issued different numbers of collectives on the process group {name!r} of the "
+                    f"mesh, which belongs to the program ({self._event}{self._events()}). End all "
+                    "ranks and start them again from a checkpoint"
+                )
+            self._groups.abort(name)
+
+    def _apart(self) -> dict[str, list[int]]:
+        """The groups on which others issued more or fewer collectives than this rank, by name, and
+        who did. All ranks of a group find the same."""
+        found: dict[str, list[int]] = {}
+        for domain, notes in self._notes():
+            for name, mine in self._groups.issued().items():
+                for rank, note in notes.items():
+                    if name not in note.issued:
+                        continue  # it is in another row or column of the mesh
+                    theirs = note.issued[name]
+                    is_counted = mine is not None and theirs is not None
+                    is_behind = note.progress != domain.order_check.progress
+                    if (mine != theirs) if is_counted else is_behind:
+                        found.setdefault(name, []).append(rank)
+        return found
 
     def clear(self) -> None:
         """All is at rest again."""
@@ -157,8 +193,9 @@ class Faults:
         seen: Counter[str] = Counter()
         for domain in self._domains():
             for group in domain.groups_of_all:
-                yield domain, group, f"{group.group_name}/{seen[group.group_name]}"
-                seen[group.group_name] += 1
+                label = self._groups.label(group)
+                yield domain, group, f"{label}/{seen[label]}"
+                seen[label] += 1
 
     def _post(self) -> None:
         for domain, group, name in self._boards():
@@ -167,6 +204,7 @@ class Faults:
                 self._event,
                 self._failure,
                 check.progress,
+                self._groups.issued(),
                 self._has_reset,
                 tuple(domain.labels),
                 tuple(check.history),

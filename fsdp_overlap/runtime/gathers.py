@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch.autograd.graph import increment_version
 
 from fsdp_overlap.comm.lanes import Lane, Mark
 from fsdp_overlap.runtime.order import UnitIndex
@@ -102,8 +101,8 @@ class Gathers:
         """Lets go of a full buffer in :attr:`kept`. Autograd refuses to read it for the graph that
         it was kept for from now on."""
         if self.kept.pop(unit.index, None) is not None:
-            for bucket in unit.buckets:
-                increment_version(bucket.parameters)
+            for edits in unit.edits:
+                edits.forbid_old_graphs()
 
     def release_stale(self) -> None:
         """Releases what is kept of units that were edited since."""

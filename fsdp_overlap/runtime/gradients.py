@@ -95,7 +95,14 @@ class BucketGradients:
         else:
             if self.bucket.is_tensor_parallel:
                 gradients = [self._tile(i, gradient) for i, gradient in enumerate(gradients)]
-            torch._foreach_copy_(self.input.views, gradients)
+            try:
+                torch._foreach_copy_(self.input.views, gradients)
+            except RuntimeError:
+                # Not asked before, for every gradient of every step.
+                if all(gradient.layout is torch.strided for gradient in gradients):
+                    raise
+                self.absorb(range(len(parameters)))
+                return
             for parameter in parameters:
                 parameter.grad = None
             self.filled = [True] * len(parameters)
@@ -111,6 +118,8 @@ class BucketGradients:
             parameter.grad = None
             if gradient.requires_grad:  # of backward(create_graph=True)
                 gradient = gradient.detach()
+            if gradient.layout is not torch.strided:  # of nn.Embedding(sparse=True)
+                gradient = gradient.to_dense()
             if self.bucket.is_tensor_parallel:
                 gradient = self._tile(index, gradient)
             if self.filled[index]:

@@ -20,6 +20,7 @@ from fsdp_overlap.runtime.reads import end_watch, watch_reads
 from fsdp_overlap.runtime.schedule import Schedule
 from fsdp_overlap.runtime.trees import map_tensors, may_hide_tensors, tensors_in
 from fsdp_overlap.runtime.unit import Unit
+from fsdp_overlap.runtime.unsharded_edits import compare
 from fsdp_overlap.runtime.untraced import untraced
 
 
@@ -61,6 +62,7 @@ def without_hooks(state: dict[str, Any]) -> dict[str, Any]:
 def before_forward(
     unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    unit.handled.append(sys.exc_info()[2])
     if torch._C._are_functorch_transforms_active():
         _refuse_transform(unit)
     if is_capturing(unit.context.device):
@@ -70,6 +72,9 @@ def before_forward(
         unit.follow_trainability()
         unit.context.schedule.before_forward(unit)
         unit.use_unsharded()
+        if (id(module), module.training) not in unit.compared:
+            for edits in unit.edits:
+                edits.begin_comparison()
         if not unit.unshard_in_backward and torch.is_grad_enabled():
             watch_reads(unit)
     if unit.is_root and unit.context.device.type != "cpu":
@@ -106,21 +111,30 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
     if is_watched:
         end_watch(unit)
     schedule = unit.context.schedule
-    # torch calls this while it handles the error of a forward that raised, with no output.
-    raised = output is None and sys.exc_info()[0] is not None
+    error = _error_of_forward(unit, output)
+    raised = error is not None
+    if not raised:
+        error = _lost(unit.changed())
+        if error is None and (id(module), module.training) not in unit.compared:
+            unit.compared.add((id(module), module.training))
+            for edits in unit.edits:
+                edits.end_comparison(unit.context.uncompared)
     with span("post_forward", unit.name):
         if unit.is_list and not is_in_backward():
             unit.module_ran(module)
         call = schedule.after_forward(unit, raised)
         if not schedule.is_in_use(unit):
             unit.use_sharded()
-        if raised and not (schedule.is_in_forward or is_in_backward()):
-            error = sys.exception()
-            assert error is not None
-            unit.context.faults.raised(f"forward of unit {unit.name!r}", error)
+        if not (schedule.is_in_forward or is_in_backward()):
+            if error is None and unit.context.uncompared:
+                error = _lost(compare(unit.context.uncompared))
+            if error is not None:
+                unit.context.faults.raised(f"forward of unit {unit.name!r}", error)
         # Where a backward follows, its end makes sure of it.
         if unit.is_offloaded and not torch.is_grad_enabled() and not schedule.is_in_forward:
             unit.context.finish_reading()
+    if error is not None and not raised:
+        raise error
     tensors = list(tensors_in(output))
     _check_no_parameter_leaves(unit, tensors)
     if unit.mp_policy.output_dtype is not None:
@@ -144,6 +158,18 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
                 "lists, tuples, mappings or dataclasses, or register the class as a pytree node"
             )
     return output
+
+
+def _error_of_forward(unit: Unit, output: Any) -> BaseException | None:
+    """What a forward raised. torch runs hooks while it handles that, with no output."""
+    handled = unit.handled.pop() if unit.handled else None  # empty: another hook raised before ours
+    traceback = sys.exc_info()[2]
+    # It may be that of an error which the caller handles. What is raised again gets a new one.
+    return None if output is not None or traceback is handled else sys.exception()
+
+
+def _lost(what: str | None) -> RuntimeError | None:
+    return None if what is None else RuntimeError(what)
 
 
 def after_load(unit: Unit, module: nn.Module, keys: Any) -> None:

@@ -138,6 +138,8 @@ class Backward:
         self.recomputing: list[tuple[Unit, int]] = []
         self.unfinished: set[UnitIndex] = set()
         """Units of several modules that stay whole for those of their calls that remain."""
+        self.lost: str | None = None
+        """What somebody did to unsharded parameters that shards do not have, to be raised."""
 
     def comes_back_to(self, unit: UnitIndex) -> bool:
         """Whether a call of ``unit`` is yet to be reached."""

@@ -32,6 +32,8 @@ FAILED_ELSEWHERE = -1
 NOTHING = -2
 """Where a rank ended its backward."""
 NEW_UNIT = -3
+START = -4
+"""Before the first collective: ranks compare what they start from."""
 
 
 class Interval(NamedTuple):
@@ -124,16 +126,36 @@ class OrderCheck:
     def _confirm(self, code: int, bucket: Bucket, dtype: torch.dtype) -> None:
         self._confirmed()
         signature = zlib.crc32(f"{bucket.plan} {dtype} {bucket.domain.signature}".encode())
-        mine = torch.tensor([self._count, code, signature])
+        mine = [self._count, code, signature]
         for group in self._groups():
-            # A collective of another kind than those that may be under way on the same group, which
-            # so are never taken for it.
-            others = [torch.empty_like(mine) for _ in range(group.size())]
-            work = dist.all_gather(others, mine, group, async_op=True)
-            issued = Issued([work], lambda: mine, group)
-            HostTicket("order_check", bucket.label, issued, None).wait()
-            if any(not torch.equal(other, mine) for other in others):
+            others = self._gather(bucket.label, mine, group)
+            if any(other != mine for other in others):
                 raise RuntimeError(self._explain(bucket.label))
+
+    def ask(self, mine: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
+        """The three numbers of each rank of ``group`` where this one has ``mine``, of which the
+        first says what is asked. Collective; the host waits.
+
+        Raises:
+            RuntimeError: a rank asks something else, or confirms a collective.
+        """
+        others = self._gather("", mine, group)
+        if any(other[0] != mine[0] for other in others):
+            raise RuntimeError(self._explain(""))
+        return others
+
+    def _gather(self, label: str, mine: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
+        # A collective of another kind than those that may be under way on the same group, which so
+        # are never taken for it.
+        sent = torch.tensor(mine, device=self.device)
+        others = [torch.empty_like(sent) for _ in range(group.size())]
+        work = dist.all_gather(others, sent, group, async_op=True)
+        if self.confirms:
+            HostTicket("order_check", label, Issued([work], lambda: sent, group), None).wait()
+        else:
+            work.wait()  # without looking up every second, which would make NCCL give up
+        received: list[list[int]] = torch.stack(others).tolist()
+        return received
 
     def send(
         self, lane: Lane, groups: Sequence[dist.ProcessGroup], has_gradient: bytearray
@@ -157,8 +179,8 @@ class OrderCheck:
     def _issue(self, sent: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> Issued:
         if not has_streams(self.device):
             work = dist.all_reduce(sent, dist.ReduceOp.MAX, groups[0], async_op=True)
-            return Issued([work], lambda: _greatest(sent, groups[1:]), groups[0])
-        on_device = _greatest(sent.to(self.device, non_blocking=True), groups)
+            return Issued([work], lambda: greatest(sent, groups[1:]), groups[0])
+        on_device = greatest(sent.to(self.device, non_blocking=True), groups)
         return Issued((), lambda: sent.copy_(on_device, non_blocking=True))
 
     def read(self) -> bytes:
@@ -275,7 +297,7 @@ def _describe(code: int, units: Sequence[str]) -> str:
     return f"{KINDS[kind]} of unit {units[index]!r}"
 
 
-def _greatest(values: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
+def greatest(values: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
     """``values`` made the greatest over the ranks that ``groups`` together connect."""
     for group in groups:
         dist.all_reduce(values, dist.ReduceOp.MAX, group)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,34 @@ class OwnedParameter:
             self.is_embedding,
             self.keeps_dtype,
         )
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The unit that a parameter belongs to, noted on its sharded and on its unsharded form."""
+
+    unit: str
+    fqn: str
+    replaced_by: str = ""
+    """What put another parameter in the place of this one, if something did: it is no longer one of
+    ``model.parameters()``."""
+
+
+def owner_of(parameter: torch.Tensor) -> Owner | None:
+    """The unit that ``parameter`` belongs to, or belonged to, if any."""
+    return getattr(parameter, "_fsdp_owner", None)
+
+
+def mark_owner(parameter: torch.Tensor, owner: Owner) -> None:
+    """Notes whose ``parameter`` is."""
+    parameter._fsdp_owner = owner  # type: ignore[attr-defined]
+
+
+def mark_replaced(parameter: torch.Tensor, by: str) -> None:
+    """Notes that another is in the place of ``parameter``, which belongs to a unit."""
+    owner = owner_of(parameter)
+    assert owner is not None
+    mark_owner(parameter, replace(owner, replaced_by=by))
 
 
 def modules_outside_units(

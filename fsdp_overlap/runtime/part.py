@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import Collectives, Issued
+from fsdp_overlap.comm.pool import alive
 from fsdp_overlap.layout import BucketPlan
 
 
@@ -23,7 +25,7 @@ class KeptPart:
     ) -> None:
         self.plan = plan
         self._collectives = collectives
-        self._group = group
+        self._group = ref(group)
         rank = group.rank()
         self._start, self._numel = plan.shard_starts[rank], plan.shard_numels[rank]
         self._values: torch.Tensor | None = None
@@ -40,7 +42,7 @@ class KeptPart:
     def all_gather(self, full: torch.Tensor) -> Issued:
         """Fills ``full`` from the neighbours' parts. Collective over them."""
         assert self._values is not None
-        return self._collectives.all_gather(full, self._values, self.plan, self._group)
+        return self._collectives.all_gather(full, self._values, self.plan, alive(self._group))
 
     def keeper(self, version: int) -> Callable[[torch.Tensor], None]:
         """What keeps this rank's part of a full buffer gathered from shards of ``version``."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import sha256
 from itertools import zip_longest
 from typing import TYPE_CHECKING
@@ -47,7 +48,7 @@ class UnitPlans:
 
     def place(self, modules: Sequence[nn.Module], plans: list[BucketPlan]) -> None:
         """Says how ``modules`` are to be laid out when they become a unit."""
-        self._ahead.setdefault(modules[0], []).extend(plans)
+        self._ahead[modules[0]] = [*self._ahead.get(modules[0], []), *plans]
 
     def take(self, modules: Sequence[nn.Module], specs: Sequence[ParamSpec]) -> list[BucketPlan]:
         """For ``modules``, which are becoming a unit of the parameters ``specs``.
@@ -70,6 +71,27 @@ class UnitPlans:
             )
         del self._ahead[modules[0]]
         return plans
+
+    def way_back(self) -> Callable[[], None]:
+        """A function that takes back what will have been planned since."""
+        loads, ahead = self._planner.loads.copy(), self._ahead.copy()
+
+        def go_back() -> None:
+            self._planner.loads, self._ahead = loads, ahead
+
+        return go_back
+
+
+@contextmanager
+def all_or_none(several: Iterable[UnitPlans]) -> Iterator[None]:
+    """Takes back what is planned meanwhile if an error ends it."""
+    ways_back = [plans.way_back() for plans in several]
+    try:
+        yield
+    except BaseException:
+        for go_back in ways_back:
+            go_back()
+        raise
 
 
 def check_plannable(units: Sequence[Sequence[nn.Module]], domains: Sequence[Domain]) -> None:

@@ -312,6 +312,9 @@ class Schedule:
         if unit is None:
             return
         with span("post_backward", unit.name):
+            # In backwards 1, 2, 4, 8 ...: the unit's next forward finds what later ones miss.
+            if not backward.serial & (backward.serial - 1):
+                backward.lost = backward.lost or unit.edited()
             unit.use_sharded()
             if unit.is_list and backward.comes_back_to(index):
                 backward.unfinished.add(index)
@@ -335,6 +338,8 @@ class Schedule:
                 if unit.part_size is not None:
                     unit.drop_parts()  # of those that backward did not come back to
             self.finalization.end_backward()
+            if backward.lost is not None:
+                raise RuntimeError(backward.lost)
         finally:
             self._backward = None
             self._is_pass_over = True

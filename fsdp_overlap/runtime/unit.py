@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from copy import deepcopy
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,8 +19,10 @@ from fsdp_overlap.comm.lanes import Lane, Mark
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.engine import is_to_accumulate
 from fsdp_overlap.runtime.gradients import BucketGradients
-from fsdp_overlap.runtime.ownership import modules_outside_units
+from fsdp_overlap.runtime.ownership import mark_replaced, modules_outside_units
 from fsdp_overlap.runtime.reducing import Reducing
+from fsdp_overlap.runtime.stale_optimizers import note_replacement
+from fsdp_overlap.runtime.unsharded_edits import FREED, UnshardedEdits
 from fsdp_overlap.runtime.untraced import untraced
 
 if TYPE_CHECKING:
@@ -53,6 +56,8 @@ class Unit:
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
         self.unshard_in_backward = True
+        self.handled: list[TracebackType | None] = []
+        """For each forward under way, the traceback of the error that was handled when it began."""
         self.watches: list[saved_tensors_hooks] = []
         """Of forwards under way whose backward should read no parameters."""
         self.forward_prefetch: Sequence[weakref.ref[Unit]] = ()
@@ -78,6 +83,7 @@ class Unit:
         """Of the shards, the :attr:`version` that the lane of all-gathers comes after."""
         self.is_root = False
         self.name = kind_of(modules)
+        self._watch_edits()
         self.gradients: list[BucketGradients] = []
         self._trainability = -1
         self._known_gradients: dict[Bucket, BucketGradients] = {}
@@ -89,10 +95,8 @@ class Unit:
         """Takes the name it has in the root module, by which users know it."""
         self.name = name
         for bucket in self.buckets:
-            dtypes = dict.fromkeys((bucket.shard.dtype, bucket.compute_dtype))
-            dtype = " as ".join(str(each).removeprefix("torch.") for each in dtypes)
-            frozen = "" if bucket.plan.specs[0].requires_grad else ", frozen"
-            bucket.label = name if len(self.buckets) == 1 else f"{name} [{dtype}{frozen}]"
+            bucket.label = name if len(self.buckets) == 1 else f"{name} [{bucket.dtypes}]"
+            bucket.full.when_freed = FREED.format(bucket.label)
 
     @property
     def is_complete(self) -> bool:
@@ -178,6 +182,26 @@ class Unit:
             self.to_run.update(map(id, self.modules))
         self.to_run.discard(id(module))
 
+    def _watch_edits(self) -> None:
+        tables = [module._parameters for _, module in modules_outside_units(self.modules)]
+        self.edits = [UnshardedEdits(bucket, tables) for bucket in self.buckets]
+        self.compared: set[tuple[int, bool]] = set()
+        """Whose first forward is over: the module, and whether it was training."""
+
+    def edited(self) -> str | None:
+        """What was done to the unsharded parameters in place, and would be lost."""
+        for edits in self.edits:
+            if (found := edits.edited()) is not None:
+                return found
+        return None
+
+    def changed(self) -> str | None:
+        """The same, also if it was done otherwise. The full buffers must exist."""
+        for edits in self.edits:
+            if (found := edits.edited() or edits.replaced()) is not None:
+                return found
+        return None
+
     def gather(self) -> None:
         """Enqueues the all-gathers of the buckets that are not whole and fresh."""
         for bucket in self.buckets:
@@ -220,6 +244,7 @@ class Unit:
             gradients.drop()
         self.has_unreduced = False
         self.to_run.clear()
+        self.handled.clear()
 
     def copy_to(self, other: Unit) -> None:
         """Gives ``other``, which was sharded likewise, the values, gradients and settings."""
@@ -292,13 +317,18 @@ class Unit:
         """Gives a unit on the meta device memory. Its parameters are new objects."""
         for bucket in self.buckets:
             keeps_storage = bucket.full.keeps_storage
+            replaced = bucket.sharded_parameters
             bucket.materialize(device)
             bucket.full.keeps_storage = keeps_storage
+            for parameter in replaced:
+                mark_replaced(parameter, by="the model was given memory")
+        note_replacement()
         # What a forward that failed for want of memory may have remembered of the old ones.
         self.gradients = []
         self._trainability = -1
         self._known_gradients = {}
         self._watched = set()
+        self._watch_edits()
         self.context.unsettle()
 
     def take_assigned(self) -> None:

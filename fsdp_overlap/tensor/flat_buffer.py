@@ -6,6 +6,11 @@ import torch
 
 from fsdp_overlap.layout import BucketPlan
 
+# Whoever asks for the address of a storage gets an error between these two. Builds of torch for a
+# CPU alone have neither.
+_refuse_access = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+_allow_access = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None)
+
 
 class FlatBuffer:
     """The flat storage behind a bucket's unsharded parameters or unreduced gradients.
@@ -13,7 +18,8 @@ class FlatBuffer:
     ``flat`` has shape ``[plan.numel]`` and ``views[i]`` the shape of ``plan.specs[i]``; ``gaps``
     are what lies between and behind them, where anything does. They are made once; :meth:`allocate`
     and :meth:`free` only resize the storage underneath, so a view must not be read while
-    :attr:`allocated` is false.
+    :attr:`allocated` is false. That ends the process, except where torch can raise
+    :attr:`when_freed`.
     """
 
     def __init__(self, plan: BucketPlan, dtype: torch.dtype, device: torch.device) -> None:
@@ -36,6 +42,9 @@ class FlatBuffer:
         self.allocated = True
         self.keeps_storage = False
         """Whether :meth:`free` leaves the storage, so that addresses stay."""
+        self.when_freed = ""
+        """The error of reading the freed buffer. Without one nothing is raised."""
+        self._refuses = False
         self.free()
 
     def nbytes_of_others(self, rank: int) -> int:
@@ -49,12 +58,18 @@ class FlatBuffer:
 
     def allocate(self) -> None:
         """Gives the buffer storage on the current stream; its contents are undefined."""
+        if self._refuses and _allow_access is not None:
+            _allow_access(self._storage._cdata)
+            self._refuses = False
         self._storage.resize_(self.nbytes)
         self.allocated = True
 
     def free(self) -> None:
         """Gives the storage back to the current stream's allocator."""
-        if self.keeps_storage:
+        if self.keeps_storage or not self.allocated:
             return
         self._storage.resize_(0)
         self.allocated = False
+        if self.when_freed and _refuse_access is not None and _allow_access is not None:
+            _refuse_access(self._storage._cdata, self.when_freed)
+            self._refuses = True

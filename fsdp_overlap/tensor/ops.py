@@ -213,6 +213,7 @@ TABLE: list[tuple[Collection[str], Handler]] = [
     (RANDOM, pointwise.random),
     (FACTORIES, _factory),
     (VIEWS, views.view),
+    (("view_as_real", "view_as_complex"), views.reinterpret),
     (("max", "min"), _max_or_min),
     (NORMS, reductions.norm),
     (("_foreach_norm",), reductions.foreach_norm),

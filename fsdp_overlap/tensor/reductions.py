@@ -67,14 +67,15 @@ def norms(
             "norms of tensors of which some are not sharded: take their norms apart, or use "
             "fsdp_overlap.optim.clip_grad_norm_"
         )
-    if not all(tensor._local_tensor.is_floating_point() for tensor in tensors):
-        raise_unsupported("norm of integers or complex numbers")
+    dtypes = {tensor._local_tensor.dtype for tensor in tensors}
+    if not all(each.is_floating_point or each.is_complex for each in dtypes):
+        raise_unsupported("norm of integers")
     found: list[torch.Tensor] = [torch.empty(0)] * len(tensors)
     for spec, members in by_cut(tensors):
         locals_ = [tensors[index]._local_tensor.detach() for index in members]
         combined = combine_norms(local_norms(locals_, order, dtype), order, spec)
         for index, local, value in zip(members, locals_, combined.unbind(), strict=True):
-            found[index] = value.to(dtype or local.dtype)
+            found[index] = value.to((dtype or local.dtype).to_real())
     return found
 
 
@@ -99,7 +100,8 @@ def local_norms(
 ) -> torch.Tensor:
     """The norms of plain tensors, shape ``[len(tensors)]``, in float32 or wider. Those of empty
     tensors are the neutral element of :func:`combine_norms`."""
-    dtype = torch.promote_types(dtype or torch.float32, torch.float32)
+    tensors = [tensor.abs() if tensor.is_complex() else tensor for tensor in tensors]
+    dtype = torch.promote_types((dtype or torch.float32).to_real(), torch.float32)
     for each in {tensor.dtype for tensor in tensors}:
         dtype = torch.promote_types(dtype, each)
     neutral = torch.full((), inf if order < 0 else 0.0, dtype=dtype, device=tensors[0].device)

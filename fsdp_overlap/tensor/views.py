@@ -39,6 +39,34 @@ def view(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     return tuple(_part(name, tensor, shadow, item) for item in shadows)
 
 
+def reinterpret(
+    name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> ShardedTensor:
+    """``view_as_real`` and ``view_as_complex``: two numbers of each, or one of two.
+
+    Raises:
+        RuntimeError: ranks hold one half of a complex number each.
+    """
+    tensor = args[0] if args else kwargs.get("input")
+    if not isinstance(tensor, ShardedTensor):
+        raise_unsupported(name)
+    check_no_gradient(name, [tensor])
+    local, spec = tensor._local_tensor.detach(), tensor._spec
+    shadow = func(torch.empty(tensor._shape, dtype=local.dtype, device="meta"))
+    if name == "view_as_real":
+        ranges = [(rank, 2 * start, 2 * stop) for rank, start, stop in tensor.placement.ranges]
+        local = func(local).view(-1)
+    else:
+        ends = [end for _, *held in tensor.placement.ranges for end in held]
+        is_cut = any(p.is_shard(len(tensor._shape) - 1) for p in spec.placements)
+        if is_cut or any(end % 2 for end in ends):
+            raise_unsupported(f"{name} of a tensor that is cut between two halves of a number")
+        ranges = [(rank, start // 2, stop // 2) for rank, start, stop in tensor.placement.ranges]
+        local = func(local.view(-1, 2))
+    spec = with_range(spec, RangeShard(tuple(ranges)), shadow.shape, shadow.dtype)
+    return ShardedTensor.wrap(local, spec, tensor.edits)
+
+
 def _part(
     name: str, tensor: ShardedTensor, shadow: torch.Tensor, part: torch.Tensor
 ) -> ShardedTensor:

@@ -1,0 +1,297 @@
+"""The library's own process groups. A context borrows them, and the next one gets them after it."""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import gc
+import json
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cache
+from hashlib import sha256
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_overlap.comm.board import has_peers
+
+# The tag of a receive that nothing is ever sent for.
+NO_TAG = 2**31 - 1
+
+
+@dataclass(eq=False)
+class Loan:
+    """One of our groups, and the shelf that it goes back to.
+
+    torch keeps the group until ``destroy_process_group()``, and nothing here keeps it longer: its
+    threads must end before Python does.
+    """
+
+    reference: ref[dist.ProcessGroup]
+    shelf: Shelf
+    number: int
+    """Which one of its shelf it is, the same on every rank."""
+    device_type: str
+    turn: int = 0
+    """How many contexts had it before."""
+    is_sound: bool = True
+    """Whether nobody closed it."""
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return alive(self.reference)
+
+    @property
+    def exists(self) -> bool:
+        """Whether the user has not destroyed it."""
+        group = self.reference()
+        return group is not None and group in c10d._world.pg_map
+
+    @property
+    def is_closable(self) -> bool:
+        """Whether closing it wakes the ranks that wait for its collectives."""
+        return can_close(self.device_type, self.group)
+
+    @property
+    def label(self) -> str:
+        """A name of this loan, which no other has."""
+        return f"{self.number}/{self.turn}"
+
+    def close(self) -> None:
+        """Ends its collectives: what waits for them on a host raises, here and elsewhere."""
+        self.is_sound = False
+        if not self.is_closable:
+            self.group.abort()
+            return
+        # gloo has no other way: a receive that times out closes all connections of its group.
+        group = self.group
+        peer = (group.rank() + 1) % group.size()
+        with suppress(RuntimeError):  # which it always is
+            group.recv([torch.empty(1)], peer, NO_TAG).wait(timedelta(milliseconds=1))
+
+    def destroy(self) -> None:
+        if self.exists:
+            self.close()  # so that nobody waits for what was left unfinished
+            dist.destroy_process_group(self.group)
+
+
+@dataclass(eq=False)
+class Shelf:
+    """The groups of one purpose over the same ranks."""
+
+    name: str
+    returned: deque[Loan] = field(default_factory=deque)
+    """Given back on this rank, and not told the others yet."""
+    free: dict[int, Loan] = field(default_factory=dict)
+    """Given back on this rank, by number."""
+    made: int = 0
+    asked: int = 0
+
+    def agree(self, size: int, has_peers: bool, timeout: timedelta) -> int:
+        """Which group all ``size`` ranks take now. One that they all have back, after as many
+        collectives on each, or a new one. Those that are back and not alike are destroyed.
+
+        Ranks free a dropped context at different moments, so the last one to come here decides.
+        """
+        if not self.made:
+            return 0
+        back = self._take_back()
+        if not has_peers:
+            return min(self.free, default=self.made)
+        store = dist.PrefixStore(f"fsdp_overlap/{self.name}", c10d._get_default_store())
+        for loan in back:
+            store.add(loan.label, 1)
+            store.add(f"{loan.label}/{_state(loan)}", 1)
+        self.asked += 1
+        choice = f"choice/{self.asked}"
+        if store.add(f"asked/{self.asked}", 1) == size:
+            fit, unfit = self.made, []
+            for number, loan in sorted(self.free.items(), reverse=True):
+                if store.add(loan.label, 0) == size:
+                    state = _state(loan)
+                    if state and store.add(f"{loan.label}/{state}", 0) == size:
+                        fit = number
+                    else:
+                        unfit.append(number)
+            store.set(choice, json.dumps([fit, unfit]))
+        store.wait([choice], timeout)
+        fit, unfit = json.loads(store.get(choice))
+        for number in unfit:
+            self.free.pop(number).destroy()
+        return int(fit)
+
+    def _take_back(self) -> list[Loan]:
+        taken = []
+        while self.returned:  # a collected context may add to it meanwhile
+            loan = self.returned.popleft()
+            if loan.exists:
+                self.free[loan.number] = loan
+                taken.append(loan)
+        return taken
+
+
+# By the default group, which is replaced when a process starts torch.distributed again.
+_shelves: WeakKeyDictionary[dist.ProcessGroup, dict[str, Shelf]] = WeakKeyDictionary()
+_turns: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
+
+
+def borrow(purpose: str, like: dist.ProcessGroup, ranks: Sequence[int], device_type: str) -> Loan:
+    """A group of ``ranks``, in this order, with the backend, the options and the timeout of
+    ``like``. Nobody else uses it until it is given back. Collective over ``ranks``, which must ask
+    for their groups in the same order.
+
+    Raises:
+        RuntimeError: the ranks did not all come in time.
+    """
+    default = c10d._get_default_group()
+    # A digest, for the names of a thousand ranks would fill kilobytes.
+    key = sha256(f"{like.group_name} {list(ranks)}".encode()).hexdigest()[:16]
+    name = f"fsdp_overlap_{purpose}_{key}"
+    shelf = _shelves.setdefault(default, {}).setdefault(name, Shelf(name))
+    backend = _registered_backend(like, device_type)
+    timeout = group_timeout(like, device_type) or c10d._get_default_timeout(backend)
+    try:
+        number = shelf.agree(len(ranks), has_peers(like), timeout)
+        if number in shelf.free:
+            loan = shelf.free.pop(number)
+            loan.turn += 1
+            return loan
+        shelf.made = number + 1
+        group = _make(f"{name}_{number}", ranks, backend, _options(like, device_type), timeout)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"ranks {list(ranks)} did not all come within {timeout} to make the process group "
+            f"of their {purpose}s: a rank died or runs something else, or ctx.reset() was not "
+            f"called on every rank: {error}"
+        ) from error
+    return Loan(ref(group), shelf, number, device_type)
+
+
+def give_back(loans: Iterable[Loan]) -> None:
+    """Lets other contexts borrow ``loans``. May be called by the garbage collector, at any moment:
+    nothing is sent here."""
+    for loan in loans:
+        loan.shelf.returned.append(loan)
+
+
+def next_turn(group: dist.ProcessGroup) -> int:
+    """How many contexts used the user's ``group`` before this one."""
+    turns = _turns.setdefault(c10d._get_default_group(), Counter())
+    turns[group.group_name] += 1
+    return turns[group.group_name]
+
+
+def alive(reference: ref[dist.ProcessGroup]) -> dist.ProcessGroup:
+    """
+    Raises:
+        RuntimeError: the user destroyed the group.
+    """
+    group = reference()
+    if group is None:
+        raise RuntimeError(
+            "the process groups of this model were destroyed by destroy_process_group(): "
+            "build and shard the model again after the next init_process_group()"
+        )
+    return group
+
+
+def collectives_issued(group: dist.ProcessGroup) -> int | None:
+    """How many collectives this rank issued on ``group``; ``None`` if its backend does not
+    count."""
+    try:
+        issued: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    except RuntimeError:
+        return None
+    return issued
+
+
+def _state(loan: Loan) -> str:
+    """What must be the same on every rank for ``loan`` to be used again; empty if it cannot be."""
+    issued = collectives_issued(loan.group) if loan.is_sound else None
+    return "" if issued is None else str(issued)
+
+
+def _make(
+    name: str, ranks: Sequence[int], backend: c10d.Backend, options: Any, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Only ``ranks`` take part. ``torch.distributed.new_group()`` cannot do that: it names a group
+    by how many this rank has made, which may not be the same elsewhere, and sorts the ranks."""
+    default = c10d._get_default_group()
+    # NCCL would split the default group if it were bound to a device, which takes all its ranks.
+    bound, default.bound_device_id = default.bound_device_id, None
+    try:
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            list(ranks).index(dist.get_rank()),
+            list(ranks),
+            backend,
+            c10d._get_default_store(),
+            c10d.GroupName(name),
+            backend_options=options,
+            timeout=timeout,
+            group_desc=name.rsplit("_", 2)[0],
+        )
+    finally:
+        default.bound_device_id = bound
+    assert isinstance(group, dist.ProcessGroup)
+    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return group
+
+
+def _registered_backend(group: dist.ProcessGroup, device_type: str) -> c10d.Backend:
+    """What ``group`` was told to use for tensors on ``device_type``."""
+    devices = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+    return c10d.Backend(devices[device_type])
+
+
+def _options(group: dist.ProcessGroup, device_type: str) -> Any:
+    """Those that ``group`` was made with, for another group."""
+    options: Any = getattr(group._get_backend(torch.device(device_type)), "options", None)
+    with suppress(TypeError):  # torch writes names and timeouts into NCCL's, which can be copied
+        options = copy.deepcopy(options)
+    if getattr(options, "split_from", None) is not None:
+        options.split_from = None
+    return options
+
+
+def backend_name(device_type: str, group: dist.ProcessGroup) -> str:
+    """``"gloo"``, ``"nccl"``, ...: the backend that serves ``device_type`` in ``group``."""
+    return group._get_backend(torch.device(device_type)).name().lower()
+
+
+def can_close(device_type: str, group: dist.ProcessGroup) -> bool:
+    """Whether the host waits for the collectives of ``group``, and they can be made to end."""
+    return device_type == "cpu" and backend_name(device_type, group) == "gloo"
+
+
+def group_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
+    """The timeout of ``group``, or ``None`` where its backend does not tell."""
+    backend = group._get_backend(torch.device(device_type))
+    return getattr(getattr(backend, "options", None), "_timeout", None)
+
+
+@cache
+def end_threads_before_python() -> None:
+    """At the end of the process, ends the threads of groups that the user has destroyed and that a
+    mesh still holds.
+
+    A thread of gloo that frees a tensor needs Python. If Python ends first, the whole process is
+    aborted: "terminate called without an active exception".
+    """
+    atexit.register(_end_threads)
+
+
+def _end_threads() -> None:
+    if dist.is_initialized():
+        return
+    for found in gc.get_objects():
+        if type(found) is DeviceMesh:
+            found._pg_registry.clear()

@@ -1,0 +1,94 @@
+"""Looking at every operation, for mistakes that cannot be found at no cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp_overlap.runtime.bucket import Bucket, BucketState
+from fsdp_overlap.runtime.unit import unit_of
+from fsdp_overlap.runtime.unsharded_edits import FREED, INSTEAD
+
+
+def check_parameters(model: nn.Module) -> TorchDispatchMode:
+    """Within it, an operation that uses an unsharded parameter of ``model`` after its memory was
+    freed, or edits one, raises where it is called, and names the parameter and its unit.
+
+    ``with check_parameters(model):`` around a step is for looking for a mistake: it makes each
+    operation slow.
+
+    Raises:
+        ValueError: nothing in ``model`` was sharded.
+    """
+    units = dict.fromkeys(
+        unit for module in model.modules() if (unit := unit_of(module)) is not None
+    )
+    if not units:
+        raise ValueError(
+            f"check_parameters() of a {type(model).__name__} without units: call fully_shard() "
+            "before"
+        )
+    return _Checks([bucket for unit in units for bucket in unit.buckets])
+
+
+class _Checks(TorchDispatchMode):
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        super().__init__()
+        self._buckets = buckets
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        arguments = func._schema.arguments
+        given = [*zip(arguments, args, strict=False)]
+        given += [(each, kwargs[each.name]) for each in arguments if each.name in kwargs]
+        for argument, value in given:
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            for tensor in _plain_tensors(value):
+                self._check(func, tensor, writes)
+        return func(*args, **kwargs)
+
+    def _check(self, func: Any, tensor: torch.Tensor, writes: bool) -> None:
+        bucket = next((bucket for bucket in self._buckets if bucket.full.holds(tensor)), None)
+        if bucket is None or not tensor.numel():
+            return
+        # The library itself writes while it gathers.
+        if bucket.state is BucketState.UNSHARDED and writes:
+            raise RuntimeError(
+                f"{func} edits {_name(bucket, tensor)} while it is unsharded, which would be "
+                f"lost, because only shards last. {INSTEAD}"
+            )
+        if bucket.state is BucketState.SHARDED and not (func.is_view or _makes_another(func)):
+            raise RuntimeError(
+                f"{func} uses {_name(bucket, tensor)}: " + FREED.format(bucket.label)
+            )
+
+
+def _plain_tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, DTensor):
+        value = value._local_tensor
+    if type(value) in (torch.Tensor, nn.Parameter):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _plain_tensors(item)
+
+
+def _makes_another(func: Any) -> bool:
+    """Whether it looks at nothing but shape and dtype of what it is given."""
+    name = func._schema.name.removeprefix("aten::")
+    return name.startswith("new_") or name.endswith("_like")
+
+
+def _name(bucket: Bucket, tensor: torch.Tensor) -> str:
+    plan, start = bucket.plan, int(tensor.storage_offset())
+    for spec, offset in zip(plan.specs, plan.offsets, strict=True):
+        if offset <= start < offset + spec.numel:
+            return f"parameter {spec.fqn!r} of unit {bucket.label!r}"
+    return f"the full buffer of unit {bucket.label!r}"

@@ -1,0 +1,160 @@
+"""What is done to unsharded parameters, and would be lost with the full buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+
+from fsdp_overlap.layout.bucket_plan import align
+from fsdp_overlap.runtime.bucket import Bucket
+from fsdp_overlap.runtime.tensor_parallel import tile_in
+
+_version = attrgetter("_version")
+
+INSTEAD = (
+    "Edit the sharded parameter, under torch.no_grad(), before forward or after optimizer.step(); "
+    "what forward itself has to change must be a buffer"
+)
+
+FREED = (
+    "a parameter of unit {!r}, or a view of one, was used after its memory was freed: keep a "
+    "clone() of what is used after forward, or read the sharded parameter of the module"
+)
+
+Uncompared = list[tuple["UnshardedEdits", torch.Tensor]]
+"""Buckets whose first forward has run, and for each of their parameters whether it changed."""
+
+
+def compare(uncompared: Uncompared) -> str | None:
+    """What these forwards edited, in words. The host waits for them. Empties the list."""
+    changes = [(edits, changed.tolist()) for edits, changed in uncompared]
+    uncompared.clear()
+    found = [edits.describe(changed.index(True)) for edits, changed in changes if any(changed)]
+    return found[0] if found else None
+
+
+class UnshardedEdits:
+    """Finds changes of a bucket's unsharded parameters. The shards do not get them, and another
+    rank may have made others.
+
+    Autograd counts edits in place, and it does not count all-gathers, which write underneath. Nor
+    does it count edits through ``.data``: for those, the first forward in each mode, training and
+    evaluation, compares the values before and after.
+
+    ``tables`` are the ``_parameters`` of all modules of the unit.
+    """
+
+    def __init__(self, bucket: Bucket, tables: Sequence[dict[str, Any]]) -> None:
+        self._bucket = bucket
+        self._tiles = list(map(tile_in, bucket.parameters))
+        self._counted: list[torch.Tensor] = [*bucket.parameters]
+        if bucket.is_tensor_parallel:
+            # A DTensor does not count what is done to its local tensor.
+            self._counted += self._tiles
+        self._versions = list(map(_version, self._counted))
+        self._tables = tables
+        self._registered = sum(map(len, tables))
+        self._forwards = 0
+        self._digest: torch.Tensor | None = None
+
+    def begin_comparison(self) -> None:
+        """The parameters are whole, and a forward is about to run."""
+        self._digest = self._digest_now()
+
+    def end_comparison(self, uncompared: Uncompared) -> None:
+        """It has run. What came of it goes to ``uncompared``."""
+        if self._digest is not None:
+            uncompared.append((self, self._digest != self._digest_now()))
+            self._digest = None
+
+    def edited(self) -> str | None:
+        """Which parameter was edited in place since this was last asked, in words."""
+        versions = list(map(_version, self._counted))
+        if versions == self._versions:
+            return None
+        pairs = zip(versions, self._versions, strict=True)
+        index = next(index for index, (now, before) in enumerate(pairs) if now != before)
+        self._versions = versions
+        return self.describe(index % len(self._tiles))
+
+    def replaced(self) -> str | None:
+        """What stands in the place of a parameter while the full buffer exists."""
+        bucket = self._bucket
+        for registered, name, parameter, sharded in bucket.places:
+            found = registered.get(name)
+            if found is not parameter and found is not sharded:
+                return (
+                    f"parameter {name!r} of unit {bucket.label!r} was replaced while it was "
+                    f"unsharded, and the new one would be lost. {INSTEAD}"
+                )
+        # What these find lasts, so it is enough to look ever more rarely.
+        self._forwards += 1
+        if self._forwards & (self._forwards - 1):
+            return None
+        return self._moved() or self._registered_again()
+
+    def forbid_old_graphs(self) -> None:
+        """Makes autograd refuse to read the parameters for any graph made before."""
+        before = list(map(_version, self._counted))
+        increment_version(self._bucket.parameters)
+        for index, version in enumerate(map(_version, self._counted)):
+            self._versions[index] += version - before[index]
+
+    def describe(self, index: int) -> str:
+        """An edit of a parameter, in words. What the full buffer has is not used again."""
+        self._bucket.outdate()
+        return (
+            f"{self._name(index)} was edited in place while it was unsharded, by a forward, a "
+            "backward or a hook, as nn.Embedding(max_norm=...) does. The edit would be lost, "
+            f"because only shards last, and ranks may have made different ones. {INSTEAD}"
+        )
+
+    def _moved(self) -> str | None:
+        """Gives parameters their memory back that have other memory."""
+        moved = []
+        full = self._bucket.full
+        for index, (tile, view) in enumerate(zip(self._tiles, full.views, strict=True)):
+            if tile.data_ptr() != view.data_ptr():
+                tile.data = view
+                moved.append(index)
+        if not moved:
+            return None
+        return (
+            f"{self._name(moved[0])} was given other memory, by an assignment to its .data or by "
+            f"flatten_parameters(), which all-gathers do not reach. {INSTEAD}"
+        )
+
+    def _registered_again(self) -> str | None:
+        registered = sum(map(len, self._tables))
+        if registered == self._registered:
+            return None
+        known = {(id(table), name) for table, name, _, _ in self._bucket.places}
+        own = {id(parameter): index for index, parameter in enumerate(self._bucket.parameters)}
+        for table in self._tables:
+            for name, parameter in table.items():
+                if id(parameter) in own and (id(table), name) not in known:
+                    return (
+                        f"{self._name(own[id(parameter)])} was registered again while it was "
+                        f"unsharded, as {name!r}, where its memory will be freed: keep a clone(), "
+                        "or register it under both names before fully_shard()"
+                    )
+        self._registered = registered
+        return None
+
+    def _name(self, index: int) -> str:
+        bucket = self._bucket
+        return f"parameter {bucket.plan.specs[index].fqn!r} of unit {bucket.label!r}"
+
+    def _digest_now(self) -> torch.Tensor:
+        """One number for each parameter."""
+        plan, flat = self._bucket.plan, self._bucket.full.flat
+        return torch.stack(
+            [
+                flat[offset : offset + align(spec.numel)].view(torch.int64).sum()
+                for spec, offset in zip(plan.specs, plan.offsets, strict=True)
+            ]
+        )

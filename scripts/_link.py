@@ -1,0 +1,291 @@
+"""What the benchmarks over a slow link train: a model of transformer blocks, sharded by ours and by
+FSDP2, and the collectives of a step of ours alone.
+
+Options are those of `bench_link.py`, which says what each system is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import bench_muon
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed import fsdp as fsdp2
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+import fsdp_overlap
+from fsdp_overlap.comm.collectives import Issued, choose
+from fsdp_overlap.layout import Blocks, BucketPlan, Flat, Layout, ParamSpec, Whole, plan_units
+from fsdp_overlap.optim import AdamW, Muon
+from fsdp_overlap.runtime.reductions import MAX_INPUTS
+
+WIDTH = 512
+HEADS = 8
+SEQUENCE = 64
+LAYOUTS: dict[str, Layout] = {"flat": Flat(), "blocks": Blocks(rows=128), "whole": Whole()}
+
+
+UNITS = {"gbit": 1.0, "mbit": 1e-3}
+
+
+def gbit(rate: str) -> float:
+    """Of a limited link, in Gbit/s. Raises argparse's error for what `tc` alone may know."""
+    found = re.fullmatch(r"([\d.]+)(gbit|mbit)", rate)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{rate}: use 2gbit, 500mbit and so on")
+    return float(found[1]) * UNITS[found[2]]
+
+
+def checked_rate(rate: str) -> str:
+    """`rate`, if `gbit` knows it."""
+    gbit(rate)
+    return rate
+
+
+class Sleep(torch.autograd.Function):
+    """What a GPU's compute is to the host's cores: time passes, once in forward and twice as much
+    in backward, and they are free."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()  # FSDP2 warns of views
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return gradient, None
+
+
+class Block(nn.Module):
+    """A transformer block of 12 * WIDTH^2 parameters, and two norms."""
+
+    def __init__(self, sleep_ms: float = 0.0) -> None:
+        super().__init__()
+        self.sleep_ms = sleep_ms
+        self.norm1 = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.norm2 = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).unbind(-3)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(-2))
+        x = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return Sleep.apply(x, self.sleep_ms / 1e3) if self.sleep_ms else x
+
+
+def build(blocks: int, sleep_ms: float = 0.0) -> nn.Sequential:
+    """The same model on every rank and for every system."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(sleep_ms) for _ in range(blocks)))
+
+
+def make_batch(rank: int, rows: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(rows // SEQUENCE, SEQUENCE, WIDTH, generator=generator)
+
+
+def make_step(model: nn.Module, rank: int, rows: int) -> Callable[[], float]:
+    """Forward and backward on this rank's rows; returns the loss."""
+    batch = make_batch(rank, rows)
+
+    def step() -> float:
+        loss = model(batch).square().mean()
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return step
+
+
+class Ours:
+    """What our collectives do for FSDP2: each is waited for where FSDP2 waits for its own, before
+    the call returns, so that they hide as little."""
+
+    def allocate(
+        self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class OurAllGather(Ours, AllGather):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        plan = plan_of(output_tensor.numel(), output_tensor.dtype, group.size())
+        gather = choose("cpu", group, plan).all_gather
+        finish(gather(output_tensor.view(-1), input_tensor.view(-1), plan, group))
+
+
+class OurReduceScatter(Ours, ReduceScatter):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        divisor = {dist.ReduceOp.AVG: None, dist.ReduceOp.SUM: 1.0}[op]
+        plan = plan_of(input_tensor.numel(), input_tensor.dtype, group.size())
+        reduce = choose("cpu", group, plan).reduce_scatter
+        own = finish(reduce(input_tensor.view(-1), plan, group, divisor))
+        output_tensor.copy_(own.view_as(output_tensor))
+
+
+@cache
+def plan_of(numel: int, dtype: torch.dtype, world_size: int) -> BucketPlan:
+    """Of one tensor, cut evenly."""
+    [plan] = plan_units([[ParamSpec("", (numel,), dtype)]], world_size, Flat())
+    return plan
+
+
+def finish(issued: Issued) -> torch.Tensor:
+    for work in issued.works:
+        work.wait()
+    return issued.finish()
+
+
+def shard_fsdp2(args: argparse.Namespace, with_our_collectives: bool = False) -> nn.Sequential:
+    """A model sharded as users of FSDP2 do."""
+    model = build(args.blocks, args.sleep)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model:
+        fsdp2.fully_shard(block, mesh=mesh)
+        if with_our_collectives:
+            block.set_custom_all_gather(OurAllGather())
+            block.set_custom_reduce_scatter(OurReduceScatter())
+    fsdp2.fully_shard(model, mesh=mesh)
+    return model
+
+
+def shard_ours(
+    args: argparse.Namespace, layout: str, prefetch: int
+) -> tuple[nn.Sequential, fsdp_overlap.FsdpContext]:
+    """A model sharded by ours, and its context."""
+    model = build(args.blocks, args.sleep)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    ctx = fsdp_overlap.FsdpContext(
+        mesh,
+        prefetch=prefetch,
+        separate_groups=not args.shared_group,
+        layout=LAYOUTS[layout],
+    )
+    ctx.plan([*model, model])
+    for block in model:
+        fsdp_overlap.fully_shard(block, ctx)
+    fsdp_overlap.fully_shard(model, ctx)
+    return model, ctx
+
+
+def make_training(
+    model: nn.Module,
+    args: argparse.Namespace,
+    begin: Callable[[bool], None],
+    update: Callable[[], None],
+) -> Callable[[], float]:
+    """A step of training; `begin` is told before each microbatch whether it is the last, `update`
+    follows them. Returns the loss of the last."""
+    batch = make_batch(dist.get_rank(), args.rows)
+
+    def step() -> float:
+        for index in range(args.microbatches):
+            begin(index == args.microbatches - 1)
+            loss = model(batch).square().mean()
+            loss.backward()
+        update()
+        model.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return step
+
+
+def train_ours(
+    args: argparse.Namespace, overlap: bool
+) -> tuple[Callable[[], float], fsdp_overlap.FsdpContext]:
+    prefetch = 0 if args.stage == 3 and not overlap else args.prefetch
+    model, ctx = shard_ours(args, args.layout, prefetch)
+    model.set_zero_stage(args.stage)
+    optimizer: torch.optim.Optimizer
+    if args.optimizer == "muon":
+        optimizer = Muon(model, bench_muon.LR, adamw=bench_muon.ADAMW)
+    else:
+        optimizer = AdamW(model.parameters(), **bench_muon.ADAMW)
+
+    def update() -> None:
+        optimizer.step()
+        if overlap:
+            ctx.start_param_sync()
+        else:
+            ctx.finish_param_sync()
+
+    return make_training(model, args, model.set_is_last_backward, update), ctx
+
+
+def train_fsdp2(args: argparse.Namespace) -> Callable[[], float]:
+    model = shard_fsdp2(args)
+    assert isinstance(model, fsdp2.FSDPModule)
+    if args.stage < 3:
+        model.set_reshard_after_forward(False)
+
+    def begin(is_last: bool) -> None:
+        if args.stage < 3:
+            model.set_reshard_after_backward(is_last)
+        if args.stage == 1:
+            model.set_requires_gradient_sync(is_last)
+
+    if args.optimizer == "muon":
+        update = bench_muon.torchs(model, torch.float32)
+    else:
+        update = torch.optim.AdamW(model.parameters(), **bench_muon.ADAMW, fused=True).step
+    return make_training(model, args, begin, update)
+
+
+def make_communication(
+    model: nn.Sequential,
+    prefetch: int,
+    gather_group: dist.ProcessGroup,
+    reduce_group: dist.ProcessGroup,
+) -> Callable[[], float]:
+    """The collectives of one step of ours, with nothing to wait for but each other."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    specs = [ParamSpec(n, tuple(p.shape), p.dtype) for n, p in model[0].named_parameters()]
+    [plan] = plan_units([specs], world_size, Flat())
+    collectives = choose("cpu", gather_group, plan)
+    # Buffers are made beforehand and gathers share one: what it holds does not matter here.
+    full, gradients = torch.zeros(plan.numel), torch.zeros(plan.numel)
+    shard = torch.zeros(plan.shard_numels[rank])
+
+    def communicate() -> float:
+        uses = 2 * len(model) - (1 if prefetch else 0)
+        gathers = [collectives.all_gather(full, shard, plan, gather_group) for _ in range(uses)]
+        reductions: deque[Issued] = deque()
+        for _ in model:
+            if len(reductions) == MAX_INPUTS:
+                finish(reductions.popleft())
+            reductions.append(collectives.reduce_scatter(gradients, plan, reduce_group))
+        for one in (*gathers, *reductions):
+            finish(one)
+        return 0.0
+
+    return communicate

@@ -1,0 +1,84 @@
+"""What the parts of the GPU suite assert can fail."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from ranks import run_ranks
+from traces import Step, report_of
+
+from fsdp_overlap.profiling import Report
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import _gpu_bench  # noqa: E402
+import gpu_parts  # noqa: E402
+import gpu_suite  # noqa: E402
+
+BLOCKS = 7  # and the root, which the hand-made steps do not have
+
+
+def test_a_step_that_takes_more_memory_than_it_may_fails() -> None:
+    samples = {"ours, prefetch 0": [2.4, 2.5], "ours, prefetch 1": [3.4], "FSDP2": [9.0]}
+    gpu_parts.assert_within_bounds(samples)
+    samples["ours, prefetch 0"].append(3.2)
+    with pytest.raises(AssertionError, match=r"a step takes 3\.20 blocks, at most 3\.1"):
+        gpu_parts.assert_within_bounds(samples)
+
+
+def test_a_loss_or_gradient_that_is_off_or_no_number_fails() -> None:
+    gpu_parts.assert_parity("ours", "bfloat16", 1e-3, 1e-2)
+    for loss, gradient, what in (
+        (0.1, 0.0, "the loss"),
+        (0.0, 0.1, "a gradient"),
+        (float("nan"), 0.0, "the loss"),
+        (0.0, float("nan"), "a gradient"),
+    ):
+        with pytest.raises(AssertionError, match=f"ours, bfloat16: {what} is off by"):
+            gpu_parts.assert_parity("ours", "bfloat16", loss, gradient)
+
+
+def reports(steady: Step, first: Step) -> dict[str, Report]:
+    return {gpu_parts.OURS: report_of(steady), gpu_parts.FIRST: report_of(first)}
+
+
+def test_what_is_exposed_fails_in_a_steady_and_in_a_first_step() -> None:
+    healthy, exposed = Step(units=BLOCKS + 1), Step(units=BLOCKS + 1, prefetch=0)
+    gpu_parts.assert_hidden(reports(healthy, healthy), BLOCKS)
+    for steady, first in ((exposed, healthy), (healthy, exposed)):
+        with pytest.raises(AssertionError, match="0 of 8 forward all-gathers ran under compute"):
+            gpu_parts.assert_hidden(reports(steady, first), BLOCKS)
+    slow = Step(units=BLOCKS + 1, reduce_scatter=9000)
+    with pytest.raises(AssertionError, match="reduce-scatters ran under compute"):
+        gpu_parts.assert_hidden(reports(slow, healthy), BLOCKS)
+
+
+def first_step() -> None:
+    dist.destroy_process_group()  # the one real rank's
+    bench = _gpu_bench.Bench.start(_gpu_bench.SCALES["cpu"], "cpu")
+    for step in bench.steps().values():
+        step()
+    model = bench.new_ours()
+    step = _gpu_bench.make_step(model, bench.batch)
+    step()
+    gpu_parts.assert_nothing_was_predicted(model)
+    ours = gpu_parts.units_of(bench.models[gpu_parts.OURS])[0].context
+    assert gpu_parts.units_of(model)[0].context.gather_lane is ours.gather_lane
+    step()
+    with pytest.raises(AssertionError, match="prefetch hits"):
+        gpu_parts.assert_nothing_was_predicted(model)
+
+
+def test_a_first_step_is_one_of_which_nothing_was_predicted() -> None:
+    run_ranks(first_step, 1)
+
+
+def test_the_suite_runs_every_file_with_tests_for_a_gpu() -> None:
+    files = {"cuda", "cuda_offload", "finalization", "hooks", "compile", "simulated_modes"}
+    found = gpu_suite.tests_marked_gpu()
+    assert {f"tests/test_{name}.py" for name in files} <= set(found)
+    assert "tests/test_parity.py" not in found

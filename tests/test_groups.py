@@ -1,0 +1,391 @@
+"""The process groups of contexts: who has them, when they go, and what they are made like."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import expect_rank_errors, run_ranks
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.futures import Future
+from twins import NAMES, Twins, impatient
+from zoo import Model, shard_layers
+
+from fsdp_overlap import FsdpContext
+from fsdp_overlap.comm import pool
+from fsdp_overlap.comm.groups import GroupCache
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="counts threads and files in /proc")
+
+
+def held() -> tuple[int, int]:
+    """The threads and open files of this process."""
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def one_context_after_another() -> None:
+    counts = []
+    gc.disable()  # a context's groups are free at once, and not when Python looks for cycles
+    try:
+        for _ in range(12):
+            twins = Twins.of("layers")
+            twins.train(1)
+            counts.append(held())
+            del twins
+    finally:
+        gc.enable()
+    assert counts[1:] == counts[1:2] * 11, counts
+
+
+@LINUX
+def test_contexts_that_follow_each_other_hold_no_more_than_one() -> None:
+    run_ranks(one_context_after_another, 2)
+
+
+def groups_of(twins: Twins) -> set[str]:
+    return {twins.ctx.groups.gather.group_name, twins.ctx.groups.reduce.group_name}
+
+
+def contexts_side_by_side() -> None:
+    """Which ranks free at different moments, in another order."""
+    rank = dist.get_rank()
+    first, second = Twins.of("layers"), Twins.of("layers")
+    first.train(1)
+    second.train(1)
+    names = groups_of(first), groups_of(second)
+    assert not names[0] & names[1]
+    kept: list[Twins] = [first, second]
+    del first, second
+    del kept[rank]  # rank 0 the first, rank 1 the second
+    third = Twins.of("layers")
+    third.train(1)
+    assert not groups_of(third) & (names[0] | names[1])  # on no rank both are free
+    kept.clear()
+    fourth = Twins.of("layers")
+    fourth.train(1)
+    third.train(1)
+    assert groups_of(fourth) == names[0]
+
+
+def left_at_different_places() -> None:
+    """A context that is dropped after one rank alone issued something on one of its groups."""
+    twins = Twins.of("layers")
+    twins.train(1)
+    names = groups_of(twins)
+    gathers = twins.ctx.groups.gather
+    if dist.get_rank() == 1:
+        dist.broadcast(torch.ones(1), group=gathers, group_src=1, async_op=True)
+    reference = weakref.ref(gathers)
+    del twins, gathers
+    twins = Twins.of("layers")
+    twins.train(2)
+    assert len(groups_of(twins) & names) == 1  # that of the reductions
+    assert reference() is None
+
+
+def closed_by_a_fault() -> None:
+    """And dropped without a reset."""
+    with impatient():
+        twins = Twins.of("layers")
+        twins.train(1)
+        names = groups_of(twins)
+        twins.ctx.faults._fail("planned")
+        del twins
+        twins = Twins.of("layers")
+        twins.train(2)
+        assert not groups_of(twins) & names
+
+
+def reuse() -> None:
+    contexts_side_by_side()
+    left_at_different_places()
+    closed_by_a_fault()
+
+
+def test_a_group_is_used_again_where_all_ranks_are_done_with_it_alike() -> None:
+    run_ranks(reuse, 2)
+
+
+def destroyed_before_the_end() -> None:
+    before = held()[0]
+    twins = Twins.of("layers")
+    twins.train(1)
+    groups = [weakref.ref(group) for group in (twins.ctx.groups.gather, twins.ctx.groups.reduce)]
+    twins.model.head.weight.full_tensor()
+    during = held()[0]
+    dist.destroy_process_group()
+    assert [group() for group in groups] == [None, None]
+    pool._end_threads()
+    # The model, which a program still has when it ends, keeps none: those of the default group were
+    # there before.
+    assert held()[0] < before < during
+    with pytest.raises(RuntimeError, match="destroyed by destroy_process_group"):
+        twins.ctx.groups.gather.size()
+
+
+@LINUX
+def test_no_thread_of_a_destroyed_group_is_left_when_python_ends() -> None:
+    run_ranks(destroyed_before_the_end, 2)
+
+
+def test_a_program_that_trains_and_destroys_its_group_ends_normally() -> None:
+    script = Path(__file__).parents[1] / "scripts" / "normal_ends.py"
+    ended = subprocess.run(
+        [sys.executable, script, "--runs", "1"], capture_output=True, text=True, timeout=300
+    )
+    assert ended.stdout == "1 of 1 runs ended with 0\n", ended.stdout + ended.stderr
+
+
+# ---- a backend that is not gloo by name, and does not make the host wait ----
+
+
+class LaggingGroup(dist.ProcessGroup):
+    """Real ranks. A collective that the others do not join stays under way, as on a GPU, while the
+    host goes on after its ``patience``, without the result."""
+
+    patience: timedelta | None = None
+
+    def __init__(self, options: Any, given: Any) -> None:
+        super().__init__(options.group_rank, options.group_size)
+        self.given = given
+        self.options = Options(options.timeout)
+        self.ranks = options.global_ranks_in_group
+        self._inner = dist.ProcessGroupGloo(
+            options.store, options.group_rank, options.group_size, options.timeout
+        )
+        self._issued = 0
+        self.aborted = False
+
+    def name(self) -> str:
+        return "lagging"
+
+    getBackendName = name
+
+    @property
+    def group_name(self) -> str:
+        return c10d._world.pg_names.get(self, "")
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._issued
+
+    def abort(self) -> None:
+        self.aborted = True
+        peer = (self.rank() + 1) % self.size()
+        with pytest.raises(RuntimeError):
+            self._inner.recv([torch.empty(1)], peer, 7).wait(timedelta(milliseconds=1))
+
+    def shutdown(self) -> None:
+        pass
+
+    def _run(self, work: dist.Work, arrive: Callable[[], object]) -> dist.Work:
+        self._issued += 1
+        if LaggingGroup.patience is None:
+            work.wait()
+            arrive()
+        else:
+            with suppress(RuntimeError):
+                work.wait(LaggingGroup.patience)
+                arrive()
+        future: Future[list[torch.Tensor]] = Future()
+        future.set_result([])
+        return torch._C._distributed_c10d._create_work_from_future(future)  # type: ignore[no-any-return]
+
+    def _allgather_base(self, whole: torch.Tensor, own: torch.Tensor, opts: Any) -> dist.Work:
+        parts = [torch.empty_like(own) for _ in range(self.size())]
+        work = self._inner.allgather([parts], [own.detach().clone()])
+        return self._run(work, lambda: whole.detach().copy_(torch.cat(parts)))
+
+    def _reduce_scatter_base(self, own: torch.Tensor, whole: torch.Tensor, opts: Any) -> dist.Work:
+        total = whole.detach().clone()
+        work = self._inner.allreduce([total])
+        ranges = total.chunk(self.size())
+        return self._run(work, lambda: own.copy_(ranges[self.rank()] / self.size()))
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
+        values = tensors[0].detach().clone()
+        work = self._inner.allreduce([values], opts)
+        return self._run(work, lambda: tensors[0].detach().copy_(values))
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
+        values = tensors[0].detach().clone()
+        work = self._inner.broadcast([values], opts)
+        return self._run(work, lambda: tensors[0].detach().copy_(values))
+
+
+class Options:
+    """What a mesh's group was made with."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        self.is_high_priority_stream = False
+
+
+dist.Backend.register_backend("lagging", LaggingGroup, extended_api=True, devices=["cpu"])
+
+
+class Stopping(Model):
+    """Raises behind the layer that it is told, in forward or in backward."""
+
+    stops: tuple[str, int] | None = None
+
+    def run(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        x = super().run(layer, x)
+        index = list(self.layers).index(layer)
+        self.stop("forward", index)
+        if x.requires_grad:
+            x.register_hook(lambda _: self.stop("backward", index))
+        return x
+
+    def stop(self, where: str, index: int) -> None:
+        if self.stops == (where, index):
+            raise ArithmeticError(f"planned at {index}")
+
+
+def stop_at(*places: tuple[str, int]) -> None:
+    """Each rank at its own, twice; then training must be right."""
+    twins = Twins(Stopping, shard_layers)
+    twins.train(2)
+    assert twins.ctx.groups.gather is twins.ctx.mesh.get_group()
+    for _ in range(2):
+        reduce = twins.ctx.groups.reduce
+        twins.model.stops = places[twins.rank]
+        LaggingGroup.patience = timedelta(seconds=0.3)
+        try:
+            twins.losses(*next(twins.batches(1)))[0].backward()
+            raise AssertionError("nobody stopped")
+        except ArithmeticError:
+            twins.model.stops = LaggingGroup.patience = None
+            twins.ctx.reset()
+        twins.optimizer.zero_grad()
+        twins.twin_optimizer.zero_grad()
+        twins.train(2)
+        # New ones where they must be, for with this backend they are dear.
+        assert (twins.ctx.groups.reduce is reduce) == (len(set(places)) == 1)
+        assert reduce.aborted == (len(set(places)) > 1)
+        del reduce
+
+
+def test_ranks_without_gloo_that_fail_at_different_layers_train_right_after_a_reset() -> None:
+    both = ("forward", 1)
+    run_ranks(stop_at, 2, both, both, backend="lagging")
+    # All gathers were issued, and one reduction more on rank 1.
+    run_ranks(stop_at, 2, ("backward", 1), ("backward", 0), backend="lagging")
+
+
+def test_reset_refuses_what_it_cannot_mend() -> None:
+    """Ranks are gathers apart, on the group of the mesh, and equal sizes would hide it."""
+    messages = expect_rank_errors(
+        stop_at,
+        2,
+        ("forward", 0),
+        ("forward", 1),
+        backend="lagging",
+        match="ctx.reset.. cannot bring the ranks together: ranks .[01]. and this one",
+    )
+    assert "planned at 0" in messages[0]
+    assert "planned at 1" in messages[1]
+
+
+# ---- what they are made like ----
+
+
+def as_the_meshes() -> None:
+    group = dist.group.WORLD
+    assert isinstance(group, LaggingGroup)
+    group.options.is_high_priority_stream = True
+    cache = GroupCache(separate=True)
+    groups = cache.get(init_device_mesh("cpu", (2,)))
+    own = groups.reduce
+    assert isinstance(own, LaggingGroup)
+    assert own.given is not group.options
+    assert own.given.is_high_priority_stream
+    assert own.options._timeout == group.options._timeout
+
+
+def test_groups_have_the_options_of_the_meshes() -> None:
+    run_ranks(as_the_meshes, 2, backend="lagging")
+
+
+def in_another_order() -> None:
+    """A mesh of a group whose first rank is 1."""
+    own = dist.new_group([1, 0], sort_ranks=False)
+    mesh = DeviceMesh.from_group(own, "cpu")
+    torch.manual_seed(3)
+    model = Model()
+    whole = {name: value.detach().clone() for name, value in model.named_parameters()}
+    tokens = torch.zeros(2, 3, dtype=torch.int64)
+    expected = model(tokens)
+    ctx = FsdpContext(mesh)
+    shard_layers(model, ctx)
+    torch.testing.assert_close(model(tokens), expected)
+    assert ctx.groups.gather.rank() == 1 - dist.get_rank() == mesh.get_local_rank()
+    assert dist.get_process_group_ranks(ctx.groups.reduce) == [1, 0]
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.full_tensor(), whole[name])
+
+
+@pytest.mark.skipif(
+    "sort_ranks" not in inspect.signature(dist.new_group).parameters,
+    reason="this torch sorts the ranks of every group",
+)
+def test_a_mesh_keeps_the_order_of_its_ranks() -> None:
+    run_ranks(in_another_order, 2)
+
+
+def transposed(divide_copies: bool) -> None:
+    mesh = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=NAMES)
+    with patch("twins.init_device_mesh", lambda *_, **__: mesh):
+        twins = Twins.of("layers", mesh=(2, 2), divide_copies=divide_copies)
+    twins.train(2)
+
+
+def refused() -> None:
+    with pytest.raises(ValueError, match="order the ranks of every row alike"):
+        FsdpContext(DeviceMesh("cpu", [[1, 0], [2, 3]]))
+
+
+def on_meshes_of_two_dimensions() -> None:
+    for divide_copies in (False, True):
+        transposed(divide_copies)
+    refused()
+
+
+def test_a_mesh_may_be_transposed_and_a_tangled_one_is_refused() -> None:
+    run_ranks(on_meshes_of_two_dimensions, 4)
+
+
+def many_ranks() -> None:
+    names = []
+
+    def helper(*args: Any, **options: Any) -> Any:
+        names.append(args[5])
+        return c10d.GroupMember.WORLD, None
+
+    like = dist.group.WORLD
+    assert like is not None
+    with patch.object(c10d, "_new_process_group_helper", helper):
+        ranks = c10d._world.pg_group_ranks[like]
+        pool.borrow("all_gather", like, range(4096), "cpu")
+        c10d._world.pg_group_ranks[like] = ranks
+    assert len(names[0]) < 64
+
+
+def test_names_of_groups_are_short() -> None:
+    run_ranks(many_ranks, 1)
