@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from nccl_like import BACKEND
+from nccl_like import BACKEND, unseen
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -36,13 +36,52 @@ PROGRAMS: dict[int, dict[str, Callable[[], object]]] = {2: {}, 4: {}}
 """By the number of ranks."""
 
 
+class Trained(Twins):
+    """On the modelled device. Each rank compares what it holds itself, which is quick: what would
+    gather it belongs to a program of its own."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, device="modelled", **options)
+
+    def check_gradients(self) -> None:
+        pairs = []
+        for (name, parameter), twin in self.pairs():
+            gradient: Any = parameter.grad
+            if gradient is not None and twin.grad is None:
+                twin.grad = torch.zeros_like(twin)
+            assert (gradient is None) == (twin.grad is None), name
+            if twin.grad is not None:
+                pairs.append((parameter, gradient.to_local(), twin.grad))
+        compare(pairs)
+
+    def check_parameters(self) -> None:
+        compare([(p, p.detach().to_local(), twin) for (_, p), twin in self.pairs()])  # type: ignore[operator]
+
+
+def compare(pairs: list[tuple[Any, torch.Tensor, torch.Tensor]]) -> None:
+    """Each sharded parameter, what this rank holds of it or its gradient, and the whole."""
+    places = [slice(*parameter.local_range) for parameter, _, _ in pairs]
+    with unseen(), torch.no_grad():
+        held = [local.flatten() for _, local, _ in pairs]
+        expected = [w.flatten()[place] for (_, _, w), place in zip(pairs, places, strict=True)]
+        same(torch.cat(held), torch.cat(expected), "what this rank holds")
+
+
 def layers(options: dict[str, Any], **twins: Any) -> Twins:
     """The plain model, sharded with ``options``."""
-    return Twins(Model, partial(shard_layers, **options), device="modelled", **twins)
+    return Trained(Model, partial(shard_layers, **options), **twins)
 
 
 def train(name: str = "layers", steps: int = 2, **options: Any) -> None:
-    Twins.of(name, device="modelled", **options).train(steps)
+    Trained.of(name, **options).train(steps)
+
+
+def train_and_gather() -> None:
+    """As all others do, but compares whole parameters and gradients."""
+    Twins.of("layers", device="modelled").train(2)
+
+
+PROGRAMS[2]["whole tensors compared"] = train_and_gather
 
 
 def train_with(options: dict[str, Any], **twins: Any) -> None:
@@ -64,7 +103,7 @@ for name, layout in LAYOUTS.items():
 
 
 def at_stage(stage: int, starts: bool) -> None:
-    twins = Twins.of("layers", device="modelled")
+    twins = Trained.of("layers")
     twins.model.set_zero_stage(stage)
     for _ in range(2):
         for index, batch in enumerate(twins.batches(2)):
@@ -84,7 +123,7 @@ for stage in (1, 2, 3):
 
 def accumulates(verb: str, **options: Any) -> None:
     """And clips what it has accumulated."""
-    twins = Twins.of("layers", device="modelled", **options)
+    twins = Trained.of("layers", **options)
     for step in range(2):
         for index, batch in enumerate(twins.batches(3)):
             getattr(twins.model, verb)(index == 2)
@@ -145,12 +184,12 @@ PROGRAMS[4]["offloaded, copies"] = partial(train_with, OFFLOADED, **COPIES)
 
 def state_dicts() -> None:
     """Of a model and its optimizer, whole and sharded, into other layouts."""
-    saved = Twins.of("layers", device="modelled", optimizer=AdamW)
+    saved = Trained.of("layers", optimizer=AdamW)
     saved.train(1)
     whole = StateDictOptions(full_state_dict=True)
     model = get_model_state_dict(saved.model, options=whole)
     optimizer = get_optimizer_state_dict(saved.model, saved.optimizer, options=whole)
-    loaded = Twins.of("layers", device="modelled", optimizer=AdamW, layout=Whole())
+    loaded = Trained.of("layers", optimizer=AdamW, layout=Whole())
     set_model_state_dict(loaded.model, model, options=whole)
     set_optimizer_state_dict(loaded.model, loaded.optimizer, optimizer, options=whole)
     saved.model.load_state_dict(saved.model.state_dict())
@@ -168,7 +207,7 @@ PROGRAMS[2]["state dicts"] = state_dicts
 
 def none_where_a_unit_did_not_run() -> None:
     """And zeros where it did: to know that no rank has a gradient would take waiting."""
-    twins = Twins.of("unused parameters", device="modelled")
+    twins = Trained.of("unused parameters")
     twins.backward(*next(twins.batches(1)))
     never_ran = list(twins.model.layers[3].parameters())
     assert all(parameter.grad is None for parameter in never_ran)
@@ -201,5 +240,5 @@ def test_training_equals_unsharded_training_and_all_of_it_is_ordered(world_size:
     for name in PROGRAMS[world_size]:
         seen = [rank[name] for rank in ranks]
         assert [found for found, _ in seen] == [[]] * world_size, name
-        assert all(len(issued) > 10 for _, issued in seen), name
+        assert all(issued for _, issued in seen), name
         assert compare_issued([issued for _, issued in seen]) is None, name

@@ -16,7 +16,6 @@ from zoo import ROWS, VOCABULARY, ZOO, Shard
 
 from fsdp_overlap import FsdpContext, ShardedTensor
 from fsdp_overlap.comm import watch
-from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.layout import Flat, LayoutRule
 from fsdp_overlap.optim import Muon
 
@@ -64,12 +63,6 @@ class Twins:
     def of(cls, name: str, **options: Any) -> Twins:
         return cls(*ZOO[name], **options)
 
-    @property
-    def gives_zeros(self) -> bool:
-        """Whether parameters of units that ran get zeros where no rank has a gradient of them: to
-        know that, the host would have to wait. The twin then gets them too."""
-        return self.world > 1 and has_streams(torch.device(self.device))
-
     def batches(self, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Tokens and targets of all ranks, ``[world * ROWS, LENGTH]`` each."""
         generator = torch.Generator().manual_seed(3)
@@ -115,8 +108,6 @@ class Twins:
 
     def check_gradients(self) -> None:
         for (name, parameter), twin in self.pairs():
-            if self.gives_zeros and parameter.grad is not None and twin.grad is None:
-                twin.grad = torch.zeros_like(twin)
             assert (parameter.grad is None) == (twin.grad is None), f"{name}: {parameter.grad}"
             if parameter.grad is not None:
                 assert isinstance(parameter.grad, ShardedTensor)
