@@ -60,6 +60,7 @@ def train(rank: int, store: str, fsdp2: bool) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
+    torch.manual_seed(0)
     if fsdp2:
         from torch.distributed.fsdp import fully_shard
     else:

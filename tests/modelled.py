@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from nccl_like import unseen
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.futures import Future
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 from twins import loss_of
 from zoo import VOCABULARY, ZOO
@@ -27,8 +27,9 @@ NAMES = ("replicate", "shard")
 
 
 class Nobody(dist.ProcessGroup):
-    """One of several ranks, of which the others do not exist: collectives move nothing. Good for
-    the order of operations, not for values."""
+    """One of several ranks, of which the others do not exist. Lists are gathered as if the others
+    held the same, so that ranks agree; else nothing moves. Good for the order of operations, not
+    for values."""
 
     def name(self) -> str:
         return BACKEND
@@ -57,6 +58,10 @@ class Nobody(dist.ProcessGroup):
         return self._issue("reduce_scatter", output, input)
 
     def allgather(self, outputs: Any, inputs: Any, opts: object = None) -> dist.Work:
+        with unseen():
+            for output in outputs[0]:
+                if output.shape == inputs[0].shape:
+                    output.detach().copy_(inputs[0])
         return self._issue("all_gather", outputs, inputs)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: object = None) -> dist.Work:
@@ -101,7 +106,7 @@ def fake_ranks(world_size: int = 4, backend: str = BACKEND) -> Iterator[None]:
     Within another, that one is gone afterwards."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    dist.init_process_group(backend, store=FakeStore(), rank=0, world_size=world_size)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=world_size)
     try:
         yield
     finally:

@@ -212,6 +212,11 @@ class LaggingGroup(dist.ProcessGroup):
         work = self._inner.allgather([parts], [own.detach().clone()])
         return self._run(work, lambda: whole.detach().copy_(torch.cat(parts)))
 
+    def allgather(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
+        parts = [torch.empty_like(output) for output in outputs[0]]
+        work = self._inner.allgather([parts], [inputs[0].detach().clone()])
+        return self._run(work, lambda: torch._foreach_copy_(outputs[0], parts))
+
     def _reduce_scatter_base(self, own: torch.Tensor, whole: torch.Tensor, opts: Any) -> dist.Work:
         total = whole.detach().clone()
         work = self._inner.allreduce([total])

@@ -228,9 +228,23 @@ def empty_cache() -> None:
     pass
 
 
+class _Hooks(torch._C._acc.PrivateUse1Hooks):
+    """What C++ asks about the device, as in a barrier."""
+
+    def is_available(self) -> bool:
+        return is_available()
+
+    def is_built(self) -> bool:
+        return True
+
+    def has_primary_context(self, index: int) -> bool:
+        return False
+
+
 def _register() -> None:
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, sys.modules[__name__])
+    torch._C._acc.register_python_privateuseone_hook(_Hooks())
 
 
 if getattr(torch, NAME, None) is None:

@@ -243,20 +243,25 @@ class Bucket:
             )
         if self.state is BucketState.GATHERING:
             self.wait()
-        if not self.full.allocated:
-            lane.allocate(self.label, self.full)
-        version = self.version
-        if self.part is None:
-            ticket = lane.enqueue("all_gather", self.label, self._all_gather, nbytes=self._travels)
-        else:
-            ticket = self._gather_with_part(lane, self.part, version)
-        # Not before: what raised, as for want of memory, has gathered nothing.
+        before, version = self.state, self.version
         self._become(BucketState.GATHERING)
-        self._ticket, self._gathered_version = ticket, version
+        try:
+            self._ticket = self._enqueue_gather(lane, version)
+        except BaseException:
+            self.state = before  # what raised, as for want of memory, has gathered nothing
+            raise
+        self._gathered_version = version
         if self.divided is not None:
             self.divided.last_read = self._ticket
         if self.offload is not None:
             self.domain.reading = self._ticket
+
+    def _enqueue_gather(self, lane: Lane, version: int) -> Ticket:
+        if not self.full.allocated:
+            lane.allocate(self.label, self.full)
+        if self.part is not None:
+            return self._gather_with_part(lane, self.part, version)
+        return lane.enqueue("all_gather", self.label, self._all_gather, nbytes=self._travels)
 
     def _gather_with_part(self, lane: Lane, part: KeptPart, version: int) -> Ticket:
         is_kept = part.holds(version)
