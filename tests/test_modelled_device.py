@@ -384,3 +384,12 @@ def test_what_is_copied_deeply_lies_where_it_did(device: ModelledDevice) -> None
         assert copied.device == part.device == place
         assert copied[1:].data_ptr() == part.data_ptr()
     assert not device.syncs
+
+
+def test_in_inference_mode_it_sees_the_same(device: ModelledDevice) -> None:
+    with torch.inference_mode():
+        tokens = torch.arange(3).to(HERE)
+        assert tokens.device == HERE
+        assert torch.nn.functional.linear(torch.ones(2, 2, device=HERE), tokens[:2] * 1.0).numel()
+        assert torch.ones(2, device=HERE).cpu().device.type == "cpu"
+    assert [sync.operation for sync in device.syncs] == ["_to_copy", "_to_copy"]

@@ -131,7 +131,11 @@ class ModelledDevice:
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
     ) -> None:
-        """Enqueues a collective of ``group`` on the current stream."""
+        """Enqueues a collective of ``group`` on the current stream. For memory of the host alone
+        the host runs it at once."""
+        if not any(map(self.is_here, (*reads, *writes))):
+            self.run(kind, reads, writes, on_host=True)
+            return
         if self.issuing is not None:
             self.issuing(kind)
         ranks = tuple(dist.get_process_group_ranks(group))

@@ -112,6 +112,10 @@ class Dispatch(TorchDispatchMode):
             return func(*args, **kwargs)  # which has no memory: torch asks for a shape
         if any(each not in PLAIN for each in types):
             return NotImplemented  # its own operations come one by one
+        if torch.is_inference_mode_enabled() and func._can_decompose():
+            # Autograd, which else takes such operations apart, was passed by.
+            with self:
+                return func.decompose(*args, **kwargs)
         about = About.of(func)
         with torch._C.DisableTorchFunction():
             if about.name.startswith("lift_fresh"):
