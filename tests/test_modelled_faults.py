@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from modelled import Program, fake_ranks
 from nccl_like import BACKEND
 from ranks import run_ranks
@@ -25,6 +28,7 @@ import fsdp_overlap
 from fsdp_overlap.layout import Whole
 from fsdp_overlap.modelled import Issued, ModelledDevice, compare_issued, running
 from fsdp_overlap.optim import Muon, clip_grad_norm_
+from fsdp_overlap.runtime.faults import Faults
 
 LIBRARY = str(Path(fsdp_overlap.__file__).parent)
 
@@ -197,3 +201,25 @@ def test_after_a_fault_on_all_ranks_the_numbers_are_right(
     seen = run_ranks(claim, world_size, backend=BACKEND, timeout=120)
     assert not any(ALWAYS - failed for failed, _ in seen)
     assert compare_issued([issued for _, issued in seen]) is None
+
+
+def reset_twice() -> None:
+    """Rank 0 is late to compare itself, when the other has come to its next reset already."""
+    apart = Faults._apart
+
+    def late(*args: Any) -> Any:
+        if dist.get_rank() == 0:
+            time.sleep(0.3)
+        return apart(*args)
+
+    with running(ModelledDevice()):
+        twins = Trained.of("layers")
+        twins.train(1)
+        with patch.object(Faults, "_apart", late):
+            twins.ctx.reset()
+            twins.ctx.reset()
+        twins.train(1)
+
+
+def test_a_reset_compares_ranks_as_they_were_when_they_met() -> None:
+    run_ranks(reset_twice, 2, backend=BACKEND)
