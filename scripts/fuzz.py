@@ -5,6 +5,7 @@ The same seed and number of programs try the same ones, as long as the code is t
 
 import sys
 from collections import Counter
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -23,11 +24,16 @@ from ranks import close_pool
 OUT = Console(highlight=False, soft_wrap=True)
 
 
+class Device(StrEnum):
+    CPU = "cpu"
+    MODELLED = "modelled"
+
+
 class Search:
     """Tries programs until one shows a difference, which is then made smaller."""
 
-    def __init__(self, examples: int, number: int) -> None:
-        self.examples, self.number = examples, number
+    def __init__(self, examples: int, number: int, device: str) -> None:
+        self.examples, self.number, self.device = examples, number, device
         self.tried = 0
         self.done: Counter[str] = Counter()
         self.different: fuzz.Program | None = None
@@ -46,7 +52,7 @@ class Search:
 
             try:
                 phases = [Phase.generate, Phase.shrink]
-                fuzz.try_programs(self.examples, self.number, look, phases)
+                fuzz.try_programs(self.examples, self.number, look, phases, self.device)
             except AssertionError as error:
                 self.error = error
 
@@ -68,7 +74,8 @@ def show(search: Search) -> None:
         table.add_row(name, str(count))
     OUT.print(table)
     OUT.print(
-        f"seed {search.number}, torch {torch.__version__}: {search.tried} programs, "
+        f"seed {search.number}, {search.device}, torch {torch.__version__}: "
+        f"{search.tried} programs, "
         f"{search.done.total()} operations, {0 if search.different is None else 1} differences"
     )
 
@@ -76,6 +83,9 @@ def show(search: Search) -> None:
 def main(
     examples: Annotated[int, typer.Option(help="Programs to try.")] = 200,
     number: Annotated[int, typer.Option("--seed", help="The same one tries the same ones.")] = 0,
+    device: Annotated[
+        Device, typer.Option(help="What is trained on: a CPU, or a model of a device with streams.")
+    ] = Device.CPU,
     program: Annotated[
         str | None, typer.Option(help="One program, as printed for a difference, and no other.")
     ] = None,
@@ -86,7 +96,7 @@ def main(
             done = fuzz.run_on_ranks(eval(program, fuzz.NAMES))
             OUT.print(f"no difference in {done.total()} operations")
             return
-        search = Search(examples, number)
+        search = Search(examples, number, device)
         search.run()
         show(search)
         if search.different is not None:

@@ -11,9 +11,10 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
+import nccl_like
 from fuzz_errors import PLACES, EditTooSoon, Fail, FailAlone, Reset, Stray
 from fuzz_run import Run, Setup
 from fuzz_states import EDITS, Copy, Edit, Load, Rebuild, Save
@@ -48,6 +49,7 @@ from test_random_models import Node, trees
 
 from fsdp_overlap import Blocks, Flat
 from fsdp_overlap import Whole as WholeMatrices
+from fsdp_overlap.modelled import Issued, ModelledDevice, compare_issued, running
 
 LAYOUTS = (Flat(), WholeMatrices(), Blocks(rows=2))
 
@@ -59,8 +61,25 @@ class Program:
     operations: tuple[Operation, ...]
 
 
-def run_program(program: Program) -> Counter[str]:
-    """On one of the ranks. Returns how many operations of each kind did something."""
+class Seen(NamedTuple):
+    """By one of the ranks: how many operations of each kind did something, and on the modelled
+    device what was found and which collectives were issued."""
+
+    done: Counter[str]
+    findings: list[str] = []  # noqa: RUF012
+    issued: list[Issued] = []  # noqa: RUF012
+
+
+def run_program(program: Program) -> Seen:
+    """On one of the ranks."""
+    if program.setup.device != "modelled":
+        return Seen(_run(program))
+    with running(ModelledDevice()) as device:
+        done = _run(program)
+    return Seen(done, list(map(str, device.findings)), device.issued)
+
+
+def _run(program: Program) -> Counter[str]:
     for expected in ("None of the inputs have requires_grad=True", "Full backward hook is firing"):
         warnings.filterwarnings("ignore", expected)
     done: Counter[str] = Counter()
@@ -79,7 +98,13 @@ def run_program(program: Program) -> Counter[str]:
 
 
 def run_on_ranks(program: Program) -> Counter[str]:
-    return run_ranks(run_program, program.world_size, program, timeout=40)[0]
+    backend = nccl_like.BACKEND if program.setup.device == "modelled" else "gloo"
+    ranks = run_ranks(run_program, program.world_size, program, timeout=40, backend=backend)
+    findings = list(dict.fromkeys(found for seen in ranks for found in seen.findings))
+    assert not findings, "\n".join(findings)
+    different = compare_issued([seen.issued for seen in ranks])
+    assert different is None, str(different)
+    return ranks[0].done
 
 
 # ---- what is drawn ----
@@ -159,8 +184,17 @@ def meshes(world_size: int) -> st.SearchStrategy[tuple[tuple[int, ...] | None, b
     return plain | st.tuples(copies, st.booleans())
 
 
+# They need the confirmations of a CPU.
+ON_CPU_ONLY = (FailAlone, Stray)
+
+
+def kinds_on(device: str) -> list[type[Operation]]:
+    """Those that a program for ``device`` may have."""
+    return [kind for kind in OPERATIONS if device == "cpu" or kind not in ON_CPU_ONLY]
+
+
 @st.composite
-def programs(draw: st.DrawFn) -> Program:
+def programs(draw: st.DrawFn, device: str) -> Program:
     world_size = draw(st.integers(1, 3))
     mesh, divide_copies = draw(meshes(world_size))
     setup = Setup(
@@ -171,20 +205,25 @@ def programs(draw: st.DrawFn) -> Program:
         mesh=mesh,
         divide_copies=divide_copies,
         own_optimizer=draw(st.booleans()),
+        device=device,
     )
     # What others build upon is drawn more often than what ends it; nothing, the simplest, is what
     # the other operations of a failing program become.
     copies = [AllReduce] * 4 if mesh is not None and mesh[0] > 1 else []
-    kinds = st.sampled_from([Nothing, *OPERATIONS, *OFTEN, *OFTEN, *copies])
+    kinds = st.sampled_from([Nothing, *kinds_on(device), *OFTEN, *OFTEN, *copies])
     drawn = [draw(kinds.flatmap(STRATEGIES.__getitem__)) for _ in range(draw(st.integers(8, 28)))]
     return Program(setup, world_size, tuple(each for each in drawn if each != Nothing()))
 
 
 def try_programs(
-    examples: int, number: int, look: Callable[[Program], None], phases: Sequence[Phase]
+    examples: int,
+    number: int,
+    look: Callable[[Program], None],
+    phases: Sequence[Phase],
+    device: str = "cpu",
 ) -> None:
-    """``look`` at as many programs, the same ones for the same ``number``."""
-    decorated = given(programs())(look)
+    """``look`` at as many programs for ``device``, the same ones for the same ``number``."""
+    decorated = given(programs(device))(look)
     decorated = settings(
         max_examples=examples,
         database=None,

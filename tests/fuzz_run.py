@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from twins import NAMES, Twins, same
 
 from fsdp_overlap import FsdpContext, ShardedTensor, fully_shard
+from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.layout import LayoutRule
 from fsdp_overlap.optim import AdamW
 from fsdp_overlap.runtime.unit import Unit, unit_of
@@ -44,7 +45,8 @@ class Reducing:
 
 @dataclass(frozen=True)
 class Setup:
-    """What is trained, and how it is sharded. ``ends``: the embedding and the head are a unit."""
+    """What is trained, and how it is sharded. ``ends``: the embedding and the head are a unit.
+    ``device``: the type of the one that it is trained on."""
 
     node: Node
     prefetch: int
@@ -53,6 +55,7 @@ class Setup:
     mesh: tuple[int, ...] | None = None
     divide_copies: bool = False
     own_optimizer: bool = False
+    device: str = "cpu"
 
     def shard(self, model: Whole, ctx: FsdpContext) -> None:
         for module in units_of(model.tree):
@@ -62,7 +65,7 @@ class Setup:
         fully_shard(model, ctx)
 
     def context(self) -> FsdpContext:
-        mesh = self.mesh and init_device_mesh("cpu", self.mesh, mesh_dim_names=NAMES)
+        mesh = self.mesh and init_device_mesh(self.device, self.mesh, mesh_dim_names=NAMES)
         return FsdpContext(
             mesh or None,
             prefetch=self.prefetch,
@@ -90,6 +93,7 @@ class Run(Twins):
             lambda: Whole(setup.node),
             setup.shard,
             prefetch=setup.prefetch,
+            device=setup.device,
             layout=setup.layout,
             mesh=setup.mesh,
             divide_copies=setup.divide_copies,
@@ -198,6 +202,12 @@ class Run(Twins):
             vars(told).update(what)
 
     @property
+    def gives_zeros(self) -> bool:
+        """Whether parameters of units that ran get zeros where no rank has a gradient of them: to
+        know that, the host would have to wait. The twin then gets them too."""
+        return self.world > 1 and has_streams(torch.device(self.device))
+
+    @property
     def has_copies(self) -> bool:
         return self.setup.mesh is not None and self.setup.mesh[0] > 1
 
@@ -244,6 +254,8 @@ class Run(Twins):
             mine = slice(*sharded.local_range)
             same(sharded.detach().to_local(), whole.detach().flatten()[mine], name)
             gradient = sharded.grad
+            if self.gives_zeros and gradient is not None and whole.grad is None:
+                whole.grad = torch.zeros_like(whole)
             assert (gradient is None) == (whole.grad is None), f"{name}: {gradient}, {whole.grad}"
             if gradient is not None:
                 expected = whole.grad.flatten()[mine]  # type: ignore[union-attr]

@@ -18,11 +18,17 @@ from fsdp_overlap.checkpoint import SafeFileSystemReader, SafeFileSystemWriter
 from fsdp_overlap.layout import LayoutRule
 from fsdp_overlap.runtime.unit import unit_of
 
+
+def rising(like: torch.Tensor) -> torch.Tensor:
+    values = torch.linspace(-1, 1, like.numel(), dtype=like.dtype, device=like.device)
+    return values.view(like.shape)
+
+
 EDITS: dict[str, Callable[[Any], None]] = {
     "mul_": lambda p: p.mul_(1.25),
     "data": lambda p: p.data.add_(0.125),
     "rows": lambda p: p[: max(1, len(p) // 2)].neg_(),
-    "copy_": lambda p: p.copy_(torch.linspace(-1, 1, p.numel()).double().view(p.shape)),
+    "copy_": lambda p: p.copy_(rising(p)),
     "foreach": lambda p: torch._foreach_mul_([p], 0.75),
     "to_local": lambda p: getattr(p, "to_local", lambda: p)().add_(0.25),
 }
@@ -104,13 +110,13 @@ class Rebuild(Operation):
             prefetch=self.prefetch,
             ends=setup.ends != (self.units == "others"),
         )
-        with torch.device("meta" if self.on_meta else "cpu"):
+        with torch.device("meta" if self.on_meta else setup.device):
             model = Whole(setup.node).double()
         for parameter, old in zip(model.parameters(), run.sharded, strict=True):
             parameter.requires_grad_(old.requires_grad)
         setup.shard(model, setup.context())
         if self.on_meta:
-            model.to_empty(device="cpu")
+            model.to_empty(device=setup.device)
         previous = run.saved
         Save(self.how).run(run)
         old = run.optimizer

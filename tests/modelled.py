@@ -20,6 +20,7 @@ from zoo import VOCABULARY, ZOO
 
 from fsdp_overlap import FsdpContext
 from fsdp_overlap.modelled import ModelledDevice, active, running
+from fsdp_overlap.modelled.torch_module import is_available
 from fsdp_overlap.optim import AdamW
 
 NAMES = ("replicate", "shard")
@@ -45,9 +46,9 @@ class Nobody(dist.ProcessGroup):
 
     def _issue(self, kind: str, writes: Any, reads: Any = ()) -> dist.Work:
         flat = [[t for t in tree_leaves(each) if t.numel()] for each in (reads, writes)]
-        if all(t.is_cpu for each in flat for t in each):
-            return _finished()
-        active().issue(self.group_name, kind, *flat)
+        # Of each tensor torch itself would say that it is on the host, within its own collectives.
+        if is_available() and any(active().is_here(t) for each in flat for t in each):
+            active().issue(self, kind, *flat)
         return _finished()
 
     def _allgather_base(self, output: Any, input: Any, opts: object = None) -> dist.Work:

@@ -157,7 +157,7 @@ class NcclLikeGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """`start` sends copies of `reads`; `receive` gets what arrives, and writes `writes`."""
         if streams.is_available():
-            streams.active().issue(self.group_name, kind, reads, writes)
+            streams.active().issue(self, kind, reads, writes)
         with unseen():
             return self._carry(kind, writes, reads, start, receive, opts)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from fuzz import OPERATIONS, run_on_ranks, try_programs
+from fuzz import OPERATIONS, Program, run_on_ranks, try_programs
 from fuzz_errors import SEEN
 from hypothesis import Phase
 
@@ -15,3 +15,13 @@ def test_random_programs_do_what_they_do_without_sharding() -> None:
     try_programs(50, 2, lambda program: done.update(run_on_ranks(program)), [Phase.generate])
     wanted = {kind.__name__ for kind in OPERATIONS} | SEEN
     assert not wanted - {name for name, count in done.items() if count}
+
+
+def test_random_programs_on_a_device_with_streams_are_right_and_ordered() -> None:
+    done: Counter[str] = Counter()
+
+    def look(program: Program) -> None:
+        done.update(run_on_ranks(program))
+
+    try_programs(8, 3, look, [Phase.generate], device="modelled")
+    assert done.total() > 50

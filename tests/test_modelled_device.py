@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
+from modelled import fake_ranks
 
 from fsdp_overlap.comm.streams import has_streams, streams_of
 from fsdp_overlap.modelled import (
@@ -320,10 +323,18 @@ def test_communicators_in_different_orders_are_found() -> None:
     assert compare_issued([[gather, reduce], [gather, reduce]]) is None
     finding = compare_issued([[gather, reduce], [reduce, gather]])
     assert finding is not None
-    assert "collective 0 differs: rank 0: all_gather on lanes of gathers; rank 1" in finding.text
+    assert "rank 0 with all_gather on lanes of gathers (0 before it); rank 1" in finding.text
     shorter = compare_issued([[gather, reduce], [gather]])
     assert shorter is not None
-    assert "rank 1: nothing" in shorter.text
+    assert "rank 1 with nothing (1 before it)" in shorter.text
+
+
+def test_three_communicators_of_which_each_two_ranks_share_one_are_found() -> None:
+    one, two, three = (Issued(str(a), "all_gather", (a, (a + 1) % 3)) for a in range(3))
+    assert compare_issued([[one, three], [one, two], [two, three]]) is None
+    finding = compare_issued([[one, three], [two, one], [three, two]])
+    assert finding is not None
+    assert "ranks wait for each other" in finding.text
 
 
 def test_an_allocation_may_fail() -> None:
@@ -340,6 +351,16 @@ def test_an_allocation_may_fail() -> None:
     assert device.allocator.allocated == 0
 
 
+def test_a_collective_may_fail_before_it_is_enqueued() -> None:
+    def refuse(kind: str) -> None:
+        raise RuntimeError(f"no {kind}")
+
+    device = ModelledDevice(issuing=refuse)
+    with fake_ranks(), running(device), pytest.raises(RuntimeError, match="no all_reduce"):
+        dist.all_reduce(torch.zeros(8, device=HERE))
+    assert device.issued == []
+
+
 def test_no_device_is_there_outside() -> None:
     module = torch.get_device_module("modelled")
     assert not module.is_available()
@@ -354,3 +375,21 @@ def test_other_threads_see_none_of_it(device: ModelledDevice) -> None:
     thread.join()
     assert seen == ["cpu"]
     assert device.operations == 0
+
+
+def test_what_is_copied_deeply_lies_where_it_did(device: ModelledDevice) -> None:
+    for place in (HERE, torch.device("cpu")):
+        whole = torch.zeros(3, device=place)
+        copied, part = copy.deepcopy([whole, whole[1:]])
+        assert copied.device == part.device == place
+        assert copied[1:].data_ptr() == part.data_ptr()
+    assert not device.syncs
+
+
+def test_in_inference_mode_it_sees_the_same(device: ModelledDevice) -> None:
+    with torch.inference_mode():
+        tokens = torch.arange(3).to(HERE)
+        assert tokens.device == HERE
+        assert torch.nn.functional.linear(torch.ones(2, 2, device=HERE), tokens[:2] * 1.0).numel()
+        assert torch.ones(2, device=HERE).cpu().device.type == "cpu"
+    assert [sync.operation for sync in device.syncs] == ["_to_copy", "_to_copy"]

@@ -49,12 +49,13 @@ class Board:
         if self._whole not in _silent:
             self._ask(lambda: self._store.set(str(self._me), note), None, ANSWER_SECONDS)
 
-    def meet(self, timeout: timedelta | None) -> list[int]:
-        """Waits for all ranks to call this, once; returns those that did not within ``timeout``."""
+    def meet(self, timeout: timedelta | None, note: str = "") -> list[int]:
+        """Waits for all ranks to call this, once, each with a ``note`` for :meth:`read`; returns
+        those that did not within ``timeout``."""
         others = [str(rank) for rank in self._others]
 
         def meet() -> bool:
-            self._store.set(str(self._me), "")
+            self._store.set(str(self._me), note)
             if timeout is None:
                 self._store.wait(others)
             else:

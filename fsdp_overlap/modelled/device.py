@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from fsdp_overlap.modelled.allocator import Allocator, Block
 from fsdp_overlap.modelled.findings import Finding, Sync, place
@@ -15,10 +16,12 @@ from fsdp_overlap.modelled.queues import Moment, Queue
 
 
 class Issued(NamedTuple):
-    """A collective that this rank enqueued: which ``kind``, on the communicator of which group."""
+    """A collective that this rank enqueued: which ``kind``, on the communicator of which group,
+    which connects ``ranks``; all there are where that is not said."""
 
     group: str
     kind: str
+    ranks: tuple[int, ...] = ()
 
 
 def lasts_nothing(
@@ -43,6 +46,7 @@ class ModelledDevice:
             has not waited for.
         allocating: is called with the bytes of each allocation, and may raise as a device does that
             has no memory left.
+        issuing: is called with the kind of each collective before it is enqueued, and may raise.
     """
 
     def __init__(
@@ -50,9 +54,11 @@ class ModelledDevice:
         duration: Callable[[str, Sequence[torch.Tensor], Sequence[torch.Tensor]], float]
         | None = None,
         allocating: Callable[[int], None] | None = None,
+        issuing: Callable[[str], None] | None = None,
     ) -> None:
         self.duration = duration
         self.allocating = allocating
+        self.issuing = issuing
         self.host = Queue(0, "the host")
         self.queues = [self.host]
         self.default = self.current = self.add_stream("the default stream")
@@ -119,10 +125,21 @@ class ModelledDevice:
                 memory.note(access)
 
     def issue(
-        self, group: str, kind: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+        self,
+        group: dist.ProcessGroup,
+        kind: str,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
     ) -> None:
-        """Enqueues a collective on the current stream."""
-        self.issued.append(Issued(group, kind))
+        """Enqueues a collective of ``group`` on the current stream. For memory of the host alone
+        the host runs it at once."""
+        if not any(map(self.is_here, (*reads, *writes))):
+            self.run(kind, reads, writes, on_host=True)
+            return
+        if self.issuing is not None:
+            self.issuing(kind)
+        ranks = tuple(dist.get_process_group_ranks(group))
+        self.issued.append(Issued(group.group_name, kind, ranks))
         self.run(kind, reads, writes)
 
     def _find_conflict(self, earlier: Access, access: Access, queue: Queue) -> None:
@@ -149,6 +166,10 @@ class ModelledDevice:
 
     def knows(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._memories
+
+    def is_here(self, tensor: torch.Tensor) -> bool:
+        """Whether it lies on the device, and not on the host."""
+        return self.memory_of(tensor).is_on_device
 
     def place(self, tensor: torch.Tensor, on_device: bool, pinned: bool = False) -> Memory:
         """``tensor``'s storage is new, and lies on the device or the host."""
@@ -223,15 +244,25 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
 def compare_issued(ranks: Sequence[Sequence[Issued]]) -> Finding | None:
     """``ranks`` enqueued these collectives, each in this order. Communicators that share a device
     must be used in one order on all ranks: else each waits for a kernel that cannot start."""
-    for position in range(max(map(len, ranks), default=0)):
-        found = {
-            rank: each[position] if position < len(each) else None
-            for rank, each in enumerate(ranks)
-        }
-        if len(set(found.values())) > 1:
+    positions = [0] * len(ranks)
+    while True:
+        heads = [
+            each[position] if position < len(each) else None
+            for each, position in zip(ranks, positions, strict=True)
+        ]
+        if not any(heads):
+            return None
+        for head in heads:
+            members = range(len(ranks)) if head is None else head.ranks or range(len(ranks))
+            if head is not None and all(heads[rank] == head for rank in members):
+                for rank in members:
+                    positions[rank] += 1
+                break
+        else:
             said = "; ".join(
-                f"rank {rank}: {'nothing' if one is None else f'{one.kind} on {one.group}'}"
-                for rank, one in found.items()
+                f"rank {rank} with "
+                + ("nothing" if head is None else f"{head.kind} on {head.group}")
+                + f" ({position} before it)"
+                for rank, (head, position) in enumerate(zip(heads, positions, strict=True))
             )
-            return Finding("order", f"collective {position} differs: {said}")
-    return None
+            return Finding("order", f"ranks wait for each other: {said}")

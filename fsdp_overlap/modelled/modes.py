@@ -10,13 +10,14 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Variable
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from fsdp_overlap.modelled.device import ModelledDevice
 from fsdp_overlap.modelled.findings import place
@@ -111,6 +112,10 @@ class Dispatch(TorchDispatchMode):
             return func(*args, **kwargs)  # which has no memory: torch asks for a shape
         if any(each not in PLAIN for each in types):
             return NotImplemented  # its own operations come one by one
+        if torch.is_inference_mode_enabled() and func._can_decompose():
+            # Autograd, which else takes such operations apart, was passed by.
+            with self:
+                return func.decompose(*args, **kwargs)
         about = About.of(func)
         with torch._C.DisableTorchFunction():
             if about.name.startswith("lift_fresh"):
@@ -152,8 +157,9 @@ class Dispatch(TorchDispatchMode):
             return output
         reads = [] if about.reads_nothing else reads
         writes = [*writes, *new]
-        if about.is_collective and on_device:
-            device.issue(_group_name(values), about.name, reads, writes)
+        group = _group_among(values) if about.is_collective and on_device else None
+        if group is not None:
+            device.issue(group, about.name, reads, writes)
         else:
             device.run(about.name, reads, writes, on_host=not (on_device or (new and makes)))
         if about.gives_value and on_device:
@@ -178,7 +184,7 @@ class Dispatch(TorchDispatchMode):
         Raises:
             RuntimeError: its operands are on the host and on the device.
         """
-        sides = [self.device.memory_of(tensor).is_on_device for tensor in tensors]
+        sides = [self.device.is_here(tensor) for tensor in tensors]
         if not any(sides):
             return False
         is_mixed = any(not side and t.dim() for side, t in zip(sides, tensors, strict=True))
@@ -210,11 +216,11 @@ class Dispatch(TorchDispatchMode):
         self.device.wait_on_host(self.device.mark(self.device.current), about.name)
 
 
-def _group_name(values: Sequence[Any]) -> str:
+def _group_among(values: Sequence[Any]) -> dist.ProcessGroup | None:
     for value in values:
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
-            return torch.distributed.ProcessGroup.unbox(value).group_name
-    return ""
+            return dist.ProcessGroup.unbox(value)
+    return None
 
 
 def _inner(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -253,6 +259,7 @@ class Calls(TorchFunctionMode):
             **self._getters,
             tensor.to: self._to,
             tensor.cpu: self._to_host,
+            tensor.__deepcopy__: self._copy_deeply,
             tensor.pin_memory: self._pin,
             tensor.is_pinned: self._is_pinned,
             tensor.tolist: self._read,
@@ -283,17 +290,14 @@ class Calls(TorchFunctionMode):
 
     # Sides
 
-    def _lies_here(self, tensor: torch.Tensor) -> bool:
-        return self.device.memory_of(tensor).is_on_device
-
     def _device_of(self, func: Any, tensor: torch.Tensor) -> torch.device:
-        return self._here if self._lies_here(tensor) else func(tensor)
+        return self._here if self.device.is_here(tensor) else func(tensor)
 
     def _is_on_host(self, func: Any, tensor: torch.Tensor) -> bool:
-        return func(tensor) and not self._lies_here(tensor)
+        return func(tensor) and not self.device.is_here(tensor)
 
     def _index_of(self, func: Any, tensor: torch.Tensor) -> int:
-        return 0 if self._lies_here(tensor) else func(tensor)
+        return 0 if self.device.is_here(tensor) else func(tensor)
 
     def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """A call that says where what it makes is to lie."""
@@ -320,10 +324,13 @@ class Calls(TorchFunctionMode):
 
     def _to(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], torch.Tensor):
-            args = (args[0].device if not self._lies_here(args[0]) else self._here, args[0].dtype)
+            args = (
+                args[0].device if not self.device.is_here(args[0]) else self._here,
+                args[0].dtype,
+            )
         copy = kwargs.pop("copy", False)
         target, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
-        is_here = self._lies_here(tensor)
+        is_here = self.device.is_here(tensor)
         goes_here = is_here if target is None else target.type == NAME
         if target is not None and target.type not in (NAME, "cpu"):
             return func(tensor, *args, **kwargs, copy=copy)
@@ -337,6 +344,16 @@ class Calls(TorchFunctionMode):
     def _to_host(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return self._to(torch.Tensor.to, tensor, "cpu")
 
+    def _copy_deeply(self, func: Any, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+        """torch copies the storage, by operations that do not tell where it lies."""
+        with _disable_current_modes():
+            output: torch.Tensor = func(tensor, memo)
+        if not self.device.knows(output):
+            is_here = self.device.is_here(tensor)
+            self.device.place(output, is_here)
+            self.device.run("deepcopy", [tensor], [output], on_host=not is_here)
+        return output
+
     def _pin(self, func: Any, tensor: torch.Tensor, *args: Any) -> torch.Tensor:
         return self._with_memory(False, True, tensor.clone)
 
@@ -346,7 +363,7 @@ class Calls(TorchFunctionMode):
     def _read(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The host reads values without an operation that the dispatcher sees."""
         device = self.device
-        if self._lies_here(tensor):
+        if self.device.is_here(tensor):
             if func == torch.Tensor.numpy:
                 raise TypeError(
                     f"numpy() of a tensor on the modelled device ({place()}): use cpu()"

@@ -138,18 +138,22 @@ class Faults:
         self._event = "called ctx.reset()" + (f" after {error!r}" if error is not None else "")
         for other in [*self._others(), self]:  # which is read first
             other._post()
+        notes: list[tuple[Domain, dict[int, Note]]] = []
         for domain, group, name in self._boards():
             timeout = group_timeout(group, domain.mesh.device_type)
-            late = Board(f"{name}/reset/{self._resets}", group).meet(timeout)
+            # One of its own: who has met the others goes on, and may post other notes at once.
+            board = Board(f"{name}/reset/{self._resets}", group)
+            late = board.meet(timeout, self._note_of(domain))
             if late:
                 raise RuntimeError(
                     f"ranks {late} did not call ctx.reset() in time, or died: this rank "
                     f"{self._event}; it must be called on every rank"
                 )
+            notes.append((domain, _parsed(board)))
         if self._groups.can_close:
             self._groups.close()
             return
-        for name, ranks in self._apart().items():
+        for name, ranks in self._apart(notes).items():
             if not self._groups.owns(name):
                 raise RuntimeError(
                     f"ctx.reset() cannot bring the ranks together: ranks {ranks} and this one have "
@@ -159,11 +163,11 @@ class Faults:
                 )
             self._groups.abort(name)
 
-    def _apart(self) -> dict[str, list[int]]:
+    def _apart(self, told: Iterable[tuple[Domain, dict[int, Note]]]) -> dict[str, list[int]]:
         """The groups on which others issued more or fewer collectives than this rank, by name, and
-        who did. All ranks of a group find the same."""
+        who did, as they ``told`` when they met. All ranks of a group find the same."""
         found: dict[str, list[int]] = {}
-        for domain, notes in self._notes():
+        for domain, notes in told:
             for name, mine in self._groups.issued().items():
                 for rank, note in notes.items():
                     if name not in note.issued:
@@ -199,22 +203,25 @@ class Faults:
 
     def _post(self) -> None:
         for domain, group, name in self._boards():
-            check = domain.order_check
-            note = Note(
-                self._event,
-                self._failure,
-                check.progress,
-                self._groups.issued(),
-                self._has_reset,
-                tuple(domain.labels),
-                tuple(check.history),
-            )
-            Board(name, group).post(json.dumps(asdict(note), default=list))
+            Board(name, group).post(self._note_of(domain))
+
+    def _note_of(self, domain: Domain) -> str:
+        """What this rank tells now."""
+        check = domain.order_check
+        note = Note(
+            self._event,
+            self._failure,
+            check.progress,
+            self._groups.issued(),
+            self._has_reset,
+            tuple(domain.labels),
+            tuple(check.history),
+        )
+        return json.dumps(asdict(note), default=list)
 
     def _notes(self) -> Iterator[tuple[Domain, dict[int, Note]]]:
         for domain, group, name in self._boards():
-            notes = Board(name, group).read()
-            yield domain, {rank: Note.parse(text) for rank, text in notes.items()}
+            yield domain, _parsed(Board(name, group))
 
     def _read(self) -> str:
         """What the others tell for which a collective is waited for in vain, if they do. What they
@@ -262,3 +269,7 @@ class Faults:
             if note.event
         }
         return f" ({'; '.join(sorted(events))})" if events else ""
+
+
+def _parsed(board: Board) -> dict[int, Note]:
+    return {rank: Note.parse(text) for rank, text in board.read().items()}

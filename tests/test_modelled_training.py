@@ -1,0 +1,244 @@
+"""Training on real ranks, on the modelled device: right values, and nothing left unordered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from nccl_like import BACKEND, unseen
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from twins import Twins, same
+from zoo import ZOO, Model, shard_layers
+
+from fsdp_overlap.layout import Blocks, Flat, LayoutRule, Whole
+from fsdp_overlap.modelled import Issued, ModelledDevice, compare_issued, running
+from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
+
+LAYOUTS: dict[str, LayoutRule] = {"flat": Flat(), "blocks": Blocks(rows=2), "whole": Whole()}
+COPIES: dict[str, Any] = {"mesh": (2, 2)}
+DIVIDED: dict[str, Any] = {**COPIES, "divide_copies": True}
+MUON: dict[str, Any] = {"optimizer": Muon, "ns_dtype": torch.double}
+
+PROGRAMS: dict[int, dict[str, Callable[[], object]]] = {2: {}, 4: {}}
+"""By the number of ranks."""
+
+
+class Trained(Twins):
+    """On the modelled device. Each rank compares what it holds itself, which is quick: what would
+    gather it belongs to a program of its own."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, device="modelled", **options)
+
+    def check_gradients(self) -> None:
+        pairs = []
+        for (name, parameter), twin in self.pairs():
+            gradient: Any = parameter.grad
+            if gradient is not None and twin.grad is None:
+                twin.grad = torch.zeros_like(twin)
+            assert (gradient is None) == (twin.grad is None), name
+            if twin.grad is not None:
+                pairs.append((parameter, gradient.to_local(), twin.grad))
+        compare(pairs)
+
+    def check_parameters(self) -> None:
+        compare([(p, p.detach().to_local(), twin) for (_, p), twin in self.pairs()])  # type: ignore[operator]
+
+
+def compare(pairs: list[tuple[Any, torch.Tensor, torch.Tensor]]) -> None:
+    """Each sharded parameter, what this rank holds of it or its gradient, and the whole."""
+    places = [slice(*parameter.local_range) for parameter, _, _ in pairs]
+    with unseen(), torch.no_grad():
+        held = [local.flatten() for _, local, _ in pairs]
+        expected = [w.flatten()[place] for (_, _, w), place in zip(pairs, places, strict=True)]
+        same(torch.cat(held), torch.cat(expected), "what this rank holds")
+
+
+def layers(options: dict[str, Any], **twins: Any) -> Twins:
+    """The plain model, sharded with ``options``."""
+    return Trained(Model, partial(shard_layers, **options), **twins)
+
+
+def train(name: str = "layers", steps: int = 2, **options: Any) -> None:
+    Trained.of(name, **options).train(steps)
+
+
+def train_and_gather() -> None:
+    """As all others do, but compares whole parameters and gradients."""
+    Twins.of("layers", device="modelled").train(2)
+
+
+PROGRAMS[2]["whole tensors compared"] = train_and_gather
+
+
+def train_with(options: dict[str, Any], **twins: Any) -> None:
+    layers(options, **twins).train(2)
+
+
+for name in ZOO:
+    # The last of them takes several passes to run the layers in each of its orders.
+    PROGRAMS[2][f"the model of {name}"] = partial(train, name, 4 if name == "dynamic order" else 2)
+for prefetch in (0, 1, 2):
+    for name, layout in LAYOUTS.items():
+        PROGRAMS[2][f"prefetch {prefetch}, {name}"] = partial(
+            train, prefetch=prefetch, layout=layout
+        )
+for name, layout in LAYOUTS.items():
+    PROGRAMS[2][f"AdamW, {name}"] = partial(train, optimizer=AdamW, layout=layout)
+    # Whole matrices need no exchange.
+    PROGRAMS[2][f"Muon, {name}"] = partial(train, layout=layout, **MUON)
+
+
+def at_stage(stage: int, starts: bool) -> None:
+    twins = Trained.of("layers")
+    twins.model.set_zero_stage(stage)
+    for _ in range(2):
+        for index, batch in enumerate(twins.batches(2)):
+            twins.model.set_is_last_backward(index == 1)
+            twins.backward(*batch)
+        twins.check_gradients()
+        twins.step()
+        if starts:
+            twins.ctx.start_param_sync()
+    twins.check_parameters()
+
+
+for stage in (1, 2, 3):
+    for starts in (False, True):
+        PROGRAMS[2][f"stage {stage}, starts gathers: {starts}"] = partial(at_stage, stage, starts)
+
+
+def accumulates(verb: str, **options: Any) -> None:
+    """And clips what it has accumulated."""
+    twins = Trained.of("layers", **options)
+    for step in range(2):
+        for index, batch in enumerate(twins.batches(3)):
+            getattr(twins.model, verb)(index == 2)
+            twins.backward(*batch)
+        twins.check_gradients()
+        clip: Any = clip_grad_norm_ if step else nn.utils.clip_grad_norm_
+        norm = clip(twins.model.parameters(), 0.1)
+        same(norm, nn.utils.clip_grad_norm_(twins.twin.parameters(), 0.1), "norm")
+        twins.check_gradients()
+        twins.check_rest()
+        twins.step()
+        twins.check_parameters()
+
+
+PROGRAMS[2]["accumulation"] = partial(accumulates, "set_requires_gradient_sync")
+PROGRAMS[2]["accumulation, ragged"] = partial(
+    accumulates, "set_requires_gradient_sync", layout=Whole()
+)
+for name, options in {"copies": COPIES, "divided copies": DIVIDED}.items():
+    for verb in ("set_requires_gradient_sync", "set_requires_all_reduce"):
+        PROGRAMS[4][f"accumulation, {name}, {verb}"] = partial(accumulates, verb, **options)
+    PROGRAMS[4][name] = partial(train, **options)
+    PROGRAMS[4][f"{name}, ragged"] = partial(train, layout=Whole(), **options)
+    PROGRAMS[4][f"{name}, Muon"] = partial(train, layout=Blocks(rows=2), **options, **MUON)
+
+
+def reduced_in_float32(**twins: Any) -> None:
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    trained = layers({"mp_policy": policy}, **twins)
+    for _ in range(2):
+        trained.backward(*next(trained.batches(1)))
+    for (name, parameter), twin in trained.pairs():
+        assert parameter.grad is not None
+        assert parameter.grad.dtype == torch.double, name
+        assert twin.grad is not None
+        torch.testing.assert_close(parameter.grad.full_tensor(), twin.grad, rtol=1e-5, atol=1e-6)
+
+
+for name, options in {"copies": COPIES, "divided copies": DIVIDED}.items():
+    PROGRAMS[4][f"{name}, reduced in float32"] = partial(reduced_in_float32, **options)
+PROGRAMS[2]["reduced in float32"] = reduced_in_float32
+for name, layout in LAYOUTS.items():
+    PROGRAMS[4][f"parts kept, {name}"] = partial(
+        train_with, {"reshard_after_forward": 2}, layout=layout
+    )
+    PROGRAMS[4][f"Muon, {name}"] = partial(train, layout=layout, **MUON)
+PROGRAMS[2]["kept until backward"] = partial(train_with, {"reshard_after_forward": False})
+OFFLOADED: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()}
+for name, options in {
+    "AdamW": {"optimizer": AdamW},
+    "torch's AdamW": {},
+    "ragged": {"layout": Whole()},
+    "Muon": MUON,
+}.items():
+    PROGRAMS[2][f"offloaded, {name}"] = partial(train_with, OFFLOADED, **options)
+PROGRAMS[4]["offloaded, copies"] = partial(train_with, OFFLOADED, **COPIES)
+
+
+def state_dicts() -> None:
+    """Of a model and its optimizer, whole and sharded, into other layouts."""
+    saved = Trained.of("layers", optimizer=AdamW)
+    saved.train(1)
+    whole = StateDictOptions(full_state_dict=True)
+    model = get_model_state_dict(saved.model, options=whole)
+    optimizer = get_optimizer_state_dict(saved.model, saved.optimizer, options=whole)
+    loaded = Trained.of("layers", optimizer=AdamW, layout=Whole())
+    set_model_state_dict(loaded.model, model, options=whole)
+    set_optimizer_state_dict(loaded.model, loaded.optimizer, optimizer, options=whole)
+    saved.model.load_state_dict(saved.model.state_dict())
+    for tokens, targets in saved.batches(2):
+        for twins in (saved, loaded):
+            twins.losses(tokens, targets)[0].backward()
+            twins.optimizer.step()
+            twins.optimizer.zero_grad()
+    for one, other in zip(saved.model.parameters(), loaded.model.parameters(), strict=True):
+        same(one.full_tensor(), other.full_tensor(), "loaded")  # type: ignore[attr-defined]
+
+
+PROGRAMS[2]["state dicts"] = state_dicts
+
+
+def none_where_a_unit_did_not_run() -> None:
+    """And zeros where it did: to know that no rank has a gradient would take waiting."""
+    twins = Trained.of("unused parameters")
+    twins.backward(*next(twins.batches(1)))
+    never_ran = list(twins.model.layers[3].parameters())
+    assert all(parameter.grad is None for parameter in never_ran)
+    spare = twins.model.layers[1].spare
+    assert not spare.grad.full_tensor().any()
+    same(spare.grad.full_tensor(), torch.zeros_like(spare.grad.full_tensor()), "spare")
+
+
+PROGRAMS[2]["gradients of nothing"] = none_where_a_unit_did_not_run
+
+
+def run_all(only: str = "") -> dict[str, tuple[list[str], list[Issued]]]:
+    """What the model found in each program, and what this rank issued there."""
+    seen = {}
+    for name, program in PROGRAMS[dist.get_world_size()].items():
+        if only in name:
+            with running(ModelledDevice()) as device:
+                try:
+                    program()
+                except Exception as error:
+                    error.add_note(f"in {name!r}")
+                    raise
+            seen[name] = list(dict.fromkeys(map(str, device.findings))), device.issued
+    return seen
+
+
+@pytest.mark.parametrize("world_size", PROGRAMS)
+def test_training_equals_unsharded_training_and_all_of_it_is_ordered(world_size: int) -> None:
+    ranks = run_ranks(run_all, world_size, backend=BACKEND, timeout=100)
+    for name in PROGRAMS[world_size]:
+        seen = [rank[name] for rank in ranks]
+        assert [found for found, _ in seen] == [[]] * world_size, name
+        assert all(issued for _, issued in seen), name
+        assert compare_issued([issued for _, issued in seen]) is None, name
