@@ -24,13 +24,6 @@ class Issued(NamedTuple):
     ranks: tuple[int, ...] = ()
 
 
-def lasts_nothing(
-    operation: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
-) -> float:
-    """The duration of an operation where only the order matters."""
-    return 0.0
-
-
 class ModelledDevice:
     """An accelerator whose memory is the host's and whose operations run at once, with a record of
     when they *could* run.

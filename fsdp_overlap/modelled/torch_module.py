@@ -15,8 +15,9 @@ import torch
 from torch import autograd
 from torch.utils import checkpoint
 
+from fsdp_overlap.modelled.calls import NAME, Calls
 from fsdp_overlap.modelled.device import ModelledDevice
-from fsdp_overlap.modelled.modes import NAME, Calls, Dispatch
+from fsdp_overlap.modelled.dispatch import Dispatch
 from fsdp_overlap.modelled.queues import Moment, Queue
 
 _active: list[ModelledDevice] = []

@@ -1,0 +1,222 @@
+"""Shows the modelled device every operation that torch's dispatcher runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp_overlap.modelled.device import ModelledDevice
+from fsdp_overlap.modelled.findings import place
+
+PLAIN = (torch.Tensor, nn.Parameter)
+
+# They take memory and do not touch it.
+_ALLOCATE_ONLY = {
+    "empty",
+    "empty_like",
+    "empty_permuted",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+}
+
+# They change what a tensor is a view of, or do nothing at all.
+_TOUCH_NOTHING = {"set_", "resize_", "lift", "detach_", "_unsafe_view", "_reshape_alias"}
+
+# They look at the shape of what they get, and at nothing in it.
+_READ_NOTHING = {
+    f"{value}_like" for value in ("zeros", "ones", "full", "rand", "randn", "randint")
+} | {"new_zeros", "new_ones", "new_full"}
+
+# They may have operands on both sides.
+_CROSSING = {"copy_", "_to_copy", "_foreach_copy_", "index", "index_put_", "_index_put_impl_"}
+
+# Collectives write their first argument, and read it where they have no other. The schemas do not
+# tell.
+_WRITES_NOTHING = {"barrier", "monitored_barrier_"}
+
+_SYNCS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+@dataclass(frozen=True)
+class About:
+    """What the schema of an operation tells."""
+
+    name: str
+    is_collective: bool
+    touches_nothing: bool
+    allocates_only: bool
+    reads_nothing: bool
+    may_cross: bool
+    gives_value: bool
+    """Whether the host has to know a value to go on."""
+    written: tuple[bool, ...]
+    """Whether it writes each of its arguments."""
+    non_blocking: int
+    """Which argument says that the host does not wait, -1 if none does."""
+
+    @classmethod
+    @cache
+    def of(cls, func: Any) -> About:
+        name = func.overloadpacket.__name__
+        arguments = func._schema.arguments
+        is_collective = func.namespace == "c10d"
+        written = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
+        if is_collective and name not in _WRITES_NOTHING:
+            written[0] = True
+        return cls(
+            name,
+            is_collective,
+            func.is_view or name in _TOUCH_NOTHING,
+            name in _ALLOCATE_ONLY,
+            name in _READ_NOTHING,
+            name in _CROSSING,
+            any(tag in func.tags for tag in _SYNCS),
+            tuple(written),
+            next((i for i, a in enumerate(arguments) if a.name == "non_blocking"), -1),
+        )
+
+
+class Dispatch(TorchDispatchMode):
+    """Tells the device what each operation reads, writes and allocates."""
+
+    def __init__(self, device: ModelledDevice) -> None:
+        super().__init__()
+        self.device = device
+        self.makes_on_device: bool | None = None
+        """Where new memory lies, if the call under way says so."""
+        self.makes_pinned = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if FakeTensor in types:
+            return func(*args, **kwargs)  # which has no memory: torch asks for a shape
+        if any(each not in PLAIN for each in types):
+            return NotImplemented  # its own operations come one by one
+        if torch.is_inference_mode_enabled() and func._can_decompose():
+            # Autograd, which else takes such operations apart, was passed by.
+            with self:
+                return func.decompose(*args, **kwargs)
+        about = About.of(func)
+        with torch._C.DisableTorchFunction():
+            if about.name.startswith("lift_fresh"):
+                return self._take_in(func, args)
+            if about.touches_nothing:
+                return func(*args, **kwargs)
+            values = [*args, *(kwargs.get(a.name) for a in func._schema.arguments[len(args) :])]
+            reads = [
+                t
+                for value, w in zip(values, about.written, strict=True)
+                if not w
+                for t in tensors_in(value)
+            ]
+            writes = [
+                t
+                for value, w in zip(values, about.written, strict=True)
+                if w
+                for t in tensors_in(value)
+            ]
+            return self._run(about, reads, writes, values, lambda: func(*args, **kwargs))
+
+    def _run(
+        self,
+        about: About,
+        reads: list[torch.Tensor],
+        writes: list[torch.Tensor],
+        values: Sequence[Any],
+        call: Callable[[], Any],
+    ) -> Any:
+        device = self.device
+        on_device = self._is_on_device(about, [*reads, *writes])
+        device.check_is_there(about.name, [*reads, *writes])
+        output = call()
+        makes = on_device if self.makes_on_device is None else self.makes_on_device
+        new = [tensor for tensor in tensors_in(output) if not device.knows(tensor)]
+        for tensor in new:
+            device.place(tensor, makes, self.makes_pinned)
+        if about.allocates_only:
+            return output
+        reads = [] if about.reads_nothing else reads
+        writes = [*writes, *new]
+        group = _group_among(values) if about.is_collective and on_device else None
+        if group is not None:
+            device.issue(group, about.name, reads, writes)
+        else:
+            device.run(about.name, reads, writes, on_host=not (on_device or (new and makes)))
+        if about.gives_value and on_device:
+            self._wait(about)
+        elif about.may_cross and reads and writes:
+            does_not_wait = about.non_blocking >= 0 and bool(values[about.non_blocking])
+            self._note_crossing(about, reads, writes, does_not_wait)
+        return output
+
+    def _take_in(self, func: Any, args: Any) -> Any:
+        """``torch.tensor()`` has made a tensor of Python's numbers."""
+        output = func(*args)
+        if not self.device.knows(output):
+            self.device.place(output, bool(self.makes_on_device), self.makes_pinned)
+            if self.makes_on_device:
+                self.device.wait_on_host(self.device.mark(self.device.current), "tensor")
+        return output
+
+    def _is_on_device(self, about: About, tensors: Sequence[torch.Tensor]) -> bool:
+        """Where an operation runs.
+
+        Raises:
+            RuntimeError: its operands are on the host and on the device.
+        """
+        sides = [self.device.is_here(tensor) for tensor in tensors]
+        if not any(sides):
+            return False
+        is_mixed = any(not side and t.dim() for side, t in zip(sides, tensors, strict=True))
+        if is_mixed and not about.may_cross:
+            raise RuntimeError(
+                f"{about.name} got tensors on the host and on the modelled device ({place()}): "
+                "move them to one of the two"
+            )
+        return True
+
+    def _note_crossing(
+        self,
+        about: About,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        does_not_wait: bool,
+    ) -> None:
+        """The host waits for a copy between it and the device, unless it is asked not to and the
+        host's memory cannot be paged out."""
+        target = self.device.memory_of(writes[0])
+        for source in map(self.device.memory_of, reads):
+            if source.is_on_device == target.is_on_device:
+                continue
+            on_host = target if source.is_on_device else source
+            if not (does_not_wait and on_host.is_pinned):
+                self._wait(about)
+
+    def _wait(self, about: About) -> None:
+        self.device.wait_on_host(self.device.mark(self.device.current), about.name)
+
+
+def _group_among(values: Sequence[Any]) -> dist.ProcessGroup | None:
+    for value in values:
+        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+            return dist.ProcessGroup.unbox(value)
+    return None
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [leaf for each in value for leaf in tensors_in(each)]
+    return []
