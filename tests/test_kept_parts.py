@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -71,20 +72,17 @@ def test_half_of_each_unit_is_kept_until_backward() -> None:
 def destinations() -> None:
     model, ctx = sharded()
     used: list[tuple[int, ...]] = []
-    broadcast = dist.broadcast
+    broadcast = dist.ProcessGroup.broadcast
 
-    def noted(tensor: torch.Tensor, group: dist.ProcessGroup, **options: Any) -> Any:
+    def noted(group: dist.ProcessGroup, *given: Any) -> dist.Work:
         used.append(tuple(dist.get_process_group_ranks(group)))
-        return broadcast(tensor, group=group, **options)
+        return broadcast(group, *given)
 
-    dist.broadcast = noted
-    try:
+    with patch.object(dist.ProcessGroup, "broadcast", noted):
         loss = forward(model)
         assert set(used) == {(0, 1, 2, 3)}
         used.clear()
         loss.backward()
-    finally:
-        dist.broadcast = broadcast
     assert set(used) == {(0, 1) if dist.get_rank() < 2 else (2, 3)}
     assert ctx.stats.all_gathers == 2 * len(ctx.units)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -41,6 +42,19 @@ _ALL_REDUCE = {
     for op in (_AVG, _SUM)
     for async_op in (True, False)
 }
+
+_ALL_TO_ALL = {async_op: c10d.AllToAllOptions() for async_op in (True, False)}
+for _async_op, _options in _ALL_TO_ALL.items():
+    _options.asyncOp = _async_op
+
+
+@cache
+def _from_rank(rank: int) -> Any:
+    """For an asynchronous broadcast of ``rank``'s, by its place in the group."""
+    options = c10d.BroadcastOptions()
+    options.rootRank, options.rootTensor, options.asyncOp = rank, 0, True
+    return options
+
 
 # Backends that take no mean, whatever the device.
 _WITHOUT_MEANS = ("gloo", "mpi")
@@ -167,7 +181,7 @@ class GlooCollectives:
         _own_range(full, plan, group).copy_(shard)
         ranges = carried_ranges(full, plan.shard_numels)
         works = [
-            dist.broadcast(held, group=group, group_src=rank, async_op=True)
+            group.broadcast([held], _from_rank(rank))
             for rank, held in enumerate(ranges)
             if held.numel()
         ]
@@ -287,9 +301,10 @@ def all_to_all(
     """Sends ``source_sizes[r]`` elements of ``source``, flat, to each rank ``r``, and fills
     ``output`` with ``output_sizes[r]`` elements of each. Collective over ``group``."""
     is_host = not has_streams(output.device)  # elsewhere the current stream waits, not the host
-    work = dist.all_to_all_single(
-        output, source, output_sizes, source_sizes, group, async_op=is_host
-    )
+    sent, received = _as_real(source), _as_real(output)
+    work = group.alltoall_base(received, sent, output_sizes, source_sizes, _ALL_TO_ALL[is_host])
+    if not is_host:
+        _finish(work)
     return Issued((work,) if is_host else (), lambda: output, group)
 
 

@@ -46,11 +46,11 @@ class LaneGroups:
 
     @property
     def gather(self) -> dist.ProcessGroup:
-        return alive(self._gather)
+        return self._gather() or alive(self._gather)  # asked for each collective
 
     @property
     def reduce(self) -> dist.ProcessGroup:
-        return alive(self._reduce)
+        return self._reduce() or alive(self._reduce)
 
     @property
     def across(self) -> dist.ProcessGroup | None:

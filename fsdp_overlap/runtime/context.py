@@ -190,7 +190,7 @@ class FsdpContext:
                 self.layout,
                 self._groups,
                 self.faults,
-                self.stats,
+                self._stats,
                 self.divide_copies,
             )
             self._domains[mesh] = domain
@@ -240,7 +240,7 @@ class FsdpContext:
             return units[index]()
 
         return Schedule(
-            Gathers(self.gather_lane, self.prefetch, self.stats, unit_at),
+            Gathers(self.gather_lane, self.prefetch, self._stats, unit_at),
             Reductions(
                 self.reduce_lane, lambda gradients: me._reduce(gradients), self.max_reduce_inputs
             ),
@@ -414,26 +414,26 @@ class FsdpContext:
         for domain in self.domains:
             domain.reset()
         self.uncompared.clear()
-        self.stats.full_buffers_alive = sum(
+        self._stats.full_buffers_alive = sum(
             bucket.full.allocated for unit in self.units for bucket in unit.buckets
         )
-        self.stats.reduce_inputs_alive = 0
+        self._stats.reduce_inputs_alive = 0
 
     # Memory and collectives, counted and noted for the order check
 
     def gather(self, bucket: Bucket) -> None:
         bucket.domain.note_gather(bucket)
-        self.stats.all_gathers += 1
-        self.stats.all_gather_bytes += bucket.full.nbytes
+        self._stats.all_gathers += 1
+        self._stats.all_gather_bytes += bucket.full.nbytes
         if not bucket.full.allocated:
-            self.stats.count_full_buffer(1)
+            self._stats.count_full_buffer(1)
         if bucket.divided is not None:
             bucket.divided.gather(self.copies_lane)
         bucket.gather(self.gather_lane)
 
     def free(self, bucket: Bucket, after: Mark) -> None:
         if not bucket.full.keeps_storage:
-            self.stats.count_full_buffer(-1)
+            self._stats.count_full_buffer(-1)
         bucket.free(self.gather_lane, after)
 
     def keep_storage(self, unit: Unit, keep: bool) -> None:
@@ -441,15 +441,15 @@ class FsdpContext:
         for bucket in unit.buckets:
             bucket.full.keeps_storage = keep
             if not keep and bucket.full.allocated and not bucket.is_gathered:
-                self.stats.count_full_buffer(-1)
+                self._stats.count_full_buffer(-1)
                 self.gather_lane.free(bucket.label, bucket.full, self.gather_lane.mark_compute())
 
     def allocate_input(self, gradients: BucketGradients) -> None:
-        self.stats.count_reduce_input(1)
+        self._stats.count_reduce_input(1)
         gradients.input.allocate()
 
     def free_input(self, gradients: BucketGradients) -> None:
-        self.stats.count_reduce_input(-1)
+        self._stats.count_reduce_input(-1)
         gradients.input.free()
 
     def finish_reading(self) -> None:
@@ -458,8 +458,8 @@ class FsdpContext:
             domain.finish_reading()
 
     def _reduce(self, gradients: BucketGradients) -> Ticket:
-        self.stats.reduce_scatters += 1
-        self.stats.reduce_scatter_bytes += gradients.input.nbytes
+        self._stats.reduce_scatters += 1
+        self._stats.reduce_scatter_bytes += gradients.input.nbytes
         gradients.bucket.domain.note_reduction(
             gradients.bucket, gradients.input.flat.dtype, gradients.goes_across
         )
@@ -473,7 +473,7 @@ class FsdpContext:
         # on ranks that would else wait for the ones that failed.
         for domain in sorted(self._domains.values(), key=lambda domain: domain.mesh.size()):
             if domain.has_reduced:
-                self.stats.order_checks += bool(domain.groups.of_all)
+                self._stats.order_checks += bool(domain.groups.of_all)
                 try:
                     agreed[domain] = domain.agree(self.reduce_lane, failed=failure is not None)
                 except RuntimeError as error:

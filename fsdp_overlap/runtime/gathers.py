@@ -170,9 +170,10 @@ class Gathers:
 
     def _gather(self, unit: Unit) -> None:
         # A buffer that is gathered again may still be read by compute.
-        if unit.seen_version != unit.version or unit.is_gathered:
+        version = unit.version
+        if unit.seen_version != version or unit.is_gathered:
             self.lane.after_compute()
-            unit.seen_version = unit.version
+            unit.seen_version = version
             self.unkeep(unit)
         self._issued += 1
         unit.gather()

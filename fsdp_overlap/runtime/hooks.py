@@ -114,8 +114,9 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
     error = _error_of_forward(unit, output)
     raised = error is not None
     if not raised:
-        error = _lost(unit.changed())
-        if error is None and (id(module), module.training) not in unit.compared:
+        if (lost := unit.changed()) is not None:
+            error = RuntimeError(lost)
+        elif (id(module), module.training) not in unit.compared:
             unit.compared.add((id(module), module.training))
             for edits in unit.edits:
                 edits.end_comparison(unit.context.uncompared)
@@ -125,11 +126,8 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
         call = schedule.after_forward(unit, raised)
         if not schedule.is_in_use(unit):
             unit.use_sharded()
-        if not (schedule.is_in_forward or is_in_backward()):
-            if error is None and unit.context.uncompared:
-                error = _lost(compare(unit.context.uncompared))
-            if error is not None:
-                unit.context.faults.raised(f"forward of unit {unit.name!r}", error)
+        if error is not None or unit.context.uncompared:
+            error = _end_of_forward(unit, error)
         # Where a backward follows, its end makes sure of it.
         if unit.is_offloaded and not torch.is_grad_enabled() and not schedule.is_in_forward:
             unit.context.finish_reading()
@@ -168,8 +166,17 @@ def _error_of_forward(unit: Unit, output: Any) -> BaseException | None:
     return None if output is not None or traceback is handled else sys.exception()
 
 
-def _lost(what: str | None) -> RuntimeError | None:
-    return None if what is None else RuntimeError(what)
+def _end_of_forward(unit: Unit, error: BaseException | None) -> BaseException | None:
+    """Where no forward is around ``unit``'s: the error that leaves the model, which others are
+    told, ``error`` or one found now."""
+    context = unit.context
+    if context.schedule.is_in_forward or is_in_backward():
+        return error
+    if error is None and (lost := compare(context.uncompared)) is not None:
+        error = RuntimeError(lost)
+    if error is not None:
+        context.faults.raised(f"forward of unit {unit.name!r}", error)
+    return error
 
 
 def after_load(unit: Unit, module: nn.Module, keys: Any) -> None:

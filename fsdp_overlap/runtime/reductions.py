@@ -128,7 +128,8 @@ class Reductions:
                 while len(self._in_flight) >= self.max_inputs:
                     self._wait_for_oldest()
                 self._filling.discard(gradients)
-                self._bound_sums()
+                if self._across:
+                    self._bound_sums()
                 gradients.is_in_flight = True
                 ticket = self._issue(gradients)
                 self._in_flight.append((unit, gradients, ticket))

@@ -141,7 +141,7 @@ class Unit:
         """Grows with every edit of the unit's sharded parameters."""
         version = 0
         for bucket in self.buckets:
-            version += bucket.version
+            version += bucket.edits.values + bucket.shard._version  # Bucket.version, asked often
         return version
 
     @property

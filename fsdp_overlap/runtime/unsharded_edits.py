@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -55,7 +55,14 @@ class UnshardedEdits:
         if bucket.is_tensor_parallel:
             # A DTensor does not count what is done to its local tensor.
             self._counted += self._tiles
+        else:
+            # With the same counters, and asked for them in every forward, where torch looks longer
+            # at what is no plain tensor.
+            self._counted = [parameter.detach() for parameter in bucket.parameters]
         self._versions = list(map(_version, self._counted))
+        places = bucket.places
+        self._places = [table for table, *_ in places], [name for _, name, *_ in places]
+        self._placed = [parameter for *_, parameter, _ in places]
         self._tables = tables
         self._registered = sum(map(len, tables))
         self._forwards = 0
@@ -84,9 +91,11 @@ class UnshardedEdits:
     def replaced(self) -> str | None:
         """What stands in the place of a parameter while the full buffer exists."""
         bucket = self._bucket
-        for registered, name, parameter, sharded in bucket.places:
-            found = registered.get(name)
-            if found is not parameter and found is not sharded:
+        if not all(map(is_, map(dict.get, *self._places), self._placed)):
+            for registered, name, parameter, sharded in bucket.places:
+                found = registered.get(name)
+                if found is parameter or found is sharded:
+                    continue
                 return (
                     f"parameter {name!r} of unit {bucket.label!r} was replaced while it was "
                     f"unsharded, and the new one would be lost. {INSTEAD}"
