@@ -48,6 +48,7 @@ def test_it_is_a_device_like_any_other_with_streams(device: ModelledDevice) -> N
     assert tensor.cpu().device.type == "cpu"
     assert tensor.cpu().to(HERE).device == HERE
     assert torch.nn.Linear(2, 2).to(HERE).weight.device == HERE
+    assert torch.accelerator.current_stream() == current_stream()  # type: ignore[comparison-overlap]
     assert has_streams(HERE)
     assert streams_of(HERE).current_stream() == current_stream()
 

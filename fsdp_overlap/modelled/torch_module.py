@@ -67,6 +67,11 @@ def _telling(calls: Calls) -> Iterator[None]:
         patch.object(torch.Tensor, "record_stream", record_stream),
         patch.object(autograd, "_engine_run_backward", run_engine),
         patch.dict(checks, seen),
+        # Else answered by C++, which knows no streams of ours.
+        patch.object(torch.accelerator, "current_stream", current_stream),
+        patch.object(torch.accelerator, "set_stream", set_stream),
+        patch.object(torch.accelerator, "synchronize", synchronize),
+        patch.object(torch.accelerator, "current_device_index", current_device),
     ):
         yield
 
@@ -132,6 +137,9 @@ class Stream:
 
     def query(self) -> bool:
         return active().is_done(Moment.of(self.queue))
+
+    def is_capturing(self) -> bool:
+        return False
 
     def synchronize(self) -> None:
         active().wait_on_host(Moment.of(self.queue), "Stream.synchronize")
