@@ -125,7 +125,7 @@ ALWAYS = {"all_gather", "reduce_scatter", "all_reduce"} | {
 
 def fail_and_go_on(options: dict[str, Any]) -> set[str]:
     with running(ModelledDevice()) as device:
-        program = Program(build=lambda: Model(layers=2), **options)
+        program = Program(build=lambda: Model(layers=1), **options)
 
         def step() -> None:
             program.backward()
