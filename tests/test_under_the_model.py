@@ -114,7 +114,7 @@ DEFECTS = [
     Defect(
         Gathers,
         "_gather",
-        "unit.seen_version != unit.version or ",
+        "unit.seen_version != version or ",
         "an edit past the event",
         new="",
     ),
