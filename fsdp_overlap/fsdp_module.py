@@ -68,7 +68,7 @@ class FsdpModule(GradientVerbs):
         unless the context was made with ``separate_groups=False``. Must be called on every rank of
         the mesh, between iterations."""
         for unit in self._units(recurse):
-            unit.separates_reductions = enable
+            unit.settings.separates_reductions = enable
             unit.context.unsettle()
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
@@ -82,14 +82,14 @@ class FsdpModule(GradientVerbs):
         Raises:
             ValueError: ranks hold shards of different sizes, or the unit lies on several meshes.
         """
-        comms = replace(self._fsdp_unit.comms, all_gather=comm)
+        comms = replace(self._fsdp_unit.settings.comms, all_gather=comm)
         self._customize("set_custom_all_gather", comms)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduces this unit's gradients by ``comm``, ``torch.distributed.fsdp``'s interface of a
         reduce-scatter: a mean, or a sum where a divisor was given. All else as for
         :meth:`set_custom_all_gather`."""
-        comms = replace(self._fsdp_unit.comms, reduce_scatter=comm)
+        comms = replace(self._fsdp_unit.settings.comms, reduce_scatter=comm)
         self._customize("set_custom_reduce_scatter", comms)
 
     def _customize(self, verb: str, comms: CustomComms) -> None:
@@ -106,7 +106,7 @@ class FsdpModule(GradientVerbs):
                     f"{bucket.plan.shard_numels} elements: use FsdpContext(layout=Flat()), which "
                     "makes equal shards"
                 )
-        unit.comms = comms
+        unit.settings.comms = comms
         unit.context.unsettle()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
@@ -149,8 +149,8 @@ class FsdpModule(GradientVerbs):
             raise ValueError(f"set_zero_stage({stage!r}): use 1, 2 or 3")
         for unit in self._units(recurse):
             unit.set_reshard_after_forward(None if stage == 3 else False)
-            unit.reshard_after_backward = stage == 3
-            unit.reduces_last_only = stage == 1
+            unit.settings.reshard_after_backward = stage == 3
+            unit.settings.reduces_last_only = stage == 1
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether forward frees the full buffers. As the argument of :func:`fully_shard`.
@@ -171,14 +171,14 @@ class FsdpModule(GradientVerbs):
         """Whether backward frees the full buffers. Buffers that are kept are gathered again before
         their next use if the parameters were edited."""
         for unit in self._units(recurse):
-            unit.reshard_after_backward = reshard_after_backward
+            unit.settings.reshard_after_backward = reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether this unit is gathered for its backward. An embedding, say, need not be: its
         backward reads no parameters. One that does read them raises a RuntimeError that says so.
         It is gathered all the same where somebody else handles what autograd saves, as
         checkpointing does."""
-        self._fsdp_unit.unshard_in_backward = unshard_in_backward
+        self._fsdp_unit.settings.unshard_in_backward = unshard_in_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FsdpModule]) -> None:
         """Which units are gathered ahead where this one runs in forward, instead of those that are

@@ -21,8 +21,8 @@ class GradientVerbs(ShardedModule):
         communication. ``zero_grad()`` does not know of such sums; ``ctx.reset()`` drops them, and a
         copy of the model has none."""
         for unit in self._units(recurse):
-            unit.requires_gradient_sync = requires_gradient_sync
-            unit.reducing.across_copies = requires_gradient_sync
+            unit.settings.requires_gradient_sync = requires_gradient_sync
+            unit.settings.reducing.across_copies = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """On a mesh ``(replicate, shard)``: whether backward reduces gradients across copies too.
@@ -30,13 +30,13 @@ class GradientVerbs(ShardedModule):
         accumulation with the communication inside a node alone. ``.grad`` is what it was until
         then. :meth:`set_requires_gradient_sync` sets this too."""
         for unit in self._units(recurse):
-            unit.reducing.across_copies = requires_all_reduce
+            unit.settings.reducing.across_copies = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last before the optimizer's step. At stage 1 of
         :meth:`set_zero_stage` it is the one that reduces gradients."""
         for unit in self._units(recurse=True):
-            unit.is_last_backward = is_last_backward
+            unit.settings.is_last_backward = is_last_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """What the sum of this unit's gradients over all ranks of its mesh is divided by, instead
@@ -50,11 +50,11 @@ class GradientVerbs(ShardedModule):
         """
         if not factor > 0:
             raise ValueError(f"set_gradient_divide_factor({factor!r}): use a positive number")
-        self._fsdp_unit.reducing.divisor = float(factor)
+        self._fsdp_unit.settings.reducing.divisor = float(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Whether collectives of this unit's gradients must be sums, and divisions apart."""
-        self._fsdp_unit.reducing.sums_only = enable
+        self._fsdp_unit.settings.reducing.sums_only = enable
 
     def set_all_reduce_hook(
         self,
@@ -79,7 +79,7 @@ class GradientVerbs(ShardedModule):
                 "set_all_reduce_hook(stream=...) on a mesh (replicate, shard): the hook runs where "
                 "the reduction across copies does; leave stream out"
             )
-        unit.reducing.hook, unit.reducing.hook_stream = hook, stream
+        unit.settings.reducing.hook, unit.settings.reducing.hook_stream = hook, stream
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
@@ -101,7 +101,7 @@ class GradientVerbs(ShardedModule):
                 f"set_reduce_scatter_max_input_buffers({max_input_buffers}): use 1 or more"
             )
         for unit in self._units(recurse):
-            unit.max_reduce_inputs = max_input_buffers
+            unit.settings.max_reduce_inputs = max_input_buffers
             unit.context.follow_reduce_inputs()
 
     def set_reduce_scatter_unused_params(

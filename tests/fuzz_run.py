@@ -215,7 +215,7 @@ class Run(Twins):
     def keeps(self) -> bool:
         """Whether the user asked for full buffers between passes."""
         return any(
-            unit.reshard_after_forward is False or not unit.reshard_after_backward
+            unit.reshard_after_forward is False or not unit.settings.reshard_after_backward
             for unit in self.ctx.units
         )
 

@@ -436,7 +436,7 @@ def copied() -> None:
     model.set_is_last_backward(False)
     unit = copy.deepcopy(model)._fsdp_unit
     assert not unit.syncs_gradients
-    assert not unit.reshard_after_backward
+    assert not unit.settings.reshard_after_backward
 
 
 def test_a_copy_is_of_the_same_stage() -> None:

@@ -116,6 +116,9 @@ class HostTicket:
         issued = self._issued
         if issued is None:
             return
+        if not issued.works:
+            self._end(issued)
+            return
         with span("wait_" + self.kind, self.label):
             watch = watch_of(issued.group)
             failure: RuntimeError | None = None
@@ -130,10 +133,13 @@ class HostTicket:
                     failure = failure or error
             if failure is not None:
                 raise RuntimeError(self._describe(issued, watch, failure)) from failure
-            self._issued = None
-            result = issued.finish()
-            if self._accept is not None:
-                self._accept(result)
+            self._end(issued)
+
+    def _end(self, issued: Issued) -> None:
+        self._issued = None
+        result = issued.finish()
+        if self._accept is not None:
+            self._accept(result)
 
     def _describe(self, issued: Issued, watch: Watch | None, failure: RuntimeError) -> str:
         what = f"{self.kind} of unit {self.label!r}" if self.label else self.kind

@@ -9,16 +9,10 @@ import torch
 
 
 @cache
-def _has_streams(device_type: str) -> bool:
-    # torch.cpu has classes of these names too, which do nothing.
-    return device_type not in ("cpu", "meta") and hasattr(
-        torch.get_device_module(device_type), "Stream"
-    )
-
-
 def has_streams(device: torch.device) -> bool:
     """Whether compute on ``device`` is enqueued on streams, so that the host runs ahead of it."""
-    return _has_streams(device.type)
+    # torch.cpu has classes of these names too, which do nothing.
+    return device.type not in ("cpu", "meta") and hasattr(streams_of(device), "Stream")
 
 
 def streams_of(device: torch.device) -> Any:

@@ -246,20 +246,20 @@ class Bucket:
         before, version = self.state, self.version
         self._become(BucketState.GATHERING)
         try:
-            self._ticket = self._enqueue_gather(lane, version)
+            if not self.full.allocated:
+                lane.allocate(self.label, self.full)
+            if self.part is None:
+                self._ticket = lane.enqueue(
+                    "all_gather", self.label, self._all_gather, nbytes=self._travels
+                )
+            else:
+                self._ticket = self._gather_with_part(lane, self.part, version)
         except BaseException:
             self.state = before  # what raised, as for want of memory, has gathered nothing
             raise
         self._gathered_version = version
         if self.offload is not None:
             self.domain.reading = self._ticket
-
-    def _enqueue_gather(self, lane: Lane, version: int) -> Ticket:
-        if not self.full.allocated:
-            lane.allocate(self.label, self.full)
-        if self.part is not None:
-            return self._gather_with_part(lane, self.part, version)
-        return lane.enqueue("all_gather", self.label, self._all_gather, nbytes=self._travels)
 
     def _gather_with_part(self, lane: Lane, part: KeptPart, version: int) -> Ticket:
         is_kept = part.holds(version)

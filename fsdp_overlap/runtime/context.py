@@ -313,7 +313,7 @@ class FsdpContext:
             item.is_root = tops == [item] and not item.is_list
             item.rename(names.get(item) or (kind if item.is_root else f"{kind}[{item.index}]"))
             for bucket in item.buckets:
-                bucket.domain.connect(bucket, item.separates_reductions, item.part_size, item.comms)
+                bucket.domain.connect(bucket, item.part_size, item.settings)
         self.follow_reduce_inputs()
         if self.check_plans:
             for domain in self.domains:
@@ -345,7 +345,11 @@ class FsdpContext:
     @property
     def max_reduce_inputs(self) -> int:
         """What the user asked for on some unit, the largest of it."""
-        asked = [unit.max_reduce_inputs for unit in self.units if unit.max_reduce_inputs]
+        asked = [
+            unit.settings.max_reduce_inputs
+            for unit in self.units
+            if unit.settings.max_reduce_inputs
+        ]
         return max(asked, default=MAX_INPUTS if self.prefetch else 1)
 
     def follow_reduce_inputs(self) -> None:

@@ -102,9 +102,9 @@ def _kept(unit: Unit, is_outermost: bool) -> str:
         kept = "until backward"
     else:
         kept = "no"
-    if not unit.reshard_after_backward:
+    if not unit.settings.reshard_after_backward:
         if asked is False:
-            kept = f"always (stage {1 if unit.reduces_last_only else 2})"
+            kept = f"always (stage {1 if unit.settings.reduces_last_only else 2})"
         else:
             kept = "after backward" if kept == "no" else f"{kept} and after it"
     return kept + (", shards on the host" if unit.is_offloaded else "")

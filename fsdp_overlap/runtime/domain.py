@@ -25,6 +25,7 @@ from fsdp_overlap.runtime.copies import DividedShard
 from fsdp_overlap.runtime.order_check import KINDS, OrderCheck
 from fsdp_overlap.runtime.part import KeptPart
 from fsdp_overlap.runtime.plans import UnitPlans
+from fsdp_overlap.runtime.settings import Settings
 from fsdp_overlap.runtime.tensor_parallel import beside
 from fsdp_overlap.tensor.placement import RangeShard, range_spec
 
@@ -171,15 +172,14 @@ class Domain:
             self.order_check.note_new_bucket()
         self.forget_gradients()
 
-    def connect(
-        self, bucket: Bucket, separate: bool, part_size: int | None, comms: CustomComms
-    ) -> None:
+    def connect(self, bucket: Bucket, part_size: int | None, settings: Settings) -> None:
         """Gives ``bucket`` what it is gathered and reduced by. Collective over the mesh at the
         first call.
 
-        ``separate``: whether reductions have a group of their own; ``part_size``: among how many
-        neighbours a part is kept between forward and backward, if any.
+        ``part_size``: among how many neighbours a part is kept between forward and backward, if
+        any.
         """
+        separate, comms = settings.separates_reductions, settings.comms
         device_type, plan = self.mesh.device_type, bucket.plan
         if separate or self.order_check.confirms:  # which takes them from the first collective on
             groups = self.groups
@@ -224,7 +224,9 @@ class Domain:
     def note_gradients(self, bucket: Bucket, filled: Sequence[bool]) -> None:
         """This rank reduces gradients of the parameters of ``bucket`` that are ``filled``."""
         flags = slice(bucket.first_flag, bucket.first_flag + len(filled))
-        self._has_gradient[flags] = bytes(map(or_, self._has_gradient[flags], filled))
+        if not all(filled):
+            filled = list(map(or_, self._has_gradient[flags], filled))
+        self._has_gradient[flags] = bytes(filled)
 
     def agree(self, lane: Lane, failed: bool) -> bytes | bytearray:
         """At the end of a backward that reduced: compares what the ranks issued, and returns which

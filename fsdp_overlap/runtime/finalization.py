@@ -84,7 +84,7 @@ class Finalization:
         if is_in_backward():
             raise RuntimeError("finalize_backward() during backward: call it after backward()")
         for unit in self._units():
-            if unit.reshard_after_backward and unit.is_gathered:
+            if unit.settings.reshard_after_backward and unit.is_gathered:
                 unit.use_sharded()
                 self._gathers.release(unit)
         self._gathers.flush()

@@ -52,21 +52,20 @@ class Gathers:
         not there yet; in between frees what was used, so that this unit's all-gather does not wait
         for that, and the next ones find its memory. The user may have ``asked`` for others instead
         of ``upcoming``, however many. Returns whether anything was enqueued."""
-        issued = self._issued
-        self._delayed.pop(unit.index, None)
-        ahead = unit.index in self._ahead
-        self._ahead.pop(unit.index, None)
-        if unit.index in self._asked:
-            ahead = True
-            del self._asked[unit.index]
+        issued, mine = self._issued, unit.index
+        self._delayed.pop(mine, None)
+        ahead = mine in self._ahead or mine in self._asked
+        self._ahead.pop(mine, None)
+        self._asked.pop(mine, None)
         if unit.is_whole:
             self.stats.prefetch_hits += ahead
         else:
             self._make_room()
             self._gather(unit)
             self.stats.prefetch_misses += 1
-        for index in [index for index in self._ahead if index not in upcoming]:
-            self._drop(index)
+        if self._ahead:
+            for index in [index for index in self._ahead if index not in upcoming]:
+                self._drop(index)
         for index in upcoming:
             if index in self._delayed:
                 self._ahead[index] = self._delayed.pop(index)
@@ -112,7 +111,7 @@ class Gathers:
                 del self.kept[index]
             elif not unit.is_whole:
                 self.unkeep(unit)
-                if unit.reshard_after_backward:
+                if unit.settings.reshard_after_backward:
                     self.release(unit)
 
     def flush(self) -> None:

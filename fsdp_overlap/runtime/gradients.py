@@ -14,6 +14,7 @@ from fsdp_overlap.runtime.copies import Accept, CopiesReduction
 from fsdp_overlap.runtime.reducing import Reducing
 from fsdp_overlap.runtime.tensor_parallel import is_placed_like, placed_like, tile_in
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
+from fsdp_overlap.tensor.sharded_tensor import give_grads
 
 if TYPE_CHECKING:
     from fsdp_overlap.runtime.bucket import Bucket, Landing
@@ -146,16 +147,17 @@ class BucketGradients:
         parameters' ``.grad``, where the mesh has copies after one more collective, on the lane of
         these. Parameters without a gradient here get that of the other ranks, or are put in doubt
         where it will be known whether there is one. Collective over the mesh."""
+        filled, self.filled = self.filled, [False] * len(self.filled)
+        is_full = all(filled)
         empty = self.input.gaps  # which travel too
-        if not all(self.filled):
-            views = zip(self.input.views, self.filled, strict=True)
+        if not is_full:
+            views = zip(self.input.views, filled, strict=True)
             empty = [*empty, *(view for view, is_filled in views if not is_filled)]
         if empty:
             torch._foreach_zero_(empty)
         bucket, copies = self.bucket, self.copies
         domain = bucket.domain
         divisor, copies_divisor = self._reducing.divisors(domain.shard_size, domain.copies)
-        filled, self.filled = self.filled, [False] * len(self.filled)
         accept: Accept
         if copies is not None and not self.goes_across:
             copies.keep_filled(filled)
@@ -163,8 +165,9 @@ class BucketGradients:
         else:
             if copies is not None:
                 filled = copies.take_filled(filled)
+                is_full = all(filled)
             domain.note_gradients(bucket, filled)
-            doubtful = None if all(filled) else self._doubtful_among(filled)
+            doubtful = None if is_full else self._doubtful_among(filled)
             accept = partial(self._accept, doubtful=doubtful)
             if copies is not None:
                 accept = partial(copies.start, copies_lane(), copies_divisor, accept)
@@ -207,20 +210,19 @@ class BucketGradients:
         pieces = [*mean.split_with_sizes(sizes), self._empty]
         parameters = self.bucket.sharded_parameters
         if doubtful is None:
-            for parameter, piece in zip(parameters, own, strict=True):
-                parameter.give_grad(pieces[piece])
+            give_grads(parameters, [pieces[piece] for piece in own])
             return
         for index, piece in enumerate(own):
             if doubtful[index]:
                 self.doubtful.append((index, pieces[piece]))
             else:
-                parameters[index].give_grad(pieces[piece])
+                give_grads([parameters[index]], [pieces[piece]])
 
     def settle_doubts(self, has_gradient: Sequence[int]) -> None:
         """Gives the gradients in doubt to the parameters for which some rank had one."""
         for index, local in self.doubtful:
             if has_gradient[self.bucket.first_flag + index]:
-                self.bucket.sharded_parameters[index].give_grad(local)
+                give_grads([self.bucket.sharded_parameters[index]], [local])
         self.doubtful.clear()
 
     def drop(self) -> None:

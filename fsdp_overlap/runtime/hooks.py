@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import OrderedDict
+from collections.abc import Sequence
 from functools import partial
+from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -75,7 +77,7 @@ def before_forward(
         if (id(module), module.training) not in unit.compared:
             for edits in unit.edits:
                 edits.begin_comparison()
-        if not unit.unshard_in_backward and torch.is_grad_enabled():
+        if not unit.settings.unshard_in_backward and torch.is_grad_enabled():
             watch_reads(unit)
     if unit.is_root and unit.context.device.type != "cpu":
         move = partial(_move, unit.context.device)
@@ -111,7 +113,8 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
     if is_watched:
         end_watch(unit)
     schedule = unit.context.schedule
-    error = _error_of_forward(unit, output)
+    handled = unit.handled.pop() if unit.handled else None  # empty: another hook raised before ours
+    error = _error_of_forward(handled) if output is None else None
     raised = error is not None
     if not raised:
         if (lost := unit.changed()) is not None:
@@ -133,11 +136,11 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
             unit.context.finish_reading()
     if error is not None and not raised:
         raise error
-    tensors = list(tensors_in(output))
+    tensors = tensors_in(output)
     _check_no_parameter_leaves(unit, tensors)
     if unit.mp_policy.output_dtype is not None:
         output = map_tensors(partial(_cast_floating, unit.mp_policy.output_dtype), output)
-        tensors = list(tensors_in(output))
+        tensors = tensors_in(output)
     if call is not None:
         differentiable = [tensor for tensor in tensors if tensor.grad_fn is not None]
         if differentiable:
@@ -158,12 +161,11 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
     return output
 
 
-def _error_of_forward(unit: Unit, output: Any) -> BaseException | None:
-    """What a forward raised. torch runs hooks while it handles that, with no output."""
-    handled = unit.handled.pop() if unit.handled else None  # empty: another hook raised before ours
-    traceback = sys.exc_info()[2]
-    # It may be that of an error which the caller handles. What is raised again gets a new one.
-    return None if output is not None or traceback is handled else sys.exception()
+def _error_of_forward(handled: TracebackType | None) -> BaseException | None:
+    """What a forward raised that has no output. torch runs hooks while it handles that. Or else its
+    caller handles an error, whose traceback was ``handled`` before; what is raised again gets a
+    new one."""
+    return None if sys.exc_info()[2] is handled else sys.exception()
 
 
 def _end_of_forward(unit: Unit, error: BaseException | None) -> BaseException | None:
@@ -184,13 +186,12 @@ def after_load(unit: Unit, module: nn.Module, keys: Any) -> None:
     unit.take_assigned()
 
 
-def _check_no_parameter_leaves(unit: Unit, tensors: list[torch.Tensor]) -> None:
+def _check_no_parameter_leaves(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
     """An output that lies in a full buffer would be read after the buffer is freed."""
     for tensor in tensors:
         if type(tensor) is DTensor:
             tensor = tensor._local_tensor
-        is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
-        if is_plain and any(bucket.full.holds(tensor) for bucket in unit.buckets):
+        if type(tensor) in (torch.Tensor, nn.Parameter) and unit.holds(tensor):
             raise RuntimeError(
                 f"unit {unit.name!r} returned a parameter of its own, or a view of one, whose "
                 "memory is freed after forward: return a clone(), or make the module that uses it "

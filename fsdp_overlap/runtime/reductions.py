@@ -84,7 +84,7 @@ class Reductions:
             # A second gradient after the unit was reduced (reentrant checkpointing of a module that
             # runs several times), parameters used outside their unit's forward, or a unit that ran
             # only in backwards without synchronization, or without that of copies.
-            if unit.is_waiting or (unit.completes_gradients and unit.has_unreduced):
+            if unit.is_waiting or (unit.has_unreduced and unit.completes_gradients):
                 self._reduce(unit)
 
     def wait(self) -> None:
@@ -120,11 +120,12 @@ class Reductions:
             self._reduce(turn.unit)
 
     def _reduce(self, unit: Unit) -> None:
+        syncs = unit.syncs_gradients
         unit.has_unreduced = not unit.completes_gradients
         for gradients in unit.gradients:
             self._ensure_input(unit, gradients)
             gradients.absorb_all()
-            if unit.syncs_gradients:
+            if syncs:
                 while len(self._in_flight) >= self.max_inputs:
                     self._wait_for_oldest()
                 self._filling.discard(gradients)

@@ -295,7 +295,9 @@ class Schedule:
     ) -> None:
         prefetch = self.gathers.prefetch
         asked = unit.backward_prefetch and [
-            ref for ref in unit.backward_prefetch if (other := ref()) and other.unshard_in_backward
+            ref
+            for ref in unit.backward_prefetch
+            if (other := ref()) and other.settings.unshard_in_backward
         ]
         if self._backward_order is not None:
             self._backward_order.visit(unit.index)
@@ -318,7 +320,7 @@ class Schedule:
             unit.use_sharded()
             if unit.is_list and backward.comes_back_to(index):
                 backward.unfinished.add(index)
-            elif unit.reshard_after_backward:
+            elif unit.settings.reshard_after_backward:
                 self.gathers.release(unit)
 
     @untraced
@@ -348,12 +350,12 @@ class Schedule:
     def _first_use(self, call: Call) -> int:
         """The tick at which the call's unit first ran in the forwards that this backward may
         reach."""
-        starts = [
-            forward_pass.spans[call.unit][0]
-            for forward_pass in (*self._open_passes, call.forward_pass)
-            if call.unit in forward_pass.spans
-        ]
-        return min(starts, default=call.start)
+        first = call.start
+        for forward_pass in (*self._open_passes, call.forward_pass):
+            span = forward_pass.spans.get(call.unit)
+            if span is not None and span[0] < first:
+                first = span[0]
+        return first
 
     # Forward inside backward: activation checkpointing
 
@@ -369,7 +371,7 @@ class Schedule:
         if not unit.buckets or self._is_open(unit, backward):
             return None  # recomputed for the backward under way, which has its own call
         # Its own backward, if it follows at once, then finds it whole.
-        if unit.reshard_after_backward and not self.is_in_use(unit):
+        if unit.settings.reshard_after_backward and not self.is_in_use(unit):
             self.gathers.release(unit)
         recompute = backward.recompute
         if recompute is None or recompute in backward.remaining:

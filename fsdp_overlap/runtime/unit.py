@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from copy import deepcopy
+from itertools import repeat
+from operator import attrgetter, is_
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -14,19 +16,20 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from fsdp_overlap.comm.collectives import CustomComms
 from fsdp_overlap.comm.lanes import Lane, Mark
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.engine import is_to_accumulate
 from fsdp_overlap.runtime.gradients import BucketGradients
 from fsdp_overlap.runtime.ownership import mark_replaced, modules_outside_units
-from fsdp_overlap.runtime.reducing import Reducing
+from fsdp_overlap.runtime.settings import Settings
 from fsdp_overlap.runtime.stale_optimizers import note_replacement
 from fsdp_overlap.runtime.unsharded_edits import FREED, UnshardedEdits
 from fsdp_overlap.runtime.untraced import untraced
 
 if TYPE_CHECKING:
     from fsdp_overlap.runtime.context import FsdpContext
+
+_grad = attrgetter("grad")
 
 
 class Unit:
@@ -54,8 +57,7 @@ class Unit:
         self.buckets = buckets
         self.mp_policy = mp_policy
         self.reshard_after_forward = reshard_after_forward
-        self.reshard_after_backward = True
-        self.unshard_in_backward = True
+        self.settings = Settings()
         self.handled: list[TracebackType | None] = []
         """For each forward under way, the traceback of the error that was handled when it began."""
         self.watches: list[saved_tensors_hooks] = []
@@ -63,18 +65,9 @@ class Unit:
         self.forward_prefetch: Sequence[weakref.ref[Unit]] = ()
         self.backward_prefetch: Sequence[weakref.ref[Unit]] = ()
         """What the user wants gathered when this unit runs, instead of what is predicted."""
-        self.max_reduce_inputs: int | None = None
-        self.requires_gradient_sync = True
-        self.reduces_last_only = False
-        """Whether backwards but the last of a step leave gradients unreduced."""
-        self.is_last_backward = True
         self.ignored: frozenset[nn.Parameter] = frozenset()
         self.offload_policy = OffloadPolicy()
         self.is_offloaded = any(bucket.offload is not None for bucket in buckets)
-        self.reducing = Reducing()
-        self.separates_reductions = True
-        """Whether reductions run on a process group of their own."""
-        self.comms = CustomComms()
         self.has_copies = any(bucket.domain.copies > 1 for bucket in buckets)
         self.has_unreduced = False
         """Whether backwards left gradients that are not reduced, or not across copies, on every
@@ -147,12 +140,17 @@ class Unit:
     @property
     def syncs_gradients(self) -> bool:
         """Whether backward reduces gradients, or leaves them for one that does."""
-        return self.requires_gradient_sync and (self.is_last_backward or not self.reduces_last_only)
+        asked = self.settings
+        return asked.requires_gradient_sync and (
+            asked.is_last_backward or not asked.reduces_last_only
+        )
 
     @property
     def completes_gradients(self) -> bool:
         """Whether backward reduces gradients across copies too, where there are any."""
-        return self.syncs_gradients and (self.reducing.across_copies or not self.has_copies)
+        return self.syncs_gradients and (
+            self.settings.reducing.across_copies or not self.has_copies
+        )
 
     @property
     def is_trainable(self) -> bool:
@@ -162,9 +160,8 @@ class Unit:
     def is_waiting(self) -> bool:
         """Whether autograd holds a gradient that no reduce input has yet."""
         for gradients in self.gradients:
-            for parameter in gradients.bucket.parameters:
-                if parameter.grad is not None:
-                    return True
+            if not all(map(is_, map(_grad, gradients.bucket.parameters), repeat(None))):
+                return True
         return False
 
     @property
@@ -188,6 +185,13 @@ class Unit:
         self.compared: set[tuple[int, bool]] = set()
         """Whose first forward is over: the module, and whether it was training."""
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies in a full buffer."""
+        for bucket in self.buckets:  # noqa: SIM110, as below
+            if bucket.full.holds(tensor):
+                return True
+        return False
+
     def edited(self) -> str | None:
         """What was done to the unsharded parameters in place, and would be lost."""
         for edits in self.edits:
@@ -198,7 +202,7 @@ class Unit:
     def changed(self) -> str | None:
         """The same, also if it was done otherwise. The full buffers must exist."""
         for edits in self.edits:
-            if (found := edits.edited() or edits.replaced()) is not None:
+            if (found := edits.changed()) is not None:
                 return found
         return None
 
@@ -256,15 +260,7 @@ class Unit:
             ):
                 duplicate.requires_grad_(parameter.requires_grad)
                 duplicate.grad = deepcopy(parameter.grad)
-        other.reshard_after_backward = self.reshard_after_backward
-        other.requires_gradient_sync = self.requires_gradient_sync
-        other.reduces_last_only = self.reduces_last_only
-        other.is_last_backward = self.is_last_backward
-        other.separates_reductions = self.separates_reductions
-        other.comms = self.comms
-        other.reducing.__dict__.update(vars(self.reducing))
-        other.unshard_in_backward = self.unshard_in_backward
-        other.max_reduce_inputs = self.max_reduce_inputs
+        self.settings.copy_to(other.settings)
 
     def use_unsharded(self) -> None:
         for bucket in self.buckets:
@@ -278,12 +274,12 @@ class Unit:
         """The user's choice; by default all but the root, which backward needs first, reshard."""
         if self.reshard_after_forward is not None:
             return self.reshard_after_forward is not False
-        return not (self.is_root and self.unshard_in_backward and torch.is_grad_enabled())
+        return not (self.is_root and self.settings.unshard_in_backward and torch.is_grad_enabled())
 
     @property
     def is_kept_for_backward(self) -> bool:
         """Whether the user left it to us to keep it where it ran last."""
-        return self.reshard_after_forward is None and self.unshard_in_backward
+        return self.reshard_after_forward is None and self.settings.unshard_in_backward
 
     def follow_trainability(self) -> None:
         """Brings ``requires_grad`` of the unsharded parameters in line with the sharded ones, and
@@ -303,9 +299,9 @@ class Unit:
             gradients = self._known_gradients.get(bucket)
             if any(parameter.requires_grad for parameter in bucket.parameters):
                 if gradients is None:
-                    gradients = self._known_gradients[bucket] = BucketGradients(
-                        bucket, reduce_dtype(bucket.shard.dtype, self.mp_policy), self.reducing
-                    )
+                    dtype = reduce_dtype(bucket.shard.dtype, self.mp_policy)
+                    gradients = BucketGradients(bucket, dtype, self.settings.reducing)
+                    self._known_gradients[bucket] = gradients
                 self.gradients.append(gradients)
                 self._watch(gradients, only_large=True)
             elif gradients is not None and self.has_unreduced:

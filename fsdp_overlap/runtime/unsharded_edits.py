@@ -55,10 +55,6 @@ class UnshardedEdits:
         if bucket.is_tensor_parallel:
             # A DTensor does not count what is done to its local tensor.
             self._counted += self._tiles
-        else:
-            # With the same counters, and asked for them in every forward, where torch looks longer
-            # at what is no plain tensor.
-            self._counted = [parameter.detach() for parameter in bucket.parameters]
         self._versions = list(map(_version, self._counted))
         places = bucket.places
         self._places = [table for table, *_ in places], [name for _, name, *_ in places]
@@ -88,23 +84,29 @@ class UnshardedEdits:
         self._versions = versions
         return self.describe(index % len(self._tiles))
 
-    def replaced(self) -> str | None:
-        """What stands in the place of a parameter while the full buffer exists."""
-        bucket = self._bucket
+    def changed(self) -> str | None:
+        """The same, and what else was done to a parameter. The full buffer must exist."""
+        if list(map(_version, self._counted)) != self._versions:
+            return self.edited()
         if not all(map(is_, map(dict.get, *self._places), self._placed)):
-            for registered, name, parameter, sharded in bucket.places:
-                found = registered.get(name)
-                if found is parameter or found is sharded:
-                    continue
-                return (
-                    f"parameter {name!r} of unit {bucket.label!r} was replaced while it was "
-                    f"unsharded, and the new one would be lost. {INSTEAD}"
-                )
+            found = self._replaced()
+            if found is not None:
+                return found
         # What these find lasts, so it is enough to look ever more rarely.
         self._forwards += 1
         if self._forwards & (self._forwards - 1):
             return None
         return self._moved() or self._registered_again()
+
+    def _replaced(self) -> str | None:
+        for registered, name, parameter, sharded in self._bucket.places:
+            found = registered.get(name)
+            if found is not parameter and found is not sharded:
+                return (
+                    f"parameter {name!r} of unit {self._bucket.label!r} was replaced while it was "
+                    f"unsharded, and the new one would be lost. {INSTEAD}"
+                )
+        return None
 
     def forbid_old_graphs(self) -> None:
         """Makes autograd refuse to read the parameters for any graph made before."""

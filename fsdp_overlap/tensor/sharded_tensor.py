@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from functools import cache
 from operator import attrgetter
@@ -158,20 +158,6 @@ class ShardedTensor(DTensor):
 
     # attrgetter is a getter without a Python frame.
     grad = property(attrgetter("_gradient"), _set_grad, _delete_grad)
-
-    def give_grad(self, local: torch.Tensor) -> None:
-        """Makes ``local``, this rank's range, the gradient, or adds it to the gradient there is."""
-        gradient = self._gradient
-        if gradient is not None:
-            gradient._local_tensor.add_(local)
-            return
-        gradient = self._spare_gradient
-        if gradient is None:
-            gradient = ShardedTensor.wrap(local, self._spec)
-        else:
-            self._spare_gradient = None
-            gradient._local_tensor = local
-        self._gradient = gradient
 
     @property
     def placement(self) -> RangeShard:
@@ -371,6 +357,23 @@ def rebuild_sharded_tensor(
     if is_parameter:
         return cast(ShardedTensor, nn.Parameter(tensor, requires_grad))
     return tensor
+
+
+def give_grads(parameters: Iterable[ShardedTensor], ranges: Iterable[torch.Tensor]) -> None:
+    """Makes each of ``ranges``, which are this rank's, the gradient of its parameter, or adds it to
+    the gradient there is."""
+    for parameter, local in zip(parameters, ranges, strict=True):
+        gradient = parameter._gradient
+        if gradient is not None:
+            gradient._local_tensor.add_(local)
+            continue
+        gradient = parameter._spare_gradient
+        if gradient is None:
+            gradient = ShardedTensor.wrap(local, parameter._spec)
+        else:
+            parameter._spare_gradient = None
+            gradient._local_tensor = local
+        parameter._gradient = gradient
 
 
 # torch.load(weights_only=True), the default, makes nothing that is not listed.

@@ -1,0 +1,33 @@
+"""What the user asked of a unit after it was made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fsdp_overlap.comm.collectives import CustomComms
+from fsdp_overlap.runtime.reducing import Reducing
+
+
+@dataclass
+class Settings:
+    """What a unit is asked for by verbs. A copy of a model has the same.
+
+    ``reducing`` is shared by the unit's gradients.
+    """
+
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
+    requires_gradient_sync: bool = True
+    reduces_last_only: bool = False
+    """Whether backwards but the last of a step leave gradients unreduced."""
+    is_last_backward: bool = True
+    separates_reductions: bool = True
+    """Whether reductions run on a process group of their own."""
+    max_reduce_inputs: int | None = None
+    comms: CustomComms = field(default_factory=CustomComms)
+    reducing: Reducing = field(default_factory=Reducing)
+
+    def copy_to(self, other: Settings) -> None:
+        """Gives ``other`` the same. Its ``reducing`` stays the object that it is."""
+        vars(other).update({**vars(self), "reducing": other.reducing})
+        vars(other.reducing).update(vars(self.reducing))
