@@ -3,6 +3,8 @@
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp_overlap.blocks import find_blocks
+from fsdp_overlap.deciding.finalization import GradientReductionHandle
+from fsdp_overlap.deciding.stats import Stats
 from fsdp_overlap.fsdp_module import (
     FsdpModule,
     UnshardHandle,
@@ -13,8 +15,6 @@ from fsdp_overlap.fully_shard import fully_shard
 from fsdp_overlap.layout import Blocks, Flat, Whole
 from fsdp_overlap.replacing import replacing_fsdp2
 from fsdp_overlap.runtime.context import FsdpContext
-from fsdp_overlap.runtime.finalization import GradientReductionHandle
-from fsdp_overlap.runtime.stats import Stats
 from fsdp_overlap.tensor.creation import distribute_tensor
 from fsdp_overlap.tensor.placement import RangeShard
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor

@@ -13,6 +13,7 @@ from torch import nn
 
 from fsdp_overlap.comm.collectives import CustomComms
 from fsdp_overlap.gradient_verbs import GradientVerbs
+from fsdp_overlap.runtime.context import context_of
 from fsdp_overlap.runtime.forward_method import ForwardMethod
 from fsdp_overlap.runtime.unit import Unit, unit_of
 
@@ -51,10 +52,11 @@ class FsdpModule(GradientVerbs):
         forward, which waits by itself.
         """
         unit = self._fsdp_unit
-        unit.context.settle()
+        context = context_of(unit)
+        context.settle()
         unit.follow_trainability()
         unit.watch_gradients()
-        unit.context.schedule.gathers.use(unit)
+        context.schedule.gathers.use(unit)
         handle = UnshardHandle(unit)
         if async_op:
             return handle
@@ -69,7 +71,7 @@ class FsdpModule(GradientVerbs):
         the mesh, between iterations."""
         for unit in self._units(recurse):
             unit.settings.separates_reductions = enable
-            unit.context.unsettle()
+            context_of(unit).unsettle()
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Gathers this unit by ``comm``, ``torch.distributed.fsdp``'s interface of an all-gather.
@@ -107,7 +109,7 @@ class FsdpModule(GradientVerbs):
                     "makes equal shards"
                 )
         unit.settings.comms = comms
-        unit.context.unsettle()
+        context_of(unit).unsettle()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """For FSDP2's callers; ``False`` changes nothing.
@@ -148,7 +150,7 @@ class FsdpModule(GradientVerbs):
         if stage not in (1, 2, 3):
             raise ValueError(f"set_zero_stage({stage!r}): use 1, 2 or 3")
         for unit in self._units(recurse):
-            unit.set_reshard_after_forward(None if stage == 3 else False)
+            _set_reshard_after_forward(unit, None if stage == 3 else False)
             unit.settings.reshard_after_backward = stage == 3
             unit.settings.reduces_last_only = stage == 1
 
@@ -163,7 +165,7 @@ class FsdpModule(GradientVerbs):
                 f"set_reshard_after_forward({reshard_after_forward!r}): use True or False"
             )
         for unit in self._units(recurse):
-            unit.set_reshard_after_forward(reshard_after_forward)
+            _set_reshard_after_forward(unit, reshard_after_forward)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -201,13 +203,13 @@ class FsdpModule(GradientVerbs):
         while the unit is sharded, as a captured CUDA graph needs. Takes the memory of each unit,
         whole, from its first all-gather on."""
         for unit in self._units(recurse):
-            unit.context.keep_storage(unit, keep)
+            context_of(unit).transfers.keep_storage(unit, keep)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """The all-gathers of the next pass wait for ``event``, recorded after the optimizer's step,
         and not for all compute enqueued before the pass. Counts once. Edits of parameters that are
         made after this call are waited for all the same. On a CPU there is nothing to wait for."""
-        context = self._fsdp_unit.context
+        context = context_of(self._fsdp_unit)
         context.schedule.gathers.wait_once_for(event, context.units)
         if context.divide_copies:
             context.copies_lane.after_event(event)
@@ -219,10 +221,10 @@ class FsdpModule(GradientVerbs):
             RuntimeError: this unit lies within another; call it on the root.
         """
         self._check_outermost("reset_iter_state")
-        self._fsdp_unit.context.reset()
+        context_of(self._fsdp_unit).reset()
 
     def _prefetched(self, modules: Sequence[FsdpModule]) -> list[ref[Unit]]:
-        mine = self._fsdp_unit.context
+        mine = context_of(self._fsdp_unit)
         units = []
         for module in modules:
             unit = unit_of(module) if isinstance(module, nn.Module) else None
@@ -231,13 +233,21 @@ class FsdpModule(GradientVerbs):
                     f"can prefetch units only, got a {type(module).__name__}: call fully_shard on "
                     "it first"
                 )
-            if unit.context is not mine and not (mine.is_implicit or unit.context.is_implicit):
+            its = context_of(unit)
+            if its is not mine and not (mine.is_implicit or its.is_implicit):
                 raise ValueError(
                     f"unit {unit.name!r} has another FsdpContext than the unit "
                     f"{self._fsdp_unit.name!r} that would prefetch it; give both the same"
                 )
             units.append(ref(unit))
         return units
+
+
+def _set_reshard_after_forward(unit: Unit, reshard_after_forward: bool | None) -> None:
+    """What the user says after :func:`fully_shard`, where a number of ranks may have stood."""
+    if unit.part_size is not None:
+        context_of(unit).unsettle()
+    unit.reshard_after_forward = reshard_after_forward
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -268,7 +278,7 @@ def share_comm_ctx(modules: Sequence[FsdpModule]) -> None:
         unit = unit_of(module) if isinstance(module, nn.Module) else None
         if unit is None:
             raise ValueError(f"share_comm_ctx takes units, got a {type(module).__name__}")
-        contexts.append(unit.context)
+        contexts.append(context_of(unit))
     for context in contexts[1:]:
         context.check_may_use_lanes_of(contexts[0])
     for context in contexts[1:]:

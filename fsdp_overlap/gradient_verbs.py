@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from fsdp_overlap.runtime.finalization import GradientReductionHandle
+from fsdp_overlap.deciding.finalization import GradientReductionHandle
+from fsdp_overlap.runtime.context import context_of
 from fsdp_overlap.sharded_module import ShardedModule
 
 
@@ -102,7 +103,7 @@ class GradientVerbs(ShardedModule):
             )
         for unit in self._units(recurse):
             unit.settings.max_reduce_inputs = max_input_buffers
-            unit.context.follow_reduce_inputs()
+            context_of(unit).follow_reduce_inputs()
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -119,7 +120,7 @@ class GradientVerbs(ShardedModule):
             RuntimeError: this unit lies within another, or a backward is not finalized yet.
         """
         self._check_outermost("set_manual_backward_finalization")
-        self._fsdp_unit.context.schedule.finalization.set_manual(enabled)
+        context_of(self._fsdp_unit).schedule.finalization.set_manual(enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Completes the gradients of the backwards since the last call: reduces what backwards
@@ -135,7 +136,7 @@ class GradientVerbs(ShardedModule):
                 under way, or the last handle was not waited for.
         """
         self._check_outermost("finalize_backward")
-        context = self._fsdp_unit.context
+        context = context_of(self._fsdp_unit)
         if not context.has_schedule:
             return GradientReductionHandle(None) if async_op else None
         handle = context.schedule.finalization.finalize()

@@ -11,6 +11,7 @@ import torch.distributed.fsdp
 import torch.distributed.tensor
 from torch.distributed._composable import fsdp as torchs_older_fsdp
 
+from fsdp_overlap.deciding.finalization import GradientReductionHandle
 from fsdp_overlap.fsdp_module import (
     FsdpModule,
     UnshardHandle,
@@ -19,7 +20,6 @@ from fsdp_overlap.fsdp_module import (
 )
 from fsdp_overlap.fully_shard import fully_shard
 from fsdp_overlap.runtime.context import FsdpContext
-from fsdp_overlap.runtime.finalization import GradientReductionHandle
 from fsdp_overlap.tensor.creation import with_range_shards
 
 

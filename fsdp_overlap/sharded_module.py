@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_overlap.runtime import hooks
 from fsdp_overlap.runtime.bucket import Bucket
+from fsdp_overlap.runtime.context import context_of
 from fsdp_overlap.runtime.domain import Domain
 from fsdp_overlap.runtime.ownership import modules_outside_units, move_buffers
 from fsdp_overlap.runtime.tensor_parallel import parameter_like
@@ -68,16 +69,16 @@ class ShardedModule(nn.Module):
         Raises:
             RuntimeError: the unsharded ones were edited, which is lost.
         """
-        unit = self._fsdp_unit
+        unit, context = self._fsdp_unit, context_of(self._fsdp_unit)
         lost = unit.changed() if unit.is_gathered else None
         unit.use_sharded()
         if unit.is_gathered:
-            gathers = unit.context.schedule.gathers
+            gathers = context.schedule.gathers
             gathers.unkeep(unit)
             gathers.release(unit)
             gathers.flush()
         if unit.is_offloaded:
-            unit.context.finish_reading()
+            context.transfers.finish_reading()
         if lost is not None:
             raise RuntimeError(lost)
 
@@ -91,7 +92,8 @@ class ShardedModule(nn.Module):
         shards = self._shards()
         with torch.no_grad():
             applied = [fn(shard) for _, shard in shards]
-        device = self._fsdp_unit.context.device
+        context = context_of(self._fsdp_unit)
+        device = context.device
         for (bucket, shard), result in zip(shards, applied, strict=True):
             is_moved = result.device != shard.device
             is_given_memory = bucket.is_meta and result.device.type == bucket.rest_device.type
@@ -110,6 +112,7 @@ class ShardedModule(nn.Module):
             for (bucket, _), result in zip(shards, applied, strict=True)
         ):
             self._fsdp_unit.materialize(device)
+            context.unsettle()
         else:
             for (_, shard), result in zip(shards, applied, strict=True):
                 if result is not shard:
@@ -142,7 +145,7 @@ class ShardedModule(nn.Module):
 
     def _show_sharded(self) -> None:
         """After an explicit :meth:`unshard`: what is loaded and saved are the shards."""
-        if not self._fsdp_unit.context.schedule.is_in_use(self._fsdp_unit):
+        if not context_of(self._fsdp_unit).schedule.is_in_use(self._fsdp_unit):
             self.reshard()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
@@ -184,7 +187,7 @@ class ShardedModule(nn.Module):
             state = hooks.without_hooks(module.__getstate__())
             del state["_fsdp_unit"]
             duplicate.__setstate__(deepcopy(state, memo))
-        context = deepcopy(unit.context, memo)
+        context = deepcopy(context_of(unit), memo)
         meshes = {}
         for bucket in unit.buckets:
             domain = context.domain_of(bucket.domain.mesh)
@@ -215,7 +218,7 @@ class ShardedModule(nn.Module):
 
     def _check_outermost(self, verb: str) -> None:
         unit = self._fsdp_unit
-        if unit in unit_names(unit.context.units):
+        if unit in unit_names(context_of(unit).units):
             raise RuntimeError(
                 f"{verb}() is for the root, and unit {unit.name!r} lies within another: call it on "
                 "the outermost"

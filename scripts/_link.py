@@ -25,9 +25,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 import fsdp_overlap
 from fsdp_overlap.comm.collectives import Issued, choose
+from fsdp_overlap.deciding.reductions import MAX_INPUTS
 from fsdp_overlap.layout import Blocks, BucketPlan, Flat, Layout, ParamSpec, Whole, plan_units
 from fsdp_overlap.optim import AdamW, Muon
-from fsdp_overlap.runtime.reductions import MAX_INPUTS
 
 WIDTH = 512
 HEADS = 8

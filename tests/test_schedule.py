@@ -17,7 +17,7 @@ from zoo import ROWS, VOCABULARY, Checkpointed, Model, SharedLayer, shard_layers
 from fsdp_overlap import FsdpContext
 from fsdp_overlap.comm.lanes import HostLane, Mark
 from fsdp_overlap.comm.recording import Entry, RecordingLane
-from fsdp_overlap.runtime.stats import Stats
+from fsdp_overlap.deciding.stats import Stats
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 
 GATHER, REDUCE = "all_gather", "reduce_scatter"

@@ -17,18 +17,18 @@ from modelled_modes import MODES, OFFLOAD
 from zoo import Model
 
 from fsdp_overlap.comm.lanes import StreamLane, StreamTicket
+from fsdp_overlap.deciding.gathers import Gathers
+from fsdp_overlap.deciding.reductions import Reductions
 from fsdp_overlap.layout import Whole
 from fsdp_overlap.modelled import ModelledDevice, active, running
 from fsdp_overlap.optim import Muon, clip_grad_norm_
 from fsdp_overlap.runtime.bucket import Bucket, Landing
-from fsdp_overlap.runtime.context import FsdpContext
 from fsdp_overlap.runtime.copies import CopiesReduction, DividedShard
 from fsdp_overlap.runtime.domain import Domain
-from fsdp_overlap.runtime.gathers import Gathers
 from fsdp_overlap.runtime.gradients import BucketGradients
 from fsdp_overlap.runtime.order_check import OrderCheck
 from fsdp_overlap.runtime.reducing import Reducing
-from fsdp_overlap.runtime.reductions import Reductions
+from fsdp_overlap.runtime.transfers import Transfers
 
 
 @pytest.fixture(autouse=True)
@@ -109,8 +109,8 @@ DEFECTS = [
     Defect(StreamLane, "enqueue", ", self._streams.stream(self.stream):", OFFLOADED, new=":"),
     Defect(StreamLane, "enqueue", "self.stream.record_event()", PLAIN, new="self._streams.Event()"),
     Defect(StreamLane, "free", "self.stream.wait_event(after)", PLAIN),
-    Defect(Gathers, "begin_pass", "self.lane.after_compute()", PLAIN),
-    Defect(Gathers, "_gather", "self.lane.after_compute()", "an edit past the event"),
+    Defect(Gathers, "begin_pass", "self._transfers.after_compute()", PLAIN),
+    Defect(Gathers, "_gather", "self._transfers.after_compute()", "an edit past the event"),
     Defect(
         Gathers,
         "_gather",
@@ -125,8 +125,8 @@ DEFECTS = [
         "a kept parameter read beside the optimizer",
         new="",
     ),
-    Defect(Gathers, "release", "self.lane.mark_compute()", PLAIN, new="None"),
-    Defect(Gathers, "wait_once_for", "self.lane.after_event(event)", SIDE),
+    Defect(Gathers, "release", "self._transfers.mark_compute()", PLAIN, new="None"),
+    Defect(Gathers, "wait_once_for", "self._transfers.after_event(event)", SIDE),
     Defect(Bucket, "wait", "self._ticket.wait()", PLAIN),
     Defect(Bucket, "free", "self._ticket.abandon()", "the model of unused parameters"),
     Defect(
@@ -150,8 +150,8 @@ DEFECTS = [
     Defect(CopiesReduction, "finish", "ticket.wait()", COPIES),
     Defect(CopiesReduction, "finish_before", "lane.after_ticket(ticket)", COPIES),
     Defect(BucketGradients, "reduce", "lane.after_compute()", PLAIN),
-    Defect(Reductions, "_wait_for_oldest", "ticket.wait()", PLAIN),
-    Defect(Reductions, "wait", "copies.finish()", COPIES),
+    Defect(Transfers, "finish", "ticket.wait()", PLAIN),
+    Defect(Transfers, "finish_sums", "copies.finish()", COPIES),
     Defect(
         Reductions,
         "_may_fill",
@@ -172,9 +172,9 @@ DEFECTS = [
     Defect(Landing, "wait", "self.copied.synchronize()", "offloaded"),
     Defect(Domain, "finish_reading", "self.reading.wait_on_host()", OFFLOADED),
     Defect(
-        FsdpContext,
-        "rest",
-        "vars(self)[name].before_compute()",
+        Transfers,
+        "wait_for_lanes",
+        "lane.before_compute()",
         "a hook of reductions that raised and a reset",
     ),
 ]

@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -13,21 +14,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_overlap.comm.groups import GroupCache, LaneGroups
-from fsdp_overlap.comm.lanes import Lane, Mark, Ticket, make_lane
+from fsdp_overlap.comm.lanes import Lane, make_lane
 from fsdp_overlap.comm.streams import has_streams, streams_of
+from fsdp_overlap.deciding.reductions import MAX_INPUTS
+from fsdp_overlap.deciding.schedule import Schedule
+from fsdp_overlap.deciding.stats import Stats
 from fsdp_overlap.layout import Flat, LayoutRule
-from fsdp_overlap.runtime.bucket import Bucket
+from fsdp_overlap.runtime import engine
 from fsdp_overlap.runtime.description import describe
 from fsdp_overlap.runtime.domain import Domain, check_mesh
-from fsdp_overlap.runtime.engine import is_in_backward
 from fsdp_overlap.runtime.faults import Faults
-from fsdp_overlap.runtime.gathers import Gathers
 from fsdp_overlap.runtime.gradients import BucketGradients
 from fsdp_overlap.runtime.plans import all_or_none, check_plannable, compare_plans
-from fsdp_overlap.runtime.reductions import MAX_INPUTS, Reductions
-from fsdp_overlap.runtime.schedule import Schedule
 from fsdp_overlap.runtime.starts import compare_starts
-from fsdp_overlap.runtime.stats import Stats
+from fsdp_overlap.runtime.transfers import Transfers
 from fsdp_overlap.runtime.unit import Unit, unit_names, unit_of
 from fsdp_overlap.runtime.unsharded_edits import Uncompared
 
@@ -102,6 +102,8 @@ class FsdpContext:
         self._units: list[weakref.ref[Unit]] = []
         self._domains: dict[DeviceMesh, Domain] = {}
         self._is_settled = False
+        self._transfers: Transfers | None = None
+        self._schedule: Schedule | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> FsdpContext:
         """A context for a copy of the model: of the same mesh and options, with no units yet. The
@@ -115,7 +117,7 @@ class FsdpContext:
             divide_copies=self.divide_copies,
         )
         duplicate.is_implicit = self.is_implicit
-        if self.has_schedule and self.schedule.finalization.is_manual:
+        if self._schedule is not None and self._schedule.finalization.is_manual:
             duplicate.schedule.finalization.set_manual(True)
         return duplicate
 
@@ -196,13 +198,30 @@ class FsdpContext:
             self._domains[mesh] = domain
         return domain
 
-    @cached_property
-    def gather_lane(self) -> Lane:
-        return self.lane_factory("all_gather", self.device)
+    @property
+    def transfers(self) -> Transfers:
+        """What does as the schedule decides."""
+        if self._transfers is None:
+            me = weakref.proxy(self)
+            self._transfers = Transfers(
+                lambda name: me.lane_factory(name, me.device),
+                self._stats,
+                lambda: me.domains,
+                lambda: me.units,
+            )
+        return self._transfers
 
-    @cached_property
+    @property
+    def gather_lane(self) -> Lane:
+        return self.transfers.gather_lane
+
+    @property
     def reduce_lane(self) -> Lane:
-        return self.lane_factory("reduce_scatter", self.device)
+        return self.transfers.reduce_lane
+
+    @property
+    def copies_lane(self) -> Lane:
+        return self.transfers.copies_lane
 
     def check_may_use_lanes_of(self, other: FsdpContext) -> None:
         """Raises if it has used its own, or computes elsewhere."""
@@ -216,39 +235,40 @@ class FsdpContext:
 
     def use_lanes_of(self, other: FsdpContext) -> None:
         """Communicates on the lanes of ``other``."""
-        self.gather_lane = other.gather_lane
-        self.reduce_lane = other.reduce_lane
-        self.copies_lane = other.copies_lane
-        if self.has_schedule:
-            self.schedule.gathers.lane = self.gather_lane
-            self.schedule.reductions.lane = self.reduce_lane
+        self.transfers.use_lanes_of(other.transfers)
 
     @property
     def has_schedule(self) -> bool:
-        return "schedule" in vars(self)
+        """Whether anything may have run."""
+        return self._schedule is not None
 
-    @cached_property
-    def copies_lane(self) -> Lane:
-        """For what travels between ranks that hold copies, on a mesh ``(replicate, shard)``."""
-        return self.lane_factory("all_reduce", self.device)
-
-    @cached_property
+    @property
     def schedule(self) -> Schedule:
+        """What decides."""
+        if self._schedule is None:
+            self._schedule = self._make_schedule()
+        return self._schedule
+
+    def _make_schedule(self) -> Schedule:
         units, me = self._units, weakref.proxy(self)
 
         def unit_at(index: int) -> Unit | None:
             return units[index]()
 
         return Schedule(
-            Gathers(self.gather_lane, self.prefetch, self._stats, unit_at),
-            Reductions(
-                self.reduce_lane, lambda gradients: me._reduce(gradients), self.max_reduce_inputs
-            ),
+            self.transfers,
+            engine,
+            self._stats,
             unit_at,
             lambda: me.units,
-            lambda: me._finish_backward(),
+            self.prefetch,
+            self.max_reduce_inputs,
             self.divide_copies,
         )
+
+    def gradient_arrived(self, unit: Unit, gradients: BucketGradients, index: int) -> None:
+        """Autograd accumulated into the unsharded parameter ``index`` of a bucket of ``unit``."""
+        self.schedule.gradient_arrived(unit, gradients, index)
 
     def plan(
         self,
@@ -303,7 +323,7 @@ class FsdpContext:
         root, and names units as users know them. Does nothing once that is done. Collective over
         the meshes.
         """
-        if self._is_settled or is_in_backward():
+        if self._is_settled or engine.is_in_backward():
             return
         is_complete = not self.is_implicit or self._adopt_trees()
         names = unit_names(self.units)
@@ -332,12 +352,15 @@ class FsdpContext:
         for outer in self.units:
             for child in (child for module in outer.modules for child in module.modules()):
                 unit = unit_of(child)
-                if unit is None or unit.context is self or not unit.context.is_implicit:
+                if unit is None or unit.context is self:
                     continue
-                if unit.context.schedule.awaits_backward:
+                other = context_of(unit)
+                if not other.is_implicit:
+                    continue
+                if other.schedule.awaits_backward:
                     is_complete = False
                     continue
-                unit.context.rest()
+                other.rest()
                 unit.context = self
                 unit.index = self.register(unit)
         return is_complete
@@ -353,8 +376,8 @@ class FsdpContext:
         return max(asked, default=MAX_INPUTS if self.prefetch else 1)
 
     def follow_reduce_inputs(self) -> None:
-        if self.has_schedule:
-            self.schedule.reductions.max_inputs = self.max_reduce_inputs
+        if self._schedule is not None:
+            self._schedule.reductions.max_inputs = self.max_reduce_inputs
 
     # Full buffers that are kept between steps
 
@@ -407,14 +430,10 @@ class FsdpContext:
 
     def rest(self) -> None:
         """Brings every unit to rest, where no rank has more under way than others."""
-        if self.has_schedule:  # else nothing ran yet
-            # Where something raised, what a lane still reads and writes is waited for by nobody.
-            for name in ("gather_lane", "reduce_lane", "copies_lane"):
-                if name in vars(self):
-                    vars(self)[name].before_compute()
-            self.schedule.drop()
-            for unit in self.units:
-                unit.reset(self.gather_lane)
+        if self._schedule is not None:  # else nothing ran yet
+            self.transfers.wait_for_lanes()
+            self._schedule.drop()
+            self.transfers.rest()
         for domain in self.domains:
             domain.reset()
         self.uncompared.clear()
@@ -423,76 +442,10 @@ class FsdpContext:
         )
         self._stats.reduce_inputs_alive = 0
 
-    # Memory and collectives, counted and noted for the order check
 
-    def gather(self, bucket: Bucket) -> None:
-        bucket.domain.note_gather(bucket)
-        self._stats.all_gathers += 1
-        self._stats.all_gather_bytes += bucket.full.nbytes
-        if not bucket.full.allocated:
-            self._stats.count_full_buffer(1)
-        if bucket.divided is not None:
-            bucket.divided.gather(self.copies_lane)
-        bucket.gather(self.gather_lane)
-
-    def free(self, bucket: Bucket, after: Mark) -> None:
-        if not bucket.full.keeps_storage:
-            self._stats.count_full_buffer(-1)
-        bucket.free(self.gather_lane, after)
-
-    def keep_storage(self, unit: Unit, keep: bool) -> None:
-        """Whether full buffers of ``unit`` keep their memory while it is sharded."""
-        for bucket in unit.buckets:
-            bucket.full.keeps_storage = keep
-            if not keep and bucket.full.allocated and not bucket.is_gathered:
-                self._stats.count_full_buffer(-1)
-                self.gather_lane.free(bucket.label, bucket.full, self.gather_lane.mark_compute())
-
-    def allocate_input(self, gradients: BucketGradients) -> None:
-        self._stats.count_reduce_input(1)
-        gradients.input.allocate()
-
-    def free_input(self, gradients: BucketGradients) -> None:
-        self._stats.count_reduce_input(-1)
-        gradients.input.free()
-
-    def finish_reading(self) -> None:
-        """Before offloaded shards may be edited. Blocks the host."""
-        for domain in self._domains.values():
-            domain.finish_reading()
-
-    def _reduce(self, gradients: BucketGradients) -> Ticket:
-        self._stats.reduce_scatters += 1
-        self._stats.reduce_scatter_bytes += gradients.input.nbytes
-        gradients.bucket.domain.note_reduction(
-            gradients.bucket, gradients.input.flat.dtype, gradients.goes_across
-        )
-        return gradients.reduce(self.reduce_lane, lambda: self.copies_lane)
-
-    def _finish_backward(self) -> None:
-        """Compares the order of collectives and settles which parameters have a gradient."""
-        agreed = {}
-        failure: RuntimeError | None = None
-        # Small meshes first: what fails there is an error on all ranks of those that follow, also
-        # on ranks that would else wait for the ones that failed.
-        for domain in sorted(self._domains.values(), key=lambda domain: domain.mesh.size()):
-            if domain.has_reduced:
-                self._stats.order_checks += bool(domain.groups.of_all)
-                try:
-                    agreed[domain] = domain.agree(self.reduce_lane, failed=failure is not None)
-                except RuntimeError as error:
-                    failure = failure or error
-            domain.finish_reading()
-        if failure is not None:
-            raise failure
-        if not agreed:
-            return
-        for unit in self.units:
-            for gradients in unit.gradients:
-                if gradients.landing:
-                    gradients.land()
-                if gradients.doubtful:
-                    gradients.settle_doubts(agreed[gradients.bucket.domain])
+def context_of(unit: Unit) -> FsdpContext:
+    """The context that ``unit`` is in. Units know less of it."""
+    return cast(FsdpContext, unit.context)
 
 
 def _device_type() -> str:

@@ -30,9 +30,9 @@ from fsdp_overlap.runtime.tensor_parallel import beside
 from fsdp_overlap.tensor.placement import RangeShard, range_spec
 
 if TYPE_CHECKING:
+    from fsdp_overlap.deciding.stats import Stats
     from fsdp_overlap.runtime.bucket import Bucket
     from fsdp_overlap.runtime.faults import Faults
-    from fsdp_overlap.runtime.stats import Stats
 
 
 class Domain:

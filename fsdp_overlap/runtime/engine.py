@@ -1,17 +1,38 @@
-"""What the autograd engine says of the backward under way."""
+"""What the autograd engine says of the backward under way.
+
+This module is the :class:`~fsdp_overlap.deciding.interface.Engine` of deciding.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd import Variable
 
+from fsdp_overlap.runtime.untraced import untraced
+
+is_grad_enabled = torch.is_grad_enabled
+graph_task = torch._C._current_graph_task_id
+"""The number of the backward under way on this thread, -1 where there is none."""
+
 
 def is_in_backward() -> bool:
     """Whether the engine is running on this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Has ``function`` called when the backward under way has run."""
+    Variable._execution_engine.queue_callback(partial(_call, function))
+
+
+@untraced
+def _call(function: Callable[[], None]) -> None:
+    function()
 
 
 def is_for_all_leaves() -> bool:

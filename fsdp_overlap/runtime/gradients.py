@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -76,6 +76,11 @@ class BucketGradients:
         sizes.append(self.bucket.shard.numel() - end)
         return sizes, pieces
 
+    @property
+    def has_input(self) -> bool:
+        """Whether the reduce input has memory."""
+        return self.input.allocated
+
     def leaves_early(self, index: int) -> bool:
         """Whether a gradient that has just arrived may be absorbed before its bucket is complete.
 
@@ -142,7 +147,7 @@ class BucketGradients:
         """Whether what :meth:`reduce` reduces is reduced across copies too, and not kept here."""
         return self.copies is not None and self._reducing.across_copies
 
-    def reduce(self, lane: Lane, copies_lane: Callable[[], Lane]) -> Ticket:
+    def reduce(self, lane: Lane, copies_lane: Lane | None) -> Ticket:
         """Enqueues the reduce-scatter of the reduce input; its result lands in the sharded
         parameters' ``.grad``, where the mesh has copies after one more collective, on the lane of
         these. Parameters without a gradient here get that of the other ranks, or are put in doubt
@@ -170,7 +175,8 @@ class BucketGradients:
             doubtful = None if is_full else self._doubtful_among(filled)
             accept = partial(self._accept, doubtful=doubtful)
             if copies is not None:
-                accept = partial(copies.start, copies_lane(), copies_divisor, accept)
+                assert copies_lane is not None
+                accept = partial(copies.start, copies_lane, copies_divisor, accept)
         lane.after_compute()
         return lane.enqueue(
             "reduce_scatter",

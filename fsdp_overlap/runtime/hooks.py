@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.comm.spans import span
 from fsdp_overlap.comm.streams import is_capturing
+from fsdp_overlap.deciding.order import Call
+from fsdp_overlap.deciding.schedule import Schedule
+from fsdp_overlap.runtime.context import FsdpContext, context_of
 from fsdp_overlap.runtime.engine import is_in_backward
-from fsdp_overlap.runtime.order import Call
 from fsdp_overlap.runtime.reads import end_watch, watch_reads
-from fsdp_overlap.runtime.schedule import Schedule
 from fsdp_overlap.runtime.trees import map_tensors, may_hide_tensors, tensors_in
 from fsdp_overlap.runtime.unit import Unit
 from fsdp_overlap.runtime.unsharded_edits import compare
@@ -64,23 +65,24 @@ def without_hooks(state: dict[str, Any]) -> dict[str, Any]:
 def before_forward(
     unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    context = context_of(unit)
     unit.handled.append(sys.exc_info()[2])
     if torch._C._are_functorch_transforms_active():
         _refuse_transform(unit)
-    if is_capturing(unit.context.device):
+    if is_capturing(context.device):
         _refuse_capture(unit)
     with span("pre_forward", unit.name):
-        unit.context.settle()
+        context.settle()
         unit.follow_trainability()
-        unit.context.schedule.before_forward(unit)
+        context.schedule.before_forward(unit)
         unit.use_unsharded()
         if (id(module), module.training) not in unit.compared:
             for edits in unit.edits:
                 edits.begin_comparison()
         if not unit.settings.unshard_in_backward and torch.is_grad_enabled():
             watch_reads(unit)
-    if unit.is_root and unit.context.device.type != "cpu":
-        move = partial(_move, unit.context.device)
+    if unit.is_root and context.device.type != "cpu":
+        move = partial(_move, context.device)
         args, kwargs = map_tensors(move, args), map_tensors(move, kwargs)
     policy = unit.mp_policy
     if policy.cast_forward_inputs and policy.param_dtype is not None:
@@ -112,7 +114,8 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
     is_watched = bool(unit.watches)
     if is_watched:
         end_watch(unit)
-    schedule = unit.context.schedule
+    context = context_of(unit)
+    schedule = context.schedule
     handled = unit.handled.pop() if unit.handled else None  # empty: another hook raised before ours
     error = _error_of_forward(handled) if output is None else None
     raised = error is not None
@@ -122,18 +125,18 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
         elif (id(module), module.training) not in unit.compared:
             unit.compared.add((id(module), module.training))
             for edits in unit.edits:
-                edits.end_comparison(unit.context.uncompared)
+                edits.end_comparison(context.uncompared)
     with span("post_forward", unit.name):
         if unit.is_list and not is_in_backward():
             unit.module_ran(module)
         call = schedule.after_forward(unit, raised)
         if not schedule.is_in_use(unit):
             unit.use_sharded()
-        if error is not None or unit.context.uncompared:
-            error = _end_of_forward(unit, error)
+        if error is not None or context.uncompared:
+            error = _end_of_forward(unit, context, error)
         # Where a backward follows, its end makes sure of it.
         if unit.is_offloaded and not torch.is_grad_enabled() and not schedule.is_in_forward:
-            unit.context.finish_reading()
+            context.transfers.finish_reading()
     if error is not None and not raised:
         raise error
     tensors = tensors_in(output)
@@ -168,10 +171,11 @@ def _error_of_forward(handled: TracebackType | None) -> BaseException | None:
     return None if sys.exc_info()[2] is handled else sys.exception()
 
 
-def _end_of_forward(unit: Unit, error: BaseException | None) -> BaseException | None:
+def _end_of_forward(
+    unit: Unit, context: FsdpContext, error: BaseException | None
+) -> BaseException | None:
     """Where no forward is around ``unit``'s: the error that leaves the model, which others are
     told, ``error`` or one found now."""
-    context = unit.context
     if context.schedule.is_in_forward or is_in_backward():
         return error
     if error is None and (lost := compare(context.uncompared)) is not None:
@@ -183,7 +187,9 @@ def _end_of_forward(unit: Unit, error: BaseException | None) -> BaseException | 
 
 def after_load(unit: Unit, module: nn.Module, keys: Any) -> None:
     """After ``load_state_dict()`` of ``module`` and all in it."""
-    unit.take_assigned()
+    context = context_of(unit)
+    if unit.take_assigned(context.device):
+        context.unsettle()
 
 
 def _check_no_parameter_leaves(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:

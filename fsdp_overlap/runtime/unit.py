@@ -8,7 +8,7 @@ from copy import deepcopy
 from itertools import repeat
 from operator import attrgetter, is_
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from fsdp_overlap.comm.lanes import Lane, Mark
+from fsdp_overlap.comm.lanes import Lane
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.engine import is_to_accumulate
 from fsdp_overlap.runtime.gradients import BucketGradients
@@ -26,10 +26,19 @@ from fsdp_overlap.runtime.stale_optimizers import note_replacement
 from fsdp_overlap.runtime.unsharded_edits import FREED, UnshardedEdits
 from fsdp_overlap.runtime.untraced import untraced
 
-if TYPE_CHECKING:
-    from fsdp_overlap.runtime.context import FsdpContext
-
 _grad = attrgetter("grad")
+
+
+class Context(Protocol):
+    """What units of one model share, as far as they know it."""
+
+    def register(self, unit: Unit) -> int:
+        """Takes ``unit`` in and returns its index."""
+        ...
+
+    def gradient_arrived(self, unit: Unit, gradients: BucketGradients, index: int) -> None:
+        """Is told what autograd accumulated."""
+        ...
 
 
 class Unit:
@@ -42,7 +51,7 @@ class Unit:
     def __init__(
         self,
         modules: Sequence[nn.Module],
-        context: FsdpContext,
+        context: Context,
         mesh: DeviceMesh,
         buckets: list[Bucket],
         mp_policy: MixedPrecisionPolicy,
@@ -55,6 +64,7 @@ class Unit:
         self.to_run: set[int] = set()
         """Of several modules, those that have yet to run before the unit is released."""
         self.buckets = buckets
+        self.has_parameters = bool(buckets)
         self.mp_policy = mp_policy
         self.reshard_after_forward = reshard_after_forward
         self.settings = Settings()
@@ -111,6 +121,11 @@ class Unit:
         if not on all ranks or on each."""
         size = self.reshard_after_forward
         return size if type(size) is int else None
+
+    @property
+    def keeps_part(self) -> bool:
+        """Whether a part of the full buffer is kept between forward and backward."""
+        return self.part_size is not None
 
     @property
     def is_gathered(self) -> bool:
@@ -206,39 +221,10 @@ class Unit:
                 return found
         return None
 
-    def gather(self) -> None:
-        """Enqueues the all-gathers of the buckets that are not whole and fresh."""
-        for bucket in self.buckets:
-            if not bucket.is_whole:
-                self.context.gather(bucket)
-
-    def put_together(self) -> None:
-        """Enqueues what puts the shards together that ranks with copies of them divide."""
-        for bucket in self.buckets:
-            if bucket.divided is not None:
-                bucket.divided.gather(self.context.copies_lane)
-
     def wait(self) -> None:
         """Makes compute wait for the unit's all-gathers."""
         for bucket in self.buckets:
             bucket.wait()
-
-    def free(self, after: Mark) -> None:
-        """Frees the full buffers once the compute up to ``after`` is done."""
-        for bucket in self.buckets:
-            if bucket.is_gathered:
-                self.context.free(bucket, after)
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool | None) -> None:
-        """What the user says after :func:`fully_shard`, where a number of ranks may have stood."""
-        if self.part_size is not None:
-            self.context.unsettle()
-        self.reshard_after_forward = reshard_after_forward
-
-    def drop_parts(self) -> None:
-        """Frees what was kept between forward and backward."""
-        for bucket in self.buckets:
-            bucket.drop_part()
 
     def reset(self, lane: Lane) -> None:
         """Back to rest, from any state."""
@@ -325,12 +311,12 @@ class Unit:
         self._known_gradients = {}
         self._watched = set()
         self._watch_edits()
-        self.context.unsettle()
 
-    def take_assigned(self) -> None:
+    def take_assigned(self, device: torch.device) -> bool:
         """What ``load_state_dict(assign=True)`` registered is copied into the shards, and the
         sharded parameters are registered again. On the meta device nothing is done before all
-        parameters were given, and then the unit is given memory first.
+        parameters were given, and then the unit is given memory on ``device`` first. Returns
+        whether it was.
 
         Raises:
             RuntimeError: one has another dtype. The unit is as before then.
@@ -339,7 +325,7 @@ class Unit:
         is_meta = self.is_meta
         counts = [len(bucket.parameters) for bucket in self.buckets]
         if not any(assigned) or (is_meta and list(map(len, assigned)) != counts):
-            return
+            return False
         for bucket, values in zip(self.buckets, assigned, strict=True):
             for index, value in values.items():
                 if value.dtype != bucket.shard.dtype:
@@ -351,7 +337,7 @@ class Unit:
                         "module before fully_shard()"
                     )
         if is_meta:
-            self.materialize(self.context.device)
+            self.materialize(device)
         with torch.no_grad():
             for bucket, values in zip(self.buckets, assigned, strict=True):
                 bucket.use_sharded()
@@ -359,6 +345,7 @@ class Unit:
                     bucket.sharded_parameters[index].copy_(value)
         if is_meta:
             self.announce_unsharded()
+        return is_meta
 
     def announce_unsharded(self) -> None:
         """Assigns the unsharded parameters where they belong, for modules that keep references of
@@ -391,7 +378,7 @@ class Unit:
             def arrived(_: torch.Tensor, index: int = index) -> None:
                 unit, gradients = owner(), target()
                 if unit is not None and gradients is not None:
-                    unit.context.schedule.gradient_arrived(unit, gradients, index)
+                    unit.context.gradient_arrived(unit, gradients, index)
 
             parameter.register_post_accumulate_grad_hook(arrived)
 

@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from fsdp_overlap.comm.lanes import Lane, Ticket
-from fsdp_overlap.runtime.copies import CopiesReduction
-from fsdp_overlap.runtime.gradients import BucketGradients
-
-if TYPE_CHECKING:
-    from fsdp_overlap.runtime.unit import Unit
+from fsdp_overlap.deciding.interface import Gradients, Ticket, Transfers, Unit
 
 # Reduce inputs that exist at once, beside those held by backwards without synchronization: one
 # travels while the next is filled. Without prefetch, for the least memory, there is only one.
 MAX_INPUTS = 2
-
-# Sums across copies under way at once, beside those of inputs that travel, where the host runs
-# ahead.
-MAX_SUMS = 2
 
 
 @dataclass(eq=False, slots=True)
@@ -41,17 +30,13 @@ class Reductions:
     zeros in its turn.
     """
 
-    def __init__(
-        self, lane: Lane, issue: Callable[[BucketGradients], Ticket], max_inputs: int
-    ) -> None:
-        self.lane = lane
-        self._issue = issue
+    def __init__(self, transfers: Transfers, max_inputs: int) -> None:
+        self._transfers = transfers
         self.max_inputs = max_inputs
         self._turns: list[Turn] = []
         self._by_unit: dict[Unit, Turn] = {}
-        self._in_flight: deque[tuple[Unit, BucketGradients, Ticket]] = deque()
-        self._filling: set[BucketGradients] = set()
-        self._across: deque[CopiesReduction] = deque()
+        self._in_flight: deque[tuple[Gradients, Ticket]] = deque()
+        self._filling: set[Gradients] = set()
 
     def expect(self, first_uses: Iterable[tuple[Unit, int]]) -> None:
         """These units take part in this backward, on every rank."""
@@ -61,11 +46,11 @@ class Reductions:
                 self._turns.append(turn)
         self._turns.sort(key=lambda turn: (-turn.first_use, turn.unit.index))
 
-    def arrived(self, unit: Unit, gradients: BucketGradients, index: int) -> None:
+    def arrived(self, unit: Unit, gradients: Gradients, index: int) -> None:
         """Autograd delivered the gradient of parameter ``index``."""
         turn = self._by_unit.get(unit)
         if turn is not None and gradients.leaves_early(index) and self._may_fill(turn, gradients):
-            gradients.absorb([index])
+            self._transfers.absorb(gradients, index)
 
     def passed(self, tick: int) -> None:
         """Backward is done with every unit first used after ``tick``."""
@@ -91,24 +76,12 @@ class Reductions:
         """Makes compute wait for all that was issued."""
         while self._in_flight:
             self._wait_for_oldest()
-        for copies in self._across:
-            copies.finish()
-        self._across.clear()
+        self._transfers.finish_sums()
 
     def drop(self) -> None:
         """Forgets everything under way."""
-        for _, gradients, ticket in self._in_flight:
-            with suppress(RuntimeError):  # of a collective that failed
-                if gradients.copies is None:
-                    ticket.abandon()
-                ticket.wait()  # what the lane reads is about to be freed
-            if gradients.copies is not None:
-                # Which is under way too, or has begun now, as it may have on another rank.
-                self._across.append(gradients.copies)
-        for copies in self._across:
-            copies.abandon()
+        self._transfers.abandon(self._in_flight)
         self._in_flight.clear()
-        self._across.clear()
         self._filling.clear()
         self._turns.clear()
         self._by_unit.clear()
@@ -124,32 +97,23 @@ class Reductions:
         unit.has_unreduced = not unit.completes_gradients
         for gradients in unit.gradients:
             self._ensure_input(unit, gradients)
-            gradients.absorb_all()
+            self._transfers.absorb_all(gradients)
             if syncs:
                 while len(self._in_flight) >= self.max_inputs:
                     self._wait_for_oldest()
                 self._filling.discard(gradients)
-                if self._across:
-                    self._bound_sums()
                 gradients.is_in_flight = True
-                ticket = self._issue(gradients)
-                self._in_flight.append((unit, gradients, ticket))
+                self._in_flight.append((gradients, self._transfers.reduce(gradients)))
 
-    def _bound_sums(self) -> None:
-        """Before a reduction is issued: where the host runs ahead, no sum across copies has ended
-        as far as it knows, and what each of them reads would be kept until the end."""
-        while self.lane.runs_ahead and len(self._across) > MAX_SUMS:
-            self._across.popleft().finish_before(self.lane)
-
-    def _may_fill(self, turn: Turn, gradients: BucketGradients) -> bool:
+    def _may_fill(self, turn: Turn, gradients: Gradients) -> bool:
         """Whether a gradient may go to the reduce input before its bucket is complete: where there
         may be two inputs, only if that makes nobody wait for one. Where there may be one, compute
         waits for it now: it would hold more and more gradients until the bucket is complete."""
         if gradients.is_in_flight:
             return False
-        if gradients.input.allocated:
+        if gradients.has_input:
             return True
-        while self._in_flight and self._in_flight[0][2].done():
+        while self._in_flight and self._in_flight[0][1].done():
             self._wait_for_oldest()
         has_room = self._has_room() if self.max_inputs > 1 else not self._filling
         if turn is not self._turns[0] or not has_room:
@@ -157,14 +121,14 @@ class Reductions:
         self._ensure_input(turn.unit, gradients)
         return True
 
-    def _ensure_input(self, unit: Unit, gradients: BucketGradients) -> None:
+    def _ensure_input(self, unit: Unit, gradients: Gradients) -> None:
         while gradients.is_in_flight:  # of a gradient before this one
             self._wait_for_oldest()
-        if gradients.input.allocated:
+        if gradients.has_input:
             return
         while self._in_flight and not self._has_room():
             self._wait_for_oldest()
-        unit.context.allocate_input(gradients)
+        self._transfers.allocate_input(gradients)
         if unit.syncs_gradients:
             self._filling.add(gradients)
 
@@ -172,11 +136,6 @@ class Reductions:
         return len(self._in_flight) + len(self._filling) < self.max_inputs
 
     def _wait_for_oldest(self) -> None:
-        unit, gradients, ticket = self._in_flight.popleft()
-        ticket.wait()
-        if gradients.copies is not None:
-            self._across.append(gradients.copies)
-            while self._across and self._across[0].is_done():
-                self._across.popleft().finish()  # which gives back what was sent
+        gradients, ticket = self._in_flight.popleft()
+        self._transfers.finish(gradients, ticket)
         gradients.is_in_flight = False
-        unit.context.free_input(gradients)

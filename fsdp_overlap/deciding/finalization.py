@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
-from fsdp_overlap.runtime.engine import is_in_backward
-from fsdp_overlap.runtime.gathers import Gathers
-from fsdp_overlap.runtime.reductions import Reductions
-
-if TYPE_CHECKING:
-    from fsdp_overlap.runtime.unit import Unit
+from fsdp_overlap.deciding.gathers import Gathers
+from fsdp_overlap.deciding.interface import Engine, Transfers, Unit
+from fsdp_overlap.deciding.reductions import Reductions
 
 
 class GradientReductionHandle:
@@ -41,22 +37,24 @@ class Finalization:
         self,
         gathers: Gathers,
         reductions: Reductions,
-        units: Callable[[], list[Unit]],
-        finish_backward: Callable[[], None],
+        transfers: Transfers,
+        engine: Engine,
+        units: Callable[[], Sequence[Unit]],
     ) -> None:
         self.is_manual = False
         self.is_due = False
         """Whether a backward ran that nobody finalized."""
         self._gathers = gathers
         self._reductions = reductions
+        self._transfers = transfers
+        self._engine = engine
         self._units = units
-        self._finish_backward = finish_backward
         self._pending: GradientReductionHandle | None = None
 
     def set_manual(self, enabled: bool) -> None:
         if enabled == self.is_manual:
             return
-        if self.is_due or self._pending is not None or is_in_backward():
+        if self.is_due or self._pending is not None or self._engine.is_in_backward():
             raise RuntimeError(
                 f"set_manual_backward_finalization({enabled}) during a backward, or after one that "
                 "is not finalized: call finalize_backward(), or reset_iter_state(), first"
@@ -81,11 +79,11 @@ class Finalization:
                 "finalize_backward() without manual finalization: call "
                 "set_manual_backward_finalization(True) before forward"
             )
-        if is_in_backward():
+        if self._engine.is_in_backward():
             raise RuntimeError("finalize_backward() during backward: call it after backward()")
         for unit in self._units():
             if unit.settings.reshard_after_backward and unit.is_gathered:
-                unit.use_sharded()
+                self._transfers.use_sharded(unit)
                 self._gathers.release(unit)
         self._gathers.flush()
         self._reductions.issue_rest(self._units())
@@ -116,4 +114,4 @@ class Finalization:
 
     def _wait(self) -> None:
         self._reductions.wait()
-        self._finish_backward()
+        self._transfers.finish_backward()

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
-import torch
-
-from fsdp_overlap.comm.lanes import Lane, Mark
-from fsdp_overlap.runtime.order import UnitIndex
-from fsdp_overlap.runtime.stats import Stats
-
-if TYPE_CHECKING:
-    from fsdp_overlap.runtime.unit import Unit
+from fsdp_overlap.deciding.interface import Mark, Transfers, Unit, UnitIndex
+from fsdp_overlap.deciding.stats import Stats
 
 
 class Gathers:
@@ -25,9 +18,13 @@ class Gathers:
     """
 
     def __init__(
-        self, lane: Lane, prefetch: int, stats: Stats, unit_at: Callable[[UnitIndex], Unit | None]
+        self,
+        transfers: Transfers,
+        prefetch: int,
+        stats: Stats,
+        unit_at: Callable[[UnitIndex], Unit | None],
     ) -> None:
-        self.lane = lane
+        self._transfers = transfers
         self.prefetch = prefetch
         self.stats = stats
         self._unit_at = unit_at
@@ -46,7 +43,7 @@ class Gathers:
         self,
         unit: Unit,
         upcoming: Sequence[UnitIndex] = (),
-        asked: Sequence[weakref.ref[Unit]] = (),
+        asked: Sequence[Callable[[], Unit | None]] = (),
     ) -> bool:
         """Compute needs ``unit`` now and is expected to need ``upcoming`` next. Enqueues what is
         not there yet; in between frees what was used, so that this unit's all-gather does not wait
@@ -94,14 +91,13 @@ class Gathers:
         if unit.is_gathered and unit.index not in self.kept:
             self._ahead.pop(unit.index, None)
             self._asked.pop(unit.index, None)
-            self._delayed[unit.index] = self.lane.mark_compute()
+            self._delayed[unit.index] = self._transfers.mark_compute()
 
     def unkeep(self, unit: Unit) -> None:
         """Lets go of a full buffer in :attr:`kept`. Autograd refuses to read it for the graph that
         it was kept for from now on."""
         if self.kept.pop(unit.index, None) is not None:
-            for edits in unit.edits:
-                edits.forbid_old_graphs()
+            self._transfers.forbid_old_graphs(unit)
 
     def release_stale(self) -> None:
         """Releases what is kept of units that were edited since."""
@@ -148,17 +144,17 @@ class Gathers:
                 self.unkeep(unit)
         self.kept.clear()
 
-    def wait_once_for(self, event: torch.Event, units: Iterable[Unit]) -> None:
+    def wait_once_for(self, event: Any, units: Iterable[Unit]) -> None:
         """All-gathers wait for ``event``, which stands for every edit made so far of ``units``, and
         so the next pass does not for all compute."""
-        self.lane.after_event(event)
+        self._transfers.after_event(event)
         self._note_edits_seen(units)
         self._waits_for_event = True
 
     def begin_pass(self, units: Iterable[Unit]) -> None:
         """All-gathers of this pass see the edits of ``units`` made before it."""
         if not self._waits_for_event:
-            self.lane.after_compute()
+            self._transfers.after_compute()
             self._note_edits_seen(units)
         self._waits_for_event = False
 
@@ -171,16 +167,18 @@ class Gathers:
         # A buffer that is gathered again may still be read by compute.
         version = unit.version
         if unit.seen_version != version or unit.is_gathered:
-            self.lane.after_compute()
+            self._transfers.after_compute()
             unit.seen_version = version
             self.unkeep(unit)
         self._issued += 1
-        unit.gather()
+        self._transfers.gather(unit)
 
-    def _ask(self, unit: Unit, asked: Sequence[weakref.ref[Unit]]) -> None:
+    def _ask(self, unit: Unit, asked: Sequence[Callable[[], Unit | None]]) -> None:
         """Gathers what the user asked for together with ``unit``, and is not there yet."""
         others = [
-            other for ref in asked if (other := ref()) is not None and other.context is unit.context
+            other
+            for find in asked
+            if (other := find()) is not None and self._unit_at(other.index) is other
         ]
         for other in others:
             for waiting in (self._ahead, self._delayed):
@@ -209,4 +207,4 @@ class Gathers:
     def _free(self, index: UnitIndex, mark: Mark) -> None:
         unit = self._unit_at(index)
         if unit is not None:
-            unit.free(mark)
+            self._transfers.free(unit, mark)

@@ -5,13 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from fsdp_overlap.runtime.unit import Unit
-
-# Units are named by their index in the context, so that a record keeps no module alive.
-UnitIndex = int
+from fsdp_overlap.deciding.interface import UnitIndex
 
 
 class ForwardOrder:
@@ -115,32 +110,3 @@ class Call:
     """Whether its backward does. Where the user said that it does not, that is watched."""
     backward: int = 0
     """Serial number of the last backward that reached this call."""
-
-
-class Backward:
-    """What one backward has done so far."""
-
-    def __init__(self, serial: int, graph_task: int) -> None:
-        self.serial = serial
-        self.graph_task = graph_task
-        self.under_way: list[ForwardPass] = []
-        """Passes that backward is in, each within the one before it: a reentrant checkpoint in
-        another is recomputed in the backward of what that one recomputed."""
-        self.remaining: dict[ForwardPass, list[Call]] = {}
-        """Calls that each reached pass has yet to come back to; the next one is last."""
-        self.open_calls: list[Call] = []
-        """Calls whose backward is under way."""
-        self.accumulates = True
-        """Whether gradients go to parameters, as they do not in ``torch.autograd.grad()``."""
-        self.creates_graph = False
-        """Whether what it leaves may be differentiated again: ``create_graph=True``."""
-        self.recompute: ForwardPass | None = None
-        self.recomputing: list[tuple[Unit, int]] = []
-        self.unfinished: set[UnitIndex] = set()
-        """Units of several modules that stay whole for those of their calls that remain."""
-        self.lost: str | None = None
-        """What somebody did to unsharded parameters that shards do not have, to be raised."""
-
-    def comes_back_to(self, unit: UnitIndex) -> bool:
-        """Whether a call of ``unit`` is yet to be reached."""
-        return any(call.unit == unit for calls in self.remaining.values() for call in calls)

@@ -1,0 +1,217 @@
+"""One backward: it walks back along the calls of forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from fsdp_overlap.deciding.gathers import Gathers
+from fsdp_overlap.deciding.interface import Engine, Transfers, Unit, UnitIndex
+from fsdp_overlap.deciding.order import Call, ForwardOrder, ForwardPass
+from fsdp_overlap.deciding.reductions import Reductions
+
+
+class Backward:
+    """What one backward has done so far, and what it does next.
+
+    ``serial`` counts backwards from 1. ``open_passes`` are the forwards that it may come back to.
+    ``order`` predicts the units of backwards that run again what left no call, as reentrant
+    checkpoints do. In all others the calls that remain tell more.
+    """
+
+    def __init__(
+        self,
+        serial: int,
+        gathers: Gathers,
+        reductions: Reductions,
+        transfers: Transfers,
+        engine: Engine,
+        unit_at: Callable[[UnitIndex], Unit | None],
+        open_passes: Sequence[ForwardPass],
+        order: ForwardOrder | None,
+    ) -> None:
+        self.serial = serial
+        self.graph_task = engine.graph_task()
+        self.order = order
+        if order is not None:
+            order.begin()
+        self._gathers = gathers
+        self._reductions = reductions
+        self._transfers = transfers
+        self._engine = engine
+        self._unit_at = unit_at
+        self._open_passes = open_passes
+        self.under_way: list[ForwardPass] = []
+        """Passes that backward is in, each within the one before it: a reentrant checkpoint in
+        another is recomputed in the backward of what that one recomputed."""
+        self.remaining: dict[ForwardPass, list[Call]] = {}
+        """Calls that each reached pass has yet to come back to; the next one is last."""
+        self.open_calls: list[Call] = []
+        """Calls whose backward is under way."""
+        self.accumulates = True
+        """Whether gradients go to parameters, as they do not in ``torch.autograd.grad()``."""
+        self.creates_graph = False
+        """Whether what it leaves may be differentiated again: ``create_graph=True``."""
+        self.recompute: ForwardPass | None = None
+        """The forwards that ran within this backward, and that it comes back to."""
+        self.recomputing: list[tuple[Unit, int]] = []
+        """Units whose forward runs within this backward now, with the tick of its start."""
+        self.unfinished: set[UnitIndex] = set()
+        """Units of several modules that stay whole for those of their calls that remain."""
+        self.lost: str | None = None
+        """What somebody did to unsharded parameters that shards do not have, to be raised."""
+
+    def begin(self, units: Iterable[Unit]) -> None:
+        """The first event of it has come."""
+        # Of backward(), which all ranks call, and not of what it reaches, which may differ.
+        self.accumulates = self._engine.is_for_all_leaves() or any(
+            unit.accumulates for unit in units
+        )
+        self._expect(self._gathers.kept.items())
+
+    def advance_to(self, call: Call) -> None:
+        """Enqueues what every rank enqueues up to ``call``, also for calls skipped on this rank."""
+        forward_pass, under_way = call.forward_pass, self.under_way
+        if not under_way or under_way[-1] is not forward_pass:
+            while under_way and not forward_pass.is_within(under_way[-1]):
+                self._walk_to_end(under_way.pop())
+            if not under_way or under_way[-1] is not forward_pass:
+                under_way.append(forward_pass)
+            if forward_pass not in self.remaining:
+                self._reach_pass(forward_pass)
+        if forward_pass.is_recompute:
+            forward_pass.graph_task = self._engine.graph_task()
+        remaining = self.remaining[forward_pass]
+        # Almost always it is the last, and a long list takes long to search.
+        if (not remaining or remaining[-1] is not call) and call not in remaining:
+            self._step(call)
+            return
+        while True:
+            reached = remaining.pop()
+            self._step(reached)
+            if reached is call:
+                return
+
+    def finish(self) -> None:
+        """All that this rank reaches was reached: does the rest as other ranks do, and releases."""
+        for forward_pass in self.remaining:
+            if not forward_pass.is_recompute:
+                self._walk_to_end(forward_pass)
+        self.remaining.clear()
+        for index in {*(call.unit for call in self.open_calls), *self.unfinished}:
+            self._release_passed(index)
+
+    def is_open(self, unit: Unit) -> bool:
+        """Whether the backward of a call of ``unit`` is under way."""
+        return any(call.unit == unit.index for call in self.open_calls)
+
+    def before_recompute(self, unit: Unit, tick: int) -> None:
+        """A forward of ``unit`` begins within this backward."""
+        self.recomputing.append((unit, tick))
+        # One that is open without parameters, because backward would not need them, does now.
+        if unit.has_parameters and not (self.is_open(unit) and unit.is_gathered):
+            self._use(unit, None)
+        self._transfers.wait(unit)
+
+    def after_recompute(self, unit: Unit, start: int, end: int, is_in_use: bool) -> Call | None:
+        """That forward has run. Returns the call to come back to, ``None`` where the backward under
+        way has one."""
+        if not unit.has_parameters or self.is_open(unit):
+            return None
+        # Its own backward, if it follows at once, then finds it whole.
+        if unit.settings.reshard_after_backward and not is_in_use:
+            self._gathers.release(unit)
+        recompute = self.recompute
+        if recompute is None or recompute in self.remaining:
+            task = self._engine.graph_task()
+            recompute = self.recompute = ForwardPass(is_recompute=True, outer_task=task)
+        # Where the unit stood in the forward, so that it keeps its place among the other units.
+        for forward_pass in self._open_passes:
+            if unit.index in forward_pass.spans:
+                start, end = forward_pass.spans[unit.index]
+                if all(call.unit != unit.index for call in forward_pass.calls):
+                    self.order = self.order or ForwardOrder()
+        recompute.note(unit.index, start, end)
+        return Call(unit.index, start, end, recompute, unit.version)
+
+    def _reach_pass(self, forward_pass: ForwardPass) -> None:
+        self.remaining[forward_pass] = list(forward_pass.calls)
+        self._expect((call.unit, self._first_use(call)) for call in forward_pass.calls)
+
+    def _expect(self, first_uses: Iterable[tuple[UnitIndex, int]]) -> None:
+        if self.accumulates:
+            self._reductions.expect(
+                (unit, tick)
+                for index, tick in first_uses
+                if (unit := self._unit_at(index)) is not None
+            )
+
+    def _walk_to_end(self, forward_pass: ForwardPass) -> None:
+        remaining = self.remaining[forward_pass]
+        while remaining:
+            self._step(remaining.pop())
+
+    def _step(self, call: Call) -> None:
+        unit = self._unit_at(call.unit)
+        if unit is None:
+            return
+        self._leave(call.end)
+        self.open_calls.append(call)
+        # What is whole may be read though nobody needs it, and then also by the graph that is made.
+        if call.needs_parameters or (self.creates_graph and unit.is_gathered):
+            self._use(unit, call.forward_pass)
+            if self.creates_graph:
+                self._gathers.kept.setdefault(unit.index, self._first_use(call))
+                self._transfers.watch_gradients(unit)
+        self._reductions.passed(call.end)
+
+    def _leave(self, tick: int) -> None:
+        """Backward is done with every call that started after ``tick``."""
+        for call in [call for call in self.open_calls if call.start > tick]:
+            self.open_calls.remove(call)
+            if all(other.unit != call.unit for other in self.open_calls):
+                self._release_passed(call.unit)
+
+    def _use(self, unit: Unit, forward_pass: ForwardPass | None) -> None:
+        prefetch = self._gathers.prefetch
+        asked = unit.backward_prefetch and [
+            find
+            for find in unit.backward_prefetch
+            if (other := find()) and other.settings.unshard_in_backward
+        ]
+        if self.order is not None:
+            self.order.visit(unit.index)
+            if self._gathers.use(unit, self.order.upcoming(prefetch), asked):
+                self.order.teach()
+            return
+        remaining = self.remaining[forward_pass] if forward_pass is not None else []
+        following = remaining[: -prefetch - 1 : -1]
+        upcoming = [call.unit for call in following if call.needs_parameters]
+        self._gathers.use(unit, upcoming, asked)
+
+    def _release_passed(self, index: UnitIndex) -> None:
+        unit = self._unit_at(index)
+        if unit is None:
+            return
+        with self._transfers.span("post_backward", unit.name):
+            # In backwards 1, 2, 4, 8 ...: the unit's next forward finds what later ones miss.
+            if not self.serial & (self.serial - 1):
+                self.lost = self.lost or unit.edited()
+            self._transfers.use_sharded(unit)
+            if unit.is_list and self._comes_back_to(index):
+                self.unfinished.add(index)
+            elif unit.settings.reshard_after_backward:
+                self._gathers.release(unit)
+
+    def _comes_back_to(self, unit: UnitIndex) -> bool:
+        """Whether a call of ``unit`` is yet to be reached."""
+        return any(call.unit == unit for calls in self.remaining.values() for call in calls)
+
+    def _first_use(self, call: Call) -> int:
+        """The tick at which the call's unit first ran in the forwards that this backward may
+        reach."""
+        first = call.start
+        for forward_pass in (*self._open_passes, call.forward_pass):
+            span = forward_pass.spans.get(call.unit)
+            if span is not None and span[0] < first:
+                first = span[0]
+        return first

@@ -1,0 +1,244 @@
+"""What deciding knows, and what it can have done: everything else is hidden from it.
+
+The facts come from units and from the autograd engine. The commands go to the transfers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+UnitIndex = int
+"""Names a unit without keeping it alive. The same on every rank."""
+
+Mark = Any
+"""A point in the compute enqueued so far."""
+
+
+class Settings(Protocol):
+    """What the user asked of a unit."""
+
+    @property
+    def reshard_after_backward(self) -> bool: ...
+    @property
+    def unshard_in_backward(self) -> bool: ...
+
+
+class Gradients(Protocol):
+    """The gradients of one bucket, and the reduce input that they are collected in."""
+
+    is_in_flight: bool
+    """Whether a reduce-scatter reads the reduce input. :class:`Reductions` keeps it."""
+
+    @property
+    def has_input(self) -> bool:
+        """Whether the reduce input has memory."""
+        ...
+
+    def leaves_early(self, index: int) -> bool:
+        """Whether the gradient of parameter ``index`` may be moved before its bucket is
+        complete."""
+        ...
+
+
+class Unit(Protocol):
+    """The facts about one unit.
+
+    Facts about collectives are the same on every rank. Facts about gradients may differ.
+    """
+
+    index: UnitIndex
+    name: str
+    is_root: bool
+    is_list: bool
+    """Whether it is made of several modules."""
+    to_run: set[int]
+    """Of several modules, the ids of those that have yet to run before the unit is released."""
+    seen_version: int
+    """The version of the shards that all-gathers are known to see. :class:`Gathers` keeps it."""
+    has_unreduced: bool
+    """Whether earlier backwards left gradients to reduce. :class:`Reductions` keeps it."""
+
+    @property
+    def settings(self) -> Settings: ...
+    @property
+    def gradients(self) -> Sequence[Any]:
+        """A :class:`Gradients` for each trainable bucket."""
+        ...
+
+    @property
+    def forward_prefetch(self) -> Sequence[Callable[[], Any]]:
+        """The units that the user wants gathered when this one runs: each call gives one, or
+        ``None`` where it is gone."""
+        ...
+
+    @property
+    def backward_prefetch(self) -> Sequence[Callable[[], Any]]: ...
+
+    @property
+    def has_parameters(self) -> bool: ...
+    @property
+    def is_gathered(self) -> bool:
+        """Whether full buffers exist, or will once an all-gather is done."""
+        ...
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is gathered, and no shard was edited since."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """Grows with every edit of the unit's shards."""
+        ...
+
+    @property
+    def keeps_part(self) -> bool:
+        """Whether a part of the full buffer is kept between forward and backward."""
+        ...
+
+    @property
+    def is_kept_for_backward(self) -> bool:
+        """Whether it stays gathered where it ran last in a forward."""
+        ...
+
+    def reshards_after_forward(self) -> bool: ...
+
+    @property
+    def is_trainable(self) -> bool: ...
+    @property
+    def is_waiting(self) -> bool:
+        """Whether autograd holds a gradient that no reduce input has yet."""
+        ...
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether the backward under way will accumulate into a parameter of the unit."""
+        ...
+
+    @property
+    def syncs_gradients(self) -> bool:
+        """Whether backward reduces gradients, or leaves them for a later one."""
+        ...
+
+    @property
+    def completes_gradients(self) -> bool:
+        """Whether backward also reduces them across copies."""
+        ...
+
+    def edited(self) -> str | None:
+        """What was done to unsharded parameters in place and would be lost, in words."""
+        ...
+
+
+class Ticket(Protocol):
+    """Stands for a reduce-scatter that was issued."""
+
+    def done(self) -> bool: ...
+
+
+class Transfers(Protocol):
+    """Does what was decided. Nothing that is done here comes back to deciding."""
+
+    def after_compute(self) -> None:
+        """All-gathers from now on start after the compute enqueued so far."""
+        ...
+
+    def after_event(self, event: Any) -> None:
+        """All-gathers from now on start after ``event``."""
+        ...
+
+    def mark_compute(self) -> Mark: ...
+
+    def gather(self, unit: Any) -> None:
+        """Enqueues the all-gathers of the buckets that are not whole."""
+        ...
+
+    def put_together(self, unit: Any) -> None:
+        """Enqueues what puts divided shards together."""
+        ...
+
+    def wait(self, unit: Any) -> None:
+        """Makes compute wait for the unit's all-gathers."""
+        ...
+
+    def free(self, unit: Any, after: Mark) -> None:
+        """Frees the full buffers once the compute up to ``after`` is done."""
+        ...
+
+    def drop_parts(self, unit: Any) -> None:
+        """Frees what was kept of the unit between forward and backward."""
+        ...
+
+    def forbid_old_graphs(self, unit: Any) -> None:
+        """Makes autograd refuse the unit's parameters to every graph made so far."""
+        ...
+
+    def use_unsharded(self, unit: Any) -> None:
+        """Registers the unsharded parameters in the unit's modules."""
+        ...
+
+    def use_sharded(self, unit: Any) -> None:
+        """Registers the sharded ones."""
+        ...
+
+    def watch_gradients(self, unit: Any) -> None:
+        """Makes every gradient of the unit be noticed when it arrives."""
+        ...
+
+    def allocate_input(self, gradients: Any) -> None:
+        """Gives the reduce input memory."""
+        ...
+
+    def absorb(self, gradients: Any, index: int) -> None:
+        """Moves the gradient of parameter ``index`` into the reduce input."""
+        ...
+
+    def absorb_all(self, gradients: Any) -> None:
+        """Moves all that autograd holds there."""
+        ...
+
+    def reduce(self, gradients: Any) -> Ticket:
+        """Enqueues the reduce-scatter of the reduce input."""
+        ...
+
+    def finish(self, gradients: Any, ticket: Any) -> None:
+        """Makes compute wait for a reduce-scatter, gives the gradient to the parameters, and frees
+        the reduce input. On a mesh with copies the gradient comes by :meth:`finish_sums`."""
+        ...
+
+    def finish_sums(self) -> None:
+        """Makes compute wait for all reductions across copies."""
+        ...
+
+    def abandon(self, reductions: Iterable[tuple[Any, Any]]) -> None:
+        """Waits for reductions under way, gradients and ticket each, that nobody needs any
+        more."""
+        ...
+
+    def finish_backward(self) -> None:
+        """Compares what the ranks issued, and settles which parameters have a gradient."""
+        ...
+
+    def span(self, kind: str, name: str) -> AbstractContextManager[Any]:
+        """Marks what runs inside in a profiler's trace."""
+        ...
+
+
+class Engine(Protocol):
+    """What autograd says."""
+
+    def is_in_backward(self) -> bool: ...
+    def is_grad_enabled(self) -> bool: ...
+    def is_for_all_leaves(self) -> bool:
+        """Whether the backward under way is for all leaves, as ``backward()`` is."""
+        ...
+
+    def graph_task(self) -> int:
+        """The number of the backward under way on this thread, -1 where there is none."""
+        ...
+
+    def at_end_of_backward(self, function: Callable[[], None]) -> None:
+        """Has ``function`` called when the backward under way has run."""
+        ...

@@ -1,0 +1,304 @@
+"""When a unit is gathered, released and reduced: the events of forward and backward.
+
+In forward, unit *i*: its all-gather is enqueued unless that was done ahead; then delayed releases
+are carried out; then the next all-gather in the predicted order is enqueued; then compute waits. In
+backward the same along the reverse of what ran, and reduce-scatters as buckets become complete.
+
+All of it follows from the order of calls, never from what is ready first on one rank, so that all
+ranks enqueue the same collectives. Where a rank's backward skips a call that others reach, the
+call's all-gather is enqueued all the same.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from fsdp_overlap.deciding.backward import Backward
+from fsdp_overlap.deciding.finalization import Finalization
+from fsdp_overlap.deciding.gathers import Gathers
+from fsdp_overlap.deciding.interface import Engine, Gradients, Transfers, Unit, UnitIndex
+from fsdp_overlap.deciding.order import Call, ForwardOrder, ForwardPass
+from fsdp_overlap.deciding.reductions import Reductions
+from fsdp_overlap.deciding.stats import Stats
+
+# Forwards with gradients that no backward has followed yet. Older ones are forgotten, so that a
+# program that never calls backward does not grow; a backward that reaches one adds it again.
+MAX_OPEN_PASSES = 64
+
+UNFINISHED = (
+    "the last backward did not finish (did it raise?); call ctx.reset() on every rank before the "
+    "next {}"
+)
+
+
+class Schedule:
+    """The events of one context.
+
+    ``unit_at`` finds a unit by its index, ``None`` if it is gone, and ``units`` lists those that
+    exist.
+    """
+
+    def __init__(
+        self,
+        transfers: Transfers,
+        engine: Engine,
+        stats: Stats,
+        unit_at: Callable[[UnitIndex], Unit | None],
+        units: Callable[[], Sequence[Unit]],
+        prefetch: int,
+        max_reduce_inputs: int,
+        divides_copies: bool,
+    ) -> None:
+        self._transfers = transfers
+        self._engine = engine
+        self._unit_at = unit_at
+        self._units = units
+        self.gathers = Gathers(transfers, prefetch, stats, unit_at)
+        self.reductions = Reductions(transfers, max_reduce_inputs)
+        self.finalization = Finalization(self.gathers, self.reductions, transfers, engine, units)
+        self.order = ForwardOrder()
+        self._backward_order: ForwardOrder | None = None
+        self._divides_copies = divides_copies
+        self._clock = 0
+        self._running: list[tuple[Unit, int]] = []
+        self._pass = ForwardPass()
+        self._is_pass_over = True
+        self._unfinished: list[Unit] = []
+        """Units of several modules that wait, whole, for those that have not run in this pass."""
+        self._open_passes: deque[ForwardPass] = deque(maxlen=MAX_OPEN_PASSES)
+        self._backward: Backward | None = None
+        self._backwards = 0
+
+    # Forward
+
+    def before_forward(self, unit: Unit) -> None:
+        """``unit``'s forward is about to run: compute may use its full buffers afterwards."""
+        if self._engine.is_in_backward():
+            backward = self._backward or self._begin_backward()
+            backward.before_recompute(unit, self._tick())
+            return
+        if self._backward is not None:
+            raise RuntimeError(UNFINISHED.format("forward"))
+        if not self._running and self._starts_pass(unit):
+            self._begin_pass(unit)
+        self._running.append((unit, self._tick()))
+        if unit.has_parameters:
+            self.order.visit(unit.index)
+            upcoming = self.order.upcoming(self.gathers.prefetch)
+            if self.gathers.use(unit, upcoming, unit.forward_prefetch):
+                self.order.teach()
+            self._transfers.wait(unit)
+
+    def after_forward(self, unit: Unit, raised: bool = False) -> Call | None:
+        """``unit``'s forward has run, or ``raised``. Returns the call to announce in
+        :meth:`before_backward` if gradients will flow back through it; ``None`` where its buffers
+        need no second use."""
+        running = self._running
+        backward = self._backward if self._engine.is_in_backward() else None
+        if backward is not None:
+            running = backward.recomputing
+        if not running or running[-1][0] is not unit:
+            return None  # before_forward raised
+        _, start = running.pop()
+        end = self._tick()
+        if backward is not None:
+            return backward.after_recompute(unit, start, end, self.is_in_use(unit))
+        self._pass.note(unit.index, start, end)
+        if (raised or unit.reshards_after_forward()) and not self.is_in_use(unit):
+            if not unit.to_run:
+                self.gathers.release(unit)
+            elif running and not raised:
+                self._unfinished.append(unit)
+            else:
+                unit.to_run.clear()
+                self.gathers.release(unit)
+        if self._unfinished and not running:
+            self._release_unfinished()
+        if unit.is_root and not running:
+            self._is_pass_over = True
+            self.gathers.finish_pass(before_backward=self._engine.is_grad_enabled() and not raised)
+        if not unit.has_parameters or not self._engine.is_grad_enabled():
+            return None
+        return Call(unit.index, start, end, self._pass, unit.version)
+
+    def is_in_use(self, unit: Unit) -> bool:
+        """Whether a forward or backward of ``unit`` is under way: a module may call itself, and
+        backward may run a forward again."""
+        backward = self._backward
+        if backward is not None and (
+            backward.is_open(unit) or _is_among(unit, backward.recomputing)
+        ):
+            return True
+        return _is_among(unit, self._running)
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a forward of some unit is under way, other than within backward."""
+        return bool(self._running)
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a forward has run that a backward may come back to."""
+        return self._backward is not None or any(past.calls for past in self._open_passes)
+
+    def add_call(self, call: Call) -> None:
+        """Backward will come back to ``call``."""
+        call.forward_pass.calls.append(call)
+
+    def _release_unfinished(self) -> None:
+        """The outermost unit has run: what it did not use of lists of modules is not awaited."""
+        for unit in dict.fromkeys(self._unfinished):
+            unit.to_run.clear()
+            self.gathers.release(unit)
+        self._unfinished.clear()
+
+    def _starts_pass(self, unit: Unit) -> bool:
+        # Where no unit encloses the others a pass has no visible end: a second run of a unit, or a
+        # backward in between, tells.
+        return unit.is_root or self._is_pass_over or self.order.has_visited(unit.index)
+
+    def _begin_pass(self, first: Unit) -> None:
+        self.finalization.check_done("forward")
+        self._is_pass_over = False
+        self.gathers.finish_pass(before=first)
+        self.gathers.release_stale()
+        self.gathers.begin_pass(self._units())
+        if self._divides_copies:
+            # All at once: they take no memory that is not there, and are ready when they are read.
+            for unit in self._predicted_units():
+                self._transfers.put_together(unit)
+        self.order.begin(first.index)
+        self._pass = ForwardPass()
+        if self._engine.is_grad_enabled():
+            self._open_passes.append(self._pass)
+
+    # Backward
+
+    def before_backward(self, call: Call) -> None:
+        """The gradient of an output of ``call`` is there: its backward is about to run.
+
+        Raises:
+            RuntimeError: the unit's parameters were edited since its forward, or an earlier
+                backward did not finish.
+        """
+        backward = self._backward or self._begin_backward()
+        if call.backward == backward.serial:
+            return
+        # Backwards within a backward belong to it only where a forward ran within it before.
+        if self._engine.graph_task() != backward.graph_task and backward.recompute is None:
+            raise RuntimeError(UNFINISHED.format("backward"))
+        call.backward = backward.serial
+        backward.creates_graph = self._engine.is_grad_enabled()
+        unit = self._unit_at(call.unit)
+        if unit is None:
+            return
+        if unit.version != call.version:
+            raise RuntimeError(
+                f"parameters of unit {unit.name!r} were modified between its forward and its "
+                "backward; run backward before optimizer.step() and before editing weights"
+            )
+        with self._transfers.span("pre_backward", unit.name):
+            backward.advance_to(call)
+            if not call.needs_parameters:
+                return
+            self._transfers.wait(unit)
+            # Activation checkpointing inside the unit runs its modules again, without the unit's
+            # hooks.
+            self._transfers.use_unsharded(unit)
+
+    def gradient_arrived(self, unit: Unit, gradients: Gradients, index: int) -> None:
+        """Autograd accumulated into the unsharded parameter ``index`` of a bucket."""
+        if self._backward is None:
+            self._begin_backward()
+        self.reductions.arrived(unit, gradients, index)
+
+    def _begin_backward(self) -> Backward:
+        self.finalization.begin_backward()
+        self._engine.at_end_of_backward(self._end_backward)
+        self._backwards += 1
+        self._backward = backward = Backward(
+            self._backwards,
+            self.gathers,
+            self.reductions,
+            self._transfers,
+            self._engine,
+            self._unit_at,
+            self._open_passes,
+            self._backward_order,
+        )
+        backward.begin(self._units())
+        return backward
+
+    def _end_backward(self) -> None:
+        backward = self._backward
+        if backward is None:
+            return
+        try:
+            backward.finish()
+            self.gathers.finish_pass()
+            for unit in self._units():
+                if unit.keeps_part:
+                    self._transfers.drop_parts(unit)  # where backward did not come back to it
+            self.finalization.end_backward()
+            if backward.lost is not None:
+                raise RuntimeError(backward.lost)
+        finally:
+            self._backward = None
+            self._backward_order = backward.order
+            self._is_pass_over = True
+            self._open_passes.clear()
+
+    # Between passes
+
+    def start_param_sync(self) -> None:
+        """Gathers stale full buffers again, in the order in which forward will use them."""
+        self.gathers.refresh(unit for unit in self._predicted_units() if not self.is_in_use(unit))
+
+    def _predicted_units(self) -> list[Unit]:
+        """All units, in the order in which the next forward is expected to run them."""
+        predicted = [self._unit_at(index) for index in self.order.predicted()]
+        return [unit for unit in dict.fromkeys([*predicted, *self._units()]) if unit is not None]
+
+    def finish_param_sync(self) -> None:
+        """The same, and makes compute wait for all of them."""
+        self.start_param_sync()
+        for unit in self._units():
+            self._transfers.wait(unit)
+
+    def release_unsharded(self) -> None:
+        """Frees every full buffer that is not in use."""
+        for unit in self._units():
+            if not self.is_in_use(unit):
+                self._transfers.use_sharded(unit)
+                self.gathers.unkeep(unit)
+                self.gathers.release(unit)
+                self._transfers.drop_parts(unit)
+        self.gathers.flush()
+
+    # All
+
+    def drop(self) -> None:
+        """Forgets what is under way, and the order, of which ranks may have recorded different
+        ones."""
+        self.order = ForwardOrder()
+        self._backward_order = None
+        self.gathers.drop()
+        self.reductions.drop()
+        self.finalization.drop()
+        self._running.clear()
+        self._backward = None
+        self._is_pass_over = True
+        self._unfinished.clear()
+        self._open_passes.clear()
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+
+def _is_among(unit: Unit, running: Sequence[tuple[Unit, int]]) -> bool:
+    for other, _ in running:  # noqa: SIM110, as in Unit.is_whole
+        if other is unit:
+            return True
+    return False

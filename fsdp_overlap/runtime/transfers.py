@@ -1,0 +1,226 @@
+"""Does what was decided: memory, collectives and compute that waits for them, unit by unit."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
+from typing import Any
+
+import torch
+
+from fsdp_overlap.comm.lanes import Lane, Mark, Ticket
+from fsdp_overlap.comm.spans import span
+from fsdp_overlap.deciding.stats import Stats
+from fsdp_overlap.runtime.copies import CopiesReduction
+from fsdp_overlap.runtime.domain import Domain
+from fsdp_overlap.runtime.gradients import BucketGradients
+from fsdp_overlap.runtime.unit import Unit
+
+# Sums across copies under way at once, beside those of inputs that travel, where the host runs
+# ahead.
+MAX_SUMS = 2
+
+
+class Transfers:
+    """Owns the lanes of one context and does on them what its schedule decides.
+
+    It counts in ``stats``, and notes for the other ranks what it issues. ``make_lane`` makes a lane
+    of a name, ``domains`` and ``units`` list those of the context.
+    """
+
+    def __init__(
+        self,
+        make_lane: Callable[[str], Lane],
+        stats: Stats,
+        domains: Callable[[], Sequence[Domain]],
+        units: Callable[[], Sequence[Unit]],
+    ) -> None:
+        self._make_lane = make_lane
+        self._stats = stats
+        self._domains = domains
+        self._units = units
+        self.gather_lane = make_lane("all_gather")
+        self.reduce_lane = make_lane("reduce_scatter")
+        self._copies_lane: Lane | None = None
+        self._across: deque[CopiesReduction] = deque()
+        """Those whose reductions across copies are under way."""
+
+    @property
+    def copies_lane(self) -> Lane:
+        """For what travels between ranks that hold copies, on a mesh ``(replicate, shard)``."""
+        if self._copies_lane is None:
+            self._copies_lane = self._make_lane("all_reduce")
+        return self._copies_lane
+
+    def use_lanes_of(self, other: Transfers) -> None:
+        """Communicates on the lanes of ``other``."""
+        self.gather_lane = other.gather_lane
+        self.reduce_lane = other.reduce_lane
+        self._copies_lane = other.copies_lane
+
+    def span(self, kind: str, name: str) -> AbstractContextManager[Any]:
+        return span(kind, name)
+
+    # Full buffers
+
+    def after_compute(self) -> None:
+        self.gather_lane.after_compute()
+
+    def after_event(self, event: torch.Event) -> None:
+        self.gather_lane.after_event(event)
+
+    def mark_compute(self) -> Mark:
+        return self.gather_lane.mark_compute()
+
+    def gather(self, unit: Unit) -> None:
+        stats = self._stats
+        for bucket in unit.buckets:
+            if bucket.is_whole:
+                continue
+            bucket.domain.note_gather(bucket)
+            stats.all_gathers += 1
+            stats.all_gather_bytes += bucket.full.nbytes
+            if not bucket.full.allocated:
+                stats.count_full_buffer(1)
+            if bucket.divided is not None:
+                bucket.divided.gather(self.copies_lane)
+            bucket.gather(self.gather_lane)
+
+    def put_together(self, unit: Unit) -> None:
+        for bucket in unit.buckets:
+            if bucket.divided is not None:
+                bucket.divided.gather(self.copies_lane)
+
+    def wait(self, unit: Unit) -> None:
+        for bucket in unit.buckets:
+            bucket.wait()
+
+    def free(self, unit: Unit, after: Mark) -> None:
+        for bucket in unit.buckets:
+            if bucket.is_gathered:
+                if not bucket.full.keeps_storage:
+                    self._stats.count_full_buffer(-1)
+                bucket.free(self.gather_lane, after)
+
+    def drop_parts(self, unit: Unit) -> None:
+        for bucket in unit.buckets:
+            bucket.drop_part()
+
+    def forbid_old_graphs(self, unit: Unit) -> None:
+        for edits in unit.edits:
+            edits.forbid_old_graphs()
+
+    def use_unsharded(self, unit: Unit) -> None:
+        for bucket in unit.buckets:
+            bucket.use_unsharded()
+
+    def use_sharded(self, unit: Unit) -> None:
+        for bucket in unit.buckets:
+            bucket.use_sharded()
+
+    def watch_gradients(self, unit: Unit) -> None:
+        unit.watch_gradients()
+
+    def keep_storage(self, unit: Unit, keep: bool) -> None:
+        """Whether full buffers of ``unit`` keep their memory while it is sharded."""
+        for bucket in unit.buckets:
+            bucket.full.keeps_storage = keep
+            if not keep and bucket.full.allocated and not bucket.is_gathered:
+                self._stats.count_full_buffer(-1)
+                self.gather_lane.free(bucket.label, bucket.full, self.gather_lane.mark_compute())
+
+    # Gradients
+
+    def allocate_input(self, gradients: BucketGradients) -> None:
+        self._stats.count_reduce_input(1)
+        gradients.input.allocate()
+
+    def absorb(self, gradients: BucketGradients, index: int) -> None:
+        gradients.absorb([index])
+
+    def absorb_all(self, gradients: BucketGradients) -> None:
+        gradients.absorb_all()
+
+    def reduce(self, gradients: BucketGradients) -> Ticket:
+        if self._across:
+            self._bound_sums()
+        self._stats.reduce_scatters += 1
+        self._stats.reduce_scatter_bytes += gradients.input.nbytes
+        bucket, across = gradients.bucket, gradients.goes_across
+        bucket.domain.note_reduction(bucket, gradients.input.flat.dtype, across)
+        return gradients.reduce(self.reduce_lane, self.copies_lane if across else None)
+
+    def finish(self, gradients: BucketGradients, ticket: Ticket) -> None:
+        ticket.wait()
+        if gradients.copies is not None:
+            self._across.append(gradients.copies)
+            while self._across and self._across[0].is_done():
+                self._across.popleft().finish()  # which gives back what was sent
+        self._stats.count_reduce_input(-1)
+        gradients.input.free()
+
+    def finish_sums(self) -> None:
+        for copies in self._across:
+            copies.finish()
+        self._across.clear()
+
+    def abandon(self, reductions: Iterable[tuple[BucketGradients, Ticket]]) -> None:
+        for gradients, ticket in reductions:
+            with suppress(RuntimeError):  # of a collective that failed
+                if gradients.copies is None:
+                    ticket.abandon()
+                ticket.wait()  # what the lane reads is about to be freed
+            if gradients.copies is not None:
+                # Which is under way too, or has begun now, as it may have on another rank.
+                self._across.append(gradients.copies)
+        for copies in self._across:
+            copies.abandon()
+        self._across.clear()
+
+    def finish_backward(self) -> None:
+        agreed = {}
+        failure: RuntimeError | None = None
+        # Small meshes first: what fails there is an error on all ranks of those that follow, also
+        # on ranks that would else wait for the ones that failed.
+        for domain in sorted(self._domains(), key=lambda domain: domain.mesh.size()):
+            if domain.has_reduced:
+                self._stats.order_checks += bool(domain.groups.of_all)
+                try:
+                    agreed[domain] = domain.agree(self.reduce_lane, failed=failure is not None)
+                except RuntimeError as error:
+                    failure = failure or error
+            domain.finish_reading()
+        if failure is not None:
+            raise failure
+        if not agreed:
+            return
+        for unit in self._units():
+            for gradients in unit.gradients:
+                if gradients.landing:
+                    gradients.land()
+                if gradients.doubtful:
+                    gradients.settle_doubts(agreed[gradients.bucket.domain])
+
+    def finish_reading(self) -> None:
+        """Before offloaded shards may be edited. Blocks the host."""
+        for domain in self._domains():
+            domain.finish_reading()
+
+    def wait_for_lanes(self) -> None:
+        """Makes compute wait for all that lanes still read and write, which nobody waits for where
+        something raised."""
+        for lane in (self.gather_lane, self.reduce_lane, self._copies_lane):
+            if lane is not None:
+                lane.before_compute()
+
+    def rest(self) -> None:
+        """Brings every unit to rest, from any state. The schedule has forgotten what it did."""
+        for unit in self._units():
+            unit.reset(self.gather_lane)
+
+    def _bound_sums(self) -> None:
+        """Before a reduction is issued: where the host runs ahead, no sum across copies has ended
+        as far as it knows, and what each of them reads would be kept until the end."""
+        while self.reduce_lane.runs_ahead and len(self._across) > MAX_SUMS:
+            self._across.popleft().finish_before(self.reduce_lane)
