@@ -13,13 +13,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_overlap.fsdp_module import FsdpModule
 from fsdp_overlap.layout import BucketPlan, ParamSpec
-from fsdp_overlap.runtime import hooks, tensor_parallel
+from fsdp_overlap.runtime import hooks, tiles
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.context import FsdpContext
 from fsdp_overlap.runtime.domain import Domain
 from fsdp_overlap.runtime.ownership import (
     OwnedParameter,
     Owner,
+    kind_of,
     mark_owner,
     mark_replaced,
     move_buffers,
@@ -29,7 +30,7 @@ from fsdp_overlap.runtime.ownership import (
 from fsdp_overlap.runtime.plans import all_or_none
 from fsdp_overlap.runtime.stale_optimizers import note_replacement
 from fsdp_overlap.runtime.starts import take_from_first
-from fsdp_overlap.runtime.unit import Unit, kind_of, reduce_dtype, unit_of
+from fsdp_overlap.runtime.unit import Unit, reduce_dtype, unit_of
 from fsdp_overlap.tensor.carried import SUMMED
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
 
@@ -116,7 +117,7 @@ def fully_shard(
         _check_reshard_after_forward(reshard_after_forward, domain.shard_size)
         for item in items:
             if isinstance(item.parameter, DTensor):
-                tensor_parallel.check(_name(kind, item), item.parameter, domain.mesh)
+                tiles.check(_name(kind, item), item.parameter, domain.mesh)
     _note_kept_dtypes(kind, owned, mp_policy)
     offload = _offload_on(ctx.device, offload_policy)
     with all_or_none(domain.plans for domain in by_domain):
@@ -354,7 +355,7 @@ def _check_parameters(
                 f"{where} is a {type(parameter).__name__}; only plain torch.nn.Parameter and "
                 "DTensors of tensor parallelism are supported"
             )
-        held = tensor_parallel.tile_in(parameter)
+        held = tiles.tile_in(parameter)
         if not held.is_contiguous():
             raise ValueError(
                 f"{where} is not contiguous (shape {tuple(held.shape)}, strides "

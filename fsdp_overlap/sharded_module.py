@@ -17,7 +17,7 @@ from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.context import context_of
 from fsdp_overlap.runtime.domain import Domain
 from fsdp_overlap.runtime.ownership import modules_outside_units, move_buffers
-from fsdp_overlap.runtime.tensor_parallel import parameter_like
+from fsdp_overlap.runtime.tiles import parameter_like
 from fsdp_overlap.runtime.unit import Unit, unit_names, unit_of
 from fsdp_overlap.tensor.sharded_tensor import attributes_of
 

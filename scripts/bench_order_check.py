@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 
 import fsdp_overlap
+from fsdp_overlap.agreement.order_check import OrderCheck
 from fsdp_overlap.cli.measurement import Measurement, Ratio
 from fsdp_overlap.comm.lanes import Lane
-from fsdp_overlap.runtime.order_check import OrderCheck
 
 CHECKED, UNCHECKED = "checked", "unchecked"
 STEP, SHUFFLED = "step", "step in an order that nobody expects"

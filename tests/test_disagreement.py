@@ -19,8 +19,8 @@ from twins import Twins, impatient
 from zoo import VOCABULARY, WIDTH
 
 from fsdp_overlap import FsdpContext, fully_shard
-from fsdp_overlap.runtime import habit as habit_module
-from fsdp_overlap.runtime.habit import Habit
+from fsdp_overlap.agreement import expectation as expectation_module
+from fsdp_overlap.agreement.expectation import Expectation
 
 
 class Layer(nn.Module):
@@ -267,8 +267,8 @@ def test_a_step_like_the_last_one_takes_no_confirmation(prefetch: int, stage: in
 @settings(deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.lists(st.integers(0, 3)))
 def test_what_repeats_is_expected_in_the_end(period: list[int], before: list[int]) -> None:
-    habit = Habit()
-    with patch.object(habit_module, "REMEMBERED", 400):  # also while it forgets
+    expectation = Expectation()
+    with patch.object(expectation_module, "REMEMBERED", 400):  # also while it forgets
         for code in before + 20 * period:
-            habit.take(code)
-        assert all(habit.take(code) for code in 30 * period)
+            expectation.take(code)
+        assert all(expectation.take(code) for code in 30 * period)

@@ -23,7 +23,7 @@ from twins import Twins, impatient
 from zoo import WIDTH, Block, Model, shard_layers
 
 from fsdp_overlap import FsdpContext, ShardedTensor, fully_shard
-from fsdp_overlap.comm import board
+from fsdp_overlap.comm import store_notes
 from fsdp_overlap.comm.collectives import Issued
 from fsdp_overlap.comm.lanes import HostTicket
 from fsdp_overlap.comm.recording import RecordingLane
@@ -201,10 +201,10 @@ class SilentStore(dist.Store):
 def ask_a_silent_store() -> None:
     store, second = SilentStore(), timedelta(seconds=0.1)
     with (
-        patch.object(board.c10d, "_get_default_store", lambda: store),
-        patch.object(board, "ANSWER_SECONDS", 0.1),
+        patch.object(store_notes.c10d, "_get_default_store", lambda: store),
+        patch.object(store_notes, "ANSWER_SECONDS", 0.1),
     ):
-        asked = board.Board("asked", dist.group.WORLD)
+        asked = store_notes.StoreNotes("asked", dist.group.WORLD)
         asked.post("note")
         assert asked.read() == {}
         assert asked.meet(second) == [1 - dist.get_rank()]

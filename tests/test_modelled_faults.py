@@ -25,10 +25,10 @@ from twins import loss_of
 from zoo import Model, shard_layers
 
 import fsdp_overlap
+from fsdp_overlap.agreement.faults import Faults
 from fsdp_overlap.layout import Whole
 from fsdp_overlap.modelled import Issued, ModelledDevice, compare_issued, running
 from fsdp_overlap.optim import Muon, clip_grad_norm_
-from fsdp_overlap.runtime.faults import Faults
 
 LIBRARY = str(Path(fsdp_overlap.__file__).parent)
 

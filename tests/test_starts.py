@@ -17,8 +17,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from zoo import Model, shard_layers
 
 from fsdp_overlap import FsdpContext, fully_shard
-from fsdp_overlap.runtime.order_check import OrderCheck
-from fsdp_overlap.runtime.starts import digest
+from fsdp_overlap.agreement.order_check import OrderCheck
+from fsdp_overlap.runtime.digests import digest
 
 TOKENS = torch.zeros(2, 3, dtype=torch.int64)
 

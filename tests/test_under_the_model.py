@@ -16,6 +16,7 @@ from modelled import Program, fake_ranks, run
 from modelled_modes import MODES, OFFLOAD
 from zoo import Model
 
+from fsdp_overlap.agreement.order_check import OrderCheck
 from fsdp_overlap.comm.lanes import StreamLane, StreamTicket
 from fsdp_overlap.deciding.gathers import Gathers
 from fsdp_overlap.deciding.reductions import Reductions
@@ -23,10 +24,10 @@ from fsdp_overlap.layout import Whole
 from fsdp_overlap.modelled import ModelledDevice, active, running
 from fsdp_overlap.optim import Muon, clip_grad_norm_
 from fsdp_overlap.runtime.bucket import Bucket, Landing
-from fsdp_overlap.runtime.copies import CopiesReduction, DividedShard
+from fsdp_overlap.runtime.copies_reduction import CopiesReduction
+from fsdp_overlap.runtime.divided_shard import DividedShard
 from fsdp_overlap.runtime.domain import Domain
 from fsdp_overlap.runtime.gradients import BucketGradients
-from fsdp_overlap.runtime.order_check import OrderCheck
 from fsdp_overlap.runtime.reducing import Reducing
 from fsdp_overlap.runtime.transfers import Transfers
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_overlap.comm.board import has_peers
+from fsdp_overlap.comm.store_notes import has_peers
 
 # The tag of a receive that nothing is ever sent for.
 NO_TAG = 2**31 - 1

@@ -3,37 +3,43 @@ between."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from enum import StrEnum
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap.comm.collectives import Collectives, Issued
+from fsdp_overlap.comm.collectives import (
+    Collectives,
+    CustomCollectives,
+    CustomComms,
+    Issued,
+    choose,
+)
 from fsdp_overlap.comm.groups import LaneGroups
 from fsdp_overlap.comm.lanes import Lane, Mark, Ticket
 from fsdp_overlap.comm.streams import has_streams, streams_of
 from fsdp_overlap.layout import BucketPlan
-from fsdp_overlap.runtime.copies import DividedShard
+from fsdp_overlap.runtime.digests import Start
+from fsdp_overlap.runtime.divided_shard import DividedShard
+from fsdp_overlap.runtime.domain import Domain
 from fsdp_overlap.runtime.engine import is_in_backward
 from fsdp_overlap.runtime.ownership import OwnedParameter
-from fsdp_overlap.runtime.part import KeptPart
-from fsdp_overlap.runtime.starts import Start
-from fsdp_overlap.runtime.tensor_parallel import (
+from fsdp_overlap.runtime.partial_reshard import KeptPart
+from fsdp_overlap.runtime.settings import Settings
+from fsdp_overlap.runtime.tiles import (
     give_memory,
     parameter_like,
     tile_in,
 )
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 from fsdp_overlap.tensor.sharded_tensor import ShardEdits, ShardedTensor, attributes_of
-
-if TYPE_CHECKING:
-    from fsdp_overlap.runtime.domain import Domain
 
 
 class BucketState(StrEnum):  # a string's hash is at hand, and states are looked up often
@@ -91,6 +97,8 @@ class Bucket:
         self.state = BucketState.SHARDED
         self.edits = ShardEdits()
         self.domain = domain
+        self.groups: LaneGroups
+        self.collectives: Collectives
         self.compute_dtype = compute_dtype
         self.offload = offload
         """Set where the shard and its gradient rest on the host, beside a device that computes."""
@@ -202,13 +210,43 @@ class Bucket:
             item.parameter = parameter
         self._list_places()
 
-    def connect(
-        self, collectives: Collectives, groups: LaneGroups, part: KeptPart | None = None
-    ) -> None:
-        """Gives the bucket what it gathers through. Before the first :meth:`gather`."""
-        self.collectives = collectives
-        self.groups = groups
-        self.part = part
+    def join(self, domain: Domain) -> None:
+        """Becomes one of the buckets of ``domain``."""
+        self.domain = domain
+        self.index, self.first_flag = domain.register(self, len(self.parameters))
+
+    def connect(self, part_size: int | None, settings: Settings) -> None:
+        """Takes what it is gathered and reduced by. Before the first :meth:`gather`. Collective
+        over the mesh at the first call.
+
+        ``part_size``: among how many neighbours a part is kept between forward and backward, if
+        any.
+        """
+        domain, device_type = self.domain, self.domain.device_type
+        self.groups = groups = domain.groups_for(settings.separates_reductions)
+        self.part = None
+        if part_size is not None:
+            group = domain.group_of_neighbours(part_size)
+            among = self.plan.merged(part_size)
+            self.part = KeptPart(among, choose(device_type, group, among), group)
+        self.collectives = choose(device_type, groups.gather, self.gather_plan)
+        if settings.comms != CustomComms() and domain.shard_size > 1:
+            self.collectives = CustomCollectives(settings.comms, self.collectives)
+        if domain.divides_copies:
+            assert groups.across is not None
+            first = domain.shard_rank * domain.copies
+            parts = BucketPlan((), (), self.plan.shard_numels[first : first + domain.copies])
+            self.divided = DividedShard(self, parts, choose(device_type, groups.across, parts))
+
+    def signature(self, dtype: torch.dtype) -> int:
+        """A number that ranks have in common where they planned the bucket alike, and as many
+        before it. ``dtype`` is what a collective sends."""
+        return zlib.crc32(f"{self.plan} {dtype} {self.domain.signature}".encode())
+
+    @property
+    def device(self) -> torch.device:
+        """Where compute uses it."""
+        return self.full.flat.device
 
     @property
     def version(self) -> int:

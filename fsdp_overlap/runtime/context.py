@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fsdp_overlap.agreement.faults import Faults
 from fsdp_overlap.comm.groups import GroupCache, LaneGroups
 from fsdp_overlap.comm.lanes import Lane, make_lane
 from fsdp_overlap.comm.streams import has_streams, streams_of
@@ -21,11 +22,11 @@ from fsdp_overlap.deciding.schedule import Schedule
 from fsdp_overlap.deciding.stats import Stats
 from fsdp_overlap.layout import Flat, LayoutRule
 from fsdp_overlap.runtime import engine
-from fsdp_overlap.runtime.description import describe
+from fsdp_overlap.runtime.description import describe, describe_mesh
 from fsdp_overlap.runtime.domain import Domain, check_mesh
-from fsdp_overlap.runtime.faults import Faults
 from fsdp_overlap.runtime.gradients import BucketGradients
-from fsdp_overlap.runtime.plans import all_or_none, check_plannable, compare_plans
+from fsdp_overlap.runtime.plan_comparison import compare_plans
+from fsdp_overlap.runtime.plans import all_or_none, check_plannable
 from fsdp_overlap.runtime.starts import compare_starts
 from fsdp_overlap.runtime.transfers import Transfers
 from fsdp_overlap.runtime.unit import Unit, unit_names, unit_of
@@ -123,12 +124,17 @@ class FsdpContext:
 
     def __repr__(self) -> str:
         """A table of the units. Not collective."""
-        return describe(self)
-
-    @property
-    def given_mesh(self) -> DeviceMesh | None:
-        """The mesh that it was made with."""
-        return self._mesh
+        mesh = "all ranks" if self._mesh is None else describe_mesh(self._mesh)
+        layout = getattr(self.layout, "__name__", repr(self.layout))
+        options = [f"mesh {mesh}", f"layout {layout}", f"prefetch {self.prefetch}"]
+        if not self.separates_groups:
+            options.append("one group for gathers and reductions")
+        options += [
+            name.replace("_", " ")
+            for name in ("check_plans", "divide_copies", "sync_module_states")
+            if getattr(self, name)
+        ]
+        return describe(self.units, options)
 
     @property
     def separates_groups(self) -> bool:
@@ -290,7 +296,7 @@ class FsdpContext:
         """
         meshes = meshes or {}
         lists = [[unit] if isinstance(unit, nn.Module) else list(unit) for unit in units]
-        check_plannable(lists, self.domains)
+        check_plannable(lists, [domain.plans for domain in self.domains])
         among = {module for modules in lists for module in modules}
         by_domain: dict[Domain, list[Sequence[nn.Module]]] = {}
         for modules in lists:
@@ -314,7 +320,7 @@ class FsdpContext:
         """Takes ``unit`` in and returns its index, the same on every rank."""
         self._units.append(weakref.ref(unit))
         for bucket in unit.buckets:
-            self.domain_of(bucket.domain.mesh).register(bucket)
+            bucket.join(self.domain_of(bucket.domain.mesh))
         self._is_settled = False
         return len(self._units) - 1
 
@@ -333,7 +339,7 @@ class FsdpContext:
             item.is_root = tops == [item] and not item.is_list
             item.rename(names.get(item) or (kind if item.is_root else f"{kind}[{item.index}]"))
             for bucket in item.buckets:
-                bucket.domain.connect(bucket, item.part_size, item.settings)
+                bucket.connect(item.part_size, item.settings)
         self.follow_reduce_inputs()
         if self.check_plans:
             for domain in self.domains:

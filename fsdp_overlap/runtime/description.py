@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_overlap.runtime.unit import Unit, unit_names
-
-if TYPE_CHECKING:
-    from fsdp_overlap.runtime.context import FsdpContext
 
 HEAD = ("unit", "parameters", "elements", "dtype", "whole", "here", "mesh", "shards", "kept whole")
 
@@ -19,12 +15,13 @@ HEAD = ("unit", "parameters", "elements", "dtype", "whole", "here", "mesh", "sha
 RIGHT = {1, 2, 4, 5}
 
 
-def describe(ctx: FsdpContext) -> str:
-    """The context's options and a table of its units. Neighbours that are alike share a row, which
-    says of each what it says. Bytes are those of parameters at rest: of the whole unit, and of
-    what this rank holds. Asks no other rank."""
-    units = ctx.units
-    lines = [f"FsdpContext of {_count(len(units), 'unit')}{_totals(units)}", _options(ctx)]
+def describe(units: Sequence[Unit], options: Sequence[str]) -> str:
+    """The ``options`` of a context and a table of its units. Asks no other rank.
+
+    Neighbours that are alike share a row, which says of each what it says. Bytes are those of
+    parameters at rest: of the whole unit, and of what this rank holds.
+    """
+    lines = [f"FsdpContext of {_count(len(units), 'unit')}{_totals(units)}", "; ".join(options)]
     if units:
         lines += _aligned([HEAD, *_rows(units)])
     return "\n".join(lines)
@@ -43,20 +40,6 @@ def _totals(units: Sequence[Unit]) -> str:
     )
 
 
-def _options(ctx: FsdpContext) -> str:
-    mesh = "all ranks" if ctx.given_mesh is None else _mesh(ctx.given_mesh)
-    layout = getattr(ctx.layout, "__name__", repr(ctx.layout))
-    options = [f"mesh {mesh}", f"layout {layout}", f"prefetch {ctx.prefetch}"]
-    if not ctx.separates_groups:
-        options.append("one group for gathers and reductions")
-    options += [
-        name.replace("_", " ")
-        for name in ("check_plans", "divide_copies", "sync_module_states")
-        if getattr(ctx, name)
-    ]
-    return "; ".join(options)
-
-
 def _rows(units: Sequence[Unit]) -> list[tuple[str, ...]]:
     names = unit_names(units)
     named = [(names.get(unit, unit.module_kind), _row(unit, unit not in names)) for unit in units]
@@ -71,7 +54,7 @@ def _rows(units: Sequence[Unit]) -> list[tuple[str, ...]]:
 def _row(unit: Unit, is_outermost: bool) -> tuple[str, ...]:
     specs = [spec for bucket in unit.buckets for spec in bucket.plan.specs]
     whole, here = _bytes_of(unit)
-    meshes = dict.fromkeys(_mesh(bucket.domain.mesh) for bucket in unit.buckets)
+    meshes = dict.fromkeys(describe_mesh(bucket.domain.mesh) for bucket in unit.buckets)
     is_equal = all(bucket.plan.is_equal for bucket in unit.buckets)
     return (
         str(len(specs)),
@@ -79,7 +62,7 @@ def _row(unit: Unit, is_outermost: bool) -> tuple[str, ...]:
         ", ".join(dict.fromkeys(bucket.dtypes for bucket in unit.buckets)),
         _size(whole),
         "meta" if unit.is_meta else _size(here),
-        " and ".join(meshes) or _mesh(unit.mesh),
+        " and ".join(meshes) or describe_mesh(unit.mesh),
         "equal" if is_equal else "ragged",
         _kept(unit, is_outermost),
     )
@@ -110,7 +93,8 @@ def _kept(unit: Unit, is_outermost: bool) -> str:
     return kept + (", shards on the host" if unit.is_offloaded else "")
 
 
-def _mesh(mesh: DeviceMesh) -> str:
+def describe_mesh(mesh: DeviceMesh) -> str:
+    """Its device type, sizes and names."""
     sizes = " x ".join(map(str, mesh.shape))
     names = f" ({' x '.join(mesh.mesh_dim_names)})" if mesh.mesh_dim_names else ""
     return f"{mesh.device_type} {sizes}{names}"

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Sequence
 from functools import cached_property
 from operator import or_
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,24 +15,25 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp_overlap.comm.collectives import CustomCollectives, CustomComms, choose
+from fsdp_overlap.agreement.faults import Faults
+from fsdp_overlap.agreement.order_check import KINDS, OrderCheck, Subject
 from fsdp_overlap.comm.groups import GroupCache, LaneGroups
 from fsdp_overlap.comm.lanes import Lane, Ticket
 from fsdp_overlap.comm.pool import can_close, end_threads_before_python
 from fsdp_overlap.comm.streams import has_streams
+from fsdp_overlap.deciding.stats import Stats
 from fsdp_overlap.layout import BucketPlan, LayoutRule
-from fsdp_overlap.runtime.copies import DividedShard
-from fsdp_overlap.runtime.order_check import KINDS, OrderCheck
-from fsdp_overlap.runtime.part import KeptPart
 from fsdp_overlap.runtime.plans import UnitPlans
-from fsdp_overlap.runtime.settings import Settings
-from fsdp_overlap.runtime.tensor_parallel import beside
+from fsdp_overlap.runtime.tiles import beside
 from fsdp_overlap.tensor.placement import RangeShard, range_spec
 
-if TYPE_CHECKING:
-    from fsdp_overlap.deciding.stats import Stats
-    from fsdp_overlap.runtime.bucket import Bucket
-    from fsdp_overlap.runtime.faults import Faults
+
+class Member(Subject, Protocol):
+    """A bucket of the domain."""
+
+    index: int
+    first_flag: int
+    compute_dtype: torch.dtype
 
 
 class Domain:
@@ -72,7 +73,7 @@ class Domain:
         self._group_cache = groups
         self._faults = faults
         self._stats = stats
-        self._buckets: list[weakref.ref[Bucket]] = []
+        self._members: list[weakref.ref[Member]] = []
         self._with_other: dict[DeviceMesh, DeviceMesh] = {}  # of tensor parallelism
         self._flags = 0
         self._has_gradient = bytearray()
@@ -91,6 +92,10 @@ class Domain:
     def copies(self) -> int:
         """The number of ranks that hold each shard."""
         return self.mesh.size(0) if self.mesh.ndim == 2 else 1
+
+    @property
+    def device_type(self) -> str:
+        return self.mesh.device_type
 
     @cached_property
     def groups(self) -> LaneGroups:
@@ -161,67 +166,53 @@ class Domain:
             mesh, placements = self._with_other[other], (*placements, *parameter.placements)
         return range_spec(mesh, placements, parameter.shape, plan.specs[0].dtype)
 
-    def register(self, bucket: Bucket) -> None:
-        """Takes ``bucket`` in, in the same order on every rank of the mesh."""
-        bucket.domain = self
-        bucket.index = len(self._buckets)
-        bucket.first_flag = self._flags
-        self._buckets.append(weakref.ref(bucket))
-        self._flags += len(bucket.parameters)
+    def register(self, bucket: Member, parameters: int) -> tuple[int, int]:
+        """Takes in ``bucket``, of so many parameters, in the same order on every rank of the mesh.
+        Returns its index, and where the flags of its parameters begin."""
+        index, first_flag = len(self._members), self._flags
+        self._members.append(weakref.ref(bucket))
+        self._flags += parameters
         if "order_check" in vars(self):
             self.order_check.note_new_bucket()
         self.forget_gradients()
+        return index, first_flag
 
-    def connect(self, bucket: Bucket, part_size: int | None, settings: Settings) -> None:
-        """Gives ``bucket`` what it is gathered and reduced by. Collective over the mesh at the
-        first call.
+    def groups_for(self, separate: bool) -> LaneGroups:
+        """The process groups of a bucket. Collective over the mesh at the first call.
 
-        ``part_size``: among how many neighbours a part is kept between forward and backward, if
-        any.
+        ``separate``: whether its reductions run on a group of their own.
         """
-        separate, comms = settings.separates_reductions, settings.comms
-        device_type, plan = self.mesh.device_type, bucket.plan
         if separate or self.order_check.confirms:  # which takes them from the first collective on
             groups = self.groups
-        if not separate:
-            groups = self._group_cache.get(self.mesh, separate=False)
-        part = None
-        if part_size is not None:
-            group = self._group_cache.get_part(self.mesh, part_size)
-            among = plan.merged(part_size)
-            part = KeptPart(among, choose(device_type, group, among), group)
-        collectives = choose(device_type, groups.gather, bucket.gather_plan)
-        if comms != CustomComms() and self.shard_size > 1:
-            collectives = CustomCollectives(comms, collectives)
-        bucket.connect(collectives, groups, part)
-        if self.divides_copies:
-            assert groups.across is not None
-            first = self.shard_rank * self.copies
-            parts = BucketPlan((), (), plan.shard_numels[first : first + self.copies])
-            bucket.divided = DividedShard(bucket, parts, choose(device_type, groups.across, parts))
+        return groups if separate else self._group_cache.get(self.mesh, separate=False)
+
+    def group_of_neighbours(self, size: int) -> dist.ProcessGroup:
+        """The group of ``size`` neighbours that keep parts of full buffers. Collective over the
+        mesh at the first call."""
+        return self._group_cache.get_part(self.mesh, size)
 
     @property
     def labels(self) -> list[str]:
-        """Of all buckets, also of those that are gone."""
-        buckets = (ref() for ref in self._buckets)
+        """Names all buckets in order, also those that are gone."""
+        buckets = (ref() for ref in self._members)
         return [bucket.label if bucket is not None else "(deleted)" for bucket in buckets]
 
     @property
     def signature(self) -> tuple[int, int]:
         """How many buckets there are, and parameters in them."""
-        return len(self._buckets), self._flags
+        return len(self._members), self._flags
 
-    def note_gather(self, bucket: Bucket) -> None:
+    def note_gather(self, bucket: Member) -> None:
         """This rank issues the all-gather of ``bucket``."""
         self.order_check.note(bucket.index * len(KINDS), bucket, bucket.compute_dtype)
 
-    def note_reduction(self, bucket: Bucket, dtype: torch.dtype, across: bool) -> None:
+    def note_reduction(self, bucket: Member, dtype: torch.dtype, across: bool) -> None:
         """This rank issues the reduce-scatter of ``bucket`` in ``dtype``, and what follows it
         ``across`` copies."""
         self.has_reduced = True
         self.order_check.note(bucket.index * len(KINDS) + 1 + across, bucket, dtype)
 
-    def note_gradients(self, bucket: Bucket, filled: Sequence[bool]) -> None:
+    def note_gradients(self, bucket: Member, filled: Sequence[bool]) -> None:
         """This rank reduces gradients of the parameters of ``bucket`` that are ``filled``."""
         flags = slice(bucket.first_flag, bucket.first_flag + len(filled))
         if not all(filled):

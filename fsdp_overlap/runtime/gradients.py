@@ -5,19 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
 from fsdp_overlap.comm.lanes import Lane, Ticket
-from fsdp_overlap.runtime.copies import Accept, CopiesReduction
+from fsdp_overlap.runtime.bucket import Bucket, Landing
+from fsdp_overlap.runtime.copies_reduction import Accept, CopiesReduction
 from fsdp_overlap.runtime.reducing import Reducing
-from fsdp_overlap.runtime.tensor_parallel import is_placed_like, placed_like, tile_in
+from fsdp_overlap.runtime.tiles import is_placed_like, placed_like, tile_in
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 from fsdp_overlap.tensor.sharded_tensor import give_grads
-
-if TYPE_CHECKING:
-    from fsdp_overlap.runtime.bucket import Bucket, Landing
 
 # Gradients from this size on leave autograd's hands as soon as they are there; smaller ones are
 # cheaper to copy together.

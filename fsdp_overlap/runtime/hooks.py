@@ -20,7 +20,7 @@ from fsdp_overlap.deciding.order import Call
 from fsdp_overlap.deciding.schedule import Schedule
 from fsdp_overlap.runtime.context import FsdpContext, context_of
 from fsdp_overlap.runtime.engine import is_in_backward
-from fsdp_overlap.runtime.reads import end_watch, watch_reads
+from fsdp_overlap.runtime.saved_tensors import end_watch, watch_reads
 from fsdp_overlap.runtime.trees import map_tensors, may_hide_tensors, tensors_in
 from fsdp_overlap.runtime.unit import Unit
 from fsdp_overlap.runtime.unsharded_edits import compare

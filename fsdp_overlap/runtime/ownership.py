@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_overlap.layout import ParamSpec
-from fsdp_overlap.runtime.tensor_parallel import tile_in
+from fsdp_overlap.runtime.tiles import tile_in
 
 
 @dataclass
@@ -118,3 +118,8 @@ def owned_parameters(
             item.places.append((owner._parameters, name))
             item.is_embedding |= isinstance(owner, (nn.Embedding, nn.EmbeddingBag))
     return list(found.values())
+
+
+def kind_of(modules: Sequence[nn.Module]) -> str:
+    """The names of the modules' classes as the user wrote them."""
+    return ", ".join(type(module).__name__.removeprefix("FSDP") for module in modules)

@@ -5,20 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from hashlib import sha256
-from itertools import zip_longest
-from typing import TYPE_CHECKING
 
-import torch.distributed as dist
 from torch import nn
 
 from fsdp_overlap.layout import BucketPlan, LayoutRule, ParamSpec
 from fsdp_overlap.layout.plan import Planner
-from fsdp_overlap.runtime.ownership import owned_parameters
-from fsdp_overlap.runtime.unit import Unit, kind_of
-
-if TYPE_CHECKING:
-    from fsdp_overlap.runtime.domain import Domain
+from fsdp_overlap.runtime.ownership import kind_of, owned_parameters
 
 
 class UnitPlans:
@@ -94,49 +86,18 @@ def all_or_none(several: Iterable[UnitPlans]) -> Iterator[None]:
         raise
 
 
-def check_plannable(units: Sequence[Sequence[nn.Module]], domains: Sequence[Domain]) -> None:
-    """Before :meth:`UnitPlans.plan`.
+def check_plannable(units: Sequence[Sequence[nn.Module]], made: Sequence[UnitPlans]) -> None:
+    """Before :meth:`UnitPlans.plan`. ``made`` are all plans of the context.
 
     Raises:
         ValueError: one is a unit already, was planned before, or is named twice.
     """
     modules = [module for unit in units for module in unit]
     for module in modules:
-        if "_fsdp_unit" in module.__dict__ or any(d.plans.has(module) for d in domains):
+        if "_fsdp_unit" in module.__dict__ or any(plans.has(module) for plans in made):
             raise ValueError(
                 f"{type(module).__name__} is a unit or was planned already: call plan() once, "
                 "before fully_shard()"
             )
     if len(set(modules)) != len(modules):
         raise ValueError("plan() was given a module twice; name each unit once")
-
-
-def compare_plans(units: Sequence[Unit], domain: Domain) -> None:
-    """Collective over the mesh of ``domain``.
-
-    Raises:
-        RuntimeError: ranks planned differently.
-    """
-    mine = [
-        (f"{unit.name!r} ({unit.module_kind})", _digest(plans))
-        for unit in units
-        if (plans := [bucket.plan for bucket in unit.buckets if bucket.domain is domain])
-    ]
-    of_all = {dist.get_rank(): mine}
-    for group in domain.groups.of_all:  # first all of them, so that every rank finds the same
-        known = [of_all] * group.size()
-        dist.all_gather_object(known, of_all, group)
-        of_all = {rank: theirs for part in known for rank, theirs in part.items()}
-    first = min(of_all)
-    for rank, theirs in sorted(of_all.items()):
-        for ours, other in zip_longest(of_all[first], theirs, fillvalue=("none", "")):
-            if ours != other:
-                raise RuntimeError(
-                    f"ranks planned differently: where rank {first} has unit {ours[0]}, rank "
-                    f"{rank} has {other[0]}, or the same with other parameters, dtypes or layouts; "
-                    "every rank must build the same model and shard it in the same order"
-                )
-
-
-def _digest(plans: list[BucketPlan]) -> str:
-    return sha256(repr(plans).encode()).hexdigest()

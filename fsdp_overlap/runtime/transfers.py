@@ -12,7 +12,7 @@ import torch
 from fsdp_overlap.comm.lanes import Lane, Mark, Ticket
 from fsdp_overlap.comm.spans import span
 from fsdp_overlap.deciding.stats import Stats
-from fsdp_overlap.runtime.copies import CopiesReduction
+from fsdp_overlap.runtime.copies_reduction import CopiesReduction
 from fsdp_overlap.runtime.domain import Domain
 from fsdp_overlap.runtime.gradients import BucketGradients
 from fsdp_overlap.runtime.unit import Unit

@@ -20,7 +20,7 @@ from fsdp_overlap.comm.lanes import Lane
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.engine import is_to_accumulate
 from fsdp_overlap.runtime.gradients import BucketGradients
-from fsdp_overlap.runtime.ownership import mark_replaced, modules_outside_units
+from fsdp_overlap.runtime.ownership import kind_of, mark_replaced, modules_outside_units
 from fsdp_overlap.runtime.settings import Settings
 from fsdp_overlap.runtime.stale_optimizers import note_replacement
 from fsdp_overlap.runtime.unsharded_edits import FREED, UnshardedEdits
@@ -386,11 +386,6 @@ class Unit:
 def reduce_dtype(dtype: torch.dtype, mp_policy: MixedPrecisionPolicy) -> torch.dtype:
     """What gradients of parameters of ``dtype`` are reduced in. Complex ones keep theirs."""
     return (mp_policy.reduce_dtype or dtype) if dtype.is_floating_point else dtype
-
-
-def kind_of(modules: Sequence[nn.Module]) -> str:
-    """The names of the modules' classes as the user wrote them."""
-    return ", ".join(type(module).__name__.removeprefix("FSDP") for module in modules)
 
 
 def unit_of(module: nn.Module) -> Unit | None:

@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 
 from fsdp_overlap.layout.bucket_plan import align
 from fsdp_overlap.runtime.bucket import Bucket
-from fsdp_overlap.runtime.tensor_parallel import tile_in
+from fsdp_overlap.runtime.tiles import tile_in
 
 _version = attrgetter("_version")
 

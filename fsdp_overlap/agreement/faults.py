@@ -6,24 +6,22 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 from weakref import WeakSet
 
 import torch.distributed as dist
 
-from fsdp_overlap.comm.board import Board
-from fsdp_overlap.comm.groups import GroupCache
-from fsdp_overlap.comm.pool import group_timeout
-from fsdp_overlap.runtime.order_check import (
+from fsdp_overlap.agreement.order_check import (
     Interval,
+    OrderCheck,
     describe_difference,
     first_difference,
 )
-
-if TYPE_CHECKING:
-    from fsdp_overlap.runtime.domain import Domain
+from fsdp_overlap.comm.groups import GroupCache
+from fsdp_overlap.comm.pool import group_timeout
+from fsdp_overlap.comm.store_notes import StoreNotes
 
 # For the others to tell what they issued, once it is known that it is not the same.
 GRACE_SECONDS = 2.0
@@ -58,6 +56,24 @@ class Note:
         return cls(**fields)
 
 
+class Party(Protocol):
+    """The ranks of one mesh, and what this one knows of them."""
+
+    @property
+    def device_type(self) -> str: ...
+    @property
+    def groups_of_all(self) -> Sequence[dist.ProcessGroup]:
+        """Groups that together connect all of them, empty where none were made."""
+        ...
+
+    @property
+    def order_check(self) -> OrderCheck: ...
+    @property
+    def labels(self) -> Sequence[str]:
+        """What this rank has sharded over the mesh, in order."""
+        ...
+
+
 class Faults:
     """What one context knows of faults. Asked while a collective lasts and when one has failed.
 
@@ -67,8 +83,8 @@ class Faults:
     meet when they reset, and compare how many collectives each has issued.
     """
 
-    def __init__(self, domains: Callable[[], Iterable[Domain]], groups: GroupCache) -> None:
-        self._domains = domains
+    def __init__(self, parties: Callable[[], Iterable[Party]], groups: GroupCache) -> None:
+        self._parties = parties
         self._groups = groups
         self._failure = ""
         self._event = ""
@@ -131,25 +147,25 @@ class Faults:
             RuntimeError: some did not come, or they issued other collectives than this rank on a
                 group that is the user's.
         """
-        if not any(self._boards()):
+        if not any(self._stores()):
             return
         self._has_reset = True
         self._resets += 1
         self._event = "called ctx.reset()" + (f" after {error!r}" if error is not None else "")
         for other in [*self._others(), self]:  # which is read first
             other._post()
-        notes: list[tuple[Domain, dict[int, Note]]] = []
-        for domain, group, name in self._boards():
-            timeout = group_timeout(group, domain.mesh.device_type)
+        notes: list[tuple[Party, dict[int, Note]]] = []
+        for party, group, name in self._stores():
+            timeout = group_timeout(group, party.device_type)
             # One of its own: who has met the others goes on, and may post other notes at once.
-            board = Board(f"{name}/reset/{self._resets}", group)
-            late = board.meet(timeout, self._note_of(domain))
+            store = StoreNotes(f"{name}/reset/{self._resets}", group)
+            late = store.meet(timeout, self._note_of(party))
             if late:
                 raise RuntimeError(
                     f"ranks {late} did not call ctx.reset() in time, or died: this rank "
                     f"{self._event}; it must be called on every rank"
                 )
-            notes.append((domain, _parsed(board)))
+            notes.append((party, _parsed(store)))
         if self._groups.can_close:
             self._groups.close()
             return
@@ -163,18 +179,18 @@ class Faults:
                 )
             self._groups.abort(name)
 
-    def _apart(self, told: Iterable[tuple[Domain, dict[int, Note]]]) -> dict[str, list[int]]:
+    def _apart(self, told: Iterable[tuple[Party, dict[int, Note]]]) -> dict[str, list[int]]:
         """The groups on which others issued more or fewer collectives than this rank, by name, and
         who did, as they ``told`` when they met. All ranks of a group find the same."""
         found: dict[str, list[int]] = {}
-        for domain, notes in told:
+        for party, notes in told:
             for name, mine in self._groups.issued().items():
                 for rank, note in notes.items():
                     if name not in note.issued:
                         continue  # it is in another row or column of the mesh
                     theirs = note.issued[name]
                     is_counted = mine is not None and theirs is not None
-                    is_behind = note.progress != domain.order_check.progress
+                    is_behind = note.progress != party.order_check.progress
                     if (mine != theirs) if is_counted else is_behind:
                         found.setdefault(name, []).append(rank)
         return found
@@ -191,48 +207,48 @@ class Faults:
         self._groups.close()
         return text
 
-    def _boards(self) -> Iterator[tuple[Domain, dist.ProcessGroup, str]]:
-        """The groups that a rank compares itself in, with a name for their board: of two meshes
+    def _stores(self) -> Iterator[tuple[Party, dist.ProcessGroup, str]]:
+        """The groups that a rank compares itself in, with a name for their notes: of two meshes
         over the same ranks both have the same group."""
         seen: Counter[str] = Counter()
-        for domain in self._domains():
-            for group in domain.groups_of_all:
+        for party in self._parties():
+            for group in party.groups_of_all:
                 label = self._groups.label(group)
-                yield domain, group, f"{label}/{seen[label]}"
+                yield party, group, f"{label}/{seen[label]}"
                 seen[label] += 1
 
     def _post(self) -> None:
-        for domain, group, name in self._boards():
-            Board(name, group).post(self._note_of(domain))
+        for party, group, name in self._stores():
+            StoreNotes(name, group).post(self._note_of(party))
 
-    def _note_of(self, domain: Domain) -> str:
+    def _note_of(self, party: Party) -> str:
         """What this rank tells now."""
-        check = domain.order_check
+        check = party.order_check
         note = Note(
             self._event,
             self._failure,
             check.progress,
             self._groups.issued(),
             self._has_reset,
-            tuple(domain.labels),
+            tuple(party.labels),
             tuple(check.history),
         )
         return json.dumps(asdict(note), default=list)
 
-    def _notes(self) -> Iterator[tuple[Domain, dict[int, Note]]]:
-        for domain, group, name in self._boards():
-            yield domain, _parsed(Board(name, group))
+    def _notes(self) -> Iterator[tuple[Party, dict[int, Note]]]:
+        for party, group, name in self._stores():
+            yield party, _parsed(StoreNotes(name, group))
 
     def _read(self) -> str:
         """What the others tell for which a collective is waited for in vain, if they do. What they
         told a while ago still holds."""
         told = ""
-        for domain, notes in self._notes():
-            check = domain.order_check
+        for party, notes in self._notes():
+            check = party.order_check
             histories = {rank: note.history for rank, note in notes.items()}
             found = first_difference({dist.get_rank(): check.history, **histories})
             if found is not None:
-                units = {dist.get_rank(): domain.labels, **{r: n.units for r, n in notes.items()}}
+                units = {dist.get_rank(): party.labels, **{r: n.units for r, n in notes.items()}}
                 return describe_difference(*found, units, exchanged=not check.confirms)
             for rank, note in notes.items():
                 if note.has_reset and note.progress < check.progress:
@@ -248,9 +264,9 @@ class Faults:
         reset of another context."""
         for other in self._others():
             late = {rank: n for _, notes in other._notes() for rank, n in notes.items()}
-            for domain, notes in self._notes():
+            for party, notes in self._notes():
                 for rank in late.keys() & notes.keys():
-                    is_behind = notes[rank].progress < domain.order_check.progress
+                    is_behind = notes[rank].progress < party.order_check.progress
                     if late[rank].has_reset and not other._has_reset and is_behind:
                         return (
                             f"rank {rank} {late[rank].event}, of another context: call it on every "
@@ -271,5 +287,5 @@ class Faults:
         return f" ({'; '.join(sorted(events))})" if events else ""
 
 
-def _parsed(board: Board) -> dict[int, Note]:
-    return {rank: Note.parse(text) for rank, text in board.read().items()}
+def _parsed(store: StoreNotes) -> dict[int, Note]:
+    return {rank: Note.parse(text) for rank, text in store.read().items()}

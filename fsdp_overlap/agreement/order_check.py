@@ -6,18 +6,15 @@ import zlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
+from fsdp_overlap.agreement.expectation import Expectation
 from fsdp_overlap.comm.collectives import Issued
 from fsdp_overlap.comm.lanes import HostTicket, Lane, Ticket
 from fsdp_overlap.comm.streams import has_streams
-from fsdp_overlap.runtime.habit import Habit
-
-if TYPE_CHECKING:
-    from fsdp_overlap.runtime.bucket import Bucket
 
 # Collectives remembered by name since the last check; older ones only count in the digest.
 MAX_REMEMBERED = 4096
@@ -34,6 +31,17 @@ NOTHING = -2
 NEW_UNIT = -3
 START = -4
 """Before the first collective: ranks compare what they start from."""
+
+
+class Subject(Protocol):
+    """What a collective is of."""
+
+    label: str
+
+    def signature(self, dtype: torch.dtype) -> int:
+        """A number that ranks have in common where they planned it alike, and all before it.
+        ``dtype`` is what the collective sends."""
+        ...
 
 
 class Interval(NamedTuple):
@@ -61,11 +69,11 @@ class OrderCheck:
     a CPU it is read at once; on a device with streams at the end of a later backward, once it has
     arrived, so that the host never waits for it.
 
-    *Confirmation*, on a CPU alone, of what was not to be expected: what a rank expects of itself
-    follows from what it issued (:class:`Habit`). Ranks that have issued the same expect the same,
-    so that the first collective on which they differ is expected on some of them at most. The
-    others, before they issue it, wait for all ranks to say that they issue it too. So nothing
-    travels between different units, of whatever sizes, and what was to be expected costs nothing.
+    *Confirmation*, on a CPU alone. A rank predicts what it issues next from what it issued before
+    (:class:`Expectation`). Two ranks with the same history predict the same next collective. So the
+    first collective on which ranks differ was predicted by some of them at most. The others wait,
+    before they issue it, for all ranks to say that they issue it too. What was predicted costs
+    nothing, and nothing travels between different units.
 
     ``confirmed`` counts confirmations; ``explain`` tells what ranks did differently, with regard to
     a unit if that is known.
@@ -94,20 +102,20 @@ class OrderCheck:
         self._first = 0
         self._checks = 0
         self._over: Interval | None = None
-        self._habit = Habit()
+        self._expectation = Expectation()
 
-    def note(self, code: int, bucket: Bucket, dtype: torch.dtype) -> None:
-        """This rank is about to issue the collective ``code``, which is ``bucket``'s and sends
+    def note(self, code: int, subject: Subject, dtype: torch.dtype) -> None:
+        """This rank is about to issue the collective ``code``, which is of ``subject`` and sends
         ``dtype``. Waits for the other ranks if that was not to be expected.
 
         Raises:
-            RuntimeError: they issue others; names what each does. Or they planned the bucket
-                otherwise, or other buckets with it.
+            RuntimeError: they issue others; names what each does. Or they planned it
+                otherwise, or others with it.
         """
         self._issued.append(code)
         self._count += 1
-        if self.confirms and not self._habit.take(code):
-            self._confirm(code, bucket, dtype)
+        if self.confirms and not self._expectation.take(code):
+            self._confirm(code, subject, dtype)
         if len(self._issued) > MAX_REMEMBERED:
             self._first += len(self._issued)
             self._fold()
@@ -117,20 +125,19 @@ class OrderCheck:
         was confirmed before does not tell whether it was added everywhere."""
         if self.confirms and self._count:
             self._issued.append(NEW_UNIT)
-            self._habit = Habit()
+            self._expectation = Expectation()
 
     def note_failure(self) -> None:
         """This rank found a difference on another mesh: the next check of this one fails."""
         self._issued.append(FAILED_ELSEWHERE)
 
-    def _confirm(self, code: int, bucket: Bucket, dtype: torch.dtype) -> None:
+    def _confirm(self, code: int, subject: Subject, dtype: torch.dtype) -> None:
         self._confirmed()
-        signature = zlib.crc32(f"{bucket.plan} {dtype} {bucket.domain.signature}".encode())
-        mine = [self._count, code, signature]
+        mine = [self._count, code, subject.signature(dtype)]
         for group in self._groups():
-            others = self._gather(bucket.label, mine, group)
+            others = self._gather(subject.label, mine, group)
             if any(other != mine for other in others):
-                raise RuntimeError(self._explain(bucket.label))
+                raise RuntimeError(self._explain(subject.label))
 
     def ask(self, mine: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
         """The three numbers of each rank of ``group`` where this one has ``mine``, of which the

@@ -31,7 +31,7 @@ def has_peers(group: dist.ProcessGroup) -> bool:
     return dist.get_backend(group) != "fake" and not isinstance(store, dist.HashStore)
 
 
-class Board:
+class StoreNotes:
     """A note of each of ``group``'s ranks, which the others read. Boards of one ``name`` are one.
 
     Nothing here is collective, and nothing raises: a store may have gone with its rank.

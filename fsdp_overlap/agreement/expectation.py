@@ -9,7 +9,7 @@ NOWHERE = 2 * REMEMBERED
 """Where nothing is expected."""
 
 
-class Habit:
+class Expectation:
     """Expects what followed the last time that all was as now: a place in what was taken in so far
     moves along while expectation holds. Where it does not, it moves behind the last occurrence of
     the two codes taken in last. So it comes to walk one period behind, whatever repeats.

@@ -1,0 +1,56 @@
+"""What a rank's parameters held when they were sharded, as numbers to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isqrt
+
+import torch
+
+# Odd, with as many bits of either kind: what is multiplied by them differs all over.
+FACTORS = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
+
+# So many elements are looked at one by one.
+FEW = 4096
+
+# In place of a digest: of what nobody knows any more.
+UNKNOWN = -(2**63)
+
+
+def digest(values: torch.Tensor) -> torch.Tensor:
+    """A number that another order of other bits would hardly have, 0-dimensional, where ``values``
+    are: no host waits for it. Takes little memory, and two passes over ``values``."""
+    integers = {1: torch.int8, 2: torch.int16}.get(values.element_size(), torch.int32)
+    bits = values.resolve_conj().resolve_neg().reshape(-1).view(integers)
+    # As a matrix, of which every element counts in one sum of a row and in one of a column. Of an
+    # odd number of equal elements the sum tells which, whatever the width of integers.
+    width = isqrt(bits.numel()) | 1
+    height = _odd_up_to(bits.numel() // width) if bits.numel() > FEW else 0
+    matrix = bits[: height * width].view(height, width)
+    sums = [matrix.sum(0, dtype=integers), matrix.sum(1, dtype=integers), bits[matrix.numel() :]]
+    mixed = torch.cat(sums).long()
+    mixed = mixed * FACTORS[0] + torch.arange(len(mixed), device=mixed.device) * FACTORS[1]
+    mixed = (mixed ^ (mixed >> 31)) * FACTORS[2]
+    return (mixed ^ (mixed >> 29)).sum()
+
+
+def _odd_up_to(number: int) -> int:
+    return number if number % 2 else max(0, number - 1)
+
+
+class Start:
+    """What this rank's parameters of a bucket, the whole ``values``, hold while their shards are of
+    ``version``."""
+
+    def __init__(self, values: Sequence[torch.Tensor], version: int) -> None:
+        self._digests = [] if any(each.is_meta for each in values) else list(map(digest, values))
+        self._count = len(values)
+        self._version = version
+
+    def digests(self, version: int) -> list[int]:
+        """Of each parameter, now that the shards are of ``version``. The host waits for them."""
+        if not self._digests or version != self._version:
+            return [UNKNOWN] * self._count
+        device = self._digests[0].device  # some may be on the host
+        found: list[int] = torch.stack([each.to(device) for each in self._digests]).tolist()
+        return found

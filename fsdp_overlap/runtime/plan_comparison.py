@@ -1,0 +1,44 @@
+"""Whether all ranks planned the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import sha256
+from itertools import zip_longest
+
+import torch.distributed as dist
+
+from fsdp_overlap.layout import BucketPlan
+from fsdp_overlap.runtime.domain import Domain
+from fsdp_overlap.runtime.unit import Unit
+
+
+def compare_plans(units: Sequence[Unit], domain: Domain) -> None:
+    """Collective over the mesh of ``domain``.
+
+    Raises:
+        RuntimeError: ranks planned differently.
+    """
+    mine = [
+        (f"{unit.name!r} ({unit.module_kind})", _digest(plans))
+        for unit in units
+        if (plans := [bucket.plan for bucket in unit.buckets if bucket.domain is domain])
+    ]
+    of_all = {dist.get_rank(): mine}
+    for group in domain.groups.of_all:  # first all of them, so that every rank finds the same
+        known = [of_all] * group.size()
+        dist.all_gather_object(known, of_all, group)
+        of_all = {rank: theirs for part in known for rank, theirs in part.items()}
+    first = min(of_all)
+    for rank, theirs in sorted(of_all.items()):
+        for ours, other in zip_longest(of_all[first], theirs, fillvalue=("none", "")):
+            if ours != other:
+                raise RuntimeError(
+                    f"ranks planned differently: where rank {first} has unit {ours[0]}, rank "
+                    f"{rank} has {other[0]}, or the same with other parameters, dtypes or layouts; "
+                    "every rank must build the same model and shard it in the same order"
+                )
+
+
+def _digest(plans: list[BucketPlan]) -> str:
+    return sha256(repr(plans).encode()).hexdigest()
