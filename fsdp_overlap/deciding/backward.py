@@ -72,12 +72,7 @@ class Backward:
         """Enqueues what every rank enqueues up to ``call``, also for calls skipped on this rank."""
         forward_pass, under_way = call.forward_pass, self.under_way
         if not under_way or under_way[-1] is not forward_pass:
-            while under_way and not forward_pass.is_within(under_way[-1]):
-                self._walk_to_end(under_way.pop())
-            if not under_way or under_way[-1] is not forward_pass:
-                under_way.append(forward_pass)
-            if forward_pass not in self.remaining:
-                self._reach_pass(forward_pass)
+            self._enter(forward_pass)
         if forward_pass.is_recompute:
             forward_pass.graph_task = self._engine.graph_task()
         remaining = self.remaining[forward_pass]
@@ -107,6 +102,8 @@ class Backward:
     def before_recompute(self, unit: Unit, tick: int) -> None:
         """A forward of ``unit`` begins within this backward."""
         self.recomputing.append((unit, tick))
+        if not self.is_open(unit):
+            self._advance_to_checkpoint(unit)
         # One that is open without parameters, because backward would not need them, does now.
         if unit.has_parameters and not (self.is_open(unit) and unit.is_gathered):
             self._use(unit, None)
@@ -133,9 +130,31 @@ class Backward:
         recompute.note(unit.index, start, end)
         return Call(unit.index, start, end, recompute, unit.version)
 
-    def _reach_pass(self, forward_pass: ForwardPass) -> None:
-        self.remaining[forward_pass] = list(forward_pass.calls)
-        self._expect((call.unit, self._first_use(call)) for call in forward_pass.calls)
+    def _advance_to_checkpoint(self, unit: Unit) -> None:
+        """``unit`` runs again. If its forward left no call, as in a reentrant checkpoint, the place
+        where it stood tells which calls every rank is done with by now."""
+        for forward_pass in self._open_passes:
+            ends = forward_pass.without_call.get(unit.index)
+            if not ends or (self.under_way and self.under_way[-1] is not forward_pass):
+                continue
+            if not self.under_way:
+                self._enter(forward_pass)
+            end, remaining = ends.pop(), self.remaining[forward_pass]
+            while remaining and remaining[-1].end > end:
+                self._step(remaining.pop())
+            self._leave(end)
+
+    def _enter(self, forward_pass: ForwardPass) -> None:
+        """Backward comes back to ``forward_pass``, and is done with those that are not around
+        it."""
+        under_way = self.under_way
+        while under_way and not forward_pass.is_within(under_way[-1]):
+            self._walk_to_end(under_way.pop())
+        if not under_way or under_way[-1] is not forward_pass:
+            under_way.append(forward_pass)
+        if forward_pass not in self.remaining:
+            self.remaining[forward_pass] = list(forward_pass.calls)
+            self._expect((call.unit, self._first_use(call)) for call in forward_pass.calls)
 
     def _expect(self, first_uses: Iterable[tuple[UnitIndex, int]]) -> None:
         if self.accumulates:

@@ -71,6 +71,8 @@ class ForwardPass:
     """Calls that backward will come back to, by ``end``."""
     spans: dict[UnitIndex, tuple[int, int]] = field(default_factory=dict)
     """First start and last end of each unit that ran, also of calls without gradients."""
+    without_call: dict[UnitIndex, list[int]] = field(default_factory=dict)
+    """Ends of forwards without gradients, which a reentrant checkpoint may run again, by unit."""
     is_recompute: bool = False
     """Whether it ran inside a backward, as activation checkpointing does."""
     outer_task: int = -1

@@ -118,7 +118,10 @@ class Schedule:
         if unit.is_root and not running:
             self._is_pass_over = True
             self.gathers.finish_pass(before_backward=self._engine.is_grad_enabled() and not raised)
-        if not unit.has_parameters or not self._engine.is_grad_enabled():
+        if not unit.has_parameters:
+            return None
+        if not self._engine.is_grad_enabled():
+            self._pass.without_call.setdefault(unit.index, []).append(end)
             return None
         return Call(unit.index, start, end, self._pass, unit.version)
 
