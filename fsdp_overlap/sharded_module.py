@@ -18,6 +18,7 @@ from fsdp_overlap.runtime.domain import Domain
 from fsdp_overlap.runtime.ownership import modules_outside_units, move_buffers
 from fsdp_overlap.runtime.tensor_parallel import parameter_like
 from fsdp_overlap.runtime.unit import Unit, unit_names, unit_of
+from fsdp_overlap.sharding import make_unit
 from fsdp_overlap.tensor.sharded_tensor import attributes_of
 
 
@@ -152,8 +153,6 @@ class ShardedModule(nn.Module):
         Raises:
             RuntimeError: of a list of modules, one was deleted.
         """
-        from fsdp_overlap.fully_shard import fully_shard
-
         unit = self._fsdp_unit
         if not unit.is_complete:
             raise RuntimeError(
@@ -165,7 +164,7 @@ class ShardedModule(nn.Module):
             for spec, parameter, sharded in zip(
                 bucket.plan.specs, bucket.parameters, bucket.sharded_parameters, strict=True
             ):
-                # For fully_shard() to take over: of the values, only the shards are copied.
+                # For make_unit() to take over. Only the shards of their values are copied, below.
                 empty = torch.empty(spec.shape, dtype=spec.dtype, device=bucket.shard.device)
                 copied = parameter_like(parameter, empty, spec.requires_grad)
                 attributes = attributes_of(parameter) | attributes_of(sharded)
@@ -191,17 +190,18 @@ class ShardedModule(nn.Module):
             domain.plans.place(duplicates, [bucket.plan])
             for parameter in bucket.parameters:
                 meshes[memo[id(parameter)]] = _On(domain)
-        fully_shard(
+        copied_unit = make_unit(
             duplicates,
             context,
-            mesh=unit.mesh,
-            shard_placement_fn=meshes.__getitem__,
+            unit.mesh,
             reshard_after_forward=unit.reshard_after_forward,
+            shard_placement_fn=meshes.__getitem__,
             mp_policy=_keeping_dtypes(unit.mp_policy, kept),
             offload_policy=unit.offload_policy,
-            ignored_params={deepcopy(parameter, memo) for parameter in unit.ignored},
+            ignored=frozenset(deepcopy(parameter, memo) for parameter in unit.ignored),
         )
-        copied_unit = duplicates[0]._fsdp_unit
+        for module, duplicate in zip(originals, duplicates, strict=True):
+            duplicate.__class__ = type(module)
         for mine, its in zip(unit.buckets, copied_unit.buckets, strict=True):
             # For an optimizer that is copied together with the model.
             memo.update(zip(map(id, mine.sharded_parameters), its.sharded_parameters, strict=True))
