@@ -24,9 +24,9 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     blocks. If a block lies within another, the outer one is taken.
 
     A parameter belongs to one unit. So a module that shares a parameter with a module outside of it
-    is no block and is left to the root, as an embedding that is tied to the head. A module within
-    it may still be a block. Tie weights before. This works on the meta device, changes nothing, and
-    is not collective.
+    is no block, and the root takes it: an embedding that is tied to the head, for example. A module
+    within it may still be a block. Tie weights before. This works on the meta device, changes
+    nothing, and is not collective.
 
     Raises:
         ValueError: there are no blocks. The error says what there is instead.

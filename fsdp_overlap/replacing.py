@@ -25,19 +25,19 @@ from fsdp_overlap.tensor.creation import with_range_shards
 
 @contextmanager
 def replacing_fsdp2(ctx: FsdpContext | None = None) -> Iterator[None]:
-    """Makes ``from torch.distributed.fsdp import fully_shard, FSDPModule`` give ours while the
-    context lasts. It is for other people's code that calls ``fully_shard`` itself, as
+    """Inside the ``with`` block, ``from torch.distributed.fsdp import fully_shard, FSDPModule``
+    gives ours. It is for other people's code that calls ``fully_shard`` itself, as
     ``Accelerator.prepare()`` does.
 
     The other names that FSDP2 exports are ours too, and
-    ``torch.distributed.tensor.distribute_tensor`` also takes our placements. This holds for the
-    whole process with all its threads, and ends with the context. Code that imported a name before
-    keeps torch's. A module that is imported for the first time meanwhile keeps ours, so import it
-    before. ``isinstance(module, fsdp_overlap.FSDPModule)`` tells which of the two was called.
+    ``torch.distributed.tensor.distribute_tensor`` also takes our placements. This holds for all
+    threads of the process, until the block ends. Code that imported a name before keeps torch's. A
+    module that is imported for the first time inside the block keeps ours, so import it before.
+    ``isinstance(module, fsdp_overlap.FSDPModule)`` tells which of the two was called.
 
     Args:
-        ctx: what all units made meanwhile share; so it is for one model. By default the units of a
-            tree share a context from the first forward of their root on.
+        ctx: what all units that are made inside the block share; so it is for one model. By default
+            the units of a tree share a context from the first forward of their root on.
 
     Raises:
         RuntimeError: names are replaced already.

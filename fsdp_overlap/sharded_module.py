@@ -24,7 +24,7 @@ from fsdp_overlap.tensor.sharded_tensor import attributes_of
 
 @contextmanager
 def hidden(buckets: Sequence[Bucket]) -> Iterator[None]:
-    """Takes the parameters of ``buckets`` out of their modules while the context lasts."""
+    """Takes the parameters of ``buckets`` out of their modules inside the ``with`` block."""
     for bucket in buckets:
         bucket.use_none()
     try:

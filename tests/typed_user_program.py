@@ -28,7 +28,8 @@ class Model(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x)
-        return self.head(self.norm(x))
+        scores: torch.Tensor = self.head(self.norm(x))
+        return scores
 
     def described(self, by: str) -> str:
         return f"{by}: {len(self.layers)} layers"
@@ -119,8 +120,9 @@ def listed() -> None:
     _, head = pair
     assert head.weight.shape == (1, WIDTH)
     head.set_modules_to_backward_prefetch(pair)
+    assert pair[1] is model.head
     several: Sequence[FsdpModule] = pair
-    assert several[1] is model.head
+    assert len(several) == 2
 
 
 def refused() -> None:
