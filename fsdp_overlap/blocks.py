@@ -1,4 +1,4 @@
-"""Which modules of somebody else's model to make units of."""
+"""Finds the modules of a model that are worth a unit each."""
 
 from __future__ import annotations
 
@@ -7,28 +7,29 @@ from collections.abc import Callable
 from torch import nn
 
 Users = dict[object, set[nn.Module]]
-"""In which modules each module and parameter is registered."""
+"""For each module and parameter, the modules that it is registered in."""
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of ``model``, in registration order, to make a unit of each:
+    """Finds the repeated blocks of ``model``, in registration order. Make a unit of each:
 
         for block in find_blocks(model):
             fully_shard(block, ctx)
         fully_shard(model, ctx)
 
-    They are the modules of the classes that the model names in ``_no_split_modules``, as those of
-    Hugging Face's transformers do. Where there are none, they are the members of its
-    ``nn.ModuleList``s. Of blocks within blocks the outermost are taken.
+    A model may name the classes of its blocks in ``_no_split_modules``, as those of Hugging Face's
+    transformers do. If no module is of these classes, the members of its ``nn.ModuleList``s are the
+    blocks. If a block lies within another, the outer one is taken.
 
-    A parameter belongs to one unit. So a module that shares one with a module outside of it, as an
-    embedding that is tied to the head does, is no block and left to the root; what lies within it
-    may be one. Tie weights before. Works on the meta device, changes nothing, is not collective.
+    A parameter belongs to one unit. So a module that shares a parameter with a module outside of it
+    is no block, and the root takes it: an embedding that is tied to the head, for example. A module
+    within it may still be a block. Tie weights before. This works on the meta device, changes
+    nothing, and is not collective.
 
     Raises:
-        ValueError: there are none, and what there is instead.
+        ValueError: there are no blocks. The error says what there is instead.
     """
     classes = {
         name
@@ -60,7 +61,7 @@ def _registered(module: nn.Module) -> list[object]:
 def _outermost(
     model: nn.Module, users: Users, is_wanted: Callable[[nn.Module], bool]
 ) -> list[nn.Module]:
-    """Of the modules below ``model`` that are wanted, those that can be units."""
+    """The modules below ``model`` that are wanted and can be units, without those within others."""
     blocks, seen = [], {model}
     for module in model.modules():
         if module not in seen and is_wanted(module) and _can_be_unit(module, users):
@@ -70,7 +71,7 @@ def _outermost(
 
 
 def _is_listed(module: nn.Module, users: Users) -> bool:
-    """Whether a list has it, and it is no container itself, which has no forward."""
+    """Whether it is a member of a list, and no container itself: containers have no forward."""
     return not isinstance(module, _CONTAINERS) and any(
         isinstance(user, nn.ModuleList) for user in users[module]
     )
@@ -81,7 +82,7 @@ def _can_be_unit(module: nn.Module, users: Users) -> bool:
 
 
 def _shares(module: nn.Module, users: Users) -> bool:
-    """Whether a module outside of it uses a module or parameter within it too."""
+    """Whether a module outside of ``module`` uses a module or parameter within it too."""
     inner = set(module.modules())
     return any(not users[used] <= inner for each in inner for used in _registered(each))
 

@@ -1,4 +1,4 @@
-"""Looking at every operation, for mistakes that cannot be found at no cost."""
+"""A mode that checks every operation, for mistakes that only a slow search finds."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from fsdp_overlap.runtime.unsharded_edits import FREED, INSTEAD
 
 
 def check_parameters(model: nn.Module) -> TorchDispatchMode:
-    """Within it, an operation that uses an unsharded parameter of ``model`` after its memory was
-    freed, or edits one, raises where it is called, and names the parameter and its unit.
+    """Makes an operation raise if it edits an unsharded parameter of ``model``, or uses one after
+    its memory was freed. The error comes where the operation is called, and names the parameter and
+    its unit.
 
-    ``with check_parameters(model):`` around a step is for looking for a mistake: it makes each
+    Put ``with check_parameters(model):`` around a step to look for a mistake. It makes each
     operation slow.
 
     Raises:
@@ -58,7 +59,7 @@ class _Checks(TorchDispatchMode):
         bucket = next((bucket for bucket in self._buckets if bucket.full.holds(tensor)), None)
         if bucket is None or not tensor.numel():
             return
-        # The library itself writes while it gathers.
+        # In the other states the library itself writes, to gather.
         if bucket.state is BucketState.UNSHARDED and writes:
             raise RuntimeError(
                 f"{func} edits {_name(bucket, tensor)} while it is unsharded, which would be "
@@ -81,7 +82,7 @@ def _plain_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _makes_another(func: Any) -> bool:
-    """Whether it looks at nothing but shape and dtype of what it is given."""
+    """Whether ``func`` only reads the shape and dtype of its arguments."""
     name = func._schema.name.removeprefix("aten::")
     return name.startswith("new_") or name.endswith("_like")
 

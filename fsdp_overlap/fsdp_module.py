@@ -1,5 +1,5 @@
-"""The verbs that :func:`fully_shard` gives a module, and functions of modules beside them. Those of
-gradients are in ``gradient_verbs``."""
+"""The verbs that :func:`fully_shard` gives a module, and two functions that take such modules. The
+verbs of gradients are in ``gradient_verbs``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class UnshardHandle:
 
     def wait(self) -> None:
         """Makes compute wait for the all-gather and registers the unsharded parameters. Does
-        nothing once they were freed again, as by a forward."""
+        nothing if they were freed meanwhile, as a forward does."""
         if self._unit is not None and self._unit.is_gathered:
             self._unit.wait()
             self._unit.use_unsharded()
@@ -37,19 +37,20 @@ class UnshardHandle:
 
 
 class FsdpModule(GradientVerbs):
-    """Mixed into the class of every module given to :func:`fully_shard`."""
+    """A module that was sharded. :func:`fully_shard` adds this to the module's own class."""
 
     _is_fsdp_managed_module = True
-    """Tells transformers' ``generate()`` that each rank must run as many forwards as the others."""
+    """For transformers' ``generate()``, which then runs equally many forwards on all ranks, and for
+    ``torch.compile``."""
     _fsdp_use_orig_params = True
-    """Tells ``torch.compile``, which looks at the other one too."""
+    """For ``torch.compile``, which refuses a managed module without it."""
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gathers this unit's parameters, not those of inner units, and registers them in the
+        """Gathers this unit's parameters, without those of inner units, and registers them in the
         module until :meth:`reshard` or the end of its next forward. Collective over the mesh.
 
-        With ``async_op`` returns a handle; the parameters may be used after its ``wait()``, and in
-        forward, which waits by itself.
+        With ``async_op`` it returns a handle, and the parameters may be used after the handle's
+        ``wait()``. A forward waits by itself.
         """
         unit = self._fsdp_unit
         context = context_of(unit)
@@ -66,20 +67,20 @@ class FsdpModule(GradientVerbs):
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Whether reductions run on a process group of their own, beside all-gathers, as they do
-        unless the context was made with ``separate_groups=False``. Must be called on every rank of
-        the mesh, between iterations."""
+        """Whether reductions run on a process group of their own, beside all-gathers. They do by
+        default, unless the context was made with ``separate_groups=False``. Call it on every rank
+        of the mesh, between iterations."""
         for unit in self._units(recurse):
             unit.settings.separates_reductions = enable
             context_of(unit).unsettle()
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
-        """Gathers this unit by ``comm``, ``torch.distributed.fsdp``'s interface of an all-gather.
+        """Makes ``comm`` gather this unit. It has ``torch.distributed.fsdp``'s interface of an
+        all-gather. Call this on every rank, between iterations.
 
-        Parameters are views of memory that the library gives, so that what is gathered is copied
-        from the memory that ``comm`` allocates, which takes as much again meanwhile. On a CPU it
-        hides behind no compute. One rank alone gathers without it. Between iterations, on every
-        rank.
+        ``comm`` gathers into memory that it allocates. Parameters are views of memory that the
+        library allocates, so the result is copied, and the unit takes twice the memory meanwhile.
+        On a CPU no compute hides ``comm``. A single rank does not call it.
 
         Raises:
             ValueError: ranks hold shards of different sizes, or the unit lies on several meshes.
@@ -88,9 +89,9 @@ class FsdpModule(GradientVerbs):
         self._customize("set_custom_all_gather", comms)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Reduces this unit's gradients by ``comm``, ``torch.distributed.fsdp``'s interface of a
-        reduce-scatter: a mean, or a sum where a divisor was given. All else as for
-        :meth:`set_custom_all_gather`."""
+        """Makes ``comm`` reduce this unit's gradients. It has ``torch.distributed.fsdp``'s
+        interface of a reduce-scatter, and is asked for a mean, or for a sum if a divisor was set.
+        Everything else is as in :meth:`set_custom_all_gather`."""
         comms = replace(self._fsdp_unit.settings.comms, reduce_scatter=comm)
         self._customize("set_custom_reduce_scatter", comms)
 
@@ -112,7 +113,7 @@ class FsdpModule(GradientVerbs):
         context_of(unit).unsettle()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """For FSDP2's callers; ``False`` changes nothing.
+        """Is here for code that was written for FSDP2. ``False`` changes nothing.
 
         Raises:
             ValueError: ``enable`` is true.
@@ -125,7 +126,7 @@ class FsdpModule(GradientVerbs):
             )
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
-        """For FSDP2's callers.
+        """Is here for code that was written for FSDP2.
 
         Raises:
             ValueError: always.
@@ -137,12 +138,13 @@ class FsdpModule(GradientVerbs):
         )
 
     def set_zero_stage(self, stage: int, *, recurse: bool = True) -> None:
-        """What is sharded at rest, in the words of ZeRO (arXiv 1910.02054).
+        """Sets what is sharded at rest, by the stages of ZeRO (arXiv 1910.02054).
 
-        3: all, as :func:`fully_shard` does by default. 2: gradients and optimizer states; full
-        buffers are kept, and gathered again after the optimizer's step, under the next forward. 1:
-        as 2, and gradients too are full until the last backward of a step, which alone reduces
-        them; say which is by :meth:`set_is_last_backward`.
+        Stage 3 shards everything, as :func:`fully_shard` does by default. Stage 2 shards gradients
+        and optimizer states: full buffers are kept, and are gathered again after the optimizer's
+        step, under the next forward. Stage 1 is stage 2 with gradients that stay full until the
+        last backward of a step, which alone reduces them. Call :meth:`set_is_last_backward` to say
+        which backward that is.
 
         Raises:
             ValueError: there is no such stage.
@@ -155,7 +157,7 @@ class FsdpModule(GradientVerbs):
             unit.settings.reduces_last_only = stage == 1
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether forward frees the full buffers. As the argument of :func:`fully_shard`.
+        """Whether forward frees the full buffers, as the argument of :func:`fully_shard` says it.
 
         Raises:
             ValueError: it is not a bool.
@@ -170,52 +172,54 @@ class FsdpModule(GradientVerbs):
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Whether backward frees the full buffers. Buffers that are kept are gathered again before
-        their next use if the parameters were edited."""
+        """Whether backward frees the full buffers. A buffer that is kept is gathered again before
+        its next use if the parameters were edited."""
         for unit in self._units(recurse):
             unit.settings.reshard_after_backward = reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether this unit is gathered for its backward. An embedding, say, need not be: its
-        backward reads no parameters. One that does read them raises a RuntimeError that says so.
-        It is gathered all the same where somebody else handles what autograd saves, as
+        """Whether this unit is gathered for its backward. An embedding, for example, need not be:
+        its backward reads no parameters. A backward that does read them raises a RuntimeError that
+        says so. The unit is gathered all the same if other code handles what autograd saves, as
         checkpointing does."""
         self._fsdp_unit.settings.unshard_in_backward = unshard_in_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FsdpModule]) -> None:
-        """Which units are gathered ahead where this one runs in forward, instead of those that are
-        expected next; ``[]`` leaves that to the order again. Set the same on every rank.
+        """Which units are gathered ahead when this one runs in forward. They replace those that the
+        order predicts; ``[]`` returns to the prediction. Set the same on every rank.
 
-        All of them are gathered, also more than ``prefetch``, and kept until they are used, at the
-        longest to the end of the pass.
+        All of them are gathered, even if they are more than ``prefetch``. They are kept until they
+        are used, or until the pass ends.
 
         Raises:
-            ValueError: one is no unit, or belongs to another context.
+            ValueError: a module is no unit, or belongs to another context.
         """
         self._fsdp_unit.forward_prefetch = self._prefetched(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FsdpModule]) -> None:
-        """As :meth:`set_modules_to_forward_prefetch`, where this one's backward runs."""
+        """Which units are gathered ahead when this one runs in backward. See
+        :meth:`set_modules_to_forward_prefetch`."""
         self._fsdp_unit.backward_prefetch = self._prefetched(modules)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Whether full buffers keep their memory, and so unsharded parameters their addresses,
-        while the unit is sharded, as a captured CUDA graph needs. Takes the memory of each unit,
-        whole, from its first all-gather on."""
+        """Whether full buffers keep their memory while the unit is sharded. Unsharded parameters
+        then keep their addresses, as a captured CUDA graph needs. Each unit takes the memory of all
+        its parameters from its first all-gather on."""
         for unit in self._units(recurse):
             context_of(unit).transfers.keep_storage(unit, keep)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """The all-gathers of the next pass wait for ``event``, recorded after the optimizer's step,
-        and not for all compute enqueued before the pass. Counts once. Edits of parameters that are
-        made after this call are waited for all the same. On a CPU there is nothing to wait for."""
+        """Makes the all-gathers of the next pass wait for ``event``, recorded after the optimizer's
+        step, and not for all compute that was enqueued before the pass. It holds for one pass.
+        Edits of parameters after this call are waited for all the same. On a CPU there is nothing
+        to wait for."""
         context = context_of(self._fsdp_unit)
         context.schedule.gathers.wait_once_for(event, context.units)
         if context.divide_copies:
             context.copies_lane.after_event(event)
 
     def reset_iter_state(self) -> None:
-        """As :meth:`FsdpContext.reset`, by FSDP2's name.
+        """Does what :meth:`FsdpContext.reset` does. This is its name in FSDP2.
 
         Raises:
             RuntimeError: this unit lies within another; call it on the root.
@@ -251,8 +255,8 @@ def _set_reshard_after_forward(unit: Unit, reshard_after_forward: bool | None) -
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Makes a method of a unit run on unsharded parameters, as its forward does. Does nothing to
-    another module.
+    """Makes a method of a unit run on unsharded parameters, as its forward does. Does nothing to a
+    module that is no unit.
 
     Raises:
         ValueError: the unit has no such method.
@@ -266,12 +270,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: Sequence[FsdpModule]) -> None:
-    """Makes several roots, as the chunks of a pipeline stage, share the lanes of the first. Each
-    keeps its own context, and so its own order. To be called before the first forward.
+    """Makes several roots, such as the chunks of a pipeline stage, share the lanes of the first.
+    Each keeps its own context, and so its own order. Call it before the first forward.
 
     Raises:
-        ValueError: one is no unit, or on another kind of device.
-        RuntimeError: one has run already, on lanes of its own. Nothing was changed then.
+        ValueError: a module is no unit, or is on another kind of device.
+        RuntimeError: a unit has run already, on lanes of its own. Nothing was changed then.
     """
     contexts = []
     for module in modules:

@@ -1,4 +1,4 @@
-"""The verbs of a module that say when and how its gradients are reduced."""
+"""The verbs of a sharded module that say when and how its gradients are reduced."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from fsdp_overlap.sharded_module import ShardedModule
 
 
 class GradientVerbs(ShardedModule):
-    """The part of :class:`FsdpModule` that is about gradients."""
+    """The verbs of :class:`FsdpModule` that are about gradients."""
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Whether backward reduces gradients. Without, they are summed on each rank, unsharded and
-        in the reduce dtype, until a backward that does: gradient accumulation without
-        communication. ``zero_grad()`` does not know of such sums; ``ctx.reset()`` drops them, and a
-        copy of the model has none."""
+        """Whether backward reduces gradients. If not, each rank sums them, unsharded and in the
+        reduce dtype, until a backward that does. This is gradient accumulation without
+        communication. ``zero_grad()`` does not clear such sums, but ``ctx.reset()`` drops them, and
+        a copy of the model has none."""
         for unit in self._units(recurse):
             unit.settings.requires_gradient_sync = requires_gradient_sync
             unit.settings.reducing.across_copies = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """On a mesh ``(replicate, shard)``: whether backward reduces gradients across copies too.
-        Without, they are reduced among shards and summed, until a backward that does: gradient
-        accumulation with the communication inside a node alone. ``.grad`` is what it was until
+        """Whether backward reduces gradients across copies too, on a mesh ``(replicate, shard)``.
+        If not, they are reduced among shards and summed, until a backward that does. This is
+        gradient accumulation that communicates inside a node alone. ``.grad`` does not change until
         then. :meth:`set_requires_gradient_sync` sets this too."""
         for unit in self._units(recurse):
             unit.settings.reducing.across_copies = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last before the optimizer's step. At stage 1 of
-        :meth:`set_zero_stage` it is the one that reduces gradients."""
+        :meth:`set_zero_stage` the last backward is the one that reduces gradients."""
         for unit in self._units(recurse=True):
             unit.settings.is_last_backward = is_last_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """What the sum of this unit's gradients over all ranks of its mesh is divided by, instead
-        of their number.
+        """Sets what this unit's summed gradients are divided by. The sum is over all ranks of its
+        mesh, and the default is their number.
 
-        Experts that are sharded over a part of the ranks, and get tokens from all of them, want
-        the number of all.
+        Experts that are sharded over some of the ranks but get tokens from all ranks need the
+        number of all ranks.
 
         Raises:
             ValueError: ``factor`` is not positive.
@@ -54,7 +54,8 @@ class GradientVerbs(ShardedModule):
         self._fsdp_unit.settings.reducing.divisor = float(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Whether collectives of this unit's gradients must be sums, and divisions apart."""
+        """Whether collectives of this unit's gradients must be sums. The division is a step of its
+        own then."""
         self._fsdp_unit.settings.reducing.sums_only = enable
 
     def set_all_reduce_hook(
@@ -63,13 +64,14 @@ class GradientVerbs(ShardedModule):
         *,
         stream: torch.Stream | None = None,
     ) -> None:
-        """Calls ``hook`` with what was reduced, this rank's range of the unit's gradients, flat and
-        in the reduce dtype, before it becomes or is added to ``.grad``: once for each bucket, after
-        the reduction across copies if there are any. It may edit the tensor in place.
+        """Calls ``hook`` with the reduced gradients of each bucket, before they become ``.grad`` or
+        are added to it. If there are copies, that is after the reduction across them.
 
         Args:
-            hook: runs on the lane of the reduction, on a CPU when compute waits for that.
-            stream: the stream to run it on instead; not with copies.
+            hook: gets this rank's range of the gradients, as a flat tensor in the reduce dtype,
+                which it may edit in place. It runs on the lane of the reduction. On a CPU it runs
+                when compute waits for the reduction.
+            stream: the stream to run ``hook`` on instead. Not possible with copies.
 
         Raises:
             ValueError: ``stream`` is given on a mesh ``(replicate, shard)``.
@@ -85,9 +87,9 @@ class GradientVerbs(ShardedModule):
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """How many reduce inputs may exist at once, those that travel and the one that is filled.
-        2 by default, 1 with ``prefetch=0``. The units of a context share them: the largest number
-        that was set on one of them counts.
+        """How many reduce inputs may exist at once: those that travel and the one that is being
+        filled. The default is 2, and 1 with ``prefetch=0``. The units of a context share them, and
+        the largest number that was set on any of them counts.
 
         Raises:
             TypeError, ValueError: it is not an integer of at least 1.
@@ -108,13 +110,13 @@ class GradientVerbs(ShardedModule):
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Changes nothing, for code that calls it: parameters without a gradient on this rank
-        always take part in the reduction, so that ranks may use different ones; where no rank has
-        one, ``.grad`` stays as it was."""
+        """Changes nothing; it is here for code that was written for FSDP2. Parameters without a
+        gradient on this rank always take part in the reduction, so ranks may use different
+        parameters. If no rank has a gradient, ``.grad`` stays as it was."""
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Whether backwards leave it to :meth:`finalize_backward` to complete gradients. Without
-        that call they never are.
+        that call, gradients are never complete.
 
         Raises:
             RuntimeError: this unit lies within another, or a backward is not finalized yet.
@@ -123,13 +125,14 @@ class GradientVerbs(ShardedModule):
         context_of(self._fsdp_unit).schedule.finalization.set_manual(enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Completes the gradients of the backwards since the last call: reduces what backwards
-        without synchronization left on units that synchronize now, and frees full buffers that are
-        not to be kept after backward. Before the first forward it does nothing. Collective over the
-        mesh.
+        """Completes the gradients of all backwards since the last call. Collective over the mesh.
 
-        With ``async_op`` returns a handle; the gradients may be used, and the next forward or
-        backward run, after its ``wait()``.
+        It reduces what backwards without synchronization left on units that synchronize now. It
+        frees the full buffers that are not kept after backward. Before the first forward it does
+        nothing.
+
+        With ``async_op`` it returns a handle. After the handle's ``wait()`` the gradients may be
+        used, and the next forward or backward may run.
 
         Raises:
             RuntimeError: this unit lies within another, finalization is not manual, a backward is

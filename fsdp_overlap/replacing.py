@@ -1,4 +1,4 @@
-"""Our names in place of FSDP2's, for code that looks them up in torch."""
+"""Puts our names in the place of FSDP2's, for code that looks them up in torch."""
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ from fsdp_overlap.tensor.creation import with_range_shards
 
 @contextmanager
 def replacing_fsdp2(ctx: FsdpContext | None = None) -> Iterator[None]:
-    """Within, ``from torch.distributed.fsdp import fully_shard, FSDPModule`` gives ours, for code
-    of others that calls ``fully_shard`` itself, as ``Accelerator.prepare()`` does.
+    """Inside the ``with`` block, ``from torch.distributed.fsdp import fully_shard, FSDPModule``
+    gives ours. It is for other people's code that calls ``fully_shard`` itself, as
+    ``Accelerator.prepare()`` does.
 
-    Also there are ours of the other names that FSDP2 exports, and
-    ``torch.distributed.tensor.distribute_tensor`` takes our placements too. It is for the whole
-    process, all its threads, and undone at the end. What was imported by name before keeps torch's,
-    and modules whose first import happens within keep ours: import before. Whether it was ours that
-    was called, ``isinstance(module, fsdp_overlap.FSDPModule)`` tells.
+    The other names that FSDP2 exports are ours too, and
+    ``torch.distributed.tensor.distribute_tensor`` also takes our placements. This holds for all
+    threads of the process, until the block ends. Code that imported a name before keeps torch's. A
+    module that is imported for the first time inside the block keeps ours, so import it before.
+    ``isinstance(module, fsdp_overlap.FSDPModule)`` tells which of the two was called.
 
     Args:
-        ctx: what all units made within share, so for one model. By default those of a tree share
-            one from the first forward of its root on.
+        ctx: what all units that are made inside the block share; so it is for one model. By default
+            the units of a tree share a context from the first forward of their root on.
 
     Raises:
-        RuntimeError: within another.
+        RuntimeError: names are replaced already.
     """
     fsdp, tensor = torch.distributed.fsdp, torch.distributed.tensor
     if fsdp.FSDPModule is FsdpModule:

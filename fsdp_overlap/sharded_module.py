@@ -1,4 +1,4 @@
-"""Moves, copies and state dicts of a module that is sharded."""
+"""How a sharded module is moved, copied, saved and loaded."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from fsdp_overlap.runtime.domain import Domain
 from fsdp_overlap.runtime.ownership import modules_outside_units, move_buffers
 from fsdp_overlap.runtime.tiles import parameter_like
 from fsdp_overlap.runtime.unit import Unit, unit_names, unit_of
+from fsdp_overlap.sharding import make_unit
 from fsdp_overlap.tensor.sharded_tensor import attributes_of
 
 
 @contextmanager
 def hidden(buckets: Sequence[Bucket]) -> Iterator[None]:
-    """Takes the parameters of ``buckets`` out of their modules meanwhile."""
+    """Takes the parameters of ``buckets`` out of their modules inside the ``with`` block."""
     for bucket in buckets:
         bucket.use_none()
     try:
@@ -37,8 +38,8 @@ def hidden(buckets: Sequence[Bucket]) -> Iterator[None]:
 def _keeping_dtypes(
     policy: MixedPrecisionPolicy, parameters: set[nn.Parameter]
 ) -> MixedPrecisionPolicy:
-    """``policy`` for a copy, of which it left ``parameters`` their dtype: it may know them by
-    identity, and the copy's are others."""
+    """The policy of a copy, in which ``parameters`` keep their dtype. ``policy`` itself may know
+    the original parameters by identity, and the copy has others."""
     if not parameters:
         return policy
     changes: Any = {"param_dtype_override_fn": lambda p: p.dtype if p in parameters else None}
@@ -47,27 +48,28 @@ def _keeping_dtypes(
 
 @dataclass(frozen=True)
 class _On:
-    """Names a parameter's mesh as ``shard_placement_fn`` does."""
+    """Says which mesh a parameter is sharded over, in the form that ``shard_placement_fn`` uses."""
 
     mesh_info: Domain
     placement: None = None
 
 
 class ShardedModule(nn.Module):
-    """What :class:`FsdpModule` does that nn.Module does otherwise."""
+    """The methods of nn.Module that do something else on a sharded module, and what all verbs of
+    :class:`FsdpModule` use."""
 
     _fsdp_unit: Unit
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A new module of the class is not a unit: the plain class makes it, as where a slice of a
-        container makes another."""
+        """Makes a module of the plain class, because a new module is not a unit. A slice of a
+        sharded container comes here."""
         return plain_class(cls)(*args, **kwargs)
 
     def reshard(self) -> None:
         """Frees this unit's full buffers and registers its sharded parameters.
 
         Raises:
-            RuntimeError: the unsharded ones were edited, which is lost.
+            RuntimeError: the unsharded parameters were edited, and the edit is lost.
         """
         unit, context = self._fsdp_unit, context_of(self._fsdp_unit)
         lost = unit.changed() if unit.is_gathered else None
@@ -83,8 +85,8 @@ class ShardedModule(nn.Module):
             raise RuntimeError(lost)
 
     def _apply(self, fn: Any, recurse: bool = True) -> ShardedModule:
-        """What ``to_empty()``, ``to()`` and the like do to a module: gives memory to a unit on the
-        meta device, and leaves alone a unit that is where it should be.
+        """Does the work of ``to_empty()``, ``to()`` and the like. A unit on the meta device gets
+        memory. A unit that is where it should be stays as it is.
 
         Raises:
             RuntimeError: the shards would change dtype or device. Nothing was changed then.
@@ -105,7 +107,7 @@ class ShardedModule(nn.Module):
                 )
         with hidden(self._fsdp_unit.buckets):
             super()._apply(fn, recurse)
-        if self._fsdp_unit.is_offloaded:  # whose shards alone are on the host
+        if self._fsdp_unit.is_offloaded:  # shards stay on the host, buffers do not
             move_buffers([self], device)
         if any(
             bucket.is_meta and not result.is_meta
@@ -121,8 +123,8 @@ class ShardedModule(nn.Module):
         return self
 
     def _shards(self) -> list[tuple[Bucket, torch.Tensor]]:
-        """What a function of tensors is applied to: the unit's shards, but in a unit of several
-        modules, each of which is asked, the ranges of this one's parameters."""
+        """The tensors that :meth:`_apply` works on: the shards of the unit. If the unit has several
+        modules, each of them is called, and works on the ranges of its own parameters."""
         unit = self._fsdp_unit
         if not unit.is_list:
             return [(bucket, bucket.shard) for bucket in unit.buckets]
@@ -135,7 +137,7 @@ class ShardedModule(nn.Module):
         ]
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        if not self._fsdp_unit.is_meta:  # which may wait for what is assigned to more modules
+        if not self._fsdp_unit.is_meta:  # a meta unit may wait until more modules are assigned to
             self._show_sharded()
         super()._load_from_state_dict(*args)
 
@@ -144,19 +146,19 @@ class ShardedModule(nn.Module):
         super()._save_to_state_dict(*args)
 
     def _show_sharded(self) -> None:
-        """After an explicit :meth:`unshard`: what is loaded and saved are the shards."""
+        """Makes a load or a save see the shards, also after an explicit :meth:`unshard`."""
         if not context_of(self._fsdp_unit).schedule.is_in_use(self._fsdp_unit):
             self.reshard()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """A copy, sharded likewise, with memory and a context of its own. What is one unit is
-        copied as one: all modules of a list. What it should prefetch is left to its own order.
+        """Makes a copy that is sharded in the same way, with memory and a context of its own.
+
+        A unit is copied as a whole, with all its modules if they are several. The copy does not
+        take over what the unit was told to prefetch; it learns its own order.
 
         Raises:
-            RuntimeError: of a list of modules, one was deleted.
+            RuntimeError: the unit is a list of modules, and one of them was deleted.
         """
-        from fsdp_overlap.fully_shard import fully_shard
-
         unit = self._fsdp_unit
         if not unit.is_complete:
             raise RuntimeError(
@@ -168,7 +170,7 @@ class ShardedModule(nn.Module):
             for spec, parameter, sharded in zip(
                 bucket.plan.specs, bucket.parameters, bucket.sharded_parameters, strict=True
             ):
-                # For fully_shard() to take over: of the values, only the shards are copied.
+                # For make_unit() to take over. Only the shards of their values are copied, below.
                 empty = torch.empty(spec.shape, dtype=spec.dtype, device=bucket.shard.device)
                 copied = parameter_like(parameter, empty, spec.requires_grad)
                 attributes = attributes_of(parameter) | attributes_of(sharded)
@@ -194,17 +196,18 @@ class ShardedModule(nn.Module):
             domain.plans.place(duplicates, [bucket.plan])
             for parameter in bucket.parameters:
                 meshes[memo[id(parameter)]] = _On(domain)
-        fully_shard(
+        copied_unit = make_unit(
             duplicates,
             context,
-            mesh=unit.mesh,
-            shard_placement_fn=meshes.__getitem__,
+            unit.mesh,
             reshard_after_forward=unit.reshard_after_forward,
+            shard_placement_fn=meshes.__getitem__,
             mp_policy=_keeping_dtypes(unit.mp_policy, kept),
             offload_policy=unit.offload_policy,
-            ignored_params={deepcopy(parameter, memo) for parameter in unit.ignored},
+            ignored=frozenset(deepcopy(parameter, memo) for parameter in unit.ignored),
         )
-        copied_unit = duplicates[0]._fsdp_unit
+        for module, duplicate in zip(originals, duplicates, strict=True):
+            duplicate.__class__ = type(module)
         for mine, its in zip(unit.buckets, copied_unit.buckets, strict=True):
             # For an optimizer that is copied together with the model.
             memo.update(zip(map(id, mine.sharded_parameters), its.sharded_parameters, strict=True))
@@ -214,7 +217,7 @@ class ShardedModule(nn.Module):
     def _units(self, recurse: bool) -> Iterable[Unit]:
         modules = self.modules() if recurse else [self]
         found = (unit for unit in map(unit_of, modules) if unit is not None)
-        return dict.fromkeys(found)  # a list of modules shares one
+        return dict.fromkeys(found)  # the modules of a list share one unit
 
     def _check_outermost(self, verb: str) -> None:
         unit = self._fsdp_unit
@@ -229,5 +232,5 @@ class ShardedModule(nn.Module):
 
 
 def plain_class(cls: type) -> Any:
-    """The class as the user wrote it."""
+    """The class that the user wrote, without what :func:`fully_shard` added."""
     return next(base for base in cls.__mro__ if not issubclass(base, ShardedModule))

@@ -298,8 +298,8 @@ def fits(folder: str) -> None:
             parts = program.run(Path(folder) / "parts", epochs)
         assert parts.losses == ours.losses[1:]
 
-        def theirs_of(module: nn.Module, ctx: FsdpContext) -> None:
-            fsdp2.fully_shard(module, mesh=ctx.mesh)
+        def theirs_of(module: nn.Module, ctx: FsdpContext) -> nn.Module:
+            return fsdp2.fully_shard(module, mesh=ctx.mesh)
 
         with mock.patch.object(program, "fully_shard", theirs_of):
             theirs = program.run(Path(folder) / "theirs", epochs=2)

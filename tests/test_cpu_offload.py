@@ -5,7 +5,6 @@ test_cuda_offload does the same for real."""
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -18,7 +17,7 @@ from torch import nn
 from twins import Twins
 from zoo import Model, shard_layers
 
-from fsdp_overlap import CPUOffloadPolicy, FsdpContext, ShardedTensor
+from fsdp_overlap import CPUOffloadPolicy, FsdpContext, ShardedTensor, sharding
 from fsdp_overlap.comm.recording import Entry, RecordingLane
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_, updates
 from fsdp_overlap.tensor import reductions, sharded_tensor
@@ -28,7 +27,6 @@ from fsdp_overlap.tensor import reductions, sharded_tensor
 def pretending() -> Iterator[None]:
     policy = CPUOffloadPolicy(pin_memory=False)
     with ExitStack() as stack:
-        sharding = sys.modules["fsdp_overlap.fully_shard"]  # the function has the module's name
         stack.enter_context(mock.patch.object(sharding, "_offload_on", return_value=policy))
         for module in (sharded_tensor, reductions, updates):
             stack.enter_context(mock.patch.object(module, "is_on_mesh", return_value=False))

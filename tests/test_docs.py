@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import inspect
 import re
 import shlex
 import subprocess
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typed_user_program
 from program import Program
 from ranks import run_ranks
 from test_fsdp2_table import named_tests_in, rows_of
@@ -26,6 +29,15 @@ def blocks_of(page: Path, language: str) -> list[str]:
     assert blocks
     assert len(blocks) == text.count(f"```{language}")
     return blocks
+
+
+def test_the_program_in_the_readme_is_the_one_that_mypy_checks() -> None:
+    page = DOCS.parent / "README.md"
+    shown = [ast.unparse(line) for line in ast.parse(blocks_of(page, "python")[0]).body]
+    [checked] = ast.parse(inspect.getsource(typed_user_program.readme)).body
+    assert isinstance(checked, ast.FunctionDef)
+    start = shown.index("ctx = FsdpContext()")
+    assert shown[start:] == [ast.unparse(line) for line in checked.body]
 
 
 def run_blocks(blocks: list[str], name: str) -> None:

@@ -16,32 +16,37 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import nn
 from torch.utils.data import DataLoader
-from training import build, sequences
+from training import Block, build, sequences
 
-from fsdp_overlap import FsdpContext, fully_shard
+from fsdp_overlap import FsdpContext, FsdpModule, fully_shard
 
 
 class Module(lightning.LightningModule):
+    model: FsdpModule
+    """Made by :meth:`configure_model`."""
+
     def __init__(self, accumulate: int = 2) -> None:
         super().__init__()
         self.accumulate = accumulate
-        self.model: nn.Sequential | None = None
         self.losses: list[float] = []
 
     def configure_model(self) -> None:
         """lightning calls it more than once, as before a test that follows the fit."""
-        if self.model is not None:
+        if hasattr(self, "model"):
             return
         torch.manual_seed(0)  # every rank builds the same model
-        self.model = build()
+        model = build()
+        assert self.device_mesh is not None
         self.ctx = FsdpContext(self.device_mesh["data_parallel"])
-        for block in self.model[1:3]:
-            fully_shard(block, self.ctx)
-        fully_shard(self.model, self.ctx)
+        for module in model:
+            if isinstance(module, Block):
+                fully_shard(module, self.ctx)
+        self.model = fully_shard(model, self.ctx)
 
-    def configure_optimizers(self) -> dict:
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
         return {"optimizer": optimizer, "lr_scheduler": scheduler}

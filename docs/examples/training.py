@@ -58,8 +58,9 @@ class Training:
         torch.manual_seed(0)  # every rank builds the same model
         model = build().to(self.device)
         ctx = FsdpContext()
-        for block in model[1:3]:
-            fully_shard(block, ctx)
+        for module in model:
+            if isinstance(module, Block):
+                fully_shard(module, ctx)
         self.model = fully_shard(model, ctx)
         # Made of sharded parameters, averages and optimizer states are sharded likewise.
         self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
@@ -78,7 +79,7 @@ class Training:
         return nn.functional.cross_entropy(scores.float().flatten(0, 1), rows[:, 1:].flatten())
 
     def train_epoch(self, data: TensorDataset, batch_size: int = 8) -> None:
-        sampler = DistributedSampler(data, drop_last=True)
+        sampler: DistributedSampler = DistributedSampler(data, drop_last=True)
         sampler.set_epoch(self.epoch)
         self.model.train()
         # All ranks have equally many batches, as collectives need.

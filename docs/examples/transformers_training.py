@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
 from fsdp_overlap import (
     FsdpContext,
@@ -41,7 +41,7 @@ CONFIG = Qwen3Config(
 )
 
 
-def build(config: PreTrainedConfig, device: torch.device) -> nn.Module:
+def build(config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:
     """A sharded model with random weights, the same for every number of ranks.
 
     No rank ever holds all of it. With weights of ``from_pretrained(...)`` instead, which every rank
@@ -70,7 +70,7 @@ def batch(step: int, device: torch.device, rows: int = 16) -> torch.Tensor:
     return ((first + by * torch.arange(LENGTH)) % VOCABULARY).to(device)
 
 
-def save(model: nn.Module, folder: Path) -> None:
+def save(model: PreTrainedModel, folder: Path) -> None:
     """What ``from_pretrained(folder)`` loads. Every rank takes part, the first one writes."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     full = get_model_state_dict(model, options=options)
