@@ -61,8 +61,8 @@ def train(stage: int, name: str, microbatches: int) -> list[list[torch.Tensor]]:
     found = []
     for sync in SYNCS:
         twins = of_stage(name, stage)
-        batches = twins.batches(5 * microbatches)
-        for _ in range(5):
+        batches = twins.batches(3 * microbatches)
+        for _ in range(3):
             accumulate(twins, batches, microbatches)
             twins.check_gradients()
             twins.step()
@@ -427,7 +427,7 @@ def long_run(steps: int) -> None:
 
 
 def test_hundreds_of_steps_with_random_delays_never_use_a_stale_parameter() -> None:
-    run_ranks(long_run, 2, 300)
+    run_ranks(long_run, 2, 200)
 
 
 def copied() -> None:

@@ -12,6 +12,9 @@ import torch
 _HERE = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
 
+# By the name of a file: what is shown of it, empty where it is torch's or the model's.
+_short_names: dict[str, str] = {}
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -43,8 +46,11 @@ def place() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((_HERE, _TORCH, "<")):
-            parts = Path(name).parts[-2:]
-            return f"{'/'.join(parts)}:{frame.f_lineno} in {frame.f_code.co_name}"
+        short = _short_names.get(name)
+        if short is None:
+            is_of_program = not name.startswith((_HERE, _TORCH, "<"))
+            short = _short_names[name] = "/".join(Path(name).parts[-2:]) if is_of_program else ""
+        if short:
+            return f"{short}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return "the end of the program"

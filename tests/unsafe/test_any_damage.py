@@ -55,7 +55,7 @@ def do(damage: tuple[str, int | None, float], folder: Path) -> None:
 
 
 @settings(
-    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(damages())
 def test_whatever_is_flipped_or_cut_is_refused_or_does_not_matter(
@@ -74,7 +74,7 @@ def test_whatever_is_flipped_or_cut_is_refused_or_does_not_matter(
 
 
 @settings(
-    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.lists(damages().filter(lambda damage: damage[0] != SHA), min_size=1, max_size=3))
 def test_without_a_checksum_the_metadata_may_lie_but_not_surprise(
