@@ -81,7 +81,7 @@ def test_the_commands_on_checkpoints_run(tmp_path: Path) -> None:
 
 
 def test_the_formulas_of_memory_are_what_ranks_allocate() -> None:
-    script = DOCS.parent / "scripts" / "draw_memory.py"
+    script = DOCS.parent / "scripts" / "draw" / "memory.py"
     done = subprocess.run(
         [sys.executable, script, "--check"], capture_output=True, text=True, timeout=150
     )
