@@ -9,16 +9,24 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 import typed_user_program
 from program import Program
 from ranks import run_ranks
 from test_fsdp2_table import named_tests_in, rows_of
+from zoo import Model
 
 DOCS = Path(__file__).parents[1] / "docs"
+ROOT = DOCS.parent
+README = ROOT / "README.md"
+PAGES = [README, *sorted(DOCS.glob("*.md"))]
 
 
 def blocks_of(page: Path, language: str) -> list[str]:
@@ -93,7 +101,7 @@ def test_the_commands_on_checkpoints_run(tmp_path: Path) -> None:
 
 
 def test_the_formulas_of_memory_are_what_ranks_allocate() -> None:
-    script = DOCS.parent / "scripts" / "draw_memory.py"
+    script = ROOT / "scripts" / "draw" / "memory.py"
     done = subprocess.run(
         [sys.executable, script, "--check"], capture_output=True, text=True, timeout=150
     )
@@ -105,3 +113,104 @@ def test_every_fault_names_tests_that_exist() -> None:
     assert heading
     for row in rows_of(faults):
         assert named_tests_in(row[-1]), row[0]
+
+
+def test_the_readme_is_short_and_says_at_its_top_that_no_gpu_was_measured() -> None:
+    text = README.read_text()
+    assert len(text.split()) <= 700
+    first_screen = "\n".join(text.splitlines()[:15])
+    assert "**Not measured yet: a GPU.**" in first_screen
+    assert "(docs/modelled_device.md)" in first_screen
+
+
+def train_by_the_readme() -> None:
+    [block] = blocks_of(README, "python")
+    torch.manual_seed(0)
+    model = Model().float()
+    scope: dict[str, Any] = {"model": model, "batch": torch.arange(6).view(2, 3) + dist.get_rank()}
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with mock.patch("torch.distributed.init_process_group"):  # the test has ranks
+        exec(compile(block, README.name, "exec"), scope)
+    after = [parameter.full_tensor() for parameter in model.parameters()]
+    assert len([line for line in block.splitlines() if line]) == 12
+    assert not any(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+    assert scope["ctx"].stats.all_gathers > 0
+
+
+def test_the_readmes_twelve_lines_train() -> None:
+    run_ranks(train_by_the_readme, 2)
+
+
+@pytest.mark.slow
+def test_the_readmes_commands_run(tmp_path: Path) -> None:
+    install, commands = blocks_of(README, "bash")
+    assert "pip install ." in install
+    train, report = (shlex.split(line) for line in commands.split("\n") if line)
+    assert train[0] == "scripts/train.sh"
+    assert report[0] == ".venv/bin/fsdp-overlap"
+    small = "--steps 4 --layers 2 --width 48 --eval-every 4 --save-every 4".split()
+    for arguments in (["train", *train[1:], *small], report[1:]):
+        process = Program(tmp_path, arguments)
+        out, err = process.communicate(timeout=150)
+        assert process.returncode == 0, err
+        assert "of it exposed" in out
+        assert (tmp_path / "runs" / "first" / "overlap.html").exists()
+
+
+# ---- links and commands ----
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The names that a page's headings have, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+    for link in links:
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors_of(target), link
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    reached, found = set(), {README}
+    while found:
+        page = found.pop()
+        reached.add(page)
+        links = re.findall(r"\]\(([^)\s#]+\.md)", page.read_text())
+        found |= {(page.parent / link).resolve() for link in links} - reached
+    assert set(PAGES) <= reached
+
+
+def commands_of(page: Path) -> Iterator[list[str]]:
+    """The words of each command on a page that runs a script of the repository."""
+    text = page.read_text().replace("\\\n", " ")
+    for command in re.findall(r"(?:^|`)([^`\n]*\bscripts/\w[^`\n]*)", text, re.MULTILINE):
+        words = command.split()
+        while words and not words[0].startswith("scripts/"):
+            del words[0]
+        yield words
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_printed_command_has_its_script_and_options(page: Path) -> None:
+    for script, *arguments in commands_of(page):
+        path = ROOT / script
+        assert path.exists(), script
+        if path.is_dir() or script == "scripts/test.sh":  # which takes pytest's
+            continue
+        source = path.read_text()
+        if script == "scripts/train.sh":
+            source = (ROOT / "fsdp_overlap" / "cli" / "main.py").read_text() + "--help"
+        if "add_outputs(parser)" in source:
+            source += "--json --plot"
+        for option in (argument for argument in arguments if argument.startswith("--")):
+            name = option.removeprefix("--").replace("-", "_")
+            assert option in source or f" {name}: Annotated[" in source, f"{script} {option}"

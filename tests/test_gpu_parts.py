@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch.distributed as dist
 from ranks import run_ranks
 from traces import Step, report_of
 
+import gpu_parts
+import gpu_suite
 from fsdp_overlap.profiling import Report
-
-SCRIPTS = Path(__file__).parent.parent / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import _gpu_bench  # noqa: E402
-import gpu_parts  # noqa: E402
-import gpu_suite  # noqa: E402
+from harness import simulated_training
 
 BLOCKS = 7  # and the root, which the hand-made steps do not have
 
@@ -59,11 +52,11 @@ def test_what_is_exposed_fails_in_a_steady_and_in_a_first_step() -> None:
 
 def first_step() -> None:
     dist.destroy_process_group()  # the one real rank's
-    bench = _gpu_bench.Bench.start(_gpu_bench.SCALES["cpu"], "cpu")
+    bench = simulated_training.Bench.start(simulated_training.SCALES["cpu"], "cpu")
     for step in bench.steps().values():
         step()
     model = bench.new_ours()
-    step = _gpu_bench.make_step(model, bench.batch)
+    step = simulated_training.make_step(model, bench.batch)
     step()
     gpu_parts.assert_nothing_was_predicted(model)
     ours = gpu_parts.units_of(bench.models[gpu_parts.OURS])[0].context

@@ -26,12 +26,9 @@ from zoo import ROWS, VOCABULARY, ZOO, Model, shard_layers
 
 from fsdp_overlap import Blocks, FsdpContext, Whole
 from fsdp_overlap.optim import Muon
+from harness import simulated_ranks, simulated_training
 
-SCRIPTS = Path(__file__).parent.parent / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import _gpu_bench  # noqa: E402
-import simulated_ranks  # noqa: E402
+SUITE = Path(__file__).parents[1] / "scripts" / "bench" / "gpu_suite.py"
 
 WORLD = 4
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -260,7 +257,7 @@ def batch(device: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 def compare(model: nn.Module, twin: nn.Module, device: str) -> None:
     """Losses and gradients of two backwards of a sharded model against its unsharded twin's."""
-    weights = _gpu_bench.true_weights(model)
+    weights = simulated_training.true_weights(model)
     with torch.no_grad():
         for name, parameter in twin.named_parameters():
             parameter.copy_(weights[name])
@@ -277,7 +274,7 @@ def compare(model: nn.Module, twin: nn.Module, device: str) -> None:
             continue
         torch.testing.assert_close(
             parameter.grad.to_local().flatten(),
-            _gpu_bench.own_range(parameter, same.grad),
+            simulated_training.own_range(parameter, same.grad),
             msg=lambda text, name=name: f"{name}: {text}",
         )
 
@@ -376,7 +373,7 @@ def test_reports_take_a_kernel_of_the_simulation_for_a_collective() -> None:
 
 @pytest.mark.slow
 def test_the_suite_runs_at_a_tiny_scale_on_a_cpu(tmp_path: Path) -> None:
-    command = [sys.executable, SCRIPTS / "gpu_suite.py", "--device", "cpu", "--out", tmp_path]
+    command = [sys.executable, SUITE, "--device", "cpu", "--out", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "results.json").read_text())
@@ -389,7 +386,7 @@ def test_the_suite_runs_at_a_tiny_scale_on_a_cpu(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_suite_says_that_there_is_no_gpu(tmp_path: Path) -> None:
-    command = [sys.executable, SCRIPTS / "gpu_suite.py", "--out", tmp_path / "none"]
+    command = [sys.executable, SUITE, "--out", tmp_path / "none"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2
     assert "no CUDA device" in done.stderr

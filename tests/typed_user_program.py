@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from fsdp_overlap import FsdpContext, FSDPModule, FsdpModule, UnshardHandle, fully_shard
-from fsdp_overlap.optim import clip_grad_norm_
 
 WIDTH = 4
 
@@ -36,19 +35,16 @@ class Model(nn.Module):
 
 
 def readme(model: Model, batch: torch.Tensor) -> None:
-    ctx = FsdpContext()  # what the units of one model share
+    ctx = FsdpContext()  # what the parts of one model share
     for block in model.layers:
-        fully_shard(block, ctx)  # one unit each
-    fully_shard(model, ctx)  # the root takes what is left
-    optimizer = torch.optim.AdamW(
-        model.parameters(), fused=True
-    )  # any element-wise torch optimizer
+        fully_shard(block, ctx)  # one part each, called a unit
+    fully_shard(model, ctx)  # takes the parameters that are left
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
     loss = model(batch).mean()
     loss.backward()
-    clip_grad_norm_(model.parameters(), 1.0)  # torch's works too
     optimizer.step()
-    print(ctx.stats)  # what was gathered, reduced, prefetched
+    print(ctx.stats)  # what was gathered, reduced and fetched ahead
 
 
 def run_readme() -> None:

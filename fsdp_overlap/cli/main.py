@@ -12,8 +12,6 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from fsdp_overlap.checkpoint import CheckpointError, read_metadata
-from fsdp_overlap.cli.bench import BENCHMARKS
-from fsdp_overlap.cli.bench import bench as run_benchmarks
 from fsdp_overlap.cli.checkpoints import Checkpoints, how_to_go_on
 from fsdp_overlap.cli.config import TrainConfig
 from fsdp_overlap.cli.data import load_text, unigram_entropy
@@ -204,29 +202,6 @@ def report(
     if steps is not None and steps < 1:
         raise BadInput(f"--steps {steps}: must be at least 1")
     write_overlap_report(traces, against or [], out, steps)
-
-
-@app.command()
-def bench(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help=f"Some of {', '.join(benchmark.name for benchmark in BENCHMARKS)} [default: all]."
-        ),
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Fewer rounds: shows that all of it runs.")
-    ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Folder for figures, plots, summary [default: runs/bench-<timestamp>]."),
-    ] = None,
-) -> None:
-    """Measure this library against FSDP2, from a clone of its repository. The exit code is 1 if
-    a benchmark could not run or a claim does not hold; a missed target is only reported."""
-    folder = out or Path("runs") / datetime.now().strftime("bench-%Y%m%d-%H%M%S")
-    if not run_benchmarks(names or [], folder, quick):
-        raise typer.Exit(1)
 
 
 def run() -> int:

@@ -26,15 +26,15 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-import _bench
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from fsdp_overlap import FsdpContext, fully_shard
-from fsdp_overlap.cli.measurement import Claim, Figure, Measurement, Spread
 from fsdp_overlap.cli.model import GPT, VOCABULARY
 from fsdp_overlap.optim import AdamW
+from harness import output, peaks, processes
+from harness.measurement import Claim, Figure, Measurement, Spread
 
 PREFETCH = 1
 ROWS, LENGTH = 2, 16
@@ -86,7 +86,7 @@ def loss_of(model: GPT, seed: int) -> torch.Tensor:
 
 def run_rank(args: argparse.Namespace) -> None:
     """Train on this rank; rank 0 reports what each of them found."""
-    rank, world_size = _bench.join_ranks(timeout_s=args.timeout)
+    rank, world_size = processes.join_ranks(timeout_s=args.timeout)
     torch.manual_seed(0)
     model = GPT(layers=args.blocks, width=32, heads=2, tied=False)
     ctx = FsdpContext(prefetch=PREFETCH)
@@ -108,7 +108,7 @@ def run_rank(args: argparse.Namespace) -> None:
         if accumulates:
             with torch.no_grad():
                 losses.append(loss_of(model, 0).item())
-        resident.append(_bench.resident("VmRSS") / MIB)
+        resident.append(peaks.resident("VmRSS") / MIB)
         if rank == 0 and step % max(1, args.steps // 10) == 0:
             state = f"loss {loss.item():.3f}, {resident[-1]:.1f} MiB"
             print(f"step {step} of {args.steps}: {state}", flush=True)
@@ -117,7 +117,7 @@ def run_rank(args: argparse.Namespace) -> None:
     mine["stats"]["reduce_inputs_before"] = reduce_inputs_before
     dist.all_gather_object(everyone, mine)
     if rank == 0:
-        _bench.report(everyone)
+        processes.report(everyone)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -192,7 +192,7 @@ def measurement_of(args: argparse.Namespace, ranks: Sequence[dict[str, Any]]) ->
         Figure("resident memory", f"ours, rank {rank}", "MiB", Spread.of(found["resident"]))
         for rank, found in enumerate(ranks)
     ]
-    argv = _bench.repeated_argv()
+    argv = output.repeated_argv()
     return Measurement(about, settings, argv, figures, claims=claims_of(args, ranks))
 
 
@@ -205,7 +205,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds, for the whole run")
-    _bench.add_outputs(parser)
+    output.add_outputs(parser)
     args = parser.parse_args()
     if args.steps < 2 * args.every:
         parser.error(f"--steps {args.steps}: two evaluations take at least {2 * args.every} steps")
@@ -214,13 +214,13 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    if _bench.is_rank():
+    if processes.is_rank():
         return run_rank(args)
-    ranks = _bench.launch_ranks(args.ranks, sys.argv[1:], args.timeout, NO_FLIGHT_RECORDER)
+    ranks = processes.launch_ranks(args.ranks, sys.argv[1:], args.timeout, NO_FLIGHT_RECORDER)
     measurement = measurement_of(args, ranks)
-    _bench.publish(measurement, args.json, args.plot)
+    output.publish(measurement, args.json, args.plot)
     if broken := [claim for claim in measurement.claims if not claim.holds]:
-        _bench.fail(f"{broken[0].text}: {broken[0].found}", code=1)
+        output.fail(f"{broken[0].text}: {broken[0].found}", code=1)
 
 
 if __name__ == "__main__":

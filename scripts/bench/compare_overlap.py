@@ -1,6 +1,6 @@
 """The overlap report of our engine and of FSDP2, side by side, from one command.
 
-The model of `bench_link.py` on gloo ranks over a link limited to `--rate` (needs root and `tc`);
+The model of `link.py` on gloo ranks over a link limited to `--rate` (needs root and `tc`);
 both engines take their turn in the same processes, and are profiled one after the other. `--out`
 then holds the traces of every rank and the report: overlap.html, overlap.png and overlap.json.
 """
@@ -12,26 +12,25 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import _bench
-import _link
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from fsdp_overlap.cli.report import report
+from harness import link_training, processes, slow_link
 
 OURS, FSDP2 = "fsdp_overlap", "FSDP2"
 
 
 def run_rank(args: argparse.Namespace) -> None:
-    rank, _ = _bench.join_ranks(timeout_s=args.timeout)
-    ours, _ = _link.shard_ours(args, "flat", args.prefetch)
-    theirs = _link.shard_fsdp2(args)
+    rank, _ = processes.join_ranks(timeout_s=args.timeout)
+    ours, _ = link_training.shard_ours(args, "flat", args.prefetch)
+    theirs = link_training.shard_fsdp2(args)
     for name, model in ((OURS, ours), (FSDP2, theirs)):
-        step = _link.make_step(model, rank, args.rows)
+        step = link_training.make_step(model, rank, args.rows)
         step()  # the order is known from now on
         trace(step, args.steps, args.out / name / f"rank-{rank}.json.gz")
     if rank == 0:
-        _bench.report(None)
+        processes.report(None)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -69,11 +68,11 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    if _bench.is_rank():
+    if processes.is_rank():
         return run_rank(args)
     for old in args.out.glob("*/rank-*.json.gz"):
         old.unlink()
-    _bench.launch_on_link(args, sys.argv[1:])
+    slow_link.launch_on_link(args, sys.argv[1:])
     report([args.out / OURS], [args.out / FSDP2], args.out, args.steps)
 
 

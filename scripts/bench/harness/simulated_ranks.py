@@ -30,7 +30,7 @@ this device's memory is slower than that. Two rules keep that honest:
   does.
 
 What is not simulated: a slower rank, the latency of a message, and the multiprocessors that NCCL
-keeps busy for as long as it waits (`BLOCKS` copy; then one waits).
+keeps busy for as long as it waits (`simulated_link.BLOCKS` copy; then one waits).
 
 On a GPU a collective is one kernel, and one or two for each range of a list, one after the other. A
 kernel copies and then watches the GPU's own nanosecond clock.
@@ -41,252 +41,21 @@ good for trying out what uses it, not for saying anything about overlap.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.futures import Future
 
+from harness.simulated_link import CudaLink, HostLink, Link
+
 BACKEND = "simulated"
 
 # Of equal tensors these are the tensor.
 SAME = (dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
-
-BLOCKS = 32
-THREADS = 512
-
-# WORD is what a thread copies at once, in gather and reduce. Rank 0 is us: the own range is first.
-KERNELS = r"""
-__device__ __forceinline__ unsigned long long now() {
-    unsigned long long nanoseconds;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(nanoseconds));
-    return nanoseconds;
-}
-
-// Takes the link for `length` from when it is free; returns when that ends.
-__device__ __forceinline__ unsigned long long take(unsigned long long* link, int length) {
-    unsigned long long seen = *(volatile unsigned long long*)link, start, found;
-    while (true) {
-        const unsigned long long moment = now();
-        start = seen > moment ? seen : moment;
-        found = atomicCAS(link, seen, start + length);
-        if (found == seen) return start + length;
-        seen = found;
-    }
-}
-
-extern "C" __global__ void ncclSimulatedAllGather(
-    WORD* full, const WORD* shard, unsigned long long* link, int words, int world, int nanoseconds
-) {
-    const bool watches = blockIdx.x == 0 && threadIdx.x == 0;
-    const unsigned long long end = watches && nanoseconds ? take(link, nanoseconds) : 0;
-    const long long step = (long long)gridDim.x * blockDim.x;
-    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < words; i += step) {
-        const WORD word = shard[i];
-        for (int rank = 0; rank < world; ++rank) full[(long long)rank * words + i] = word;
-    }
-    if (watches) while (now() < end) {}
-}
-
-extern "C" __global__ void ncclSimulatedReduceScatter(
-    WORD* own, const WORD* whole, unsigned long long* link, int words, int world, int nanoseconds
-) {
-    const bool watches = blockIdx.x == 0 && threadIdx.x == 0;
-    const unsigned long long end = watches && nanoseconds ? take(link, nanoseconds) : 0;
-    const long long step = (long long)gridDim.x * blockDim.x;
-    WORD others = 0;
-    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < words; i += step) {
-        for (int rank = 1; rank < world; ++rank) others ^= whole[(long long)rank * words + i];
-        own[i] = whole[i];
-    }
-    // Never so, which the compiler cannot know: what is read of the others must not be left out.
-    if (nanoseconds < 0) own[0] = others;
-    if (watches) while (now() < end) {}
-}
-"""
-
-
-class Transfer(NamedTuple):
-    """One collective. nbytes: that a rank receives or sends."""
-
-    kind: str
-    nbytes: int
-
-
-class Link(Protocol):
-    """What carries the bytes of all simulated groups of this process.
-
-    gigabytes_per_s: 1e9 bytes received by a rank in a second; None for no limit but memory.
-    sent: what it carried; empty it at will.
-    """
-
-    gigabytes_per_s: float | None
-    sent: list[Transfer]
-
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, world_size: int) -> None:
-        """Fills each of the `world_size` ranges of `full` with `shard`, which may be the first."""
-        ...
-
-    def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, world_size: int) -> None:
-        """Reads all of `whole` and fills `own` with its first range."""
-        ...
-
-    def fill(self, kind: str, ranges: Sequence[torch.Tensor], source: torch.Tensor) -> None:
-        """Fills each of `ranges`, of any sizes, with `source`, which may be the first."""
-        ...
-
-    def read(self, kind: str, own: torch.Tensor, ranges: Sequence[torch.Tensor]) -> None:
-        """Reads all `ranges`, of any sizes, and fills `own` with the first."""
-        ...
-
-
-class HostLink:
-    """A CPU's: the caller waits for the whole transfer."""
-
-    def __init__(self) -> None:
-        self.gigabytes_per_s: float | None = None
-        self.sent: list[Transfer] = []
-
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, world_size: int) -> None:
-        self.fill("all_gather", full.view(world_size, -1).unbind(), shard)
-
-    def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, world_size: int) -> None:
-        self.read("reduce_scatter", own.view(-1), whole.view(world_size, -1).unbind())
-
-    def fill(self, kind: str, ranges: Sequence[torch.Tensor], source: torch.Tensor) -> None:
-        def move() -> None:
-            for target in ranges:
-                target.view(-1).copy_(repeated(source, target.numel()))
-
-        self._carry(_of_others(kind, ranges), move)
-
-    def read(self, kind: str, own: torch.Tensor, ranges: Sequence[torch.Tensor]) -> None:
-        self._carry(_of_others(kind, ranges), lambda: own.copy_(ranges[0]))
-
-    def _carry(self, transfer: Transfer, move: Callable[[], object]) -> None:
-        start = time.perf_counter()
-        move()
-        self.sent.append(transfer)
-        rest = start + _seconds(transfer.nbytes, self.gigabytes_per_s) - time.perf_counter()
-        if rest > 0:
-            time.sleep(rest)
-
-
-class CudaLink:
-    """A GPU's: kernels that share one word of its memory, the moment when the link is free."""
-
-    def __init__(self) -> None:
-        self.gigabytes_per_s: float | None = None
-        self.sent: list[Transfer] = []
-        self._free_at = torch.zeros(1, dtype=torch.int64, device="cuda")
-        self._kernels = {
-            (name, size): compile_kernel(name, word)
-            for name in ("ncclSimulatedAllGather", "ncclSimulatedReduceScatter")
-            for size, word in ((8, "unsigned long long"), (1, "unsigned char"))
-        }
-        torch.cuda.synchronize()
-
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, world_size: int) -> None:
-        self.sent.append(Transfer("all_gather", full.nbytes - shard.nbytes))
-        self._gather(full, shard, shard.nbytes, world_size, self.sent[-1].nbytes)
-
-    def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, world_size: int) -> None:
-        self.sent.append(Transfer("reduce_scatter", whole.nbytes - own.nbytes))
-        self._reduce(own, whole, own.nbytes, world_size, self.sent[-1].nbytes)
-
-    def fill(self, kind: str, ranges: Sequence[torch.Tensor], source: torch.Tensor) -> None:
-        self.sent.append(_of_others(kind, ranges))
-        for index, target in enumerate(ranges):
-            carried = target.nbytes if index else 0
-            if not source.nbytes:
-                self._gather(target.zero_(), target, target.nbytes, 1, carried)
-                continue
-            copies, rest = divmod(target.nbytes, source.nbytes)
-            self._gather(target, source, source.nbytes, copies, carried)
-            self._gather(target.view(-1)[target.numel() - rest // target.itemsize :], source, rest)
-
-    def read(self, kind: str, own: torch.Tensor, ranges: Sequence[torch.Tensor]) -> None:
-        self.sent.append(_of_others(kind, ranges))
-        self._reduce(own, ranges[0], own.nbytes)
-        for others in ranges[1:]:  # read, and written back as they are
-            self._reduce(others, others, others.nbytes, carried=others.nbytes)
-
-    def _gather(
-        self,
-        target: torch.Tensor,
-        source: torch.Tensor,
-        nbytes: int,
-        copies: int = 1,
-        carried: int = 0,
-    ) -> None:
-        self._launch("ncclSimulatedAllGather", target, source, nbytes, copies, carried)
-
-    def _reduce(
-        self,
-        target: torch.Tensor,
-        source: torch.Tensor,
-        nbytes: int,
-        ranks: int = 1,
-        carried: int = 0,
-    ) -> None:
-        self._launch("ncclSimulatedReduceScatter", target, source, nbytes, ranks, carried)
-
-    def _launch(
-        self,
-        name: str,
-        target: torch.Tensor,
-        source: torch.Tensor,
-        nbytes: int,
-        world_size: int,
-        carried: int,
-    ) -> None:
-        """Works on `world_size` ranges of `nbytes`, and lasts as long as `carried` bytes need."""
-        addresses = target.data_ptr() | source.data_ptr() | nbytes
-        size = 1 if addresses % 8 else 8
-        nanoseconds = round(_seconds(carried, self.gigabytes_per_s) * 1e9)
-        if max(nbytes // size, nanoseconds) >= 2**31:  # the kernels' arguments are C's int
-            raise ValueError(
-                f"a transfer of {carried} bytes at {self.gigabytes_per_s} GB/s is too long "
-                "to simulate: use smaller units, or more gigabytes_per_s"
-            )
-        if nbytes or nanoseconds:
-            self._kernels[name, size](
-                grid=(BLOCKS, 1, 1),
-                block=(THREADS, 1, 1),
-                args=[target, source, self._free_at, nbytes // size, world_size, nanoseconds],
-            )
-
-
-@cache
-def compile_kernel(name: str, word: str) -> Callable[..., None]:
-    """A kernel of `KERNELS` for this GPU; compiling takes no CUDA toolkit, only torch's NVRTC."""
-    from torch.utils import cpp_extension
-
-    if cpp_extension.CUDA_HOME is None:
-        # torch wants to know where a toolkit's headers are, none of which is included.
-        cpp_extension.CUDA_HOME = "/usr"
-    return torch.cuda._compile_kernel(KERNELS.replace("WORD", word), name)
-
-
-def repeated(held: torch.Tensor, numel: int) -> torch.Tensor:
-    """What a rank holds in a range of `numel` elements, where this one holds `held`: flat."""
-    held = held.reshape(-1)
-    if not held.numel():
-        return held.new_zeros(numel)
-    return held.repeat(-(-numel // held.numel()))[:numel]
-
-
-def _of_others(kind: str, ranges: Sequence[torch.Tensor]) -> Transfer:
-    return Transfer(kind, sum(held.nbytes for held in ranges[1:]))
-
-
-def _seconds(nbytes: int, gigabytes_per_s: float | None) -> float:
-    return nbytes / (gigabytes_per_s * 1e9) if gigabytes_per_s else 0.0
 
 
 class SimulatedGroup(dist.ProcessGroup):

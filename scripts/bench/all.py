@@ -1,7 +1,13 @@
-"""Running the repository's benchmark scripts, one after the other, each in a process of its own."""
+"""Measures this library against FSDP2: all benchmarks, or those that are named.
+
+Each benchmark is a script of this folder and runs in a process of its own, one after the other.
+`--out` then holds summary.md and summary.json, and the figures, plot and output of each. The exit
+code is 1 if a benchmark could not run or a claim does not hold; a missed target is only reported.
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import signal
@@ -10,25 +16,20 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from fsdp_overlap.cli.bench_plot import plot
-from fsdp_overlap.cli.bench_summary import (
-    Circumstances,
-    Row,
-    rows_of,
-    show_summary,
-    write_summary,
-)
 from fsdp_overlap.cli.errors import BadInput
-from fsdp_overlap.cli.measurement import Measurement, read_measurement
 from fsdp_overlap.cli.run_folder import check_out
+from harness.measurement import Measurement, read_measurement
+from harness.output import fail
+from harness.plot import plot
+from harness.summary import Circumstances, Row, rows_of, show_summary, write_summary
 
-# A clone has them beside the package; an installed package has none.
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).resolve().parents[2]
 _POLL_SECONDS = 0.1
 # What the scripts say when a rank has said it before.
 _SAID_BEFORE = "its error is above"
@@ -36,7 +37,7 @@ _SAID_BEFORE = "its error is above"
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A script in scripts/ and its arguments, in a full and in a quick run."""
+    """A script of this folder and its arguments, in a full and in a quick run."""
 
     name: str
     script: str
@@ -46,76 +47,70 @@ class Benchmark:
     def command(self, quick: bool) -> list[str]:
         """From the repository, without the interpreter."""
         arguments = self.quick if quick else self.arguments
-        return [f"scripts/{self.script}", *arguments.split()]
+        return [f"scripts/bench/{self.script}", *arguments.split()]
 
 
 BENCHMARKS = (
-    Benchmark("host_overhead", "bench_host_overhead.py", "", "--rounds 10 --warmup 3"),
+    Benchmark("host_overhead", "host_overhead.py", "", "--rounds 10 --warmup 3"),
     Benchmark(
         "units",
-        "bench_host_overhead.py",
+        "host_overhead.py",
         "--blocks 8 32 64 128 256 --rounds 30 --warmup 3",
         "--blocks 8 32 64 --rounds 5 --warmup 2",
     ),
-    Benchmark("optimizer", "bench_optimizer.py", "", "--rounds 10 --warmup 3"),
-    Benchmark("link", "bench_link.py", "", "--rounds 2 --steps 1"),
+    Benchmark("optimizer", "optimizer.py", "", "--rounds 10 --warmup 3"),
+    Benchmark("link", "link.py", "", "--rounds 2 --steps 1"),
     Benchmark(
         "link_speed",
-        "bench_link_speed.py",
+        "link_speed.py",
         "--rows 64 --sleep 40",
         "--rows 64 --sleep 40 --rounds 2 --steps 1 --rates 2gbit unlimited",
     ),
     Benchmark(
         "link_4_ranks",
-        "bench_link.py",
+        "link.py",
         "--ranks 4 --rounds 5",
         "--ranks 4 --rounds 2 --steps 1",
     ),
-    Benchmark("hsdp", "bench_hsdp.py", "", "--rounds 2 --blocks 3"),
+    Benchmark("hsdp", "hsdp.py", "", "--rounds 2 --blocks 3"),
     Benchmark(
         "schedule",
-        "bench_link.py",
+        "link.py",
         "--rows 64 --sleep 43 --rounds 5",
         "--rows 64 --sleep 43 --rounds 2 --steps 1",
     ),
     Benchmark(
         "training",
-        "bench_link.py",
+        "link.py",
         "--optimizer muon --stage 2 --steps 1",
         "--optimizer muon --stage 2 --rounds 1 --steps 1",
     ),
-    Benchmark("order_check", "bench_order_check.py", "", "--rounds 2 --blocks 3"),
-    Benchmark("memory", "bench_memory.py", "", "--rounds 3"),
-    Benchmark("muon", "bench_muon.py", "", "--rounds 1"),
-    Benchmark("checkpoint", "bench_checkpoint.py", "", "--rounds 2"),
-    Benchmark("collectives", "bench_collectives.py", "", "--rounds 3 --warmup 1"),
-    Benchmark("layouts", "layout_table.py", "", "--model Llama-3"),
-    Benchmark("ragged", "bench_link.py", "--layout whole", "--layout whole --rounds 2 --steps 1"),
+    Benchmark("order_check", "order_check.py", "", "--rounds 2 --blocks 3"),
+    Benchmark("memory", "memory.py", "", "--rounds 3"),
+    Benchmark("muon", "muon.py", "", "--rounds 1"),
+    Benchmark("checkpoint", "checkpoint.py", "", "--rounds 2"),
+    Benchmark("collectives", "collectives.py", "", "--rounds 3 --warmup 1"),
+    Benchmark("layouts", "layouts.py", "", "--model Llama-3"),
+    Benchmark("ragged", "link.py", "--layout whole", "--layout whole --rounds 2 --steps 1"),
     Benchmark("soak", "soak.py", "", "--steps 200"),
 )
 
 
-def find_benchmarks(names: Sequence[str], repository: Path) -> list[Benchmark]:
-    """Those called `names`, all if there are none, in the order in which they run. Raises BadInput
-    for an unknown name, or where `repository` has no scripts."""
+def find_benchmarks(names: Sequence[str]) -> list[Benchmark]:
+    """The benchmarks called `names`, in the order in which they run; all of them if `names` is
+    empty. Raises BadInput for an unknown name."""
     known = {benchmark.name: benchmark for benchmark in BENCHMARKS}
     for name in names:
         if name not in known:
             raise BadInput(f"there is no benchmark {name!r}; there are {', '.join(known)}")
-    if not (repository / "scripts" / "_bench.py").is_file():
-        raise BadInput(
-            f"no benchmark scripts in {repository / 'scripts'}: they are in the repository, not in "
-            "an installed package; in a clone, run scripts/setup.sh and .venv/bin/fsdp-overlap "
-            "bench"
-        )
     return [known[name] for name in known if name in names or not names]
 
 
 def bench(names: Sequence[str], out: Path, quick: bool, repository: Path = REPOSITORY) -> bool:
     """Runs benchmarks, writes their figures, plots and output and the summary to the folder `out`,
-    and shows the summary. Whether all of them ran and all that must hold does; a missed target is
+    and shows the summary. Returns whether all of them ran and all claims hold; a missed target is
     no failure. Raises BadInput before anything is run or written."""
-    chosen = find_benchmarks(names, repository)
+    chosen = find_benchmarks(names)
     check_out(out)
     # So that what runs is ended first, as it is after Ctrl-C.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -157,8 +152,8 @@ def bench(names: Sequence[str], out: Path, quick: bool, repository: Path = REPOS
 def run_one(
     benchmark: Benchmark, out: Path, quick: bool, repository: Path
 ) -> tuple[Measurement | None, str | None]:
-    """What it measured, if it wrote that, and in a line why it failed, if it did; a claim that does
-    not hold is no failure to measure. Its output goes to a file in `out`."""
+    """Runs `benchmark` and returns what it measured, if it wrote that, and why it failed, if it
+    did. A claim that does not hold is no failure to measure. Its output goes to a file in `out`."""
     script, *arguments = benchmark.command(quick)
     record = out.absolute() / f"{benchmark.name}.json"
     log = out / f"{benchmark.name}.log"
@@ -202,3 +197,33 @@ def _reason(output: str, code: int) -> str:
     lines = [line.strip() for line in output.splitlines()]
     said = [line for line in lines if line and not line.endswith(_SAID_BEFORE)]
     return said[-1] if said else f"exit code {code}"
+
+
+def main() -> None:
+    args = parse()
+    folder = args.out or Path("runs") / datetime.now().strftime("bench-%Y%m%d-%H%M%S")
+    try:
+        is_good = bench(args.names, folder, args.quick)
+    except BadInput as error:
+        fail(str(error))
+    if not is_good:
+        sys.exit(1)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    names = ", ".join(benchmark.name for benchmark in BENCHMARKS)
+    parser.add_argument("names", nargs="*", help=f"some of {names}; all if left out")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer rounds, which shows that all of it runs"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder for figures, plots and summary; runs/bench-<timestamp> if left out",
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -21,17 +21,17 @@ import pstats
 import time
 from collections.abc import Callable
 
-import _bench
 import torch
 import torch.distributed as dist
-from bare_sharding import BareUnit
 from torch import nn
 from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_overlap
-from fsdp_overlap.cli.measurement import Figure, Measurement, Ratio, Sweep
+from harness import output, turns
+from harness.bare_sharding import BareUnit
+from harness.measurement import Figure, Measurement, Ratio, Sweep
 
 ROWS = 4
 TARGET = 0.15  # of FSDP2's overhead
@@ -130,7 +130,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--warmup", type=int, default=10, help="rounds thrown away")
     parser.add_argument("--profile", action="store_true", help="print a profile of ours instead")
-    _bench.add_outputs(parser)
+    output.add_outputs(parser)
     return parser.parse_args()
 
 
@@ -150,10 +150,10 @@ def measure(args: argparse.Namespace, blocks: int) -> dict[str, list[float]]:
     steps = make_steps(args, blocks)
     losses = {name: step().item() for name, step in steps.items()}
     if max(losses.values()) - min(losses.values()) > 1e-5 * abs(losses["unsharded"]):
-        _bench.fail(f"the systems compute different losses: {losses}", code=1)
-    with _bench.quiet_gc():
+        output.fail(f"the systems compute different losses: {losses}", code=1)
+    with turns.quiet_gc():
         samplers = {name: timed(step, 1) for name, step in steps.items()}
-        return _bench.alternate(samplers, args.rounds, args.warmup)
+        return turns.alternate(samplers, args.rounds, args.warmup)
 
 
 def figures(
@@ -169,8 +169,8 @@ def figures(
     }
     at = blocks if len(args.blocks) > 1 else None
     steps = {name: [us / 1e3 for us in values] for name, values in samples.items()}
-    found = _bench.figures_of("step", "ms", steps, at=at)
-    found += _bench.figures_of(OVERHEAD, "us", overhead, at=at)
+    found = output.figures_of("step", "ms", steps, at=at)
+    found += output.figures_of(OVERHEAD, "us", overhead, at=at)
     return found, [
         Ratio.between(OVERHEAD, "ours", "FSDP2", overhead, at=at, at_most=TARGET),
         Ratio.between(OVERHEAD, "bare", "FSDP2", overhead, at=at),
@@ -206,12 +206,12 @@ def main() -> None:
         measurement = Measurement(
             about,
             settings,
-            _bench.repeated_argv(),
+            output.repeated_argv(),
             [figure for one, _ in found for figure in one],
             [ratio for _, some in found for ratio in some],
             sweep=Sweep("blocks") if len(args.blocks) > 1 else None,
         )
-        _bench.publish(measurement, args.json, args.plot)
+        output.publish(measurement, args.json, args.plot)
     dist.destroy_process_group()
 
 

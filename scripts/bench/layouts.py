@@ -11,15 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import _bench
 import torch
 import typer
 
-from fsdp_overlap.cli.markdown import markdown_table
-from fsdp_overlap.cli.measurement import Figure, Measurement, Spread, Sweep
-from fsdp_overlap.layout import Blocks, BucketPlan, Flat, Layout, ParamSpec, Whole, plan_units
-
-Shapes = list[tuple[int, ...]]
+from fsdp_overlap.layout import Blocks, BucketPlan, Flat, Layout, Whole, plan_units
+from harness import output
+from harness.markdown import markdown_table
+from harness.measurement import Figure, Measurement, Spread, Sweep
+from harness.real_models import MODELS, units_of
 
 WORLD_SIZES = (8, 32, 64, 256, 1024)
 BALANCED_FROM = 4  # matrices per rank
@@ -28,48 +27,11 @@ BALANCE_TARGET = 1.05
 PLANNING_TARGET, MANY_PLANNING_TARGET, MANY = 0.3, 2.0, 10_000
 
 
-def llama(width: int, hidden: int) -> Shapes:
-    attention: Shapes = [(width, width), (1024, width), (1024, width), (width, width)]
-    return [*attention, (hidden, width), (hidden, width), (width, hidden)]
-
-
-_MLA: Shapes = [(1536, 7168), (24576, 1536), (576, 7168), (32768, 512), (7168, 16384)]
-
-# Blocks, vocabulary, width, shapes of a block.
-MODELS: dict[str, tuple[int, int, int, Shapes]] = {
-    "GPT-2 XL": (48, 50257, 1600, [(4800, 1600), (1600, 1600), (6400, 1600), (1600, 6400)]),
-    "Llama-3 8B": (32, 128256, 4096, llama(4096, 14336)),
-    "Llama-3 70B": (80, 128256, 8192, llama(8192, 28672)),
-    "Llama-3 405B": (126, 128256, 16384, llama(16384, 53248)),
-    "DeepSeek-V3": (58, 129280, 7168, _MLA + [(2048, 7168)] * 512 + [(7168, 2048)] * 256),
-    "DeepSeek-V3, stacked": (
-        58,
-        129280,
-        7168,
-        [*_MLA, (256, 2048, 7168), (256, 2048, 7168), (256, 7168, 2048)],
-    ),
-}
-
 LAYOUTS: dict[str, Layout] = {
     "whole": Whole(cut=("output.weight",)),
     "flat": Flat(),
     "blocks": Blocks(rows=128),
 }
-
-
-def units_of(model: str) -> list[list[ParamSpec]]:
-    """One unit a block, and the root with embedding, last norm and output head."""
-    blocks, vocabulary, width, shapes = MODELS[model]
-    dtype = torch.bfloat16
-    block = [ParamSpec("norm1.weight", (width,), dtype)]
-    block += [ParamSpec(f"w{i}.weight", shape, dtype) for i, shape in enumerate(shapes)]
-    block += [ParamSpec("norm2.weight", (width,), dtype)]
-    root = [
-        ParamSpec("embedding.weight", (vocabulary, width), dtype, is_embedding=True),
-        ParamSpec("norm.weight", (width,), dtype),
-        ParamSpec("output.weight", (vocabulary, width), dtype),
-    ]
-    return [block] * blocks + [root]
 
 
 def imbalance(loads: Sequence[float]) -> float:
@@ -174,7 +136,7 @@ def measurement_of(planned: Sequence[Planned]) -> Measurement:
     return Measurement(
         "one unit a block; parameters in bfloat16; imbalance: the largest over the mean",
         {"torch": torch.__version__},
-        _bench.repeated_argv(),
+        output.repeated_argv(),
         figures,
         sweep=Sweep("ranks"),
     )
@@ -200,7 +162,7 @@ def main(
         if layout in (None, kind)
     ]
     print(markdown_table(columns.split(","), [one.cells() for one in planned]), end="\n\n")
-    _bench.publish(measurement_of(planned), json, plot)
+    output.publish(measurement_of(planned), json, plot)
 
 
 if __name__ == "__main__":

@@ -24,11 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import _bench
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.cli.measurement import Figure, Measurement, Ratio
+from harness import output, peaks, processes, slow_link
+from harness.measurement import Figure, Measurement, Ratio
 
 MIB = 2**20
 TIME, HOST, CPU, EXTRA = "time", "host", "cpu", "extra"
@@ -287,7 +287,7 @@ Found = dict[str, dict[str, dict[str, list[float]]]]
 
 def run_rank(args: argparse.Namespace) -> None:
     """Measure every candidate on this rank; rank 0 reports the slowest rank's time."""
-    rank, world_size = _bench.join_ranks()
+    rank, world_size = processes.join_ranks()
     length = int(args.mib * MIB / 4) // world_size
     full = torch.empty(world_size * length)
     b = Buffers(rank, world_size, full, list(full.split(length)), torch.empty(length))
@@ -303,7 +303,7 @@ def run_rank(args: argparse.Namespace) -> None:
         else:
             found[kind] = time_candidates(args, b, kind, candidates)
     if rank == 0:
-        _bench.report(found)
+        processes.report(found)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -323,7 +323,7 @@ def time_candidates(
             else:
                 mine[name].append(sample)
     return {
-        what: _bench.of_slowest_rank({name: [s[k] for s in mine[name]] for name in names})
+        what: processes.of_slowest_rank({name: [s[k] for s in mine[name]] for name in names})
         for k, what in enumerate((TIME, HOST, CPU))
     }
 
@@ -331,10 +331,10 @@ def time_candidates(
 def measure(args: argparse.Namespace, world_size: int) -> Found:
     """Time the candidates, then measure their memory, among `world_size` fresh ranks."""
     argv = [f"--mib={args.mib}", f"--rounds={args.rounds}", f"--warmup={args.warmup}"]
-    timed = _bench.launch_ranks(world_size, argv, args.timeout)
+    timed = processes.launch_ranks(world_size, argv, args.timeout)
     # Freed memory must go back at once, or the second call would reuse what the first one left.
-    memory = _bench.launch_ranks(
-        world_size, argv, args.timeout, {"BENCH_MEMORY": "1", **_bench.RETURNED}
+    memory = processes.launch_ranks(
+        world_size, argv, args.timeout, {"BENCH_MEMORY": "1", **peaks.RETURNED}
     )
     return {kind: {**timed[kind], **memory[kind]} for kind in timed}
 
@@ -347,12 +347,12 @@ def compare(args: argparse.Namespace, found: dict[str, Found]) -> Measurement:
         for kind, measured in kinds.items():
             where = f"{kind}, {place}"
             for what, unit in UNITS.items():
-                figures += _bench.figures_of(f"{where}: {what}", unit, measured[what])
+                figures += output.figures_of(f"{where}: {what}", unit, measured[what])
             chosen, plain = CHOSEN[kind]
             ratios.append(Ratio.between(f"{where}: {TIME}", chosen, plain, measured[TIME]))
     about = f"torch {torch.__version__}, {args.mib:g} MiB of float32; {args.rounds} rounds"
     settings = {"torch": torch.__version__, "mib": args.mib, "rounds": args.rounds}
-    return Measurement(about, settings, _bench.repeated_argv(), figures, ratios)
+    return Measurement(about, settings, output.repeated_argv(), figures, ratios)
 
 
 def parse() -> argparse.Namespace:
@@ -364,24 +364,24 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds, per launch")
-    _bench.add_outputs(parser)
+    output.add_outputs(parser)
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse()
-    if _bench.is_rank():
+    if processes.is_rank():
         return run_rank(args)
     found: dict[str, Found] = {}
     for world_size in args.ranks:
         found[f"{world_size} ranks, loopback"] = measure(args, world_size)
     if not args.no_limit:
         try:
-            with _bench.limited_link(args.rate):
+            with slow_link.limited_link(args.rate):
                 found[f"2 ranks, {args.rate} link"] = measure(args, 2)
-        except _bench.LinkError as error:
-            _bench.fail(f"{error}; --no-limit measures loopback only")
-    _bench.publish(compare(args, found), args.json, args.plot)
+        except slow_link.LinkError as error:
+            output.fail(f"{error}; --no-limit measures loopback only")
+    output.publish(compare(args, found), args.json, args.plot)
 
 
 if __name__ == "__main__":

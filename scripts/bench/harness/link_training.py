@@ -1,20 +1,18 @@
 """What the benchmarks over a slow link train: a model of transformer blocks, sharded by ours and by
 FSDP2, and the collectives of a step of ours alone.
 
-Options are those of `bench_link.py`, which says what each system is.
+Options are those of `link.py`, which says what each system is.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-import bench_muon
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -28,28 +26,12 @@ from fsdp_overlap.comm.collectives import Issued, choose
 from fsdp_overlap.deciding.reductions import MAX_INPUTS
 from fsdp_overlap.layout import Blocks, BucketPlan, Flat, Layout, ParamSpec, Whole, plan_units
 from fsdp_overlap.optim import AdamW, Muon
+from harness.optimizers import ADAMW, LR, torchs
 
 WIDTH = 512
 HEADS = 8
 SEQUENCE = 64
 LAYOUTS: dict[str, Layout] = {"flat": Flat(), "blocks": Blocks(rows=128), "whole": Whole()}
-
-
-UNITS = {"gbit": 1.0, "mbit": 1e-3}
-
-
-def gbit(rate: str) -> float:
-    """Of a limited link, in Gbit/s. Raises argparse's error for what `tc` alone may know."""
-    found = re.fullmatch(r"([\d.]+)(gbit|mbit)", rate)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"{rate}: use 2gbit, 500mbit and so on")
-    return float(found[1]) * UNITS[found[2]]
-
-
-def checked_rate(rate: str) -> str:
-    """`rate`, if `gbit` knows it."""
-    gbit(rate)
-    return rate
 
 
 class Sleep(torch.autograd.Function):
@@ -228,9 +210,9 @@ def train_ours(
     model.set_zero_stage(args.stage)
     optimizer: torch.optim.Optimizer
     if args.optimizer == "muon":
-        optimizer = Muon(model, bench_muon.LR, adamw=bench_muon.ADAMW)
+        optimizer = Muon(model, LR, adamw=ADAMW)
     else:
-        optimizer = AdamW(model.parameters(), **bench_muon.ADAMW)
+        optimizer = AdamW(model.parameters(), **ADAMW)
 
     def update() -> None:
         optimizer.step()
@@ -255,9 +237,9 @@ def train_fsdp2(args: argparse.Namespace) -> Callable[[], float]:
             model.set_requires_gradient_sync(is_last)
 
     if args.optimizer == "muon":
-        update = bench_muon.torchs(model, torch.float32)
+        update = torchs(model, torch.float32)
     else:
-        update = torch.optim.AdamW(model.parameters(), **bench_muon.ADAMW, fused=True).step
+        update = torch.optim.AdamW(model.parameters(), **ADAMW, fused=True).step
     return make_training(model, args, begin, update)
 
 

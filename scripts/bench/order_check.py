@@ -1,7 +1,7 @@
 """What it costs that ranks check that they run the same units: a step with the checks against one
 without, which is what a user cannot have.
 
-Two gloo ranks on plain loopback train `bench_link.py`'s model. Both systems are ours and take turns
+Two gloo ranks on plain loopback train `link.py`'s model. Both systems are ours and take turns
 round by round in the same processes; of one, nothing is noted, confirmed or compared. There a step
 is also measured that runs its blocks in another order each time, the same on both ranks, so that
 nothing can be expected and most all-gathers are confirmed: the dearest that the checks can be.
@@ -18,16 +18,15 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import _bench
-import _link
-import bench_link
 import torch
 import torch.distributed as dist
 
 import fsdp_overlap
 from fsdp_overlap.agreement.order_check import OrderCheck
-from fsdp_overlap.cli.measurement import Measurement, Ratio
 from fsdp_overlap.comm.lanes import Lane
+from harness import link_training, output, processes, slow_link, turns
+from harness.measurement import Measurement, Ratio
+from link import check, timed
 
 CHECKED, UNCHECKED = "checked", "unchecked"
 STEP, SHUFFLED = "step", "step in an order that nobody expects"
@@ -54,7 +53,7 @@ def prepare(
     args: argparse.Namespace, rank: int, checked: bool, shuffled: bool
 ) -> tuple[Callable[[], float], Callable[[], float]]:
     """A step, and how many confirmations the last one took."""
-    model = _link.build(args.blocks)
+    model = link_training.build(args.blocks)
     blocks = list(model)
     ctx = fsdp_overlap.FsdpContext()
     for block in blocks:
@@ -65,7 +64,7 @@ def prepare(
             domain.__dict__["order_check"] = Unchecked(
                 domain.device, False, list, str, ctx.stats.count_confirmation
             )
-    run = _link.make_step(model, rank, args.rows)
+    run = link_training.make_step(model, rank, args.rows)
     order = random.Random(0)  # the same on both ranks
     before = 0
 
@@ -82,7 +81,7 @@ def prepare(
 
 def run_rank(args: argparse.Namespace) -> None:
     """Measure on this rank; rank 0 reports the slowest rank's times."""
-    rank, _ = _bench.join_ranks(timeout_s=args.timeout)
+    rank, _ = processes.join_ranks(timeout_s=args.timeout)
     found: dict[str, dict[str, list[float]]] = {}
     confirmed = {}
     for quantity, shuffled in ((STEP, False), (SHUFFLED, True)):
@@ -90,14 +89,14 @@ def run_rank(args: argparse.Namespace) -> None:
             name: prepare(args, rank, name == CHECKED, shuffled) for name in (CHECKED, UNCHECKED)
         }
         for _ in range(2):
-            bench_link.check({name: step() for name, (step, _) in prepared.items()})
-        steps = {name: bench_link.timed(step, args.steps) for name, (step, _) in prepared.items()}
-        with _bench.quiet_gc():
-            mine = _bench.alternate(steps, args.rounds, 1)
-        found[quantity] = _bench.of_slowest_rank(mine)
+            check({name: step() for name, (step, _) in prepared.items()})
+        steps = {name: timed(step, args.steps) for name, (step, _) in prepared.items()}
+        with turns.quiet_gc():
+            mine = turns.alternate(steps, args.rounds, 1)
+        found[quantity] = processes.of_slowest_rank(mine)
         confirmed[quantity] = [float(prepared[CHECKED][1]())]
     if rank == 0:
-        _bench.report({"samples": found, "confirmed": confirmed})
+        processes.report({"samples": found, "confirmed": confirmed})
     dist.barrier()
     dist.destroy_process_group()
 
@@ -109,20 +108,20 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2, help="in a sample")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds, for the whole run")
-    _bench.add_outputs(parser)
+    output.add_outputs(parser)
     parser.set_defaults(ranks=2, no_limit=True, rate="")
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse()
-    if _bench.is_rank():
+    if processes.is_rank():
         return run_rank(args)
-    found = _bench.launch_on_link(args, sys.argv[1:])
+    found = slow_link.launch_on_link(args, sys.argv[1:])
     samples = found["samples"]
     about = (
         f"torch {torch.__version__}, 2 ranks on loopback, {args.blocks} blocks of "
-        f"12*{_link.WIDTH}^2, {args.rows} rows, {args.steps} steps a sample; "
+        f"12*{link_training.WIDTH}^2, {args.rows} rows, {args.steps} steps a sample; "
         f"{args.rounds} rounds"
     )
     settings = {
@@ -135,15 +134,15 @@ def main() -> None:
     figures = [
         figure
         for quantity, of_each in samples.items()
-        for figure in _bench.figures_of(quantity, "ms", of_each)
+        for figure in output.figures_of(quantity, "ms", of_each)
     ]
-    figures += _bench.figures_of(CONFIRMED, "", found["confirmed"])
+    figures += output.figures_of(CONFIRMED, "", found["confirmed"])
     ratios = [
         Ratio.between(STEP, CHECKED, UNCHECKED, samples[STEP], at_most=TARGET),
         Ratio.between(SHUFFLED, CHECKED, UNCHECKED, samples[SHUFFLED]),
     ]
-    argv = _bench.repeated_argv()
-    _bench.publish(Measurement(about, settings, argv, figures, ratios), args.json, args.plot)
+    argv = output.repeated_argv()
+    output.publish(Measurement(about, settings, argv, figures, ratios), args.json, args.plot)
 
 
 if __name__ == "__main__":

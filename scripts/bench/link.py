@@ -35,7 +35,7 @@ forward; off, the step ends with it. At stage 3, off is a prefetch of 0. The tar
 where communication is heavy, on links of 2 Gbit/s and less, and no loss on faster ones.
 
 Muon is our optimizer, on whole matrices, and torch's on FSDP2, with products in float32 (see
-`bench_muon.py`); AdamW is ours, and torch's fused. FSDP2 comes as near to the stage as it can: at 1
+`muon.py`); AdamW is ours, and torch's fused. FSDP2 comes as near to the stage as it can: at 1
 and 2 it keeps parameters from forward to backward, and from one microbatch to the next.
 """
 
@@ -47,12 +47,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-import _bench
-import _link
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.cli.measurement import Measurement, Ratio
+from harness import link_training, output, processes, slow_link, turns
+from harness.measurement import Measurement, Ratio
 
 OURS, FLAT = "ours", "ours, flat"
 FSDP2, FSDP2_OURS = "FSDP2", "FSDP2, our collectives"
@@ -85,47 +84,47 @@ def check(losses: dict[str, float]) -> None:
     """A system that computes something else wins nothing."""
     low, high = min(losses.values()), max(losses.values())
     if high - low > 1e-4 * abs(high):
-        _bench.fail(f"the systems compute different losses: {losses}", code=1)
+        output.fail(f"the systems compute different losses: {losses}", code=1)
 
 
 def run_rank(args: argparse.Namespace) -> None:
     """Measure on this rank; rank 0 reports the slowest rank's times."""
-    rank, _ = _bench.join_ranks(timeout_s=args.timeout)
-    plain = _link.build(args.blocks, args.sleep)
-    steps = {COMPUTE: _link.make_step(plain, rank, args.rows)}
+    rank, _ = processes.join_ranks(timeout_s=args.timeout)
+    plain = link_training.build(args.blocks, args.sleep)
+    steps = {COMPUTE: link_training.make_step(plain, rank, args.rows)}
     if args.optimizer is None:
-        sharded, ctx = _link.shard_ours(args, args.layout, args.prefetch)
-        steps[OURS] = _link.make_step(sharded, rank, args.rows)
+        sharded, ctx = link_training.shard_ours(args, args.layout, args.prefetch)
+        steps[OURS] = link_training.make_step(sharded, rank, args.rows)
         for name in (FSDP2, FSDP2_OURS):
-            model = _link.shard_fsdp2(args, with_our_collectives=name == FSDP2_OURS)
-            steps[name] = _link.make_step(model, rank, args.rows)
+            model = link_training.shard_fsdp2(args, with_our_collectives=name == FSDP2_OURS)
+            steps[name] = link_training.make_step(model, rank, args.rows)
         if args.layout != "flat":
-            flat, _ = _link.shard_ours(args, "flat", args.prefetch)
-            steps[FLAT] = _link.make_step(flat, rank, args.rows)
+            flat, _ = link_training.shard_ours(args, "flat", args.prefetch)
+            steps[FLAT] = link_training.make_step(flat, rank, args.rows)
     else:
         for name, overlap in ((OFF, "off"), (ON, "on")):
             if args.overlap in (overlap, "both"):
-                steps[name], ctx = _link.train_ours(args, overlap == "on")
-        steps[FSDP2] = _link.train_fsdp2(args)
+                steps[name], ctx = link_training.train_ours(args, overlap == "on")
+        steps[FSDP2] = link_training.train_fsdp2(args)
     check({name: step() for name, step in steps.items()})
     if args.optimizer is None:
         groups = dist.new_group(), dist.new_group()
         if args.shared_group:
             groups = groups[0], groups[0]
-        steps[COMMUNICATION] = _link.make_communication(plain, args.prefetch, *groups)
+        steps[COMMUNICATION] = link_training.make_communication(plain, args.prefetch, *groups)
     else:
         del steps[COMPUTE]  # which trains nothing
         check({name: step() for name, step in steps.items()})
 
     ctx.stats.reset()
-    with _bench.quiet_gc():
-        mine = _bench.alternate(
+    with turns.quiet_gc():
+        mine = turns.alternate(
             {name: timed(step, args.steps) for name, step in steps.items()}, args.rounds, 1
         )
-    slowest = _bench.of_slowest_rank(mine)
+    slowest = processes.of_slowest_rank(mine)
     if rank == 0:
         print(f"ours in all rounds, warm-up included: {ctx.stats}\n", flush=True)
-        _bench.report(slowest)
+        processes.report(slowest)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -133,14 +132,19 @@ def run_rank(args: argparse.Namespace) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--rate", type=_link.checked_rate, default="2gbit", help="of the link: 2gbit, 500mbit, ..."
+        "--rate",
+        type=slow_link.checked_rate,
+        default="2gbit",
+        help="of the link: 2gbit, 500mbit, ...",
     )
     parser.add_argument("--no-limit", action="store_true", help="plain loopback, needs no root")
     parser.add_argument("--prefetch", type=int, default=1, help="of our context")
     parser.add_argument(
         "--shared-group", action="store_true", help="our gathers and reductions share one group"
     )
-    parser.add_argument("--layout", choices=_link.LAYOUTS, default="flat", help="of our units")
+    parser.add_argument(
+        "--layout", choices=link_training.LAYOUTS, default="flat", help="of our units"
+    )
     parser.add_argument("--optimizer", choices=["adamw", "muon"], help="train, see above")
     parser.add_argument("--stage", type=int, choices=[1, 2, 3], default=2, help="of ZeRO")
     parser.add_argument("--overlap", choices=["both", "on", "off"], default="both")
@@ -154,7 +158,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=2, help="steps per sample")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds, for the whole run")
-    _bench.add_outputs(parser)
+    output.add_outputs(parser)
     args = parser.parse_args()
     if args.optimizer == "muon":
         args.layout = "whole"
@@ -188,7 +192,7 @@ def ratios_of(args: argparse.Namespace, samples: Mapping[str, Sequence[float]]) 
         return ratios
     ratios = [Ratio.between(STEP, name, FSDP2, samples) for name in (ON, OFF) if name in samples]
     if args.overlap == "both":
-        is_heavy = not args.no_limit and _link.gbit(args.rate) <= HEAVY_GBIT
+        is_heavy = not args.no_limit and slow_link.gbit(args.rate) <= HEAVY_GBIT
         at_most = HEAVY_TARGET if is_heavy else NO_LOSS
         ratios.append(Ratio.between(STEP, ON, OFF, samples, at_most=at_most))
     return ratios
@@ -199,7 +203,7 @@ def measurement_of(args: argparse.Namespace, samples: dict[str, list[float]]) ->
     groups = "one shared group" if args.shared_group else "separate groups"
     about = (
         f"torch {torch.__version__}, {args.ranks} ranks, {link}, {args.blocks} blocks of "
-        f"12*{_link.WIDTH}^2, {args.rows} rows a rank; ours: {args.layout}, prefetch "
+        f"12*{link_training.WIDTH}^2, {args.rows} rows a rank; ours: {args.layout}, prefetch "
         f"{args.prefetch}, {groups}; {args.rounds} rounds of {args.steps} steps"
     )
     if args.sleep:
@@ -224,17 +228,17 @@ def measurement_of(args: argparse.Namespace, samples: dict[str, list[float]]) ->
         "rounds": args.rounds,
         "steps": args.steps,
     }
-    figures = _bench.figures_of(STEP, "ms", samples)
-    argv = _bench.repeated_argv()
+    figures = output.figures_of(STEP, "ms", samples)
+    argv = output.repeated_argv()
     return Measurement(about, settings, argv, figures, ratios_of(args, samples))
 
 
 def main() -> None:
     args = parse()
-    if _bench.is_rank():
+    if processes.is_rank():
         return run_rank(args)
-    measurement = measurement_of(args, _bench.launch_on_link(args, sys.argv[1:]))
-    _bench.publish(measurement, args.json, args.plot)
+    measurement = measurement_of(args, slow_link.launch_on_link(args, sys.argv[1:]))
+    output.publish(measurement, args.json, args.plot)
 
 
 if __name__ == "__main__":

@@ -26,20 +26,20 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import _bench
 import torch
 import torch.distributed as dist
-from bench_checkpoint import Block as BlockParameters
 from torch import nn
 from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.optim import _muon as torch_muon
 
+from checkpoint import Block as BlockParameters
 from fsdp_overlap import Flat, FsdpContext, Whole, fully_shard
-from fsdp_overlap.cli.measurement import Measurement, Ratio
 from fsdp_overlap.layout import Layout
 from fsdp_overlap.optim import Muon
+from harness import output, processes, turns
+from harness.measurement import Measurement, Ratio
+from harness.optimizers import ADAMW, LR, torchs
 
 UNSHARDED, FSDP2, WHOLE, FLAT, ALONE = (
     "unsharded, torch's",
@@ -48,8 +48,6 @@ UNSHARDED, FSDP2, WHOLE, FLAT, ALONE = (
     "ours, Flat()",
     "ours, unsharded",
 )
-LR = 0.02
-ADAMW = {"lr": 1e-3, "weight_decay": 0.1}
 STEP = "step"
 # Of WHOLE's time to these, at 2 ranks.
 TARGETS = {UNSHARDED: 0.6, FSDP2: 0.5}
@@ -83,47 +81,13 @@ def shard_ours(model: nn.Sequential, layout: Layout) -> None:
         fully_shard(module, ctx)
 
 
-def torchs(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
-    """A step of torch's optimizers."""
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
-    others = [parameter for parameter in model.parameters() if parameter.dim() != 2]
-    muon = torch.optim.Muon(matrices, lr=LR)
-    adamw = torch.optim.AdamW(others, **ADAMW, fused=True)
-    if dtype != torch.bfloat16:
-        torch_muon._zeropower_via_newtonschulz = products_in(dtype)
-
-    def step() -> None:
-        muon.step()
-        adamw.step()
-
-    return step
-
-
-def products_in(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
-    """What torch's Muon calls, with its own products in another dtype than bfloat16."""
-
-    def orthogonalize(
-        grad: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
-    ) -> torch.Tensor:
-        a, b, c = coefficients
-        is_tall = grad.size(0) > grad.size(1)
-        x = grad.to(dtype).T if is_tall else grad.to(dtype)
-        x = x / x.norm().clamp(min=eps)
-        for _ in range(steps):
-            gram = x @ x.T
-            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-        return x.T if is_tall else x
-
-    return orthogonalize
-
-
 def ours(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
     return Muon(model, LR, adamw=ADAMW, ns_dtype=dtype).step
 
 
 def run_rank(args: argparse.Namespace) -> None:
     """Measure on this rank; rank 0 reports the slowest rank's times."""
-    _bench.join_ranks(timeout_s=args.timeout)
+    processes.join_ranks(timeout_s=args.timeout)
     dtype = getattr(torch, args.dtype)
     shard: dict[str, Callable[[nn.Sequential], None]] = {
         UNSHARDED: lambda model: None,
@@ -156,12 +120,12 @@ def run_rank(args: argparse.Namespace) -> None:
 
         return sample
 
-    with _bench.quiet_gc():
+    with turns.quiet_gc():
         samplers = {name: timed(step) for name, step in steps.items()}
-        mine = _bench.alternate(samplers, args.rounds, 1)
-    slowest = _bench.of_slowest_rank(mine)
+        mine = turns.alternate(samplers, args.rounds, 1)
+    slowest = processes.of_slowest_rank(mine)
     if dist.get_rank() == 0:
-        _bench.report({"step_ms": slowest, "collectives": collectives})
+        processes.report({"step_ms": slowest, "collectives": collectives})
     dist.barrier()
     dist.destroy_process_group()
 
@@ -174,7 +138,7 @@ def check(name: str, model: nn.Module, unsharded: nn.Module, dtype: str) -> None
         # A step is of the size of the learning rate.
         error = (whole - its).abs().max().item()
         if not error <= close * LR:
-            _bench.fail(f"{name}: {fqn} is off by {error} after a step", code=1)
+            output.fail(f"{name}: {fqn} is off by {error} after a step", code=1)
 
 
 def parse() -> argparse.Namespace:
@@ -185,7 +149,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds, for the whole run")
-    _bench.add_outputs(parser)
+    output.add_outputs(parser)
     return parser.parse_args()
 
 
@@ -204,8 +168,8 @@ def measurement_of(args: argparse.Namespace, result: dict[str, Any]) -> Measurem
         "dtype": args.dtype,
         "rounds": args.rounds,
     }
-    figures = _bench.figures_of(STEP, "ms", samples)
-    figures += _bench.figures_of("collectives a step", "", collectives, at_most={WHOLE: 0})
+    figures = output.figures_of(STEP, "ms", samples)
+    figures += output.figures_of("collectives a step", "", collectives, at_most={WHOLE: 0})
     ratios = [
         Ratio.between(
             STEP, WHOLE, other, samples, at_most=TARGETS[other] if args.ranks == 2 else None
@@ -213,15 +177,15 @@ def measurement_of(args: argparse.Namespace, result: dict[str, Any]) -> Measurem
         for other in TARGETS
     ]
     ratios.append(Ratio.between(STEP, FLAT, FSDP2, samples))
-    return Measurement(about, settings, _bench.repeated_argv(), figures, ratios)
+    return Measurement(about, settings, output.repeated_argv(), figures, ratios)
 
 
 def main() -> None:
     args = parse()
-    if _bench.is_rank():
+    if processes.is_rank():
         return run_rank(args)
-    result = _bench.launch_ranks(args.ranks, sys.argv[1:], args.timeout)
-    _bench.publish(measurement_of(args, result), args.json, args.plot)
+    result = processes.launch_ranks(args.ranks, sys.argv[1:], args.timeout)
+    output.publish(measurement_of(args, result), args.json, args.plot)
 
 
 if __name__ == "__main__":

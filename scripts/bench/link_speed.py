@@ -1,6 +1,6 @@
 """The time of a step against the speed of the link: ours, FSDP2's and the bound.
 
-At each of `--rates` gloo ranks run `bench_link.py`, which says what is measured: ours, FSDP2,
+At each of `--rates` gloo ranks run `link.py`, which says what is measured: ours, FSDP2,
 compute alone and communication alone take turns, round by round in the same processes. Rates follow
 each other, so compare systems at one rate; between rates the machine may have changed.
 
@@ -14,12 +14,11 @@ import argparse
 import statistics
 from pathlib import Path
 
-import _bench
-import _link
-import bench_link
 import torch
 
-from fsdp_overlap.cli.measurement import Figure, Measurement, Ratio, Sweep
+import link
+from harness import link_training, output, slow_link
+from harness.measurement import Figure, Measurement, Ratio, Sweep
 
 UNLIMITED = "unlimited"
 
@@ -28,7 +27,7 @@ def step_gbits(ranks: int, blocks: int) -> float:
     """Gbit that a step of ours sends through the one queue of loopback: of each block two gathers,
     one of the last, and a reduction, in each of which every rank's range goes to, or comes from,
     every other."""
-    block = sum(parameter.nbytes for parameter in _link.Block().parameters())
+    block = sum(parameter.nbytes for parameter in link_training.Block().parameters())
     return (3 * blocks - 1) * block * (ranks - 1) * 8 / 1e9
 
 
@@ -36,33 +35,33 @@ def measure(args: argparse.Namespace, rate: str) -> tuple[float, dict[str, list[
     """Where on the sweep the rate is, in Gbit/s, and milliseconds by system and round."""
     options = ("ranks", "blocks", "rows", "sleep", "rounds", "steps", "timeout")
     argv = [f"--{name}={getattr(args, name)}" for name in options]
-    link = argparse.Namespace(**vars(args), rate=rate, no_limit=rate == UNLIMITED)
-    samples = _bench.launch_on_link(link, argv, script=Path(bench_link.__file__))
+    limited = argparse.Namespace(**vars(args), rate=rate, no_limit=rate == UNLIMITED)
+    samples = slow_link.launch_on_link(limited, argv, script=Path(link.__file__))
     if rate != UNLIMITED:
-        return _link.gbit(rate), bench_link.with_bound(samples)
-    seconds = statistics.median(samples[bench_link.COMMUNICATION]) / 1e3
-    return step_gbits(args.ranks, args.blocks) / seconds, bench_link.with_bound(samples)
+        return slow_link.gbit(rate), link.with_bound(samples)
+    seconds = statistics.median(samples[link.COMMUNICATION]) / 1e3
+    return step_gbits(args.ranks, args.blocks) / seconds, link.with_bound(samples)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--rates",
-        type=lambda text: text if text == UNLIMITED else _link.checked_rate(text),
+        type=lambda text: text if text == UNLIMITED else slow_link.checked_rate(text),
         nargs="+",
         default=["1gbit", "2gbit", "4gbit", "8gbit", UNLIMITED],
         help=f"of the link, in tc's words, or {UNLIMITED}",
     )
     parser.add_argument("--rows", type=int, default=512, help="of each rank's batch")
     parser.add_argument(
-        "--sleep", type=float, default=0.0, metavar="MS", help="of a block, as in bench_link.py"
+        "--sleep", type=float, default=0.0, metavar="MS", help="of a block, as in link.py"
     )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=1, help="steps per sample")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds, for each rate")
-    _bench.add_outputs(parser)
+    output.add_outputs(parser)
     return parser.parse_args()
 
 
@@ -72,17 +71,17 @@ def main() -> None:
     ratios: list[Ratio] = []
     for rate in args.rates:
         at, samples = measure(args, rate)
-        ours, step = bench_link.OURS, bench_link.STEP
-        of_bound = {name: samples.pop(name) for name in bench_link.ALONE}
-        figures += _bench.figures_of(step, "ms", samples, at=at)
-        figures += _bench.figures_of("alone", "ms", of_bound, at=at)
-        ratios.append(Ratio.between(step, ours, bench_link.FSDP2, samples, at=at))
-        target = bench_link.bound_target(of_bound)
-        ratios.append(Ratio.between(step, ours, bench_link.BOUND, samples, at=at, at_most=target))
+        ours, step = link.OURS, link.STEP
+        of_bound = {name: samples.pop(name) for name in link.ALONE}
+        figures += output.figures_of(step, "ms", samples, at=at)
+        figures += output.figures_of("alone", "ms", of_bound, at=at)
+        ratios.append(Ratio.between(step, ours, link.FSDP2, samples, at=at))
+        target = link.bound_target(of_bound)
+        ratios.append(Ratio.between(step, ours, link.BOUND, samples, at=at, at_most=target))
     about = (
         f"torch {torch.__version__}, {args.ranks} ranks, {args.blocks} blocks of "
-        f"12*{_link.WIDTH}^2, {args.rows} rows a rank; {args.rounds} rounds of {args.steps} "
-        "steps"
+        f"12*{link_training.WIDTH}^2, {args.rows} rows a rank; {args.rounds} rounds of "
+        f"{args.steps} steps"
     )
     if args.sleep:
         about += f"; a block sleeps {args.sleep:g} ms in forward, {2 * args.sleep:g} in backward"
@@ -97,8 +96,8 @@ def main() -> None:
         "steps": args.steps,
     }
     sweep = Sweep("link, Gbit/s", log_y=True)
-    measurement = Measurement(about, settings, _bench.repeated_argv(), figures, ratios, sweep=sweep)
-    _bench.publish(measurement, args.json, args.plot)
+    measurement = Measurement(about, settings, output.repeated_argv(), figures, ratios, sweep=sweep)
+    output.publish(measurement, args.json, args.plot)
 
 
 if __name__ == "__main__":

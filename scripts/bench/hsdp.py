@@ -18,18 +18,17 @@ import argparse
 import sys
 from collections.abc import Callable
 
-import _bench
-import _link
-import bench_link
-import bench_muon
 import torch
 import torch.distributed as dist
 from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp_overlap
-from fsdp_overlap.cli.measurement import Measurement, Ratio
 from fsdp_overlap.optim import AdamW
+from harness import link_training, output, processes, slow_link, turns
+from harness.measurement import Measurement, Ratio
+from harness.optimizers import ADAMW
+from link import check, timed
 
 OURS, DIVIDED, FSDP2 = "ours", "ours, copies divided", "FSDP2"
 STEP = "step"
@@ -40,33 +39,33 @@ def train_ours(
     args: argparse.Namespace, mesh: DeviceMesh, divide_copies: bool
 ) -> tuple[Callable[[], float], int]:
     """A step, and the elements of this rank's first moments."""
-    model = _link.build(args.blocks, args.sleep)
+    model = link_training.build(args.blocks, args.sleep)
     ctx = fsdp_overlap.FsdpContext(mesh, divide_copies=divide_copies)
     for block in model:
         fsdp_overlap.fully_shard(block, ctx)
     fsdp_overlap.fully_shard(model, ctx)
     held = sum(parameter.to_local().numel() for parameter in model.parameters())
-    optimizer = AdamW(model.parameters(), **bench_muon.ADAMW)
-    step = _link.make_training(model, args, model.set_requires_all_reduce, optimizer.step)
+    optimizer = AdamW(model.parameters(), **ADAMW)
+    step = link_training.make_training(model, args, model.set_requires_all_reduce, optimizer.step)
     return step, held
 
 
 def train_fsdp2(args: argparse.Namespace, mesh: DeviceMesh) -> tuple[Callable[[], float], int]:
     """The same of FSDP2."""
-    model = _link.build(args.blocks, args.sleep)
+    model = link_training.build(args.blocks, args.sleep)
     for block in model:
         fsdp2.fully_shard(block, mesh=mesh)
     fsdp2.fully_shard(model, mesh=mesh)
     assert isinstance(model, fsdp2.FSDPModule)
     held = sum(parameter.to_local().numel() for parameter in model.parameters())
-    optimizer = torch.optim.AdamW(model.parameters(), **bench_muon.ADAMW, fused=True)
-    step = _link.make_training(model, args, model.set_requires_all_reduce, optimizer.step)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW, fused=True)
+    step = link_training.make_training(model, args, model.set_requires_all_reduce, optimizer.step)
     return step, held
 
 
 def run_rank(args: argparse.Namespace) -> None:
     """Measure on this rank; rank 0 reports the slowest rank's times."""
-    rank, _ = _bench.join_ranks(timeout_s=args.timeout)
+    rank, _ = processes.join_ranks(timeout_s=args.timeout)
     mesh = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("replicate", "shard"))
     trained = {
         OURS: train_ours(args, mesh, False),
@@ -75,15 +74,15 @@ def run_rank(args: argparse.Namespace) -> None:
     }
     steps = {name: step for name, (step, _) in trained.items()}
     for _ in range(2):
-        bench_link.check({name: step() for name, step in steps.items()})
-    with _bench.quiet_gc():
-        mine = _bench.alternate(
-            {name: bench_link.timed(step, 1) for name, step in steps.items()}, args.rounds, 1
+        check({name: step() for name, step in steps.items()})
+    with turns.quiet_gc():
+        mine = turns.alternate(
+            {name: timed(step, 1) for name, step in steps.items()}, args.rounds, 1
         )
-    slowest = _bench.of_slowest_rank(mine)
+    slowest = processes.of_slowest_rank(mine)
     if rank == 0:
         held = {name: held for name, (_, held) in trained.items()}
-        _bench.report({"samples": slowest, "held": held})
+        processes.report({"samples": slowest, "held": held})
     dist.barrier()
     dist.destroy_process_group()
 
@@ -98,22 +97,22 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--microbatches", type=int, default=2, help="forwards in a step")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds, for the whole run")
-    _bench.add_outputs(parser)
+    output.add_outputs(parser)
     parser.set_defaults(ranks=RANKS)
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse()
-    if _bench.is_rank():
+    if processes.is_rank():
         return run_rank(args)
-    found = _bench.launch_on_link(args, sys.argv[1:])
+    found = slow_link.launch_on_link(args, sys.argv[1:])
     samples = found["samples"]
     link = "unlimited loopback" if args.no_limit else f"{args.rate} link"
     about = (
         f"torch {torch.__version__}, a mesh of 2 x {RANKS // 2} ranks, {link}, {args.blocks} "
-        f"blocks of 12*{_link.WIDTH}^2, {args.microbatches} microbatches of {args.rows} rows, "
-        f"a block sleeps {args.sleep:g} ms in forward, {2 * args.sleep:g} in backward; "
+        f"blocks of 12*{link_training.WIDTH}^2, {args.microbatches} microbatches of {args.rows} "
+        f"rows, a block sleeps {args.sleep:g} ms in forward, {2 * args.sleep:g} in backward; "
         f"{args.rounds} rounds"
     )
     settings = {
@@ -128,16 +127,16 @@ def main() -> None:
     }
     held = {name: [count / 1e6] for name, count in found["held"].items()}
     figures = [
-        *_bench.figures_of(STEP, "ms", samples),
-        *_bench.figures_of("optimizer state of rank 0, each moment", "M elements", held),
+        *output.figures_of(STEP, "ms", samples),
+        *output.figures_of("optimizer state of rank 0, each moment", "M elements", held),
     ]
     ratios = [
         Ratio.between(STEP, OURS, FSDP2, samples),
         Ratio.between(STEP, DIVIDED, FSDP2, samples),
         Ratio.between(STEP, DIVIDED, OURS, samples),
     ]
-    argv = _bench.repeated_argv()
-    _bench.publish(Measurement(about, settings, argv, figures, ratios), args.json, args.plot)
+    argv = output.repeated_argv()
+    output.publish(Measurement(about, settings, argv, figures, ratios), args.json, args.plot)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import simulated_ranks
 import torch
-from simulated_ranks import Link, Transfer, repeated
 from torch import nn
 from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -20,6 +18,8 @@ import fsdp_overlap
 from fsdp_overlap import ShardedTensor
 from fsdp_overlap.runtime.context import unit_of
 from fsdp_overlap.runtime.unit import Unit
+from harness import simulated_ranks
+from harness.simulated_link import Link, Transfer, repeated
 
 OURS, FSDP2, UNSHARDED = "ours", "FSDP2", "unsharded"
 FULL = fsdp2.MixedPrecisionPolicy()

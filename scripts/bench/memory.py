@@ -14,14 +14,14 @@ import gc
 import sys
 from collections.abc import Callable
 
-import _bench
 import torch
 import torch.distributed as dist
-from bench_host_overhead import build, shard_fsdp2, shard_ours
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_overlap.cli.measurement import Measurement, Ratio
+from harness import output, peaks, processes, slow_link, turns
+from harness.measurement import Measurement, Ratio
+from host_overhead import build, shard_fsdp2, shard_ours
 
 ROWS = 4
 PEAK, FSDP2 = "peak", "FSDP2"
@@ -36,7 +36,7 @@ def weighed(model: nn.Module, device: str, width: int, unit: int) -> Callable[[]
     def sample() -> float:
         gc.collect()
         dist.barrier()
-        with _bench.AllocatorPeak() if device == "cuda" else _bench.PeakMemory() as peak:
+        with peaks.AllocatorPeak() if device == "cuda" else peaks.PeakMemory() as peak:
             model(batch).square().mean().backward()
         shards = sum(p.grad.to_local().nbytes for p in model.parameters() if p.grad is not None)
         model.zero_grad(set_to_none=True)
@@ -60,12 +60,12 @@ def samplers(mesh: DeviceMesh, blocks: int, width: int) -> dict[str, Callable[[]
 
 
 def run_rank(args: argparse.Namespace) -> None:
-    rank, world_size = _bench.join_ranks(timeout_s=args.timeout)
+    rank, world_size = processes.join_ranks(timeout_s=args.timeout)
     mesh = init_device_mesh("cpu", (world_size,))
-    mine = _bench.alternate(samplers(mesh, args.blocks, args.width), args.rounds, warmup=2)
-    most = _bench.of_slowest_rank(mine)
+    mine = turns.alternate(samplers(mesh, args.blocks, args.width), args.rounds, warmup=2)
+    most = processes.of_slowest_rank(mine)
     if rank == 0:
-        _bench.report(most)
+        processes.report(most)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -79,7 +79,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rate", default="2gbit", help="of the link, in tc's words")
     parser.add_argument("--no-limit", action="store_true", help="plain loopback, needs no root")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds, for the whole run")
-    _bench.add_outputs(parser)
+    output.add_outputs(parser)
     return parser.parse_args()
 
 
@@ -100,18 +100,18 @@ def measurement_of(args: argparse.Namespace, samples: dict[str, list[float]]) ->
     return Measurement(
         about,
         settings,
-        _bench.repeated_argv(),
-        _bench.figures_of(PEAK, "blocks", samples, at_most=TARGETS),
+        output.repeated_argv(),
+        output.figures_of(PEAK, "blocks", samples, at_most=TARGETS),
         [Ratio.between(PEAK, name, FSDP2, samples) for name in OURS],
     )
 
 
 def main() -> None:
     args = parse()
-    if _bench.is_rank():
+    if processes.is_rank():
         return run_rank(args)
-    samples = _bench.launch_on_link(args, sys.argv[1:], _bench.RETURNED)
-    _bench.publish(measurement_of(args, samples), args.json, args.plot)
+    samples = slow_link.launch_on_link(args, sys.argv[1:], peaks.RETURNED)
+    output.publish(measurement_of(args, samples), args.json, args.plot)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import _bench
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -46,7 +45,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_overlap
 from fsdp_overlap.checkpoint import SafeFileSystemReader, SafeFileSystemWriter
-from fsdp_overlap.cli.measurement import Measurement, Ratio
+from harness import output, peaks, processes, turns
+from harness.measurement import Measurement, Ratio
 
 SAVE_OURS, SAVE_FSDP2 = "save, ours", "save, FSDP2"
 LOAD_OURS, LOAD_FSDP2 = "load, ours", "load, FSDP2"
@@ -110,7 +110,7 @@ def weighed(run: Operation, folders: Callable[[], Path]) -> Callable[[], float]:
 
     def sample() -> float:
         folder = folders()
-        with _bench.PeakMemory() as peak:
+        with peaks.PeakMemory() as peak:
             run(folder)
         return peak.nbytes
 
@@ -118,7 +118,7 @@ def weighed(run: Operation, folders: Callable[[], Path]) -> Callable[[], float]:
 
 
 SAMPLERS = {"seconds": timed, "bytes": weighed}
-MALLOC = {"seconds": {}, "bytes": _bench.RETURNED}
+MALLOC = {"seconds": {}, "bytes": peaks.RETURNED}
 
 
 def saving(model: nn.Module, writer: type[dcp.FileSystemWriter]) -> Operation:
@@ -172,12 +172,12 @@ def check(name: str, model: nn.Module, load: Operation, folder: Path) -> None:
         shard.zero_()
     load(folder)
     if not all(map(torch.equal, shards, before)):
-        _bench.fail(f"{name}: the model is not what was saved", code=1)
+        output.fail(f"{name}: the model is not what was saved", code=1)
 
 
 def run_rank(args: argparse.Namespace) -> None:
     """Measure on this rank; rank 0 reports the figures of the slowest, or the heaviest, rank."""
-    _, world_size = _bench.join_ranks(timeout_s=args.timeout)
+    _, world_size = processes.join_ranks(timeout_s=args.timeout)
     mesh = init_device_mesh("cpu", (world_size,))
     ctx = fsdp_overlap.FsdpContext(mesh)
     ours = build(args.blocks, args.width, lambda module: fsdp_overlap.fully_shard(module, ctx))
@@ -205,12 +205,12 @@ def run_rank(args: argparse.Namespace) -> None:
     samplers = {name: sampler(save, folders) for name, (_, save) in saves.items()}
     for name, (model, load) in loads.items():
         samplers[name] = sampler(load, kept_folder(kept[model], args.cold))
-    with _bench.quiet_gc():
-        mine = _bench.alternate(samplers, args.rounds, 1)
-    worst = _bench.of_slowest_rank(mine)
+    with turns.quiet_gc():
+        mine = turns.alternate(samplers, args.rounds, 1)
+    worst = processes.of_slowest_rank(mine)
     if dist.get_rank() == 0:
         numel = sum(parameter.numel() for parameter in ours.parameters())
-        _bench.report({"numel": numel, "samples": worst})
+        processes.report({"numel": numel, "samples": worst})
     dist.barrier()
     dist.destroy_process_group()
 
@@ -228,7 +228,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--cold", action="store_true", help="loads find nothing in the page cache")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds, for each of the two")
-    _bench.add_outputs(parser)
+    output.add_outputs(parser)
     # Of the ranks, which this script starts twice.
     parser.add_argument("--measure", choices=list(SAMPLERS), help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -260,29 +260,29 @@ def measurement_of(
         "cold": args.cold,
         "rounds": args.rounds,
     }
-    figures = _bench.figures_of(TIME, "s", seconds)
-    figures += _bench.figures_of(RATE, "GB/s", rates)
-    figures += _bench.figures_of(EXTRA, "MB", extra)
+    figures = output.figures_of(TIME, "s", seconds)
+    figures += output.figures_of(RATE, "GB/s", rates)
+    figures += output.figures_of(EXTRA, "MB", extra)
     ratios = [
         Ratio.between(quantity, name, other, named, at_most=TARGET)
         for quantity, named in ((TIME, seconds), (EXTRA, extra))
         for name, other in COMPARED.items()
     ]
-    return Measurement(about, settings, _bench.repeated_argv(), figures, ratios)
+    return Measurement(about, settings, output.repeated_argv(), figures, ratios)
 
 
 def main() -> None:
     args = parse()
-    if _bench.is_rank():
+    if processes.is_rank():
         return run_rank(args)
     measured = {}
     for unit, malloc in MALLOC.items():
         with tempfile.TemporaryDirectory(prefix="fsdp_overlap_ckpt_", dir=args.folder) as folder:
             argv = [*sys.argv[1:], f"--folder={folder}", f"--measure={unit}"]
-            measured[unit] = _bench.launch_ranks(args.ranks, argv, args.timeout, malloc)
+            measured[unit] = processes.launch_ranks(args.ranks, argv, args.timeout, malloc)
     samples = {unit: result["samples"] for unit, result in measured.items()}
     measurement = measurement_of(args, measured["seconds"]["numel"], samples)
-    _bench.publish(measurement, args.json, args.plot)
+    output.publish(measurement, args.json, args.plot)
 
 
 if __name__ == "__main__":

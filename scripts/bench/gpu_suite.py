@@ -32,9 +32,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import _bench
+from harness import output
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 # Seconds; together less than ten minutes.
 LIMITS = {"tests": 270, "sanitizer": 80, "parity": 40, "memory": 30, "overlap": 60, "speed": 110}
@@ -58,13 +58,13 @@ ON_A_CPU = (
 def main() -> None:
     args = parse()
     # The library need not be installed, and the server of processes does not know of sys.path.
-    paths = [str(ROOT), str(ROOT / "scripts"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT), str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     # In a process of its own: parts start from one that has imported torch, but has not touched the
     # GPU.
     about = json.loads(subprocess.check_output([sys.executable, "-c", ABOUT]))
     if args.device == "cuda" and about["device"] is None:
-        _bench.fail(
+        output.fail(
             f"no CUDA device: torch {about['torch']} finds none; --device cpu tries out the suite"
         )
     context = multiprocessing.get_context("forkserver")
@@ -138,13 +138,14 @@ def run_part(context: Any, name: str, args: argparse.Namespace, limit: float) ->
 
 def _part_main(result: Connection, name: str, device: str, folder: Path) -> None:
     try:
-        import _gpu_bench
-        import gpu_parts
         import torch
+
+        import gpu_parts
+        from harness import simulated_training
 
         if device == "cpu":
             torch.set_num_threads(1)
-        outcome = getattr(gpu_parts, name)(_gpu_bench.SCALES[device], device, folder)
+        outcome = getattr(gpu_parts, name)(simulated_training.SCALES[device], device, folder)
         result.send({"status": "passed", "figures": outcome.figures, "page": outcome.page})
     except BaseException:
         result.send({"status": "failed", "error": traceback.format_exc()})

@@ -1,4 +1,4 @@
-"""`fsdp-overlap bench`: what it makes of what scripts write, and that real ones run under it."""
+"""`scripts/bench/all.py`: what it makes of benchmarks' files, and that real ones run under it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch.distributed.tensor.debug import CommDebugMode
 
-from fsdp_overlap.cli import bench as running
+import all as running
+import link
+import soak
+from all import Benchmark, bench
 from fsdp_overlap.cli import main
-from fsdp_overlap.cli.bench import Benchmark, bench
-from fsdp_overlap.cli.bench_plot import plot
-from fsdp_overlap.cli.bench_summary import not_met, rows_of
-from fsdp_overlap.cli.errors import BadInput
-from fsdp_overlap.cli.measurement import (
+from harness import link_training
+from harness.measurement import (
     Claim,
     Figure,
     Measurement,
@@ -33,8 +33,11 @@ from fsdp_overlap.cli.measurement import (
     number,
     read_measurement,
 )
+from harness.plot import plot
+from harness.summary import not_met, rows_of
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
+REPOSITORY = Path(__file__).parents[1]
+SCRIPTS = REPOSITORY / "scripts" / "bench"
 # Ours got slower from round to round, as FSDP2 did: 0.5, 0.5 and 0.8 of it.
 ROUNDS = {"ours": [1.0, 2.0, 8.0], "FSDP2": [2.0, 4.0, 10.0]}
 
@@ -43,7 +46,7 @@ def measured(at_most: float | None, claims: Sequence[Claim] = ()) -> Measurement
     return Measurement(
         "two systems, three rounds",
         {"ranks": 2},
-        ["scripts/one.py", "--rounds", "3"],
+        ["scripts/bench/one.py", "--rounds", "3"],
         [Figure("step", name, "ms", Spread.of(values)) for name, values in ROUNDS.items()],
         [Ratio.between("step", "ours", "FSDP2", ROUNDS, at_most=at_most)],
         list(claims),
@@ -55,16 +58,15 @@ def fake(
 ) -> dict[str, Any]:
     """Runs benchmarks that write the given measurements, or are the given programs, in a repository
     of their own; the summary and whether all was well."""
-    scripts = folder / "scripts"
-    scripts.mkdir()
-    (scripts / "_bench.py").touch()
+    scripts = folder / "scripts" / "bench"
+    scripts.mkdir(parents=True)
     benchmarks = []
     for name, program in programs.items():
         if isinstance(program, Measurement):
             program.write(scripts / f"{name}.json")
             program = (
                 "import shutil, sys; "
-                f"shutil.copy('scripts/{name}.json', sys.argv[sys.argv.index('--json') + 1])"
+                f"shutil.copy('scripts/bench/{name}.json', sys.argv[sys.argv.index('--json') + 1])"
             )
         (scripts / f"{name}.py").write_text(program)
         benchmarks.append(Benchmark(name, f"{name}.py", "--rounds 9", "--rounds 3"))
@@ -74,11 +76,12 @@ def fake(
 
 
 def command(monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> int:
-    monkeypatch.setattr(sys, "argv", ["fsdp-overlap", "bench", *map(str, arguments)])
+    monkeypatch.setattr(sys, "argv", ["all.py", *map(str, arguments)])
     try:
-        return main.run()
+        running.main()
     except SystemExit as end:
         return int(end.code or 0)
+    return 0
 
 
 def test_a_ratio_is_the_median_of_the_ratios_of_rounds() -> None:
@@ -135,30 +138,22 @@ def test_whatever_is_not_met_is_listed_with_what_was_found() -> None:
 def test_training_has_a_target_for_what_overlap_gains(
     rate: str | None, target: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import bench_link
-
-    link = ["--no-limit"] if rate is None else ["--rate", rate]
-    monkeypatch.setattr(sys, "argv", ["bench_link.py", "--optimizer", "muon", *link])
-    args = bench_link.parse()
-    samples = {bench_link.ON: [9.0], bench_link.OFF: [10.0], bench_link.FSDP2: [20.0]}
-    [row] = [
-        row for row in rows_of("training", bench_link.measurement_of(args, samples)) if row.target
-    ]
+    limit = ["--no-limit"] if rate is None else ["--rate", rate]
+    monkeypatch.setattr(sys, "argv", ["link.py", "--optimizer", "muon", *limit])
+    args = link.parse()
+    samples = {link.ON: [9.0], link.OFF: [10.0], link.FSDP2: [20.0]}
+    [row] = [row for row in rows_of("training", link.measurement_of(args, samples)) if row.target]
     assert row.compared == "step: ours, overlap on / ours, overlap off"
     assert (row.target, row.is_met) == (f"{target:g}", target >= 0.9)
 
 
 def fsdp2_with_our_collectives() -> None:
-    sys.path.insert(0, str(SCRIPTS))
-    import _link
-
     args = argparse.Namespace(blocks=1, sleep=0.0)
     gradients = []
     for with_ours in (False, True):
-        model = _link.shard_fsdp2(args, with_our_collectives=with_ours)
+        model = link_training.shard_fsdp2(args, with_our_collectives=with_ours)
         with CommDebugMode() as called:
-            model(_link.make_batch(dist.get_rank(), 64)).square().mean().backward()
+            model(link_training.make_batch(dist.get_rank(), 64)).square().mean().backward()
         names = {str(op).split(".")[1] for op in called.get_comm_counts()}
         assert ("broadcast_" in names) == with_ours, names
         assert ("_allgather_base_" in names) != with_ours, names
@@ -184,7 +179,7 @@ def test_met_and_missed_targets_are_told_and_are_no_failure(
     summary = fake(tmp_path, monkeypatch, met=measured(0.5), missed=measured(0.49))
     assert summary["is_good"]
     assert [row["is_met"] for row in summary["rows"]] == [True, False]
-    assert summary["rows"][0]["command"] == "python scripts/one.py --rounds 3"
+    assert summary["rows"][0]["command"] == "python scripts/bench/one.py --rounds 3"
     assert summary["quick"] is True
     assert summary["cores"] >= 1
     table = (tmp_path / "out" / "summary.md").read_text()
@@ -198,7 +193,7 @@ def test_met_and_missed_targets_are_told_and_are_no_failure(
         "0.500 (0.500-0.800)",
         "0.49",
         "no",
-        "`python scripts/one.py --rounds 3`",
+        "`python scripts/bench/one.py --rounds 3`",
     ]
     shown = capsys.readouterr().out
     assert "0.500 (0.500-0.800)" in shown
@@ -252,14 +247,24 @@ def test_an_unknown_name_is_refused_with_those_there_are(
     assert not (tmp_path / "out").exists()
 
 
-def test_without_scripts_it_says_to_use_a_clone(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"not in an installed package; in a clone, run scripts"):
-        bench(["link"], tmp_path / "out", quick=True, repository=tmp_path)
-    assert not (tmp_path / "out").exists()
+def test_the_installed_program_needs_nothing_of_a_checkout(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["fsdp-overlap", "--help"])
+    with pytest.raises(SystemExit):
+        main.run()
+    commands = capsys.readouterr().out.split("Commands:")[1]
+    assert [line.split()[0] for line in commands.strip().splitlines()] == [
+        "train",
+        "export",
+        "report",
+    ]
+    for source in (REPOSITORY / "fsdp_overlap").rglob("*.py"):
+        assert "scripts/" not in source.read_text(), source
 
 
 def test_the_documents_say_of_each_target_whether_it_is_met_and_list_all_that_are_not() -> None:
-    document = (SCRIPTS.parent / "docs" / "performance.md").read_text()
+    document = (REPOSITORY / "docs" / "performance.md").read_text()
     _, suite = document.split("## The whole suite\n")
     suite, _ = suite.split("\n## Host overhead\n")
     table, listed = suite.split("\nNot met, ")
@@ -305,9 +310,7 @@ def test_a_plot_is_drawn(kind: str, tmp_path: Path) -> None:
 def test_the_cheapest_script_runs_under_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny = Benchmark(
-        "host_overhead", "bench_host_overhead.py", "--blocks 2 --rounds 3 --warmup 1", ""
-    )
+    tiny = Benchmark("host_overhead", "host_overhead.py", "--blocks 2 --rounds 3 --warmup 1", "")
     monkeypatch.setattr(running, "BENCHMARKS", (tiny,))
     out = tmp_path / "out"
     assert command(monkeypatch, "host_overhead", "--out", out) == 0
@@ -315,7 +318,7 @@ def test_the_cheapest_script_runs_under_the_command(
     assert row["compared"] == "overhead a unit: ours / FSDP2"
     assert floor["compared"] == "overhead a unit: bare / FSDP2"
     assert row["ratio"]["rounds"] == 3
-    assert row["command"].endswith("bench_host_overhead.py --blocks 2 --rounds 3 --warmup 1")
+    assert row["command"].endswith("bench/host_overhead.py --blocks 2 --rounds 3 --warmup 1")
     assert (out / "host_overhead.png").stat().st_size > 10_000
 
 
@@ -337,9 +340,6 @@ def test_thirty_steps_of_the_soak_hold(tmp_path: Path) -> None:
 
 
 def test_the_soak_sees_a_leak_and_a_count_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import soak
-
     flat = [300 + 10 * (step < 300) + 0.3 * (step % 2) for step in range(2000)]
     leaking = [300 + step / 1024 for step in range(2000)]
     assert soak.rise(flat) < 0.5

@@ -36,17 +36,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import _bench
 import torch
 import torch.distributed as dist
-from bench_host_overhead import ROWS, build, profile, shard_fsdp2, shard_ours, timed
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.utils import clip_grad_norm_
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_overlap import ShardedTensor, optim
-from fsdp_overlap.cli.measurement import Measurement, Ratio
+from harness import output, turns
+from harness.measurement import Measurement, Ratio
+from host_overhead import ROWS, build, profile, shard_fsdp2, shard_ours, timed
 
 LEARNING_RATE = 1e-3
 CLIP_TO = 0.5  # of the norm
@@ -146,7 +146,7 @@ def local_gradients(model: nn.Module) -> list[torch.Tensor]:
     """This rank's gradients, sharing memory."""
     missing = [name for name, parameter in model.named_parameters() if parameter.grad is None]
     if missing:
-        _bench.fail(f"no gradient after backward: {missing[0]} ({len(missing)} in all)", code=1)
+        output.fail(f"no gradient after backward: {missing[0]} ({len(missing)} in all)", code=1)
     return [parameter.grad.to_local() for parameter in model.parameters()]
 
 
@@ -211,7 +211,7 @@ class Candidate:
         expected = local_norm(self.model)
         norm = self.operation()
         if type(norm) is not torch.Tensor:
-            _bench.fail(f"{self.system.name}: the norm is a {type(norm).__name__}", code=1)
+            output.fail(f"{self.system.name}: the norm is a {type(norm).__name__}", code=1)
         self._check(norm, torch.tensor(expected), "norm", 1e-4)
         for clipped, whole in zip(local_gradients(self.model), self._gradients, strict=True):
             self._check(clipped, whole * CLIP_TO, "gradient", 1e-4)
@@ -220,7 +220,7 @@ class Candidate:
         try:
             torch.testing.assert_close(actual, expected, rtol=rtol, atol=1e-9)
         except AssertionError as error:
-            _bench.fail(f"{self.system.name}: wrong {what}: {error}", code=1)
+            output.fail(f"{self.system.name}: wrong {what}: {error}", code=1)
 
 
 def check(candidates: Mapping[str, Candidate], reference: nn.Module) -> None:
@@ -231,7 +231,7 @@ def check(candidates: Mapping[str, Candidate], reference: nn.Module) -> None:
         plain.step()
     after = [parameter.detach() for parameter in reference.parameters()]
     if any(torch.equal(old, new) for old, new in zip(before, after, strict=True)):
-        _bench.fail("the reference steps left a parameter as it was", code=1)
+        output.fail("the reference steps left a parameter as it was", code=1)
     for key in STEPS:
         candidates[key].check_step(before, after)
     for key in CLIPS:
@@ -256,7 +256,7 @@ def parse() -> argparse.Namespace:
         choices=[*STEPS, *CLIPS],
         help=f"print a profile of this one instead: {', '.join([*STEPS, *CLIPS])}",
     )
-    _bench.add_outputs(parser)
+    output.add_outputs(parser)
     return parser.parse_args()
 
 
@@ -287,15 +287,15 @@ def main() -> None:
     check(candidates, reference)
     walk = timed(lambda: list(candidates["ours-clip"].model.parameters()), 1)
     measured: dict[str, dict[str, list[float]]] = {}
-    with _bench.quiet_gc():
+    with turns.quiet_gc():
         for what, keys in (("step", list(STEPS)), ("clip", list(CLIPS))):
             samplers = {key: candidates[key].sampler(args.fresh_gradients) for key in keys}
             if what == "clip":
                 samplers[WALK] = walk
-            measured[what] = _bench.alternate(samplers, args.rounds, args.warmup)
+            measured[what] = turns.alternate(samplers, args.rounds, args.warmup)
     dist.destroy_process_group()
 
-    _bench.publish(measurement_of(args, measured), args.json, args.plot)
+    output.publish(measurement_of(args, measured), args.json, args.plot)
 
 
 def measurement_of(
@@ -326,7 +326,7 @@ def measurement_of(
             systems[key].name if key in systems else key: values
             for key, values in measured[quantity].items()
         }
-        figures += _bench.figures_of(quantity, "us", named)
+        figures += output.figures_of(quantity, "us", named)
         ratios += [
             Ratio.between(
                 quantity, system.name, systems[reference].name, named, at_most=system.target
@@ -334,7 +334,7 @@ def measurement_of(
             for key, system in systems.items()
             if key.startswith("ours")
         ]
-    return Measurement(about, settings, _bench.repeated_argv(), figures, ratios)
+    return Measurement(about, settings, output.repeated_argv(), figures, ratios)
 
 
 if __name__ == "__main__":

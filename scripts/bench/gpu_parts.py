@@ -12,11 +12,18 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import _bench
-import bench_memory
-import simulated_ranks
 import torch.distributed as dist
-from _gpu_bench import (
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
+
+from fsdp_overlap.profiling import Report, assert_overlapped, read_report
+from fsdp_overlap.profiling.report import ROWS
+from fsdp_overlap.profiling.tables import Table, kinds_table, ranks_table
+from harness import simulated_ranks, turns
+from harness.markdown import markdown_table
+from harness.measurement import Ratio, Spread, interval, three_decimals
+from harness.simulated_training import (
     FSDP2,
     FULL,
     MIXED,
@@ -28,15 +35,7 @@ from _gpu_bench import (
     own_range,
     units_of,
 )
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.profiler import ProfilerActivity, profile
-
-from fsdp_overlap.cli.markdown import markdown_table
-from fsdp_overlap.cli.measurement import Ratio, Spread, interval, three_decimals
-from fsdp_overlap.profiling import Report, assert_overlapped, read_report
-from fsdp_overlap.profiling.report import ROWS
-from fsdp_overlap.profiling.tables import Table, kinds_table, ranks_table
+from memory import TARGETS, samplers
 
 # Of a loss, and of a gradient as a part of the parameter's largest: what kernels that add in
 # another order may do.
@@ -117,12 +116,11 @@ def memory(scale: Scale, device: str, folder: Path) -> Outcome:
     simulated_ranks.start(device, scale.world_size)
     mesh = init_device_mesh(device, (scale.world_size,))
     blocks, width = scale.memory_blocks, scale.memory_width
-    samplers = bench_memory.samplers(mesh, blocks, width)
-    with _bench.quiet_gc():
-        samples = _bench.alternate(samplers, scale.rounds, warmup=3)
+    with turns.quiet_gc():
+        samples = turns.alternate(samplers(mesh, blocks, width), scale.rounds, warmup=3)
     if device == "cuda":
         assert_within_bounds(samples)
-    bounds = {name: f"{most:g}" for name, most in bench_memory.TARGETS.items()}
+    bounds = {name: f"{most:g}" for name, most in TARGETS.items()}
     rows = [
         [name, f"{statistics.median(v):.2f}", f"{min(v):.2f}-{max(v):.2f}", bounds.get(name, "")]
         for name, v in samples.items()
@@ -142,7 +140,7 @@ def memory(scale: Scale, device: str, folder: Path) -> Outcome:
 
 def assert_within_bounds(samples: Mapping[str, Sequence[float]]) -> None:
     """No step of ours takes more blocks than it may."""
-    for name, most in bench_memory.TARGETS.items():
+    for name, most in TARGETS.items():
         found = max(samples[name])
         assert found <= most, f"{name}: a step takes {found:.2f} blocks, at most {most}"
 
@@ -245,11 +243,11 @@ def speed(scale: Scale, device: str, folder: Path) -> Outcome:
     systems = {name: bench.timed(run, scale.steps) for name, run in runs.items()}
     rounds = rounds_within(60, scale, compute / 1e3)
     rows, figures = [], []
-    with _bench.quiet_gc():
+    with turns.quiet_gc():
         for ratio in scale.ratios:
             bench.limit(ratio, least, compute)
             asked = bench.link.gigabytes_per_s
-            samples = _bench.alternate(systems, rounds, scale.warmup)
+            samples = turns.alternate(systems, rounds, scale.warmup)
             ms = {name: Spread.of(values) for name, values in samples.items()}
             got = nbytes / ms["sending"].median / 1e6
             bound = max((UNSHARDED, "sending"), key=lambda name: ms[name].median)

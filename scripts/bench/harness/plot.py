@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Picture
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from fsdp_overlap.cli.measurement import Figure, Measurement, Sweep, number
+from harness.measurement import Figure, Measurement, Sweep, number
 
 _COLORS = ("#4477aa", "#ee6677", "#777777", "#228833", "#ccbb44", "#66ccee", "#aa3377")
 _LINES_INCHES = 4.2

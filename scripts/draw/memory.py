@@ -6,27 +6,31 @@ bytes of its tensors, on two ranks.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
-import _bench
 import matplotlib
 import torch
 import torch.distributed as dist
 import typer
-from layout_table import units_of
 from matplotlib.figure import Figure
 
 from fsdp_overlap import Flat, FsdpContext, MixedPrecisionPolicy, Whole, fully_shard
-from fsdp_overlap.cli.markdown import markdown_table
 from fsdp_overlap.cli.model import GPT
 from fsdp_overlap.layout import BucketPlan, Layout, ParamSpec, plan_units
 from fsdp_overlap.optim import AdamW, Muon
 from fsdp_overlap.optim.runs import local_of
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
+
+from harness import output, processes
+from harness.markdown import markdown_table
+from harness.real_models import units_of
 
 MODEL, RANKS = "Llama-3 8B", 8
 HEAD = "output.weight"
@@ -132,7 +136,7 @@ def measure(optimizer: str, stage: int) -> tuple[Memory, list[BucketPlan]]:
 
 def run_rank() -> None:
     """Compares on this rank; rank 0 reports formula and measurement of each part of all ranks."""
-    rank, world_size = _bench.join_ranks()
+    rank, world_size = processes.join_ranks()
     mine = {}
     for optimizer in LAYOUTS:
         for stage in STAGES:
@@ -144,7 +148,7 @@ def run_rank() -> None:
     everyone: list[dict[str, list[list[int]]]] = [{}] * world_size
     dist.all_gather_object(everyone, mine)
     if rank == 0:
-        _bench.report({name: pairs for of_rank in everyone for name, pairs in of_rank.items()})
+        processes.report({name: pairs for of_rank in everyone for name, pairs in of_rank.items()})
     dist.barrier()
     dist.destroy_process_group()
 
@@ -152,11 +156,11 @@ def run_rank() -> None:
 def compare() -> None:
     """Prints formulas beside measurements; fails where they differ."""
     names = [field.name.replace("_", " ") for field in fields(Memory)]
-    found = _bench.launch_ranks(2, ["--check"], timeout_s=120)
+    found = processes.launch_ranks(2, ["--check"], timeout_s=120)
     rows = [[name, *(f"{a:,} / {b:,}" for a, b in pairs)] for name, pairs in found.items()]
     print(markdown_table(["formula / measured, bytes", *names], rows))
     if any(a != b for pairs in found.values() for a, b in pairs):
-        _bench.fail("the formulas are off", code=1)
+        output.fail("the formulas are off", code=1)
 
 
 def draw(out: Path) -> None:
@@ -198,7 +202,7 @@ def main(
     out: Annotated[Path, typer.Option(help="The picture.")] = Path("docs/memory.svg"),
     check: Annotated[bool, typer.Option("--check", help="Compare with measurements.")] = False,
 ) -> None:
-    if _bench.is_rank():
+    if processes.is_rank():
         run_rank()
     elif check:
         compare()

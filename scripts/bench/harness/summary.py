@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import shlex
 import subprocess
 from collections.abc import Sequence
@@ -15,8 +16,9 @@ import torch
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 
-from fsdp_overlap.cli.markdown import markdown_table
-from fsdp_overlap.cli.measurement import (
+from fsdp_overlap.cli.system import cores
+from harness.markdown import markdown_table
+from harness.measurement import (
     Figure,
     Measurement,
     Spread,
@@ -24,7 +26,6 @@ from fsdp_overlap.cli.measurement import (
     number,
     three_decimals,
 )
-from fsdp_overlap.cli.system import cores, cpu_model
 
 _WORDS = "compared"
 _HEADER = (
@@ -99,7 +100,7 @@ class Circumstances:
     @classmethod
     def here(cls, repository: Path, quick: bool) -> Circumstances:
         return cls(
-            cpu_model(),
+            _cpu_model(),
             cores(),
             torch.__version__,
             platform.python_version(),
@@ -221,6 +222,15 @@ def _of_unit(value: str, unit: str) -> str:
 
 def _found(figure: Figure) -> str:
     return _of_unit(number(figure.spread.median), figure.unit)
+
+
+def _cpu_model() -> str:
+    """The processor's name, as far as the system tells."""
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
+    except OSError:
+        found = None
+    return found[1] if found else platform.processor() or platform.machine()
 
 
 def _commit(repository: Path) -> str | None:

@@ -1,0 +1,44 @@
+"""Systems that are measured in turns."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+
+def alternate(
+    systems: Mapping[str, Callable[[], float]], rounds: int, warmup: int
+) -> dict[str, list[float]]:
+    """Measure every system once per round, so that drift of the machine hits all of them alike.
+
+    Each callable runs once and returns its sample; the first `warmup` rounds are thrown away. The
+    order is rotated from round to round, so that nobody always runs after the same neighbour, and
+    garbage of one is collected before the next begins, so that nobody pays for it.
+    """
+    names = list(systems)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for index in range(warmup + rounds):
+        turn = index % len(names)
+        for name in names[turn:] + names[:turn]:
+            gc.collect()
+            sample = systems[name]()
+            if index >= warmup:
+                samples[name].append(sample)
+    return samples
+
+
+@contextmanager
+def quiet_gc() -> Iterator[None]:
+    """Keep the cyclic collector out of the timings: it would hit whichever system runs then.
+
+    What lives now is left out of explicit collections inside, which makes those cheap.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
