@@ -1,6 +1,7 @@
-"""Random programs against an unsharded twin: `tests/fuzz.py` says what they do and what must hold.
+"""Random programs against an unsharded twin.
 
-The same seed and number of programs try the same ones, as long as the code is the same.
+`tests/support/fuzz.py` says what they do and what must hold. The same seed and number of
+programs try the same ones, as long as the code is the same.
 """
 
 import sys
@@ -18,8 +19,8 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-import fuzz
-from ranks import close_pool
+from support import fuzz
+from support.ranks import close_pool
 
 OUT = Console(highlight=False, soft_wrap=True)
 

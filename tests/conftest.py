@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import close_pool
+
+from support.ranks import close_pool
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
 from torch.utils.checkpoint import (
@@ -17,8 +16,11 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
     set_checkpoint_early_stop,
 )
-from twins import Twins
-from zoo import (
+
+from fsdp_overlap import FsdpContext, fully_shard
+from support.ranks import run_ranks
+from support.twins import Twins
+from support.zoo import (
     WIDTH,
     Block,
     CheckpointedGroupsReentrant,
@@ -26,8 +28,6 @@ from zoo import (
     Model,
     shard_layers,
 )
-
-from fsdp_overlap import FsdpContext, fully_shard
 
 SAVED = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 

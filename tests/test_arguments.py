@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from zoo import Model, Tied
 
 from fsdp_overlap import FsdpContext, FsdpModule, Whole, fully_shard
 from fsdp_overlap.layout import ParamSpec
 from fsdp_overlap.runtime.ownership import owned_parameters
+from support.ranks import run_ranks
+from support.zoo import Model, Tied
 
 
 def linear() -> nn.Module:

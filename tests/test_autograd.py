@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import expect_rank_errors, run_ranks
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
-from twins import same
-from zoo import WIDTH, Block
 
 from fsdp_overlap import FsdpContext, fully_shard
+from support.ranks import expect_rank_errors, run_ranks
+from support.twins import same
+from support.zoo import WIDTH, Block
 
 UNITS = 3
 

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch.distributed.tensor.debug import CommDebugMode
 
 import all as running
@@ -35,6 +34,7 @@ from harness.measurement import (
 )
 from harness.plot import plot
 from harness.summary import not_met, rows_of
+from support.ranks import run_ranks
 
 REPOSITORY = Path(__file__).parents[1]
 SCRIPTS = REPOSITORY / "scripts" / "bench"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from zoo import Block, Model
 
 from fsdp_overlap import find_blocks
+from support.zoo import Block, Model
 
 
 class Named(Model):

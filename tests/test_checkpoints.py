@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -27,11 +26,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
-from zoo import Model, shard_layers
 
 from fsdp_overlap import Blocks, Flat, FsdpContext, ShardedTensor, Whole, fully_shard
 from fsdp_overlap.checkpoint import SafeFileSystemReader, SafeFileSystemWriter
 from fsdp_overlap.optim import AdamW
+from support.ranks import run_ranks
+from support.zoo import Model, shard_layers
 
 Shard = Callable[[Model], None]
 

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from program import Program, somebody_is_left
 from safetensors.torch import load_file
 
 from fsdp_overlap.checkpoint import read_metadata
 from fsdp_overlap.cli import main
 from fsdp_overlap.cli.checkpoints import Checkpoints, step_of
 from fsdp_overlap.cli.run_folder import RunFolder
+from support.program import Program, somebody_is_left
 
 STEPS = 24
 # With Muon, whose state is of two kinds: its own and AdamW's.

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from traces import Step, trace_of
 
 from fsdp_overlap.cli import main
+from support.traces import Step, trace_of
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from program import Program
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_overlap.cli import main
@@ -22,6 +21,7 @@ from fsdp_overlap.cli.errors import BadInput
 from fsdp_overlap.cli.launch import find_place
 from fsdp_overlap.cli.run_folder import check_out
 from fsdp_overlap.profiling import read_report
+from support.program import Program
 
 TINY = "--steps 4 --eval-every 2 --log-every 1 --batch-size 4 --seq-len 32".split()
 TINY += "--layers 3 --width 32 --heads 2".split()

@@ -17,13 +17,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp2
-from ranks import close_pool, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fsdp_overlap
 from fsdp_overlap import FsdpContext, ShardedTensor, replacing_fsdp2
+from support.ranks import close_pool, run_ranks
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 

@@ -14,8 +14,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from program import Program
-from ranks import run_ranks
+
+from support.program import Program
+from support.ranks import run_ranks
 from test_cli_checkpoints import assert_is_the_run_left_alone, finish, wait_until
 from test_examples import run_training
 
@@ -59,7 +60,7 @@ def free_port() -> int:
 def folder(tmp_path: Path) -> Path:
     """Where commands run, with a folder `bin` for stand-ins."""
     (tmp_path / "bin").mkdir()
-    torchrun = Path(__file__).with_name("torchrun.py")
+    torchrun = Path(__file__).parent / "support" / "torchrun.py"
     for name, script in {**STUBS, "torchrun": f'exec {sys.executable} {torchrun} "$@"'}.items():
         path = tmp_path / "bin" / name
         path.write_text(f"#!/usr/bin/env bash\n{script}\n")

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
-from twins import Twins, loss_of
-from zoo import (
+
+from fsdp_overlap import FsdpContext
+from support.ranks import run_ranks
+from support.twins import Twins, loss_of
+from support.zoo import (
     Checkpointed,
     CheckpointedGroups,
     CheckpointedInside,
@@ -20,8 +22,6 @@ from zoo import (
     Shard,
     shard_layers,
 )
-
-from fsdp_overlap import FsdpContext
 
 OPS_OF_A_BLOCK = 5
 

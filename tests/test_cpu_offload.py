@@ -12,15 +12,15 @@ from unittest import mock
 
 import pytest
 import torch
-from ranks import run_ranks
 from torch import nn
-from twins import Twins
-from zoo import Model, shard_layers
 
 from fsdp_overlap import CPUOffloadPolicy, FsdpContext, ShardedTensor, sharding
 from fsdp_overlap.comm.recording import Entry, RecordingLane
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_, updates
 from fsdp_overlap.tensor import reductions, sharded_tensor
+from support.ranks import run_ranks
+from support.twins import Twins
+from support.zoo import Model, shard_layers
 
 
 @contextmanager

@@ -15,12 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.profiler import ProfilerActivity, profile
-from twins import Twins, loss_of
-from zoo import VOCABULARY, ZOO, Model, shard_layers
 
 from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, Whole, fully_shard
 from fsdp_overlap.checkpoint import SafeFileSystemReader, SafeFileSystemWriter
@@ -30,6 +27,9 @@ from fsdp_overlap.layout import Flat, ParamSpec, plan_units
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 from fsdp_overlap.profiling import assert_overlapped, read_report
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
+from support.ranks import run_ranks
+from support.twins import Twins, loss_of
+from support.zoo import VOCABULARY, ZOO, Model, shard_layers
 
 pytestmark = pytest.mark.gpu
 

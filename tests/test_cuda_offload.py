@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from ranks import run_ranks
-from test_cuda import CYCLES, RANKS, HostileLane
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -19,11 +17,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from twins import Twins, loss_of
-from zoo import Model, shard_layers
 
 from fsdp_overlap import CPUOffloadPolicy, FsdpContext, MixedPrecisionPolicy, ShardedTensor, Whole
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
+from support.ranks import run_ranks
+from support.twins import Twins, loss_of
+from support.zoo import Model, shard_layers
+from test_cuda import CYCLES, RANKS, HostileLane
 
 pytestmark = pytest.mark.gpu
 

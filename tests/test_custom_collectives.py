@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from twins import Twins
 
 from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.layout import Whole
+from support.ranks import run_ranks
+from support.twins import Twins
 
 
 class Keeps:

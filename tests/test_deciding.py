@@ -11,11 +11,11 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from deciding_model import Action, Options, Run, Wrong, count_calls, explore, subsets
 
 from fsdp_overlap.deciding.backward import Backward
 from fsdp_overlap.deciding.gathers import Gathers
 from fsdp_overlap.deciding.reductions import Reductions
+from support.deciding_model import Action, Options, Run, Wrong, count_calls, explore, subsets
 
 TREES = {
     1: [Run(0)],

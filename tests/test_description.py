@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from zoo import Model, shard_layers
 
 from fsdp_overlap import FsdpContext, Whole, fully_shard
+from support.ranks import run_ranks
+from support.zoo import Model, shard_layers
 
 
 def table() -> str:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from traces import GLOO_A, Step, event, read, report_of, trace_of
 
 from fsdp_overlap.profiling import Finding, Report, assert_overlapped, diagnose, read_report
 from fsdp_overlap.profiling.drawing import draw
 from fsdp_overlap.profiling.json_report import write_json
+from support.traces import GLOO_A, Step, event, read, report_of, trace_of
 
 
 def later(step: Step, time: float) -> list[dict[str, Any]]:

@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import expect_rank_errors, run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from twins import Twins, impatient
-from zoo import VOCABULARY, WIDTH
 
 from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.agreement import expectation as expectation_module
 from fsdp_overlap.agreement.expectation import Expectation
+from support.ranks import expect_rank_errors, run_ranks
+from support.twins import Twins, impatient
+from support.zoo import VOCABULARY, WIDTH
 
 
 class Layer(nn.Module):

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from ranks import run_ranks
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from twins import Twins, same
-from zoo import Model, shard_layers
 
 from fsdp_overlap import FsdpContext
 from fsdp_overlap.comm.recording import Entry, RecordingLane
 from fsdp_overlap.layout import Whole
 from fsdp_overlap.optim import AdamW, Muon
+from support.ranks import run_ranks
+from support.twins import Twins, same
+from support.zoo import Model, shard_layers
 
 # The other models of the zoo differ in what has nothing to do with meshes.
 NAMES = ["layers", "tied parameters", "frozen and partly frozen units", "unused on some ranks"]

@@ -17,11 +17,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import typed_user_program
-from program import Program
-from ranks import run_ranks
+
+from support import typed_user_program
+from support.program import Program
+from support.ranks import run_ranks
+from support.zoo import Model
 from test_fsdp2_table import named_tests_in, rows_of
-from zoo import Model
 
 DOCS = Path(__file__).parents[1] / "docs"
 ROOT = DOCS.parent

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from nccl_like import BACKEND
-from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_overlap import FsdpContext, ShardedTensor, distribute_tensor, fully_shard
 from fsdp_overlap.layout import Flat, LayoutRule, Whole
+from support.nccl_like import BACKEND
+from support.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 

@@ -22,13 +22,13 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fsdp_overlap import ShardedTensor
 from fsdp_overlap.tensor.placement import RangeShard, range_spec
+from support.ranks import run_ranks
 
 pytest.importorskip("expecttest")  # torch's op database needs it
 

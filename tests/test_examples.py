@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+
+from support.ranks import run_ranks
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 TRAINING = EXAMPLES / "training.py"

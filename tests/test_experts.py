@@ -15,19 +15,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import run_ranks
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from twins import same
 
 from fsdp_overlap import FsdpContext, ShardedTensor, fully_shard
 from fsdp_overlap.comm import pool
 from fsdp_overlap.layout import Whole
 from fsdp_overlap.optim import AdamW, clip_grad_norm_
+from support.ranks import run_ranks
+from support.twins import same
 
 EXPERTS = 4
 WIDTH = 6

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
-from test_schedule import GATHER, REDUCE, Recorded, layer, position
 from torch import nn
-from twins import Twins
-from zoo import Checkpointed, CheckpointedReentrant, Model, SharedLayer, shard_layers
 
 from fsdp_overlap import (
     FsdpContext,
     fully_shard,
 )
 from fsdp_overlap.comm.recording import RecordingLane
+from support.ranks import run_ranks
+from support.twins import Twins
+from support.zoo import Checkpointed, CheckpointedReentrant, Model, SharedLayer, shard_layers
+from test_schedule import GATHER, REDUCE, Recorded, layer, position
 
 
 class FiveLayers(Model):

@@ -17,17 +17,17 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankError, expect_rank_errors, run_ranks
 from torch import nn
-from twins import Twins, impatient
-from zoo import WIDTH, Block, Model, shard_layers
 
 from fsdp_overlap import FsdpContext, ShardedTensor, fully_shard
+from fsdp_overlap.agreement import faults
 from fsdp_overlap.comm import store_notes
 from fsdp_overlap.comm.collectives import Issued
 from fsdp_overlap.comm.lanes import HostTicket
 from fsdp_overlap.comm.recording import RecordingLane
-from fsdp_overlap.runtime import faults
+from support.ranks import RankError, expect_rank_errors, run_ranks
+from support.twins import Twins, impatient
+from support.zoo import WIDTH, Block, Model, shard_layers
 
 
 class Failing(Model):

@@ -7,17 +7,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ranks import run_ranks
-from test_cuda import RANKS, HostileLane
-from test_module_lists import Normed, shard_ends
 from torch import nn
-from twins import Twins, same
-from zoo import Model, shard_layers
 
 from fsdp_overlap import (
     FsdpContext,
     fully_shard,
 )
+from support.ranks import run_ranks
+from support.twins import Twins, same
+from support.zoo import Model, shard_layers
+from test_cuda import RANKS, HostileLane
+from test_module_lists import Normed, shard_ends
 
 # Recovery and finalization
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp2
-from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import _fully_shard as module_of_fsdp2
-from zoo import Model
 
 import fsdp_overlap
+from support.ranks import run_ranks
+from support.zoo import Model
 
 TESTS = Path(__file__).parent
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from fuzz import OPERATIONS, Program, run_on_ranks, try_programs
-from fuzz_errors import SEEN
 from hypothesis import Phase
+
+from support.fuzz import OPERATIONS, Program, run_on_ranks, try_programs
+from support.fuzz_errors import SEEN
 
 
 def test_random_programs_do_what_they_do_without_sharding() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch.distributed as dist
-from ranks import run_ranks
-from traces import Step, report_of
 
 import gpu_parts
 import gpu_suite
 from fsdp_overlap.profiling import Report
 from harness import simulated_training
+from support.ranks import run_ranks
+from support.traces import Step, report_of
 
 BLOCKS = 7  # and the root, which the hand-made steps do not have
 

@@ -18,16 +18,16 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import expect_rank_errors, run_ranks
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.futures import Future
-from twins import NAMES, Twins, impatient
-from zoo import Model, shard_layers
 
 from fsdp_overlap import FsdpContext
 from fsdp_overlap.comm import pool
 from fsdp_overlap.comm.groups import GroupCache
+from support.ranks import expect_rank_errors, run_ranks
+from support.twins import NAMES, Twins, impatient
+from support.zoo import Model, shard_layers
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="counts threads and files in /proc")
 
@@ -356,7 +356,7 @@ def test_a_mesh_keeps_the_order_of_its_ranks() -> None:
 
 def transposed(divide_copies: bool) -> None:
     mesh = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=NAMES)
-    with patch("twins.init_device_mesh", lambda *_, **__: mesh):
+    with patch("support.twins.init_device_mesh", lambda *_, **__: mesh):
         twins = Twins.of("layers", mesh=(2, 2), divide_copies=divide_copies)
     twins.train(2)
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp2
-from ranks import expect_rank_errors, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from twins import Twins
-from zoo import Model, shard_layers
 
 from fsdp_overlap import FsdpContext, fully_shard
+from support.ranks import expect_rank_errors, run_ranks
+from support.twins import Twins
+from support.zoo import Model, shard_layers
 
 
 class Events:

@@ -8,13 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import Replicate
-from twins import Twins, loss_of
-from zoo import ZOO, Model, shard_layers
 
 from fsdp_overlap import FsdpContext, ShardedTensor, fully_shard
 from fsdp_overlap.comm.lanes import Ticket
@@ -22,6 +19,9 @@ from fsdp_overlap.comm.recording import Entry, RecordingLane
 from fsdp_overlap.layout import Whole
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 from fsdp_overlap.runtime import gradients
+from support.ranks import run_ranks
+from support.twins import Twins, loss_of
+from support.zoo import ZOO, Model, shard_layers
 
 MESHES = [(2, 2), (4, 1), (1, 4)]
 

@@ -9,13 +9,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch.utils.checkpoint import checkpoint
-from twins import Twins
-from zoo import ZOO, Model, shard_layers
 
 from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.layout import Blocks, LayoutRule, Whole
+from support.ranks import run_ranks
+from support.twins import Twins
+from support.zoo import ZOO, Model, shard_layers
 
 
 def train(name: str, layout: LayoutRule, prefetch: int) -> None:

@@ -10,12 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import expect_rank_errors, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from twins import Twins
-from zoo import VOCABULARY, Model, shard_layers, shard_root_only
 
 from fsdp_overlap import FsdpContext, ShardedTensor, fully_shard
 from fsdp_overlap.comm import collectives
@@ -31,6 +28,9 @@ from fsdp_overlap.layout import (
 )
 from fsdp_overlap.optim import AdamW
 from fsdp_overlap.runtime import domain
+from support.ranks import expect_rank_errors, run_ranks
+from support.twins import Twins
+from support.zoo import VOCABULARY, Model, shard_layers, shard_root_only
 
 
 def mixed(fqn: str, spec: ParamSpec) -> Flat | Blocks | Whole:

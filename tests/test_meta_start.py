@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from twins import Twins
-from zoo import WIDTH, ZOO, Model, shard_layers
 
 from fsdp_overlap import FsdpContext, ShardedTensor, fully_shard
+from support.ranks import run_ranks
+from support.twins import Twins
+from support.zoo import WIDTH, ZOO, Model, shard_layers
 
 MODELS = [
     "layers",

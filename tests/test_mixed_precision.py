@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from twins import loss_of
-from zoo import Model
 
 from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, fully_shard
+from support.ranks import run_ranks
+from support.twins import loss_of
+from support.zoo import Model
 
 BF16, FP32 = torch.bfloat16, torch.float32
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from modelled import fake_ranks
 
 from fsdp_overlap.comm.streams import has_streams, streams_of
 from fsdp_overlap.modelled import (
@@ -22,6 +21,7 @@ from fsdp_overlap.modelled import (
     running,
     stream,
 )
+from support.modelled import fake_ranks
 
 MIB = 1024 * 1024
 HERE = torch.device("modelled", 0)

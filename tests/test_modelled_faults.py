@@ -16,19 +16,19 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from modelled import Program, fake_ranks
-from nccl_like import BACKEND
-from ranks import run_ranks
-from test_modelled_training import COPIES, Trained
 from torch.distributed.fsdp import CPUOffloadPolicy
-from twins import loss_of
-from zoo import Model, shard_layers
 
 import fsdp_overlap
 from fsdp_overlap.agreement.faults import Faults
 from fsdp_overlap.layout import Whole
 from fsdp_overlap.modelled import Issued, ModelledDevice, compare_issued, running
 from fsdp_overlap.optim import Muon, clip_grad_norm_
+from support.modelled import Program, fake_ranks
+from support.nccl_like import BACKEND
+from support.ranks import run_ranks
+from support.twins import loss_of
+from support.zoo import Model, shard_layers
+from test_modelled_training import COPIES, Trained
 
 LIBRARY = str(Path(fsdp_overlap.__file__).parent)
 

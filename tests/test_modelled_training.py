@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from nccl_like import BACKEND, unseen
-from ranks import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -20,12 +18,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from twins import Twins, same
-from zoo import Model, shard_layers
 
 from fsdp_overlap.layout import Blocks, Flat, LayoutRule, Whole
 from fsdp_overlap.modelled import Issued, ModelledDevice, compare_issued, running
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
+from support.nccl_like import BACKEND, unseen
+from support.ranks import run_ranks
+from support.twins import Twins, same
+from support.zoo import Model, shard_layers
 
 LAYOUTS: dict[str, LayoutRule] = {"flat": Flat(), "blocks": Blocks(rows=2), "whole": Whole()}
 COPIES: dict[str, Any] = {"mesh": (2, 2)}

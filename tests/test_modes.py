@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch import nn
-from twins import Twins, loss_of, same
-from zoo import WIDTH, Model, shard_layers
 
 from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, ShardedTensor, fully_shard
+from support.ranks import run_ranks
+from support.twins import Twins, loss_of, same
+from support.zoo import WIDTH, Model, shard_layers
 
 MODELS = ["layers", "nested units", "unused on some ranks", "tied parameters", "branches"]
 

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from test_schedule import GATHER, REDUCE
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from twins import LENGTH, Twins, loss_of, same
-from zoo import ROWS, VOCABULARY, WIDTH, Block, Model
 
 from fsdp_overlap import FsdpContext, FsdpModule, ShardedTensor, fully_shard
 from fsdp_overlap.comm.recording import Entry, RecordingLane
+from support.ranks import run_ranks
+from support.twins import LENGTH, Twins, loss_of, same
+from support.zoo import ROWS, VOCABULARY, WIDTH, Block, Model
+from test_schedule import GATHER, REDUCE
 
 
 class Normed(Model):

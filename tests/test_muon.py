@@ -12,18 +12,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2_shard
 from torch.distributed.tensor.debug import CommDebugMode
-from twins import Twins, same
-from zoo import Model, shard_layers
 
 from fsdp_overlap import Blocks, Flat, FsdpContext, Whole, fully_shard
 from fsdp_overlap.layout import LayoutRule
 from fsdp_overlap.optim import AdamW, Muon, exchange, orthogonalization
+from support.ranks import run_ranks
+from support.twins import Twins, same
+from support.zoo import Model, shard_layers
 
 LAYOUTS: dict[str, LayoutRule] = {
     "flat": Flat(),

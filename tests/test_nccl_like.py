@@ -10,15 +10,9 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import test_experts
-import test_layouts_in_training
-import test_reducing
-import test_tensor_parallel
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from nccl_like import BACKEND, NcclLikeGroup, checking_nan
-from ranks import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -28,13 +22,19 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from twins import Twins
-from zoo import Model, shard_layers
 
+import test_experts
+import test_layouts_in_training
+import test_reducing
+import test_tensor_parallel
 from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.layout import Blocks, Flat, LayoutRule, Whole
 from fsdp_overlap.optim import Muon, clip_grad_norm_, exchange
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
+from support.nccl_like import BACKEND, NcclLikeGroup, checking_nan
+from support.ranks import run_ranks
+from support.twins import Twins
+from support.zoo import Model, shard_layers
 
 
 def ranges() -> None:

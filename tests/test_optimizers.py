@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch import nn
 from torch.optim import swa_utils
-from twins import Twins, same
-from zoo import ZOO
+
+from support.ranks import run_ranks
+from support.twins import Twins, same
+from support.zoo import ZOO
 
 OPTIMIZERS: dict[str, list[dict[str, Any]]] = {
     "SGD": [{}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, {"maximize": True}],

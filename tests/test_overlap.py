@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch import nn
 from torch.distributed import fsdp as fsdp2
 from torch.profiler import ProfilerActivity, profile
@@ -18,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.profiling import Report, assert_overlapped, diagnose, read_report
 from fsdp_overlap.profiling.intervals import intersect, union
+from support.ranks import run_ranks
 
 BLOCKS = 4
 STEPS = 2

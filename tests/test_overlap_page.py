@@ -13,12 +13,12 @@ import matplotlib.image
 import numpy as np
 import pytest
 from playwright.sync_api import Page, sync_playwright
-from traces import Step, report_of
 
 from fsdp_overlap.profiling.drawing import COLOURS
 from fsdp_overlap.profiling.json_report import write_json
 from fsdp_overlap.profiling.page import write_html
 from fsdp_overlap.profiling.picture import write_png
+from support.traces import Step, report_of
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 # A name that would be read as HTML, were it not escaped.

@@ -10,19 +10,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from twins import Twins, same
-from zoo import Model, shard_layers
 
 from fsdp_overlap import FsdpContext, ShardedTensor, fully_shard, optim
 from fsdp_overlap.optim import fused_adamw
 from fsdp_overlap.optim.runs import find_runs, flatten
+from support.ranks import run_ranks
+from support.twins import Twins, same
+from support.zoo import Model, shard_layers
 
 OPTIONS: list[dict[str, Any]] = [
     {},

@@ -5,9 +5,10 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from ranks import run_ranks
-from twins import Twins
-from zoo import ZOO
+
+from support.ranks import run_ranks
+from support.twins import Twins
+from support.zoo import ZOO
 
 
 def train(name: str, prefetch: int) -> None:

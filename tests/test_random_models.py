@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ranks import run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from twins import Twins
-from zoo import VOCABULARY, WIDTH
 
 from fsdp_overlap import FsdpContext, fully_shard
+from support.ranks import run_ranks
+from support.twins import Twins
+from support.zoo import VOCABULARY, WIDTH
 
 
 @dataclass(frozen=True)

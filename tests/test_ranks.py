@@ -8,7 +8,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankError, expect_rank_errors, run_ranks
+
+from support.ranks import RankError, expect_rank_errors, run_ranks
 
 
 def _rank_and_sum(x: float) -> tuple[int, float]:

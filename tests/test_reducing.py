@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from zoo import Model, shard_layers
 
 from fsdp_overlap import FsdpContext, fully_shard
+from support.ranks import run_ranks
+from support.zoo import Model, shard_layers
 
 Prepare = Callable[[Any, list[torch.Tensor]], None]
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed.fsdp as fsdp2
 import torch.distributed.tensor
-from ranks import run_ranks
 from torch import nn
 from torch.distributed._composable import fsdp as older_fsdp2
 
 import fsdp_overlap
 from fsdp_overlap import FsdpContext, ShardedTensor, replacing_fsdp2
+from support.ranks import run_ranks
 
 
 def names() -> list[Any]:

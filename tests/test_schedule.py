@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from twins import LENGTH, NAMES, Twins, loss_of
-from zoo import ROWS, VOCABULARY, Checkpointed, Model, SharedLayer, shard_layers
 
 from fsdp_overlap import FsdpContext
 from fsdp_overlap.comm.lanes import HostLane, Mark
 from fsdp_overlap.comm.recording import Entry, RecordingLane
 from fsdp_overlap.deciding.stats import Stats
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
+from support.ranks import run_ranks
+from support.twins import LENGTH, NAMES, Twins, loss_of
+from support.zoo import ROWS, VOCABULARY, Checkpointed, Model, SharedLayer, shard_layers
 
 GATHER, REDUCE = "all_gather", "reduce_scatter"
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -21,6 +20,7 @@ from fsdp_overlap import (
     distribute_tensor,
     fully_shard,
 )
+from support.ranks import run_ranks
 
 
 def sharded(rows: int = 5, columns: int = 3) -> tuple[Any, torch.Tensor]:

@@ -11,15 +11,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from test_simulated_ranks import WORLD, batch, compare, simulate, simulated_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from twins import NAMES, loss_of
-from zoo import Model, shard_layers
 
 from fsdp_overlap import Blocks, Flat, FsdpContext, Whole
 from fsdp_overlap.layout import Layout
 from fsdp_overlap.optim import AdamW, Muon, exchange
+from support.twins import NAMES, loss_of
+from support.zoo import Model, shard_layers
+from test_simulated_ranks import WORLD, batch, compare, simulate, simulated_ranks
 
 
 @dataclass(frozen=True)

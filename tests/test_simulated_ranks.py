@@ -16,17 +16,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch import nn
 from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from traces import event, read
-from twins import loss_of
-from zoo import ROWS, VOCABULARY, ZOO, Model, shard_layers
 
 from fsdp_overlap import Blocks, FsdpContext, Whole
 from fsdp_overlap.optim import Muon
 from harness import simulated_ranks, simulated_training
+from support.ranks import run_ranks
+from support.traces import event, read
+from support.twins import loss_of
+from support.zoo import ROWS, VOCABULARY, ZOO, Model, shard_layers
 
 SUITE = Path(__file__).parents[1] / "scripts" / "bench" / "gpu_suite.py"
 

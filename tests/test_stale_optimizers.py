@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
 from torch import nn
 
 from fsdp_overlap import FsdpContext, fully_shard, optim
+from support.ranks import run_ranks
 
 
 def build(device: str = "cpu") -> nn.Sequential:

@@ -10,15 +10,15 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import expect_rank_errors, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from zoo import Model, shard_layers
 
 from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.agreement.order_check import OrderCheck
 from fsdp_overlap.runtime.digests import digest
+from support.ranks import expect_rank_errors, run_ranks
+from support.zoo import Model, shard_layers
 
 TOKENS = torch.zeros(2, 3, dtype=torch.int64)
 

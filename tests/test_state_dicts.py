@@ -13,14 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import run_ranks
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
-from twins import Twins, same
-from zoo import ZOO, Model, shard_layers
 
 from fsdp_overlap import FsdpContext, ShardedTensor, fully_shard
+from support.ranks import run_ranks
+from support.twins import Twins, same
+from support.zoo import ZOO, Model, shard_layers
 
 
 def pair() -> tuple[Model, Model]:

@@ -13,8 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import run_ranks
-from tensor_parallel import ROWS, Transformer, batches, loss_of, parallelize
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -35,6 +33,8 @@ from fsdp_overlap import FsdpContext, FsdpModule, RangeShard, ShardedTensor, Who
 from fsdp_overlap.checkpoint import SafeFileSystemReader
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 from fsdp_overlap.runtime import gradients
+from support.ranks import run_ranks
+from support.tensor_parallel import ROWS, Transformer, batches, loss_of, parallelize
 
 MP = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

@@ -13,9 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import run_ranks
-from test_optimizers import FORMS, OPTIMIZERS
-from test_sharded_tensor import POINTWISE
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -25,6 +22,9 @@ from fsdp_overlap import RangeShard, ShardedTensor, distribute_tensor
 from fsdp_overlap.checkpoint import SafeFileSystemReader
 from fsdp_overlap.optim import clip_grad_norm_
 from fsdp_overlap.tensor.placement import Tile, range_spec, tile_of
+from support.ranks import run_ranks
+from test_optimizers import FORMS, OPTIMIZERS
+from test_sharded_tensor import POINTWISE
 
 SHAPE = (5, 3)
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from traces import GLOO_A, GLOO_B, Step, event, gather, read, trace_of
 
 from fsdp_overlap.profiling import events, read_report
 from fsdp_overlap.profiling.intervals import clip, covers, intersect, measure, subtract, union
+from support.traces import GLOO_A, GLOO_B, Step, event, gather, read, trace_of
 
 
 def test_pieces_of_one_issue_are_one_collective() -> None:

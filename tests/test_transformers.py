@@ -14,11 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp2
-from ranks import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from twins import Twins
-from zoo import ROWS, VOCABULARY
 
 from fsdp_overlap import (
     FsdpContext,
@@ -27,6 +24,9 @@ from fsdp_overlap import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from support.ranks import run_ranks
+from support.twins import Twins
+from support.zoo import ROWS, VOCABULARY
 
 # Imported by ranks alone, as it takes seconds.
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import typed_user_program as program
-from ranks import run_ranks
+
+from support import typed_user_program as program
+from support.ranks import run_ranks
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from modelled import Program, fake_ranks, run
-from modelled_modes import MODES, OFFLOAD
-from zoo import Model
 
 from fsdp_overlap.agreement.order_check import OrderCheck
 from fsdp_overlap.comm.lanes import StreamLane, StreamTicket
@@ -30,6 +27,9 @@ from fsdp_overlap.runtime.domain import Domain
 from fsdp_overlap.runtime.gradients import BucketGradients
 from fsdp_overlap.runtime.reducing import Reducing
 from fsdp_overlap.runtime.transfers import Transfers
+from support.modelled import Program, fake_ranks, run
+from support.modelled_modes import MODES, OFFLOAD
+from support.zoo import Model
 
 
 @pytest.fixture(autouse=True)

@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
-from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
-from twins import Twins
-from zoo import VOCABULARY, WIDTH, shard_layers
 
 from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.debug import check_parameters
 from fsdp_overlap.tensor import flat_buffer
+from support import zoo
+from support.ranks import run_ranks
+from support.twins import Twins
+from support.zoo import VOCABULARY, WIDTH, shard_layers
 
 Edit = Callable[[nn.Module], Any]
 

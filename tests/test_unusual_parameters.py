@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
 from torch import nn
 from torch.nn.utils import clip_grad_norm_ as torchs_clip_grad_norm_
 
 from fsdp_overlap import Blocks, FsdpContext, fully_shard, optim
+from support.ranks import run_ranks
 
 WIDTH = 5
 

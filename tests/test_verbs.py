@@ -9,11 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
-from test_schedule import GATHER
 from torch import nn
-from twins import Twins, loss_of, same
-from zoo import WIDTH, Block, Model, shard_layers
 
 import fsdp_overlap
 from fsdp_overlap import (
@@ -25,6 +21,10 @@ from fsdp_overlap import (
     share_comm_ctx,
 )
 from fsdp_overlap.comm.recording import RecordingLane
+from support.ranks import run_ranks
+from support.twins import Twins, loss_of, same
+from support.zoo import WIDTH, Block, Model, shard_layers
+from test_schedule import GATHER
 
 
 class FiveLayers(Model):

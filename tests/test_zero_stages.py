@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from test_schedule import GATHER, Recorded, layer, position
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from twins import Twins, same
-from zoo import Model, shard_layers
 
 from fsdp_overlap import FsdpContext, Whole, fully_shard
 from fsdp_overlap.comm import collectives
 from fsdp_overlap.layout import BucketPlan, sections
 from fsdp_overlap.optim import AdamW, Muon
 from fsdp_overlap.runtime import domain
+from support.ranks import run_ranks
+from support.twins import Twins, same
+from support.zoo import Model, shard_layers
+from test_schedule import GATHER, Recorded, layer, position
 
 SYNCS: dict[str, Callable[[FsdpContext], None]] = {
     "by forward": lambda ctx: None,

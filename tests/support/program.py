@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ranks import PRELOAD
+from support.ranks import PRELOAD
 
 END_SECONDS = 30.0  # for ranks, once their launcher has ended
 
@@ -91,7 +91,7 @@ def _main(
         os.close(descriptor)
     os.chdir(folder)
     if torchrun is not None:
-        from torchrun import main
+        from support.torchrun import main
 
         main([*torchrun, "-m", "fsdp_overlap.cli", *arguments])
         return

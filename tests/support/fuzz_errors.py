@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from fuzz_run import Run
-from fuzz_states import Edit
-from fuzz_training import Backward, Evaluate, Operation
 from torch import nn
-from twins import impatient, loss_of
-from zoo import ROWS
+
+from support.fuzz_run import Run
+from support.fuzz_states import Edit
+from support.fuzz_training import Backward, Evaluate, Operation
+from support.twins import impatient, loss_of
+from support.zoo import ROWS
 
 UNFINISHED = "last backward did not finish"
 EDITED = "were modified between its forward"

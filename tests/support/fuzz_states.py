@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from fuzz_run import Run
-from fuzz_training import Operation
-from test_random_models import Node, Whole
 
 from fsdp_overlap import ShardedTensor, distribute_tensor
 from fsdp_overlap.checkpoint import SafeFileSystemReader, SafeFileSystemWriter
 from fsdp_overlap.layout import LayoutRule
 from fsdp_overlap.runtime.unit import unit_of
+from support.fuzz_run import Run
+from support.fuzz_training import Operation
+from test_random_models import Node, Whole
 
 
 def rising(like: torch.Tensor) -> torch.Tensor:

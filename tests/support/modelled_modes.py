@@ -9,19 +9,19 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from modelled import Program, fake_ranks, trained
-from tensor_parallel import LENGTH, WORDS, Transformer, parallelize
-from test_experts import ROWS, WIDTH, Moe
-from test_tensor_parallel import loss_of, shard
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from zoo import ZOO, Model
 
 from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.layout import Blocks, Flat, LayoutRule, Whole
 from fsdp_overlap.modelled import Stream, current_stream, stream
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 from fsdp_overlap.runtime import gradients
+from support.modelled import Program, fake_ranks, trained
+from support.tensor_parallel import LENGTH, WORDS, Transformer, parallelize
+from support.zoo import ZOO, Model
+from test_experts import ROWS, WIDTH, Moe
+from test_tensor_parallel import loss_of, shard
 
 LAYOUTS: dict[str, LayoutRule] = {"flat": Flat(), "blocks": Blocks(rows=2), "whole": Whole()}
 LOW = MixedPrecisionPolicy(torch.bfloat16, torch.float32)

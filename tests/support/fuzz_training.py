@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from fuzz_run import Run
-from twins import same
 
 from fsdp_overlap import ShardedTensor
 from fsdp_overlap.optim import clip_grad_norm_
+from support.fuzz_run import Run
+from support.twins import same
 
 MODES: dict[str, Callable[[], Any]] = {
     "no_grad": torch.no_grad,

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from zoo import ROWS, VOCABULARY, ZOO, Shard
 
 from fsdp_overlap import FsdpContext, ShardedTensor
 from fsdp_overlap.comm import watch
 from fsdp_overlap.layout import Flat, LayoutRule
 from fsdp_overlap.optim import Muon
+from support.zoo import ROWS, VOCABULARY, ZOO, Shard
 
 LENGTH = 5
 NAMES = ("replicate", "shard")

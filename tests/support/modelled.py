@@ -9,19 +9,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from nccl_like import unseen
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.futures import Future
 from torch.utils._pytree import tree_leaves
-from twins import loss_of
-from zoo import VOCABULARY, ZOO
 
 from fsdp_overlap import FsdpContext
 from fsdp_overlap.modelled import ModelledDevice, active, running
 from fsdp_overlap.modelled.torch_module import is_available
 from fsdp_overlap.optim import AdamW
+from support.nccl_like import unseen
+from support.twins import loss_of
+from support.zoo import VOCABULARY, ZOO
 
 NAMES = ("replicate", "shard")
 

@@ -18,7 +18,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from tampering import (
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from fsdp_overlap.checkpoint import (
+    SafeFileSystemWriter,
+)
+from support.tampering import (
     DATA,
     MOST_SECONDS,
     NESTED,
@@ -52,17 +63,6 @@ from tampering import (
     text,
     write,
     zipped,
-)
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
-
-from fsdp_overlap.checkpoint import (
-    SafeFileSystemWriter,
 )
 
 pytestmark = [

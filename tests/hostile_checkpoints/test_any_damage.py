@@ -13,11 +13,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
-from ranks import run_ranks
-from tampering import DATA, SHA, assert_same, check_failures, load, original, target, tensors
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from zoo import Model, shard_layers
 
 from fsdp_overlap import FsdpContext
 from fsdp_overlap.checkpoint import (
@@ -25,6 +22,18 @@ from fsdp_overlap.checkpoint import (
     SafeFileSystemReader,
     SafeFileSystemWriter,
 )
+from support.ranks import run_ranks
+from support.tampering import (
+    DATA,
+    SHA,
+    assert_same,
+    check_failures,
+    load,
+    original,
+    target,
+    tensors,
+)
+from support.zoo import Model, shard_layers
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is"),

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from test_random_models import Node, Whole, units_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from twins import NAMES, Twins, same
 
 from fsdp_overlap import FsdpContext, ShardedTensor, fully_shard
 from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.layout import LayoutRule
 from fsdp_overlap.optim import AdamW
 from fsdp_overlap.runtime.unit import Unit, unit_of
+from support.twins import NAMES, Twins, same
+from test_random_models import Node, Whole, units_of
 
 MOST_BATCHES = 1000
 # A large one, so that what is zero but for rounding stays small in a step.

@@ -14,11 +14,18 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
 
-import nccl_like
-from fuzz_errors import PLACES, EditTooSoon, Fail, FailAlone, Reset, Stray
-from fuzz_run import Run, Setup
-from fuzz_states import EDITS, Copy, Edit, Load, Rebuild, Save
-from fuzz_training import (
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from hypothesis.internal.conjecture.engine import ConjectureRunner
+
+from fsdp_overlap import Blocks, Flat
+from fsdp_overlap import Whole as WholeMatrices
+from fsdp_overlap.modelled import Issued, ModelledDevice, compare_issued, running
+from support import nccl_like
+from support.fuzz_errors import PLACES, EditTooSoon, Fail, FailAlone, Reset, Stray
+from support.fuzz_run import Run, Setup
+from support.fuzz_states import EDITS, Copy, Edit, Load, Rebuild, Save
+from support.fuzz_training import (
     MODES,
     AllReduce,
     Backward,
@@ -41,15 +48,8 @@ from fuzz_training import (
     Unshard,
     ZeroGrad,
 )
-from hypothesis import HealthCheck, Phase, given, seed, settings
-from hypothesis import strategies as st
-from hypothesis.internal.conjecture.engine import ConjectureRunner
-from ranks import run_ranks
+from support.ranks import run_ranks
 from test_random_models import Node, trees
-
-from fsdp_overlap import Blocks, Flat
-from fsdp_overlap import Whole as WholeMatrices
-from fsdp_overlap.modelled import Issued, ModelledDevice, compare_issued, running
 
 LAYOUTS = (Flat(), WholeMatrices(), Blocks(rows=2))
 

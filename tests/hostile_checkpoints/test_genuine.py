@@ -11,8 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import run_ranks
-from tampering import assert_same, of_bytes
 from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
@@ -22,13 +20,15 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from zoo import Model
 
 from fsdp_overlap.checkpoint import (
     SafeFileSystemReader,
     SafeFileSystemWriter,
     read_metadata,
 )
+from support.ranks import run_ranks
+from support.tampering import assert_same, of_bytes
+from support.zoo import Model
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is"),

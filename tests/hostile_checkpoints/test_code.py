@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from tampering import (
+from torch.distributed.checkpoint.api import CheckpointException
+
+from support.tampering import (
     TUPLES,
     Call,
     Change,
@@ -25,7 +27,6 @@ from tampering import (
     target,
     text,
 )
-from torch.distributed.checkpoint.api import CheckpointException
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is"),

@@ -1,5 +1,5 @@
 """torchrun, run as it is, but for one thing: ranks are forks of it, and not new interpreters that
-import torch for seconds each. ``python tests/torchrun.py`` takes torchrun's arguments."""
+import torch for seconds each. ``python tests/support/torchrun.py`` takes torchrun's arguments."""
 
 from __future__ import annotations
 

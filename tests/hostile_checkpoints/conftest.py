@@ -7,7 +7,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from tampering import write
+
+from support.tampering import write
 
 
 @pytest.fixture(scope="module")
