@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from support.ranks import close_pool
+pytest.register_assert_rewrite("support")  # which must come before what is imported from there
+
+from support.ranks import close_pool  # noqa: E402
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

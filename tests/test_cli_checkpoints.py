@@ -16,16 +16,23 @@ import torch
 from safetensors.torch import load_file
 
 from fsdp_overlap.checkpoint import read_metadata
-from fsdp_overlap.cli import main
-from fsdp_overlap.cli.checkpoints import Checkpoints, step_of
+from fsdp_overlap.cli.checkpoints import step_of
 from fsdp_overlap.cli.run_folder import RunFolder
+from support.cli_runs import (
+    assert_is_the_run_left_alone,
+    curve,
+    export,
+    finish,
+    latest,
+    run_main,
+    wait_until,
+)
 from support.program import Program, somebody_is_left
 
 STEPS = 24
 # With Muon, whose state is of two kinds: its own and AdamW's.
 TINY = f"--device cpu --steps {STEPS} --eval-every 8 --log-every 3 --batch-size 4 --seq-len 16"
 TINY += " --layers 2 --width 16 --heads 2 --save-every 4 --optimizer muon"
-TIMELESS = ("step", "loss", "grad_norm", "lr", "val_loss")
 
 
 def start(folder: Path, arguments: str) -> Program:
@@ -42,38 +49,6 @@ def start_anew(folder: Path, arguments: str) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
     )
-
-
-def finish(process: Program) -> str:
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    return out
-
-
-def wait_until(is_there: Callable[[], bool], process: Program | subprocess.Popen[str]) -> None:
-    end = time.monotonic() + 60
-    while not is_there():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
-def curve(run: Path) -> list[dict[str, float]]:
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k in TIMELESS} for line in lines]
-
-
-def export(checkpoint: Path, out: Path, *options: str) -> int:
-    return run_main("export", str(checkpoint), str(out), *options)
-
-
-def run_main(*arguments: str) -> int:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["fsdp-overlap", *arguments])
-        try:
-            return main.run()
-        except SystemExit as end:  # how typer ends
-            return int(end.code or 0)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -111,24 +86,6 @@ def stopped(runs: Path) -> Path:
 @pytest.fixture
 def copy(stopped: Path, tmp_path: Path) -> Path:
     return shutil.copytree(stopped, tmp_path / "run")
-
-
-def latest(run: Path) -> Path:
-    found = Checkpoints(run / "checkpoints", keep=1).latest()
-    assert found is not None
-    return found
-
-
-def assert_is_the_run_left_alone(run: Path, runs: Path) -> None:
-    assert curve(run) == curve(runs / "alone")
-    tensors = []
-    for each in (run, runs / "alone"):
-        out = run / f"{each.name}.pt"
-        assert export(latest(each), out) == 0
-        tensors.append(torch.load(out, weights_only=True))
-        out.unlink()
-    assert tensors[0].keys() == tensors[1].keys()
-    assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
 
 
 @pytest.mark.slow

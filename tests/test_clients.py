@@ -23,9 +23,8 @@ from torch.distributed.tensor import DTensor
 
 import fsdp_overlap
 from fsdp_overlap import FsdpContext, ShardedTensor, replacing_fsdp2
+from support.examples import EXAMPLES
 from support.ranks import close_pool, run_ranks
-
-EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 
 
 @pytest.fixture(scope="module", autouse=True)

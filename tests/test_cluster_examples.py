@@ -15,12 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from support.cli_runs import assert_is_the_run_left_alone, finish, wait_until
+from support.examples import EXAMPLES, run_training
 from support.program import Program
 from support.ranks import run_ranks
-from test_cli_checkpoints import assert_is_the_run_left_alone, finish, wait_until
-from test_examples import run_training
 
-EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 TINY = "--device cpu --steps 60 --eval-every 30 --log-every 20 --save-every 10 --data text.txt"
 TINY += " --keep 99 --batch-size 4 --seq-len 16 --layers 2 --width 16 --heads 2"
 # As Slurm's, for a job of two nodes of one core each. A task has a process group.

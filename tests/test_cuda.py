@@ -21,19 +21,17 @@ from torch.profiler import ProfilerActivity, profile
 
 from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, Whole, fully_shard
 from fsdp_overlap.checkpoint import SafeFileSystemReader, SafeFileSystemWriter
-from fsdp_overlap.comm.collectives import Issued, TensorCollectives
-from fsdp_overlap.comm.lanes import Mark, StreamLane, Ticket
+from fsdp_overlap.comm.collectives import TensorCollectives
+from fsdp_overlap.comm.lanes import StreamLane
 from fsdp_overlap.layout import Flat, ParamSpec, plan_units
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 from fsdp_overlap.profiling import assert_overlapped, read_report
-from fsdp_overlap.tensor.flat_buffer import FlatBuffer
+from support.hostile_lanes import CYCLES, RANKS, HostileLane
 from support.ranks import run_ranks
 from support.twins import Twins, loss_of
 from support.zoo import VOCABULARY, ZOO, Model, shard_layers
 
 pytestmark = pytest.mark.gpu
-
-RANKS = max(1, min(2, torch.cuda.device_count()))
 
 
 def train(name: str, prefetch: int, device: str = "cuda") -> None:
@@ -53,65 +51,6 @@ MANY = ["layers", "nested units", "checkpointed", "dynamic order"]
 )
 def test_training_on_gpus_equals_unsharded_training(name: str, prefetch: int) -> None:
     run_ranks(train, RANKS, name, prefetch, backend="nccl")
-
-
-# About a millisecond, long enough for compute to come first wherever nothing holds it up.
-CYCLES = 2_000_000
-
-
-def late() -> None:
-    """Makes what is enqueued next on the current stream late."""
-    torch.cuda._sleep(CYCLES)
-
-
-class LateTicket:
-    """Compute that waited for it is late, though the host and the lanes go on."""
-
-    def __init__(self, ticket: Ticket) -> None:
-        self._ticket = ticket
-
-    def wait(self) -> None:
-        self._ticket.wait()
-        late()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._ticket, name)
-
-
-class HostileLane(StreamLane):
-    """Late with all it does, or with `late_compute` what computes after a wait for it is, and NaN
-    is in its buffers before and after. Compute that does not wait for a gather is seen in the one
-    case; in the other a free, and a lane that reads gradients, that do not wait for compute."""
-
-    def __init__(self, device: torch.device, late_compute: bool = False) -> None:
-        super().__init__(device)
-        self.late_compute = late_compute
-
-    def allocate(self, label: str, buffer: FlatBuffer) -> None:
-        super().allocate(label, buffer)
-        with torch.cuda.stream(self.stream):
-            buffer.flat.fill_(torch.nan)
-
-    def enqueue(
-        self,
-        kind: str,
-        label: str,
-        issue: Callable[[], Issued],
-        accept: Callable[[torch.Tensor], None] | None = None,
-        nbytes: int = 0,
-    ) -> Ticket:
-        if self.late_compute:
-            return LateTicket(super().enqueue(kind, label, issue, accept, nbytes))
-        with torch.cuda.stream(self.stream):
-            late()
-        return super().enqueue(kind, label, issue, accept, nbytes)
-
-    def free(self, label: str, buffer: FlatBuffer, after: Mark) -> None:
-        if after is not None:
-            self.stream.wait_event(after)
-        with torch.cuda.stream(self.stream):
-            buffer.flat.fill_(torch.nan)
-        super().free(label, buffer, None)
 
 
 def train_on_hostile_lanes(name: str, prefetch: int, late_compute: bool) -> None:

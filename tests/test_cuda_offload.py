@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.state_dict import (
 
 from fsdp_overlap import CPUOffloadPolicy, FsdpContext, MixedPrecisionPolicy, ShardedTensor, Whole
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
+from support.hostile_lanes import CYCLES, RANKS, HostileLane
 from support.ranks import run_ranks
 from support.twins import Twins, loss_of
 from support.zoo import Model, shard_layers
-from test_cuda import CYCLES, RANKS, HostileLane
 
 pytestmark = pytest.mark.gpu
 

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 from support import typed_user_program
+from support.pages import named_tests_in, rows_of
 from support.program import Program
 from support.ranks import run_ranks
 from support.zoo import Model
-from test_fsdp2_table import named_tests_in, rows_of
 
 DOCS = Path(__file__).parents[1] / "docs"
 ROOT = DOCS.parent

@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from support.examples import EXAMPLES, TRAINING, load, run_training
 from support.ranks import run_ranks
-
-EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
-TRAINING = EXAMPLES / "training.py"
-
-
-def load(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    program: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(program)
-    return program
-
-
-def run_training(half: bool, folder: str, *epochs: int) -> list[float]:
-    training = load(TRAINING)
-    return [loss for count in epochs for loss in training.run(Path(folder), count, half)]
 
 
 @pytest.mark.parametrize("half", [False, True])

@@ -15,9 +15,9 @@ from fsdp_overlap import (
 )
 from fsdp_overlap.comm.recording import RecordingLane
 from support.ranks import run_ranks
+from support.recorded import GATHER, REDUCE, Recorded, layer, position
 from support.twins import Twins
 from support.zoo import Checkpointed, CheckpointedReentrant, Model, SharedLayer, shard_layers
-from test_schedule import GATHER, REDUCE, Recorded, layer, position
 
 
 class FiveLayers(Model):

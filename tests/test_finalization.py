@@ -13,11 +13,11 @@ from fsdp_overlap import (
     FsdpContext,
     fully_shard,
 )
+from support.hostile_lanes import RANKS, HostileLane
+from support.module_lists import Normed, shard_ends
 from support.ranks import run_ranks
 from support.twins import Twins, same
 from support.zoo import Model, shard_layers
-from test_cuda import RANKS, HostileLane
-from test_module_lists import Normed, shard_ends
 
 # Recovery and finalization
 

@@ -4,9 +4,7 @@ example runs."""
 from __future__ import annotations
 
 import inspect
-import itertools
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,30 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import _fully_shard as module_of_fsdp2
 
 import fsdp_overlap
+from support.pages import TESTS, named_tests_in, rows_of
 from support.ranks import run_ranks
 from support.zoo import Model
-
-TESTS = Path(__file__).parent
-
-
-def rows_of(page: str) -> list[list[str]]:
-    """The cells of all its tables, without their heads."""
-    lines = page.splitlines()
-    return [
-        [cell.strip() for cell in line.strip("|").split(" | ")]
-        for line, below in itertools.pairwise([*lines, ""])
-        if line.startswith("| ") and not below.startswith("|---")
-    ]
-
-
-def named_tests_in(cell: str) -> list[tuple[str, str]]:
-    """The file and the test, or "" for all in it, of each, which all exist."""
-    named = re.findall(r"`(test_\w+)`(?:: `(test_\w+)`)?", cell)
-    for file, test in named:
-        source = (TESTS / f"{file}.py").read_text()
-        assert f"def {test}(" in source if test else source
-    return named
-
 
 PAGE = (TESTS.parent / "docs" / "fsdp2.md").read_text()
 ROWS = rows_of(PAGE)

@@ -20,7 +20,6 @@ from fsdp_overlap.layout import (
     Blocks,
     BucketPlan,
     Flat,
-    LayoutRule,
     ParamSpec,
     Whole,
     plan_units,
@@ -28,49 +27,10 @@ from fsdp_overlap.layout import (
 )
 from fsdp_overlap.optim import AdamW
 from fsdp_overlap.runtime import domain
+from support.layouts import LAYOUTS, train
 from support.ranks import expect_rank_errors, run_ranks
 from support.twins import Twins
-from support.zoo import VOCABULARY, Model, shard_layers, shard_root_only
-
-
-def mixed(fqn: str, spec: ParamSpec) -> Flat | Blocks | Whole:
-    if "up" in fqn:
-        return Blocks(rows=2)
-    return Whole() if "down" in fqn else Flat()
-
-
-LAYOUTS: dict[str, LayoutRule] = {
-    "flat": Flat(),
-    "blocks": Blocks(rows=3),
-    "rows": Blocks(rows=1),
-    "whole": Whole(),
-    "mixed": mixed,
-}
-
-
-class Giant(nn.Module):
-    """One parameter that dwarfs the others, of one and of no elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 4)
-        self.giant = nn.Linear(4, 300)
-        self.one = nn.Parameter(torch.ones(1, 1))
-        self.nothing = nn.Parameter(torch.zeros(0, 2))
-        self.head = nn.Linear(300, VOCABULARY)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.giant(self.embedding(tokens))) * self.one
-        return self.head(x) + self.nothing.sum()
-
-
-def train(layout: str, name: str) -> None:
-    chosen: dict[str, Any] = {"layout": LAYOUTS[layout]}
-    if name == "giant":
-        Twins(Giant, shard_root_only, **chosen).train(2)
-    else:
-        Twins.of(name, **chosen).train(2)
-
+from support.zoo import Model, shard_layers
 
 NAMES = [
     "giant",

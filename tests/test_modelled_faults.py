@@ -24,11 +24,11 @@ from fsdp_overlap.layout import Whole
 from fsdp_overlap.modelled import Issued, ModelledDevice, compare_issued, running
 from fsdp_overlap.optim import Muon, clip_grad_norm_
 from support.modelled import Program, fake_ranks
+from support.modelled_twins import Trained
 from support.nccl_like import BACKEND
 from support.ranks import run_ranks
-from support.twins import loss_of
+from support.twins import COPIES, loss_of
 from support.zoo import Model, shard_layers
-from test_modelled_training import COPIES, Trained
 
 LIBRARY = str(Path(fsdp_overlap.__file__).parent)
 

@@ -22,49 +22,18 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp_overlap.layout import Blocks, Flat, LayoutRule, Whole
 from fsdp_overlap.modelled import Issued, ModelledDevice, compare_issued, running
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
-from support.nccl_like import BACKEND, unseen
+from support.modelled_twins import Trained
+from support.nccl_like import BACKEND
 from support.ranks import run_ranks
-from support.twins import Twins, same
+from support.twins import COPIES, Twins, same
 from support.zoo import Model, shard_layers
 
 LAYOUTS: dict[str, LayoutRule] = {"flat": Flat(), "blocks": Blocks(rows=2), "whole": Whole()}
-COPIES: dict[str, Any] = {"mesh": (2, 2)}
 DIVIDED: dict[str, Any] = {**COPIES, "divide_copies": True}
 MUON: dict[str, Any] = {"optimizer": Muon, "ns_dtype": torch.double}
 
 PROGRAMS: dict[int, dict[str, Callable[[], object]]] = {2: {}, 4: {}}
 """By the number of ranks."""
-
-
-class Trained(Twins):
-    """On the modelled device. Each rank compares what it holds itself, which is quick: what would
-    gather it belongs to a program of its own."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, device="modelled", **options)
-
-    def check_gradients(self) -> None:
-        pairs = []
-        for (name, parameter), twin in self.pairs():
-            gradient: Any = parameter.grad
-            if gradient is not None and twin.grad is None:
-                twin.grad = torch.zeros_like(twin)
-            assert (gradient is None) == (twin.grad is None), name
-            if twin.grad is not None:
-                pairs.append((parameter, gradient.to_local(), twin.grad))
-        compare(pairs)
-
-    def check_parameters(self) -> None:
-        compare([(p, p.detach().to_local(), twin) for (_, p), twin in self.pairs()])  # type: ignore[operator]
-
-
-def compare(pairs: list[tuple[Any, torch.Tensor, torch.Tensor]]) -> None:
-    """Each sharded parameter, what this rank holds of it or its gradient, and the whole."""
-    places = [slice(*parameter.local_range) for parameter, _, _ in pairs]
-    with unseen(), torch.no_grad():
-        held = [local.flatten() for _, local, _ in pairs]
-        expected = [w.flatten()[place] for (_, _, w), place in zip(pairs, places, strict=True)]
-        same(torch.cat(held), torch.cat(expected), "what this rank holds")
 
 
 def layers(options: dict[str, Any], **twins: Any) -> Twins:

@@ -13,27 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_overlap import FsdpContext, FsdpModule, ShardedTensor, fully_shard
 from fsdp_overlap.comm.recording import Entry, RecordingLane
+from support.module_lists import Normed, shard_ends
 from support.ranks import run_ranks
+from support.recorded import GATHER, REDUCE
 from support.twins import LENGTH, Twins, loss_of, same
-from support.zoo import ROWS, VOCABULARY, WIDTH, Block, Model
-from test_schedule import GATHER, REDUCE
-
-
-class Normed(Model):
-    """With a norm before its head, which ``chunks`` leaves to the caller."""
-
-    chunks = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = self.run(layer, x)
-        x = self.norm(x)
-        return x if self.chunks else self.head(x)
+from support.zoo import ROWS, VOCABULARY, Block
 
 
 class TiedEnds(Normed):
@@ -53,13 +37,6 @@ def shard_last_two(model: Normed, ctx: FsdpContext, **options: Any) -> None:
     for layer in model.layers:
         fully_shard(layer, ctx, **options)
     fully_shard([model.norm, model.head], ctx, **options)
-    fully_shard(model, ctx, **options)
-
-
-def shard_ends(model: Normed, ctx: FsdpContext, **options: Any) -> None:
-    for layer in model.layers:
-        fully_shard(layer, ctx, **options)
-    fully_shard([model.embedding, model.head], ctx, **options)
     fully_shard(model, ctx, **options)
 
 

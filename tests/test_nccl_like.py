@@ -23,17 +23,14 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-import test_experts
-import test_layouts_in_training
-import test_reducing
-import test_tensor_parallel
 from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.layout import Blocks, Flat, LayoutRule, Whole
 from fsdp_overlap.optim import Muon, clip_grad_norm_, exchange
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
+from support import experts, layouts, reducing, tensor_parallel
 from support.nccl_like import BACKEND, NcclLikeGroup, checking_nan
 from support.ranks import run_ranks
-from support.twins import Twins
+from support.twins import COPIES, Twins
 from support.zoo import Model, shard_layers
 
 
@@ -232,12 +229,12 @@ def reduced_in_float32(options: dict[str, Any]) -> None:
 
 
 def train_with_tensor_parallelism(layout: LayoutRule) -> None:
-    mesh = test_tensor_parallel.make_mesh()
-    plain = test_tensor_parallel.plain
-    model = test_tensor_parallel.parallelize(plain(), mesh["tp"])
-    test_tensor_parallel.shard(model, FsdpContext(mesh["dp"], layout=layout))
+    mesh = tensor_parallel.make_mesh()
+    model = tensor_parallel.parallelize(tensor_parallel.plain(), mesh["tp"])
+    tensor_parallel.shard(model, FsdpContext(mesh["dp"], layout=layout))
     # Clips too, and compares by full_tensor().
-    test_tensor_parallel.train(mesh, model, plain(), test_tensor_parallel.adamw, steps=1)
+    twin = tensor_parallel.plain()
+    tensor_parallel.train(mesh, model, twin, tensor_parallel.adamw, steps=1)
 
 
 def exchange_matrices() -> None:
@@ -312,13 +309,12 @@ def noted(log: list[str]) -> Iterator[None]:
         yield
 
 
-COPIES: dict[str, Any] = {"mesh": (2, 2)}
 EQUAL, RAGGED = "TensorCollectives", "RaggedTensorCollectives"
 TRAINING = [
     partial(train, "layers", EQUAL),
     partial(train, "layers", RAGGED, layout=Whole()),
     partial(train, "unused on some ranks", RAGGED, layout=Blocks(rows=3)),
-    partial(test_layouts_in_training.train, "whole", "giant"),  # ranks that hold nothing
+    partial(layouts.train, "whole", "giant"),  # ranks that hold nothing
     partial(train_from_parts, Flat()),
     partial(train_from_parts, Whole()),
     train_copies,
@@ -329,15 +325,15 @@ TRAINING = [
         partial(reduced_in_float32, options)
         for options in ({}, {"layout": Whole()}, COPIES, {"divide_copies": True, **COPIES})
     ),
-    partial(test_experts.train, True, False),
-    partial(test_experts.train, False, True),
+    partial(experts.train, True, False),
+    partial(experts.train, False, True),
     partial(train_with_tensor_parallelism, Blocks(rows=1)),
     exchange_matrices,
     clip_and_reduce,
-    partial(test_reducing.as_fsdp2, test_reducing.divided, (4,)),
-    partial(test_reducing.as_fsdp2, test_reducing.only_sums, (2, 2)),
-    partial(test_reducing.sees_means, (2, 2)),
-    partial(test_reducing.in_half_precision, (4,)),
+    partial(reducing.as_fsdp2, reducing.divided, (4,)),
+    partial(reducing.as_fsdp2, reducing.only_sums, (2, 2)),
+    partial(reducing.sees_means, (2, 2)),
+    partial(reducing.in_half_precision, (4,)),
     run_other_units,
 ]
 
@@ -350,7 +346,5 @@ def test_training_equals_unsharded_training_and_sends_nothing_that_nobody_wrote(
 
 
 def test_ranks_that_are_no_power_of_two() -> None:
-    claims = [
-        partial(test_layouts_in_training.train, layout, "giant") for layout in ("flat", "mixed")
-    ]
+    claims = [partial(layouts.train, layout, "giant") for layout in ("flat", "mixed")]
     run_ranks(with_nan_in_memory, 3, [*claims, exchange_matrices], backend=BACKEND)

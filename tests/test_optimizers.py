@@ -11,30 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import swa_utils
 
+from support.optimizers import FORMS, OPTIMIZERS
 from support.ranks import run_ranks
 from support.twins import Twins, same
 from support.zoo import ZOO
 
-OPTIMIZERS: dict[str, list[dict[str, Any]]] = {
-    "SGD": [{}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, {"maximize": True}],
-    "Adam": [{"weight_decay": 0.1}, {"amsgrad": True, "maximize": True}],
-    "AdamW": [{}, {"amsgrad": True}],
-    "NAdam": [{}, {"decoupled_weight_decay": True, "weight_decay": 0.1}],
-    "RAdam": [{}, {"decoupled_weight_decay": True, "weight_decay": 0.1}],
-    "Adagrad": [{}, {"lr_decay": 0.1, "initial_accumulator_value": 0.5}],
-    "Adamax": [{}, {"weight_decay": 0.1}],
-    "RMSprop": [{}, {"centered": True, "momentum": 0.5, "weight_decay": 0.1}],
-    "Rprop": [{}, {"maximize": True}],
-    "ASGD": [{}, {"weight_decay": 0.1, "t0": 2}],
-    "Adafactor": [{}, {"weight_decay": 0.1, "maximize": True}],
-}
 FUSED = {"SGD", "Adam", "AdamW", "Adagrad"}
-FORMS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "single": {"foreach": False},
-    "foreach": {"foreach": True},
-    "fused": {"fused": True},
-}
 
 
 def optimize(name: str, forms: list[str], reshard: bool) -> None:

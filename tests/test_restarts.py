@@ -20,14 +20,14 @@ from fsdp_overlap.cli.errors import BadInput
 from fsdp_overlap.cli.job import run_of_this_job, this_job
 from fsdp_overlap.cli.launch import find_place
 from fsdp_overlap.cli.process_group import fresh_store
-from support.program import Program
-from support.ranks import expect_rank_errors, run_ranks
-from test_cli_checkpoints import (
+from support.cli_runs import (
     assert_is_the_run_left_alone,
     finish,
     latest,
     wait_until,
 )
+from support.program import Program
+from support.ranks import expect_rank_errors, run_ranks
 
 TINY = "train --device cpu --steps 48 --eval-every 16 --log-every 3 --save-every 16 --data text.txt"
 TINY += " --batch-size 4 --seq-len 16 --layers 2 --width 16 --heads 2"

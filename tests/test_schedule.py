@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -17,55 +16,9 @@ from fsdp_overlap.comm.recording import Entry, RecordingLane
 from fsdp_overlap.deciding.stats import Stats
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 from support.ranks import run_ranks
-from support.twins import LENGTH, NAMES, Twins, loss_of
-from support.zoo import ROWS, VOCABULARY, Checkpointed, Model, SharedLayer, shard_layers
-
-GATHER, REDUCE = "all_gather", "reduce_scatter"
-
-
-class Recorded:
-    """A model on recording lanes."""
-
-    def __init__(self, prefetch: int = 1, build: Callable[[], nn.Module] = Model) -> None:
-        self.log: list[Entry] = []
-        self.ctx = FsdpContext(prefetch=prefetch)
-        self.ctx.lane_factory = lambda name, device: RecordingLane(name, self.log)
-        self.model = build()
-        shard_layers(self.model, self.ctx)
-        self.tokens = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % VOCABULARY
-
-    def forward(self) -> torch.Tensor:
-        return loss_of(self.model(self.tokens), self.tokens)
-
-    def step(self) -> None:
-        self.forward().backward()
-        self.model.zero_grad()
-
-    def recorded(self, run: Callable[[], Any]) -> list[Entry]:
-        self.log.clear()
-        run()
-        return list(self.log)
-
-    def passes(self) -> tuple[list[Entry], list[Entry]]:
-        """The logs of forward and backward once the order is learned."""
-        self.step()
-        losses: list[torch.Tensor] = []
-        forward = self.recorded(lambda: losses.append(self.forward()))
-        return forward, self.recorded(losses[0].backward)
-
-
-def position(log: list[Entry], action: str, label: str, lane: str = GATHER) -> int:
-    found = [
-        index
-        for index, entry in enumerate(log)
-        if (entry.lane, entry.action, entry.label) == (lane, action, label)
-    ]
-    assert len(found) == 1, f"{action} of {label!r} on {lane}: {len(found)} times in {log}"
-    return found[0]
-
-
-def layer(index: int) -> str:
-    return f"layers.{index}"
+from support.recorded import GATHER, REDUCE, Recorded, layer, position
+from support.twins import NAMES, Twins
+from support.zoo import Checkpointed, Model, SharedLayer, shard_layers
 
 
 def next_gather_before_release() -> None:

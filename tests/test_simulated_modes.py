@@ -17,9 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_overlap import Blocks, Flat, FsdpContext, Whole
 from fsdp_overlap.layout import Layout
 from fsdp_overlap.optim import AdamW, Muon, exchange
+from harness import simulated_ranks
+from support.simulated import WORLD, batch, compare, simulate
 from support.twins import NAMES, loss_of
 from support.zoo import Model, shard_layers
-from test_simulated_ranks import WORLD, batch, compare, simulate, simulated_ranks
 
 
 @dataclass(frozen=True)

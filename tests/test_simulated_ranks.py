@@ -16,33 +16,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_overlap import Blocks, FsdpContext, Whole
 from fsdp_overlap.optim import Muon
-from harness import simulated_ranks, simulated_training
+from harness import simulated_ranks
 from support.ranks import run_ranks
+from support.simulated import WORLD, batch, compare, simulate
 from support.traces import event, read
 from support.twins import loss_of
-from support.zoo import ROWS, VOCABULARY, ZOO, Model, shard_layers
+from support.zoo import ZOO, Model, shard_layers
 
 SUITE = Path(__file__).parents[1] / "scripts" / "bench" / "gpu_suite.py"
 
-WORLD = 4
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-def simulate(claim: Callable[..., Any], device: str, *args: Any) -> Any:
-    """Runs `claim(device, link, *args)` on rank 0 of `WORLD` simulated ranks, in a process of its
-    own."""
-    return run_ranks(_simulated, 1, claim, device, args)[0]
-
-
-def _simulated(claim: Callable[..., Any], device: str, args: tuple[Any, ...]) -> Any:
-    dist.destroy_process_group()  # the one real rank's
-    return claim(device, simulated_ranks.start(device, WORLD), *args)
 
 
 def values(device: str, link: simulated_ranks.Link) -> None:
@@ -247,36 +235,6 @@ def shard_fsdp2(model: Any, mesh: DeviceMesh) -> None:
     for layer in model.layers:
         fsdp2.fully_shard(layer, mesh=mesh)
     fsdp2.fully_shard(model, mesh=mesh)
-
-
-def batch(device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    tokens, targets = torch.randint(VOCABULARY, (2, ROWS, 5), generator=generator)
-    return tokens.to(device), targets.to(device)
-
-
-def compare(model: nn.Module, twin: nn.Module, device: str) -> None:
-    """Losses and gradients of two backwards of a sharded model against its unsharded twin's."""
-    weights = simulated_training.true_weights(model)
-    with torch.no_grad():
-        for name, parameter in twin.named_parameters():
-            parameter.copy_(weights[name])
-    for _ in range(2):
-        tokens, targets = batch(device)
-        losses = [loss_of(each(tokens), targets) for each in (model, twin)]
-        torch.testing.assert_close(losses[0], losses[1])
-        for loss in losses:
-            loss.backward()
-    for (name, parameter), same in zip(model.named_parameters(), twin.parameters(), strict=True):
-        if same.grad is None:
-            # On a GPU, whether another rank has one would be known too late.
-            assert parameter.grad is None or not parameter.grad.to_local().any(), name
-            continue
-        torch.testing.assert_close(
-            parameter.grad.to_local().flatten(),
-            simulated_training.own_range(parameter, same.grad),
-            msg=lambda text, name=name: f"{name}: {text}",
-        )
 
 
 def train(device: str, link: simulated_ranks.Link, shard: Callable[..., None]) -> None:

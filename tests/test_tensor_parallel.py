@@ -31,27 +31,27 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_overlap import FsdpContext, FsdpModule, RangeShard, ShardedTensor, Whole, fully_shard
 from fsdp_overlap.checkpoint import SafeFileSystemReader
-from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
+from fsdp_overlap.optim import Muon, clip_grad_norm_
 from fsdp_overlap.runtime import gradients
 from support.ranks import run_ranks
-from support.tensor_parallel import ROWS, Transformer, batches, loss_of, parallelize
+from support.tensor_parallel import (
+    ROWS,
+    Transformer,
+    adamw,
+    batches,
+    grad,
+    loss_of,
+    make_mesh,
+    mine,
+    parallelize,
+    plain,
+    same,
+    shard,
+    train,
+    whole,
+)
 
 MP = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-def make_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
-
-
-def plain(seed: int = 7, dtype: torch.dtype = torch.float64) -> Transformer:
-    torch.manual_seed(seed)
-    return Transformer().to(dtype)
-
-
-def shard(model: Transformer, ctx: FsdpContext, **options: Any) -> Transformer:
-    for layer in model.layers:
-        fully_shard(layer, ctx, **options)
-    return fully_shard(model, ctx, **options)
 
 
 def ours(mesh: DeviceMesh, seed: int = 7, **options: Any) -> Transformer:
@@ -63,63 +63,6 @@ def torchs(mesh: DeviceMesh, seed: int = 7, **options: Any) -> Transformer:
     for layer in model.layers:
         torch_fully_shard(layer, mesh=mesh["dp"], **options)
     return torch_fully_shard(model, mesh=mesh["dp"], **options)
-
-
-def whole(tensor: torch.Tensor | None) -> torch.Tensor:
-    assert tensor is not None
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def same(actual: nn.Module, expected: nn.Module, what: str, of: Any = lambda p: p) -> None:
-    for (name, one), other in zip(actual.named_parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(
-            whole(of(one)),
-            whole(of(other)),
-            rtol=1e-9,
-            atol=1e-11,
-            msg=lambda text, name=name: f"{what} of {name}: {text}",
-        )
-
-
-def grad(parameter: torch.Tensor) -> torch.Tensor | None:
-    return parameter.grad
-
-
-def mine(mesh: DeviceMesh, batch: torch.Tensor) -> torch.Tensor:
-    """The rows of this data-parallel rank."""
-    return batch.split(ROWS)[mesh["dp"].get_local_rank()]
-
-
-def mean_loss(mesh: DeviceMesh, loss: torch.Tensor) -> torch.Tensor:
-    mean = loss.detach().clone()
-    dist.all_reduce(mean, group=mesh["dp"].get_group())
-    return mean / mesh["dp"].size()
-
-
-def train(
-    mesh: DeviceMesh, model: nn.Module, twin: nn.Module, optimizer: Any, steps: int = 2
-) -> None:
-    """``model`` on this rank's rows and its unsharded ``twin`` on all, compared at every step."""
-    mine_steps, twin_steps = optimizer(model.parameters()), optimizer(twin.parameters())
-    for tokens, targets in batches(steps, mesh["dp"].size()):
-        loss = loss_of(model, mine(mesh, tokens), mine(mesh, targets))
-        loss.backward()
-        twin_loss = loss_of(twin, tokens, targets)
-        twin_loss.backward()
-        torch.testing.assert_close(mean_loss(mesh, loss), twin_loss.detach())
-        same(model, twin, "gradient", grad)
-        norm = clip_grad_norm_(model.parameters(), 0.1)
-        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(twin.parameters(), 0.1))
-        same(model, twin, "clipped gradient", grad)
-        for each in (mine_steps, twin_steps):
-            each.step()
-            each.zero_grad()
-        same(model, twin, "value")
-
-
-def adamw(parameters: Any) -> Any:
-    return AdamW(parameters, lr=0.05)
 
 
 def parity() -> None:

@@ -22,9 +22,9 @@ from fsdp_overlap import RangeShard, ShardedTensor, distribute_tensor
 from fsdp_overlap.checkpoint import SafeFileSystemReader
 from fsdp_overlap.optim import clip_grad_norm_
 from fsdp_overlap.tensor.placement import Tile, range_spec, tile_of
+from support.optimizers import FORMS, OPTIMIZERS
+from support.pointwise import POINTWISE
 from support.ranks import run_ranks
-from test_optimizers import FORMS, OPTIMIZERS
-from test_sharded_tensor import POINTWISE
 
 SHAPE = (5, 3)
 

@@ -22,9 +22,9 @@ from fsdp_overlap import (
 )
 from fsdp_overlap.comm.recording import RecordingLane
 from support.ranks import run_ranks
+from support.recorded import GATHER
 from support.twins import Twins, loss_of, same
 from support.zoo import WIDTH, Block, Model, shard_layers
-from test_schedule import GATHER
 
 
 class FiveLayers(Model):

@@ -21,9 +21,9 @@ from fsdp_overlap.layout import BucketPlan, sections
 from fsdp_overlap.optim import AdamW, Muon
 from fsdp_overlap.runtime import domain
 from support.ranks import run_ranks
+from support.recorded import GATHER, Recorded, layer, position
 from support.twins import Twins, same
 from support.zoo import Model, shard_layers
-from test_schedule import GATHER, Recorded, layer, position
 
 SYNCS: dict[str, Callable[[FsdpContext], None]] = {
     "by forward": lambda ctx: None,

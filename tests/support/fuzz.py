@@ -48,8 +48,8 @@ from support.fuzz_training import (
     Unshard,
     ZeroGrad,
 )
+from support.random_models import Node, trees
 from support.ranks import run_ranks
-from test_random_models import Node, trees
 
 LAYOUTS = (Flat(), WholeMatrices(), Blocks(rows=2))
 

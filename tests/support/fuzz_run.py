@@ -18,8 +18,8 @@ from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.layout import LayoutRule
 from fsdp_overlap.optim import AdamW
 from fsdp_overlap.runtime.unit import Unit, unit_of
+from support.random_models import Node, Whole, units_of
 from support.twins import NAMES, Twins, same
-from test_random_models import Node, Whole, units_of
 
 MOST_BATCHES = 1000
 # A large one, so that what is zero but for rounding stays small in a step.

@@ -16,7 +16,7 @@ from fsdp_overlap.layout import LayoutRule
 from fsdp_overlap.runtime.unit import unit_of
 from support.fuzz_run import Run
 from support.fuzz_training import Operation
-from test_random_models import Node, Whole
+from support.random_models import Node, Whole
 
 
 def rising(like: torch.Tensor) -> torch.Tensor:

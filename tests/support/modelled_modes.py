@@ -17,11 +17,10 @@ from fsdp_overlap.layout import Blocks, Flat, LayoutRule, Whole
 from fsdp_overlap.modelled import Stream, current_stream, stream
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 from fsdp_overlap.runtime import gradients
+from support.experts import ROWS, WIDTH, Moe
 from support.modelled import Program, fake_ranks, trained
-from support.tensor_parallel import LENGTH, WORDS, Transformer, parallelize
+from support.tensor_parallel import LENGTH, WORDS, Transformer, loss_of, parallelize, shard
 from support.zoo import ZOO, Model
-from test_experts import ROWS, WIDTH, Moe
-from test_tensor_parallel import loss_of, shard
 
 LAYOUTS: dict[str, LayoutRule] = {"flat": Flat(), "blocks": Blocks(rows=2), "whole": Whole()}
 LOW = MixedPrecisionPolicy(torch.bfloat16, torch.float32)

@@ -343,7 +343,8 @@ def _rewrite_assertions() -> None:
         from _pytest.assertion import install_importhook
         from _pytest.config import get_config
 
-        install_importhook(get_config())
+        hook = install_importhook(get_config())
+        hook._must_rewrite.add("support")
 
 
 def _outcome_of(fn: Callable[..., object], *args: Any) -> _Outcome:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -15,6 +16,9 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+
+from fsdp_overlap import FsdpContext, fully_shard
+from fsdp_overlap.optim import AdamW, clip_grad_norm_
 
 # Not even over two ranks: so are the embedding and the head.
 WORDS = 11
@@ -123,3 +127,75 @@ def batches(count: int, copies: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def loss_of(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+def make_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def plain(seed: int = 7, dtype: torch.dtype = torch.float64) -> Transformer:
+    torch.manual_seed(seed)
+    return Transformer().to(dtype)
+
+
+def shard(model: Transformer, ctx: FsdpContext, **options: Any) -> Transformer:
+    for layer in model.layers:
+        fully_shard(layer, ctx, **options)
+    return fully_shard(model, ctx, **options)
+
+
+def whole(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def same(actual: nn.Module, expected: nn.Module, what: str, of: Any = lambda p: p) -> None:
+    for (name, one), other in zip(actual.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(
+            whole(of(one)),
+            whole(of(other)),
+            rtol=1e-9,
+            atol=1e-11,
+            msg=lambda text, name=name: f"{what} of {name}: {text}",
+        )
+
+
+def grad(parameter: torch.Tensor) -> torch.Tensor | None:
+    return parameter.grad
+
+
+def mine(mesh: DeviceMesh, batch: torch.Tensor) -> torch.Tensor:
+    """The rows of this data-parallel rank."""
+    return batch.split(ROWS)[mesh["dp"].get_local_rank()]
+
+
+def mean_loss(mesh: DeviceMesh, loss: torch.Tensor) -> torch.Tensor:
+    mean = loss.detach().clone()
+    dist.all_reduce(mean, group=mesh["dp"].get_group())
+    return mean / mesh["dp"].size()
+
+
+def train(
+    mesh: DeviceMesh, model: nn.Module, twin: nn.Module, optimizer: Any, steps: int = 2
+) -> None:
+    """``model`` on this rank's rows and its unsharded ``twin`` on all, compared at every step."""
+    mine_steps, twin_steps = optimizer(model.parameters()), optimizer(twin.parameters())
+    for tokens, targets in batches(steps, mesh["dp"].size()):
+        loss = loss_of(model, mine(mesh, tokens), mine(mesh, targets))
+        loss.backward()
+        twin_loss = loss_of(twin, tokens, targets)
+        twin_loss.backward()
+        torch.testing.assert_close(mean_loss(mesh, loss), twin_loss.detach())
+        same(model, twin, "gradient", grad)
+        norm = clip_grad_norm_(model.parameters(), 0.1)
+        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(twin.parameters(), 0.1))
+        same(model, twin, "clipped gradient", grad)
+        for each in (mine_steps, twin_steps):
+            each.step()
+            each.zero_grad()
+        same(model, twin, "value")
+
+
+def adamw(parameters: Any) -> Any:
+    return AdamW(parameters, lr=0.05)

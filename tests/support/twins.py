@@ -21,6 +21,8 @@ from support.zoo import ROWS, VOCABULARY, ZOO, Shard
 
 LENGTH = 5
 NAMES = ("replicate", "shard")
+# Options of twins on four ranks: two copies.
+COPIES: dict[str, Any] = {"mesh": (2, 2)}
 
 
 class Twins:

@@ -1,0 +1,74 @@
+"""Lanes of a GPU that show who does not wait: they are late, and put NaN into memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fsdp_overlap.comm.collectives import Issued
+from fsdp_overlap.comm.lanes import Mark, StreamLane, Ticket
+from fsdp_overlap.tensor.flat_buffer import FlatBuffer
+
+RANKS = max(1, min(2, torch.cuda.device_count()))
+# About a millisecond, long enough for compute to come first wherever nothing holds it up.
+CYCLES = 2_000_000
+
+
+def late() -> None:
+    """Makes what is enqueued next on the current stream late."""
+    torch.cuda._sleep(CYCLES)
+
+
+class LateTicket:
+    """Compute that waited for it is late, though the host and the lanes go on."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        self._ticket = ticket
+
+    def wait(self) -> None:
+        self._ticket.wait()
+        late()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ticket, name)
+
+
+class HostileLane(StreamLane):
+    """A lane that is late with all it does, and whose buffers hold NaN before and after.
+
+    So compute that does not wait for a gather is seen. With `late_compute` the lane is in time, and
+    what computes after a wait for it is late. That shows a free that does not wait for compute, and
+    a lane that reads gradients too early.
+    """
+
+    def __init__(self, device: torch.device, late_compute: bool = False) -> None:
+        super().__init__(device)
+        self.late_compute = late_compute
+
+    def allocate(self, label: str, buffer: FlatBuffer) -> None:
+        super().allocate(label, buffer)
+        with torch.cuda.stream(self.stream):
+            buffer.flat.fill_(torch.nan)
+
+    def enqueue(
+        self,
+        kind: str,
+        label: str,
+        issue: Callable[[], Issued],
+        accept: Callable[[torch.Tensor], None] | None = None,
+        nbytes: int = 0,
+    ) -> Ticket:
+        if self.late_compute:
+            return LateTicket(super().enqueue(kind, label, issue, accept, nbytes))
+        with torch.cuda.stream(self.stream):
+            late()
+        return super().enqueue(kind, label, issue, accept, nbytes)
+
+    def free(self, label: str, buffer: FlatBuffer, after: Mark) -> None:
+        if after is not None:
+            self.stream.wait_event(after)
+        with torch.cuda.stream(self.stream):
+            buffer.flat.fill_(torch.nan)
+        super().free(label, buffer, None)

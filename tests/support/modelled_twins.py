@@ -1,0 +1,43 @@
+"""Twins on the modelled device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from support.nccl_like import unseen
+from support.twins import Twins, same
+
+
+class Trained(Twins):
+    """Twins on the modelled device. Each rank compares only what it holds, which is quick.
+
+    A comparison of whole tensors would gather them, which is a program of its own.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, device="modelled", **options)
+
+    def check_gradients(self) -> None:
+        pairs = []
+        for (name, parameter), twin in self.pairs():
+            gradient: Any = parameter.grad
+            if gradient is not None and twin.grad is None:
+                twin.grad = torch.zeros_like(twin)
+            assert (gradient is None) == (twin.grad is None), name
+            if twin.grad is not None:
+                pairs.append((parameter, gradient.to_local(), twin.grad))
+        compare(pairs)
+
+    def check_parameters(self) -> None:
+        compare([(p, p.detach().to_local(), twin) for (_, p), twin in self.pairs()])  # type: ignore[operator]
+
+
+def compare(pairs: list[tuple[Any, torch.Tensor, torch.Tensor]]) -> None:
+    """Compares what a rank holds. Each pair is a parameter, what is held, and the whole tensor."""
+    places = [slice(*parameter.local_range) for parameter, _, _ in pairs]
+    with unseen(), torch.no_grad():
+        held = [local.flatten() for _, local, _ in pairs]
+        expected = [w.flatten()[place] for (_, _, w), place in zip(pairs, places, strict=True)]
+        same(torch.cat(held), torch.cat(expected), "what this rank holds")

@@ -1,0 +1,31 @@
+"""Tables on the documents' pages, and the tests that they name."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+
+
+def rows_of(page: str) -> list[list[str]]:
+    """The cells of all tables on the page, row by row, without the heads."""
+    lines = page.splitlines()
+    return [
+        [cell.strip() for cell in line.strip("|").split(" | ")]
+        for line, below in itertools.pairwise([*lines, ""])
+        if line.startswith("| ") and not below.startswith("|---")
+    ]
+
+
+def named_tests_in(cell: str) -> list[tuple[str, str]]:
+    """The tests that a cell names, each as its file and its name, or "" for all of a file.
+
+    Asserts that they exist.
+    """
+    named = re.findall(r"`(test_\w+)`(?:: `(test_\w+)`)?", cell)
+    for file, test in named:
+        source = (TESTS / f"{file}.py").read_text()
+        assert f"def {test}(" in source if test else source
+    return named

@@ -1,0 +1,117 @@
+"""Module trees drawn at random."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from support.zoo import VOCABULARY, WIDTH
+
+
+@dataclass(frozen=True)
+class Node:
+    """``kind`` says what it computes with its children, ``unit`` whether it is a unit."""
+
+    kind: str
+    unit: bool = False
+    frozen: bool = False
+    hidden: int = 1
+    children: tuple[Node, ...] = field(default=())
+
+
+KINDS = ("chain", "residual", "twice", "parallel", "checkpoint", "reentrant", "skip", "detached")
+
+
+def leaves() -> st.SearchStrategy[Node]:
+    return st.builds(
+        Node,
+        kind=st.sampled_from(["linear", "norm", "tied", "nothing", "unused"]),
+        unit=st.booleans(),
+        frozen=st.booleans(),
+        hidden=st.integers(1, 9),
+    )
+
+
+def trees() -> st.SearchStrategy[Node]:
+    def around(inner: st.SearchStrategy[Node]) -> st.SearchStrategy[Node]:
+        return st.builds(
+            Node,
+            kind=st.sampled_from(KINDS),
+            unit=st.booleans(),
+            children=st.lists(inner, min_size=1, max_size=3).map(tuple),
+        )
+
+    return st.recursive(leaves(), around, max_leaves=8)
+
+
+class Built(nn.Module):
+    def __init__(self, node: Node) -> None:
+        super().__init__()
+        self.node = node
+        self.inner = nn.ModuleList(Built(child) for child in node.children)
+        if node.kind in ("linear", "tied", "unused"):
+            self.up = nn.Linear(WIDTH, node.hidden, bias=node.kind != "tied")
+            self.down = nn.Linear(node.hidden, WIDTH)
+        if node.kind == "tied":
+            self.again = nn.Linear(WIDTH, node.hidden, bias=False)
+            self.again.weight = self.up.weight
+        if node.kind == "norm":
+            self.norm = nn.LayerNorm(WIDTH)
+        if node.frozen:
+            for parameter in self.parameters():
+                parameter.requires_grad_(False)
+
+    def chain(self, x: torch.Tensor) -> torch.Tensor:
+        for module in self.inner:
+            x = module(x)
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kind = self.node.kind
+        if kind == "linear":
+            return self.down(torch.tanh(self.up(x)))
+        if kind == "tied":
+            return self.down(torch.tanh(self.up(x)) * self.again(x))
+        if kind == "norm":
+            return self.norm(x)
+        if kind == "residual":
+            return x + self.chain(x)
+        if kind == "twice":
+            return self.chain(self.chain(x))
+        if kind == "parallel":
+            return torch.stack([module(x) for module in self.inner]).sum(0)
+        if kind == "checkpoint":
+            return checkpoint(self.chain, x, use_reentrant=False)
+        if kind == "reentrant":
+            return checkpoint(self.chain, x, use_reentrant=True)
+        if kind == "skip":
+            self.chain(x)
+            return x
+        if kind == "detached":
+            return x + self.chain(x).detach()
+        if kind == "unused":
+            return x
+        return self.chain(x)
+
+
+class Whole(nn.Module):
+    def __init__(self, node: Node) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.tree = Built(node)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.tree(self.embedding(tokens)))
+
+
+def units_of(module: Built) -> Iterator[Built]:
+    for child in module.inner:
+        yield from units_of(child)
+    if module.node.unit:
+        yield module
