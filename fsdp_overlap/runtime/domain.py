@@ -260,6 +260,46 @@ class Domain:
         self.reading = None
 
 
+class Domains:
+    """The domains of one context, in the order of their first units."""
+
+    def __init__(
+        self, layout: LayoutRule, groups: GroupCache, stats: Stats, divides_copies: bool
+    ) -> None:
+        self._layout = layout
+        self._groups = groups
+        self._stats = stats
+        self._divides_copies = divides_copies
+        self._by_mesh: dict[DeviceMesh, Domain] = {}
+
+    def all(self) -> list[Domain]:
+        return list(self._by_mesh.values())
+
+    def of(self, mesh: DeviceMesh, device: torch.device, faults: Faults) -> Domain:
+        """The one of ``mesh``, whose ranks compute on ``device``.
+
+        Raises:
+            ValueError: it has more than two dimensions, or is of another device.
+        """
+        domain = self._by_mesh.get(mesh)
+        if domain is None:
+            if mesh.device_type != device.type:
+                raise ValueError(
+                    f"{mesh} is a mesh of {mesh.device_type}, the context's of {device.type}; "
+                    "use one context for each"
+                )
+            domain = self._by_mesh[mesh] = Domain(
+                mesh,
+                device,
+                self._layout,
+                self._groups,
+                faults,
+                self._stats,
+                self._divides_copies,
+            )
+        return domain
+
+
 def check_mesh(mesh: DeviceMesh, divides_copies: bool) -> None:
     """Before a :class:`Domain` is made of it.
 

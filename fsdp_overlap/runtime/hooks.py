@@ -20,6 +20,7 @@ from fsdp_overlap.deciding.order import Call
 from fsdp_overlap.deciding.schedule import Schedule
 from fsdp_overlap.runtime.context import FsdpContext, context_of
 from fsdp_overlap.runtime.engine import is_in_backward
+from fsdp_overlap.runtime.late_memory import take_assigned
 from fsdp_overlap.runtime.saved_tensors import end_watch, watch_reads
 from fsdp_overlap.runtime.trees import map_tensors, may_hide_tensors, tensors_in
 from fsdp_overlap.runtime.unit import Unit
@@ -188,7 +189,7 @@ def _end_of_forward(
 def after_load(unit: Unit, module: nn.Module, keys: Any) -> None:
     """After ``load_state_dict()`` of ``module`` and all in it."""
     context = context_of(unit)
-    if unit.take_assigned(context.device):
+    if take_assigned(unit, context.device):
         context.unsettle()
 
 

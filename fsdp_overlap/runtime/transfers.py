@@ -113,11 +113,11 @@ class Transfers:
 
     def use_unsharded(self, unit: Unit) -> None:
         for bucket in unit.buckets:
-            bucket.use_unsharded()
+            bucket.places.use_unsharded(bucket.label)
 
     def use_sharded(self, unit: Unit) -> None:
         for bucket in unit.buckets:
-            bucket.use_sharded()
+            bucket.places.use_sharded()
 
     def watch_gradients(self, unit: Unit) -> None:
         unit.watch_gradients()

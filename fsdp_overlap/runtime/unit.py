@@ -20,9 +20,8 @@ from fsdp_overlap.comm.lanes import Lane
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.engine import is_to_accumulate
 from fsdp_overlap.runtime.gradients import BucketGradients
-from fsdp_overlap.runtime.ownership import kind_of, mark_replaced, modules_outside_units
+from fsdp_overlap.runtime.ownership import kind_of, modules_outside_units
 from fsdp_overlap.runtime.settings import Settings
-from fsdp_overlap.runtime.stale_optimizers import note_replacement
 from fsdp_overlap.runtime.unsharded_edits import FREED, UnshardedEdits
 from fsdp_overlap.runtime.untraced import untraced
 
@@ -250,11 +249,11 @@ class Unit:
 
     def use_unsharded(self) -> None:
         for bucket in self.buckets:
-            bucket.use_unsharded()
+            bucket.places.use_unsharded(bucket.label)
 
     def use_sharded(self) -> None:
         for bucket in self.buckets:
-            bucket.use_sharded()
+            bucket.places.use_sharded()
 
     def reshards_after_forward(self) -> bool:
         """The user's choice; by default all but the root, which backward needs first, reshard."""
@@ -295,70 +294,13 @@ class Unit:
                 self.gradients.append(gradients)
                 self._trainability = -1
 
-    def materialize(self, device: torch.device) -> None:
-        """Gives a unit on the meta device memory. Its parameters are new objects."""
-        for bucket in self.buckets:
-            keeps_storage = bucket.full.keeps_storage
-            replaced = bucket.sharded_parameters
-            bucket.materialize(device)
-            bucket.full.keeps_storage = keeps_storage
-            for parameter in replaced:
-                mark_replaced(parameter, by="the model was given memory")
-        note_replacement()
-        # What a forward that failed for want of memory may have remembered of the old ones.
+    def forget_parameters(self) -> None:
+        """The parameters are new objects: forgets what it knew of the old ones."""
         self.gradients = []
         self._trainability = -1
         self._known_gradients = {}
         self._watched = set()
         self._watch_edits()
-
-    def take_assigned(self, device: torch.device) -> bool:
-        """What ``load_state_dict(assign=True)`` registered is copied into the shards, and the
-        sharded parameters are registered again. On the meta device nothing is done before all
-        parameters were given, and then the unit is given memory on ``device`` first. Returns
-        whether it was.
-
-        Raises:
-            RuntimeError: one has another dtype. The unit is as before then.
-        """
-        assigned = [bucket.assigned() for bucket in self.buckets]
-        is_meta = self.is_meta
-        counts = [len(bucket.parameters) for bucket in self.buckets]
-        if not any(assigned) or (is_meta and list(map(len, assigned)) != counts):
-            return False
-        for bucket, values in zip(self.buckets, assigned, strict=True):
-            for index, value in values.items():
-                if value.dtype != bucket.shard.dtype:
-                    self.use_sharded()
-                    raise RuntimeError(
-                        f"load_state_dict(assign=True) gives parameter "
-                        f"{bucket.plan.specs[index].fqn!r} of {self.module_kind} as {value.dtype}, "
-                        f"and it is sharded as {bucket.shard.dtype}: cast the state dict, or the "
-                        "module before fully_shard()"
-                    )
-        if is_meta:
-            self.materialize(device)
-        with torch.no_grad():
-            for bucket, values in zip(self.buckets, assigned, strict=True):
-                bucket.use_sharded()
-                for index, value in values.items():
-                    bucket.sharded_parameters[index].copy_(value)
-        if is_meta:
-            self.announce_unsharded()
-        return is_meta
-
-    def announce_unsharded(self) -> None:
-        """Assigns the unsharded parameters where they belong, for modules that keep references of
-        their own, as ``nn.LSTM`` does, and registers the sharded ones again."""
-        for bucket in self.buckets:
-            unsharded = dict(
-                zip(map(id, bucket.sharded_parameters), bucket.parameters, strict=True)
-            )
-            for _, module in modules_outside_units(self.modules):
-                for name, parameter in list(module._parameters.items()):
-                    if id(parameter) in unsharded:
-                        setattr(module, name, unsharded[id(parameter)])
-            bucket.use_sharded()
 
     def watch_gradients(self) -> None:
         """Before the parameters are used outside forward: their gradients are noticed without
@@ -391,20 +333,3 @@ def reduce_dtype(dtype: torch.dtype, mp_policy: MixedPrecisionPolicy) -> torch.d
 def unit_of(module: nn.Module) -> Unit | None:
     """The unit that :func:`fully_shard` made of ``module``, or of a list with it, if it did."""
     return module.__dict__.get("_fsdp_unit")
-
-
-def unit_names(units: Sequence[Unit]) -> dict[Unit, str]:
-    """The name of each unit that lies within another, relative to the outermost that has it; of a
-    unit of several modules, their names."""
-    names: dict[Unit, str] = {}
-    for outer in units:
-        if outer in names:
-            continue
-        found: dict[Unit, list[str]] = {}
-        for module in outer.modules:
-            for name, child in module.named_modules():
-                unit = unit_of(child)
-                if unit is not None and unit is not outer:
-                    found.setdefault(unit, []).append(name)
-        names.update((unit, ", ".join(found[unit])) for unit in found)
-    return names
