@@ -1,5 +1,8 @@
 """What can be done with sharded tensors: the table behind ``ShardedTensor.__torch_function__``.
 
+``ShardedTensor`` cannot import this module, which builds on it, so the last line here gives it
+:func:`call`. The package imports this module, so there is no sharded tensor without its ops.
+
 Ops are told apart by name, because the same op arrives in several forms (``torch.mul``,
 ``Tensor.mul``, ``Tensor.__mul__``, ``aten.mul.Tensor``).
 """
@@ -11,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from fsdp_overlap.tensor import pointwise, reductions, views
+from fsdp_overlap.tensor import creation, pointwise, sums_and_norms, views
 from fsdp_overlap.tensor.operands import own_elements
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, raise_unsupported
 
@@ -196,8 +199,12 @@ def _factory(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _max_or_min(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     is_of_two = any(isinstance(value, torch.Tensor) for value in [*args[1:], kwargs.get("other")])
-    handler = pointwise.pointwise if is_of_two else reductions.reduction
+    handler = pointwise.pointwise if is_of_two else sums_and_norms.reduction
     return handler(name, func, args, kwargs)
+
+
+def _redistribute(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return creation.redistribute(*args)
 
 
 # The first set that has an op's name says who runs it; point-wise ops come after all of these.
@@ -215,9 +222,12 @@ TABLE: list[tuple[Collection[str], Handler]] = [
     (VIEWS, views.view),
     (("view_as_real", "view_as_complex"), views.reinterpret),
     (("max", "min"), _max_or_min),
-    (NORMS, reductions.norm),
-    (("_foreach_norm",), reductions.foreach_norm),
-    (REDUCTIONS, reductions.reduction),
-    (("equal",), reductions.equal),
-    (("_amp_foreach_non_finite_check_and_unscale_",), reductions.unscale),
+    (NORMS, sums_and_norms.norm),
+    (("_foreach_norm",), sums_and_norms.foreach_norm),
+    (REDUCTIONS, sums_and_norms.reduction),
+    (("equal",), sums_and_norms.equal),
+    (("_amp_foreach_non_finite_check_and_unscale_",), sums_and_norms.unscale),
+    (("redistribute",), _redistribute),
 ]
+
+ShardedTensor._run_op = staticmethod(call)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
-from functools import cache
 from operator import attrgetter
 from sys import getrefcount
-from types import ModuleType
-from typing import Any, NoReturn, cast
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -68,14 +66,6 @@ _UNSHARED = _count_references()
 _NOTHING = torch.empty(0)
 
 
-@cache
-def _ops() -> ModuleType:
-    """The table of ops, which builds on the class below."""
-    from fsdp_overlap.tensor import ops
-
-    return ops
-
-
 class ShardedTensor(DTensor):
     """A tensor of which each rank of a mesh holds one contiguous range, flattened.
 
@@ -84,6 +74,10 @@ class ShardedTensor(DTensor):
     run on the local ranges, norms and sums reduce across the ranks (a collective over the mesh,
     which returns a plain tensor), contiguous views stay sharded, and every other op raises.
     """
+
+    _run_op: ClassVar[Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]]
+    """Runs an op on sharded tensors. The ops build on this class, so the class cannot import them:
+    :mod:`~fsdp_overlap.tensor.ops` sets this when the package is imported."""
 
     edits: ShardEdits | None = None
     """Set on parameters; ``None`` on gradients and optimizer states, which nobody gathers."""
@@ -118,7 +112,7 @@ class ShardedTensor(DTensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        return _ops().call(func, args, kwargs or {})
+        return cls._run_op(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -225,9 +219,8 @@ class ShardedTensor(DTensor):
         Raises:
             RuntimeError: another mesh is asked for, or a placement that none of these is.
         """
-        from fsdp_overlap.tensor import creation
-
-        return creation.redistribute(self, device_mesh, placements)
+        asked = (self, device_mesh, placements)
+        return cast(DTensor, ShardedTensor._run_op(ShardedTensor.redistribute, asked, {}))
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         start, stop = self.local_range
