@@ -107,7 +107,7 @@ class Call:
     end: int
     forward_pass: ForwardPass
     version: int
-    """Of the unit's shards that forward computed with."""
+    """The version of the shards that forward computed with."""
     needs_parameters: bool = True
     """Whether its backward does. Where the user said that it does not, that is watched."""
     backward: int = 0

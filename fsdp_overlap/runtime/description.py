@@ -84,7 +84,7 @@ def _row(unit: Unit, is_outermost: bool) -> tuple[str, ...]:
 
 
 def _bytes_of(unit: Unit) -> tuple[int, int]:
-    """Of all its parameters, and of what this rank holds of them."""
+    """The size of all its parameters, and of what this rank holds of them."""
     whole = sum(
         spec.numel * spec.dtype.itemsize for bucket in unit.buckets for spec in bucket.plan.specs
     )

@@ -64,8 +64,8 @@ class Domain:
         self.device = device
         self.divides_copies = divides_copies and self.copies > 1
         self.plans = UnitPlans(self.shard_size * (self.copies if divides_copies else 1), layout)
-        """Of as many ranks as hold different elements at rest: the parts of a divided shard are
-        neighbours."""
+        """Plans for all ranks that hold different elements at rest. The parts of a divided shard
+        are neighbours."""
         self.has_reduced = False
         """Whether a reduce-scatter was issued since the last :meth:`agree`."""
         self.reading: Ticket | None = None

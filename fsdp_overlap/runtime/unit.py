@@ -61,7 +61,7 @@ class Unit:
         self.is_list = len(modules) > 1
         """Whether it is of several modules: whole from the first that runs to the last."""
         self.to_run: set[int] = set()
-        """Of several modules, those that have yet to run before the unit is released."""
+        """The modules of a list that have yet to run before the unit is released."""
         self.buckets = buckets
         self.has_parameters = bool(buckets)
         self.mp_policy = mp_policy
@@ -70,7 +70,7 @@ class Unit:
         self.handled: list[TracebackType | None] = []
         """For each forward under way, the traceback of the error that was handled when it began."""
         self.watches: list[saved_tensors_hooks] = []
-        """Of forwards under way whose backward should read no parameters."""
+        """A hook for each forward under way whose backward should read no parameters."""
         self.forward_prefetch: Sequence[weakref.ref[Unit]] = ()
         self.backward_prefetch: Sequence[weakref.ref[Unit]] = ()
         """What the user wants gathered when this unit runs, instead of what is predicted."""
@@ -82,7 +82,7 @@ class Unit:
         """Whether backwards left gradients that are not reduced, or not across copies, on every
         rank."""
         self.seen_version = -1
-        """Of the shards, the :attr:`version` that the lane of all-gathers comes after."""
+        """The :attr:`version` that the lane of all-gathers comes after."""
         self.is_root = False
         self.name = kind_of(modules)
         self._watch_edits()
@@ -188,7 +188,7 @@ class Unit:
         )
 
     def module_ran(self, module: nn.Module) -> None:
-        """Of several modules, ``module`` has run."""
+        """One module of the list has run."""
         if not self.to_run:
             self.to_run.update(map(id, self.modules))
         self.to_run.discard(id(module))
