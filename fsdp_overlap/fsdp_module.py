@@ -56,7 +56,7 @@ class FsdpModule(GradientVerbs):
         context = context_of(unit)
         context.settle()
         unit.follow_trainability()
-        unit.watch_gradients()
+        unit.hook_gradients()
         context.schedule.gathers.use(unit)
         handle = UnshardHandle(unit)
         if async_op:

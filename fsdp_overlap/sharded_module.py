@@ -78,7 +78,7 @@ class ShardedModule(nn.Module):
         unit.use_sharded()
         if unit.is_gathered:
             gathers = context.schedule.gathers
-            gathers.unkeep(unit)
+            gathers.take_out_of_graphs(unit)
             gathers.release(unit)
             gathers.flush()
         if unit.is_offloaded:

@@ -28,7 +28,7 @@ from fsdp_overlap.runtime.copies_reduction import CopiesReduction
 from fsdp_overlap.runtime.divided_shard import DividedShard
 from fsdp_overlap.runtime.domain import Domain
 from fsdp_overlap.runtime.gradients import BucketGradients
-from fsdp_overlap.runtime.reducing import Reducing
+from fsdp_overlap.runtime.reduce_options import ReduceOptions
 from fsdp_overlap.runtime.transfers import Transfers
 
 
@@ -70,6 +70,7 @@ OFFLOADED = "edits after an evaluation of offloaded weights"
 COPIES = "many units with copies"
 DIVIDED = "accumulation among shards, divided"
 SIDE = "the optimizer on a stream of its own"
+HOOKS = "hooks on another stream"
 
 # Every line of the lanes, tickets and releases that orders something.
 DEFECTS = [
@@ -168,8 +169,12 @@ DEFECTS = [
         new="while False:",
     ),
     Defect(OrderCheck, "send", "lane.after_compute()", COPIES),
-    Defect(Reducing, "call_hook", "self.hook_stream.wait_stream(lane)", "hooks on another stream"),
-    Defect(Reducing, "call_hook", "lane.wait_stream(self.hook_stream)", "hooks on another stream"),
+    Defect(
+        ReduceOptions, "call_hook", "self.hook_stream.wait_stream(lane)", "hooks on another stream"
+    ),
+    Defect(
+        ReduceOptions, "call_hook", "lane.wait_stream(self.hook_stream)", "hooks on another stream"
+    ),
     Defect(Landing, "wait", "self.copied.synchronize()", "offloaded"),
     Defect(Domain, "finish_reading", "self.reading.wait_on_host()", OFFLOADED),
     Defect(

@@ -183,7 +183,7 @@ class Transfers(Protocol):
         """Registers the sharded ones."""
         ...
 
-    def watch_gradients(self, unit: Any) -> None:
+    def hook_gradients(self, unit: Any) -> None:
         """Makes every gradient of the unit be noticed when it arrives."""
         ...
 

@@ -26,10 +26,10 @@ from fsdp_overlap.runtime.description import describe
 from fsdp_overlap.runtime.domain import Domain, Domains, check_mesh
 from fsdp_overlap.runtime.gradients import BucketGradients
 from fsdp_overlap.runtime.plan_comparison import compare_plans
-from fsdp_overlap.runtime.plans import all_or_none, check_plannable
 from fsdp_overlap.runtime.starts import compare_starts
 from fsdp_overlap.runtime.transfers import Transfers
 from fsdp_overlap.runtime.unit import Unit, unit_of
+from fsdp_overlap.runtime.unit_plans import all_or_none, check_plannable
 from fsdp_overlap.runtime.units import Units, name_units
 from fsdp_overlap.runtime.unsharded_edits import Uncompared
 

@@ -21,8 +21,8 @@ class CopiesReduction:
     mesh ``(replicate, shard)``.
 
     The gradients were reduced among shards before. They travel at once or after some more
-    backwards, and each rank gets all of them or its part of a :class:`DividedShard`. ``filled`` says
-    which parameters have a gradient in what waits here.
+    backwards, and each rank gets all of them or its part of a :class:`DividedShard`. ``filled``
+    says which parameters have a gradient in what waits here.
     """
 
     def __init__(self, bucket: Bucket) -> None:

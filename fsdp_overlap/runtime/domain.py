@@ -23,8 +23,8 @@ from fsdp_overlap.comm.pool import can_close, end_threads_before_python
 from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.deciding.stats import Stats
 from fsdp_overlap.layout import BucketPlan, LayoutRule
-from fsdp_overlap.runtime.plans import UnitPlans
 from fsdp_overlap.runtime.tiles import beside
+from fsdp_overlap.runtime.unit_plans import UnitPlans
 from fsdp_overlap.tensor.placement import RangeShard, range_spec
 
 

@@ -119,8 +119,8 @@ class Transfers:
         for bucket in unit.buckets:
             bucket.places.use_sharded()
 
-    def watch_gradients(self, unit: Unit) -> None:
-        unit.watch_gradients()
+    def hook_gradients(self, unit: Unit) -> None:
+        unit.hook_gradients()
 
     def keep_storage(self, unit: Unit, keep: bool) -> None:
         """Whether full buffers of ``unit`` keep their memory while it is sharded."""

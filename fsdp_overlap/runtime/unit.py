@@ -69,7 +69,7 @@ class Unit:
         self.settings = Settings()
         self.handled: list[TracebackType | None] = []
         """For each forward under way, the traceback of the error that was handled when it began."""
-        self.watches: list[saved_tensors_hooks] = []
+        self.saved_hooks: list[saved_tensors_hooks] = []
         """A hook for each forward under way whose backward should read no parameters."""
         self.forward_prefetch: Sequence[weakref.ref[Unit]] = ()
         self.backward_prefetch: Sequence[weakref.ref[Unit]] = ()
@@ -85,11 +85,11 @@ class Unit:
         """The :attr:`version` that the lane of all-gathers comes after."""
         self.is_root = False
         self.name = kind_of(modules)
-        self._watch_edits()
+        self._look_for_edits()
         self.gradients: list[BucketGradients] = []
         self._trainability = -1
         self._known_gradients: dict[Bucket, BucketGradients] = {}
-        self._watched: set[int] = set()
+        self._hooked: set[int] = set()
         self.context = context
         self.index = context.register(self)
 
@@ -163,7 +163,7 @@ class Unit:
     def completes_gradients(self) -> bool:
         """Whether backward reduces gradients across copies too, where there are any."""
         return self.syncs_gradients and (
-            self.settings.reducing.across_copies or not self.has_copies
+            self.settings.reduce_options.across_copies or not self.has_copies
         )
 
     @property
@@ -193,7 +193,7 @@ class Unit:
             self.to_run.update(map(id, self.modules))
         self.to_run.discard(id(module))
 
-    def _watch_edits(self) -> None:
+    def _look_for_edits(self) -> None:
         tables = [module._parameters for _, module in modules_outside_units(self.modules)]
         self.edits = [UnshardedEdits(bucket, tables) for bucket in self.buckets]
         self.compared: set[tuple[int, bool]] = set()
@@ -268,7 +268,7 @@ class Unit:
 
     def follow_trainability(self) -> None:
         """Brings ``requires_grad`` of the unsharded parameters in line with the sharded ones, and
-        watches those that became trainable."""
+        hooks those that became trainable."""
         edits = 0
         for bucket in self.buckets:
             edits += bucket.edits.trainability
@@ -285,10 +285,10 @@ class Unit:
             if any(parameter.requires_grad for parameter in bucket.parameters):
                 if gradients is None:
                     dtype = reduce_dtype(bucket.shard.dtype, self.mp_policy)
-                    gradients = BucketGradients(bucket, dtype, self.settings.reducing)
+                    gradients = BucketGradients(bucket, dtype, self.settings.reduce_options)
                     self._known_gradients[bucket] = gradients
                 self.gradients.append(gradients)
-                self._watch(gradients, only_large=True)
+                self._hook(gradients, only_large=True)
             elif gradients is not None and self.has_unreduced:
                 # Frozen, with sums that a backward has yet to reduce: the next forward looks again.
                 self.gradients.append(gradients)
@@ -299,22 +299,22 @@ class Unit:
         self.gradients = []
         self._trainability = -1
         self._known_gradients = {}
-        self._watched = set()
-        self._watch_edits()
+        self._hooked = set()
+        self._look_for_edits()
 
-    def watch_gradients(self) -> None:
+    def hook_gradients(self) -> None:
         """Before the parameters are used outside forward: their gradients are noticed without
         one."""
         for gradients in self.gradients:
-            self._watch(gradients, only_large=False)
+            self._hook(gradients, only_large=False)
 
-    def _watch(self, gradients: BucketGradients, only_large: bool) -> None:
+    def _hook(self, gradients: BucketGradients, only_large: bool) -> None:
         owner, target = weakref.ref(self), weakref.ref(gradients)
         for index, parameter in enumerate(gradients.bucket.parameters):
             is_wanted = parameter.requires_grad and (gradients.is_large[index] or not only_large)
-            if not is_wanted or id(parameter) in self._watched:
+            if not is_wanted or id(parameter) in self._hooked:
                 continue
-            self._watched.add(id(parameter))
+            self._hooked.add(id(parameter))
 
             @untraced
             def arrived(_: torch.Tensor, index: int = index) -> None:

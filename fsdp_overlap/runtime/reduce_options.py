@@ -11,7 +11,7 @@ from fsdp_overlap.comm.streams import streams_of
 
 
 @dataclass
-class Reducing:
+class ReduceOptions:
     """How a unit's gradients are reduced.
 
     ``divisor``: what their sum over all ranks is divided by, ``None`` for the number of ranks.
