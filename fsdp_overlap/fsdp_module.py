@@ -56,7 +56,7 @@ class FsdpModule(GradientVerbs):
         context = context_of(unit)
         context.settle()
         unit.follow_trainability()
-        unit.watch_gradients()
+        unit.hook_gradients()
         context.schedule.gathers.use(unit)
         handle = UnshardHandle(unit)
         if async_op:
@@ -216,7 +216,7 @@ class FsdpModule(GradientVerbs):
         context = context_of(self._fsdp_unit)
         context.schedule.gathers.wait_once_for(event, context.units)
         if context.divide_copies:
-            context.copies_lane.after_event(event)
+            context.transfers.copies_lane.after_event(event)
 
     def reset_iter_state(self) -> None:
         """Does what :meth:`FsdpContext.reset` does. This is its name in FSDP2.

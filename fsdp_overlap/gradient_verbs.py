@@ -23,7 +23,7 @@ class GradientVerbs(ShardedModule):
         a copy of the model has none."""
         for unit in self._units(recurse):
             unit.settings.requires_gradient_sync = requires_gradient_sync
-            unit.settings.reducing.across_copies = requires_gradient_sync
+            unit.settings.reduce_options.across_copies = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients across copies too, on a mesh ``(replicate, shard)``.
@@ -31,7 +31,7 @@ class GradientVerbs(ShardedModule):
         gradient accumulation that communicates inside a node alone. ``.grad`` does not change until
         then. :meth:`set_requires_gradient_sync` sets this too."""
         for unit in self._units(recurse):
-            unit.settings.reducing.across_copies = requires_all_reduce
+            unit.settings.reduce_options.across_copies = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last before the optimizer's step. At stage 1 of
@@ -51,12 +51,12 @@ class GradientVerbs(ShardedModule):
         """
         if not factor > 0:
             raise ValueError(f"set_gradient_divide_factor({factor!r}): use a positive number")
-        self._fsdp_unit.settings.reducing.divisor = float(factor)
+        self._fsdp_unit.settings.reduce_options.divisor = float(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Whether collectives of this unit's gradients must be sums. The division is a step of its
         own then."""
-        self._fsdp_unit.settings.reducing.sums_only = enable
+        self._fsdp_unit.settings.reduce_options.sums_only = enable
 
     def set_all_reduce_hook(
         self,
@@ -82,7 +82,7 @@ class GradientVerbs(ShardedModule):
                 "set_all_reduce_hook(stream=...) on a mesh (replicate, shard): the hook runs where "
                 "the reduction across copies does; leave stream out"
             )
-        unit.settings.reducing.hook, unit.settings.reducing.hook_stream = hook, stream
+        unit.settings.reduce_options.hook, unit.settings.reduce_options.hook_stream = hook, stream
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True

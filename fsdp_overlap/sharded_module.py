@@ -16,9 +16,11 @@ from fsdp_overlap.runtime import hooks
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.context import context_of
 from fsdp_overlap.runtime.domain import Domain
+from fsdp_overlap.runtime.late_memory import announce_unsharded, materialize
 from fsdp_overlap.runtime.ownership import modules_outside_units, move_buffers
 from fsdp_overlap.runtime.tiles import parameter_like
-from fsdp_overlap.runtime.unit import Unit, unit_names, unit_of
+from fsdp_overlap.runtime.unit import Unit, unit_of
+from fsdp_overlap.runtime.units import unit_names
 from fsdp_overlap.sharding import make_unit
 from fsdp_overlap.tensor.sharded_tensor import attributes_of
 
@@ -27,12 +29,12 @@ from fsdp_overlap.tensor.sharded_tensor import attributes_of
 def hidden(buckets: Sequence[Bucket]) -> Iterator[None]:
     """Takes the parameters of ``buckets`` out of their modules inside the ``with`` block."""
     for bucket in buckets:
-        bucket.use_none()
+        bucket.places.use_none()
     try:
         yield
     finally:
         for bucket in buckets:
-            bucket.use_sharded()
+            bucket.places.use_sharded()
 
 
 def _keeping_dtypes(
@@ -76,7 +78,7 @@ class ShardedModule(nn.Module):
         unit.use_sharded()
         if unit.is_gathered:
             gathers = context.schedule.gathers
-            gathers.unkeep(unit)
+            gathers.take_out_of_graphs(unit)
             gathers.release(unit)
             gathers.flush()
         if unit.is_offloaded:
@@ -113,13 +115,13 @@ class ShardedModule(nn.Module):
             bucket.is_meta and not result.is_meta
             for (bucket, _), result in zip(shards, applied, strict=True)
         ):
-            self._fsdp_unit.materialize(device)
+            materialize(self._fsdp_unit, device)
             context.unsettle()
         else:
             for (_, shard), result in zip(shards, applied, strict=True):
                 if result is not shard:
                     shard.copy_(result)
-        self._fsdp_unit.announce_unsharded()
+        announce_unsharded(self._fsdp_unit)
         return self
 
     def _shards(self) -> list[tuple[Bucket, torch.Tensor]]:

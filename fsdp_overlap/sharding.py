@@ -26,10 +26,10 @@ from fsdp_overlap.runtime.ownership import (
     owned_parameters,
     owner_of,
 )
-from fsdp_overlap.runtime.plans import all_or_none
 from fsdp_overlap.runtime.stale_optimizers import note_replacement
 from fsdp_overlap.runtime.starts import take_from_first
 from fsdp_overlap.runtime.unit import Unit, reduce_dtype
+from fsdp_overlap.runtime.unit_plans import all_or_none
 from fsdp_overlap.tensor.carried import SUMMED
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
 

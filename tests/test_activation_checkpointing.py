@@ -181,3 +181,24 @@ def test_units_that_are_recomputed_by_reentrant_checkpoints_are_gathered_ahead(
     model: type[Model],
 ) -> None:
     run_ranks(gathers_ahead, 2, model)
+
+
+class SkippedBehindCheckpoint(Model):
+    """A rank may drop what the middle layer gave, and backward then comes from the last layer to a
+    reentrant checkpoint at once."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        x = x + checkpoint(self.layers[0], x, use_reentrant=True)
+        y = self.layers[1](x)
+        if tokens[0, 0] % 2:
+            x = x + y
+        return self.head(x)
+
+
+def skip_behind_checkpoint() -> None:
+    Twins(SkippedBehindCheckpoint, shard_layers).train(6)
+
+
+def test_a_rank_may_skip_what_lies_behind_a_reentrant_checkpoint() -> None:
+    run_ranks(skip_behind_checkpoint, 3)

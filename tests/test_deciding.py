@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -69,11 +69,11 @@ def programs(units: int, length: int) -> Iterator[tuple[Action, ...]]:
     yield from product(*[every] * (length - 1), last)
 
 
-def explore_all(units: int, length: int, several: Sequence[Options] = OPTIONS) -> tuple[int, int]:
+def explore_all(units: int, length: int) -> tuple[int, int]:
     """Every program of so many actions on so many units. Returns the numbers of programs and of
     events that ranks saw in them."""
     count = events = 0
-    for options, program in product(several, programs(units, length)):
+    for options, program in product(OPTIONS, programs(units, length)):
         count += 1
         try:
             events += explore(units, options, program)
@@ -83,14 +83,11 @@ def explore_all(units: int, length: int, several: Sequence[Options] = OPTIONS) -
     return count, events
 
 
-@pytest.mark.parametrize(
-    ("units", "length", "several"),
-    [(1, 3, OPTIONS), (2, 2, [Options(), Options(prefetch=0)]), (3, 1, OPTIONS)],
-)
-def test_every_small_program_is_right(units: int, length: int, several: list[Options]) -> None:
-    count, events = explore_all(units, length, several)
-    assert count > 100
-    assert events > 10 * count
+def test_every_small_program_is_right() -> None:
+    found = [explore_all(units, length) for units, length in ((1, 3), (2, 2), (3, 1))]
+    count, events = (sum(each) for each in zip(*found, strict=True))
+    text = (Path(__file__).parent.parent / "docs" / "design.md").read_text()
+    assert f"{count:,} programs, in which the ranks see {events:,} events" in " ".join(text.split())
 
 
 def nothing(*_: object, **__: object) -> None:

@@ -215,3 +215,14 @@ def test_every_printed_command_has_its_script_and_options(page: Path) -> None:
         for option in (argument for argument in arguments if argument.startswith("--")):
             name = option.removeprefix("--").replace("-", "_")
             assert option in source or f" {name}: Annotated[" in source, f"{script} {option}"
+
+
+def test_docstrings_say_what_they_are_about_first() -> None:
+    """Subject first: none begins with "Of"."""
+    wrong = [
+        f"{path.name}: {line.strip()}"
+        for path in (DOCS.parent / "fsdp_overlap").rglob("*.py")
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if re.match(r'\s*"""Of ', line)
+    ]
+    assert not wrong

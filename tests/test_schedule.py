@@ -230,7 +230,7 @@ def separate(separate_groups: bool) -> None:
     shard_layers(model, ctx)
     model(torch.zeros(1, 1, dtype=torch.int64))
     assert (ctx.groups.gather is not ctx.groups.reduce) == separate_groups
-    assert ctx.gather_lane is not ctx.reduce_lane
+    assert ctx.transfers.gather_lane is not ctx.transfers.reduce_lane
 
 
 @pytest.mark.parametrize("separate_groups", [True, False])

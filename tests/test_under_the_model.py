@@ -25,7 +25,7 @@ from fsdp_overlap.runtime.copies_reduction import CopiesReduction
 from fsdp_overlap.runtime.divided_shard import DividedShard
 from fsdp_overlap.runtime.domain import Domain
 from fsdp_overlap.runtime.gradients import BucketGradients
-from fsdp_overlap.runtime.reducing import Reducing
+from fsdp_overlap.runtime.reduce_options import ReduceOptions
 from fsdp_overlap.runtime.transfers import Transfers
 from support.modelled import Program, fake_ranks, run
 from support.modelled_modes import MODES, OFFLOAD
@@ -70,6 +70,7 @@ OFFLOADED = "edits after an evaluation of offloaded weights"
 COPIES = "many units with copies"
 DIVIDED = "accumulation among shards, divided"
 SIDE = "the optimizer on a stream of its own"
+HOOKS = "hooks on another stream"
 
 # Every line of the lanes, tickets and releases that orders something.
 DEFECTS = [
@@ -168,8 +169,12 @@ DEFECTS = [
         new="while False:",
     ),
     Defect(OrderCheck, "send", "lane.after_compute()", COPIES),
-    Defect(Reducing, "call_hook", "self.hook_stream.wait_stream(lane)", "hooks on another stream"),
-    Defect(Reducing, "call_hook", "lane.wait_stream(self.hook_stream)", "hooks on another stream"),
+    Defect(
+        ReduceOptions, "call_hook", "self.hook_stream.wait_stream(lane)", "hooks on another stream"
+    ),
+    Defect(
+        ReduceOptions, "call_hook", "lane.wait_stream(self.hook_stream)", "hooks on another stream"
+    ),
     Defect(Landing, "wait", "self.copied.synchronize()", "offloaded"),
     Defect(Domain, "finish_reading", "self.reading.wait_on_host()", OFFLOADED),
     Defect(
@@ -258,7 +263,7 @@ def test_offloaded_a_step_waits_where_its_gradients_land_and_its_shards_are_read
     run(lambda: waits.extend(steady(Program(shard_options=dict(OFFLOAD)))))
     places = {wait.split(" at ")[1].split(":")[0] for wait in waits}
     # And where the norm of gradients on the host, which the mesh computes, goes back there.
-    assert places == {"runtime/bucket.py", "comm/lanes.py", "tensor/reductions.py"}
+    assert places == {"runtime/bucket.py", "comm/lanes.py", "tensor/sums_and_norms.py"}
 
 
 def test_a_set_of_gradients_that_changes_makes_nobody_wait() -> None:

@@ -44,7 +44,7 @@ class Note:
     """How many collectives it issued on each group, by the group's name."""
     has_reset: bool = False
     units: tuple[str, ...] = ()
-    """Of the mesh's buckets, in the order in which they were made."""
+    """Names the mesh's buckets, in the order in which they were made."""
     history: tuple[Interval, ...] = ()
 
     @classmethod

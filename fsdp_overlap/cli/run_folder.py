@@ -86,7 +86,7 @@ class RunFolder:
         _replace(self.path / "metrics.jsonl", "".join(json.dumps(m) + "\n" for m in kept))
 
     def clear_traces(self) -> None:
-        """Of a run before, which may have had other ranks."""
+        """Removes the traces of an earlier run, which may have had other ranks."""
         for trace in self.traces():
             trace.unlink()
 

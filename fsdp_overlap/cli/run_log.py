@@ -66,7 +66,7 @@ class RunLog:
         self._display.__exit__(kind, error, traceback)
 
     def show(self, metrics: dict[str, float]) -> None:
-        """Of one step, as the trainer gives them."""
+        """Shows the figures of one step, as the trainer gives them."""
         if "loss" not in metrics:
             return
         self._folder.log(metrics)

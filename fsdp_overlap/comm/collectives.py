@@ -70,7 +70,7 @@ class Issued(NamedTuple):
     works: Sequence[dist.Work]
     finish: Callable[[], torch.Tensor]
     group: dist.ProcessGroup | None = None
-    """Of the works, if there are any."""
+    """The group that the works run on. ``None`` if there are none."""
 
 
 class Collectives(Protocol):
@@ -334,7 +334,7 @@ def choose(device_type: str, group: dist.ProcessGroup, plan: BucketPlan) -> Coll
 
 
 def _finish(work: dist.Work | None) -> None:
-    """Of a synchronous collective. Some backends return a work all the same."""
+    """Ends a synchronous collective. Some backends return a work all the same."""
     if work is not None:
         work.wait()
 

@@ -66,7 +66,7 @@ class Backward:
         self.accumulates = self._engine.is_for_all_leaves() or any(
             unit.accumulates for unit in units
         )
-        self._expect(self._gathers.kept.items())
+        self._expect(self._gathers.in_graphs.items())
 
     def advance_to(self, call: Call) -> None:
         """Enqueues what every rank enqueues up to ``call``, also for calls skipped on this rank."""
@@ -179,8 +179,8 @@ class Backward:
         if call.needs_parameters or (self.creates_graph and unit.is_gathered):
             self._use(unit, call.forward_pass)
             if self.creates_graph:
-                self._gathers.kept.setdefault(unit.index, self._first_use(call))
-                self._transfers.watch_gradients(unit)
+                self._gathers.in_graphs.setdefault(unit.index, self._first_use(call))
+                self._transfers.hook_gradients(unit)
         self._reductions.passed(call.end)
 
     def _leave(self, tick: int) -> None:

@@ -33,7 +33,7 @@ class Gathers:
         self._delayed: dict[UnitIndex, Mark] = {}
         # As _ahead, but kept until they are used, because the user said that they will be.
         self._asked: dict[UnitIndex, Mark] = {}
-        self.kept: dict[UnitIndex, int] = {}
+        self.in_graphs: dict[UnitIndex, int] = {}
         """Units whose full buffers a graph made by ``backward(create_graph=True)`` may read, at
         moments that no hook sees, with the tick of their first use."""
         self._issued = 0
@@ -88,25 +88,25 @@ class Gathers:
     def release(self, unit: Unit) -> None:
         """Frees the buffer of ``unit`` once the compute enqueued so far has read it. That is put
         off until the next all-gather is enqueued, which then does not wait for it."""
-        if unit.is_gathered and unit.index not in self.kept:
+        if unit.is_gathered and unit.index not in self.in_graphs:
             self._ahead.pop(unit.index, None)
             self._asked.pop(unit.index, None)
             self._delayed[unit.index] = self._transfers.mark_compute()
 
-    def unkeep(self, unit: Unit) -> None:
-        """Lets go of a full buffer in :attr:`kept`. Autograd refuses to read it for the graph that
-        it was kept for from now on."""
-        if self.kept.pop(unit.index, None) is not None:
+    def take_out_of_graphs(self, unit: Unit) -> None:
+        """Lets go of a full buffer in :attr:`in_graphs`. From now on autograd refuses to read it
+        for the graph that it was there for."""
+        if self.in_graphs.pop(unit.index, None) is not None:
             self._transfers.forbid_old_graphs(unit)
 
     def release_stale(self) -> None:
-        """Releases what is kept of units that were edited since."""
-        for index in list(self.kept):
+        """Releases the units of :attr:`in_graphs` that were edited since."""
+        for index in list(self.in_graphs):
             unit = self._unit_at(index)
             if unit is None:
-                del self.kept[index]
+                del self.in_graphs[index]
             elif not unit.is_whole:
-                self.unkeep(unit)
+                self.take_out_of_graphs(unit)
                 if unit.settings.reshard_after_backward:
                     self.release(unit)
 
@@ -138,11 +138,11 @@ class Gathers:
         self._ahead.clear()
         self._asked.clear()
         self._delayed.clear()
-        for index in list(self.kept):
+        for index in list(self.in_graphs):
             unit = self._unit_at(index)
             if unit is not None:
-                self.unkeep(unit)
-        self.kept.clear()
+                self.take_out_of_graphs(unit)
+        self.in_graphs.clear()
 
     def wait_once_for(self, event: Any, units: Iterable[Unit]) -> None:
         """All-gathers wait for ``event``, which stands for every edit made so far of ``units``, and
@@ -169,7 +169,7 @@ class Gathers:
         if unit.seen_version != version or unit.is_gathered:
             self._transfers.after_compute()
             unit.seen_version = version
-            self.unkeep(unit)
+            self.take_out_of_graphs(unit)
         self._issued += 1
         self._transfers.gather(unit)
 

@@ -54,7 +54,7 @@ class Unit(Protocol):
     is_list: bool
     """Whether it is made of several modules."""
     to_run: set[int]
-    """Of several modules, the ids of those that have yet to run before the unit is released."""
+    """The ids of a list's modules that have yet to run before the unit is released."""
     seen_version: int
     """The version of the shards that all-gathers are known to see. :class:`Gathers` keeps it."""
     has_unreduced: bool
@@ -183,7 +183,7 @@ class Transfers(Protocol):
         """Registers the sharded ones."""
         ...
 
-    def watch_gradients(self, unit: Any) -> None:
+    def hook_gradients(self, unit: Any) -> None:
         """Makes every gradient of the unit be noticed when it arrives."""
         ...
 

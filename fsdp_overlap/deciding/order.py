@@ -107,8 +107,8 @@ class Call:
     end: int
     forward_pass: ForwardPass
     version: int
-    """Of the unit's shards that forward computed with."""
+    """The version of the shards that forward computed with."""
     needs_parameters: bool = True
-    """Whether its backward does. Where the user said that it does not, that is watched."""
+    """Whether its backward does. Where the user said that it does not, reading one is an error."""
     backward: int = 0
     """Serial number of the last backward that reached this call."""

@@ -274,7 +274,7 @@ class Schedule:
         for unit in self._units():
             if not self.is_in_use(unit):
                 self._transfers.use_sharded(unit)
-                self.gathers.unkeep(unit)
+                self.gathers.take_out_of_graphs(unit)
                 self.gathers.release(unit)
                 self._transfers.drop_parts(unit)
         self.gathers.flush()

@@ -20,7 +20,7 @@ class Stats:
     """Bytes of the buffers reduced."""
     order_checks: int = 0
     confirmations: int = 0
-    """Of collectives that were not to be expected, for which this rank waited for the others."""
+    """How often this rank waited for the others before a collective that it had not predicted."""
     prefetch_hits: int = 0
     """Uses that found their all-gather enqueued ahead, or their buffer kept from the last use."""
     prefetch_misses: int = 0

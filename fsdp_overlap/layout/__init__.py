@@ -3,7 +3,7 @@ tensors."""
 
 from fsdp_overlap.layout.bucket_plan import ALIGN_ELEMENTS, BucketPlan
 from fsdp_overlap.layout.layouts import Blocks, Flat, Layout, LayoutRule, Whole
-from fsdp_overlap.layout.plan import plan_units
+from fsdp_overlap.layout.planner import plan_units
 from fsdp_overlap.layout.spec import ParamSpec
 
 __all__ = [

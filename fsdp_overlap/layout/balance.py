@@ -72,7 +72,7 @@ class Loads:
         return [held / share for held in self._work]
 
     def fraction(self, item: Item) -> tuple[float, float]:
-        """Of a rank's share: of bytes, and of work."""
+        """What ``item`` is of a rank's fair share of bytes, and of work."""
         return (
             item.nbytes * self.world_size / max(1, self._all_bytes),
             item.work * self.world_size / max(1, self._all_work),

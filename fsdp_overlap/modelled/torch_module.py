@@ -49,7 +49,7 @@ def running(device: ModelledDevice) -> Iterator[ModelledDevice]:
 
 @contextmanager
 def _telling(calls: Calls) -> Iterator[None]:
-    """Of these torch tells no mode, or calls back what the mode has to see."""
+    """Patches what torch tells no mode of, or what calls back past the mode."""
     resize = torch.UntypedStorage.resize_
     checks = checkpoint._allowed_determinism_checks_to_fns
 

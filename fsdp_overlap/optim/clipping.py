@@ -10,8 +10,8 @@ import torch
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fsdp_overlap.optim.runs import find_runs, flatten, local_of
-from fsdp_overlap.tensor.reductions import by_cut, combine_norms, local_norms, norms
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
+from fsdp_overlap.tensor.sums_and_norms import by_cut, combine_norms, local_norms, norms
 
 
 @torch.no_grad()

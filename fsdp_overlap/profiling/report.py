@@ -26,7 +26,7 @@ _SLOW = 0.1
 
 @dataclass(frozen=True)
 class Report:
-    """Of ranks that ran together, by rank. `ranks` is not empty."""
+    """Reports on ranks that ran together, by rank. `ranks` is not empty."""
 
     ranks: tuple[RankReport, ...]
 

@@ -32,6 +32,7 @@ from fsdp_overlap.runtime.domain import Domain
 from fsdp_overlap.runtime.engine import is_in_backward
 from fsdp_overlap.runtime.ownership import OwnedParameter
 from fsdp_overlap.runtime.partial_reshard import KeptPart
+from fsdp_overlap.runtime.places import Places
 from fsdp_overlap.runtime.settings import Settings
 from fsdp_overlap.runtime.tiles import (
     give_memory,
@@ -154,8 +155,8 @@ class Bucket:
             # A Parameter to isinstance, a ShardedTensor by type.
             self.sharded_parameters.append(cast(ShardedTensor, sharded))
         self.edits.trainability = 0
-        self._list_places()
-        self.use_sharded()
+        self.places = Places(self.owned, self.parameters, self.sharded_parameters)
+        self.places.use_sharded()
 
     def _at_rest(self, device: torch.device, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory for a shard or its gradient in a bucket whose full buffer is on ``device``."""
@@ -185,15 +186,6 @@ class Bucket:
         copied = streams_of(device).current_stream().record_event() if has_streams(device) else None
         return Landing(host, copied)
 
-    def _list_places(self) -> None:
-        self.places = [
-            (registered, name, parameter, sharded)
-            for item, parameter, sharded in zip(
-                self.owned, self.parameters, self.sharded_parameters, strict=True
-            )
-            for registered, name in item.places
-        ]
-
     def materialize(self, device: torch.device) -> None:
         """Gives a bucket on the meta device memory, all zeros. Its parameters are new objects."""
         self._allocate(device, self.sharded_parameters)
@@ -208,7 +200,7 @@ class Bucket:
         self.parameters = fresh
         for item, parameter in zip(self.owned, fresh, strict=True):
             item.parameter = parameter
-        self._list_places()
+        self.places = Places(self.owned, fresh, self.sharded_parameters)
 
     def join(self, domain: Domain) -> None:
         """Becomes one of the buckets of ``domain``."""
@@ -349,53 +341,12 @@ class Bucket:
         self.drop_part()
         if self.divided is not None:
             self.divided.reset()
-        self.use_sharded()
+        self.places.use_sharded()
 
     def drop_part(self) -> None:
         """Frees what was kept for backward, which then gathers from all ranks."""
         if self.part is not None:
             self.part.drop()
-
-    def use_unsharded(self) -> None:
-        """Registers the unsharded parameters in the module.
-
-        Raises:
-            RuntimeError: something else was registered in their place.
-        """
-        for registered, name, parameter, sharded in self.places:
-            found = registered.get(name)
-            if found is not sharded and found is not parameter:
-                raise RuntimeError(
-                    f"parameter {name!r} of unit {self.label!r} was replaced after fully_shard(), "
-                    "which would not be trained: assign and tie parameters before, and edit them "
-                    "in place, under torch.no_grad(), as with copy_(), after. "
-                    "torch.func.functional_call() replaces them too: call the model itself, or "
-                    "functional_call() with an unsharded copy of it"
-                )
-            registered[name] = parameter
-
-    def use_sharded(self) -> None:
-        """Registers the sharded parameters in the module."""
-        for registered, name, _, sharded in self.places:
-            registered[name] = sharded
-
-    def assigned(self) -> dict[int, torch.Tensor]:
-        """What else is registered in the module, by the place of the parameter in the bucket; of
-        several, the last. What is on the meta device does not count."""
-        indices = {id(sharded): index for index, sharded in enumerate(self.sharded_parameters)}
-        return {
-            indices[id(sharded)]: found
-            for registered, name, parameter, sharded in self.places
-            if (found := registered.get(name)) is not sharded
-            and found is not parameter
-            and isinstance(found, torch.Tensor)
-            and not found.is_meta
-        }
-
-    def use_none(self) -> None:
-        """Registers nothing in the module: what is done to all its parameters skips the unit's."""
-        for registered, name, _, _ in self.places:
-            registered[name] = None
 
     def _become(self, state: BucketState) -> None:
         if state not in ALLOWED[self.state]:

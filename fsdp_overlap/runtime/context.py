@@ -9,9 +9,8 @@ from functools import cached_property
 from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_overlap.agreement.faults import Faults
 from fsdp_overlap.comm.groups import GroupCache, LaneGroups
@@ -22,14 +21,16 @@ from fsdp_overlap.deciding.schedule import Schedule
 from fsdp_overlap.deciding.stats import Stats
 from fsdp_overlap.layout import Flat, LayoutRule
 from fsdp_overlap.runtime import engine
-from fsdp_overlap.runtime.description import describe, describe_mesh
-from fsdp_overlap.runtime.domain import Domain, check_mesh
+from fsdp_overlap.runtime.default_mesh import default_mesh
+from fsdp_overlap.runtime.description import describe
+from fsdp_overlap.runtime.domain import Domain, Domains, check_mesh
 from fsdp_overlap.runtime.gradients import BucketGradients
 from fsdp_overlap.runtime.plan_comparison import compare_plans
-from fsdp_overlap.runtime.plans import all_or_none, check_plannable
 from fsdp_overlap.runtime.starts import compare_starts
 from fsdp_overlap.runtime.transfers import Transfers
-from fsdp_overlap.runtime.unit import Unit, unit_names, unit_of
+from fsdp_overlap.runtime.unit import Unit, unit_of
+from fsdp_overlap.runtime.unit_plans import all_or_none, check_plannable
+from fsdp_overlap.runtime.units import Units, name_units
 from fsdp_overlap.runtime.unsharded_edits import Uncompared
 
 
@@ -90,18 +91,16 @@ class FsdpContext:
         self._stats = Stats()
         self.is_implicit = False
         """Whether :func:`fully_shard` made it, to be merged with others of the same tree."""
-        self.lane_factory: Callable[[str, torch.device], Lane] = lambda name, device: make_lane(
-            device
-        )
+        self.lane_factory: Callable[[str, torch.device], Lane] = lambda _, device: make_lane(device)
         self._groups = GroupCache(separate_groups)
-        # What a context owns refers to it weakly. So its groups are free as soon as it is, and not
-        # when Python next looks for cycles.
-        me = weakref.proxy(self)
-        self.faults = Faults(lambda: me._domains.values(), self._groups)
+        # No references in a circle, so that groups are free as soon as the context is, and not when
+        # Python next looks for circles. Domains refer to faults.
+        self._units = Units()
+        self._domains = Domains(layout, self._groups, self._stats, divide_copies)
+        domains = weakref.proxy(self._domains)
+        self.faults = Faults(lambda: domains.all(), self._groups)
         self._groups.watch = weakref.ref(self.faults)
         self.uncompared: Uncompared = []
-        self._units: list[weakref.ref[Unit]] = []
-        self._domains: dict[DeviceMesh, Domain] = {}
         self._is_settled = False
         self._transfers: Transfers | None = None
         self._schedule: Schedule | None = None
@@ -124,17 +123,15 @@ class FsdpContext:
 
     def __repr__(self) -> str:
         """A table of the units. Not collective."""
-        mesh = "all ranks" if self._mesh is None else describe_mesh(self._mesh)
-        layout = getattr(self.layout, "__name__", repr(self.layout))
-        options = [f"mesh {mesh}", f"layout {layout}", f"prefetch {self.prefetch}"]
-        if not self.separates_groups:
-            options.append("one group for gathers and reductions")
-        options += [
-            name.replace("_", " ")
-            for name in ("check_plans", "divide_copies", "sync_module_states")
-            if getattr(self, name)
-        ]
-        return describe(self.units, options)
+        flags = ("check_plans", "divide_copies", "sync_module_states")
+        return describe(
+            self.units,
+            self._mesh,
+            self.layout,
+            self.prefetch,
+            self.separates_groups,
+            [name.replace("_", " ") for name in flags if getattr(self, name)],
+        )
 
     @property
     def separates_groups(self) -> bool:
@@ -150,12 +147,7 @@ class FsdpContext:
         """
         if self._mesh is not None:
             return self._mesh
-        if not dist.is_initialized():
-            raise RuntimeError(
-                "FsdpContext needs process groups: call torch.distributed.init_process_group() "
-                "first, under torchrun, or pass a mesh"
-            )
-        return init_device_mesh(_device_type(), (dist.get_world_size(),))
+        return default_mesh()
 
     @cached_property
     def device(self) -> torch.device:
@@ -177,7 +169,7 @@ class FsdpContext:
     @property
     def domains(self) -> list[Domain]:
         """One for each mesh that units are sharded over, in the order of their first units."""
-        return list(self._domains.values())
+        return self._domains.all()
 
     def domain_of(self, mesh: DeviceMesh) -> Domain:
         """The one of ``mesh``.
@@ -185,55 +177,26 @@ class FsdpContext:
         Raises:
             ValueError: it has more than two dimensions, or is of another device.
         """
-        domain = self._domains.get(mesh)
-        if domain is None:
-            if mesh.device_type != self.device.type:
-                raise ValueError(
-                    f"{mesh} is a mesh of {mesh.device_type}, the context's of {self.device.type}; "
-                    "use one context for each"
-                )
-            domain = Domain(
-                mesh,
-                self.device,
-                self.layout,
-                self._groups,
-                self.faults,
-                self._stats,
-                self.divide_copies,
-            )
-            self._domains[mesh] = domain
-        return domain
+        return self._domains.of(mesh, self.device, self.faults)
 
     @property
     def transfers(self) -> Transfers:
         """What does as the schedule decides."""
         if self._transfers is None:
-            me = weakref.proxy(self)
+            make_lane, device = self.lane_factory, self.device
             self._transfers = Transfers(
-                lambda name: me.lane_factory(name, me.device),
+                lambda name: make_lane(name, device),
                 self._stats,
-                lambda: me.domains,
-                lambda: me.units,
+                self._domains.all,
+                self._units.existing,
             )
         return self._transfers
-
-    @property
-    def gather_lane(self) -> Lane:
-        return self.transfers.gather_lane
-
-    @property
-    def reduce_lane(self) -> Lane:
-        return self.transfers.reduce_lane
-
-    @property
-    def copies_lane(self) -> Lane:
-        return self.transfers.copies_lane
 
     def check_may_use_lanes_of(self, other: FsdpContext) -> None:
         """Raises if it has used its own, or computes elsewhere."""
         if self.device != other.device:
             raise ValueError(f"a context on {self.device} cannot use lanes on {other.device}")
-        if self._is_settled and self.gather_lane is not other.gather_lane:
+        if self._is_settled and self.transfers.gather_lane is not other.transfers.gather_lane:
             raise RuntimeError(
                 "a context that has run has lanes of its own: call share_comm_ctx() before the "
                 "first forward"
@@ -252,25 +215,17 @@ class FsdpContext:
     def schedule(self) -> Schedule:
         """What decides."""
         if self._schedule is None:
-            self._schedule = self._make_schedule()
+            self._schedule = Schedule(
+                self.transfers,
+                engine,
+                self._stats,
+                self._units.at,
+                self._units.existing,
+                self.prefetch,
+                self.max_reduce_inputs,
+                self.divide_copies,
+            )
         return self._schedule
-
-    def _make_schedule(self) -> Schedule:
-        units, me = self._units, weakref.proxy(self)
-
-        def unit_at(index: int) -> Unit | None:
-            return units[index]()
-
-        return Schedule(
-            self.transfers,
-            engine,
-            self._stats,
-            unit_at,
-            lambda: me.units,
-            self.prefetch,
-            self.max_reduce_inputs,
-            self.divide_copies,
-        )
 
     def gradient_arrived(self, unit: Unit, gradients: BucketGradients, index: int) -> None:
         """Autograd accumulated into the unsharded parameter ``index`` of a bucket of ``unit``."""
@@ -311,18 +266,15 @@ class FsdpContext:
     @property
     def units(self) -> list[Unit]:
         """The units that still exist, in the order of their :func:`fully_shard` calls."""
-        return [unit for unit in (ref() for ref in self._units) if unit is not None]
-
-    def unit_at(self, index: int) -> Unit | None:
-        return self._units[index]()
+        return self._units.existing()
 
     def register(self, unit: Unit) -> int:
         """Takes ``unit`` in and returns its index, the same on every rank."""
-        self._units.append(weakref.ref(unit))
+        index = self._units.add(unit)
         for bucket in unit.buckets:
             bucket.join(self.domain_of(bucket.domain.mesh))
         self._is_settled = False
-        return len(self._units) - 1
+        return index
 
     def settle(self) -> None:
         """Before a forward: takes in the units of the tree that were given no context, finds the
@@ -332,12 +284,8 @@ class FsdpContext:
         if self._is_settled or engine.is_in_backward():
             return
         is_complete = not self.is_implicit or self._adopt_trees()
-        names = unit_names(self.units)
-        tops = [item for item in self.units if item not in names]
+        name_units(self.units)
         for item in self.units:
-            kind = item.module_kind
-            item.is_root = tops == [item] and not item.is_list
-            item.rename(names.get(item) or (kind if item.is_root else f"{kind}[{item.index}]"))
             for bucket in item.buckets:
                 bucket.connect(item.part_size, item.settings)
         self.follow_reduce_inputs()
@@ -452,14 +400,3 @@ class FsdpContext:
 def context_of(unit: Unit) -> FsdpContext:
     """The context that ``unit`` is in. Units know less of it."""
     return cast(FsdpContext, unit.context)
-
-
-def _device_type() -> str:
-    """The type of the devices that the default process group connects: that of an accelerator, if
-    there is one and the group has a backend of its own for it."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None:
-        return "cpu"
-    # As "cpu:gloo,cuda:nccl".
-    backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
-    return "cpu" if backends.get(found.type, "gloo") == "gloo" else found.type

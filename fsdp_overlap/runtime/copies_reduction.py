@@ -17,11 +17,12 @@ Accept = Callable[[torch.Tensor], None]
 
 
 class CopiesReduction:
-    """Of one bucket on a mesh ``(replicate, shard)``: what was reduced among shards is reduced
-    across the ranks that hold copies of this one's shard, at once or after some more backwards.
-    Each of them gets all of it, or its part of a :class:`DividedShard`.
+    """Reduces one bucket's gradients across the ranks that hold copies of this one's shard, on a
+    mesh ``(replicate, shard)``.
 
-    ``filled`` says of which parameters there is a gradient in what waits here.
+    The gradients were reduced among shards before. They travel at once or after some more
+    backwards, and each rank gets all of them or its part of a :class:`DividedShard`. ``filled``
+    says which parameters have a gradient in what waits here.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -41,8 +42,8 @@ class CopiesReduction:
         self.filled = list(map(or_, self.filled, filled))
 
     def take_filled(self, filled: Sequence[bool]) -> list[bool]:
-        """Of which parameters :meth:`start` will reduce a gradient, if :meth:`start` gets those
-        that are ``filled``."""
+        """Says which parameters have a gradient in what :meth:`start` will reduce, if it gets those
+        that are ``filled``, and begins anew."""
         self.keep_filled(filled)
         taken, self.filled = self.filled, [False] * len(filled)
         return taken

@@ -7,7 +7,9 @@ from itertools import groupby
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_overlap.runtime.unit import Unit, unit_names
+from fsdp_overlap.layout import LayoutRule
+from fsdp_overlap.runtime.unit import Unit
+from fsdp_overlap.runtime.units import unit_names
 
 HEAD = ("unit", "parameters", "elements", "dtype", "whole", "here", "mesh", "shards", "kept whole")
 
@@ -15,12 +17,25 @@ HEAD = ("unit", "parameters", "elements", "dtype", "whole", "here", "mesh", "sha
 RIGHT = {1, 2, 4, 5}
 
 
-def describe(units: Sequence[Unit], options: Sequence[str]) -> str:
-    """The ``options`` of a context and a table of its units. Asks no other rank.
+def describe(
+    units: Sequence[Unit],
+    mesh: DeviceMesh | None,
+    layout: LayoutRule,
+    prefetch: int,
+    separates_groups: bool,
+    flags: Sequence[str],
+) -> str:
+    """The options of a context and a table of its units. Asks no other rank.
 
     Neighbours that are alike share a row, which says of each what it says. Bytes are those of
     parameters at rest: of the whole unit, and of what this rank holds.
     """
+    where = "all ranks" if mesh is None else _mesh(mesh)
+    rule = getattr(layout, "__name__", repr(layout))
+    options = [f"mesh {where}", f"layout {rule}", f"prefetch {prefetch}"]
+    if not separates_groups:
+        options.append("one group for gathers and reductions")
+    options += flags
     lines = [f"FsdpContext of {_count(len(units), 'unit')}{_totals(units)}", "; ".join(options)]
     if units:
         lines += _aligned([HEAD, *_rows(units)])
@@ -54,7 +69,7 @@ def _rows(units: Sequence[Unit]) -> list[tuple[str, ...]]:
 def _row(unit: Unit, is_outermost: bool) -> tuple[str, ...]:
     specs = [spec for bucket in unit.buckets for spec in bucket.plan.specs]
     whole, here = _bytes_of(unit)
-    meshes = dict.fromkeys(describe_mesh(bucket.domain.mesh) for bucket in unit.buckets)
+    meshes = dict.fromkeys(_mesh(bucket.domain.mesh) for bucket in unit.buckets)
     is_equal = all(bucket.plan.is_equal for bucket in unit.buckets)
     return (
         str(len(specs)),
@@ -62,14 +77,14 @@ def _row(unit: Unit, is_outermost: bool) -> tuple[str, ...]:
         ", ".join(dict.fromkeys(bucket.dtypes for bucket in unit.buckets)),
         _size(whole),
         "meta" if unit.is_meta else _size(here),
-        " and ".join(meshes) or describe_mesh(unit.mesh),
+        " and ".join(meshes) or _mesh(unit.mesh),
         "equal" if is_equal else "ragged",
         _kept(unit, is_outermost),
     )
 
 
 def _bytes_of(unit: Unit) -> tuple[int, int]:
-    """Of all its parameters, and of what this rank holds of them."""
+    """The size of all its parameters, and of what this rank holds of them."""
     whole = sum(
         spec.numel * spec.dtype.itemsize for bucket in unit.buckets for spec in bucket.plan.specs
     )
@@ -93,8 +108,7 @@ def _kept(unit: Unit, is_outermost: bool) -> str:
     return kept + (", shards on the host" if unit.is_offloaded else "")
 
 
-def describe_mesh(mesh: DeviceMesh) -> str:
-    """Its device type, sizes and names."""
+def _mesh(mesh: DeviceMesh) -> str:
     sizes = " x ".join(map(str, mesh.shape))
     names = f" ({' x '.join(mesh.mesh_dim_names)})" if mesh.mesh_dim_names else ""
     return f"{mesh.device_type} {sizes}{names}"

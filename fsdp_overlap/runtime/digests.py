@@ -48,7 +48,8 @@ class Start:
         self._version = version
 
     def digests(self, version: int) -> list[int]:
-        """Of each parameter, now that the shards are of ``version``. The host waits for them."""
+        """The digest of each parameter, ``UNKNOWN`` unless the shards are still of the first
+        ``version``. The host waits for them."""
         if not self._digests or version != self._version:
             return [UNKNOWN] * self._count
         device = self._digests[0].device  # some may be on the host

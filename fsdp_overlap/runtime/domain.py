@@ -23,8 +23,8 @@ from fsdp_overlap.comm.pool import can_close, end_threads_before_python
 from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.deciding.stats import Stats
 from fsdp_overlap.layout import BucketPlan, LayoutRule
-from fsdp_overlap.runtime.plans import UnitPlans
 from fsdp_overlap.runtime.tiles import beside
+from fsdp_overlap.runtime.unit_plans import UnitPlans
 from fsdp_overlap.tensor.placement import RangeShard, range_spec
 
 
@@ -64,8 +64,8 @@ class Domain:
         self.device = device
         self.divides_copies = divides_copies and self.copies > 1
         self.plans = UnitPlans(self.shard_size * (self.copies if divides_copies else 1), layout)
-        """Of as many ranks as hold different elements at rest: the parts of a divided shard are
-        neighbours."""
+        """Plans for all ranks that hold different elements at rest. The parts of a divided shard
+        are neighbours."""
         self.has_reduced = False
         """Whether a reduce-scatter was issued since the last :meth:`agree`."""
         self.reading: Ticket | None = None
@@ -258,6 +258,46 @@ class Domain:
         self.forget_gradients()
         self.has_reduced = False
         self.reading = None
+
+
+class Domains:
+    """The domains of one context, in the order of their first units."""
+
+    def __init__(
+        self, layout: LayoutRule, groups: GroupCache, stats: Stats, divides_copies: bool
+    ) -> None:
+        self._layout = layout
+        self._groups = groups
+        self._stats = stats
+        self._divides_copies = divides_copies
+        self._by_mesh: dict[DeviceMesh, Domain] = {}
+
+    def all(self) -> list[Domain]:
+        return list(self._by_mesh.values())
+
+    def of(self, mesh: DeviceMesh, device: torch.device, faults: Faults) -> Domain:
+        """The one of ``mesh``, whose ranks compute on ``device``.
+
+        Raises:
+            ValueError: it has more than two dimensions, or is of another device.
+        """
+        domain = self._by_mesh.get(mesh)
+        if domain is None:
+            if mesh.device_type != device.type:
+                raise ValueError(
+                    f"{mesh} is a mesh of {mesh.device_type}, the context's of {device.type}; "
+                    "use one context for each"
+                )
+            domain = self._by_mesh[mesh] = Domain(
+                mesh,
+                device,
+                self._layout,
+                self._groups,
+                faults,
+                self._stats,
+                self._divides_copies,
+            )
+        return domain
 
 
 def check_mesh(mesh: DeviceMesh, divides_copies: bool) -> None:

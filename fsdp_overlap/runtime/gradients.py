@@ -11,7 +11,7 @@ import torch
 from fsdp_overlap.comm.lanes import Lane, Ticket
 from fsdp_overlap.runtime.bucket import Bucket, Landing
 from fsdp_overlap.runtime.copies_reduction import Accept, CopiesReduction
-from fsdp_overlap.runtime.reducing import Reducing
+from fsdp_overlap.runtime.reduce_options import ReduceOptions
 from fsdp_overlap.runtime.tiles import is_placed_like, placed_like, tile_in
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 from fsdp_overlap.tensor.sharded_tensor import give_grads
@@ -28,9 +28,11 @@ class BucketGradients:
     without synchronization.
     """
 
-    def __init__(self, bucket: Bucket, reduce_dtype: torch.dtype, reducing: Reducing) -> None:
+    def __init__(
+        self, bucket: Bucket, reduce_dtype: torch.dtype, reduce_options: ReduceOptions
+    ) -> None:
         self.bucket = bucket
-        self._reducing = reducing
+        self._options = reduce_options
         self.copies = CopiesReduction(bucket) if bucket.domain.copies > 1 else None
         self.input = FlatBuffer(bucket.plan, reduce_dtype, bucket.full.flat.device)
         reduced = bucket.gather_plan.shard_numels[bucket.domain.shard_rank]
@@ -142,7 +144,7 @@ class BucketGradients:
     @property
     def goes_across(self) -> bool:
         """Whether what :meth:`reduce` reduces is reduced across copies too, and not kept here."""
-        return self.copies is not None and self._reducing.across_copies
+        return self.copies is not None and self._options.across_copies
 
     def reduce(self, lane: Lane, copies_lane: Lane | None) -> Ticket:
         """Enqueues the reduce-scatter of the reduce input; its result lands in the sharded
@@ -159,7 +161,7 @@ class BucketGradients:
             torch._foreach_zero_(empty)
         bucket, copies = self.bucket, self.copies
         domain = bucket.domain
-        divisor, copies_divisor = self._reducing.divisors(domain.shard_size, domain.copies)
+        divisor, copies_divisor = self._options.divisors(domain.shard_size, domain.copies)
         accept: Accept
         if copies is not None and not self.goes_across:
             copies.keep_filled(filled)
@@ -193,8 +195,8 @@ class BucketGradients:
         ]
 
     def _accept(self, mean: torch.Tensor, doubtful: Sequence[bool] | None) -> None:
-        if self._reducing.hook is not None:
-            self._reducing.call_hook(self._reducing.hook, mean)
+        if self._options.hook is not None:
+            self._options.call_hook(self._options.hook, mean)
         if mean.dtype != self.bucket.shard.dtype:
             mean = mean.to(self.bucket.shard.dtype)
         if self.bucket.offload is not None:

@@ -20,7 +20,8 @@ from fsdp_overlap.deciding.order import Call
 from fsdp_overlap.deciding.schedule import Schedule
 from fsdp_overlap.runtime.context import FsdpContext, context_of
 from fsdp_overlap.runtime.engine import is_in_backward
-from fsdp_overlap.runtime.saved_tensors import end_watch, watch_reads
+from fsdp_overlap.runtime.late_memory import take_assigned
+from fsdp_overlap.runtime.saved_tensors import end_note, note_saved
 from fsdp_overlap.runtime.trees import map_tensors, may_hide_tensors, tensors_in
 from fsdp_overlap.runtime.unit import Unit
 from fsdp_overlap.runtime.unsharded_edits import compare
@@ -80,7 +81,7 @@ def before_forward(
             for edits in unit.edits:
                 edits.begin_comparison()
         if not unit.settings.unshard_in_backward and torch.is_grad_enabled():
-            watch_reads(unit)
+            note_saved(unit)
     if unit.is_root and context.device.type != "cpu":
         move = partial(_move, context.device)
         args, kwargs = map_tensors(move, args), map_tensors(move, kwargs)
@@ -111,9 +112,9 @@ def _refuse_capture(unit: Unit) -> NoReturn:
 
 @untraced
 def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    is_watched = bool(unit.watches)
-    if is_watched:
-        end_watch(unit)
+    is_noted = bool(unit.saved_hooks)
+    if is_noted:
+        end_note(unit)
     context = context_of(unit)
     schedule = context.schedule
     handled = unit.handled.pop() if unit.handled else None  # empty: another hook raised before ours
@@ -147,7 +148,7 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
     if call is not None:
         differentiable = [tensor for tensor in tensors if tensor.grad_fn is not None]
         if differentiable:
-            call.needs_parameters = not is_watched
+            call.needs_parameters = not is_noted
             before_backward = partial(_before_backward, weakref.ref(schedule), call)
             for tensor in differentiable:
                 tensor.register_hook(before_backward)
@@ -188,7 +189,7 @@ def _end_of_forward(
 def after_load(unit: Unit, module: nn.Module, keys: Any) -> None:
     """After ``load_state_dict()`` of ``module`` and all in it."""
     context = context_of(unit)
-    if unit.take_assigned(context.device):
+    if take_assigned(unit, context.device):
         context.unsettle()
 
 

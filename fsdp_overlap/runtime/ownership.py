@@ -26,7 +26,7 @@ class OwnedParameter:
 
     @property
     def spec(self) -> ParamSpec:
-        """Of what this rank has of the parameter."""
+        """Describes what this rank has of the parameter."""
         parameter = self.parameter
         return ParamSpec(
             self.fqn,

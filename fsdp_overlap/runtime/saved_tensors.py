@@ -21,8 +21,8 @@ class SavedParameter:
     bucket: Bucket
 
 
-def watch_reads(unit: Unit) -> None:
-    """Until :func:`end_watch`, notes which parameters of ``unit`` autograd saves for a backward
+def note_saved(unit: Unit) -> None:
+    """Until :func:`end_note`, notes which parameters of ``unit`` autograd saves for a backward
     that the user said reads none: memory that is freed by then must not be read. Where somebody
     else handles saved tensors, as checkpointing does, it does nothing."""
     buckets = unit.buckets
@@ -32,13 +32,13 @@ def watch_reads(unit: Unit) -> None:
         if not isinstance(pack, partial) or pack.func is not _pack:
             return
         buckets = [*pack.args[0], *buckets]  # of a unit around this one
-    watch = saved_tensors_hooks(partial(_pack, buckets), _unpack)
-    watch.__enter__()
-    unit.watches.append(watch)
+    noting = saved_tensors_hooks(partial(_pack, buckets), _unpack)
+    noting.__enter__()
+    unit.saved_hooks.append(noting)
 
 
-def end_watch(unit: Unit) -> None:
-    unit.watches.pop().__exit__()
+def end_note(unit: Unit) -> None:
+    unit.saved_hooks.pop().__exit__()
 
 
 def _pack(buckets: list[Bucket], tensor: torch.Tensor) -> Any:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fsdp_overlap.comm.collectives import CustomComms
-from fsdp_overlap.runtime.reducing import Reducing
+from fsdp_overlap.runtime.reduce_options import ReduceOptions
 
 
 @dataclass
 class Settings:
     """What a unit is asked for by verbs. A copy of a model has the same.
 
-    ``reducing`` is shared by the unit's gradients.
+    ``reduce_options`` is shared by the unit's gradients.
     """
 
     reshard_after_backward: bool = True
@@ -25,9 +25,9 @@ class Settings:
     """Whether reductions run on a process group of their own."""
     max_reduce_inputs: int | None = None
     comms: CustomComms = field(default_factory=CustomComms)
-    reducing: Reducing = field(default_factory=Reducing)
+    reduce_options: ReduceOptions = field(default_factory=ReduceOptions)
 
     def copy_to(self, other: Settings) -> None:
-        """Gives ``other`` the same. Its ``reducing`` stays the object that it is."""
-        vars(other).update({**vars(self), "reducing": other.reducing})
-        vars(other.reducing).update(vars(self.reducing))
+        """Gives ``other`` the same. Its ``reduce_options`` stays the object that it is."""
+        vars(other).update({**vars(self), "reduce_options": other.reduce_options})
+        vars(other.reduce_options).update(vars(self.reduce_options))

@@ -113,14 +113,14 @@ class Transfers:
 
     def use_unsharded(self, unit: Unit) -> None:
         for bucket in unit.buckets:
-            bucket.use_unsharded()
+            bucket.places.use_unsharded(bucket.label)
 
     def use_sharded(self, unit: Unit) -> None:
         for bucket in unit.buckets:
-            bucket.use_sharded()
+            bucket.places.use_sharded()
 
-    def watch_gradients(self, unit: Unit) -> None:
-        unit.watch_gradients()
+    def hook_gradients(self, unit: Unit) -> None:
+        unit.hook_gradients()
 
     def keep_storage(self, unit: Unit, keep: bool) -> None:
         """Whether full buffers of ``unit`` keep their memory while it is sharded."""

@@ -20,9 +20,8 @@ from fsdp_overlap.comm.lanes import Lane
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.engine import is_to_accumulate
 from fsdp_overlap.runtime.gradients import BucketGradients
-from fsdp_overlap.runtime.ownership import kind_of, mark_replaced, modules_outside_units
+from fsdp_overlap.runtime.ownership import kind_of, modules_outside_units
 from fsdp_overlap.runtime.settings import Settings
-from fsdp_overlap.runtime.stale_optimizers import note_replacement
 from fsdp_overlap.runtime.unsharded_edits import FREED, UnshardedEdits
 from fsdp_overlap.runtime.untraced import untraced
 
@@ -62,7 +61,7 @@ class Unit:
         self.is_list = len(modules) > 1
         """Whether it is of several modules: whole from the first that runs to the last."""
         self.to_run: set[int] = set()
-        """Of several modules, those that have yet to run before the unit is released."""
+        """The modules of a list that have yet to run before the unit is released."""
         self.buckets = buckets
         self.has_parameters = bool(buckets)
         self.mp_policy = mp_policy
@@ -70,8 +69,8 @@ class Unit:
         self.settings = Settings()
         self.handled: list[TracebackType | None] = []
         """For each forward under way, the traceback of the error that was handled when it began."""
-        self.watches: list[saved_tensors_hooks] = []
-        """Of forwards under way whose backward should read no parameters."""
+        self.saved_hooks: list[saved_tensors_hooks] = []
+        """A hook for each forward under way whose backward should read no parameters."""
         self.forward_prefetch: Sequence[weakref.ref[Unit]] = ()
         self.backward_prefetch: Sequence[weakref.ref[Unit]] = ()
         """What the user wants gathered when this unit runs, instead of what is predicted."""
@@ -83,14 +82,14 @@ class Unit:
         """Whether backwards left gradients that are not reduced, or not across copies, on every
         rank."""
         self.seen_version = -1
-        """Of the shards, the :attr:`version` that the lane of all-gathers comes after."""
+        """The :attr:`version` that the lane of all-gathers comes after."""
         self.is_root = False
         self.name = kind_of(modules)
-        self._watch_edits()
+        self._look_for_edits()
         self.gradients: list[BucketGradients] = []
         self._trainability = -1
         self._known_gradients: dict[Bucket, BucketGradients] = {}
-        self._watched: set[int] = set()
+        self._hooked: set[int] = set()
         self.context = context
         self.index = context.register(self)
 
@@ -164,7 +163,7 @@ class Unit:
     def completes_gradients(self) -> bool:
         """Whether backward reduces gradients across copies too, where there are any."""
         return self.syncs_gradients and (
-            self.settings.reducing.across_copies or not self.has_copies
+            self.settings.reduce_options.across_copies or not self.has_copies
         )
 
     @property
@@ -189,12 +188,12 @@ class Unit:
         )
 
     def module_ran(self, module: nn.Module) -> None:
-        """Of several modules, ``module`` has run."""
+        """One module of the list has run."""
         if not self.to_run:
             self.to_run.update(map(id, self.modules))
         self.to_run.discard(id(module))
 
-    def _watch_edits(self) -> None:
+    def _look_for_edits(self) -> None:
         tables = [module._parameters for _, module in modules_outside_units(self.modules)]
         self.edits = [UnshardedEdits(bucket, tables) for bucket in self.buckets]
         self.compared: set[tuple[int, bool]] = set()
@@ -250,11 +249,11 @@ class Unit:
 
     def use_unsharded(self) -> None:
         for bucket in self.buckets:
-            bucket.use_unsharded()
+            bucket.places.use_unsharded(bucket.label)
 
     def use_sharded(self) -> None:
         for bucket in self.buckets:
-            bucket.use_sharded()
+            bucket.places.use_sharded()
 
     def reshards_after_forward(self) -> bool:
         """The user's choice; by default all but the root, which backward needs first, reshard."""
@@ -269,7 +268,7 @@ class Unit:
 
     def follow_trainability(self) -> None:
         """Brings ``requires_grad`` of the unsharded parameters in line with the sharded ones, and
-        watches those that became trainable."""
+        hooks those that became trainable."""
         edits = 0
         for bucket in self.buckets:
             edits += bucket.edits.trainability
@@ -286,93 +285,36 @@ class Unit:
             if any(parameter.requires_grad for parameter in bucket.parameters):
                 if gradients is None:
                     dtype = reduce_dtype(bucket.shard.dtype, self.mp_policy)
-                    gradients = BucketGradients(bucket, dtype, self.settings.reducing)
+                    gradients = BucketGradients(bucket, dtype, self.settings.reduce_options)
                     self._known_gradients[bucket] = gradients
                 self.gradients.append(gradients)
-                self._watch(gradients, only_large=True)
+                self._hook(gradients, only_large=True)
             elif gradients is not None and self.has_unreduced:
                 # Frozen, with sums that a backward has yet to reduce: the next forward looks again.
                 self.gradients.append(gradients)
                 self._trainability = -1
 
-    def materialize(self, device: torch.device) -> None:
-        """Gives a unit on the meta device memory. Its parameters are new objects."""
-        for bucket in self.buckets:
-            keeps_storage = bucket.full.keeps_storage
-            replaced = bucket.sharded_parameters
-            bucket.materialize(device)
-            bucket.full.keeps_storage = keeps_storage
-            for parameter in replaced:
-                mark_replaced(parameter, by="the model was given memory")
-        note_replacement()
-        # What a forward that failed for want of memory may have remembered of the old ones.
+    def forget_parameters(self) -> None:
+        """The parameters are new objects: forgets what it knew of the old ones."""
         self.gradients = []
         self._trainability = -1
         self._known_gradients = {}
-        self._watched = set()
-        self._watch_edits()
+        self._hooked = set()
+        self._look_for_edits()
 
-    def take_assigned(self, device: torch.device) -> bool:
-        """What ``load_state_dict(assign=True)`` registered is copied into the shards, and the
-        sharded parameters are registered again. On the meta device nothing is done before all
-        parameters were given, and then the unit is given memory on ``device`` first. Returns
-        whether it was.
-
-        Raises:
-            RuntimeError: one has another dtype. The unit is as before then.
-        """
-        assigned = [bucket.assigned() for bucket in self.buckets]
-        is_meta = self.is_meta
-        counts = [len(bucket.parameters) for bucket in self.buckets]
-        if not any(assigned) or (is_meta and list(map(len, assigned)) != counts):
-            return False
-        for bucket, values in zip(self.buckets, assigned, strict=True):
-            for index, value in values.items():
-                if value.dtype != bucket.shard.dtype:
-                    self.use_sharded()
-                    raise RuntimeError(
-                        f"load_state_dict(assign=True) gives parameter "
-                        f"{bucket.plan.specs[index].fqn!r} of {self.module_kind} as {value.dtype}, "
-                        f"and it is sharded as {bucket.shard.dtype}: cast the state dict, or the "
-                        "module before fully_shard()"
-                    )
-        if is_meta:
-            self.materialize(device)
-        with torch.no_grad():
-            for bucket, values in zip(self.buckets, assigned, strict=True):
-                bucket.use_sharded()
-                for index, value in values.items():
-                    bucket.sharded_parameters[index].copy_(value)
-        if is_meta:
-            self.announce_unsharded()
-        return is_meta
-
-    def announce_unsharded(self) -> None:
-        """Assigns the unsharded parameters where they belong, for modules that keep references of
-        their own, as ``nn.LSTM`` does, and registers the sharded ones again."""
-        for bucket in self.buckets:
-            unsharded = dict(
-                zip(map(id, bucket.sharded_parameters), bucket.parameters, strict=True)
-            )
-            for _, module in modules_outside_units(self.modules):
-                for name, parameter in list(module._parameters.items()):
-                    if id(parameter) in unsharded:
-                        setattr(module, name, unsharded[id(parameter)])
-            bucket.use_sharded()
-
-    def watch_gradients(self) -> None:
+    def hook_gradients(self) -> None:
         """Before the parameters are used outside forward: their gradients are noticed without
         one."""
         for gradients in self.gradients:
-            self._watch(gradients, only_large=False)
+            self._hook(gradients, only_large=False)
 
-    def _watch(self, gradients: BucketGradients, only_large: bool) -> None:
+    def _hook(self, gradients: BucketGradients, only_large: bool) -> None:
         owner, target = weakref.ref(self), weakref.ref(gradients)
         for index, parameter in enumerate(gradients.bucket.parameters):
             is_wanted = parameter.requires_grad and (gradients.is_large[index] or not only_large)
-            if not is_wanted or id(parameter) in self._watched:
+            if not is_wanted or id(parameter) in self._hooked:
                 continue
-            self._watched.add(id(parameter))
+            self._hooked.add(id(parameter))
 
             @untraced
             def arrived(_: torch.Tensor, index: int = index) -> None:
@@ -391,20 +333,3 @@ def reduce_dtype(dtype: torch.dtype, mp_policy: MixedPrecisionPolicy) -> torch.d
 def unit_of(module: nn.Module) -> Unit | None:
     """The unit that :func:`fully_shard` made of ``module``, or of a list with it, if it did."""
     return module.__dict__.get("_fsdp_unit")
-
-
-def unit_names(units: Sequence[Unit]) -> dict[Unit, str]:
-    """The name of each unit that lies within another, relative to the outermost that has it; of a
-    unit of several modules, their names."""
-    names: dict[Unit, str] = {}
-    for outer in units:
-        if outer in names:
-            continue
-        found: dict[Unit, list[str]] = {}
-        for module in outer.modules:
-            for name, child in module.named_modules():
-                unit = unit_of(child)
-                if unit is not None and unit is not outer:
-                    found.setdefault(unit, []).append(name)
-        names.update((unit, ", ".join(found[unit])) for unit in found)
-    return names

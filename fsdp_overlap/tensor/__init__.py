@@ -1,0 +1,3 @@
+"""Sharded tensors, and the flat buffers that whole parameters lie in."""
+
+import fsdp_overlap.tensor.ops  # noqa: F401  (gives ShardedTensor its ops)

@@ -1,4 +1,4 @@
-"""A contiguous range of a flattened tensor, as N-dimensional boxes."""
+"""Cuts a contiguous range of a flattened tensor into N-dimensional boxes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from operator import add
 
 @dataclass(frozen=True)
 class Box:
-    """A box of a tensor: ``offsets`` and ``sizes`` per dimension, ``start`` in the flattened
-    tensor.
+    """A box of a tensor whose elements are contiguous in the flattened tensor.
 
-    Its elements are contiguous in the flattened tensor.
+    ``offsets`` and ``sizes`` have one entry per dimension. ``start`` is where the box begins in the
+    flattened tensor.
     """
 
     offsets: tuple[int, ...]
@@ -26,22 +26,25 @@ class Box:
         return prod(self.sizes)
 
     def moved(self, offsets: tuple[int, ...]) -> Box:
-        """The same box of a tensor in which its own lies at ``offsets``."""
+        """The same box, with its offsets counted in a larger tensor in which this tensor begins at
+        ``offsets``."""
         return replace(self, offsets=tuple(map(add, self.offsets, offsets)))
 
 
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     """The fewest boxes that cover elements ``[start, stop)`` of a flattened tensor of ``shape``.
 
-    A range cut in the middle of rows is a tail of the first row, whole rows and a head of the last:
-    at most three boxes for a matrix, ``2 * ndim - 1`` in general.
+    A range that begins and ends inside rows is the tail of a row, whole rows, and the head of a
+    row: at most three boxes for a matrix, and ``2 * ndim - 1`` in general.
     """
     return list(_boxes(shape, start, stop, (), 0))
 
 
 def pieces(shape: tuple[int, ...], start: int, stop: int, most: int) -> list[Box]:
-    """:func:`boxes` of at most ``most`` elements each, cut between rows where rows are short
-    enough."""
+    """Boxes that cover the range as :func:`boxes` do, of at most ``most`` elements each.
+
+    They are cut between rows, unless a row has more elements than that.
+    """
     row = prod(shape[1:])
     step = max(1, most // max(1, row)) * row if row <= most else most
     cuts = [start, *range((start // step + 1) * step, stop, step), stop] if step else [start, stop]

@@ -6,23 +6,24 @@ from collections.abc import Sequence
 
 import torch
 
-# What gloo and NCCL both have. torch knows other 8-bit floats, which newer releases of NCCL have.
+# The dtypes that gloo and NCCL both have. Newer releases of NCCL have 8-bit floats too.
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64)
 CARRIED = frozenset((*_FLOATS, *_INTEGERS))
 
 SUMMED = frozenset((*_FLOATS, torch.complex32, torch.complex64, torch.complex128))
-"""What gradients can be reduced in; complex numbers as pairs."""
+"""The dtypes that gradients can be reduced in. Complex numbers are reduced as pairs."""
 
 
 def as_carried(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, contiguous, as it is sent or received unchanged: itself, or a view of its
-    bytes."""
+    """A contiguous ``tensor`` in a form that backends carry unchanged: the tensor itself, or a view
+    of its bytes."""
     return tensor if tensor.dtype in CARRIED else tensor.view(-1).view(torch.uint8)
 
 
 def carried_ranges(full: torch.Tensor, numels: Sequence[int]) -> Sequence[torch.Tensor]:
-    """Neighbouring ranges of ``full``, flat, each :func:`as_carried`."""
+    """Splits ``full``, which is flat, into ranges of ``numels`` elements, each
+    :func:`as_carried`."""
     ranges = full.split(list(numels))
     if full.dtype in CARRIED:
         return ranges

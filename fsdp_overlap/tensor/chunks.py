@@ -1,4 +1,4 @@
-"""How checkpoints cut a sharded tensor: what a rank holds, in chunks of a bounded size."""
+"""How checkpoints cut what a rank holds of a sharded tensor: into chunks of a bounded size."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from fsdp_overlap.tensor.boxes import Box, pieces
 from fsdp_overlap.tensor.placement import local_range, range_dim, tile_of
 
-# From a GPU writers copy a chunk before they write it, and torch's reader holds two: the size of a
-# chunk bounds the memory that saving and loading take.
+# A writer copies a chunk from a GPU before it writes it, and torch's reader holds two chunks. So
+# the size of a chunk bounds the memory that saving and loading take.
 _BYTES_OF_A_CHUNK = (8 << 20, 32 << 20)
 
 
 def chunks_of(spec: DTensorSpec) -> list[Box]:
-    """Boxes that cover what this rank holds. Their ``offsets`` are those in the whole tensor, their
-    ``start`` counts in the rank's tile."""
+    """Boxes that cover what this rank holds. Their ``offsets`` count in the whole tensor, their
+    ``start`` in the rank's tile."""
     meta = spec.tensor_meta
     assert meta is not None
-    if not meta.shape.numel():  # nobody holds anything: without it, loads miss the key
+    if not meta.shape.numel():  # without an empty chunk a load would miss the key
         return [Box((0,) * len(meta.shape), tuple(meta.shape), 0)]
     least, most = (n // meta.dtype.itemsize for n in _BYTES_OF_A_CHUNK)
     tile = tile_of(spec)
@@ -28,11 +28,12 @@ def chunks_of(spec: DTensorSpec) -> list[Box]:
 
 
 def all_of_a_storage(values: torch.Tensor) -> torch.Tensor:
-    """``values``, contiguous, as the whole of a storage, which shares its memory.
+    """A view of ``values``, which are contiguous, that fills a storage of its own.
 
-    Writers copy what is a part of its storage only, and keep all copies until the file is done.
+    Writers copy a tensor that fills only a part of its storage, and keep all such copies until the
+    file is done.
     """
-    if values.device.type != "cpu":  # they copy it anyway
+    if values.device.type != "cpu":  # writers copy it to the host anyway
         return values
     start = values.storage_offset() * values.element_size()
     part = values.untyped_storage()[start : start + values.nbytes]

@@ -1,4 +1,4 @@
-"""Sharded tensors from whole ones, and DTensors from sharded tensors."""
+"""Makes sharded tensors of whole ones, and DTensors of sharded ones."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> ShardedTensor:
-    """A sharded tensor from a whole one. Must be called on every rank of the mesh.
+    """Shards a whole tensor. Must be called on every rank of the mesh.
 
     Args:
-        tensor: plain and whole, of the same shape on every rank, or a DTensor.
-        device_mesh: of any number of dimensions.
-        placements: one for each dimension of the mesh, as ``parameter.placements`` of the sharded
-            parameter that it is to lie like: one ``RangeShard(...)``, and ``Shard(dim)`` or
-            ``Replicate()`` for the others. By default equal ranges over a 1-D mesh.
-        src_data_rank: the rank along each dimension of the mesh whose values count, as in
-            ``torch.distributed.tensor.distribute_tensor``. ``None``: all ranks hold the same, and
-            nothing is sent.
+        tensor: a plain, whole tensor of the same shape on every rank, or a DTensor.
+        device_mesh: may have any number of dimensions.
+        placements: one for each dimension of the mesh: one ``RangeShard(...)``, and ``Shard(dim)``
+            or ``Replicate()`` for the others. Pass the ``placements`` of a sharded parameter to lay
+            the tensor out like it. The default is equal ranges, over a 1-D mesh.
+        src_data_rank: the rank along each dimension of the mesh whose values are taken, as in
+            ``torch.distributed.tensor.distribute_tensor``. With ``None`` nothing is sent, and all
+            ranks must hold the same values.
 
     Raises:
         ValueError: the placements are of another kind, number or size.
@@ -55,10 +55,10 @@ def distribute_tensor(
     if whole.device.type != device_mesh.device_type and not whole.is_meta:
         whole = whole.to(device_mesh.device_type)
     if src_data_rank is not None and not whole.is_meta:
-        whole = whole.resolve_conj().resolve_neg().contiguous()  # as it is in memory
+        whole = whole.resolve_conj().resolve_neg().contiguous()  # memory is what travels
         for dim in range(device_mesh.ndim):
             if device_mesh.get_local_rank(dim) != src_data_rank:
-                whole = torch.empty_like(whole)  # the argument stays as it is
+                whole = torch.empty_like(whole)  # not to overwrite the argument
             sent = as_carried(whole)
             dist.broadcast(sent, group=device_mesh.get_group(dim), group_src=src_data_rank)
     return ShardedTensor.wrap(own_elements(whole, spec).clone(), spec)
@@ -126,13 +126,13 @@ def redistribute(
     return torch.distributed.tensor.distribute_tensor(whole, mesh, placements, src_data_rank=None)
 
 
-# torch's set_state_dict() family cuts whole tensors itself where it is given full_state_dict or
-# broadcast_from_rank0, and knows no placements but DTensor's own. Two of its helpers are taught
-# ours; with every other tensor they do what they did.
+# torch's set_state_dict() and its relatives cut whole tensors themselves if full_state_dict or
+# broadcast_from_rank0 is set, and they know DTensor's own placements alone. Two of their helpers
+# are taught ours. They treat all other tensors as before.
 
 
 def with_range_shards(torchs: Callable[..., DTensor]) -> Callable[..., DTensor]:
-    """torch's ``distribute_tensor``, which also takes our placements."""
+    """Makes torch's ``distribute_tensor`` take our placements as well."""
 
     @wraps(torchs)
     def distribute(
@@ -152,7 +152,7 @@ def _with_sharded_tensors(torchs: Callable[..., None]) -> Callable[..., None]:
     @wraps(torchs)
     def distribute(states: dict[str, Any], keys: list[str], *args: Any, **kwargs: Any) -> None:
         for key in keys:
-            # Where the state is a DTensor, it and the whole tensor that was broadcast.
+            # A DTensor stands here in a pair with the whole tensor that was broadcast.
             if isinstance(pair := states.get(key), tuple) and isinstance(pair[0], ShardedTensor):
                 state, whole = pair
                 if state._local_tensor.is_meta:

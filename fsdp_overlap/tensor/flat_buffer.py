@@ -6,8 +6,8 @@ import torch
 
 from fsdp_overlap.layout import BucketPlan
 
-# Whoever asks for the address of a storage gets an error between these two. Builds of torch for a
-# CPU alone have neither.
+# The first makes a storage raise an error when it is asked for its address, the second ends that.
+# Builds of torch for a CPU alone have neither.
 _refuse_access = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
 _allow_access = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None)
 
@@ -15,16 +15,16 @@ _allow_access = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", No
 class FlatBuffer:
     """The flat storage behind a bucket's unsharded parameters or unreduced gradients.
 
-    ``flat`` has shape ``[plan.numel]`` and ``views[i]`` the shape of ``plan.specs[i]``; ``gaps``
-    are what lies between and behind them, where anything does. They are made once; :meth:`allocate`
-    and :meth:`free` only resize the storage underneath, so a view must not be read while
-    :attr:`allocated` is false. That ends the process, except where torch can raise
+    ``flat`` has shape ``[plan.numel]``, and ``views[i]`` has the shape of ``plan.specs[i]``.
+    ``gaps`` are the parts of ``flat`` between and behind the views, if there are any. All are made
+    once: :meth:`allocate` and :meth:`free` only resize the storage underneath. A view must not be
+    read while :attr:`allocated` is false. That ends the process, unless torch can raise
     :attr:`when_freed`.
     """
 
     def __init__(self, plan: BucketPlan, dtype: torch.dtype, device: torch.device) -> None:
         self.plan = plan
-        # Outside inference mode, where tensors made could never take part in autograd again.
+        # A tensor that is made in inference mode can never take part in autograd.
         with torch.inference_mode(False), torch.no_grad():
             self.flat = torch.empty(plan.numel, dtype=dtype, device=device)
             self.views = [
@@ -41,14 +41,14 @@ class FlatBuffer:
         self.nbytes = self._storage.nbytes()
         self.allocated = True
         self.keeps_storage = False
-        """Whether :meth:`free` leaves the storage, so that addresses stay."""
+        """Whether :meth:`free` leaves the storage alone, so that addresses stay the same."""
         self.when_freed = ""
-        """The error of reading the freed buffer. Without one nothing is raised."""
+        """The text of the error that reading the freed buffer raises. Empty: no error."""
         self._refuses = False
         self.free()
 
     def nbytes_of_others(self, rank: int) -> int:
-        """Size of what other ranks than ``rank`` hold: what travels to it in an all-gather, and
+        """The bytes that ranks other than ``rank`` hold. So many travel to it in an all-gather, and
         from it in a reduce-scatter."""
         return (self.plan.numel - self.plan.shard_numels[rank]) * self.flat.element_size()
 
@@ -57,7 +57,7 @@ class FlatBuffer:
         return tensor.untyped_storage()._cdata == self._storage._cdata
 
     def allocate(self) -> None:
-        """Gives the buffer storage on the current stream; its contents are undefined."""
+        """Gives the buffer storage on the current stream. Its contents are undefined."""
         if self._refuses and _allow_access is not None:
             _allow_access(self._storage._cdata)
             self._refuses = False

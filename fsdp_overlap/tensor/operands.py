@@ -1,4 +1,4 @@
-"""How tensors meet in an op on sharded tensors: ranges with ranges, whole tensors with ranges."""
+"""Finds the part of each operand of an op that meets the range of a sharded tensor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, raise_unsupported
 
 
 def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors among ``values`` and in the lists among them."""
+    """The tensors among ``values``, and those in lists among ``values``."""
     found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -26,7 +26,7 @@ def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def first_sharded(name: str, values: Iterable[Any]) -> ShardedTensor:
-    """The sharded tensor whose layout the result of an op on ``values`` takes."""
+    """The first sharded tensor among ``values``. The result of the op takes its layout."""
     for value in values:
         if isinstance(value, ShardedTensor):
             return value
@@ -34,10 +34,11 @@ def first_sharded(name: str, values: Iterable[Any]) -> ShardedTensor:
 
 
 def local_operand(name: str, value: Any, model: ShardedTensor) -> Any:
-    """What of ``value`` meets the local range of ``model``.
+    """The part of ``value`` that meets the local range of ``model``.
 
-    The local range of a sharded tensor that lies as ``model`` does, and the same range of a plain
-    tensor, which stands for the whole and may have to be broadcast. Not a tensor: as it is.
+    A sharded tensor that lies as ``model`` does gives its local range. A plain tensor stands for a
+    whole one: it is broadcast to ``model``'s shape, and gives the same range. Lists are taken item
+    by item. Anything else is returned as it is.
 
     Raises:
         RuntimeError: the tensor lies otherwise over the ranks, or does not fit ``model``'s shape.
@@ -57,8 +58,8 @@ def local_operand(name: str, value: Any, model: ShardedTensor) -> Any:
 
 
 def whole_operand(value: Any) -> Any:
-    """``value`` with :meth:`~ShardedTensor.full_tensor` in place of sharded tensors. Collective
-    over their mesh."""
+    """``value``, with each sharded tensor replaced by its ``full_tensor()``. Collective over their
+    mesh."""
     if isinstance(value, ShardedTensor):
         return value.full_tensor()
     if isinstance(value, (list, tuple)):
@@ -67,7 +68,7 @@ def whole_operand(value: Any) -> Any:
 
 
 def replicated(value: torch.Tensor) -> torch.Tensor:
-    """Of a DTensor that every rank holds all of, the plain tensor; any other as it is."""
+    """The plain tensor of a DTensor that every rank holds whole. Any other tensor as it is."""
     if isinstance(value, DTensor) and all(p.is_replicate() for p in value.placements):
         return value._local_tensor
     return value
@@ -76,12 +77,12 @@ def replicated(value: torch.Tensor) -> torch.Tensor:
 def range_of(name: str, whole: torch.Tensor, model: ShardedTensor) -> torch.Tensor:
     """The elements of ``whole`` that belong to the local range of ``model``, flat.
 
-    Not a copy where they are contiguous. A 0-dimensional tensor stays one, so that it does not take
-    part in type promotion, unless ``model`` is one too.
+    They are a view if they are contiguous, else a copy. A 0-dimensional tensor is returned as it
+    is, so that it does not take part in type promotion, unless ``model`` is 0-dimensional too.
 
     Raises:
-        RuntimeError: ``whole`` is a DTensor that ranks divide, or does not broadcast to ``model``'s
-            shape.
+        RuntimeError: ``whole`` is a DTensor that is divided among ranks, or does not broadcast to
+            ``model``'s shape.
     """
     shape, whole = model._shape, replicated(whole)
     if isinstance(whole, DTensor):
@@ -105,8 +106,8 @@ def range_of(name: str, whole: torch.Tensor, model: ShardedTensor) -> torch.Tens
 
 
 def own_elements(whole: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """What this rank holds of ``whole`` where it lies as ``spec`` says, flat. Not a copy where it
-    is contiguous in ``whole``."""
+    """The elements of ``whole`` that this rank holds if it is laid out by ``spec``, flat. They are
+    a view if they are contiguous in ``whole``, else a copy."""
     return elements(tile_of(spec).of(whole), *local_range(spec))
 
 
@@ -136,7 +137,7 @@ def describe(tensor: ShardedTensor) -> str:
 
 
 def check_no_gradient(name: str, values: Iterable[Any]) -> None:
-    """Refuses to lose a gradient: sharded tensors take no part in autograd."""
+    """Raises if a gradient would be lost, because sharded tensors take no part in autograd."""
     if not torch.is_grad_enabled():
         return
     with torch._C.DisableTorchFunctionSubclass():
@@ -150,13 +151,14 @@ def check_no_gradient(name: str, values: Iterable[Any]) -> None:
 
 
 def note_edit(tensor: ShardedTensor) -> None:
-    """So that a full buffer of the parameter is known to be stale."""
+    """Counts an edit of ``tensor``, which tells that full buffers of the parameter are stale."""
     if tensor.edits is not None:
         tensor.edits.note_values()
 
 
 def note_edits(tensors: Iterable[torch.Tensor]) -> None:
-    """:func:`note_edit` for many, of which a unit's parameters share what is to be noted."""
+    """:func:`note_edit` for many tensors. The parameters of a bucket share a counter, which counts
+    once."""
     for edits in {tensor.edits for tensor in tensors if isinstance(tensor, ShardedTensor)}:
         if edits is not None:
             edits.note_values()

@@ -1,5 +1,8 @@
 """What can be done with sharded tensors: the table behind ``ShardedTensor.__torch_function__``.
 
+``ShardedTensor`` cannot import this module, which builds on it, so the last line here gives it
+:func:`call`. The package imports this module, so there is no sharded tensor without its ops.
+
 Ops are told apart by name, because the same op arrives in several forms (``torch.mul``,
 ``Tensor.mul``, ``Tensor.__mul__``, ``aten.mul.Tensor``).
 """
@@ -11,14 +14,14 @@ from typing import Any, NoReturn
 
 import torch
 
-from fsdp_overlap.tensor import pointwise, reductions, views
+from fsdp_overlap.tensor import creation, pointwise, sums_and_norms, views
 from fsdp_overlap.tensor.operands import own_elements
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, raise_unsupported
 
 Handler = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 # In-place forms (a trailing underscore), foreach forms and operators (__mul__, __rmul__, __imul__)
-# follow from the name.
+# are found by these names too.
 POINTWISE = frozenset(
     """
     abs absolute acos acosh add addcdiv addcmul and asin asinh atan atan2 atanh bfloat16
@@ -35,7 +38,7 @@ POINTWISE = frozenset(
     """.split()
 )
 
-# To a Python number, of the whole, which Tensor.int() and the like are not.
+# These ask for the one Python number of a tensor and are refused. Tensor.int() is point-wise.
 CONVERSIONS = frozenset("__bool__ __complex__ __float__ __index__ __int__ __long__".split())
 
 REDUCTIONS = frozenset("all amax amin any max mean min sum".split())
@@ -49,8 +52,8 @@ VIEWS = frozenset(
     """.split()
 )
 
-# Those of torch.nn.init too, by name: while transformers initializes a model it puts functions of
-# its own in their place, and torch hands on what it finds there.
+# Some are functions of torch.nn.init. They are listed by name because transformers replaces them by
+# its own while it initializes a model, and then its functions arrive here.
 RANDOM = frozenset(
     """
     bernoulli_ cauchy_ constant_ exponential_ geometric_ kaiming_uniform_ log_normal_ normal_
@@ -60,7 +63,7 @@ RANDOM = frozenset(
 
 FACTORIES = frozenset("new_empty new_full new_ones new_tensor new_zeros".split())
 
-# The same of the local range as of the whole.
+# The local range answers these as the whole tensor would.
 LOCAL_METADATA = frozenset(
     """
     device dtype element_size get_device is_complex is_conj is_cpu is_cuda is_floating_point
@@ -69,7 +72,7 @@ LOCAL_METADATA = frozenset(
     """.split()
 )
 
-# Say something about the tensor as a whole, or about its place in autograd, without its values.
+# These concern the whole tensor or its place in autograd, and need no values.
 METADATA = frozenset(
     """
     __len__ _backward_hooks _base _is_view _post_accumulate_grad_hooks _version dim grad grad_dtype
@@ -82,7 +85,7 @@ _resolved: dict[Callable[..., Any], tuple[Handler, str]] = {}
 
 
 def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs ``func``, of which some argument is a sharded tensor.
+    """Runs ``func`` on arguments of which at least one is a sharded tensor.
 
     Raises:
         RuntimeError: the op is not known to be right on ranges, the tensors lie differently over
@@ -149,7 +152,7 @@ def _refuse_derivative(
 
 
 def _refuse_move(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
-    # Asked by nn.Module.to() and the like of each parameter, before it is replaced.
+    # nn.Module.to() and the like ask this before they replace a parameter.
     raise RuntimeError(
         "a sharded parameter cannot be replaced, its unit gathers the shard it knows: move or cast "
         "a module (to(), cuda(), half(), ...) before fully_shard()"
@@ -168,12 +171,12 @@ def _local_metadata(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[st
 
 def _alias(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor: ShardedTensor = args[0]
-    # Shares memory with the parameter, so editing it must be noticed as editing the parameter.
+    # The alias shares the parameter's memory, so its edits count as edits of the parameter.
     return ShardedTensor.wrap(tensor._local_tensor.detach(), tensor._spec, tensor.edits)
 
 
 def _data_ptr(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    return 0  # as of a DTensor, which has no memory itself; torch's checkpoint staging relies on it
+    return 0  # a DTensor's answer, which torch's staging of checkpoints relies on
 
 
 def _set_requires_grad(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -184,7 +187,8 @@ def _set_requires_grad(name: str, func: Any, args: tuple[Any, ...], kwargs: dict
 
 
 def _factory(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """As for DTensors: sharded likewise where the shape is the tensor's, plain where it is not."""
+    """Runs ``new_zeros`` and the like, as on a DTensor: the result is sharded if it has the shape
+    of the tensor, else plain."""
     tensor = args[0]
     if not isinstance(tensor, ShardedTensor) or kwargs.get("requires_grad"):
         raise_unsupported(f"{name} with these arguments")
@@ -196,11 +200,15 @@ def _factory(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _max_or_min(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     is_of_two = any(isinstance(value, torch.Tensor) for value in [*args[1:], kwargs.get("other")])
-    handler = pointwise.pointwise if is_of_two else reductions.reduction
+    handler = pointwise.pointwise if is_of_two else sums_and_norms.reduction
     return handler(name, func, args, kwargs)
 
 
-# The first set that has an op's name says who runs it; point-wise ops come after all of these.
+def _redistribute(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return creation.redistribute(*args)
+
+
+# The first row that has an op's name says who runs it. Point-wise ops come after all rows.
 TABLE: list[tuple[Collection[str], Handler]] = [
     (LOCAL_METADATA, _local_metadata),
     (METADATA, _metadata),
@@ -215,9 +223,12 @@ TABLE: list[tuple[Collection[str], Handler]] = [
     (VIEWS, views.view),
     (("view_as_real", "view_as_complex"), views.reinterpret),
     (("max", "min"), _max_or_min),
-    (NORMS, reductions.norm),
-    (("_foreach_norm",), reductions.foreach_norm),
-    (REDUCTIONS, reductions.reduction),
-    (("equal",), reductions.equal),
-    (("_amp_foreach_non_finite_check_and_unscale_",), reductions.unscale),
+    (NORMS, sums_and_norms.norm),
+    (("_foreach_norm",), sums_and_norms.foreach_norm),
+    (REDUCTIONS, sums_and_norms.reduction),
+    (("equal",), sums_and_norms.equal),
+    (("_amp_foreach_non_finite_check_and_unscale_",), sums_and_norms.unscale),
+    (("redistribute",), _redistribute),
 ]
+
+ShardedTensor._run_op = staticmethod(call)

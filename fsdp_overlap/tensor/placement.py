@@ -14,9 +14,9 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 class RangeShard(Placement):
     """Each rank holds one contiguous range of the flattened tensor, possibly empty.
 
-    ``ranges`` lists ``(rank, start, stop)`` in elements for the ranks that hold any. Equal on every
-    rank that holds some, as DTensor asks of a placement. Where other dimensions of the mesh cut the
-    tensor too, as tensor parallelism does, what is flattened is this rank's :class:`Tile`.
+    ``ranges`` lists ``(rank, start, stop)``, in elements, for the ranks that hold any. All of these
+    ranks have the same list, as DTensor asks of a placement. If other dimensions of the mesh cut
+    the tensor too, as tensor parallelism does, what is flattened is this rank's :class:`Tile`.
     """
 
     def __init__(self, ranges: tuple[tuple[int, int, int], ...]) -> None:
@@ -24,7 +24,7 @@ class RangeShard(Placement):
         self.ranges = ranges
 
     def local_range(self, rank: int) -> tuple[int, int]:
-        """``(start, stop)`` of what ``rank`` of the mesh holds; ``(0, 0)`` if nothing."""
+        """``(start, stop)`` of what ``rank`` holds, or ``(0, 0)`` if it holds nothing."""
         for owner, start, stop in self.ranges:
             if owner == rank:
                 return start, stop
@@ -37,7 +37,7 @@ class RangeShard(Placement):
         return hash(self.ranges)
 
     def __reduce__(self) -> tuple[type[RangeShard], tuple[object, ...]]:
-        # The base class, of C++, cannot be pickled by itself.
+        # The base class is written in C++ and cannot be pickled.
         return RangeShard, (self.ranges,)
 
     def __repr__(self) -> str:
@@ -49,16 +49,19 @@ class RangeShard(Placement):
 def range_spec(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype
 ) -> DTensorSpec:
-    """The DTensor spec of a tensor of ``shape`` that lies over ``mesh`` as ``placements`` say, one
-    for each dimension of the mesh, of which one is a :class:`RangeShard`."""
+    """The DTensor spec of a tensor of ``shape`` over ``mesh``. ``placements`` has an entry for each
+    dimension of the mesh, and one of them is a :class:`RangeShard`."""
     stride = torch.empty(shape, device="meta").stride()
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What the other dimensions of the mesh leave of a tensor on this rank, of which the ranges are
-    ranges: a box of the whole, which is all of it where they cut nothing."""
+    """The box of a tensor that is spread over ranks in ranges.
+
+    It is what the other dimensions of the mesh leave to this rank: all of the tensor if they cut
+    nothing.
+    """
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -68,7 +71,7 @@ class Tile:
         return prod(self.shape)
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The tile of ``whole``, a view."""
+        """This tile of ``whole``, as a view."""
         for dim, (offset, size) in enumerate(zip(self.offsets, self.shape, strict=True)):
             if size != whole.shape[dim]:
                 whole = whole.narrow(dim, offset, size)
@@ -76,7 +79,7 @@ class Tile:
 
 
 def tile_of(spec: DTensorSpec) -> Tile:
-    """This rank's. Dimensions of the mesh cut one after the other, each as ``torch.chunk`` does."""
+    """This rank's tile. Dimensions of the mesh cut in turn, each as ``torch.chunk`` does."""
     meta = spec.tensor_meta
     assert meta is not None
     shape = list(meta.shape)
@@ -108,7 +111,7 @@ def local_range(spec: DTensorSpec) -> tuple[int, int]:
 
 
 def has_tiles(spec: DTensorSpec) -> bool:
-    """Whether the ranges are not of the whole tensor, the same answer on every rank."""
+    """Whether the mesh cuts the tensor into tiles. The answer is the same on every rank."""
     return any(
         isinstance(placement, Shard) and spec.mesh.size(dim) > 1
         for dim, placement in enumerate(spec.placements)
@@ -116,7 +119,7 @@ def has_tiles(spec: DTensorSpec) -> bool:
 
 
 def copied_dims(spec: DTensorSpec) -> tuple[int, ...]:
-    """The dimensions of the mesh along which ranks hold the same."""
+    """The dimensions of the mesh along which ranks hold the same elements."""
     return tuple(dim for dim, placement in enumerate(spec.placements) if placement.is_replicate())
 
 
@@ -128,14 +131,14 @@ def cut_dims(spec: DTensorSpec) -> tuple[int, ...]:
 
 
 def is_on_mesh(local: torch.Tensor, spec: DTensorSpec) -> bool:
-    """Whether backends of the mesh can work on ``local``, which may rest on the host instead."""
+    """Whether the mesh's backend can work on ``local``. It cannot if ``local`` is offloaded."""
     return local.device.type in (spec.mesh.device_type, "meta")
 
 
 def with_range(
     spec: DTensorSpec, placement: RangeShard, shape: torch.Size, dtype: torch.dtype
 ) -> DTensorSpec:
-    """The spec of a tensor that lies over the same ranks as ``spec``'s, in other ranges."""
+    """``spec`` with other ranges, of another shape and dtype, over the same ranks."""
     dim = range_dim(spec)
     placements = (*spec.placements[:dim], placement, *spec.placements[dim + 1 :])
     return range_spec(spec.mesh, placements, shape, dtype)

@@ -1,4 +1,4 @@
-"""Ops that work on each element alone: run on the local ranges, they are right."""
+"""Ops that treat each element by itself, and so can run on the local ranges."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ Call = Callable[..., Any]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
-# Make a tensor of the same layout without letting gradients flow.
+# These make a tensor of the same layout, to which no gradient flows.
 DETACHED = frozenset({"empty_like", "full_like", "ones_like", "zeros_like"})
 
 
 def pointwise(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
-    """A point-wise op, also in place or with ``out``. A plain tensor edited in place gets the whole
-    of the sharded operands, which is collective."""
+    """Runs a point-wise op, also in place or with ``out``. If the tensor it edits is plain, the
+    sharded operands are gathered, which is collective."""
     values = [*args, *kwargs.values()]
     model = first_sharded(name, values)
     if name not in DETACHED:
@@ -55,12 +55,12 @@ def pointwise(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
         return target
     if not isinstance(result, torch.Tensor):
         raise_unsupported(f"{name} with these arguments")
-    # `to` and `contiguous` return their argument where there is nothing to do.
+    # `to` and `contiguous` return their argument if there is nothing to do.
     return model if result is model._local_tensor else model.wrap_like(result)
 
 
 def foreach(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
-    """A point-wise op on lists of tensors, each with its own layout."""
+    """Runs a point-wise op on lists of tensors, each of which has its own layout."""
     tensors: Sequence[Any] = args[0]
     check_no_gradient(name, args)
     operands = [
@@ -88,7 +88,7 @@ def _own(tensor: Any) -> Any:
 
 
 def _column(name: str, value: Any, tensors: Sequence[Any]) -> Any:
-    """One operand of a foreach op: what of it meets each of ``tensors``."""
+    """One operand of a foreach op: the parts of it that meet each of ``tensors``."""
     if isinstance(value, torch.Tensor):
         value = replicated(value)
         if isinstance(value, DTensor) or value.dim():
@@ -107,18 +107,18 @@ def _operand(name: str, value: torch.Tensor, target: Any) -> torch.Tensor:
 
 
 def fused(name: str, func: Call, args: Args, kwargs: Kwargs) -> None:
-    """``_fused_adamw_`` and the like: lists of parameters, gradients, states and steps."""
+    """Runs ``_fused_adamw_`` and the like on lists of parameters, gradients, states and steps."""
     parameters: Sequence[Any] = args[0]
     check_no_gradient(name, [parameters])
     columns = []
     for values in args:
-        # Steps are plain numbers; lists of maxima are empty without amsgrad.
+        # Steps are plain tensors, and without amsgrad the list of maxima is empty.
         if isinstance(values, (list, tuple)) and any(
             isinstance(value, ShardedTensor) for value in values
         ):
             values = [
                 value._local_tensor
-                # Gradients and states share the parameter's spec, which spares a comparison.
+                # Gradients and states share the parameter's spec, so layouts need no comparison.
                 if type(value) is ShardedTensor and value._spec is parameter._spec
                 else _operand(name, value, parameter)
                 for value, parameter in zip(values, parameters, strict=True)
@@ -129,8 +129,8 @@ def fused(name: str, func: Call, args: Args, kwargs: Kwargs) -> None:
 
 
 def copy(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
-    """``copy_``. From a whole tensor each rank takes its range. A tensor that lies otherwise over
-    the ranks is gathered first, as is one that is copied into a plain tensor: collective."""
+    """Runs ``copy_``. Each rank takes its range of a source that is whole. A sharded source is
+    gathered, which is collective, if it lies otherwise over the ranks or the target is plain."""
     target, source = args[0], args[1]
     check_no_gradient("copy_", [target, source])
     if not isinstance(target, torch.Tensor):
@@ -153,7 +153,7 @@ def copy(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
 
 
 def convert(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
-    """``to`` and ``type_as``, where another tensor may say the dtype and the device."""
+    """Runs ``to`` and ``type_as``. Another tensor may give the dtype and the device."""
     check_no_gradient(name, args[:1])
     tensor = args[0]
     options = [_own(value) for value in args[1:]]
@@ -164,7 +164,7 @@ def convert(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
 
 
 def set_item(name: str, func: Call, args: Args, kwargs: Kwargs) -> None:
-    """``tensor[mask] = number`` and ``tensor[index] = value``."""
+    """Runs ``tensor[mask] = number`` and ``tensor[index] = value``."""
     target, index, value = args
     if not isinstance(target, ShardedTensor):
         target[whole_operand(index)] = whole_operand(value)
@@ -180,15 +180,17 @@ def set_item(name: str, func: Call, args: Args, kwargs: Kwargs) -> None:
 
 
 def random(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
-    """Random fills and ``torch.nn.init``: the whole tensor is drawn on every rank, as without
-    sharding, and each takes its range. So the result does not depend on the number of ranks, given
-    the same seed on all; memory for the whole tensor is needed meanwhile. Where ranks hold copies,
-    they get those of the first, which is collective, so that they stay copies whatever the seeds.
+    """Runs random fills and ``torch.nn.init``.
+
+    Every rank draws the whole tensor, as without sharding, and takes its range. So if all ranks
+    have the same seed, the result does not depend on their number. The whole tensor needs memory
+    meanwhile. Ranks that hold copies get what the first of them drew, which is collective, so that
+    they stay copies whatever the seeds.
     """
     target = [*args, *kwargs.values()][0]
     if not isinstance(target, ShardedTensor) or kwargs.get("requires_grad"):
         raise_unsupported(f"{name} with these arguments")
-    if getattr(func, "__module__", "") != "torch.nn.init":  # which stops gradients by itself
+    if getattr(func, "__module__", "") != "torch.nn.init":  # torch.nn.init stops gradients itself
         check_no_gradient(name, [target])
     local = target._local_tensor.detach()
     whole = torch.empty(target._shape, dtype=local.dtype, device=local.device)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
-from functools import cache
 from operator import attrgetter
 from sys import getrefcount
-from types import ModuleType
-from typing import Any, NoReturn, cast
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -41,10 +39,10 @@ from fsdp_overlap.tensor.placement import (
 
 
 class ShardEdits:
-    """Counts what was done to the shards of one bucket, so that stale full buffers are noticed.
+    """Counts the edits of one bucket's shards, so that stale full buffers are noticed.
 
     A shard changes through ops on its :class:`ShardedTensor` parameters. Autograd's version
-    counters cannot be relied on for that: fused optimizers do not bump them.
+    counters do not tell: fused optimizers do not bump them.
     """
 
     __slots__ = ("trainability", "values")
@@ -62,18 +60,10 @@ def _count_references() -> int:
     return getrefcount(probe)
 
 
-# What getrefcount says of an object that one variable refers to; it depends on the Python version.
+# The count of an object to which one variable refers. It depends on the Python version.
 _UNSHARED = _count_references()
 
 _NOTHING = torch.empty(0)
-
-
-@cache
-def _ops() -> ModuleType:
-    """The table of ops, which builds on the class below."""
-    from fsdp_overlap.tensor import ops
-
-    return ops
 
 
 class ShardedTensor(DTensor):
@@ -85,8 +75,12 @@ class ShardedTensor(DTensor):
     which returns a plain tensor), contiguous views stay sharded, and every other op raises.
     """
 
+    _run_op: ClassVar[Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]]
+    """Runs an op on sharded tensors. The ops build on this class, so the class cannot import them:
+    :mod:`~fsdp_overlap.tensor.ops` sets this when the package is imported."""
+
     edits: ShardEdits | None = None
-    """Set on parameters; ``None`` on gradients and optimizer states, which nobody gathers."""
+    """Set on parameters. ``None`` on gradients and optimizer states, which nobody gathers."""
 
     _gradient: ShardedTensor | None = None
     _spare_gradient: ShardedTensor | None = None
@@ -95,14 +89,14 @@ class ShardedTensor(DTensor):
     def wrap(
         cls, local: torch.Tensor, spec: DTensorSpec, edits: ShardEdits | None = None
     ) -> ShardedTensor:
-        """The sharded tensor whose range on this rank is ``local``, flat and shared, not copied."""
+        """The sharded tensor whose range on this rank is ``local``, flat. It is not copied."""
         tensor = cast(ShardedTensor, DTensor.__new__(cls, local, spec, requires_grad=False))
         if edits is not None:
             tensor.edits = edits
         return tensor
 
     def wrap_like(self, local: torch.Tensor) -> ShardedTensor:
-        """``local`` as a tensor that lies over the mesh as this one does, of ``local``'s dtype."""
+        """A tensor of ``local``'s dtype that lies as this one does and has the range ``local``."""
         spec = self._spec
         meta = spec.tensor_meta
         assert meta is not None
@@ -118,7 +112,7 @@ class ShardedTensor(DTensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        return _ops().call(func, args, kwargs or {})
+        return cls._run_op(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -127,15 +121,14 @@ class ShardedTensor(DTensor):
         raise_unsupported(str(func))
 
     # Autograd never accumulates into a sharded tensor, so its gradient is an attribute of ours.
-    # Optimizers read and write it for every parameter in every step: torch's own would go through
-    # __torch_function__ each time.
+    # torch's own would go through __torch_function__ for every parameter in every step.
 
     def _set_grad(self, gradient: torch.Tensor | None) -> None:
         if gradient is None:
             dropped = self._gradient
             self._gradient = None
-            # Making a wrapper takes longer than all else that is done for a gradient, so one that
-            # nobody else holds is kept for the next, without its memory.
+            # Making a wrapper takes longer than all else that is done for a gradient. So one that
+            # nobody else holds is kept for the next gradient, without its memory.
             if dropped is None or dropped._spec is not self._spec:
                 return
             if getrefcount(dropped) == _UNSHARED:
@@ -178,12 +171,12 @@ class ShardedTensor(DTensor):
 
     @property
     def local_range(self) -> tuple[int, int]:
-        """``(start, stop)`` of this rank's range in the flattened tensor, in elements; of its tile
-        where other dimensions of the mesh cut the tensor too."""
+        """``(start, stop)`` of this rank's range in the flattened tensor, in elements. If other
+        dimensions of the mesh cut the tensor too, they count in this rank's tile."""
         return local_range(self._spec)
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """This rank's range, flat, sharing memory: in-place edits of it edit the parameter."""
+        """This rank's range, flat. It shares memory: in-place edits of it edit the parameter."""
         return self._local_tensor
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
@@ -217,17 +210,16 @@ class ShardedTensor(DTensor):
     ) -> DTensor:
         """A copy that lies over the same mesh in another way. Must be called on every rank of it.
 
-        One placement for each dimension of the mesh: with ``Replicate()`` and ``Shard(dim)`` alone
-        it is a plain DTensor, with a ``RangeShard(...)`` a ShardedTensor;
+        Pass one placement for each dimension of the mesh. With ``Replicate()`` and ``Shard(dim)``
+        alone the copy is a plain DTensor, with a ``RangeShard(...)`` it is a ShardedTensor.
         :func:`~fsdp_overlap.distribute_tensor` is the way back from a DTensor. The whole tensor is
         gathered meanwhile, and gradients do not flow.
 
         Raises:
-            RuntimeError: another mesh is asked for, or a placement that none of these is.
+            RuntimeError: another mesh is asked for, or a placement of another kind.
         """
-        from fsdp_overlap.tensor import creation
-
-        return creation.redistribute(self, device_mesh, placements)
+        asked = (self, device_mesh, placements)
+        return cast(DTensor, ShardedTensor._run_op(ShardedTensor.redistribute, asked, {}))
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         start, stop = self.local_range
@@ -248,8 +240,8 @@ class ShardedTensor(DTensor):
         return repr(self).__format__(format_spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
-        """A copy with memory of its own: it lies over the mesh as this one does, and belongs to no
-        unit."""
+        """A copy with memory of its own. It lies over the mesh as this tensor does, and belongs to
+        no unit."""
         if id(self) in memo:
             return cast(ShardedTensor, memo[id(self)])
         duplicate = ShardedTensor.wrap(self._local_tensor.detach().clone(), self._spec)
@@ -262,7 +254,7 @@ class ShardedTensor(DTensor):
         return duplicate
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # This rank's range, the mesh and how the tensor lies over it; not the unit it belongs to.
+        # What is pickled is this rank's range and how the tensor lies over the mesh, without units.
         spec = self._spec
         parts = (self._local_tensor.detach(), spec.mesh, spec.placements, self._shape)
         is_parameter = isinstance(self, nn.Parameter)
@@ -284,7 +276,7 @@ class ShardedTensor(DTensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        # Asked of every rank before a load, so that all notice the edit, also those that hold none.
+        # A load asks this of every rank, so that all notice the edit, also those without elements.
         if self.edits is not None:
             self.edits.note_values()
         return self._chunks()
@@ -311,7 +303,7 @@ class ShardedTensor(DTensor):
 
 
 def _summary(values: torch.Tensor) -> str:
-    """The first and the last few elements."""
+    """The first three and the last three elements, as text."""
     if values.is_meta:
         return "..."
     ends = values.tolist() if values.numel() <= 6 else [*values[:3].tolist(), *values[-3:].tolist()]
@@ -322,8 +314,8 @@ def _summary(values: torch.Tensor) -> str:
 
 
 def raise_unsupported(op: str) -> NoReturn:
-    """Refuses ``op`` on a sharded tensor and says what to do instead."""
-    # Not a TypeError, which Python's operators replace by one of their own that says nothing.
+    """Raises an error which says that ``op`` is not supported, and what to do instead."""
+    # Python's operators would replace a TypeError by one of their own, which does not say why.
     raise RuntimeError(
         f"{op} is not supported on a ShardedTensor, of which each rank holds only a range: use "
         "full_tensor() for the whole tensor (on every rank of the mesh) or to_local() for this "
@@ -332,7 +324,7 @@ def raise_unsupported(op: str) -> NoReturn:
     )
 
 
-# What a sharded tensor keeps in its __dict__; the rest is the user's.
+# The names that a sharded tensor itself has in its __dict__. All others are the user's.
 _OWN_ATTRIBUTES = frozenset(
     {"_local_tensor", "_spec", "_is_param", "edits", "_gradient", "_spare_gradient"}
 )
@@ -351,7 +343,7 @@ def rebuild_sharded_tensor(
     requires_grad: bool,
     is_parameter: bool,
 ) -> ShardedTensor:
-    """What was pickled."""
+    """Makes the sharded tensor that was pickled."""
     spec = range_spec(mesh, placements, torch.Size(shape), local.dtype)
     tensor = ShardedTensor.wrap(local, spec)
     if is_parameter:
@@ -360,8 +352,8 @@ def rebuild_sharded_tensor(
 
 
 def give_grads(parameters: Iterable[ShardedTensor], ranges: Iterable[torch.Tensor]) -> None:
-    """Makes each of ``ranges``, which are this rank's, the gradient of its parameter, or adds it to
-    the gradient there is."""
+    """Gives each parameter its gradient, of which this rank's range is the next of ``ranges``. If
+    it has a gradient already, the two are added."""
     for parameter, local in zip(parameters, ranges, strict=True):
         gradient = parameter._gradient
         if gradient is not None:
@@ -376,11 +368,11 @@ def give_grads(parameters: Iterable[ShardedTensor], ranges: Iterable[torch.Tenso
         parameter._gradient = gradient
 
 
-# torch.load(weights_only=True), the default, makes nothing that is not listed.
+# torch.load() refuses what is not listed, unless weights_only=False.
 torch.serialization.add_safe_globals([rebuild_sharded_tensor, RangeShard])
 
-# Optimizers and gradient clipping choose their foreach and fused forms by the exact type; torch
-# adds DTensor in the same way.
+# Optimizers and gradient clipping choose their foreach and fused forms by these lists of types, to
+# which torch adds DTensor in the same way.
 for _types in (torch_optimizer._foreach_supported_types, torch_foreach._foreach_supported_types):
     if ShardedTensor not in _types:
         _types.append(ShardedTensor)

@@ -1,7 +1,7 @@
-"""Views that stay one range on each rank: those that are contiguous in the flattened tensor.
+"""Views that are contiguous in the flattened tensor, and so stay one range on each rank.
 
-``view(-1)``, ``unsqueeze(0)``, ``tensor[2]``, ``tensor[4:8]``, ``chunk(3)``: torch itself is asked,
-on a meta tensor, which elements a view has and in which shape.
+Examples are ``view(-1)``, ``unsqueeze(0)``, ``tensor[2]``, ``tensor[4:8]`` and ``chunk(3)``. torch
+itself says, by a meta tensor, which elements a view has and in which shape.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, raise_unsupported
 
 
 def view(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A view of a sharded tensor, or several, which share its memory and are its parts."""
+    """Runs an op that returns one view of a sharded tensor or several. They share its memory."""
     tensor = args[0] if args else kwargs.get("input")
     if not isinstance(tensor, ShardedTensor):
         raise_unsupported(f"{name} of a plain tensor by a ShardedTensor")
@@ -27,12 +27,12 @@ def view(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     def stand_in(value: Any) -> Any:
         if value is tensor:
             return shadow
-        if isinstance(value, ShardedTensor):  # of view_as
+        if isinstance(value, ShardedTensor):  # the argument of view_as
             return torch.empty(value._shape, device="meta")
         return value
 
     shadows = func(*map(stand_in, args), **{k: stand_in(v) for k, v in kwargs.items()})
-    if shadows is shadow:  # flatten() of a flat tensor
+    if shadows is shadow:  # as flatten() of a flat tensor does
         return tensor
     if isinstance(shadows, torch.Tensor):
         return _part(name, tensor, shadow, shadows)
@@ -42,10 +42,10 @@ def view(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 def reinterpret(
     name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> ShardedTensor:
-    """``view_as_real`` and ``view_as_complex``: two numbers of each, or one of two.
+    """Runs ``view_as_real`` and ``view_as_complex``.
 
     Raises:
-        RuntimeError: ranks hold one half of a complex number each.
+        RuntimeError: two ranks hold the two halves of a complex number.
     """
     tensor = args[0] if args else kwargs.get("input")
     if not isinstance(tensor, ShardedTensor):
@@ -80,7 +80,7 @@ def _part(
     first = int(part.storage_offset())
     last = first + part.numel()
     if has_tiles(tensor._spec):
-        # What is contiguous in the whole tensor may be none, or several ranges, of a rank's tile.
+        # A contiguous part of the whole tensor may be no range, or several ranges, of a tile.
         if part.shape != shadow.shape:
             raise_unsupported(f"{name} of a tensor that is cut along {tensor._spec.placements}")
         return ShardedTensor.wrap(tensor._local_tensor.detach(), tensor._spec, tensor.edits)

@@ -249,7 +249,7 @@ class Rank:
     def use_sharded(self, unit: Unit) -> None:
         pass
 
-    def watch_gradients(self, unit: Unit) -> None:
+    def hook_gradients(self, unit: Unit) -> None:
         pass
 
     def allocate_input(self, gradients: Gradients) -> None:

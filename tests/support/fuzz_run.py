@@ -29,7 +29,7 @@ Losses = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass
-class Reducing:
+class ReduceOptions:
     """What a unit was told of its reductions."""
 
     synchronizes: bool = True
@@ -121,7 +121,7 @@ class Run(Twins):
             for parameter in bucket.sharded_parameters
         }
         self.owners = [owners[id(parameter)] for parameter in self.sharded]
-        self.told = {unit: Reducing() for unit in self.ctx.units}
+        self.told = {unit: ReduceOptions() for unit in self.ctx.units}
         self.open: list[Losses] = []
         self.unreduced: list[torch.Tensor | None] = [None] * len(self.sharded)
         self.accumulates = False

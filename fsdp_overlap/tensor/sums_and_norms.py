@@ -23,14 +23,14 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def norm(name: str, func: Call, args: Args, kwargs: Kwargs) -> torch.Tensor:
-    """``torch.norm`` and ``torch.linalg.vector_norm`` of one tensor, also along dimensions."""
+    """Runs ``torch.norm`` and ``torch.linalg.vector_norm``, also along dimensions."""
     given = dict(zip(("input", "ord", "dim", "keepdim"), args, strict=False))
     given |= {{"p": "ord", "A": "input", "x": "input"}.get(k, k): v for k, v in kwargs.items()}
     tensor, order = given.pop("input", None), given.pop("ord", None)
     dim, keepdim = given.pop("dim", None), bool(given.pop("keepdim", False))
     dtype = given.pop("dtype", None)
-    # linalg.norm means an operator's norm where it is given an order for a matrix, and torch.norm
-    # knows nuclear norms by name.
+    # Not all norms are norms of elements: linalg.norm with an order takes the operator norm of a
+    # matrix, and torch.norm knows nuclear norms by name.
     is_of_elements = name != "linalg_norm" or (order is None and dim is None)
     is_numeric = order in (None, "fro") or isinstance(order, (int, float))
     if not isinstance(tensor, ShardedTensor) or not is_of_elements or not is_numeric:
@@ -80,8 +80,8 @@ def norms(
 
 
 def by_cut(tensors: Iterable[ShardedTensor]) -> list[tuple[DTensorSpec, list[int]]]:
-    """Which of ``tensors`` are cut among the same ranks: the spec of one, and the positions of all.
-    In the order in which they come, so that all ranks agree on it."""
+    """Groups ``tensors`` that are cut among the same ranks. A group is the spec of its first tensor
+    and the positions of all. Groups come in order of appearance, the same on all ranks."""
     found: list[tuple[DTensorSpec, list[int]]] = []
     for index, tensor in enumerate(tensors):
         spec = tensor._spec
@@ -98,8 +98,8 @@ def by_cut(tensors: Iterable[ShardedTensor]) -> list[tuple[DTensorSpec, list[int
 def local_norms(
     tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """The norms of plain tensors, shape ``[len(tensors)]``, in float32 or wider. Those of empty
-    tensors are the neutral element of :func:`combine_norms`."""
+    """The norms of plain tensors, shape ``[len(tensors)]``, in float32 or wider. The norm of an
+    empty tensor is the neutral element of :func:`combine_norms`."""
     tensors = [tensor.abs() if tensor.is_complex() else tensor for tensor in tensors]
     dtype = torch.promote_types((dtype or torch.float32).to_real(), torch.float32)
     for each in {tensor.dtype for tensor in tensors}:
@@ -111,8 +111,8 @@ def local_norms(
 
 
 def combine_norms(partial: torch.Tensor, order: float, spec: DTensorSpec) -> torch.Tensor:
-    """The norms of wholes, which lie as ``spec`` says, from those of their ranges, with one
-    all-reduce."""
+    """The norms of whole tensors that are cut as ``spec`` says, from the norms of this rank's
+    ranges. One all-reduce for each dimension of the mesh that cuts."""
     if order == inf:
         return _largest(partial, spec)
     if order == -inf:
@@ -123,8 +123,8 @@ def combine_norms(partial: torch.Tensor, order: float, spec: DTensorSpec) -> tor
 
 
 def reduction(name: str, func: Call, args: Args, kwargs: Kwargs) -> torch.Tensor:
-    """``sum``, ``mean``, ``amax``, ``amin``, ``any`` and ``all``, also along dimensions; ``max``
-    and ``min`` of the whole. Needs memory for the whole tensor meanwhile."""
+    """Runs ``sum``, ``mean``, ``amax``, ``amin``, ``any`` and ``all``, also along dimensions, and
+    ``max`` and ``min`` of the whole tensor. The whole tensor needs memory meanwhile."""
     tensor = args[0] if args else kwargs.get("input")
     if not isinstance(tensor, ShardedTensor) or kwargs.get("out") is not None:
         raise_unsupported(f"{name} with these arguments")
@@ -155,7 +155,7 @@ def reduction(name: str, func: Call, args: Args, kwargs: Kwargs) -> torch.Tensor
 
 
 def equal(name: str, func: Call, args: Args, kwargs: Kwargs) -> bool:
-    """``torch.equal``, the same answer on every rank."""
+    """Runs ``torch.equal``. The answer is the same on every rank."""
     values = [*args, *kwargs.values()]
     model = next(value for value in values if isinstance(value, ShardedTensor))
     if any(value.shape != model.shape or value.dtype != model.dtype for value in values):
@@ -166,8 +166,8 @@ def equal(name: str, func: Call, args: Args, kwargs: Kwargs) -> bool:
 
 
 def unscale(name: str, func: Call, args: Args, kwargs: Kwargs) -> None:
-    """What ``torch.amp.GradScaler`` does to gradients. An overflow on one rank is one on all that
-    some gradient is cut among."""
+    """Unscales gradients for ``torch.amp.GradScaler``. An overflow on one rank counts on all ranks
+    that a gradient is cut among."""
     gradients, found_inf, inv_scale = args
     cuts = by_cut(gradient for gradient in gradients if isinstance(gradient, ShardedTensor))
     locals_ = [
@@ -180,7 +180,7 @@ def unscale(name: str, func: Call, args: Args, kwargs: Kwargs) -> None:
 
 
 def _embedded(tensor: ShardedTensor, neutral: float) -> torch.Tensor:
-    """A plain tensor of the whole shape: this rank's range, and ``neutral`` elsewhere."""
+    """A plain tensor of the whole shape, with this rank's range, and ``neutral`` elsewhere."""
     local = tensor._local_tensor.detach()
     tile = tile_of(tensor._spec)
     start, stop = tensor.local_range
@@ -203,7 +203,7 @@ def _extreme(dtype: torch.dtype, *, lowest: bool) -> float:
 
 
 def _largest(values: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """The largest over the ranks; NaN where one of them has NaN, which backends do not promise."""
+    """The largest over the ranks, or NaN if a rank has NaN, which backends do not promise."""
     if not values.is_floating_point():
         return _extreme_integer(values, dist.ReduceOp.MAX, spec)
     is_nan = values.isnan()
@@ -223,14 +223,14 @@ def _extreme_integer(
 ) -> torch.Tensor:
     sent = values.to(torch.uint8) if values.dtype == torch.bool else values
     if sent.dtype not in CARRIED:
-        sent = sent.long()  # 16 bits: torch finds no extremes of other integers
+        sent = sent.long()  # only 16-bit integers come here: torch has no extremes of others
     return _all_reduce(sent, op, spec).to(values.dtype)
 
 
 def _all_reduce(
     values: torch.Tensor, op: dist.ReduceOp.RedOpType, spec: DTensorSpec
 ) -> torch.Tensor:
-    """Over the ranks that a tensor is cut among."""
+    """All-reduces over the ranks that a tensor is cut among."""
     sent = values.contiguous()
     if not is_on_mesh(values, spec):
         sent = values.to(spec.mesh.device_type)

@@ -11,7 +11,7 @@ from fsdp_overlap.comm.streams import streams_of
 
 
 @dataclass
-class Reducing:
+class ReduceOptions:
     """How a unit's gradients are reduced.
 
     ``divisor``: what their sum over all ranks is divided by, ``None`` for the number of ranks.
@@ -27,8 +27,8 @@ class Reducing:
     hook_stream: torch.Stream | None = None
 
     def divisors(self, shards: int, copies: int) -> tuple[float | None, float | None]:
-        """Of the reduction among ``shards`` ranks and of the one across ``copies``; ``None`` for
-        their number."""
+        """The divisors of the reduction among ``shards`` ranks and of the one across ``copies``.
+        ``None`` stands for the number of ranks."""
         if self.divisor is not None:
             return self.divisor, 1.0
         return (float(shards), float(copies)) if self.sums_only else (None, None)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from fsdp_overlap.layout import BucketPlan, LayoutRule, ParamSpec
-from fsdp_overlap.layout.plan import Planner
+from fsdp_overlap.layout.planner import Planner
 from fsdp_overlap.runtime.ownership import kind_of, owned_parameters
 
 

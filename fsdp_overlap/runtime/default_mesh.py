@@ -1,0 +1,32 @@
+"""The mesh of those who give none."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+def default_mesh() -> DeviceMesh:
+    """A mesh of one dimension over all ranks.
+
+    Raises:
+        RuntimeError: ``torch.distributed`` is not initialized.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "FsdpContext needs process groups: call torch.distributed.init_process_group() "
+            "first, under torchrun, or pass a mesh"
+        )
+    return init_device_mesh(_device_type(), (dist.get_world_size(),))
+
+
+def _device_type() -> str:
+    """The type of the devices that the default process group connects: that of an accelerator, if
+    there is one and the group has a backend of its own for it."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        return "cpu"
+    # As "cpu:gloo,cuda:nccl".
+    backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+    return "cpu" if backends.get(found.type, "gloo") == "gloo" else found.type

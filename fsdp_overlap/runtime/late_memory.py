@@ -1,0 +1,73 @@
+"""Units that get memory, or parameters, after they were made: from the meta device, and from
+``load_state_dict(assign=True)``."""
+
+from __future__ import annotations
+
+import torch
+
+from fsdp_overlap.runtime.ownership import mark_replaced, modules_outside_units
+from fsdp_overlap.runtime.stale_optimizers import note_replacement
+from fsdp_overlap.runtime.unit import Unit
+
+
+def materialize(unit: Unit, device: torch.device) -> None:
+    """Gives a unit on the meta device memory on ``device``. Its parameters are new objects."""
+    for bucket in unit.buckets:
+        keeps_storage = bucket.full.keeps_storage
+        replaced = bucket.sharded_parameters
+        bucket.materialize(device)
+        bucket.full.keeps_storage = keeps_storage
+        for parameter in replaced:
+            mark_replaced(parameter, by="the model was given memory")
+    note_replacement()
+    # A forward that failed for want of memory may have remembered the old ones.
+    unit.forget_parameters()
+
+
+def take_assigned(unit: Unit, device: torch.device) -> bool:
+    """Copies what ``load_state_dict(assign=True)`` registered into the shards, and registers the
+    sharded parameters again.
+
+    A unit on the meta device waits until all its parameters were given, and is then given memory on
+    ``device`` first. Returns whether it was.
+
+    Raises:
+        RuntimeError: one has another dtype. The unit is as before then.
+    """
+    assigned = [bucket.places.assigned() for bucket in unit.buckets]
+    is_meta = unit.is_meta
+    counts = [len(bucket.parameters) for bucket in unit.buckets]
+    if not any(assigned) or (is_meta and list(map(len, assigned)) != counts):
+        return False
+    for bucket, values in zip(unit.buckets, assigned, strict=True):
+        for index, value in values.items():
+            if value.dtype != bucket.shard.dtype:
+                unit.use_sharded()
+                raise RuntimeError(
+                    f"load_state_dict(assign=True) gives parameter "
+                    f"{bucket.plan.specs[index].fqn!r} of {unit.module_kind} as {value.dtype}, "
+                    f"and it is sharded as {bucket.shard.dtype}: cast the state dict, or the "
+                    "module before fully_shard()"
+                )
+    if is_meta:
+        materialize(unit, device)
+    with torch.no_grad():
+        for bucket, values in zip(unit.buckets, assigned, strict=True):
+            bucket.places.use_sharded()
+            for index, value in values.items():
+                bucket.sharded_parameters[index].copy_(value)
+    if is_meta:
+        announce_unsharded(unit)
+    return is_meta
+
+
+def announce_unsharded(unit: Unit) -> None:
+    """Assigns the unsharded parameters where they belong, for modules that keep references of their
+    own, as ``nn.LSTM`` does, and registers the sharded ones again."""
+    for bucket in unit.buckets:
+        unsharded = dict(zip(map(id, bucket.sharded_parameters), bucket.parameters, strict=True))
+        for _, module in modules_outside_units(unit.modules):
+            for name, parameter in list(module._parameters.items()):
+                if id(parameter) in unsharded:
+                    setattr(module, name, unsharded[id(parameter)])
+        bucket.places.use_sharded()

@@ -1,0 +1,74 @@
+"""Where modules have registered the parameters of a bucket, and in which of their two forms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from fsdp_overlap.runtime.ownership import OwnedParameter
+from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
+
+Place = tuple[dict[str, Any], str, torch.Tensor, ShardedTensor]
+"""A module's ``_parameters``, the name in it, the unsharded parameter and the sharded one."""
+
+
+class Places:
+    """The places of one bucket. A parameter that modules share has several."""
+
+    def __init__(
+        self,
+        owned: Sequence[OwnedParameter],
+        parameters: Sequence[torch.Tensor],
+        sharded: Sequence[ShardedTensor],
+    ) -> None:
+        self._indices = {id(each): index for index, each in enumerate(sharded)}
+        self._all: list[Place] = [
+            (registered, name, its_parameter, its_sharded)
+            for item, its_parameter, its_sharded in zip(owned, parameters, sharded, strict=True)
+            for registered, name in item.places
+        ]
+
+    def __iter__(self) -> Iterator[Place]:
+        return iter(self._all)
+
+    def use_unsharded(self, label: str) -> None:
+        """Registers the unsharded parameters. ``label`` names the unit in errors.
+
+        Raises:
+            RuntimeError: something else was registered in their place.
+        """
+        for registered, name, parameter, sharded in self._all:
+            found = registered.get(name)
+            if found is not sharded and found is not parameter:
+                raise RuntimeError(
+                    f"parameter {name!r} of unit {label!r} was replaced after fully_shard(), "
+                    "which would not be trained: assign and tie parameters before, and edit them "
+                    "in place, under torch.no_grad(), as with copy_(), after. "
+                    "torch.func.functional_call() replaces them too: call the model itself, or "
+                    "functional_call() with an unsharded copy of it"
+                )
+            registered[name] = parameter
+
+    def use_sharded(self) -> None:
+        """Registers the sharded parameters."""
+        for registered, name, _, sharded in self._all:
+            registered[name] = sharded
+
+    def use_none(self) -> None:
+        """Registers nothing, so that what is done to all parameters of a module skips these."""
+        for registered, name, _, _ in self._all:
+            registered[name] = None
+
+    def assigned(self) -> dict[int, torch.Tensor]:
+        """What somebody else has registered, by the index of the parameter in the bucket. Of
+        several, the last; nothing that is on the meta device."""
+        return {
+            self._indices[id(sharded)]: found
+            for registered, name, parameter, sharded in self._all
+            if (found := registered.get(name)) is not sharded
+            and found is not parameter
+            and isinstance(found, torch.Tensor)
+            and not found.is_meta
+        }

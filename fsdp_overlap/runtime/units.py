@@ -1,0 +1,55 @@
+"""The units of one context, and their names."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+from fsdp_overlap.runtime.unit import Unit, unit_of
+
+
+class Units:
+    """The units of one context, by index. None is kept alive."""
+
+    def __init__(self) -> None:
+        self._all: list[weakref.ref[Unit]] = []
+
+    def add(self, unit: Unit) -> int:
+        """Takes ``unit`` in and returns its index, the same on every rank."""
+        self._all.append(weakref.ref(unit))
+        return len(self._all) - 1
+
+    def at(self, index: int) -> Unit | None:
+        return self._all[index]()
+
+    def existing(self) -> list[Unit]:
+        """Those that still exist, in the order in which they were added."""
+        return [unit for unit in (ref() for ref in self._all) if unit is not None]
+
+
+def unit_names(units: Sequence[Unit]) -> dict[Unit, str]:
+    """The name of each unit that lies within another, relative to the outermost that has it; of a
+    unit of several modules, their names."""
+    names: dict[Unit, str] = {}
+    for outer in units:
+        if outer in names:
+            continue
+        found: dict[Unit, list[str]] = {}
+        for module in outer.modules:
+            for name, child in module.named_modules():
+                unit = unit_of(child)
+                if unit is not None and unit is not outer:
+                    found.setdefault(unit, []).append(name)
+        names.update((unit, ", ".join(found[unit])) for unit in found)
+    return names
+
+
+def name_units(units: Sequence[Unit]) -> None:
+    """Finds the root among ``units``, which are all of a context, and names them as users know
+    them."""
+    names = unit_names(units)
+    tops = [unit for unit in units if unit not in names]
+    for unit in units:
+        kind = unit.module_kind
+        unit.is_root = tops == [unit] and not unit.is_list
+        unit.rename(names.get(unit) or (kind if unit.is_root else f"{kind}[{unit.index}]"))
