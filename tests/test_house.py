@@ -156,7 +156,6 @@ def test_deciding_imports_the_standard_library_alone() -> None:
                 assert is_own or name.split(".")[0] in sys.stdlib_module_names, f"{module}: {name}"
 
 
-@pytest.mark.xfail(reason="two files are still to be cut")
 def test_files_are_short() -> None:
     lines = {module: len(path.read_text().splitlines()) for module, path in FILES.items()}
     assert not {module: count for module, count in lines.items() if count >= TOO_MANY_LINES}

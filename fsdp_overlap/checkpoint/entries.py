@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import io
 import sys
 import zipfile
-import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from io import FileIO
 from math import prod
@@ -19,12 +17,15 @@ import torch
 from fsdp_overlap.checkpoint.errors import CheckpointError
 from fsdp_overlap.checkpoint.files import refuse_holes
 from fsdp_overlap.checkpoint.pickles import Maker, key, read_pickle
+from fsdp_overlap.checkpoint.records import (
+    BLOCK_BYTES,
+    Slice,
+    check_sum,
+    find_record,
+    is_memory_of,
+    read_into,
+)
 
-BLOCK_BYTES = 512 << 10
-"""What reading holds in memory beside its targets."""
-
-_LOCAL_HEADER = 30  # bytes, before a record's name and extra field
-_MOST_AT_ONCE = 16 << 20  # bytes of an entry's directory, a hundred or so for a record
 _MOST_DEEP = 100  # containers in containers
 _MOST_DIMS = 64
 
@@ -67,7 +68,7 @@ class Bytes:
 
     def read(self, file: FileIO) -> torch.Tensor:
         flat = torch.empty(self.nbytes, dtype=torch.uint8)
-        _read_into(file, self.start, flat)
+        read_into(file, self.start, flat)
         return flat
 
 
@@ -134,9 +135,9 @@ class StoredTensor:
         row = prod(inner)
         position += offsets[dim] * row
         itemsize = self.dtype.itemsize
-        if tuple(lengths[dim + 1 :]) == inner and _is_memory_of(target, self.dtype):
+        if tuple(lengths[dim + 1 :]) == inner and is_memory_of(target, self.dtype):
             at = self.storage.start + position * itemsize
-            _read_into(file, at, target.view(-1).view(torch.uint8))
+            read_into(file, at, target.view(-1).view(torch.uint8))
             return
         if row * itemsize > BLOCK_BYTES:
             for i in range(lengths[dim]):
@@ -147,7 +148,7 @@ class StoredTensor:
         for i in range(0, lengths[dim], most):
             rows = min(most, lengths[dim] - i)
             part = block[: rows * row * itemsize]
-            _read_into(file, self.storage.start + (position + i * row) * itemsize, part)
+            read_into(file, self.storage.start + (position + i * row) * itemsize, part)
             values = part.view(self.dtype).view(rows, *inner)
             for d, (offset, length) in enumerate(
                 zip(offsets[dim + 1 :], lengths[dim + 1 :], strict=True), start=1
@@ -165,7 +166,7 @@ def read_entry(file: FileIO, start: int, length: int, verify: bool = True) -> An
         CheckpointError: the entry holds what no checkpoint needs.
         Exception: it is damaged.
     """
-    with zipfile.ZipFile(_Slice(file, start, length)) as archive:
+    with zipfile.ZipFile(Slice(file, start, length)) as archive:
         records = archive.infolist()
     infos = {info.filename: info for info in records}
     if len(infos) != len(records):
@@ -179,9 +180,9 @@ def read_entry(file: FileIO, start: int, length: int, verify: bool = True) -> An
     folder = pickles[0].removesuffix("data.pkl")
     positions = {}
     for name, info in infos.items():
-        positions[name] = _find_record(file, start, length, info)
+        positions[name] = find_record(file, start, length, info)
         if verify or not name.startswith(f"{folder}data/"):
-            _check_sum(file, positions[name], info)
+            check_sum(file, positions[name], info)
     order = folder + "byteorder"
     if order in infos:
         file.seek(positions[order])
@@ -334,93 +335,3 @@ def _count(value: Any) -> int:
         shown = f"{value:,}" if type(value) is int else f"a {type(value).__name__}"
         raise ValueError(f"{shown} is no number of elements")
     return value
-
-
-def _find_record(file: FileIO, start: int, length: int, info: zipfile.ZipInfo) -> int:
-    """Where in ``file`` the record's bytes begin."""
-    name = info.filename[:100]
-    if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
-        raise ValueError(f"record {name!r} is compressed")
-    position = start + info.header_offset + _LOCAL_HEADER
-    if info.header_offset < 0 or position > start + length:
-        raise ValueError(f"record {name!r} lies outside its entry")
-    file.seek(position - _LOCAL_HEADER)
-    header = file.read(_LOCAL_HEADER)
-    if header[:4] != b"PK\x03\x04":
-        raise ValueError(f"record {name!r} has no header")
-    position += int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-    if position + info.file_size > start + length:
-        raise ValueError(f"record {name!r} reaches beyond its entry")
-    return position
-
-
-def _check_sum(file: FileIO, position: int, info: zipfile.ZipInfo) -> None:
-    file.seek(position)
-    checksum = 0
-    for part in _parts(file, info.file_size):
-        checksum = zlib.crc32(part, checksum)
-    if checksum != info.CRC:
-        raise ValueError(f"the checksum of record {info.filename[:100]!r} does not match")
-
-
-def _parts(file: FileIO, size: int) -> Iterator[memoryview]:
-    """The next ``size`` bytes, a block at a time in the same memory."""
-    block = memoryview(bytearray(min(size, BLOCK_BYTES)))
-    while size:
-        count = file.readinto(block[: min(size, BLOCK_BYTES)])
-        if not count:
-            raise CheckpointError(f"{file.name!s} ends early")
-        yield block[:count]
-        size -= count
-
-
-def _is_memory_of(target: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether elements of ``dtype`` in a file are, byte by byte, what ``target`` holds."""
-    plain = target.is_cpu and target.dtype == dtype and target.is_contiguous()
-    return plain and not target.is_conj() and not target.is_neg()
-
-
-def _read_into(file: FileIO, position: int, target: torch.Tensor) -> None:
-    """Fills ``target``, contiguous bytes on the CPU, from ``position`` on."""
-    file.seek(position)
-    memory = memoryview((ctypes.c_char * target.numel()).from_address(target.data_ptr())).cast("B")
-    while memory:
-        count = file.readinto(memory)
-        if not count:
-            raise CheckpointError(f"{file.name!s} ends early")
-        memory = memory[count:]
-
-
-class _Slice(io.RawIOBase):
-    """A part of a file, for reading."""
-
-    def __init__(self, file: FileIO, start: int, length: int) -> None:
-        self._file, self._start, self._length = file, start, length
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
-        self._position = max(0, base + offset)
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def read(self, size: int = -1) -> bytes:
-        if size > _MOST_AT_ONCE:  # else room would be made for it, whatever there is to read
-            raise ValueError(f"its directory claims {size:,} bytes")
-        return super().read(size) or b""
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        count = max(0, min(len(view), self._length - self._position))
-        self._file.seek(self._start + self._position)
-        count = self._file.readinto(view[:count])
-        self._position += count
-        return count

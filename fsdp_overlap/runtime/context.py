@@ -391,10 +391,6 @@ class FsdpContext:
         for domain in self.domains:
             domain.reset()
         self.uncompared.clear()
-        self._stats.full_buffers_alive = sum(
-            bucket.full.allocated for unit in self.units for bucket in unit.buckets
-        )
-        self._stats.reduce_inputs_alive = 0
 
 
 def context_of(unit: Unit) -> FsdpContext:

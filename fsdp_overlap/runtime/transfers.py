@@ -218,6 +218,10 @@ class Transfers:
         """Brings every unit to rest, from any state. The schedule has forgotten what it did."""
         for unit in self._units():
             unit.reset(self.gather_lane)
+        self._stats.full_buffers_alive = sum(
+            bucket.full.allocated for unit in self._units() for bucket in unit.buckets
+        )
+        self._stats.reduce_inputs_alive = 0
 
     def _bound_sums(self) -> None:
         """Before a reduction is issued: where the host runs ahead, no sum across copies has ended

@@ -1,0 +1,111 @@
+"""The bytes of a file that holds zips: records in them, checked and read in blocks."""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import zipfile
+import zlib
+from collections.abc import Iterator
+from io import FileIO
+from typing import Any
+
+import torch
+
+from fsdp_overlap.checkpoint.errors import CheckpointError
+
+BLOCK_BYTES = 512 << 10
+"""What reading holds in memory beside its targets."""
+
+_MOST_AT_ONCE = 16 << 20  # bytes of an entry's directory, a hundred or so for a record
+_LOCAL_HEADER = 30  # bytes, before a record's name and extra field
+
+
+def find_record(file: FileIO, start: int, length: int, info: zipfile.ZipInfo) -> int:
+    """Where in ``file`` the record's bytes begin."""
+    name = info.filename[:100]
+    if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+        raise ValueError(f"record {name!r} is compressed")
+    position = start + info.header_offset + _LOCAL_HEADER
+    if info.header_offset < 0 or position > start + length:
+        raise ValueError(f"record {name!r} lies outside its entry")
+    file.seek(position - _LOCAL_HEADER)
+    header = file.read(_LOCAL_HEADER)
+    if header[:4] != b"PK\x03\x04":
+        raise ValueError(f"record {name!r} has no header")
+    position += int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+    if position + info.file_size > start + length:
+        raise ValueError(f"record {name!r} reaches beyond its entry")
+    return position
+
+
+def check_sum(file: FileIO, position: int, info: zipfile.ZipInfo) -> None:
+    file.seek(position)
+    checksum = 0
+    for part in parts(file, info.file_size):
+        checksum = zlib.crc32(part, checksum)
+    if checksum != info.CRC:
+        raise ValueError(f"the checksum of record {info.filename[:100]!r} does not match")
+
+
+def parts(file: FileIO, size: int) -> Iterator[memoryview]:
+    """The next ``size`` bytes, a block at a time in the same memory."""
+    block = memoryview(bytearray(min(size, BLOCK_BYTES)))
+    while size:
+        count = file.readinto(block[: min(size, BLOCK_BYTES)])
+        if not count:
+            raise CheckpointError(f"{file.name!s} ends early")
+        yield block[:count]
+        size -= count
+
+
+def is_memory_of(target: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether elements of ``dtype`` in a file are, byte by byte, what ``target`` holds."""
+    plain = target.is_cpu and target.dtype == dtype and target.is_contiguous()
+    return plain and not target.is_conj() and not target.is_neg()
+
+
+def read_into(file: FileIO, position: int, target: torch.Tensor) -> None:
+    """Fills ``target``, contiguous bytes on the CPU, from ``position`` on."""
+    file.seek(position)
+    memory = memoryview((ctypes.c_char * target.numel()).from_address(target.data_ptr())).cast("B")
+    while memory:
+        count = file.readinto(memory)
+        if not count:
+            raise CheckpointError(f"{file.name!s} ends early")
+        memory = memory[count:]
+
+
+class Slice(io.RawIOBase):
+    """A part of a file, for reading."""
+
+    def __init__(self, file: FileIO, start: int, length: int) -> None:
+        self._file, self._start, self._length = file, start, length
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        if size > _MOST_AT_ONCE:  # else room would be made for it, whatever there is to read
+            raise ValueError(f"its directory claims {size:,} bytes")
+        return super().read(size) or b""
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        count = max(0, min(len(view), self._length - self._position))
+        self._file.seek(self._start + self._position)
+        count = self._file.readinto(view[:count])
+        self._position += count
+        return count
