@@ -34,10 +34,10 @@ LIBRARY = str(Path(fsdp_overlap.__file__).parent)
 
 # What is allocated, by the file and the function of the library that is under way then.
 ALLOCATIONS = {
-    ("context.py", "allocate_input"): "reduce input",
+    ("transfers.py", "allocate_input"): "reduce input",
     ("collectives.py", "reduce_scatter"): "result of a reduction",
     ("order_check.py", "_issue"): "order check",
-    ("part.py", "keep"): "kept part",
+    ("partial_reshard.py", "keep"): "kept part",
     ("bucket.py", "gather"): "full buffer",
 }
 
