@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,19 +14,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_overlap import FsdpContext, ShardedTensor, fully_shard
-from fsdp_overlap.comm import collectives
 from fsdp_overlap.layout import (
     Blocks,
-    BucketPlan,
     Flat,
     ParamSpec,
     Whole,
     plan_units,
-    sections,
 )
 from fsdp_overlap.optim import AdamW
-from fsdp_overlap.runtime import domain
-from support.layouts import LAYOUTS, train
+from support.layouts import LAYOUTS, forced_shards, train
 from support.ranks import expect_rank_errors, run_ranks
 from support.twins import Twins
 from support.zoo import Model, shard_layers
@@ -67,22 +62,11 @@ def uncut(fqn: str, spec: ParamSpec) -> Blocks | Whole:
 
 def train_forced(padding: float, tensor_collectives: bool) -> None:
     """With shards that are equal at any cost, or never."""
-    kept = sections.MOST_PADDING, domain.choose
-    sections.MOST_PADDING = padding
-    if tensor_collectives:  # as on NCCL; gloo has them too
-
-        def choose(device: str, group: dist.ProcessGroup, plan: BucketPlan) -> Any:
-            assert plan.is_equal
-            return collectives.TensorCollectives()
-
-        domain.choose = choose  # type: ignore[assignment]
-    try:
+    with forced_shards(padding, tensor_collectives):
         twins = Twins(Model, shard_layers, layout=uncut)
         plans = [bucket.plan for unit in twins.ctx.units for bucket in unit.buckets]
         assert all(plan.is_equal for plan in plans) == (padding > 0)
         twins.train(3)
-    finally:
-        sections.MOST_PADDING, domain.choose = kept
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])

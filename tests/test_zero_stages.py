@@ -16,10 +16,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_overlap import FsdpContext, Whole, fully_shard
-from fsdp_overlap.comm import collectives
-from fsdp_overlap.layout import BucketPlan, sections
 from fsdp_overlap.optim import AdamW, Muon
-from fsdp_overlap.runtime import domain
+from support.layouts import forced_shards
 from support.ranks import run_ranks
 from support.recorded import GATHER, Recorded, layer, position
 from support.twins import Twins, same
@@ -355,15 +353,7 @@ def test_memory_is_given_back() -> None:
 
 def owners(padding: float, tensor_collectives: bool) -> list[torch.Tensor]:
     """Equal at any cost, or ragged as they come; ``tensor_collectives``: as on NCCL."""
-    kept = sections.MOST_PADDING, domain.choose
-    sections.MOST_PADDING = padding
-    if tensor_collectives:
-
-        def choose(device: str, group: dist.ProcessGroup, plan: BucketPlan) -> Any:
-            return collectives.TensorCollectives()
-
-        domain.choose = choose  # type: ignore[assignment]
-    try:
+    with forced_shards(padding, tensor_collectives):
         twins = Twins(Model, shard_layers, optimizer=Muon, layout=Whole(cut=("head.*",)))
         twins.model.set_zero_stage(2)
         plans = [bucket.plan for unit in twins.ctx.units for bucket in unit.buckets]
@@ -374,8 +364,6 @@ def owners(padding: float, tensor_collectives: bool) -> list[torch.Tensor]:
             twins.optimizer.zero_grad()
             twins.ctx.start_param_sync()
         return [parameter.full_tensor() for parameter in twins.model.parameters()]
-    finally:
-        sections.MOST_PADDING, domain.choose = kept
 
 
 def test_broadcasts_of_uneven_owners_and_a_padded_all_gather_give_the_same() -> None:

@@ -1,13 +1,19 @@
-"""Layouts, and models to train under them."""
+"""Layouts, a model that is hard to divide, and shards that are forced to be equal."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from fsdp_overlap.layout import Blocks, Flat, LayoutRule, ParamSpec, Whole
+from fsdp_overlap.comm import collectives
+from fsdp_overlap.layout import Blocks, BucketPlan, Flat, LayoutRule, ParamSpec, Whole, sections
+from fsdp_overlap.runtime import bucket
 from support.twins import Twins
 from support.zoo import VOCABULARY, shard_root_only
 
@@ -49,3 +55,21 @@ def train(layout: str, name: str) -> None:
         Twins(Giant, shard_root_only, **chosen).train(2)
     else:
         Twins.of(name, **chosen).train(2)
+
+
+@contextmanager
+def forced_shards(padding: float, tensor_collectives: bool) -> Iterator[None]:
+    """Makes shards equal where this much padding does it. Below 0 they are never equal.
+
+    ``tensor_collectives`` are those that NCCL gets. Gloo has them too.
+    """
+
+    def choose(device: str, group: dist.ProcessGroup, plan: BucketPlan) -> Any:
+        assert plan.is_equal
+        return collectives.TensorCollectives()
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(sections, "MOST_PADDING", padding))
+        if tensor_collectives:
+            stack.enter_context(patch.object(bucket, "choose", choose))
+        yield
