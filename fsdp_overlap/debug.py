@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_overlap.runtime.bucket import Bucket, BucketState
 from fsdp_overlap.runtime.unit import unit_of
 from fsdp_overlap.runtime.unsharded_edits import FREED, INSTEAD
+from fsdp_overlap.torch_internals import TorchDispatchMode
 
 
 def check_parameters(model: nn.Module) -> TorchDispatchMode:

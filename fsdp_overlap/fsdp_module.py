@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 from weakref import ref
 
 import torch
@@ -16,9 +16,7 @@ from fsdp_overlap.gradient_verbs import GradientVerbs
 from fsdp_overlap.runtime.context import context_of
 from fsdp_overlap.runtime.forward_method import ForwardMethod
 from fsdp_overlap.runtime.unit import Unit, unit_of
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from fsdp_overlap.torch_internals import AllGather, ReduceScatter
 
 
 class UnshardHandle:

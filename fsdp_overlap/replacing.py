@@ -9,7 +9,6 @@ from typing import Any
 
 import torch.distributed.fsdp
 import torch.distributed.tensor
-from torch.distributed._composable import fsdp as torchs_older_fsdp
 
 from fsdp_overlap.deciding.finalization import GradientReductionHandle
 from fsdp_overlap.fsdp_module import (
@@ -21,6 +20,7 @@ from fsdp_overlap.fsdp_module import (
 from fsdp_overlap.fully_shard import fully_shard
 from fsdp_overlap.runtime.context import FsdpContext
 from fsdp_overlap.tensor.creation import with_range_shards
+from fsdp_overlap.torch_internals import older_fsdp2
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def replacing_fsdp2(ctx: FsdpContext | None = None) -> Iterator[None]:
     }
     found: list[tuple[Any, str, Any]] = [
         (module, name, vars(module)[name])
-        for module in (fsdp, torchs_older_fsdp)
+        for module in (fsdp, older_fsdp2)
         for name in ours
         if name in vars(module)
     ]

@@ -201,7 +201,7 @@ class SilentStore(dist.Store):
 def ask_a_silent_store() -> None:
     store, second = SilentStore(), timedelta(seconds=0.1)
     with (
-        patch.object(store_notes.c10d, "_get_default_store", lambda: store),
+        patch.object(store_notes, "default_store", lambda: store),
         patch.object(store_notes, "ANSWER_SECONDS", 0.1),
     ):
         asked = store_notes.StoreNotes("asked", dist.group.WORLD)

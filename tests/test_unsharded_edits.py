@@ -377,8 +377,8 @@ def guarded_memory() -> None:
         def refuse(storage: int, message: str) -> None:
             messages[storage] = message
 
-        patch.setattr(flat_buffer, "_refuse_access", refuse)
-        patch.setattr(flat_buffer, "_allow_access", messages.pop)
+        patch.setattr(flat_buffer, "refuse_access", refuse)
+        patch.setattr(flat_buffer, "allow_access", messages.pop)
         twins = Twins(Model, shard_layers)
         storage = twins.model.layers[1]._fsdp_unit.buckets[0].full.flat.untyped_storage()
 
@@ -409,7 +409,7 @@ def freed_memory(device: str) -> None:
                 tensor.sum()
 
 
-@pytest.mark.skipif(flat_buffer._allow_access is None, reason="this build of torch cannot refuse")
+@pytest.mark.skipif(flat_buffer.allow_access is None, reason="this build of torch cannot refuse")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_reading_freed_memory_is_an_error(device: str) -> None:
     run_ranks(freed_memory, 1, device, backend="nccl" if device == "cuda" else "gloo")

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -29,6 +28,7 @@ from fsdp_overlap.checkpoint.entries import DTYPES, shape_of
 from fsdp_overlap.checkpoint.errors import CheckpointError, refusing
 from fsdp_overlap.checkpoint.files import file_size, opened, refuse_holes
 from fsdp_overlap.checkpoint.pickles import Maker, Record, read_pickle, record
+from fsdp_overlap.torch_internals import StorageInfo
 
 METADATA_FILE = ".metadata"
 CHECKSUM_FILE = ".metadata.sha256"
@@ -152,7 +152,7 @@ def _index(value: Any) -> MetadataIndex:
     return MetadataIndex(_text(state["fqn"]), None if offset is None else shape_of(offset))
 
 
-def _storage_info(value: Any) -> _StorageInfo:
+def _storage_info(value: Any) -> StorageInfo:
     state = _state(value, "_StorageInfo")
     if state.get("transform_descriptors"):
         raise CheckpointError("entries are transformed (compressed, say): not supported")
@@ -167,7 +167,7 @@ def _storage_info(value: Any) -> _StorageInfo:
         name = name[:_MOST_OF_A_NAME]
         raise CheckpointError(f"file {name!r} is not in the checkpoint's folder")
     offset, length = shape_of((state["offset"], state["length"]))
-    return _StorageInfo(name, offset, length)
+    return StorageInfo(name, offset, length)
 
 
 def _check_paths(paths: dict[Any, Any], tensors: dict[str, Any]) -> None:
@@ -236,7 +236,7 @@ def _check_entries(folder: Path, metadata: Metadata) -> None:
             raise CheckpointError(f"{index.fqn!r}, {nbytes:,} bytes, has an entry of {length:,}")
     if unknown := entries.keys() - needed.keys():
         raise ValueError(f"entries of unknown values: {sorted(index.fqn for index in unknown)[:3]}")
-    by_file: dict[str, list[_StorageInfo]] = {}
+    by_file: dict[str, list[StorageInfo]] = {}
     for info in entries.values():
         by_file.setdefault(info.relative_path, []).append(info)
     for name, infos in by_file.items():

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
@@ -26,6 +25,7 @@ from fsdp_overlap.checkpoint.entries import StoredTensor, plain_value, read_entr
 from fsdp_overlap.checkpoint.errors import CheckpointError, refusing
 from fsdp_overlap.checkpoint.files import opened, refuse_holes
 from fsdp_overlap.checkpoint.metadata import copies, read_metadata
+from fsdp_overlap.torch_internals import StorageInfo
 
 
 class SafeFileSystemReader(FileSystemReader):
@@ -137,7 +137,7 @@ class SafeFileSystemReader(FileSystemReader):
 
 def _checked(
     file: FileIO,
-    info: _StorageInfo,
+    info: StorageInfo,
     item: TensorStorageMetadata | BytesStorageMetadata,
     index: MetadataIndex,
     verify: bool,

@@ -9,19 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from fsdp_overlap.comm.pool import backend_name
 from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.layout import BucketPlan
 from fsdp_overlap.tensor.carried import as_carried, carried_ranges
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from fsdp_overlap.torch_internals import AllGather, AllgatherOptions, ReduceScatter
 
 _AVG, _SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
 
@@ -34,16 +31,16 @@ def _reducing(options: Any, op: dist.ReduceOp.RedOpType, async_op: bool = False)
 
 # For the process group's own methods: torch.distributed's functions around them take about as long
 # on the host as the calls themselves. Synchronous is what runs on the current stream.
-_GATHER = c10d.AllgatherOptions()
+_GATHER = AllgatherOptions()
 _GATHER.asyncOp = False
-_REDUCE_SCATTER = {op: _reducing(c10d.ReduceScatterOptions(), op) for op in (_AVG, _SUM)}
+_REDUCE_SCATTER = {op: _reducing(dist.ReduceScatterOptions(), op) for op in (_AVG, _SUM)}
 _ALL_REDUCE = {
-    (op, async_op): _reducing(c10d.AllreduceOptions(), op, async_op)
+    (op, async_op): _reducing(dist.AllreduceOptions(), op, async_op)
     for op in (_AVG, _SUM)
     for async_op in (True, False)
 }
 
-_ALL_TO_ALL = {async_op: c10d.AllToAllOptions() for async_op in (True, False)}
+_ALL_TO_ALL = {async_op: dist.AllToAllOptions() for async_op in (True, False)}
 for _async_op, _options in _ALL_TO_ALL.items():
     _options.asyncOp = _async_op
 
@@ -51,7 +48,7 @@ for _async_op, _options in _ALL_TO_ALL.items():
 @cache
 def _from_rank(rank: int) -> Any:
     """For an asynchronous broadcast of ``rank``'s, by its place in the group."""
-    options = c10d.BroadcastOptions()
+    options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor, options.asyncOp = rank, 0, True
     return options
 

@@ -18,10 +18,17 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_overlap.comm.store_notes import has_peers
+from fsdp_overlap.torch_internals import (
+    default_group,
+    default_store,
+    default_timeout,
+    is_registered,
+    let_go_of_groups,
+    make_group,
+)
 
 # The tag of a receive that nothing is ever sent for.
 NO_TAG = 2**31 - 1
@@ -53,7 +60,7 @@ class Loan:
     def exists(self) -> bool:
         """Whether the user has not destroyed it."""
         group = self.reference()
-        return group is not None and group in c10d._world.pg_map
+        return group is not None and is_registered(group)
 
     @property
     def is_closable(self) -> bool:
@@ -106,7 +113,7 @@ class Shelf:
         back = self._take_back()
         if not has_peers:
             return min(self.free, default=self.made)
-        store = dist.PrefixStore(f"fsdp_overlap/{self.name}", c10d._get_default_store())
+        store = dist.PrefixStore(f"fsdp_overlap/{self.name}", default_store())
         for loan in back:
             store.add(loan.label, 1)
             store.add(f"{loan.label}/{_state(loan)}", 1)
@@ -151,13 +158,13 @@ def borrow(purpose: str, like: dist.ProcessGroup, ranks: Sequence[int], device_t
     Raises:
         RuntimeError: the ranks did not all come in time.
     """
-    default = c10d._get_default_group()
+    default = default_group()
     # A digest, for the names of a thousand ranks would fill kilobytes.
     key = sha256(f"{like.group_name} {list(ranks)}".encode()).hexdigest()[:16]
     name = f"fsdp_overlap_{purpose}_{key}"
     shelf = _shelves.setdefault(default, {}).setdefault(name, Shelf(name))
     backend = _registered_backend(like, device_type)
-    timeout = group_timeout(like, device_type) or c10d._get_default_timeout(backend)
+    timeout = group_timeout(like, device_type) or default_timeout(backend)
     try:
         number = shelf.agree(len(ranks), has_peers(like), timeout)
         if number in shelf.free:
@@ -165,7 +172,7 @@ def borrow(purpose: str, like: dist.ProcessGroup, ranks: Sequence[int], device_t
             loan.turn += 1
             return loan
         shelf.made = number + 1
-        group = _make(f"{name}_{number}", ranks, backend, _options(like, device_type), timeout)
+        group = make_group(f"{name}_{number}", ranks, backend, _options(like, device_type), timeout)
     except RuntimeError as error:
         raise RuntimeError(
             f"ranks {list(ranks)} did not all come within {timeout} to make the process group "
@@ -184,7 +191,7 @@ def give_back(loans: Iterable[Loan]) -> None:
 
 def next_turn(group: dist.ProcessGroup) -> int:
     """How many contexts used the user's ``group`` before this one."""
-    turns = _turns.setdefault(c10d._get_default_group(), Counter())
+    turns = _turns.setdefault(default_group(), Counter())
     turns[group.group_name] += 1
     return turns[group.group_name]
 
@@ -219,37 +226,10 @@ def _state(loan: Loan) -> str:
     return "" if issued is None else str(issued)
 
 
-def _make(
-    name: str, ranks: Sequence[int], backend: c10d.Backend, options: Any, timeout: timedelta
-) -> dist.ProcessGroup:
-    """Only ``ranks`` take part. ``torch.distributed.new_group()`` cannot do that: it names a group
-    by how many this rank has made, which may not be the same elsewhere, and sorts the ranks."""
-    default = c10d._get_default_group()
-    # NCCL would split the default group if it were bound to a device, which takes all its ranks.
-    bound, default.bound_device_id = default.bound_device_id, None
-    try:
-        group, _ = c10d._new_process_group_helper(
-            len(ranks),
-            list(ranks).index(dist.get_rank()),
-            list(ranks),
-            backend,
-            c10d._get_default_store(),
-            c10d.GroupName(name),
-            backend_options=options,
-            timeout=timeout,
-            group_desc=name.rsplit("_", 2)[0],
-        )
-    finally:
-        default.bound_device_id = bound
-    assert isinstance(group, dist.ProcessGroup)
-    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
-    return group
-
-
-def _registered_backend(group: dist.ProcessGroup, device_type: str) -> c10d.Backend:
+def _registered_backend(group: dist.ProcessGroup, device_type: str) -> dist.Backend:
     """What ``group`` was told to use for tensors on ``device_type``."""
     devices = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
-    return c10d.Backend(devices[device_type])
+    return dist.Backend(devices[device_type])
 
 
 def _options(group: dist.ProcessGroup, device_type: str) -> Any:
@@ -294,4 +274,4 @@ def _end_threads() -> None:
         return
     for found in gc.get_objects():
         if type(found) is DeviceMesh:
-            found._pg_registry.clear()
+            let_go_of_groups(found)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
 from torch.profiler import record_function
+
+from fsdp_overlap.torch_internals import profiler_enabled
 
 _NO_SPAN: AbstractContextManager[Any] = nullcontext()
 
@@ -17,7 +18,7 @@ def span(kind: str, label: str, nbytes: int = 0) -> AbstractContextManager[Any]:
     ``profiling/names.py`` reads the names. ``nbytes``, if not zero, is what the collective issued
     inside brings to this rank, or takes from it: `` 4096 B`` at the end.
     """
-    if not torch._C._autograd._profiler_enabled():
+    if not profiler_enabled():
         return _NO_SPAN
     size = f" {nbytes} B" if nbytes else ""
     return record_function(f"fsdp_overlap::{kind}({label}){size}")

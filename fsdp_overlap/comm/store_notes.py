@@ -11,7 +11,8 @@ from typing import TypeVar
 from weakref import WeakSet
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
+
+from fsdp_overlap.torch_internals import default_store
 
 T = TypeVar("T")
 
@@ -25,7 +26,7 @@ _silent: WeakSet[dist.Store] = WeakSet()
 
 def has_peers(group: dist.ProcessGroup) -> bool:
     """Whether the other ranks of ``group`` exist. They may be made up, to try things out."""
-    store = c10d._get_default_store()
+    store = default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return dist.get_backend(group) != "fake" and not isinstance(store, dist.HashStore)
@@ -41,7 +42,7 @@ class StoreNotes:
         self._me = dist.get_rank()
         ranks = dist.get_process_group_ranks(group) if has_peers(group) else []
         self._others = [rank for rank in sorted(ranks) if rank != self._me]
-        self._whole = c10d._get_default_store()
+        self._whole = default_store()
         self._store = dist.PrefixStore(f"fsdp_overlap/{name}", self._whole)
 
     def post(self, note: str) -> None:

@@ -9,16 +9,24 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd import Variable
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.overrides import TorchFunctionMode
 
 from fsdp_overlap.modelled.device import ModelledDevice
 from fsdp_overlap.modelled.dispatch import PLAIN, Dispatch, tensors_in
 from fsdp_overlap.modelled.findings import place
 from fsdp_overlap.modelled.queues import Queue
+from fsdp_overlap.torch_internals import (
+    AsyncCollectiveTensor,
+    DisableTorchFunction,
+    current_graph_task_id,
+    disable_current_modes,
+    disabled_torch_function,
+    get_current_function_mode_stack,
+    is_torch_function_enabled,
+    parse_to,
+    queue_callback,
+)
 
 NAME = "modelled"
 
@@ -55,8 +63,8 @@ class Calls(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        for each in types if torch._C._is_torch_function_enabled() else ():
-            if each.__torch_function__ is not _DISABLED and each not in PLAIN:
+        for each in types if is_torch_function_enabled() else ():
+            if each.__torch_function__ is not disabled_torch_function and each not in PLAIN:
                 # What it does to its inner tensors is to be seen too.
                 with self:
                     return each.__torch_function__(func, types, args, kwargs)
@@ -114,7 +122,7 @@ class Calls(TorchFunctionMode):
                 args[0].dtype,
             )
         copy = kwargs.pop("copy", False)
-        target, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        target, dtype, non_blocking, memory_format = parse_to(*args, **kwargs)
         is_here = self.device.is_here(tensor)
         goes_here = is_here if target is None else target.type == NAME
         if target is not None and target.type not in (NAME, "cpu"):
@@ -131,7 +139,7 @@ class Calls(TorchFunctionMode):
 
     def _copy_deeply(self, func: Any, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
         """torch copies the storage, by operations that do not tell where it lies."""
-        with _disable_current_modes():
+        with disable_current_modes():
             output: torch.Tensor = func(tensor, memo)
         if not self.device.knows(output):
             is_here = self.device.is_here(tensor)
@@ -183,13 +191,13 @@ class Calls(TorchFunctionMode):
     def _enter(self, stream: Queue, gradients: Sequence[torch.Tensor | None]) -> None:
         """A node that is to run on ``stream`` gets its gradients."""
         device = self.device
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task_id()
         if task not in self._backwards:
             self._backwards[task] = device.current, set()
-            Variable._execution_engine.queue_callback(partial(self._end_backward, task))
+            queue_callback(partial(self._end_backward, task))
         self._backwards[task][1].add(stream)
         device.current = stream
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             for gradient in gradients:
                 if gradient is not None and type(gradient) in PLAIN:
                     self._wait_for_writers(gradient, stream)
@@ -213,7 +221,7 @@ class Calls(TorchFunctionMode):
     def seeing(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs ``call`` and sees what it does, also where torch has left the mode because it has
         seen the call around it."""
-        is_left = self not in _get_current_function_mode_stack()
+        is_left = self not in get_current_function_mode_stack()
         with self if is_left else nullcontext():
             return call(*args, **kwargs)
 
@@ -226,8 +234,6 @@ class Calls(TorchFunctionMode):
             # Also after an error, when the engine calls nobody back.
             device.current, self._backwards = caller, before
 
-
-_DISABLED = torch._C._disabled_torch_function_impl
 
 # What marks a node whose stream is known.
 _KEY = "fsdp_overlap.modelled"

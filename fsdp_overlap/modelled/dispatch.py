@@ -10,11 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_overlap.modelled.device import ModelledDevice
 from fsdp_overlap.modelled.findings import place
+from fsdp_overlap.torch_internals import DisableTorchFunction, FakeTensor, TorchDispatchMode
 
 PLAIN = (torch.Tensor, nn.Parameter)
 
@@ -108,7 +107,7 @@ class Dispatch(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **kwargs)
         about = About.of(func)
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             if about.name.startswith("lift_fresh"):
                 return self._take_in(func, args)
             if about.touches_nothing:

@@ -12,13 +12,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import autograd
-from torch.utils import checkpoint
 
 from fsdp_overlap.modelled.calls import NAME, Calls
 from fsdp_overlap.modelled.device import ModelledDevice
 from fsdp_overlap.modelled.dispatch import Dispatch
 from fsdp_overlap.modelled.queues import Moment, Queue
+from fsdp_overlap.torch_internals import determinism_checks, register_device, running_backwards_by
 
 _active: list[ModelledDevice] = []
 
@@ -51,7 +50,7 @@ def running(device: ModelledDevice) -> Iterator[ModelledDevice]:
 def _telling(calls: Calls) -> Iterator[None]:
     """Patches what torch tells no mode of, or what calls back past the mode."""
     resize = torch.UntypedStorage.resize_
-    checks = checkpoint._allowed_determinism_checks_to_fns
+    checks = determinism_checks()
 
     def resize_and_tell(storage: torch.UntypedStorage, nbytes: int) -> Any:
         calls.device.resize(storage, nbytes)
@@ -61,11 +60,10 @@ def _telling(calls: Calls) -> Iterator[None]:
         calls.device.release_after(tensor, stream.queue)
 
     seen = {name: partial(calls.seeing, check) for name, check in checks.items()}
-    run_engine = partial(calls.differentiate, autograd._engine_run_backward)
     with (
         patch.object(torch.UntypedStorage, "resize_", resize_and_tell),
         patch.object(torch.Tensor, "record_stream", record_stream),
-        patch.object(autograd, "_engine_run_backward", run_engine),
+        running_backwards_by(calls.differentiate),
         patch.dict(checks, seen),
         # Else answered by C++, which knows no streams of ours.
         patch.object(torch.accelerator, "current_stream", current_stream),
@@ -237,25 +235,6 @@ def empty_cache() -> None:
     pass
 
 
-class _Hooks(torch._C._acc.PrivateUse1Hooks):
-    """What C++ asks about the device, as in a barrier."""
-
-    def is_available(self) -> bool:
-        return is_available()
-
-    def is_built(self) -> bool:
-        return True
-
-    def has_primary_context(self, index: int) -> bool:
-        return False
-
-
-def _register() -> None:
-    torch.utils.rename_privateuse1_backend(NAME)
-    torch._register_device_module(NAME, sys.modules[__name__])
-    torch._C._acc.register_python_privateuseone_hook(_Hooks())
-
-
 if getattr(torch, NAME, None) is None:
-    _register()
+    register_device(NAME, sys.modules[__name__])
 assert isinstance(getattr(torch, NAME), ModuleType)

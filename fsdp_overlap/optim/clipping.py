@@ -7,11 +7,11 @@ from functools import reduce
 from typing import Any
 
 import torch
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fsdp_overlap.optim.runs import find_runs, flatten, local_of
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
 from fsdp_overlap.tensor.sums_and_norms import by_cut, combine_norms, local_norms, norms
+from fsdp_overlap.torch_internals import DTensorSpec
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ import torch
 from fsdp_overlap.optim.runs import find_runs, flatten, local_of, mark_of
 from fsdp_overlap.optim.states import pack
 from fsdp_overlap.tensor.operands import note_edits
+from fsdp_overlap.torch_internals import fused_adamw_
 
 State = Mapping[torch.Tensor, dict[str, Any]]
 
@@ -189,7 +190,7 @@ def _run_kernel(
     """``columns``: parameters, gradients and moments, a flat tensor for each run."""
     if all(tensor.dtype == columns[0][0].dtype for column in columns for tensor in column[:1]):
         empty: list[list[torch.Tensor]] = [] if options["amsgrad"] else [[]]
-        torch._fused_adamw_(*columns, *empty, counts, **options)  # type: ignore[call-overload]
+        fused_adamw_(*columns, *empty, counts, **options)  # type: ignore[call-overload]
         return
     # The kernel knows one dtype, so a part at a time is widened, stepped and rounded again.
     for *row, count in zip(*columns, counts, strict=True):

@@ -8,9 +8,9 @@ from math import prod
 from typing import Any, TypeVar
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
 from fsdp_overlap.optim.matrices import Split
+from fsdp_overlap.torch_internals import ConvNd
 
 ALGORITHMS = ("muon", "adamw")
 
@@ -53,7 +53,7 @@ def _default_algorithms(model: nn.Module) -> dict[str, str]:
     for module in model.modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             embeddings.add(module.weight)
-        elif isinstance(module, _ConvNd):
+        elif isinstance(module, ConvNd):
             others.add(module.weight)
     named = dict(model.named_parameters())
     matrices = [

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_overlap.agreement.faults import Faults
@@ -26,6 +25,7 @@ from fsdp_overlap.layout import BucketPlan, LayoutRule
 from fsdp_overlap.runtime.tiles import beside
 from fsdp_overlap.runtime.unit_plans import UnitPlans
 from fsdp_overlap.tensor.placement import RangeShard, range_spec
+from fsdp_overlap.torch_internals import DTensorSpec
 
 
 class Member(Subject, Protocol):

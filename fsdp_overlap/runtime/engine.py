@@ -11,23 +11,29 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd import Variable
 
 from fsdp_overlap.runtime.untraced import untraced
+from fsdp_overlap.torch_internals import (
+    current_autograd_node,
+    current_graph_task_id,
+    is_checkpoint_valid,
+    queue_callback,
+    will_engine_execute_node,
+)
 
 is_grad_enabled = torch.is_grad_enabled
-graph_task = torch._C._current_graph_task_id
+graph_task = current_graph_task_id
 """The number of the backward under way on this thread, -1 where there is none."""
 
 
 def is_in_backward() -> bool:
     """Whether the engine is running on this thread."""
-    return torch._C._current_graph_task_id() != -1
+    return current_graph_task_id() != -1
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
     """Has ``function`` called when the backward under way has run."""
-    Variable._execution_engine.queue_callback(partial(_call, function))
+    queue_callback(partial(_call, function))
 
 
 @untraced
@@ -37,15 +43,13 @@ def _call(function: Callable[[], None]) -> None:
 
 def is_for_all_leaves() -> bool:
     """Whether it is for all leaves of its graph, as ``backward()`` is, and not for given inputs."""
-    if not Variable._execution_engine.is_checkpoint_valid():
+    if not is_checkpoint_valid():
         return False
     # It also says so in hooks of the very tensor that torch.autograd.grad() was asked about; what
     # is behind that is not run.
-    node = torch._C._current_autograd_node()
+    node = current_autograd_node()
     return any(
-        torch._C._will_engine_execute_node(behind)
-        for behind, _ in node.next_functions
-        if behind is not None
+        will_engine_execute_node(behind) for behind, _ in node.next_functions if behind is not None
     )
 
 
@@ -55,5 +59,5 @@ def is_to_accumulate(parameter: torch.Tensor) -> bool:
         view: Any = parameter.view_as(parameter)
     accumulation = view.grad_fn.next_functions[0][0]
     with suppress(RuntimeError):  # autograd.grad() of the very parameter
-        return torch._C._will_engine_execute_node(accumulation)
+        return will_engine_execute_node(accumulation)
     return False

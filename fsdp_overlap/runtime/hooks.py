@@ -26,6 +26,7 @@ from fsdp_overlap.runtime.trees import map_tensors, may_hide_tensors, tensors_in
 from fsdp_overlap.runtime.unit import Unit
 from fsdp_overlap.runtime.unsharded_edits import compare
 from fsdp_overlap.runtime.untraced import untraced
+from fsdp_overlap.torch_internals import are_functorch_transforms_active
 
 
 def install(module: nn.Module, unit: Unit) -> None:
@@ -68,7 +69,7 @@ def before_forward(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     context = context_of(unit)
     unit.handled.append(sys.exc_info()[2])
-    if torch._C._are_functorch_transforms_active():
+    if are_functorch_transforms_active():
         _refuse_transform(unit)
     if is_capturing(context.device):
         _refuse_capture(unit)

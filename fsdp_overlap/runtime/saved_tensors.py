@@ -11,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.unit import Unit
+from fsdp_overlap.torch_internals import top_saved_tensors_default_hooks
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ def note_saved(unit: Unit) -> None:
     that the user said reads none: memory that is freed by then must not be read. Where somebody
     else handles saved tensors, as checkpointing does, it does nothing."""
     buckets = unit.buckets
-    handled = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    handled = top_saved_tensors_default_hooks(True)
     if handled is not None:
         pack = handled[0]
         if not isinstance(pack, partial) or pack.func is not _pack:

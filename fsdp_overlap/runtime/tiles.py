@@ -9,12 +9,11 @@ from typing import cast
 
 import torch
 from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fsdp_overlap.tensor.placement import tile_of
+from fsdp_overlap.torch_internals import AsyncCollectiveTensor, DTensorSpec, TensorMeta
 
 
 def tile_in(parameter: torch.Tensor) -> torch.Tensor:

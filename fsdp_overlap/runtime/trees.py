@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree
+
+from fsdp_overlap.torch_internals import SUPPORTED_NODES, tree_map_only
 
 # Cannot hold a tensor. Whatever else is met on the way might.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -31,8 +32,8 @@ def _walk(value: Any) -> Iterator[torch.Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from _walk(getattr(value, field.name, None))
-    elif type(value) in _pytree.SUPPORTED_NODES:
-        for item in _pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)[0]:
+    elif type(value) in SUPPORTED_NODES:
+        for item in SUPPORTED_NODES[type(value)].flatten_fn(value)[0]:
             yield from _walk(item)
 
 
@@ -41,7 +42,7 @@ def may_hide_tensors(value: Any) -> bool:
     return not (
         isinstance(value, (torch.Tensor, list, tuple, set, Mapping, *_PLAIN))
         or dataclasses.is_dataclass(value)
-        or type(value) in _pytree.SUPPORTED_NODES
+        or type(value) in SUPPORTED_NODES
     )
 
 
@@ -62,4 +63,4 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> A
         return dataclasses.replace(
             value, **{name: map_tensors(change, getattr(value, name)) for name in fields}
         )
-    return _pytree.tree_map_only(torch.Tensor, change, value)
+    return tree_map_only(torch.Tensor, change, value)

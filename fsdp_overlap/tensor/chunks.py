@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fsdp_overlap.tensor.boxes import Box, pieces
 from fsdp_overlap.tensor.placement import local_range, range_dim, tile_of
+from fsdp_overlap.torch_internals import DTensorSpec
 
 # A writer copies a chunk from a GPU before it writes it, and torch's reader holds two chunks. So
 # the size of a chunk bounds the memory that saving and loading take.

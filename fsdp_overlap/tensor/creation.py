@@ -9,10 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor
-from torch.distributed import _state_dict_utils as torch_state_dicts
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_overlap.layout import Flat, ParamSpec, plan_units
@@ -20,6 +18,7 @@ from fsdp_overlap.tensor.carried import as_carried
 from fsdp_overlap.tensor.operands import own_elements
 from fsdp_overlap.tensor.placement import RangeShard, range_dim, range_spec, tile_of
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
+from fsdp_overlap.torch_internals import DTensorSpec, teach_state_dicts
 
 
 def distribute_tensor(
@@ -164,5 +163,4 @@ def _with_sharded_tensors(torchs: Callable[..., None]) -> Callable[..., None]:
     return distribute
 
 
-torch_state_dicts.distribute_tensor = with_range_shards(torch_state_dicts.distribute_tensor)
-torch_state_dicts._distribute_tensors = _with_sharded_tensors(torch_state_dicts._distribute_tensors)
+teach_state_dicts(with_range_shards, _with_sharded_tensors)

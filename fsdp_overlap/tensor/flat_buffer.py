@@ -5,11 +5,7 @@ from __future__ import annotations
 import torch
 
 from fsdp_overlap.layout import BucketPlan
-
-# The first makes a storage raise an error when it is asked for its address, the second ends that.
-# Builds of torch for a CPU alone have neither.
-_refuse_access = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
-_allow_access = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None)
+from fsdp_overlap.torch_internals import allow_access, refuse_access
 
 
 class FlatBuffer:
@@ -57,9 +53,9 @@ class FlatBuffer:
         return tensor.untyped_storage()._cdata == self._storage._cdata
 
     def allocate(self) -> None:
-        """Gives the buffer storage on the current stream. Its contents are undefined."""
-        if self._refuses and _allow_access is not None:
-            _allow_access(self._storage._cdata)
+        """Gives the buffer storage on the current stream; its contents are undefined."""
+        if self._refuses and allow_access is not None:
+            allow_access(self._storage._cdata)
             self._refuses = False
         self._storage.resize_(self.nbytes)
         self.allocated = True
@@ -70,6 +66,6 @@ class FlatBuffer:
             return
         self._storage.resize_(0)
         self.allocated = False
-        if self.when_freed and _refuse_access is not None and _allow_access is not None:
-            _refuse_access(self._storage._cdata, self.when_freed)
+        if self.when_freed and refuse_access is not None and allow_access is not None:
+            refuse_access(self._storage._cdata, self.when_freed)
             self._refuses = True

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fsdp_overlap.tensor.boxes import boxes
 from fsdp_overlap.tensor.placement import local_range, tile_of
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, raise_unsupported
+from fsdp_overlap.torch_internals import DisableTorchFunctionSubclass, DTensorSpec
 
 
 def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
@@ -140,7 +140,7 @@ def check_no_gradient(name: str, values: Iterable[Any]) -> None:
     """Raises if a gradient would be lost, because sharded tensors take no part in autograd."""
     if not torch.is_grad_enabled():
         return
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         needs_gradient = any(tensor.requires_grad for tensor in tensors_in(values))
     if needs_gradient:
         raise RuntimeError(

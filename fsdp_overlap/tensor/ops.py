@@ -17,6 +17,7 @@ import torch
 from fsdp_overlap.tensor import creation, pointwise, sums_and_norms, views
 from fsdp_overlap.tensor.operands import own_elements
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, raise_unsupported
+from fsdp_overlap.torch_internals import DisableTorchFunctionSubclass
 
 Handler = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -160,7 +161,7 @@ def _refuse_move(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _metadata(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 

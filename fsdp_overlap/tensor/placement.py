@@ -7,8 +7,9 @@ from math import prod
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, Shard
+
+from fsdp_overlap.torch_internals import DTensorSpec, TensorMeta
 
 
 class RangeShard(Placement):

@@ -19,10 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
-from torch.optim import optimizer as torch_optimizer
-from torch.utils import _foreach_utils as torch_foreach
 
 from fsdp_overlap.tensor.carried import as_carried
 from fsdp_overlap.tensor.chunks import all_of_a_storage, chunks_of
@@ -36,6 +33,7 @@ from fsdp_overlap.tensor.placement import (
     tile_of,
     with_range,
 )
+from fsdp_overlap.torch_internals import DisableTorchFunctionSubclass, DTensorSpec, allow_foreach
 
 
 class ShardEdits:
@@ -223,7 +221,7 @@ class ShardedTensor(DTensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         start, stop = self.local_range
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             shape, dtype = tuple(self.shape), self.dtype
             requires_grad = self.requires_grad
         local = self._local_tensor.detach()
@@ -371,8 +369,4 @@ def give_grads(parameters: Iterable[ShardedTensor], ranges: Iterable[torch.Tenso
 # torch.load() refuses what is not listed, unless weights_only=False.
 torch.serialization.add_safe_globals([rebuild_sharded_tensor, RangeShard])
 
-# Optimizers and gradient clipping choose their foreach and fused forms by these lists of types, to
-# which torch adds DTensor in the same way.
-for _types in (torch_optimizer._foreach_supported_types, torch_foreach._foreach_supported_types):
-    if ShardedTensor not in _types:
-        _types.append(ShardedTensor)
+allow_foreach(ShardedTensor)

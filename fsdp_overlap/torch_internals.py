@@ -1,0 +1,333 @@
+"""What the library uses of torch that torch does not promise to keep.
+
+No other file names a private module, function or class of torch. If a new release of torch breaks
+the library, read here. ``tests/test_torch_internals.py`` has a test for each name, which says in
+one line what broke. Everything here was seen on torch 2.11, 2.13 and 2.15, and comments say where
+these differ.
+
+There are three kinds:
+
+- Private names have a name here, mostly torch's own without the underscore. It stands for torch's
+  own object, with no function around it, so that a use costs no Python call.
+- What changes torch, or writes into its tables, is a function here.
+- Private attributes of torch's objects are used where they are needed, because a function around
+  each would be a Python call for every parameter in every step. :data:`ATTRIBUTES` lists them. The
+  list has also those that many programs use as if they were public, such as
+  ``module._parameters``.
+
+``torch._foreach_copy_()`` and its family are documented, and are used like any other function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import autograd, overrides
+from torch._C._dynamo import eval_frame
+from torch._subclasses import fake_tensor
+from torch.autograd import Variable
+from torch.distributed import _functional_collectives, _state_dict_utils
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed._composable import fsdp
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_api
+from torch.distributed.tensor import _dtensor_spec
+from torch.nn.modules import conv
+from torch.optim import optimizer
+from torch.utils import _foreach_utils, _python_dispatch, _pytree, checkpoint
+
+ATTRIBUTES = {
+    # Tensors and their storages
+    "Tensor._version": "how often a tensor was edited, which tells stale buffers and lost edits",
+    "Tensor._base": "what a view is a view of, whose history an edit of the view changes",
+    "UntypedStorage._cdata": "tells storages apart that have no memory, so no address",
+    "Parameter._is_param": "written by nn.Parameter on tensors of our class, and no user's",
+    # DTensors, which sharded tensors are
+    "DTensor.__new__": "makes one of the local tensor and the spec, without a check of either",
+    "DTensor._local_tensor": "what this rank holds; to_local() is a node of autograd's graph",
+    "DTensor._spec": "how a tensor lies over its mesh",
+    "DeviceMesh._concatenate": "the mesh of tensor parallelism and of ours, from one root",
+    "DeviceMesh._flatten": "the mesh of one dimension over which divided copies are sharded",
+    # Modules, whose tables are read without nn.Module's lookups and written without its checks
+    "Module._parameters": "changes between sharded and unsharded parameters",
+    "Module._buffers": "walked without those of submodules",
+    "Module._modules": "walked without what they hold",
+    "Module._apply": "overridden, to see to_empty() and refuse moves",
+    "Module._forward_hooks": "without our hooks in a copy that is sharded anew",
+    "Module._forward_hooks_with_kwargs": "how each hook is called",
+    "Module._forward_hooks_always_called": "how each hook is called",
+    "Module._forward_pre_hooks": "without our hooks in a copy that is sharded anew",
+    "Module._forward_pre_hooks_with_kwargs": "how each hook is called",
+    "Module._load_state_dict_post_hooks": "without our hooks in a copy that is sharded anew",
+    # Process groups. The collectives are asked for by the group's own methods because the
+    # functions of torch.distributed around them take as long on the host as the calls.
+    "ProcessGroup._allgather_base": "gathers into one tensor; 2.11 has no all_gather_single()",
+    "ProcessGroup._reduce_scatter_base": "reduces from one; 2.11 has no reduce_scatter_single()",
+    "ProcessGroup._get_backend": "gives the backend's name and options",
+    "ProcessGroup._get_sequence_number_for_group": "counts the collectives that were issued",
+    "Options._timeout": "how long a collective may last, for groups of our own",
+    # Operations, as modes see them
+    "OpOverload._schema": "tells which arguments an operation writes",
+    "OpOverload._can_decompose": "whether inference mode left an operation whole",
+    "ScriptObject._type": "tells process groups among the arguments of an operation",
+}
+"""Private attributes of torch's objects that the library reads, writes or overrides, and why."""
+
+# The autograd engine
+
+current_graph_task_id = torch._C._current_graph_task_id
+"""The number of the backward under way on this thread, -1 if there is none. It tells backwards
+apart that are nested or follow each other."""
+
+current_autograd_node = torch._C._current_autograd_node
+"""The node of the graph that is running, in whose hooks we are."""
+
+will_engine_execute_node = torch._C._will_engine_execute_node
+"""Whether the backward under way comes to a node. It raises outside of a backward, and where
+``autograd.grad()`` was asked about this very node."""
+
+is_checkpoint_valid = Variable._execution_engine.is_checkpoint_valid
+"""Whether the backward under way is for all leaves, as reentrant checkpointing asks it."""
+
+queue_callback = Variable._execution_engine.queue_callback
+"""Has a function called when the backward under way has run. FSDP2 and DDP end their backwards
+likewise."""
+
+top_saved_tensors_default_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+"""Who handles the tensors that autograd saves here, as checkpointing does. Its argument must be
+true, or it tells of tracing instead."""
+
+are_functorch_transforms_active = torch._C._are_functorch_transforms_active
+"""Whether a transform of ``torch.func`` is around a forward. All-gathers do not go through it."""
+
+profiler_enabled = torch._C._autograd._profiler_enabled
+"""Whether a profiler runs, for which alone spans are named."""
+
+
+@contextmanager
+def running_backwards_by(run: Callable[..., Any]) -> Iterator[None]:
+    """Has ``run(engine, *args, **kwargs)`` called for every backward within, where torch would call
+    ``engine(*args, **kwargs)``. No mode sees a backward begin and end."""
+    engine: Any = autograd._engine_run_backward
+    autograd._engine_run_backward = partial(run, engine)
+    try:
+        yield
+    finally:
+        autograd._engine_run_backward = engine
+
+
+def determinism_checks() -> dict[str, Callable[[torch.Tensor], Any]]:
+    """What checkpointing compares when it recomputes a tensor, by name. Modes do not see it."""
+    return checkpoint._allowed_determinism_checks_to_fns
+
+
+# Tensor subclasses and modes
+
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+"""Within it torch's own code runs on a sharded tensor. torch's guide to tensor subclasses names
+it."""
+
+DisableTorchFunction = torch._C.DisableTorchFunction
+"""Within it modes do not see a call either, so that the modelled device does not see itself."""
+
+is_torch_function_enabled = torch._C._is_torch_function_enabled
+"""Whether a subclass is asked about a call, so that the modelled device asks it too."""
+
+disabled_torch_function = torch._C._disabled_torch_function_impl
+"""The ``__torch_function__`` of classes that are asked nothing, as parameters are."""
+
+parse_to = torch._C._nn._parse_to
+"""What the arguments of ``tensor.to()`` mean."""
+
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+"""Shows a mode every operation. It is documented, and only its module is private."""
+
+disable_current_modes = _python_dispatch._disable_current_modes
+"""Within it no mode sees operations, such as those by which torch copies a storage, which do not
+tell where it lies."""
+
+get_current_function_mode_stack = overrides._get_current_function_mode_stack
+"""The modes that see calls now. torch leaves a mode while it runs what the mode has seen."""
+
+FakeTensor = fake_tensor.FakeTensor
+"""A tensor without memory, which torch makes to ask for a shape."""
+
+SUPPORTED_NODES = _pytree.SUPPORTED_NODES
+"""The classes that are nodes of trees, and how to take them apart. Users register classes, in which
+a forward may hide tensors."""
+
+tree_map_only = _pytree.tree_map_only
+"""Changes all tensors in a tree. torch exports it nowhere else."""
+
+# Modules
+
+ConvNd = conv._ConvNd
+"""The base of all convolutions, which Muon leaves to AdamW. Only the classes under it are
+public."""
+
+# Kernels and memory
+
+fused_adamw_ = torch._fused_adamw_
+"""AdamW's kernel over lists of tensors. The optimizer around it takes whole parameters, and we have
+runs of several."""
+
+# After the first a storage raises an error instead of telling its address, until the second. The
+# builds for a CPU alone have neither, and torch 2.11 has the first alone, which is of no use then.
+refuse_access = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+allow_access = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None)
+
+
+def allow_foreach(tensor_class: type[torch.Tensor]) -> None:
+    """Lets optimizers and gradient clipping choose their foreach and fused forms for tensors of a
+    class. They go by the exact class, and torch adds DTensor to both lists in the same way."""
+    for types in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+        if tensor_class not in types:
+            types.append(tensor_class)
+
+
+# torch.compile
+
+
+def keep_from_compile(function: Callable[..., Any], reason: str) -> None:
+    """Makes ``torch.compile`` end its graph before ``function`` and run it, and all that it calls,
+    as they are.
+
+    ``torch.compiler.disable()`` does the same, but it imports ``torch._dynamo``, half a second in
+    every rank, and puts two frames around every call.
+    """
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    marks: Any = function
+    marks._torchdynamo_disable = True
+    marks._torchdynamo_disable_msg = reason
+
+
+# Replaced while FSDP2's names are ours
+
+older_fsdp2 = fsdp
+"""FSDP2's first module, which exports the same names again."""
+
+# DTensors
+
+DTensorSpec = _dtensor_spec.DTensorSpec
+"""How a DTensor lies over a mesh. Every sharded tensor is made with one."""
+
+TensorMeta = _dtensor_spec.TensorMeta
+"""The shape, stride and dtype of the whole tensor, in a spec."""
+
+AsyncCollectiveTensor = _functional_collectives.AsyncCollectiveTensor
+"""The local tensor of a DTensor that is still on its way. Its ``wait()`` gives the plain one."""
+
+# Process groups
+
+AllGather = _fsdp_api.AllGather
+"""The interface of a user's own all-gather, as FSDP2's ``set_custom_all_gather()`` takes it."""
+
+ReduceScatter = _fsdp_api.ReduceScatter
+"""The interface of a user's own reduce-scatter."""
+
+AllgatherOptions = c10d.AllgatherOptions
+"""The only options of a collective that ``torch.distributed`` does not export."""
+
+default_group = c10d._get_default_group
+"""The group of all ranks. It raises if there is none, where ``dist.group.WORLD`` is ``None``."""
+
+default_store = c10d._get_default_store
+"""The store at which all ranks met, through which they tell each other what collectives cannot."""
+
+default_timeout = c10d._get_default_timeout
+"""How long the collectives of a backend may last, if nobody said."""
+
+
+def is_registered(group: dist.ProcessGroup) -> bool:
+    """Whether nobody has destroyed ``group``."""
+    return group in c10d._world.pg_map
+
+
+def make_group(
+    name: str, ranks: Sequence[int], backend: dist.Backend, options: Any, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Makes a process group, in which only ``ranks`` take part, in this order.
+
+    ``torch.distributed.new_group()`` cannot do that: it names a group by how many this rank has
+    made, which may not be the same elsewhere, and sorts the ranks.
+
+    Considered: a bare ``ProcessGroupGloo`` over a ``PrefixStore``. That is no ``ProcessGroup``, and
+    to make it one, whose collectives profilers see, takes as many private names. NCCL would need
+    this function all the same. And ``destroy_process_group()``, which has to end the threads of
+    every group before Python ends, would not know of it.
+    """
+    default = default_group()
+    # NCCL would split the default group if it were bound to a device, which takes all its ranks.
+    bound, default.bound_device_id = default.bound_device_id, None
+    try:
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            list(ranks).index(dist.get_rank()),
+            list(ranks),
+            backend,
+            default_store(),
+            c10d.GroupName(name),
+            backend_options=options,
+            timeout=timeout,
+            group_desc=name.rsplit("_", 2)[0],
+        )
+    finally:
+        default.bound_device_id = bound
+    assert isinstance(group, dist.ProcessGroup)
+    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return group
+
+
+def let_go_of_groups(mesh: DeviceMesh) -> None:
+    """Makes ``mesh`` forget its process groups, which it would keep until Python ends."""
+    mesh._pg_registry.clear()
+
+
+# Checkpoints
+
+StorageInfo = filesystem._StorageInfo
+"""Where an entry of a checkpoint lies in its file. torch's reader and writer put it into the
+metadata."""
+
+
+def teach_state_dicts(
+    distribute_tensor: Callable[[Callable[..., Any]], Callable[..., Any]],
+    distribute_tensors: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> None:
+    """Puts a function around each of the two by which torch's ``set_state_dict()`` family cuts
+    whole tensors. They know no placements but DTensor's own, and have no hook."""
+    module: Any = _state_dict_utils
+    module.distribute_tensor = distribute_tensor(module.distribute_tensor)
+    module._distribute_tensors = distribute_tensors(module._distribute_tensors)
+
+
+# A device type of Python
+
+
+def register_device(name: str, module: ModuleType) -> None:
+    """Gives torch a device type ``name``. ``module`` is what ``torch.cuda`` is for CUDA."""
+
+    class Hooks(torch._C._acc.PrivateUse1Hooks):
+        """What C++ asks about the device, as in a barrier."""
+
+        def is_available(self) -> bool:
+            return bool(module.is_available())
+
+        def is_built(self) -> bool:
+            return True
+
+        def has_primary_context(self, index: int) -> bool:
+            return False
+
+    torch.utils.rename_privateuse1_backend(name)
+    torch._register_device_module(name, module)
+    torch._C._acc.register_python_privateuseone_hook(Hooks())

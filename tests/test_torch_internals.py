@@ -1,0 +1,836 @@
+"""What ``torch_internals`` uses of torch is there and does what the library needs."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import _state_dict_utils as state_dict_utils
+from torch.distributed import fsdp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.optim import optimizer
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  (the backend)
+from torch.utils import _foreach_utils, _pytree
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_overlap import torch_internals as internals
+
+PACKAGE = Path(internals.__file__).parent
+
+Check = Callable[[], None]
+CANARIES: dict[str, Check] = {}
+
+
+def canary(*names: str) -> Callable[[Check], Check]:
+    """Makes a function the test of ``names``. Its docstring says what breaks without them."""
+
+    def add(check: Check) -> Check:
+        CANARIES.update(dict.fromkeys(names, check))
+        return check
+
+    return add
+
+
+@contextmanager
+def one_rank(backend: str = "fake") -> Iterator[None]:
+    """With gloo, what a collective works on must outlive it: a thread of gloo that frees a tensor
+    needs Python, which waits here for the thread to end."""
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def in_a_hook(look: Callable[[torch.Tensor], Any]) -> Any:
+    """What ``look`` sees of a leaf in a hook of the backward that comes to it."""
+    seen = []
+    leaf = torch.ones(1, requires_grad=True)
+    output = leaf * 2
+    output.register_hook(lambda _: seen.append(look(leaf)))
+    (output * 3).sum().backward()
+    return seen[0]
+
+
+# The autograd engine
+
+
+@canary("current_graph_task_id")
+def tasks_have_numbers() -> None:
+    """The schedule does not know in which backward it is."""
+    assert internals.current_graph_task_id() == -1
+    assert in_a_hook(lambda _: internals.current_graph_task_id()) >= 0
+
+
+@canary("current_autograd_node")
+def the_running_node_is_known() -> None:
+    """A backward for given inputs is taken for one for all leaves."""
+    node = in_a_hook(lambda _: internals.current_autograd_node())
+    assert "MulBackward" in node.name()
+    assert [behind.name() for behind, _ in node.next_functions if behind is not None] == [
+        "torch::autograd::AccumulateGrad"
+    ]
+
+
+@canary("will_engine_execute_node")
+def nodes_to_come_are_known() -> None:
+    """Gradients that are not to come are waited for."""
+
+    def look(leaf: torch.Tensor) -> tuple[bool, bool]:
+        views: list[Any] = []
+        with torch.enable_grad():
+            for tensor in (leaf, torch.ones(1, requires_grad=True)):
+                views.append(tensor.view_as(tensor))
+        mine, others = (view.grad_fn.next_functions[0][0] for view in views)
+        return internals.will_engine_execute_node(mine), internals.will_engine_execute_node(others)
+
+    assert in_a_hook(look) == (True, False)
+    node: Any = torch.ones(1, requires_grad=True).sum().grad_fn
+    with pytest.raises(RuntimeError):
+        internals.will_engine_execute_node(node)
+
+
+@canary("is_checkpoint_valid")
+def backwards_for_given_inputs_are_told_apart() -> None:
+    """autograd.grad() is taken for backward(), and frees what is still needed."""
+    assert in_a_hook(lambda _: internals.is_checkpoint_valid()) is True
+    seen = []
+    leaf = torch.ones(1, requires_grad=True)
+    output = leaf * 2
+    output.register_hook(lambda _: seen.append(internals.is_checkpoint_valid()))
+    torch.autograd.grad(output.sum(), leaf)
+    assert seen == [False]
+
+
+@canary("queue_callback")
+def the_engine_calls_back() -> None:
+    """Nothing ends a backward: no gradient is waited for or given."""
+    called = []
+    in_a_hook(lambda leaf: internals.queue_callback(lambda: called.append(leaf.grad is not None)))
+    assert called == [True]
+
+
+@canary("top_saved_tensors_default_hooks")
+def who_handles_saved_tensors_is_known() -> None:
+    """set_unshard_in_backward(False) gets into the way of checkpointing."""
+    assert internals.top_saved_tensors_default_hooks(True) is None
+    pack, unpack = operator.pos, operator.neg
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        assert internals.top_saved_tensors_default_hooks(True) == (pack, unpack)
+
+
+@canary("are_functorch_transforms_active")
+def transforms_are_known() -> None:
+    """torch.func around a unit gives wrong gradients instead of an error."""
+    seen = []
+
+    def look(value: torch.Tensor) -> torch.Tensor:
+        seen.append(internals.are_functorch_transforms_active())
+        return value.sum()
+
+    look(torch.ones(1))
+    torch.func.grad(look)(torch.ones(1))
+    assert seen == [False, True]
+
+
+@canary("profiler_enabled")
+def a_running_profiler_is_known() -> None:
+    """Traces have no names of ours, or every step pays for them."""
+    assert not internals.profiler_enabled()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert internals.profiler_enabled()
+
+
+@canary("running_backwards_by")
+def backwards_are_seen_around() -> None:
+    """The modelled device does not see backwards begin and end."""
+    runs = []
+
+    def run(engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        runs.append("begins")
+        result = engine(*args, **kwargs)
+        runs.append("ends")
+        return result
+
+    leaf = torch.ones(1, requires_grad=True)
+    with internals.running_backwards_by(run):
+        (leaf * 2).sum().backward()
+        torch.autograd.grad((leaf * 2).sum(), leaf)
+    (leaf * 2).sum().backward()
+    assert runs == ["begins", "ends"] * 2
+
+
+@canary("determinism_checks")
+def checkpointing_looks_its_checks_up() -> None:
+    """The modelled device does not see what checkpointing reads."""
+    seen = []
+    leaf = torch.ones(1, requires_grad=True)
+    checks = internals.determinism_checks()
+    with patch.dict(checks, {"default": lambda tensor: seen.append(tensor)}):
+        checkpoint(torch.sin, leaf, use_reentrant=False).sum().backward()
+    assert seen
+
+
+# Tensor subclasses and modes
+
+
+class Asked(torch.Tensor):
+    """A tensor whose class is asked about calls."""
+
+    calls = 0
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        Asked.calls += 1
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class Mode(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.is_on_its_own_stack = True
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.calls += 1
+        self.is_on_its_own_stack = self in internals.get_current_function_mode_stack()
+        return func(*args, **(kwargs or {}))
+
+
+def calls_within(context: Any) -> tuple[int, int]:
+    """How often a subclass, and a mode around it, see a call within ``context``."""
+    tensor, before, mode = torch.ones(1).as_subclass(Asked), Asked.calls, Mode()
+    with mode, context:
+        torch.sin(tensor)
+    return Asked.calls - before, mode.calls
+
+
+@canary("DisableTorchFunctionSubclass")
+def subclasses_can_be_passed_by() -> None:
+    """Sharded tensors ask themselves for ever."""
+    assert calls_within(internals.DisableTorchFunctionSubclass()) == (0, 1)
+
+
+@canary("DisableTorchFunction")
+def modes_can_be_passed_by() -> None:
+    """The modelled device sees itself."""
+    assert calls_within(internals.DisableTorchFunction()) == (0, 0)
+
+
+@canary("is_torch_function_enabled")
+def it_is_known_whether_subclasses_are_asked() -> None:
+    """The modelled device asks classes that torch would not."""
+    assert internals.is_torch_function_enabled()
+    with torch._C.DisableTorchFunctionSubclass():
+        assert not internals.is_torch_function_enabled()
+
+
+@canary("disabled_torch_function")
+def classes_that_are_not_asked_are_known() -> None:
+    """The modelled device asks parameters about calls."""
+    assert nn.Parameter.__torch_function__ is internals.disabled_torch_function
+
+
+@canary("parse_to")
+def the_arguments_of_to_are_understood() -> None:
+    """Tensors cannot be moved to the modelled device."""
+    parsed = internals.parse_to("cpu", torch.float64, non_blocking=True)
+    assert parsed == (torch.device("cpu"), torch.float64, True, None)
+
+
+class Operations(internals.TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.seen.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+@canary("TorchDispatchMode", "OpOverload._schema", "OpOverload._can_decompose")
+def operations_are_seen() -> None:
+    """check_parameters() and the modelled device see no operations, or not what they write."""
+    with Operations() as operations:
+        torch.ones(1).add_(1)
+    assert [func.overloadpacket.__name__ for func, _ in operations.seen] == ["ones", "add_"]
+    func, _ = operations.seen[1]
+    writes = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments]
+    assert (func._schema.name, writes) == ("aten::add_", [True, False, False])
+    assert [a.name for a in func._schema.arguments] == ["self", "other", "alpha"]
+    assert not func._can_decompose()
+    assert torch.ops.aten.reshape.default._can_decompose()
+
+
+@canary("disable_current_modes")
+def no_operation_is_seen_where_modes_are_disabled() -> None:
+    """The modelled device takes copies of storages for operations."""
+    with Operations() as operations, internals.disable_current_modes():
+        torch.ones(1)
+    assert operations.seen == []
+
+
+@canary("get_current_function_mode_stack")
+def modes_know_whether_they_are_active() -> None:
+    """The modelled device misses what runs within a call, or sees it twice."""
+    with Mode() as mode:
+        assert mode in internals.get_current_function_mode_stack()
+        torch.ones(1)
+    assert not mode.is_on_its_own_stack
+
+
+@canary("FakeTensor")
+def tensors_without_memory_are_known() -> None:
+    """The modelled device gives fake tensors memory."""
+    with torch._subclasses.fake_tensor.FakeTensorMode():
+        assert type(torch.ones(1)) is internals.FakeTensor
+
+
+class Node:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+@canary("SUPPORTED_NODES", "tree_map_only")
+def nodes_of_trees_are_known() -> None:
+    """Tensors in registered classes are not found: their units are not gathered for backward."""
+    tensor = torch.ones(1)
+    if Node not in internals.SUPPORTED_NODES:
+        _pytree.register_pytree_node(
+            Node, lambda node: ([node.tensor], None), lambda c, _: Node(*c)
+        )
+    assert internals.SUPPORTED_NODES[Node].flatten_fn(Node(tensor))[0] == [tensor]
+    changed = internals.tree_map_only(torch.Tensor, lambda _: 2, [Node(tensor), {"a": "b"}])
+    assert (changed[0].tensor, changed[1]) == (2, {"a": "b"})
+
+
+# Modules
+
+
+@canary("ConvNd")
+def convolutions_are_known() -> None:
+    """Muon steps convolutions as matrices."""
+    for name in ("Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "LazyConv2d"):
+        assert issubclass(getattr(nn, name), internals.ConvNd)
+    assert not issubclass(nn.Linear, internals.ConvNd)
+
+
+@canary("Module._parameters", "Module._buffers", "Module._modules")
+def modules_have_tables() -> None:
+    """Units cannot change between sharded and unsharded parameters."""
+    module, parameter = nn.BatchNorm1d(1), nn.Parameter(torch.ones(1))
+    module._parameters["weight"] = parameter
+    assert module.weight is parameter
+    assert list(module._buffers) == ["running_mean", "running_var", "num_batches_tracked"]
+    assert nn.Sequential(module)._modules == {"0": module}
+
+
+@canary("Module._apply")
+def modules_are_moved_through_one_method() -> None:
+    """A sharded model is moved or cast without an error, and to_empty() gives it no memory."""
+    calls = []
+
+    class Moved(nn.Linear):
+        def _apply(self, fn: Any, recurse: bool = True) -> Moved:
+            calls.append(recurse)
+            return super()._apply(fn, recurse)
+
+    module = Moved(1, 1)
+    module.to(torch.float64)
+    module.half()
+    module.to_empty(device="meta", recurse=False)
+    assert calls == [True, True, False]
+
+
+@canary(
+    "Module._forward_hooks",
+    "Module._forward_hooks_with_kwargs",
+    "Module._forward_hooks_always_called",
+    "Module._forward_pre_hooks",
+    "Module._forward_pre_hooks_with_kwargs",
+    "Module._load_state_dict_post_hooks",
+)
+def modules_note_their_hooks() -> None:
+    """A copied model has the hooks of its original."""
+    module = nn.Linear(1, 1)
+    before = module.register_forward_pre_hook(print, with_kwargs=True)
+    after = module.register_forward_hook(print, with_kwargs=True, always_call=True)
+    loaded = module.register_load_state_dict_post_hook(print)
+    assert module._forward_pre_hooks == {before.id: print}
+    assert module._forward_hooks == {after.id: print}
+    assert module._load_state_dict_post_hooks == {loaded.id: print}
+    assert list(module._forward_pre_hooks_with_kwargs) == [before.id]
+    assert list(module._forward_hooks_with_kwargs) == [after.id]
+    assert list(module._forward_hooks_always_called) == [after.id]
+
+
+# Kernels and memory
+
+
+@canary("fused_adamw_")
+def adamw_has_a_kernel() -> None:
+    """AdamW and Muon cannot step."""
+    parameter, gradient, step = torch.ones(3), torch.ones(3), torch.tensor(1.0)
+    moments = [torch.zeros(3)], [torch.zeros(3)]
+    options = {"beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "eps": 0.0, "lr": 0.5}
+    flags = {"amsgrad": False, "maximize": False}
+    internals.fused_adamw_([parameter], [gradient], *moments, [], [step], **options, **flags)
+    torch.testing.assert_close(parameter, torch.full((3,), 0.5))
+
+
+@canary("refuse_access", "allow_access")
+def addresses_can_be_refused() -> None:
+    """Reads of freed memory end the process, also where torch could raise an error."""
+    if internals.allow_access is None:
+        return
+    assert internals.refuse_access is not None
+    tensor = torch.ones(1)
+    storage = tensor.untyped_storage()
+    internals.refuse_access(storage._cdata, "it is freed")
+    with pytest.raises(RuntimeError, match="it is freed"):
+        tensor.add(1)
+    internals.allow_access(storage._cdata)
+    assert tensor.add(1) == 2
+
+
+@canary("allow_foreach")
+def classes_can_have_foreach_forms() -> None:
+    """Optimizers and clipping go through sharded parameters one by one."""
+    lists = (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types)
+    tensor, cuda = torch.ones(1).as_subclass(Asked), torch.device("cuda")
+    with (
+        patch.object(optimizer, "_foreach_supported_types", copy.copy(lists[0])),
+        patch.object(_foreach_utils, "_foreach_supported_types", copy.copy(lists[1])),
+    ):
+        assert not _foreach_utils._has_foreach_support([tensor], cuda)
+        internals.allow_foreach(Asked)
+        assert _foreach_utils._has_foreach_support([tensor], cuda)
+        assert Asked in optimizer._foreach_supported_types
+    assert DTensor in lists[0]
+    assert DTensor in lists[1]
+
+
+@canary("Tensor._version")
+def edits_are_counted() -> None:
+    """Stale weights are used, and lost edits are not noticed."""
+    tensor = torch.ones(2)
+    view = tensor[:1]
+    assert (tensor._version, view._version) == (0, 0)
+    view.add_(1)
+    assert (tensor._version, view._version) == (1, 1)
+    tensor.data.add_(1)
+    assert tensor._version == 1
+
+
+@canary("Tensor._base")
+def views_know_their_base() -> None:
+    """A unit whose output is edited in place is not gathered for backward."""
+    tensor = torch.ones(2)
+    assert tensor._base is None
+    assert tensor[:1]._base is tensor
+
+
+@canary("UntypedStorage._cdata")
+def storages_have_an_identity() -> None:
+    """A tensor in freed memory is not found."""
+    tensor = torch.ones(2)
+    identity, view = tensor.untyped_storage()._cdata, tensor[:1]
+    tensor.untyped_storage().resize_(0)
+    assert view.untyped_storage()._cdata == identity
+    assert torch.ones(2).untyped_storage()._cdata != identity
+
+
+@canary("Parameter._is_param")
+def parameters_of_a_class_are_marked() -> None:
+    """The mark of nn.Parameter is copied as if a user had hung it on a parameter."""
+    assert vars(nn.Parameter(torch.ones(1).as_subclass(Asked))) == {"_is_param": True}
+
+
+# torch.compile
+
+
+@canary("keep_from_compile")
+def functions_can_be_kept_from_compile() -> None:
+    """torch.compile traces our hooks."""
+    seen = []
+
+    def within() -> None:
+        seen.append(torch.compiler.is_compiling())
+
+    def kept() -> None:
+        within()
+
+    def compiled(tensor: torch.Tensor) -> torch.Tensor:
+        kept()
+        return tensor + (2 if torch.compiler.is_compiling() else 1)
+
+    internals.keep_from_compile(kept, "to see it")
+    torch.compiler.reset()
+    try:
+        assert torch.compile(compiled, backend="eager")(torch.zeros(1)) == 2
+    finally:
+        torch.compiler.reset()
+    assert seen == [False]
+
+
+# DTensors
+
+
+@canary("DTensorSpec", "TensorMeta", "DTensor.__new__", "DTensor._local_tensor", "DTensor._spec")
+def dtensors_are_made_of_a_spec() -> None:
+    """Sharded tensors cannot be made."""
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,))
+        meta = internals.TensorMeta(torch.Size([2]), (1,), torch.float32)
+        spec = internals.DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)
+        local = torch.ones(2)
+        tensor = DTensor.__new__(DTensor, local, spec, requires_grad=False)
+        assert tensor._local_tensor is local
+        assert tensor._spec is spec
+        assert (spec.mesh, spec.placements, spec.tensor_meta) == (mesh, (Shard(0),), meta)
+        assert spec.shard_order == internals.DTensorSpec.compute_default_shard_order((Shard(0),))
+        assert (tensor.shape, tensor.dtype, tensor.placements) == (*meta[::2], (Shard(0),))
+
+
+@canary("AsyncCollectiveTensor")
+def tensors_on_their_way_can_be_waited_for() -> None:
+    """The tile of a parameter that is still on its way is not what arrives."""
+    tensor = torch.ones(1)
+    assert internals.AsyncCollectiveTensor(tensor).elem is tensor
+    assert internals.AsyncCollectiveTensor(tensor).wait() is tensor
+
+
+@canary("DeviceMesh._concatenate", "DeviceMesh._flatten")
+def meshes_can_be_put_together() -> None:
+    """Tensor parallelism and divided copies have no mesh."""
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+        assert type(mesh)._concatenate([mesh["dp"], mesh["tp"]]).mesh_dim_names == ("dp", "tp")
+        assert mesh._flatten().ndim == 1
+
+
+# Process groups
+
+
+@canary("older_fsdp2")
+def fsdp2_has_a_second_name() -> None:
+    """replacing_fsdp2() leaves names of torch's in their place."""
+    assert internals.older_fsdp2.fully_shard is fsdp.fully_shard
+
+
+@canary("AllGather", "ReduceScatter")
+def custom_collectives_have_an_interface() -> None:
+    """set_custom_all_gather() calls a user's object otherwise than FSDP2 does."""
+    sent = ["self", "output_tensor", "input_tensor", "group"]
+    for interface, arguments in (
+        (internals.AllGather, [*sent, "async_op"]),
+        (internals.ReduceScatter, [*sent, "op", "async_op"]),
+    ):
+        assert list(inspect.signature(interface.__call__).parameters) == arguments
+        allocated = inspect.signature(interface.allocate).parameters
+        assert list(allocated) == ["self", "size", "dtype", "device"]
+
+
+@canary("AllgatherOptions", "ProcessGroup._allgather_base", "ProcessGroup._reduce_scatter_base")
+def groups_have_methods_for_flat_tensors() -> None:
+    """Nothing is gathered or reduced over NCCL."""
+    source, target, twice = torch.ones(2), torch.zeros(2), torch.full((2,), 2.0)
+    with one_rank("gloo"):
+        group = dist.group.WORLD
+        options: Any = internals.AllgatherOptions(), dist.ReduceScatterOptions()
+        for each in options:
+            each.asyncOp = False
+        group._allgather_base(target, source, options[0]).wait()
+        assert target.tolist() == [1, 1]
+        options[1].reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
+        group._reduce_scatter_base(target, twice, options[1]).wait()
+        assert target.tolist() == [2, 2]
+
+
+@canary("default_group", "default_store", "default_timeout")
+def the_default_group_is_known() -> None:
+    """Groups of our own cannot be made, and ranks tell each other nothing."""
+    with one_rank():
+        assert internals.default_group() is dist.group.WORLD
+        store: Any = internals.default_store()
+        assert store is internals.default_store()
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        assert isinstance(store, dist.HashStore)
+        assert isinstance(internals.default_timeout(dist.Backend("gloo")), timedelta)
+    with pytest.raises(ValueError, match="not been initialized"):
+        internals.default_group()
+
+
+@canary("make_group", "is_registered")
+def groups_are_made_by_their_members() -> None:
+    """Contexts have no groups of their own, or destroy_process_group() does not end them."""
+    with one_rank("gloo"):
+        group = internals.make_group(
+            "ours_0_0", [0], dist.Backend("gloo"), None, timedelta(seconds=7)
+        )
+        assert (group.group_name, group.group_desc) == ("ours_0_0", "ours")
+        assert dist.get_process_group_ranks(group) == [0]
+        assert dist.get_backend_config(group).startswith("cpu:gloo")
+        assert internals.is_registered(group)
+        dist.destroy_process_group(group)
+        assert not internals.is_registered(group)
+
+
+@canary("let_go_of_groups")
+def meshes_forget_their_groups() -> None:
+    """A thread of gloo outlives Python, and the process is aborted at its end."""
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,))
+        assert mesh._pg_registry
+        internals.let_go_of_groups(mesh)
+        assert not mesh._pg_registry
+
+
+@canary(
+    "ProcessGroup._get_backend", "ProcessGroup._get_sequence_number_for_group", "Options._timeout"
+)
+def groups_have_a_backend_that_counts() -> None:
+    """Groups of our own are not as the user's, and are not used again."""
+    tensor = torch.ones(1)
+    with one_rank("gloo"):
+        group = internals.make_group(
+            "ours_0_0", [0], dist.Backend("gloo"), None, timedelta(seconds=7)
+        )
+        backend = group._get_backend(torch.device("cpu"))
+        assert backend.name().lower() == "gloo"
+        assert backend.options._timeout == timedelta(seconds=7)
+        issued = group._get_sequence_number_for_group()
+        dist.all_reduce(tensor, group=group)
+        assert group._get_sequence_number_for_group() == issued + 1
+
+
+@canary("ScriptObject._type")
+def groups_are_found_among_arguments() -> None:
+    """The modelled device takes collectives for operations."""
+    with one_rank(), Operations() as operations:
+        dist.all_reduce(torch.ones(1))
+    [found] = [
+        value
+        for _, args in operations.seen
+        for value in args
+        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type())
+    ]
+    assert dist.ProcessGroup.unbox(found).size() == 1
+
+
+# Checkpoints
+
+
+@canary("StorageInfo")
+def entries_lie_in_files() -> None:
+    """Checkpoints cannot be read."""
+    info = internals.StorageInfo("file", 1, 2)
+    assert (info.relative_path, info.offset, info.length) == ("file", 1, 2)
+
+
+@canary("teach_state_dicts")
+def whole_tensors_are_cut_by_two_functions() -> None:
+    """set_model_state_dict() with full_state_dict does not know sharded parameters."""
+    calls = []
+
+    def seeing(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def around(function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                calls.append(name)
+                return function(*args, **kwargs)
+
+            return call
+
+        return around
+
+    names = ("distribute_tensor", "_distribute_tensors")
+    as_it_was = {name: getattr(state_dict_utils, name) for name in names}
+    with one_rank(), patch.multiple(state_dict_utils, **as_it_was):
+        internals.teach_state_dicts(*map(seeing, names))
+        model, whole = nn.Linear(2, 2, bias=False), torch.ones(2, 2)
+        mesh = init_device_mesh("cpu", (1,))
+        model.weight = nn.Parameter(distribute_tensor(torch.zeros(2, 2), mesh, [Replicate()]))
+        for is_broadcast in (False, True):
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=is_broadcast)
+            set_model_state_dict(model, {"weight": whole}, options=options)
+    assert calls == list(names)
+
+
+# A device type of Python
+
+
+@canary("register_device")
+def a_device_can_be_of_python() -> None:
+    """The modelled device does not exist."""
+    from fsdp_overlap.modelled import torch_module
+
+    assert torch.device("modelled", 0).type == "modelled"
+    assert getattr(torch, "modelled") is torch_module  # noqa: B009
+
+
+@pytest.mark.parametrize("name", CANARIES)
+def test_torch_has(name: str) -> None:
+    try:
+        CANARIES[name]()
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}".split("\n")[0]
+        pytest.fail(
+            f"torch {torch.__version__} changed {name}. {CANARIES[name].__doc__} ({what})",
+            pytrace=False,
+        )
+
+
+def test_every_name_has_a_canary() -> None:
+    names = set(internals.ATTRIBUTES)
+    for node in ast.parse(Path(internals.__file__).read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    assert set(CANARIES) == names - {"ATTRIBUTES"}
+
+
+# Nothing else in the package uses what torch does not promise.
+
+# Attributes that neither torch nor a class of ours has.
+OTHERS = {
+    "_fields",  # of named tuples
+    "_fsdp_owner",  # hung by us on parameters
+    "_no_split_modules",  # of models of transformers
+}
+LOOKUPS = ("getattr", "setattr", "hasattr", "delattr", "attrgetter", "methodcaller", "object")
+
+
+def is_private(name: str) -> bool:
+    if name == "distributed_c10d":
+        return True
+    # The family of _foreach_copy_() is documented.
+    is_documented = name.startswith("_foreach_") and name != "_foreach_utils"
+    return name.startswith("_") and not name.endswith("__") and not is_documented
+
+
+def own_names(trees: list[ast.Module]) -> set[str]:
+    """The private names that classes and modules of ours have."""
+    names = set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls"):
+            names |= {node.attr} if isinstance(node.ctx, ast.Store) else set()
+    return names
+
+
+def dotted(node: ast.expr) -> list[str]:
+    """``a.b.c`` as its names; empty if it is anything else."""
+    if isinstance(node, ast.Name):
+        return [node.id]
+    if isinstance(node, ast.Attribute) and (before := dotted(node.value)):
+        return [*before, node.attr]
+    return []
+
+
+def imported(tree: ast.Module) -> dict[str, str]:
+    """Which module each imported name comes from."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {(a.asname or a.name.split(".")[0]): a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {(a.asname or a.name): f"{node.module}.{a.name}" for a in node.names}
+    return found
+
+
+def internals_in(tree: ast.Module, own: set[str]) -> Iterator[tuple[int, str]]:
+    """Private names of torch in a file, and the lines that they are in."""
+    known = own | OTHERS | {name.split(".")[1] for name in internals.ATTRIBUTES}
+    sources = imported(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            base = getattr(node, "module", None)
+            for alias in node.names:
+                path = f"{base}.{alias.name}" if base else alias.name
+                if path.split(".")[0] == "torch" and any(map(is_private, path.split("."))):
+                    yield node.lineno, path
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            path = dotted(node)
+            source = sources.get(path[0], "") if path else ""
+            top = source.split(".")[0]
+            is_listed = ".".join(path[-2:]) in internals.ATTRIBUTES
+            is_an_object = not source or top == "fsdp_overlap"
+            if (top == "torch" and not is_listed) or (is_an_object and node.attr not in known):
+                yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.Call) and dotted(node.func)[-1:] in [[name] for name in LOOKUPS]:
+            for argument in node.args:
+                name = argument.value if isinstance(argument, ast.Constant) else None
+                if isinstance(name, str) and is_private(name) and name not in known:
+                    yield node.lineno, name
+
+
+def test_only_one_file_uses_what_torch_does_not_promise() -> None:
+    files = [path for path in PACKAGE.rglob("*.py") if path != Path(internals.__file__)]
+    trees = {path: ast.parse(path.read_text()) for path in files}
+    own = own_names(list(trees.values()))
+    found = [
+        f"{path.relative_to(PACKAGE)}:{line}: {name}"
+        for path, tree in trees.items()
+        for line, name in internals_in(tree, own)
+    ]
+    assert found == [], "give it a name in torch_internals.py, or list it in ATTRIBUTES"
+
+
+def test_what_is_private_is_found() -> None:
+    lines = """
+from torch.utils import _pytree
+from torch.nn.modules.conv import _ConvNd
+import torch._dynamo
+import torch.distributed as dist
+torch._C._is_tracing()
+dist.distributed_c10d.ProcessGroup
+mesh._layout
+getattr(group, "_rank")
+torch._foreach_copy_([], [])
+tensor._version
+self._mine
+""".strip()
+    found = [line for line, _ in internals_in(ast.parse(lines), {"_mine"})]
+    assert sorted(set(found)) == [1, 2, 3, 5, 6, 7, 8]
+
+
+def names_in(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, (ast.alias, ast.FunctionDef)):
+            yield node.name
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_nothing_is_listed_that_nobody_uses() -> None:
+    files = [path for path in PACKAGE.rglob("*.py") if path != Path(internals.__file__)]
+    used = {name for path in files for name in names_in(ast.parse(path.read_text()))}
+    assert [name for name in CANARIES if name.split(".")[-1] not in used] == []
