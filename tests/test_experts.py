@@ -105,13 +105,13 @@ def groups_and_lanes() -> None:
     ctx = FsdpContext(whole)
     shard(model, whole, shards, ctx)
     made: list[list[int]] = []
-    make = pool._make
+    make = pool.make_group
 
     def counted(name: str, ranks: list[int], *options: Any) -> dist.ProcessGroup:
         made.append(ranks)
         return make(name, ranks, *options)
 
-    with patch.object(pool, "_make", counted):
+    with patch.object(pool, "make_group", counted):
         for _ in range(2):
             model(torch.ones(ROWS, WIDTH, dtype=torch.double)).sum().backward()
     # Two for each set, one to gather and one to reduce.
