@@ -183,9 +183,9 @@ def test_units_that_are_recomputed_by_reentrant_checkpoints_are_gathered_ahead(
     run_ranks(gathers_ahead, 2, model)
 
 
-class SkippedBehindCheckpoint(Model):
-    """A rank may drop what the middle layer gave, and backward then comes from the last layer to a
-    reentrant checkpoint at once."""
+class SkippedBetweenCheckpoints(Model):
+    """A rank may drop what the middle layer gave, and backward then comes from one reentrant
+    checkpoint to the one before it at once."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
@@ -193,12 +193,13 @@ class SkippedBehindCheckpoint(Model):
         y = self.layers[1](x)
         if tokens[0, 0] % 2:
             x = x + y
+        x = x + checkpoint(self.layers[2], x, use_reentrant=True)
         return self.head(x)
 
 
-def skip_behind_checkpoint() -> None:
-    Twins(SkippedBehindCheckpoint, shard_layers).train(6)
+def skip_between_checkpoints() -> None:
+    Twins(SkippedBetweenCheckpoints, shard_layers).train(6)
 
 
-def test_a_rank_may_skip_what_lies_behind_a_reentrant_checkpoint() -> None:
-    run_ranks(skip_behind_checkpoint, 3)
+def test_a_rank_may_skip_what_lies_between_reentrant_checkpoints() -> None:
+    run_ranks(skip_between_checkpoints, 3)

@@ -133,6 +133,10 @@ class Backward:
     def _advance_to_checkpoint(self, unit: Unit) -> None:
         """``unit`` runs again. If its forward left no call, as in a reentrant checkpoint, the place
         where it stood tells which calls every rank is done with by now."""
+        task = self._engine.graph_task()
+        # The backward of another checkpoint, which was one of its own, is over.
+        while self.under_way and self.under_way[-1].graph_task not in (task, -1):
+            self._walk_to_end(self.under_way.pop())
         for forward_pass in self._open_passes:
             ends = forward_pass.without_call.get(unit.index)
             if not ends or (self.under_way and self.under_way[-1] is not forward_pass):
