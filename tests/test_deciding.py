@@ -90,12 +90,12 @@ def test_every_small_program_is_right() -> None:
     assert f"{count:,} programs, in which the ranks see {events:,} events" in " ".join(text.split())
 
 
-def test_calls_between_two_checkpoints_may_be_skipped() -> None:
-    """Which takes one unit more than every small program has."""
-    again = {"checkpoint": "reentrant"}
-    run = Run(0, (Run(1, **again), Run(2), Run(3, **again)))
-    for options, skipped in product(OPTIONS, subsets(count_calls(run))):
-        explore(4, options, [Action("train", run, (frozenset(), skipped))] * 2)
+def test_checkpoints_of_all_kinds_beside_each_other_are_right() -> None:
+    """They take one unit more than every small program has."""
+    for kinds in product(("", "reentrant", "recomputed"), repeat=3):
+        run = Run(0, tuple(Run(index + 1, checkpoint=kind) for index, kind in enumerate(kinds)))
+        for options, skipped in product(OPTIONS, subsets(count_calls(run))):
+            explore(4, options, [Action("train", run, (frozenset(), skipped))] * 2)
 
 
 def nothing(*_: object, **__: object) -> None:
