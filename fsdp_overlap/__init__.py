@@ -20,7 +20,7 @@ from fsdp_overlap.tensor.placement import RangeShard
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
 
 FSDPModule = FsdpModule
-"""The name that it has in FSDP2, for code that changes its import alone."""
+"""FSDP2's name of the class, so that code for FSDP2 has to change only its import."""
 
 __all__ = [
     "Blocks",

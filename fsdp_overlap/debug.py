@@ -1,4 +1,4 @@
-"""A mode that checks every operation, for mistakes that only a slow search finds."""
+"""A mode that checks every operation. It is slow, and finds mistakes that other checks miss."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class UnshardHandle:
 
     def wait(self) -> None:
         """Makes compute wait for the all-gather and registers the unsharded parameters. Does
-        nothing if they were freed meanwhile, as a forward does."""
+        nothing if they were freed meanwhile, for example by a forward."""
         if self._unit is not None and self._unit.is_gathered:
             self._unit.wait()
             self._unit.use_unsharded()
@@ -246,7 +246,8 @@ class FsdpModule(GradientVerbs):
 
 
 def _set_reshard_after_forward(unit: Unit, reshard_after_forward: bool | None) -> None:
-    """What the user says after :func:`fully_shard`, where a number of ranks may have stood."""
+    """Replaces the argument of :func:`fully_shard`. If that was a number of ranks, the context
+    settles its groups again."""
     if unit.part_size is not None:
         context_of(unit).unsettle()
     unit.reshard_after_forward = reshard_after_forward

@@ -144,7 +144,8 @@ def fully_shard(
 
 
 def _modules_of(module: Any) -> list[nn.Module]:
-    """The modules that will be one unit. Of a list, those that lie within others are left out."""
+    """The modules that will be one unit. A module of a list that lies within another of the list is
+    left out."""
     if isinstance(module, nn.Module):
         _check_module(module)
         return [module]

@@ -57,7 +57,7 @@ class _On:
 
 
 class ShardedModule(nn.Module):
-    """The methods of nn.Module that do something else on a sharded module, and what all verbs of
+    """The methods of nn.Module that a sharded module overrides, and what all verbs of
     :class:`FsdpModule` use."""
 
     _fsdp_unit: Unit
@@ -139,7 +139,9 @@ class ShardedModule(nn.Module):
         ]
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        if not self._fsdp_unit.is_meta:  # a meta unit may wait until more modules are assigned to
+        # A unit on the meta device keeps what load_state_dict(assign=True) has registered so far,
+        # and waits for the parameters of its other modules.
+        if not self._fsdp_unit.is_meta:
             self._show_sharded()
         super()._load_from_state_dict(*args)
 
@@ -172,7 +174,7 @@ class ShardedModule(nn.Module):
             for spec, parameter, sharded in zip(
                 bucket.plan.specs, bucket.parameters, bucket.sharded_parameters, strict=True
             ):
-                # For make_unit() to take over. Only the shards of their values are copied, below.
+                # make_unit() takes this over. Of its values only the shard is copied, below.
                 empty = torch.empty(spec.shape, dtype=spec.dtype, device=bucket.shard.device)
                 copied = parameter_like(parameter, empty, spec.requires_grad)
                 attributes = attributes_of(parameter) | attributes_of(sharded)

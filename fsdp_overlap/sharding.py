@@ -137,7 +137,8 @@ def _check_no_owner(modules: Sequence[nn.Module], item: OwnedParameter, where: s
     if owner is None:
         return
     name = item.fqn if len(modules) == 1 else item.fqn.partition(".")[2]
-    # The unit put the sharded form where it found the parameter, which has a longer name there.
+    # A unit around these modules registered its sharded parameter in them. It knows that by a
+    # longer name, which ends as this one.
     if isinstance(item.parameter, ShardedTensor) and owner.fqn.endswith(f".{name}"):
         raise ValueError(
             f"{where} was sharded already, as {owner.fqn!r} of the unit {owner.unit} around it: "
@@ -273,7 +274,7 @@ def _compute_dtype(spec: ParamSpec, mp_policy: MixedPrecisionPolicy) -> torch.dt
 
 
 def _mark_owner(unit: Unit) -> None:
-    """Notes on the parameters which unit has them, for errors of other units and optimizers."""
+    """Notes on each parameter which unit owns it. Errors of other units and optimizers name it."""
     for bucket in unit.buckets:
         for item, sharded in zip(bucket.owned, bucket.sharded_parameters, strict=True):
             owner = Owner(unit.module_kind, item.fqn)

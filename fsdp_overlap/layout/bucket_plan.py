@@ -1,4 +1,4 @@
-"""What is decided about a bucket."""
+"""The plan of a bucket: where its parameters lie, and which rank holds what."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def align(numel: int) -> int:
 class BucketPlan:
     """Where each parameter of a bucket lies in its flat buffer, and which rank holds which range.
 
-    All figures are elements. Rank ``r`` holds ``[shard_starts[r], shard_starts[r] +
-    shard_numels[r])``. Parameters stand in the order of their offsets. ``grains[i]`` is the number
-    of elements between allowed cuts of ``specs[i]``, 1 for all where none are given.
+    All numbers are in elements. Rank ``r`` holds ``[shard_starts[r], shard_starts[r] +
+    shard_numels[r])``. Parameters are in the order of their offsets. ``grains[i]`` is the number of
+    elements between allowed cuts of ``specs[i]``; without ``grains`` it is 1 for all.
 
-    ``print(plan)`` draws it.
+    ``print(plan)`` draws the plan.
 
     Raises:
         ValueError: parameters overlap or lie outside the buffer, or one is cut where it must not
@@ -65,7 +65,7 @@ class BucketPlan:
 
     @cached_property
     def numel(self) -> int:
-        """Size of the flat buffer."""
+        """The size of the flat buffer, with padding."""
         return sum(self.shard_numels)
 
     @cached_property
@@ -78,7 +78,7 @@ class BucketPlan:
         return len(set(self.shard_numels)) == 1
 
     def merged(self, world_size: int) -> BucketPlan:
-        """The same flat buffer on fewer ranks, each of which holds what as many neighbours did.
+        """The same flat buffer on fewer ranks. Each holds what several neighbours hold here.
 
         Raises:
             ValueError: ``world_size`` does not divide the number of ranks.
@@ -94,7 +94,7 @@ class BucketPlan:
 
     @property
     def padding(self) -> int:
-        """Elements of the flat buffer that belong to no parameter."""
+        """How many elements of the flat buffer belong to no parameter."""
         return self.numel - sum(spec.numel for spec in self.specs)
 
     def ranges(self, fqn: str) -> list[tuple[int, int, int]]:
@@ -107,7 +107,8 @@ class BucketPlan:
         return list(self._ranges[fqn])
 
     def owner(self, fqn: str) -> int | None:
-        """The rank that holds all of a parameter; ``None`` if several hold some or it is empty.
+        """The rank that holds all of a parameter. ``None`` if several ranks hold parts of it, or if
+        it is empty.
 
         Raises:
             KeyError: the bucket has no parameter of that name.
@@ -135,7 +136,8 @@ class BucketPlan:
         return found
 
     def __str__(self) -> str:
-        """A picture in text: a line a rank, as wide as its range, and what lies there."""
+        """A picture in text. Each rank has a line: a bar as long as its range, and the names of the
+        parameters that lie there."""
         kind = "equal" if self.is_equal else "ragged"
         lines = [
             f"{len(self.specs)} parameters on {self.world_size} ranks, {self.numel:,} elements in "

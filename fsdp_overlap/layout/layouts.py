@@ -12,26 +12,26 @@ from fsdp_overlap.layout.spec import ParamSpec
 
 
 class Layout(Protocol):
-    """Where the parameters that it is chosen for may be cut between ranks."""
+    """Says where its parameters may be cut between ranks."""
 
     def grain(self, spec: ParamSpec) -> int:
-        """Elements between allowed cuts, counted from the parameter's first; at least 1. The
-        parameter's size or more: it is never cut."""
+        """The number of elements between allowed cuts, counted from the parameter's first element.
+        It is at least 1. A parameter whose grain is its size or more is never cut."""
         ...
 
     def work(self, spec: ParamSpec) -> int:
         """What the optimizer's step costs the rank that holds the parameter, beyond what every
-        element costs: to be balanced. 0 where every element costs the same."""
+        element costs. The planner balances it. 0 if every element costs the same."""
         ...
 
 
 LayoutRule = Layout | Callable[[str, ParamSpec], Layout]
-"""A layout for all parameters, or ``(fqn, spec)`` to the layout of each."""
+"""One layout for all parameters, or a function of ``(fqn, spec)`` that returns each one's."""
 
 
 @dataclass(frozen=True)
 class Flat:
-    """Equal ranges of elements, cut anywhere: for element-wise optimizers."""
+    """Parameters are cut anywhere, into equal ranges of elements. For element-wise optimizers."""
 
     def grain(self, spec: ParamSpec) -> int:
         return 1
@@ -42,8 +42,8 @@ class Flat:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Cut only at multiples of ``rows`` of a parameter's first dimension; its last block may be
-    short. For block-quantized states and kernels; ``Blocks(rows=1)`` is row sharding.
+    """Parameters are cut only at multiples of ``rows`` of their first dimension. A parameter's last
+    block may be short. For block-quantized states and kernels; ``Blocks(rows=1)`` is row sharding.
 
     Raises:
         ValueError: ``rows`` is not positive.
@@ -64,11 +64,12 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Whole:
-    """No matrix is cut; each has one owner. For Muon and other optimizers of whole matrices.
+    """No matrix is cut: each has one owner. For Muon and other optimizers of whole matrices.
 
-    What has less than two dimensions, embeddings, and parameters whose name matches one of ``cut``
-    (patterns as in a shell, as ``"output.weight"`` or ``"*.bias"``) are cut anywhere. What has more
-    than two dimensions is a stack of matrices, cut between them.
+    Three kinds of parameters are cut anywhere: those of less than two dimensions, embeddings, and
+    those whose name matches one of ``cut`` (shell patterns, such as ``"output.weight"`` or
+    ``"*.bias"``). A parameter of more than two dimensions is a stack of matrices, and is cut
+    between them.
 
     Owners are balanced over all units that are planned together, by bytes and by the cost of
     Newton-Schulz iterations, ``max(m, n) * min(m, n) ** 2`` for a matrix ``[m, n]``.
@@ -101,10 +102,10 @@ class Whole:
 
 
 def layout_for(rule: LayoutRule, spec: ParamSpec) -> Layout:
-    """What ``rule`` says for a parameter.
+    """The layout that ``rule`` gives a parameter.
 
     Raises:
-        TypeError: it is no layout.
+        TypeError: ``rule`` gives something that is no layout.
     """
     layout = rule(spec.fqn, spec) if callable(rule) else rule
     if not hasattr(layout, "grain"):

@@ -1,8 +1,8 @@
-"""The planner: whole parameters to the ranks with the least load, the others cut to fill gaps.
+"""The planner: gives whole parameters to the ranks with the least load, cuts others to fill gaps.
 
-A parameter that must stay whole is a *rock*, the others are *sand*. A rank's section of the flat
-buffer is contiguous, and so is a parameter: sand that is cut runs from the end of one rank's
-section into the beginning of the next, and through the sections of ranks that hold no rock.
+A parameter that may not be cut and has work is a *rock*. All others are *sand*. A rank's section of
+the flat buffer is contiguous, and so is each parameter. So sand that is cut lies at the end of one
+rank's section and at the beginning of the next, and fills all of the sections between them.
 """
 
 from __future__ import annotations
@@ -17,22 +17,21 @@ from fsdp_overlap.layout.layouts import LayoutRule, layout_for
 from fsdp_overlap.layout.sections import Sections, line, nearest_cut, plan_of
 from fsdp_overlap.layout.spec import ParamSpec
 
-# Of a rank's share of everything: sand that is not worth cutting.
+# Sand of at most this part of a rank's fair share of bytes is not worth cutting.
 _PEBBLE = 0.01
 
 
 def plan_units(
     units: Sequence[Sequence[ParamSpec]], world_size: int, layout: LayoutRule
 ) -> list[BucketPlan]:
-    """Plans the buckets of ``units`` in order: one for each dtype, at rest and in compute, and
-    trainability in a unit.
+    """Plans the buckets of ``units``, in order. Parameters of a unit share a bucket if they have
+    the same dtype at rest, the same dtype in compute and the same trainability.
 
-    Loads are balanced over all of them. Deterministic: the same input gives the same plan on every
-    rank.
+    Loads are balanced over all units. The same input gives the same plan on every rank.
 
     Raises:
         ValueError: ``world_size`` is not positive.
-        TypeError: ``layout`` gives something else than a layout for some parameter.
+        TypeError: ``layout`` gives a parameter something that is no layout.
     """
     return [plan for plans in Planner(world_size, layout).plan(units) for plan in plans]
 
@@ -47,8 +46,8 @@ class Planner:
         self.loads = Loads(world_size)
 
     def plan(self, units: Sequence[Sequence[ParamSpec]]) -> list[list[BucketPlan]]:
-        """For each unit the plans of its buckets. Units that are planned together come out most
-        even."""
+        """Returns the plans of each unit's buckets. Loads come out most even if all units are
+        planned together."""
         by_unit = [self._buckets(specs) for specs in units]
         buckets = [bucket for unit in by_unit for bucket in unit]
         loads = self.loads
@@ -76,7 +75,7 @@ class Planner:
 
 
 def _equal(items: Sequence[Item], loads: Loads) -> BucketPlan:
-    """All sand, and all ranks alike: the same for each, to the element."""
+    """Plans a bucket of nothing but sand on ranks that are even: all shards have the same size."""
     offsets = []
     end = 0
     for item in items:
@@ -95,7 +94,7 @@ def _is_rocky(items: Sequence[Item]) -> bool:
 
 
 def _leveling(items: Sequence[Item], loads: Loads) -> Sections:
-    """Nearly all sand: one line, of which each rank takes what it lacks."""
+    """Sections of a bucket of mostly sand: one line, of which each rank takes what it lacks."""
     amount = sum(map(loads.weight, items))
     levels = loads.bytes
     if any(item.work for item in items):
@@ -108,8 +107,8 @@ def _leveling(items: Sequence[Item], loads: Loads) -> Sections:
 
 
 def _between_rocks(items: Sequence[Item], owners: dict[Item, int], loads: Loads) -> Sections:
-    """Nearly all rocks, which have their owners: small sand goes whole to who holds the least,
-    large sand is cut to fill gaps."""
+    """Sections of a bucket of mostly rocks, which have their owners. Small sand goes whole to the
+    rank with the fewest bytes. Large sand is cut to fill gaps."""
     sections: Sections = [[] for _ in range(loads.world_size)]
     sand = []
     for item in items:
@@ -127,10 +126,10 @@ def _between_rocks(items: Sequence[Item], owners: dict[Item, int], loads: Loads)
 
 
 def _fill_gaps(sections: Sections, sand: Sequence[Item], loads: Loads) -> None:
-    """Adds ``sand`` to ``sections``, the largest first, where gaps of neighbours together hold it
-    best."""
+    """Adds ``sand`` to ``sections``, the largest first. Each goes to the neighbouring ranks whose
+    gaps together hold most of it."""
     gaps = water_fill(loads.bytes, sum(loads.fraction(item)[0] for item in sand))
-    # Whether sand may begin, or go on, at this end of a rank's section.
+    # Whether sand may be added at this end of a rank's section.
     is_free_at_start = [True] * len(sections)
     is_free_at_end = [True] * len(sections)
     for item in sorted(sand, key=lambda item: -item.nbytes):
@@ -162,8 +161,9 @@ def _run(
     sections: Sections,
     is_free_at_start: Sequence[bool],
 ) -> tuple[int, int, float]:
-    """The ranks from ``first`` on that sand of size ``share`` would fill, as ``(first, last, what
-    they hold of it)``: up to the first that holds anything else, which it cannot pass."""
+    """The ranks from ``first`` on that sand of size ``share`` would lie on, as ``(first, last, how
+    much of it their gaps hold)``. The run ends at the first rank whose section holds anything else,
+    because sand cannot pass that."""
     last, held = first, gaps[first]
     while held < share and last + 1 < len(gaps) and is_free_at_start[last + 1]:
         last += 1

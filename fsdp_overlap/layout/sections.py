@@ -1,4 +1,4 @@
-"""What each rank's section of a flat buffer holds, and the plan that comes of it."""
+"""What each rank's section of a flat buffer holds, and the plan that follows from it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from fsdp_overlap.layout.balance import Item
 from fsdp_overlap.layout.bucket_plan import ALIGN_ELEMENTS, BucketPlan, align
 
 MOST_PADDING = 0.01
-"""What equal shards may cost, as a part of a bucket. Where they would cost more, shards are
-ragged."""
+"""How much padding equal shards may take, as a fraction of a bucket. Shards that would take more
+are ragged."""
 
 Piece = tuple[Item, int, int]
-"""Elements ``[start, stop)`` of a parameter."""
+"""``(item, start, stop)``: elements ``[start, stop)`` of a parameter."""
 
 Sections = list[list[Piece]]
-"""By rank, in the order in which they lie there. A parameter that is cut ends one rank's section
-and begins the next."""
+"""The pieces of each rank, in the order in which they lie there. A parameter that is cut ends one
+rank's section and begins the next."""
 
 
 def nearest_cut(item: Item, element: float) -> int:
@@ -29,8 +29,8 @@ def nearest_cut(item: Item, element: float) -> int:
 def line(
     items: Sequence[Item], shares: Sequence[float], weight: Callable[[Item], float]
 ) -> Sections:
-    """``items`` one after the other, cut where each rank has its share of their weight, or as near
-    as a cut may be. ``shares`` need not add up to anything."""
+    """Lays ``items`` one after the other, and cuts where each rank has its share of their weight,
+    or as near to that as a cut is allowed. ``shares`` are proportions, and may have any sum."""
     weights = [weight(item) for item in items]
     unit = sum(weights) / (sum(shares) or 1.0)
     sections: Sections = []
@@ -57,8 +57,8 @@ def line(
 
 
 def plan_of(sections: Sections) -> BucketPlan:
-    """The flat buffer of ``sections``: shards equal where that pads little, otherwise as large as
-    what they hold."""
+    """The plan of a flat buffer with these ``sections``. If that takes little padding, and no
+    parameter is cut, shards are equal. Otherwise each is as large as what it holds."""
     specs, offsets, grains, ranks = [], [], [], []
     numels = []
     position = 0

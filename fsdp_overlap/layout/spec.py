@@ -1,4 +1,4 @@
-"""What planning needs to know of a parameter."""
+"""What planning needs to know about a parameter."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import torch
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """A parameter as layouts see it. ``fqn`` is its name relative to its unit; ``is_embedding``
-    says that it is the weight of an ``nn.Embedding``; ``keeps_dtype``, that compute uses it in the
-    dtype it has, whatever the policy of its unit."""
+    """A parameter as layouts see it.
+
+    ``fqn`` is its name relative to its unit. ``is_embedding`` says that it is the weight of an
+    ``nn.Embedding`` or ``nn.EmbeddingBag``. ``keeps_dtype`` says that compute uses it in its own
+    dtype, whatever the policy of its unit.
+    """
 
     fqn: str
     shape: tuple[int, ...]
