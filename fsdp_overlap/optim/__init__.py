@@ -1,6 +1,7 @@
 """Optimizers and gradient clipping that work on the flat ranges behind sharded parameters.
 
-torch's own work as well; these do the same with fewer kernels and collectives.
+torch's AdamW and ``clip_grad_norm_`` also work on sharded parameters. The ones here give the same
+results with fewer kernels and collectives. torch's Muon does not work on sharded parameters.
 """
 
 from fsdp_overlap.optim.adamw import AdamW

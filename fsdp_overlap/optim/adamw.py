@@ -13,16 +13,16 @@ from fsdp_overlap.optim.states import restore
 
 class AdamW(torch.optim.AdamW):
     """``torch.optim.AdamW(fused=True)`` with fewer kernels: parameters that are neighbours in
-    memory, as those of one unit and one parameter group are, are stepped as one.
+    memory are stepped as one. Parameters of the same unit and parameter group are neighbours.
 
-    Same results and same state dict, so checkpoints move between the two, both ways. Parameters
-    that are not sharded are stepped too.
+    Results and state dict are the same as torch's, so checkpoints move between the two, both ways.
+    Parameters that are not sharded are stepped too.
 
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, maximize: as for ``torch.optim.AdamW``.
-        moment_dtype: of the moments, by default that of each parameter. ``torch.bfloat16`` halves
-            their memory. It keeps 8 bits, so that the second moment cannot decay where ``betas[1]``
-            is above 0.998: use 0.99 or less with it.
+        moment_dtype: the dtype of the moments. The default is the dtype of each parameter.
+            ``torch.bfloat16`` halves the memory of float32 moments. It keeps 8 bits, so the second
+            moment cannot decay if ``betas[1]`` is above 0.998: use 0.99 or less with it.
     """
 
     def __init__(
@@ -54,15 +54,15 @@ class AdamW(torch.optim.AdamW):
         super().__setstate__(state)
         self._kernel = FusedAdamW(self._moment_dtype)
         for group in self.param_groups:
-            group["fused"] = True  # also where the state comes from an AdamW that was not
+            group["fused"] = True  # the loaded state may be of an AdamW without it
             self._kernel.load(self.state, group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of the parameters that have a gradient.
+        """Steps the parameters that have a gradient.
 
         Raises:
-            RuntimeError: a parameter is not of floating point, or a gradient is sparse.
+            RuntimeError: the dtype of a parameter is not floating-point, or a gradient is sparse.
         """
         loss = None
         if closure is not None:

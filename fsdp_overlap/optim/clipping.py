@@ -23,12 +23,13 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scales the gradients down so that their norm, taken as one vector, is at most ``max_norm``.
 
-    As ``torch.nn.utils.clip_grad_norm_``, with one all-reduce of one number for each dimension of
-    each mesh that gradients are cut along, and one kernel for each run of neighbours in memory.
-    Must be called on every rank. Gradients that are not sharded must be the same on every rank.
+    It does what ``torch.nn.utils.clip_grad_norm_`` does, with one all-reduce of one number for each
+    dimension of each mesh that gradients are cut along, and one kernel for each run of neighbours
+    in memory. Must be called on every rank. Gradients that are not sharded must be the same on
+    every rank.
 
     Returns:
-        The norm before clipping, 0-dimensional, the same on every rank.
+        The norm before clipping, 0-dimensional. It is the same on every rank.
 
     Raises:
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is true.
@@ -44,9 +45,9 @@ def clip_grad_norm_(
     for spec, members in _by_cut(gradients):
         flat = _flat(members)
         flats += flat
-        # Of all members, also those of which this rank holds nothing: ranks must agree on it.
+        # Ranks must agree on the dtype, so members that this rank holds nothing of count too.
         wide = _promoted(members)
-        if order == 0:  # which torch counts tensor by tensor
+        if order == 0:  # as in torch, the number of tensors that are not all zero
             counts = norms(members, order) if spec is not None else local_norms(members, order)
             parts.append(torch.linalg.vector_norm(torch.stack(list(counts)), order))
             continue
@@ -61,7 +62,7 @@ def clip_grad_norm_(
             f"the gradient norm of order {norm_type} is {total.item()}, not finite, so it cannot "
             "be clipped; pass error_if_nonfinite=False to scale by it anyway"
         )
-    # Multiplied also by 1, because to compare would make a GPU's host wait.
+    # A scale of 1 is multiplied by too, because comparing would make a GPU's host wait.
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for on_device in {flat.device for flat in flats}:
         torch._foreach_mul_(
@@ -71,13 +72,13 @@ def clip_grad_norm_(
 
 
 def _promoted(gradients: list[Any]) -> torch.dtype:
-    """The dtype of a norm of all."""
+    """The dtype of a norm of all ``gradients``."""
     dtypes = {local_of(gradient).dtype for gradient in gradients}
     return reduce(torch.promote_types, dtypes).to_real()
 
 
 def _by_cut(gradients: list[Any]) -> list[tuple[DTensorSpec | None, list[Any]]]:
-    """Gradients by the ranks they are cut among; ``None`` for those that are not."""
+    """Groups gradients that are cut among the same ranks. ``None`` stands for plain gradients."""
     sharded = [gradient for gradient in gradients if isinstance(gradient, ShardedTensor)]
     plain = [gradient for gradient in gradients if not isinstance(gradient, ShardedTensor)]
     found: list[tuple[DTensorSpec | None, list[Any]]] = [
@@ -87,7 +88,7 @@ def _by_cut(gradients: list[Any]) -> list[tuple[DTensorSpec | None, list[Any]]]:
 
 
 def _flat(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What this rank holds of the gradients, neighbours in memory together."""
+    """What this rank holds of the gradients. Neighbours in memory are one flat tensor."""
     is_sharded = isinstance(gradients[0], ShardedTensor)
     held = [local for local in map(local_of, gradients) if local.numel()]
     marks = [local.dtype if is_sharded else object() for local in held]

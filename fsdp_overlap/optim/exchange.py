@@ -1,7 +1,7 @@
-"""Matrices that several ranks hold parts of: to an owner each, and back.
+"""Sends each matrix that several ranks hold parts of to one owner, and back.
 
 Owners are balanced by work. The matrices travel in rounds, so that one round is on its way while
-the products of another run. What is sent back takes the way that came, the other way round.
+the products of another run. The way back uses the same buffers, in the other direction.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from fsdp_overlap.comm.collectives import all_to_all
 from fsdp_overlap.comm.lanes import Lane
 from fsdp_overlap.optim.matrices import CutStack, Division
 
-# What an owner gets in a round: large enough for an efficient message, small enough for several.
+# How many elements an owner gets in a round: enough for an efficient message, and few enough for
+# several rounds.
 ROUND_ELEMENTS = 1 << 21
 
 
 @dataclass(frozen=True)
 class Parcel:
-    """A cut matrix of the parameter number ``parameter``, and its owner."""
+    """A cut matrix and the rank that owns it. ``parameter`` is the number of its parameter."""
 
     parameter: int
     matrix: CutStack
@@ -35,9 +36,12 @@ class Parcel:
 def plan_rounds(
     divisions: tuple[Division, ...], world_size: int, round_elements: int
 ) -> tuple[tuple[Parcel, ...], ...]:
-    """Gives each cut matrix of parameters an owner: the largest first, to the rank with the least
-    work, counting what it holds whole; of equals, to the one that holds most of it. The parcels of
-    each round."""
+    """Gives each cut matrix an owner, and returns the parcels of each round.
+
+    The matrix with the most work is first. Each goes to the rank with the least work, which
+    includes the matrices that the rank holds whole. Among equal ranks, the one that holds most of
+    the matrix gets it.
+    """
     loads = [0] * world_size
     for division in divisions:
         for rank, stacks in division.whole.items():
@@ -57,7 +61,8 @@ def plan_rounds(
 
 
 def _shares(parcels: Sequence[Parcel], round_elements: int) -> list[list[Parcel]]:
-    """What an owner gets in each round."""
+    """The parcels of one owner, by round. A round has no more than ``round_elements`` elements, or
+    a single matrix."""
     shares: list[list[Parcel]] = []
     elements = 0
     for parcel in parcels:
@@ -90,8 +95,8 @@ class Shipment:
 
 
 class Exchange:
-    """One round on one rank: :meth:`send`, :meth:`receive`, :meth:`put`, :meth:`send_back`,
-    :meth:`finish`. Collective over ``group``."""
+    """One round on one rank. Call, in this order, :meth:`send`, :meth:`receive`, :meth:`put`,
+    :meth:`send_back` and :meth:`finish`. Collective over ``group``."""
 
     def __init__(
         self,
@@ -116,13 +121,13 @@ class Exchange:
         self._owned = Shipment(owned, dtype, device)
 
     def send(self, read: Callable[[Parcel, int, int], torch.Tensor]) -> None:
-        """Sends to the owners what ``read(parcel, first, last)`` gives for this rank's pieces."""
+        """Sends this rank's pieces to the owners. ``read(parcel, first, last)`` returns a piece."""
         for parcel, first, last, view in self._held.pieces:
             view.copy_(read(parcel, first, last))
         self._enqueue(self._owned, self._held)
 
     def receive(self) -> dict[Parcel, torch.Tensor]:
-        """Waits for the matrices that this rank owns: flat."""
+        """Waits for the matrices that this rank owns, and returns them, flat."""
         self._ticket.wait()
         found: dict[Parcel, dict[int, torch.Tensor]] = {}
         for parcel, first, _, view in self._owned.pieces:
@@ -133,7 +138,8 @@ class Exchange:
         }
 
     def put(self, results: dict[Parcel, torch.Tensor]) -> None:
-        """What is to be sent back for each matrix that this rank owns, flat."""
+        """Copies ``results``, flat, into the buffer that :meth:`send_back` sends. There must be one
+        for each matrix that this rank owns."""
         for parcel, first, last, view in self._owned.pieces:
             start = parcel.matrix.stack.start
             view.copy_(results[parcel][first - start : last - start])
@@ -142,7 +148,7 @@ class Exchange:
         self._enqueue(self._held, self._owned)
 
     def finish(self, write: Callable[[Parcel, int, int, torch.Tensor], None]) -> None:
-        """Waits for what was sent back and gives this rank's pieces to ``write``."""
+        """Waits for what the owners send back, and gives this rank's pieces to ``write``."""
         self._ticket.wait()
         for parcel, first, last, view in self._held.pieces:
             write(parcel, first, last, view)

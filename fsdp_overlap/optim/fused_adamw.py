@@ -1,4 +1,4 @@
-"""AdamW for neighbours in memory: one element of a fused kernel's list steps a whole run."""
+"""AdamW on neighbours in memory: one element of a fused kernel's list steps a whole run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fsdp_overlap.torch_internals import fused_adamw_
 
 State = Mapping[torch.Tensor, dict[str, Any]]
 
-# Elements that are widened at once where moments have another dtype than their parameters.
+# How many elements are widened at once if moments have another dtype than their parameters.
 _CHUNK = 1 << 20
 
 
 class Known(NamedTuple):
-    """A step count, which nobody has written since its ``version``. Those with equal marks are
+    """A step count that nobody has written to since ``version``. Counts with equal marks are
     equal."""
 
     step: torch.Tensor
@@ -31,11 +31,13 @@ class Known(NamedTuple):
 
 @dataclass
 class Steps:
-    """The step counts of some parameters: a tensor each, as in torch's state, in one memory.
+    """The step counts of parameters that are stepped together. Each is a tensor, as in torch's
+    state. All are ``views`` of ``flat``.
 
-    ``marks`` are equal where counts are, as long as ``version`` shows that nobody else wrote: they
-    all grow together. ``rest`` are those of parameters that are not stepped now. So a device is
-    asked only about counts that were never seen, and the host does not wait for it otherwise.
+    Counts with equal ``marks`` are equal. They stay equal because all counts grow together, as long
+    as ``version`` shows that nobody else has written to them. ``rest`` are known counts of
+    parameters that are not stepped now. So the host reads only counts that it has never seen from
+    the device, and otherwise does not wait for it.
     """
 
     flat: torch.Tensor
@@ -46,13 +48,13 @@ class Steps:
 
     @classmethod
     def of(cls, steps: Sequence[torch.Tensor], device: torch.device, before: Steps | None) -> Steps:
-        """Counts that are those of ``steps``, some of which may have been seen ``before``."""
+        """Copies the counts ``steps``. The marks of some may be known from ``before``."""
         known = {} if before is None else {id(each.step): each for each in before._known()}
         found = [known.pop(id(step), None) for step in steps]
         moved = [step.to(device, torch.float32) for step in steps]
         strange = [step for step, each in zip(moved, found, strict=True) if each is None]
         values = iter(torch.stack(strange).tolist() if strange else ())
-        # Small numbers, for marks of marks of marks would grow with every change.
+        # Marks become small numbers: marks made of older marks would grow with every change.
         numbers: dict[object, int] = {}
         marks = [
             numbers.setdefault(next(values) if each is None else each.mark, len(numbers))
@@ -74,7 +76,7 @@ class Steps:
                 yield Known(view, self.version, ("steps", mark))
 
     def are(self, steps: Sequence[torch.Tensor]) -> bool:
-        """Whether ``steps`` are these, written by nobody else."""
+        """Whether ``steps`` are these very tensors, and nobody else has written to them."""
         return (
             len(steps) == len(self.views)
             and all(map(is_, steps, self.views))
@@ -87,15 +89,15 @@ class Steps:
 
 
 class FusedAdamW:
-    """Steps the parameters of an optimizer's groups. ``moment_dtype``: of the moments, that of each
-    parameter if not given."""
+    """Steps the parameters of an optimizer's groups. ``moment_dtype`` is the dtype of the moments.
+    The default is the dtype of each parameter."""
 
     def __init__(self, moment_dtype: torch.dtype | None = None) -> None:
         self._moment_dtype = moment_dtype
         self._steps: dict[object, Steps] = {}
 
     def load(self, state: State, group: dict[str, Any]) -> None:
-        """Takes over the state of ``group``, which was loaded."""
+        """Takes over the loaded state of ``group``."""
         started = [parameter for parameter in group["params"] if state.get(parameter)]
         self._prepare(state, started, _moments(group))
 
@@ -107,11 +109,11 @@ class FusedAdamW:
         grad_scale: torch.Tensor | None = None,
         found_inf: torch.Tensor | None = None,
     ) -> None:
-        """One step of those parameters of ``group``, the optimizer's number ``index``, that have a
-        gradient; ``grad_scale`` and ``found_inf`` as a ``GradScaler`` gives them.
+        """Steps the parameters of ``group`` that have a gradient. ``index`` is the position of the
+        group in the optimizer. A ``GradScaler`` gives ``grad_scale`` and ``found_inf``.
 
         Raises:
-            RuntimeError: a parameter is not of floating point.
+            RuntimeError: the dtype of a parameter is not floating-point.
         """
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
         kinds = {(local.device, local.dtype) for local in map(local_of, parameters)}
@@ -187,7 +189,8 @@ class FusedAdamW:
 def _run_kernel(
     columns: list[list[torch.Tensor]], counts: list[torch.Tensor], options: dict[str, Any]
 ) -> None:
-    """``columns``: parameters, gradients and moments, a flat tensor for each run."""
+    """Runs the kernel. ``columns`` are parameters, gradients and moments. Each column has a flat
+    tensor for each run."""
     if all(tensor.dtype == columns[0][0].dtype for column in columns for tensor in column[:1]):
         empty: list[list[torch.Tensor]] = [] if options["amsgrad"] else [[]]
         fused_adamw_(*columns, *empty, counts, **options)  # type: ignore[call-overload]

@@ -20,10 +20,12 @@ T = TypeVar("T")
 def parameter_groups(
     model: nn.Module, algorithms: Mapping[str, str], split: Mapping[str, Split]
 ) -> list[dict[str, Any]]:
-    """A group of parameters for each algorithm and split that occurs in ``model``.
+    """One group of parameters for each algorithm and split that occurs in ``model``. Muon's groups
+    are first.
 
     Raises:
-        ValueError: a pattern matches no parameter, or names no algorithm.
+        ValueError: a pattern matches no parameter, an algorithm is unknown, or ``split`` names a
+            parameter that AdamW steps.
     """
     chosen = _default_algorithms(model)
     for pattern, algorithm in algorithms.items():
@@ -45,9 +47,9 @@ def parameter_groups(
 
 
 def _default_algorithms(model: nn.Module) -> dict[str, str]:
-    """By parameter name. Muon takes parameters of two dimensions, and stacks of matrices, but no
-    embeddings, no convolutions and not the output head: the last matrix, if it has the shape of the
-    largest embedding."""
+    """The algorithm for each parameter name. Muon takes matrices and stacks of matrices, but no
+    embeddings, no convolutions and not the output head. The head is the last matrix, if it has the
+    shape of the largest embedding."""
     embeddings = set()
     others = set()
     for module in model.modules():
@@ -61,7 +63,7 @@ def _default_algorithms(model: nn.Module) -> dict[str, str]:
         for name, parameter in named.items()
         if _is_matrix(parameter) and parameter not in embeddings and parameter not in others
     ]
-    # Not any embedding: one of positions may be as square as a matrix in the model.
+    # Only the largest embedding counts: one of positions may have the shape of a matrix by chance.
     largest = max(embeddings, key=lambda parameter: parameter.numel(), default=None)
     if largest is not None and matrices and named[matrices[-1]].shape == largest.shape:
         matrices.pop()
@@ -69,14 +71,14 @@ def _default_algorithms(model: nn.Module) -> dict[str, str]:
 
 
 def _is_matrix(parameter: nn.Parameter) -> bool:
-    """One matrix or a stack: a stack of one is something else, as learned positions ``[1, n, d]``
-    are."""
+    """Whether it is a matrix or a stack of several. A stack of one is something else, for example
+    learned positions ``[1, n, d]``."""
     is_stack = parameter.dim() > 2 and prod(parameter.shape[:-2]) > 1
     return (parameter.dim() == 2 or is_stack) and parameter.is_floating_point()
 
 
 def _by_name(names: Mapping[str, Any], patterns: Mapping[str, T], what: str) -> dict[str, T]:
-    """For each name that a pattern matches what the last such pattern says."""
+    """The value of each name that a pattern matches. If several match, the last one counts."""
     found = {}
     for pattern, value in patterns.items():
         matching = [name for name in names if fnmatchcase(name, pattern)]

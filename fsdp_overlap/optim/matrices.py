@@ -10,16 +10,16 @@ from itertools import accumulate, groupby
 from math import prod
 
 Split = int | tuple[int, ...]
-"""Rows of a matrix that are orthogonalized apart: so many equal parts, or parts of so many rows."""
+"""How many equal parts of a matrix are orthogonalized apart, or the rows of each part."""
 
 Ranges = tuple[tuple[int, int, int], ...]
-"""``(rank, start, stop)``, as of a :class:`~fsdp_overlap.tensor.placement.RangeShard`."""
+"""``(rank, start, stop)``, as in a :class:`~fsdp_overlap.tensor.placement.RangeShard`."""
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Matrices ``[count, rows, columns]`` that follow each other from element ``start`` of a
-    flattened parameter on."""
+    """Matrices ``[count, rows, columns]`` that follow each other in a flattened parameter, from
+    element ``start`` on."""
 
     start: int
     count: int
@@ -39,7 +39,7 @@ class Stack:
         return self.count, self.rows, self.columns
 
     def split(self, elements: int) -> Iterator[Stack]:
-        """Stacks of at most so many elements, but of one matrix at least."""
+        """Splits into stacks of at most ``elements`` elements, but of at least one matrix."""
         size = self.rows * self.columns
         count = max(1, elements // size)
         for first in range(0, self.count, count):
@@ -59,8 +59,8 @@ class Stack:
 
 @dataclass(frozen=True)
 class CutStack:
-    """A single matrix that several ranks hold ``pieces`` of: ``(rank, first, last)`` in elements of
-    the parameter."""
+    """A single matrix that several ranks hold pieces of. ``pieces`` lists ``(rank, first, last)``,
+    in elements of the flattened parameter."""
 
     stack: Stack
     pieces: Ranges
@@ -68,17 +68,18 @@ class CutStack:
 
 @dataclass(frozen=True, eq=False)
 class Division:
-    """``whole[rank]``: what the rank holds all of. ``cut``: matrices that several ranks hold."""
+    """The matrices of a parameter. ``whole[rank]`` are those that the rank holds all of. ``cut``
+    are those that several ranks hold parts of."""
 
     whole: dict[int, tuple[Stack, ...]]
     cut: tuple[CutStack, ...]
 
 
 def part_rows(shape: Sequence[int], split: Split) -> tuple[int, ...]:
-    """The rows of each matrix that a matrix of a parameter of ``shape`` is split into.
+    """The rows of each part that a matrix is split into. ``shape`` is the shape of its parameter.
 
     Raises:
-        ValueError: they are not as many as it has.
+        ValueError: ``split`` does not fit the number of rows.
     """
     rows = shape[-2]
     if isinstance(split, int):
@@ -98,8 +99,8 @@ def part_rows(shape: Sequence[int], split: Split) -> tuple[int, ...]:
 
 @cache
 def divide(shape: tuple[int, ...], split: Split, ranges: Ranges) -> Division:
-    """A parameter of at least two dimensions, the last two of which are matrices. The same object
-    for the same arguments."""
+    """The matrices of a parameter of ``shape``, which are its last two dimensions, and the ranks
+    that hold them. The same arguments give the same object, so plans can be cached by it."""
     if not prod(shape):
         return Division({}, ())
     *_, rows, columns = shape

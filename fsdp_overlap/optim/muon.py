@@ -1,4 +1,4 @@
-"""Muon for matrices and AdamW for all else, on sharded parameters, in one optimizer."""
+"""One optimizer for sharded parameters: Muon for matrices, AdamW for all others."""
 
 from __future__ import annotations
 
@@ -34,33 +34,35 @@ class Muon(torch.optim.Optimizer):
     """``torch.optim.Muon`` (Keller Jordan, kellerjordan.github.io/posts/muon) for the matrices of a
     model, AdamW for its other parameters.
 
-    On parameters that lie whole on a rank each, as under the layout ``Whole()``, :meth:`step`
-    communicates nothing. A matrix that several ranks hold parts of is sent to one of them,
-    orthogonalized once, and sent back, while others are orthogonalized. The result is the same.
-    Parameters that are not sharded are stepped too, on every rank.
+    If each matrix lies whole on one rank, as under the layout ``Whole()``, :meth:`step` sends
+    nothing. A matrix that several ranks hold parts of is sent to one rank, orthogonalized once, and
+    sent back, while others are orthogonalized. The result is the same. Parameters that are not
+    sharded are stepped too, on every rank.
 
     Args:
-        params: a model: AdamW steps its embeddings, its output head (the last matrix, if it has
-            the shape of the largest embedding), its convolutions and all of less than two
-            dimensions, Muon the rest. Or parameters or groups as for any optimizer, which Muon
-            steps but for groups with ``"algorithm": "adamw"``.
+        params: a model, or parameters or groups as for any optimizer. In a model, AdamW steps the
+            embeddings, the output head (the last matrix, if it has the shape of the largest
+            embedding), the convolutions, and all that is neither a matrix nor a stack of several.
+            Muon steps the rest. Parameters and groups are stepped by Muon, but groups with
+            ``"algorithm": "adamw"`` by AdamW.
         lr, weight_decay, momentum, nesterov, eps, ns_steps, adjust_lr_fn: as for
-            ``torch.optim.Muon``. Of three dimensions or more, the last two are matrices.
+            ``torch.optim.Muon``. A parameter of three dimensions or more is a stack of matrices,
+            which are its last two dimensions.
         ns_coefficients: ``"quintic"``, torch's default; ``"polar_express"`` (arXiv 2505.16932),
             which comes closer to orthogonal matrices; numbers ``(a, b, c)``; or such a tuple for
             each step.
-        ns_dtype: of the products; by default bfloat16 on a GPU, and float32 on a CPU, most of which
-            multiply that faster.
-        algorithms: parameter names of the model, or patterns of them, with the algorithm that is
-            to step them, ``"muon"`` or ``"adamw"``.
-        split: names or patterns likewise, with the parts of a matrix that are orthogonalized apart,
-            as the heads of a fused projection: a number of equal parts, or the rows of each. In a
-            group of parameters, the option ``"split"``.
-        adamw: options of AdamW, ``lr`` among them, as :class:`~fsdp_overlap.optim.AdamW` takes
-            them, with its defaults.
+        ns_dtype: the dtype of the products. The default is bfloat16 on a GPU, and float32 on a CPU,
+            because most CPUs multiply that faster.
+        algorithms: which algorithm, ``"muon"`` or ``"adamw"``, steps which parameters of the model.
+            The keys are names of parameters, or patterns.
+        split: the parts of a matrix that are orthogonalized apart, such as the heads of a fused
+            projection: a number of equal parts, or the rows of each part. The keys are names of
+            parameters, or patterns. In a group of parameters it is the option ``"split"``.
+        adamw: options of :class:`~fsdp_overlap.optim.AdamW`, ``lr`` among them. Those that are not
+            given have that class's defaults.
 
     Raises:
-        TypeError, ValueError: an option or a parameter is none that it can work with.
+        TypeError, ValueError: an option or a parameter is one that Muon cannot work with.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class Muon(torch.optim.Optimizer):
         adamw: Mapping[str, Any] | None = None,
     ) -> None:
         options = dict(adamw or {})
-        checked = AdamW([torch.empty(0)], **options).defaults  # by torch
+        checked = AdamW([torch.empty(0)], **options).defaults  # torch checks them
         self._adamw_options = {name: checked[name] for name in _OF_ADAMW}
         if ns_dtype is not None and not ns_dtype.is_floating_point:
             raise ValueError(f"ns_dtype={ns_dtype}: products need a dtype of floating point")
@@ -112,7 +114,7 @@ class Muon(torch.optim.Optimizer):
         )
 
     def _forget(self) -> None:
-        """All but what was asked for and the state."""
+        """Drops everything but the user's options and the state."""
         self._adamw = FusedAdamW(self._moment_dtype)
         self._lanes: dict[torch.device, Lane] = {}
 
@@ -126,7 +128,7 @@ class Muon(torch.optim.Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
-        if group["ns_coefficients"] == "quintic":  # as torch's Muon, which may load it
+        if group["ns_coefficients"] == "quintic":  # in torch's form: its Muon may load the group
             [group["ns_coefficients"]] = COEFFICIENTS["quintic"]
         if not isinstance(group["split"], int):
             group["split"] = tuple(group["split"])
@@ -136,7 +138,8 @@ class Muon(torch.optim.Optimizer):
         return super().__getstate__() | {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Also of torch's Muon or AdamW, for groups that the same algorithm steps.
+        """Loads a state dict of this class. One of torch's Muon or AdamW can be loaded too, if the
+        same algorithm steps each group here.
 
         Raises:
             ValueError: a group was stepped by another algorithm. Nothing was changed then.
@@ -146,7 +149,7 @@ class Muon(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         groups = state["param_groups"]
-        # What torch's optimizers wrote does not name these, which are as they were chosen here.
+        # State dicts of torch's optimizers lack these options. They stay as they were chosen here.
         for group, own in zip(groups, self.__dict__.get("param_groups", groups), strict=True):
             for name in ("algorithm", "split"):
                 group.setdefault(name, own[name])
@@ -168,9 +171,11 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of the parameters that have a gradient. Where ranks hold parts of a matrix, must
-        be called on every rank of its mesh, with gradients of the same parameters, as backward
-        leaves them."""
+        """Steps the parameters that have a gradient.
+
+        If several ranks hold parts of a matrix, this must be called on every rank of its mesh, and
+        the same parameters must have gradients on all of them, as backward leaves them.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -212,8 +217,8 @@ class Muon(torch.optim.Optimizer):
     def _orthogonalize(
         self, group: dist.ProcessGroup | None, device: torch.device, updates: list[Update]
     ) -> None:
-        """Moves parameters of one group of ranks, or of none, along their orthogonalized
-        momentum."""
+        """Moves the parameters of ``updates`` along their orthogonalized momentum. All of them are
+        spread over the ranks of ``group``, or not sharded if it is ``None``."""
         dtype = self._ns_dtype or (torch.bfloat16 if has_streams(device) else torch.float32)
         products = Products(device, dtype)
         rank = group.rank() if group is not None else 0
@@ -236,7 +241,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def _advance(settings: Settings, updates: list[Update]) -> None:
-    """Lets the momentum take in the gradients, and the weights decay."""
+    """Updates the momentum with the gradients, and decays the weights."""
     if updates:
         torch._foreach_lerp_(
             [update.buffer for update in updates],

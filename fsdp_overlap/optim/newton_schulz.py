@@ -1,4 +1,4 @@
-"""Orthogonal matrices next to given ones, by Newton-Schulz iterations on batches."""
+"""Newton-Schulz iterations, which make each matrix of a batch orthogonal."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 Polynomial = tuple[float, float, float]
-"""``(a, b, c)`` of ``a x + b x^3 + c x^5``, which an iteration applies to every singular value."""
+"""``(a, b, c)`` of ``a x + b x^3 + c x^5``, which a step applies to every singular value."""
 
-# By whose optimality the steps are few: it raises the singular value 1e-3 to 1 in the fewest.
+# These are optimal: they raise the singular value 1e-3 to 1 in the fewest steps.
 _POLAR_EXPRESS: tuple[Polynomial, ...] = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -22,29 +22,31 @@ _POLAR_EXPRESS: tuple[Polynomial, ...] = (
 )
 
 COEFFICIENTS: dict[str, tuple[Polynomial, ...]] = {
-    # Keller Jordan, kellerjordan.github.io/posts/muon: the steepest at zero that keeps singular
-    # values near 1, between about 0.7 and 1.2. The same in every step.
+    # Keller Jordan, kellerjordan.github.io/posts/muon: the steepest polynomial at zero that keeps
+    # singular values near 1, between about 0.7 and 1.2. Every step uses it.
     "quintic": ((3.4445, -4.7750, 2.0315),),
-    # Amsel et al., "The Polar Express", arXiv 2505.16932: the best polynomial for each step, which
-    # converges to 1. With the paper's margin for rounding, except in the last, which repeats.
+    # Amsel et al., "The Polar Express", arXiv 2505.16932: the best polynomial for each step. They
+    # make singular values converge to 1. The last one repeats. The others have the paper's margin
+    # for rounding.
     "polar_express": (
         *((a / 1.01, b / 1.01**3, c / 1.01**5) for a, b, c in _POLAR_EXPRESS),
         (1.875, -1.25, 0.375),
     ),
 }
 
-# Of a singular value's square at the end of a segment of steps: less than Newton-Schulz leaves.
+# The largest error of a singular value's square that a segment of steps may end with. It is less
+# than the error that Newton-Schulz itself leaves.
 _LARGEST_ERROR = 0.02
 
 
 def polynomials(
     coefficients: str | Sequence[float] | Sequence[Polynomial], steps: int
 ) -> list[Polynomial]:
-    """One for each step. ``coefficients``: the name of a preset, one polynomial for all steps, or
-    one for each, of which the last repeats.
+    """The polynomial of each step. ``coefficients`` is the name of a preset, one polynomial for all
+    steps, or a list of polynomials, one for each step. The last of a list repeats.
 
     Raises:
-        ValueError: they are none of these, or ``steps`` is not positive.
+        ValueError: ``coefficients`` is none of these, or ``steps`` is not positive.
     """
     if steps < 1:
         raise ValueError(f"ns_steps={steps}: use 1 or more")
@@ -66,14 +68,15 @@ def polynomials(
 def orthogonalize(
     matrices: torch.Tensor, steps: Sequence[Polynomial], eps: float = 1e-7
 ) -> torch.Tensor:
-    """``U V^T`` of each of ``matrices [count, m, n]``, which are ``U S V^T``, as nearly as
-    ``steps`` come; ``matrices`` is overwritten. In its dtype; cheapest where ``m <= n``.
+    """Returns ``U V^T`` for each matrix ``U S V^T``, as nearly as ``steps`` come to it.
 
-    ``eps`` is what a matrix is divided by at least, before the first step, instead of its norm.
+    ``matrices`` has shape ``[count, m, n]`` and is overwritten. Products have its dtype. The cost
+    is lowest if ``m <= n``. Before the first step, each matrix is divided by its norm, or by ``eps``
+    if that is larger.
     """
     x = matrices.div_(torch.linalg.matrix_norm(matrices, keepdim=True).clamp_(min=eps))
     _, m, n = x.shape
-    # For m x m matrices instead of m x n, a step takes two more products.
+    # Each further step of a segment takes three products of m x m matrices, in place of two with x.
     most = _LARGEST_ERROR / _rounding(x) if n > 1.5 * m else 1.0
     for segment in _segments(steps, most):
         x = _advance(x, segment)
@@ -81,16 +84,19 @@ def orthogonalize(
 
 
 def _rounding(x: torch.Tensor) -> float:
-    """The relative error of a product's factors."""
+    """The relative error with which a product rounds its factors."""
     backend = torch.backends.cuda if x.is_cuda else torch.backends.mkldnn
     is_coarse = x.dtype == torch.float32 and backend.matmul.fp32_precision in ("tf32", "bf16")
     return torch.finfo(torch.bfloat16 if is_coarse else x.dtype).eps / 2
 
 
 def _segments(steps: Sequence[Polynomial], most: float) -> Iterator[Sequence[Polynomial]]:
-    """Steps that work on one Gram matrix. Its rounding errors, which matter where squares of
-    singular values are as small, grow by ``a**2`` in each, so that segments end where that is more
-    than ``most`` times; but one step is always possible."""
+    """Divides ``steps`` into segments. All steps of a segment work on one Gram matrix.
+
+    Rounding errors of the Gram matrix matter for singular values whose squares are as small as the
+    errors. Each step multiplies the errors by ``a**2``. A segment ends before they have grown by
+    more than a factor of ``most``, but has at least one step.
+    """
     first, growth = 0, 1.0
     for index, (a, _, _) in enumerate(steps):
         growth *= a * a

@@ -1,4 +1,4 @@
-"""Which matrices are orthogonalized together, and what travels meanwhile."""
+"""Orthogonalizes matrices in batches, while others travel."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from fsdp_overlap.optim.matrices import Stack
 from fsdp_overlap.optim.newton_schulz import orthogonalize
 from fsdp_overlap.optim.updates import Settings, Update
 
-# What is orthogonalized at once: what fills an accelerator, and what a CPU's cache holds.
+# How many elements are orthogonalized at once: enough to fill an accelerator, and no more than a
+# CPU's cache holds.
 _ACCELERATOR_ELEMENTS = 1 << 25
 _CPU_ELEMENTS = 1 << 18
 
 
 @dataclass(frozen=True)
 class Products:
-    """Where and in which dtype matrices are multiplied."""
+    """On which device and in which dtype matrices are multiplied."""
 
     device: torch.device
     dtype: torch.dtype
@@ -33,8 +34,8 @@ class Products:
 
 @dataclass(frozen=True)
 class Task:
-    """``read()`` gives ``stack``, flat, ``write`` takes the orthogonal matrices ``[count, rows,
-    columns]``."""
+    """Matrices to orthogonalize. ``read()`` returns the elements of ``stack``, flat. ``write``
+    takes the orthogonal matrices, shape ``[count, rows, columns]``."""
 
     stack: Stack
     settings: Settings
@@ -43,7 +44,8 @@ class Task:
 
 
 def tasks_of(update: Update, stacks: Sequence[Stack], products: Products) -> Iterator[Task]:
-    """For what a rank holds all of, no more at once than makes a batch."""
+    """Tasks for ``stacks``, which this rank holds all of. A task has no more elements than a batch,
+    or is a single matrix."""
     for stack in stacks:
         for part in stack.split(products.batch_elements):
             yield Task(
@@ -55,8 +57,8 @@ def tasks_of(update: Update, stacks: Sequence[Stack], products: Products) -> Ite
 
 
 def run(tasks: Iterable[Task], products: Products) -> None:
-    """Does ``tasks``, those of the same shape in batches; a matrix and the transpose of another are
-    of the same shape."""
+    """Does ``tasks``. Matrices of the same shape and settings share batches. A matrix and its
+    transpose count as the same shape."""
     kinds: dict[object, list[Task]] = {}
     for task in tasks:
         shape = tuple(sorted((task.stack.rows, task.stack.columns)))
@@ -91,7 +93,7 @@ def _run_batch(batch: Sequence[Task], products: Products) -> None:
 
 
 def _turned(wide: torch.Tensor, stack: Stack) -> torch.Tensor:
-    """``wide`` matrices as ``stack`` has them, which may be tall."""
+    """A view of ``wide``: transposed if the matrices of ``stack`` are tall."""
     return wide if stack.rows <= stack.columns else wide.mT
 
 
@@ -101,10 +103,11 @@ def run_rounds(
     exchanges: Iterable[Exchange],
     products: Products,
 ) -> None:
-    """Does the tasks ``whole``, and the cut matrices of ``updates`` that travel by ``exchanges``.
+    """Does the tasks ``whole``, and those for the cut matrices of ``updates``, which travel by
+    ``exchanges``. Collective over the group of the exchanges.
 
-    Round *i* is on its way to the owners under the products of round *i* - 1, or of what is whole,
-    and on its way back under those of round *i* + 1. Collective.
+    Round *i* travels to the owners while the products of round *i* - 1 run, and travels back while
+    those of round *i* + 1 run. The first round travels while the products of ``whole`` run.
     """
 
     def read(parcel: Parcel, first: int, last: int) -> torch.Tensor:
@@ -133,7 +136,8 @@ def run_rounds(
 
 
 def _run_received(exchange: Exchange, updates: Sequence[Update], products: Products) -> None:
-    """The matrices that this rank owns in a round."""
+    """Orthogonalizes the matrices that this rank owns in a round, and puts the results in the
+    buffer that is sent back."""
     results: dict[Parcel, torch.Tensor] = {}
 
     def take(parcel: Parcel, values: torch.Tensor) -> None:

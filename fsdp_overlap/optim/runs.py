@@ -1,4 +1,4 @@
-"""Runs: neighbours in memory that an element-wise op can treat as one flat tensor."""
+"""Runs: tensors that are neighbours in memory, so that an element-wise op can treat them as one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's range of a sharded tensor, flat; a plain tensor as it is."""
+    """This rank's range of a sharded tensor, flat. A plain tensor is returned as it is."""
     return tensor._local_tensor if isinstance(tensor, ShardedTensor) else tensor
 
 
@@ -19,9 +19,10 @@ def find_runs(
 ) -> list[tuple[int, int]]:
     """``(first row, elements)`` of each run of rows that follow each other in memory.
 
-    A row is one tensor of each column, of one size and not empty: a parameter's range, that of its
-    gradient, of its states. Rows form a run if they lie end to end in every column, in the same
-    storages, and have equal ``marks``. To do so they must be flat; give others a mark of their own.
+    A row has one tensor of each column: a parameter's range, its gradient's and its states'. The
+    tensors of a row have one size and are not empty. Rows form a run if they lie end to end in
+    every column, in the same storages, and have equal ``marks``. Such tensors must be flat: give a
+    row with others a mark of its own.
     """
     if not marks:
         return []
@@ -44,7 +45,8 @@ def find_runs(
 
 
 def _holds(leader: torch.Tensor, numel: int) -> bool:
-    """Whether that many elements are in the leader's storage: right behind one may be another."""
+    """Whether the leader's storage has ``numel`` elements from the leader on. What lies right
+    behind the leader in memory may belong to another storage."""
     stop = (leader.storage_offset() + numel) * leader.itemsize
     return stop <= leader.untyped_storage().nbytes()
 
@@ -59,6 +61,6 @@ def flatten(column: Sequence[torch.Tensor], runs: Sequence[tuple[int, int]]) -> 
 
 
 def mark_of(parameter: torch.Tensor, mark: object) -> object:
-    """``mark`` for parameters that may be stepped together with neighbours, which are the sharded
-    ones: others need not be flat."""
+    """``mark`` for a sharded parameter, which may be stepped together with its neighbours. Others
+    get a mark of their own, because they need not be flat."""
     return mark if isinstance(parameter, ShardedTensor) else object()

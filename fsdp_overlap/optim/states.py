@@ -19,13 +19,14 @@ def pack(
     names: Sequence[str],
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Makes the states ``names`` of neighbours neighbours: new ones, zero, and those there are.
+    """Makes the states ``names`` neighbours in memory if their parameters are neighbours.
 
-    Of ``dtype``, or the parameter's.
+    States that exist keep their values, and new ones are zero. All have ``dtype``, or else the
+    dtype of their parameter.
 
     Raises:
-        RuntimeError: a parameter is not of floating point, or a state lies over the ranks in
-            another way than its parameter.
+        RuntimeError: the dtype of a parameter is not floating-point, or a state lies over the ranks
+            in another way than its parameter.
     """
     for parameter in parameters:
         if not local_of(parameter).is_floating_point():
@@ -63,8 +64,8 @@ def pack(
 
 @torch.no_grad()
 def restore(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """After ``load_state_dict``, which rounds states to the dtype of their parameters: gives those
-    of another dtype the values of ``state_dict``."""
+    """Copies values from ``state_dict`` into the states whose dtype differs from their parameter's.
+    Call it after torch's ``load_state_dict``, which rounds them to the parameter's dtype."""
     saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     own = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     for index, parameter in zip(saved, own, strict=True):

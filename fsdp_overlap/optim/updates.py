@@ -41,16 +41,16 @@ class Settings:
         )
 
     def step_size(self, stack: Stack) -> float:
-        """The learning rate for matrices of this shape, as torch's Muon has it."""
+        """The learning rate for matrices of this shape, as in torch's Muon."""
         if self.matches_adamw:
             return 0.2 * sqrt(max(stack.rows, stack.columns)) * self.lr
         return sqrt(max(1, stack.rows / stack.columns)) * self.lr
 
 
 class Update:
-    """A parameter that is to move along its orthogonalized momentum.
+    """A parameter that moves along its orthogonalized momentum.
 
-    ``local``, ``gradient`` and ``buffer``, the momentum, are what this rank holds, flat. Matrices
+    ``local``, ``gradient`` and ``buffer`` (the momentum) are what this rank holds, flat. Matrices
     are orthogonalized on ``device``.
     """
 
@@ -71,18 +71,19 @@ class Update:
         self.gradient = local_of(parameter.grad).reshape(-1).to(self.buffer.dtype)
         self.device = self.local.device
         if isinstance(parameter, ShardedTensor) and not is_on_mesh(self.local, parameter._spec):
-            # Which multiplies faster than the host, and has the backend that matrices travel by.
+            # This device multiplies faster than the host, and its backend sends the matrices.
             self.device = torch.device(parameter.device_mesh.device_type)
         self.division = divide(tuple(parameter.shape), split, ranges)
 
     def read(self, first: int, last: int) -> torch.Tensor:
-        """Elements of the direction, before it is orthogonalized."""
+        """Elements ``[first, last)`` of the direction, before it is orthogonalized."""
         part = slice(first - self._start, last - self._start)
         if not self.settings.nesterov:
             return self.buffer[part]
         return self.gradient[part].lerp(self.buffer[part], self.settings.momentum)
 
     def write(self, stack: Stack, first: int, last: int, values: torch.Tensor) -> None:
-        """Moves the elements by ``values``, of the orthogonal matrices ``stack``."""
+        """Moves elements ``[first, last)`` of the parameter. ``values`` are these elements of the
+        orthogonal matrices, and ``stack`` says the shape of the matrices."""
         part = self.local[first - self._start : last - self._start].view(values.shape)
         part.add_(values.to(part.device), alpha=-self.settings.step_size(stack))
