@@ -20,7 +20,7 @@ from fsdp_overlap.tensor.placement import RangeShard
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
 
 FSDPModule = FsdpModule
-"""FSDP2's name of the class, so that code for FSDP2 has to change only its import."""
+"""The name of :class:`FsdpModule` in FSDP2, so that code for FSDP2 changes only its import."""
 
 __all__ = [
     "Blocks",

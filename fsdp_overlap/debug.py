@@ -1,4 +1,4 @@
-"""A mode that checks every operation. It is slow, and finds mistakes that other checks miss."""
+"""A mode that checks every operation. It is slow, and is for finding mistakes."""
 
 from __future__ import annotations
 

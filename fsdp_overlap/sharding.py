@@ -137,8 +137,8 @@ def _check_no_owner(modules: Sequence[nn.Module], item: OwnedParameter, where: s
     if owner is None:
         return
     name = item.fqn if len(modules) == 1 else item.fqn.partition(".")[2]
-    # A unit around these modules registered its sharded parameter in them. It knows that by a
-    # longer name, which ends as this one.
+    # A unit around these modules registered its sharded parameter in them. The parameter's name in
+    # that unit is longer, and ends as this one does.
     if isinstance(item.parameter, ShardedTensor) and owner.fqn.endswith(f".{name}"):
         raise ValueError(
             f"{where} was sharded already, as {owner.fqn!r} of the unit {owner.unit} around it: "

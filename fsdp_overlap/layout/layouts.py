@@ -26,12 +26,12 @@ class Layout(Protocol):
 
 
 LayoutRule = Layout | Callable[[str, ParamSpec], Layout]
-"""One layout for all parameters, or a function of ``(fqn, spec)`` that returns each one's."""
+"""A layout for all parameters, or a function that takes ``(fqn, spec)`` and returns a layout."""
 
 
 @dataclass(frozen=True)
 class Flat:
-    """Parameters are cut anywhere, into equal ranges of elements. For element-wise optimizers."""
+    """Ranks hold equal ranges of elements, cut anywhere. For element-wise optimizers."""
 
     def grain(self, spec: ParamSpec) -> int:
         return 1

@@ -71,8 +71,8 @@ def orthogonalize(
     """Returns ``U V^T`` for each matrix ``U S V^T``, as nearly as ``steps`` come to it.
 
     ``matrices`` has shape ``[count, m, n]`` and is overwritten. Products have its dtype. The cost
-    is lowest if ``m <= n``. Before the first step, each matrix is divided by its norm, or by ``eps``
-    if that is larger.
+    is lowest if ``m <= n``. Before the first step, each matrix is divided by its norm, or by
+    ``eps`` if that is larger.
     """
     x = matrices.div_(torch.linalg.matrix_norm(matrices, keepdim=True).clamp_(min=eps))
     _, m, n = x.shape

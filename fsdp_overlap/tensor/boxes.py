@@ -41,9 +41,9 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
 
 
 def pieces(shape: tuple[int, ...], start: int, stop: int, most: int) -> list[Box]:
-    """Boxes that cover the range as :func:`boxes` do, of at most ``most`` elements each.
+    """Boxes that cover the same range as :func:`boxes`, of at most ``most`` elements each.
 
-    They are cut between rows, unless a row has more elements than that.
+    The range is cut between rows, unless a row has more than ``most`` elements.
     """
     row = prod(shape[1:])
     step = max(1, most // max(1, row)) * row if row <= most else most

@@ -1,4 +1,4 @@
-"""How checkpoints cut what a rank holds of a sharded tensor: into chunks of a bounded size."""
+"""How checkpoints cut a rank's part of a sharded tensor into chunks of a bounded size."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from fsdp_overlap.tensor.boxes import Box, pieces
 from fsdp_overlap.tensor.placement import local_range, range_dim, tile_of
 from fsdp_overlap.torch_internals import DTensorSpec
 
-# A writer copies a chunk from a GPU before it writes it, and torch's reader holds two chunks. So
-# the size of a chunk bounds the memory that saving and loading take.
+# A chunk has at most a rank's share of the tile, but this limit lies between these two sizes. A
+# writer copies a chunk from a GPU before it writes it, and torch's reader holds two chunks. So the
+# size of a chunk bounds the memory that saving and loading take.
 _BYTES_OF_A_CHUNK = (8 << 20, 32 << 20)
 
 

@@ -1,4 +1,4 @@
-"""Makes sharded tensors of whole ones, and DTensors of sharded ones."""
+"""Makes sharded tensors from whole ones, and DTensors from sharded ones."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _with_sharded_tensors(torchs: Callable[..., None]) -> Callable[..., None]:
     @wraps(torchs)
     def distribute(states: dict[str, Any], keys: list[str], *args: Any, **kwargs: Any) -> None:
         for key in keys:
-            # A DTensor stands here in a pair with the whole tensor that was broadcast.
+            # A DTensor is here in a pair with the whole tensor that was broadcast.
             if isinstance(pair := states.get(key), tuple) and isinstance(pair[0], ShardedTensor):
                 state, whole = pair
                 if state._local_tensor.is_meta:

@@ -12,9 +12,9 @@ class FlatBuffer:
     """The flat storage behind a bucket's unsharded parameters or unreduced gradients.
 
     ``flat`` has shape ``[plan.numel]``, and ``views[i]`` has the shape of ``plan.specs[i]``.
-    ``gaps`` are the parts of ``flat`` between and behind the views, if there are any. All are made
-    once: :meth:`allocate` and :meth:`free` only resize the storage underneath. A view must not be
-    read while :attr:`allocated` is false. That ends the process, unless torch can raise
+    ``gaps`` are the parts of ``flat`` that belong to no view, if there are any. All are made once:
+    :meth:`allocate` and :meth:`free` only resize the storage underneath. A view must not be
+    read while :attr:`allocated` is false. Such a read ends the process, unless torch can raise
     :attr:`when_freed`.
     """
 

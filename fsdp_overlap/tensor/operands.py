@@ -68,7 +68,8 @@ def whole_operand(value: Any) -> Any:
 
 
 def replicated(value: torch.Tensor) -> torch.Tensor:
-    """The plain tensor of a DTensor that every rank holds whole. Any other tensor as it is."""
+    """The plain tensor of a DTensor that every rank holds whole. Any other tensor is returned as it
+    is."""
     if isinstance(value, DTensor) and all(p.is_replicate() for p in value.placements):
         return value._local_tensor
     return value
@@ -151,7 +152,7 @@ def check_no_gradient(name: str, values: Iterable[Any]) -> None:
 
 
 def note_edit(tensor: ShardedTensor) -> None:
-    """Counts an edit of ``tensor``, which tells that full buffers of the parameter are stale."""
+    """Counts an edit of ``tensor``. By the count, full buffers of the parameter are found stale."""
     if tensor.edits is not None:
         tensor.edits.note_values()
 

@@ -188,7 +188,7 @@ def _set_requires_grad(name: str, func: Any, args: tuple[Any, ...], kwargs: dict
 
 
 def _factory(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Runs ``new_zeros`` and the like, as on a DTensor: the result is sharded if it has the shape
+    """Runs ``new_zeros`` and the like. As with a DTensor, the result is sharded if it has the shape
     of the tensor, else plain."""
     tensor = args[0]
     if not isinstance(tensor, ShardedTensor) or kwargs.get("requires_grad"):

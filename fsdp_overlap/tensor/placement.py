@@ -60,8 +60,8 @@ def range_spec(
 class Tile:
     """The box of a tensor that is spread over ranks in ranges.
 
-    It is what the other dimensions of the mesh leave to this rank: all of the tensor if they cut
-    nothing.
+    It is what the other dimensions of the mesh leave to this rank. If they cut nothing, it is the
+    whole tensor.
     """
 
     offsets: tuple[int, ...]

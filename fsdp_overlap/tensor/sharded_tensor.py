@@ -40,7 +40,7 @@ class ShardEdits:
     """Counts the edits of one bucket's shards, so that stale full buffers are noticed.
 
     A shard changes through ops on its :class:`ShardedTensor` parameters. Autograd's version
-    counters do not tell: fused optimizers do not bump them.
+    counters alone do not tell of these, because fused optimizers do not bump them.
     """
 
     __slots__ = ("trainability", "values")
@@ -68,9 +68,9 @@ class ShardedTensor(DTensor):
     """A tensor of which each rank of a mesh holds one contiguous range, flattened.
 
     It is a :class:`~torch.distributed.tensor.DTensor` to ``isinstance``, ``device_mesh`` and
-    ``placements``, but no op reaches DTensor's sharding rules: point-wise, foreach and fused ops
-    run on the local ranges, norms and sums reduce across the ranks (a collective over the mesh,
-    which returns a plain tensor), contiguous views stay sharded, and every other op raises.
+    ``placements``, but no op reaches DTensor's sharding rules. Point-wise, foreach and fused ops
+    run on the local ranges. Norms and sums reduce across the ranks: this is collective over the
+    mesh and returns a plain tensor. Contiguous views stay sharded. Every other op raises.
     """
 
     _run_op: ClassVar[Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]]
@@ -170,7 +170,7 @@ class ShardedTensor(DTensor):
     @property
     def local_range(self) -> tuple[int, int]:
         """``(start, stop)`` of this rank's range in the flattened tensor, in elements. If other
-        dimensions of the mesh cut the tensor too, they count in this rank's tile."""
+        dimensions of the mesh cut the tensor too, they are positions in this rank's tile."""
         return local_range(self._spec)
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
@@ -274,7 +274,7 @@ class ShardedTensor(DTensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        # A load asks this of every rank, so that all notice the edit, also those without elements.
+        # A load calls this on every rank, so all notice the edit, even those that hold nothing.
         if self.edits is not None:
             self.edits.note_values()
         return self._chunks()
@@ -350,8 +350,8 @@ def rebuild_sharded_tensor(
 
 
 def give_grads(parameters: Iterable[ShardedTensor], ranges: Iterable[torch.Tensor]) -> None:
-    """Gives each parameter its gradient, of which this rank's range is the next of ``ranges``. If
-    it has a gradient already, the two are added."""
+    """Gives each parameter its gradient. ``ranges`` has this rank's range of each gradient. If a
+    parameter has a gradient already, the two are added."""
     for parameter, local in zip(parameters, ranges, strict=True):
         gradient = parameter._gradient
         if gradient is not None:

@@ -81,7 +81,8 @@ def norms(
 
 def by_cut(tensors: Iterable[ShardedTensor]) -> list[tuple[DTensorSpec, list[int]]]:
     """Groups ``tensors`` that are cut among the same ranks. A group is the spec of its first tensor
-    and the positions of all. Groups come in order of appearance, the same on all ranks."""
+    and the positions of its tensors in ``tensors``. The order of groups is the order of their first
+    tensors, and so the same on all ranks."""
     found: list[tuple[DTensorSpec, list[int]]] = []
     for index, tensor in enumerate(tensors):
         spec = tensor._spec
@@ -203,7 +204,7 @@ def _extreme(dtype: torch.dtype, *, lowest: bool) -> float:
 
 
 def _largest(values: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """The largest over the ranks, or NaN if a rank has NaN, which backends do not promise."""
+    """The largest over the ranks, or NaN if a rank has NaN. Backends do not promise to keep NaN."""
     if not values.is_floating_point():
         return _extreme_integer(values, dist.ReduceOp.MAX, spec)
     is_nan = values.isnan()
