@@ -1,58 +1,73 @@
-"""Sends each matrix that several ranks hold parts of to one owner, and back.
+"""Sends what each rank holds of a matrix to one owner, and the orthogonal matrix back.
 
 Owners are balanced by work. The matrices travel in rounds, so that one round is on its way while
-the products of another run. The way back uses the same buffers, in the other direction.
+the products of another run. Of pieces that several ranks hold copies of, one copy is sent; the
+result goes to all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import zip_longest
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import all_to_all
 from fsdp_overlap.comm.lanes import Lane
-from fsdp_overlap.optim.matrices import CutStack, Division
+from fsdp_overlap.optim.matrices import Division, Piece, Shared, work_of
+from fsdp_overlap.optim.updates import Part, Update, directions, move
 
 # How many elements an owner gets in a round: enough for an efficient message, and few enough for
 # several rounds.
 ROUND_ELEMENTS = 1 << 21
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Parcel:
-    """A cut matrix and the rank that owns it. ``parameter`` is the number of its parameter."""
+    """Matrices that ranks share, and the rank that owns them. ``parameter`` is the number of their
+    parameter. ``copy`` says which copy of each piece is sent to the owner."""
 
     parameter: int
-    matrix: CutStack
+    matrices: Shared
     owner: int
+    copy: int
+
+    def sender(self, piece: Piece) -> int:
+        return piece.holders[self.copy % len(piece.holders)]
 
 
 @lru_cache(maxsize=64)
 def plan_rounds(
     divisions: tuple[Division, ...], world_size: int, round_elements: int
 ) -> tuple[tuple[Parcel, ...], ...]:
-    """Gives each cut matrix an owner, and returns the parcels of each round.
+    """Gives all shared matrices owners, and returns the parcels of each round.
 
-    The matrix with the most work is first. Each goes to the rank with the least work, which
+    The matrices with the most work are first. Each goes to the rank with the least work, which
     includes the matrices that the rank holds whole. Among equal ranks, the one that holds most of
-    the matrix gets it.
+    the matrix gets it. Where ranks hold all of it, it goes to one of these.
     """
     loads = [0] * world_size
     for division in divisions:
         for rank, stacks in division.whole.items():
-            loads[rank] += sum(stack.work for stack in stacks)
-    cut = [(number, matrix) for number, each in enumerate(divisions) for matrix in each.cut]
+            loads[rank] += sum(map(work_of, stacks))
+    shared = [(number, each) for number, one in enumerate(divisions) for each in one.shared]
     owned: list[list[Parcel]] = [[] for _ in loads]
-    for number, matrix in sorted(cut, key=lambda item: -item[1].stack.work):
-        held = {rank: last - first for rank, first, last in matrix.pieces}
-        owner = min(range(world_size), key=lambda rank: (loads[rank], -held.get(rank, 0)))
-        loads[owner] += matrix.stack.work
-        owned[owner].append(Parcel(number, matrix, owner))
+    for number, matrices in sorted(shared, key=lambda item: -work_of(item[1])):
+        held: dict[int, int] = {}
+        for piece in matrices.pieces:
+            for rank in piece.holders:
+                held[rank] = held.get(rank, 0) + piece.last - piece.first
+        is_whole = len(matrices.pieces) == 1
+        owner = min(
+            held if is_whole else range(world_size),
+            key=lambda rank: (loads[rank], -held.get(rank, 0), rank),
+        )
+        loads[owner] += work_of(matrices)
+        owned[owner].append(Parcel(number, matrices, owner, divisions[number].copies[owner]))
     by_owner = [_shares(parcels, round_elements) for parcels in owned]
     return tuple(
         tuple(parcel for share in shares for parcel in share)
@@ -62,11 +77,11 @@ def plan_rounds(
 
 def _shares(parcels: Sequence[Parcel], round_elements: int) -> list[list[Parcel]]:
     """The parcels of one owner, by round. A round has no more than ``round_elements`` elements, or
-    a single matrix."""
+    a single parcel."""
     shares: list[list[Parcel]] = []
     elements = 0
     for parcel in parcels:
-        size = parcel.matrix.stack.numel
+        size = parcel.matrices.numel
         if not shares or elements + size > round_elements:
             shares.append([])
             elements = 0
@@ -75,83 +90,142 @@ def _shares(parcels: Sequence[Parcel], round_elements: int) -> list[list[Parcel]
     return shares
 
 
+class Travelling(NamedTuple):
+    """A piece that this rank sends or receives, and its place in the buffer of a shipment."""
+
+    parcel: Parcel
+    piece: Piece
+    view: torch.Tensor
+
+
 class Shipment:
-    """Pieces of matrices in one buffer, ordered by the rank at the other end."""
+    """Pieces in one buffer, ordered by the rank at the other end."""
 
     def __init__(
         self,
-        by_rank: Sequence[Sequence[tuple[Parcel, int, int]]],
+        by_rank: Sequence[Sequence[tuple[Parcel, Piece]]],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.sizes = [sum(last - first for _, first, last in pieces) for pieces in by_rank]
+        flat = [one for pieces in by_rank for one in pieces]
+        numels = [piece.last - piece.first for _, piece in flat]
+        self.sizes = [sum(piece.last - piece.first for _, piece in pieces) for pieces in by_rank]
         self.buffer = torch.empty(sum(self.sizes), dtype=dtype, device=device)
-        flat = [piece for pieces in by_rank for piece in pieces]
-        views = self.buffer.split([last - first for _, first, last in flat])
-        self.pieces = [
-            (parcel, first, last, view)
-            for (parcel, first, last), view in zip(flat, views, strict=True)
-        ]
+        views = self.buffer.split(numels)
+        self.pieces = [Travelling(*one, view) for one, view in zip(flat, views, strict=True)]
+
+
+class Owned(NamedTuple):
+    """Matrices that this rank orthogonalizes for its team: the pieces that came for them, those
+    that it holds itself, and where the results go that others wait for."""
+
+    parcel: Parcel
+    update: Update
+    received: list[Travelling]
+    own: list[tuple[Part, Piece]]
+    sent_back: list[Travelling]
 
 
 class Exchange:
-    """One round on one rank. Call, in this order, :meth:`send`, :meth:`receive`, :meth:`put`,
-    :meth:`send_back` and :meth:`finish`. Collective over ``group``."""
+    """One round on one rank. Call, in this order, :meth:`send`, :meth:`receive`, :meth:`send_back`
+    and :meth:`finish`. Collective over ``group``. Matrices travel in ``dtype``, between ranks'
+    memory on ``device``."""
 
     def __init__(
         self,
         parcels: Sequence[Parcel],
+        updates: Sequence[Update],
         group: dist.ProcessGroup,
         lane: Lane,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        rank = group.rank()
+        self._parcels = parcels
+        self._updates = updates
         self._group = group
+        self._rank = group.rank()
         self._lane = lane
-        held: list[list[tuple[Parcel, int, int]]] = [[] for _ in range(group.size())]
-        owned: list[list[tuple[Parcel, int, int]]] = [[] for _ in range(group.size())]
-        for parcel in parcels:
-            for holder, first, last in parcel.matrix.pieces:
-                if holder == rank:
-                    held[parcel.owner].append((parcel, first, last))
-                if parcel.owner == rank:
-                    owned[holder].append((parcel, first, last))
-        self._held = Shipment(held, dtype, device)
-        self._owned = Shipment(owned, dtype, device)
+        self.dtype = dtype
+        self.device = device
 
-    def send(self, read: Callable[[Parcel, int, int], torch.Tensor]) -> None:
-        """Sends this rank's pieces to the owners. ``read(parcel, first, last)`` returns a piece."""
-        for parcel, first, last, view in self._held.pieces:
-            view.copy_(read(parcel, first, last))
-        self._enqueue(self._owned, self._held)
+    def send(self) -> None:
+        """Sends to the owners what they lack."""
+        rank = self._rank
+        going = self._shipment(
+            (parcel.owner, parcel, piece)
+            for parcel in self._parcels
+            for piece in parcel.matrices.pieces
+            if parcel.sender(piece) == rank != parcel.owner and parcel.owner not in piece.holders
+        )
+        self._coming = self._shipment(
+            (parcel.sender(piece), parcel, piece)
+            for parcel in self._parcels
+            for piece in parcel.matrices.pieces
+            if parcel.owner == rank and rank not in piece.holders
+        )
+        parts = [self._part(parcel, piece) for parcel, piece, _ in going.pieces]
+        if parts:
+            torch._foreach_copy_([each.view for each in going.pieces], directions(parts))
+        self._enqueue(self._coming, going)
 
-    def receive(self) -> dict[Parcel, torch.Tensor]:
-        """Waits for the matrices that this rank owns, and returns them, flat."""
+    def receive(self) -> list[Owned]:
+        """Waits for the matrices that this rank owns. Results must be copied to where they say
+        before :meth:`send_back`."""
         self._ticket.wait()
-        found: dict[Parcel, dict[int, torch.Tensor]] = {}
-        for parcel, first, _, view in self._owned.pieces:
-            found.setdefault(parcel, {})[first] = view
-        return {
-            parcel: torch.cat([view for _, view in sorted(views.items())])
-            for parcel, views in found.items()
+        rank = self._rank
+        self._results = self._shipment(
+            (holder, parcel, piece)
+            for parcel in self._parcels
+            if parcel.owner == rank
+            for piece in parcel.matrices.pieces
+            for holder in piece.holders
+            if holder != rank
+        )
+        owned = {
+            parcel: Owned(parcel, self._updates[parcel.parameter], [], [], [])
+            for parcel in self._parcels
+            if parcel.owner == rank
         }
-
-    def put(self, results: dict[Parcel, torch.Tensor]) -> None:
-        """Copies ``results``, flat, into the buffer that :meth:`send_back` sends. There must be one
-        for each matrix that this rank owns."""
-        for parcel, first, last, view in self._owned.pieces:
-            start = parcel.matrix.stack.start
-            view.copy_(results[parcel][first - start : last - start])
+        for each in self._coming.pieces:
+            owned[each.parcel].received.append(each)
+        for each in self._results.pieces:
+            owned[each.parcel].sent_back.append(each)
+        for parcel, one in owned.items():
+            for piece in parcel.matrices.pieces:
+                if rank in piece.holders:
+                    one.own.append((self._part(parcel, piece), piece))
+        return list(owned.values())
 
     def send_back(self) -> None:
-        self._enqueue(self._held, self._owned)
+        rank = self._rank
+        self._coming = self._shipment(
+            (parcel.owner, parcel, piece)
+            for parcel in self._parcels
+            if parcel.owner != rank
+            for piece in parcel.matrices.pieces
+            if rank in piece.holders
+        )
+        self._enqueue(self._coming, self._results)
 
-    def finish(self, write: Callable[[Parcel, int, int, torch.Tensor], None]) -> None:
-        """Waits for what the owners send back, and gives this rank's pieces to ``write``."""
+    def finish(self) -> None:
+        """Waits for what the owners send back, and moves this rank's parameters."""
         self._ticket.wait()
-        for parcel, first, last, view in self._held.pieces:
-            write(parcel, first, last, view)
+        pieces = self._coming.pieces
+        move(
+            [self._part(each.parcel, each.piece) for each in pieces],
+            [each.view for each in pieces],
+        )
+
+    def _part(self, parcel: Parcel, piece: Piece) -> Part:
+        update = self._updates[parcel.parameter]
+        return Part(update, parcel.matrices, piece.first, piece.last)
+
+    def _shipment(self, pieces: Iterable[tuple[int, Parcel, Piece]]) -> Shipment:
+        """A shipment of ``pieces``, each given after the rank that it goes to or comes from."""
+        by_rank: list[list[tuple[Parcel, Piece]]] = [[] for _ in range(self._group.size())]
+        for rank, parcel, piece in pieces:
+            by_rank[rank].append((parcel, piece))
+        return Shipment(by_rank, self.dtype, self.device)
 
     def _enqueue(self, target: Shipment, source: Shipment) -> None:
         self._lane.after_compute()

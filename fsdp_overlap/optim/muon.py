@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.comm.lanes import Lane, make_lane
-from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.optim import exchange
 from fsdp_overlap.optim.adamw import AdamW
 from fsdp_overlap.optim.exchange import Exchange, plan_rounds
@@ -19,12 +17,12 @@ from fsdp_overlap.optim.fused_adamw import FusedAdamW
 from fsdp_overlap.optim.groups import ALGORITHMS, parameter_groups
 from fsdp_overlap.optim.matrices import Split, part_rows
 from fsdp_overlap.optim.newton_schulz import COEFFICIENTS, Polynomial, polynomials
-from fsdp_overlap.optim.orthogonalization import Products, run, run_rounds, tasks_of
+from fsdp_overlap.optim.orthogonalization import Products, run_rounds, tasks_of
 from fsdp_overlap.optim.runs import local_of
 from fsdp_overlap.optim.states import pack, restore
+from fsdp_overlap.optim.teams import Teams
 from fsdp_overlap.optim.updates import Settings, Update
 from fsdp_overlap.tensor.operands import note_edits
-from fsdp_overlap.tensor.placement import has_tiles
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
 
 _OF_ADAMW = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
@@ -117,6 +115,7 @@ class Muon(torch.optim.Optimizer):
         """Drops everything but the user's options and the state."""
         self._adamw = FusedAdamW(self._moment_dtype)
         self._lanes: dict[torch.device, Lane] = {}
+        self._teams = Teams(self._ns_dtype)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if param_group.get("algorithm") == "adamw":
@@ -191,10 +190,8 @@ class Muon(torch.optim.Optimizer):
                 self._adamw.step(self.state, index, group)
         for settings in dict.fromkeys(update.settings for update in updates):
             _advance(settings, [u for u in updates if u.settings == settings and u.local.numel()])
-        for ranks, device in dict.fromkeys((update.group, update.device) for update in updates):
-            self._orthogonalize(
-                ranks, device, [u for u in updates if u.group is ranks and u.device == device]
-            )
+        for device in dict.fromkeys(update.device for update in updates):
+            self._orthogonalize(device, [u for u in updates if u.device == device])
         note_edits(
             parameter
             for group in self.param_groups
@@ -208,36 +205,43 @@ class Muon(torch.optim.Optimizer):
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
         fresh = [parameter for parameter in parameters if not self.state[parameter]]
         pack(self.state, fresh, ["momentum_buffer"])
-        settings = Settings.of(group)
+        split, settings = group["split"], Settings.of(group)
+        self._teams.join((parameter, split) for parameter in parameters)
         return [
-            Update(parameter, self.state[parameter]["momentum_buffer"], group["split"], settings)
+            Update(
+                parameter,
+                self.state[parameter]["momentum_buffer"],
+                split,
+                settings,
+                self._teams.member(parameter),
+            )
             for parameter in parameters
         ]
 
-    def _orthogonalize(
-        self, group: dist.ProcessGroup | None, device: torch.device, updates: list[Update]
-    ) -> None:
-        """Moves the parameters of ``updates`` along their orthogonalized momentum. All of them are
-        spread over the ranks of ``group``, or not sharded if it is ``None``."""
-        dtype = self._ns_dtype or (torch.bfloat16 if has_streams(device) else torch.float32)
-        products = Products(device, dtype)
-        rank = group.rank() if group is not None else 0
+    def _orthogonalize(self, device: torch.device, updates: list[Update]) -> None:
+        """Moves parameters along their orthogonalized momentum, which is computed on ``device``."""
+        products = Products(device, self._teams.dtype(None, device))
         whole = (
             task
             for update in updates
-            for task in tasks_of(update, update.division.whole.get(rank, ()), products)
+            for task in tasks_of(
+                update, update.division.whole.get(update.member.rank, ()), products
+            )
         )
-        if group is None or not any(update.division.cut for update in updates):
-            run(whole, products)
-            return
-        if device not in self._lanes:
-            self._lanes[device] = make_lane(device)
-        divisions = tuple(update.division for update in updates)
-        exchanges = (
-            Exchange(parcels, group, self._lanes[device], dtype, device)
-            for parcels in plan_rounds(divisions, group.size(), exchange.ROUND_ELEMENTS)
-        )
-        run_rounds(updates, whole, exchanges, products)
+        run_rounds(whole, self._exchanges(device, updates), products)
+
+    def _exchanges(self, device: torch.device, updates: list[Update]) -> Iterator[Exchange]:
+        """The rounds of each team whose ranks share matrices, in the same order on all of them."""
+        for team in dict.fromkeys(update.member.group for update in updates):
+            members = [update for update in updates if update.member.group is team]
+            divisions = tuple(update.division for update in members)
+            if team is None or not any(division.shared for division in divisions):
+                continue
+            if device not in self._lanes:
+                self._lanes[device] = make_lane(device)
+            dtype = self._teams.dtype(team, device)
+            for parcels in plan_rounds(divisions, team.size(), exchange.ROUND_ELEMENTS):
+                yield Exchange(parcels, members, team, self._lanes[device], dtype, device)
 
 
 def _advance(settings: Settings, updates: list[Update]) -> None:
@@ -282,12 +286,6 @@ def _check_matrices(parameter: torch.Tensor, split: Split) -> None:
         raise TypeError(
             f"a parameter of shape {shape} is a DTensor with placements {parameter.placements}, "
             "of another library: shard it by fsdp_overlap.fully_shard"
-        )
-    if isinstance(parameter, ShardedTensor) and has_tiles(parameter._spec):
-        raise ValueError(
-            f"a parameter of shape {shape} is cut by tensor parallelism ({parameter.placements}), "
-            "so no data-parallel rank can have whole matrices of it: give that to AdamW, by the "
-            'names in algorithms= or in a group with "algorithm": "adamw"'
         )
     if not isinstance(parameter, ShardedTensor) and not parameter.is_contiguous():
         raise ValueError(

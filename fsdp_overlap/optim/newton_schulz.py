@@ -39,6 +39,16 @@ COEFFICIENTS: dict[str, tuple[Polynomial, ...]] = {
 _LARGEST_ERROR = 0.02
 
 
+def fast_dtype(device: torch.device) -> torch.dtype:
+    """The dtype of products that ``device`` multiplies fastest: bfloat16, but for CPUs that have no
+    instructions for it, which take float32."""
+    if device.type == "cpu":
+        processor = torch.cpu.get_capabilities()
+        if not any(processor.get(name) for name in ("amx_bf16", "avx512_bf16")):
+            return torch.float32
+    return torch.bfloat16
+
+
 def polynomials(
     coefficients: str | Sequence[float] | Sequence[Polynomial], steps: int
 ) -> list[Polynomial]:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import sqrt
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 
-from fsdp_overlap.optim.matrices import Ranges, Stack, divide
+from fsdp_overlap.optim.matrices import Shared, Stack, divide
 from fsdp_overlap.optim.newton_schulz import Polynomial, polynomials
 from fsdp_overlap.optim.runs import local_of
+from fsdp_overlap.optim.teams import Member
 from fsdp_overlap.tensor.placement import is_on_mesh
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -40,32 +43,32 @@ class Settings:
             group["adjust_lr_fn"] == "match_rms_adamw",
         )
 
-    def step_size(self, stack: Stack) -> float:
+    def step_size(self, matrices: Stack | Shared) -> float:
         """The learning rate for matrices of this shape, as in torch's Muon."""
         if self.matches_adamw:
-            return 0.2 * sqrt(max(stack.rows, stack.columns)) * self.lr
-        return sqrt(max(1, stack.rows / stack.columns)) * self.lr
+            return 0.2 * sqrt(max(matrices.rows, matrices.columns)) * self.lr
+        return sqrt(max(1, matrices.rows / matrices.columns)) * self.lr
 
 
 class Update:
     """A parameter that moves along its orthogonalized momentum.
 
     ``local``, ``gradient`` and ``buffer`` (the momentum) are what this rank holds, flat. Matrices
-    are orthogonalized on ``device``.
+    are orthogonalized on ``device``, by the ranks of ``member.group``.
     """
 
     def __init__(
-        self, parameter: torch.Tensor, buffer: torch.Tensor, split: Any, settings: Settings
+        self,
+        parameter: torch.Tensor,
+        buffer: torch.Tensor,
+        split: Any,
+        settings: Settings,
+        member: Member,
     ) -> None:
         assert parameter.grad is not None
         self.settings = settings
-        self.group: dist.ProcessGroup | None = None
-        self._start = 0
-        ranges: Ranges = ((0, 0, parameter.numel()),)
-        if isinstance(parameter, ShardedTensor):
-            self.group = parameter.range_group
-            self._start = parameter.local_range[0]
-            ranges = parameter.placement.ranges
+        self.member = member
+        self.start = member.holdings[member.rank].start
         self.local = local_of(parameter).detach().view(-1)
         self.buffer = local_of(buffer).view(-1)
         self.gradient = local_of(parameter.grad).reshape(-1).to(self.buffer.dtype)
@@ -73,17 +76,57 @@ class Update:
         if isinstance(parameter, ShardedTensor) and not is_on_mesh(self.local, parameter._spec):
             # This device multiplies faster than the host, and its backend sends the matrices.
             self.device = torch.device(parameter.device_mesh.device_type)
-        self.division = divide(tuple(parameter.shape), split, ranges)
+        self.division = divide(tuple(parameter.shape), split, member.holdings)
 
-    def read(self, first: int, last: int) -> torch.Tensor:
-        """Elements ``[first, last)`` of the direction, before it is orthogonalized."""
-        part = slice(first - self._start, last - self._start)
-        if not self.settings.nesterov:
-            return self.buffer[part]
-        return self.gradient[part].lerp(self.buffer[part], self.settings.momentum)
 
-    def write(self, stack: Stack, first: int, last: int, values: torch.Tensor) -> None:
-        """Moves elements ``[first, last)`` of the parameter. ``values`` are these elements of the
-        orthogonal matrices, and ``stack`` says the shape of the matrices."""
-        part = self.local[first - self._start : last - self._start].view(values.shape)
-        part.add_(values.to(part.device), alpha=-self.settings.step_size(stack))
+class Part(NamedTuple):
+    """Elements ``[first, last)`` of the tile that ``update`` has a range of. This rank holds them,
+    and they belong to ``matrices``."""
+
+    update: Update
+    matrices: Stack | Shared
+    first: int
+    last: int
+
+    def of(self, local: torch.Tensor) -> torch.Tensor:
+        """These elements of ``local``, which is what this rank holds."""
+        return local[self.first - self.update.start : self.last - self.update.start]
+
+
+def directions(parts: Sequence[Part]) -> list[torch.Tensor]:
+    """The direction in which each part moves, before it is orthogonalized: flat, in the dtype of
+    its momentum."""
+    found = [part.of(part.update.buffer) for part in parts]
+    for settings, indices in _alike(parts, lambda part: part.update.settings):
+        if settings.nesterov:
+            lerped = torch._foreach_lerp(
+                [parts[i].of(parts[i].update.gradient) for i in indices],
+                [found[i] for i in indices],
+                settings.momentum,
+            )
+            for i, direction in zip(indices, lerped, strict=True):
+                found[i] = direction
+    return found
+
+
+def move(parts: Sequence[Part], values: Sequence[torch.Tensor]) -> None:
+    """Moves each part along its ``values``: the elements of its orthogonal matrices, flat."""
+
+    def step(part: Part) -> tuple[float, torch.dtype, torch.device]:
+        local = part.update.local
+        return part.update.settings.step_size(part.matrices), local.dtype, local.device
+
+    for (size, dtype, device), indices in _alike(parts, step):
+        torch._foreach_add_(
+            [parts[i].of(parts[i].update.local) for i in indices],
+            [values[i].to(device, dtype) for i in indices],
+            alpha=-size,
+        )
+
+
+def _alike(parts: Sequence[Part], kind: Callable[[Part], T]) -> Iterator[tuple[T, list[int]]]:
+    """The numbers of the parts of each kind."""
+    found: dict[T, list[int]] = {}
+    for number, part in enumerate(parts):
+        found.setdefault(kind(part), []).append(number)
+    yield from found.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -80,7 +81,15 @@ class Tile:
 
 
 def tile_of(spec: DTensorSpec) -> Tile:
-    """This rank's tile. Dimensions of the mesh cut in turn, each as ``torch.chunk`` does."""
+    """This rank's tile."""
+    coordinate = spec.mesh.get_coordinate()
+    assert coordinate is not None
+    return tile_at(spec, coordinate)
+
+
+def tile_at(spec: DTensorSpec, coordinate: Sequence[int]) -> Tile:
+    """The tile of the rank at ``coordinate`` of the mesh. Dimensions of the mesh cut in turn, each
+    as ``torch.chunk`` does."""
     meta = spec.tensor_meta
     assert meta is not None
     shape = list(meta.shape)
@@ -89,7 +98,7 @@ def tile_of(spec: DTensorSpec) -> Tile:
         if isinstance(placement, Shard):
             size = shape[placement.dim]
             chunk = -(-size // spec.mesh.size(dim))
-            start = min(chunk * spec.mesh.get_local_rank(dim), size)
+            start = min(chunk * coordinate[dim], size)
             offsets[placement.dim] += start
             shape[placement.dim] = min(chunk, size - start)
     return Tile(tuple(offsets), tuple(shape))

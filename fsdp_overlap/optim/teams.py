@@ -1,0 +1,142 @@
+"""Teams: the ranks that share out the matrices of a parameter, and what each of them holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from weakref import finalize
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Shard
+
+from fsdp_overlap.comm.pool import Loan, borrow, give_back
+from fsdp_overlap.comm.streams import has_streams
+from fsdp_overlap.optim.matrices import Holding, Split, whole_parts
+from fsdp_overlap.optim.newton_schulz import fast_dtype
+from fsdp_overlap.tensor.placement import Tile, range_dim, tile_at, tile_of
+from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """This rank's part in a team. ``holdings`` has an entry for each rank of ``group``."""
+
+    group: dist.ProcessGroup | None
+    holdings: tuple[Holding, ...]
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else self.group.rank()
+
+
+class Teams:
+    """The teams of the parameters that one optimizer steps. ``dtype`` is that of the products, if
+    the user chose one.
+
+    A team is made of the ranks along those dimensions of a parameter's mesh along which ranks hold
+    parts of the same matrices, or copies of them. Its process group is the mesh's where that is one
+    dimension, and else one that is borrowed until this object is freed.
+    """
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self._dtype = dtype
+        self._agreed: dict[dist.ProcessGroup, torch.dtype] = {}
+        self._members: dict[torch.Tensor, Member] = {}
+        self._loans: dict[tuple[int, ...], Loan] = {}
+        self._lent: list[Loan] = []
+        finalize(self, give_back, self._lent).atexit = False
+
+    def member(self, parameter: torch.Tensor) -> Member:
+        """This rank's part in the team of a parameter that was given to :meth:`join`."""
+        return self._members[parameter]
+
+    def dtype(self, group: dist.ProcessGroup | None, device: torch.device) -> torch.dtype:
+        """The dtype that matrices are multiplied and sent in. Where processors differ, all ranks of
+        ``group`` take one that none of them is slow with: collective at its first call."""
+        if self._dtype is not None:
+            return self._dtype
+        if group is None or has_streams(device):
+            return fast_dtype(device)
+        if group not in self._agreed:
+            found = [torch.float32] * group.size()
+            dist.all_gather_object(found, fast_dtype(device), group)
+            self._agreed[group] = found[0] if len(set(found)) == 1 else torch.float32
+        return self._agreed[group]
+
+    def join(self, parameters: Iterable[tuple[torch.Tensor, Split]]) -> None:
+        """Finds the teams of ``parameters``, each given with its split. Collective where teams are
+        of several dimensions, or tensor parallelism cuts matrices, and only at the first call for a
+        parameter."""
+        fresh = [(each, split) for each, split in parameters if each not in self._members]
+        cut: dict[dist.ProcessGroup, list[ShardedTensor]] = {}
+        for parameter, split in fresh:
+            if not isinstance(parameter, ShardedTensor):
+                whole = Tile((0,) * parameter.dim(), tuple(parameter.shape))
+                self._members[parameter] = Member(None, (Holding(whole, 0, parameter.numel()),))
+                continue
+            across = _dims_across_matrices(parameter, split)
+            group = self._group(parameter, across)
+            if group is not None and _cuts_tiles(parameter, across):
+                cut.setdefault(group, []).append(parameter)
+            else:
+                self._members[parameter] = Member(group, _copied_holdings(parameter, across))
+        for group, members in cut.items():
+            # Ranges follow from tiles, and those of other ranks may have other sizes.
+            mine = [Holding(tile_of(each._spec), *each.local_range) for each in members]
+            found: list[list[Holding]] = [[] for _ in range(group.size())]
+            dist.all_gather_object(found, mine, group)
+            for parameter, holdings in zip(members, zip(*found, strict=True), strict=True):
+                self._members[parameter] = Member(group, tuple(holdings))
+
+    def _group(self, parameter: ShardedTensor, dims: Sequence[int]) -> dist.ProcessGroup | None:
+        mesh = parameter.device_mesh
+        if len(dims) < 2:
+            return mesh.get_group(dims[0]) if dims else None
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
+        index = tuple(slice(None) if dim in dims else place for dim, place in enumerate(coordinate))
+        ranks = tuple(mesh.mesh[index].flatten().tolist())
+        if ranks not in self._loans:
+            loan = borrow("optimizer", parameter.range_group, ranks, mesh.device_type)
+            self._loans[ranks] = loan
+            self._lent.append(loan)
+        return self._loans[ranks].group
+
+
+def _dims_across_matrices(parameter: ShardedTensor, split: Split) -> list[int]:
+    """The dimensions of the parameter's mesh along which ranks hold parts of the same matrices, or
+    copies of them. They are the same on every rank."""
+    spec = parameter._spec
+    cutting = [
+        dim
+        for dim, placement in enumerate(spec.placements)
+        if isinstance(placement, Shard) and placement.dim >= parameter.dim() - 2
+    ]
+    shape = tuple(parameter.shape)
+    coordinates = product(*map(range, spec.mesh.shape))
+    tiles = {tile_at(spec, coordinate) for coordinate in coordinates} if cutting else set()
+    if all(whole_parts(shape, split, tile) is not None for tile in tiles):
+        cutting = []
+    return [
+        dim
+        for dim, placement in enumerate(spec.placements)
+        if spec.mesh.size(dim) > 1 and (dim in cutting or not isinstance(placement, Shard))
+    ]
+
+
+def _cuts_tiles(parameter: ShardedTensor, dims: Iterable[int]) -> bool:
+    return any(isinstance(parameter.placements[dim], Shard) for dim in dims)
+
+
+def _copied_holdings(parameter: ShardedTensor, dims: Sequence[int]) -> tuple[Holding, ...]:
+    """What the ranks along ``dims`` hold, all of which have the same tile."""
+    mesh, ranges, tile = parameter.device_mesh, parameter.placement, tile_of(parameter._spec)
+    place = range_dim(parameter._spec)
+    mine = mesh.get_local_rank(place)
+    held = []
+    for coordinate in product(*(range(mesh.size(dim)) for dim in dims)):
+        rank = dict(zip(dims, coordinate, strict=True)).get(place, mine)
+        held.append(Holding(tile, *ranges.local_range(rank)))
+    return tuple(held)
