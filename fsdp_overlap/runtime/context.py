@@ -246,13 +246,12 @@ class FsdpContext:
         ignored_params: Collection[nn.Parameter] = (),
         meshes: Mapping[nn.Module, DeviceMesh] | None = None,
     ) -> None:
-        """Plans ``units`` together, so that parameters that are not cut are balanced over all of
+        """Plans ``units`` together, so that parameters that stay whole are balanced over all of
         them. Each is a module, or a list of modules that will be one unit. Call it before
         :func:`fully_shard`, which otherwise knows only the units before the one it places. It reads
         shapes alone.
 
-        ``meshes`` gives, for the first module of a unit that will have a mesh of its own, that
-        mesh.
+        ``meshes``: the mesh of each unit that will have one of its own, by its first module.
 
         Raises:
             TypeError: the layout function gives something else than a layout for some parameter.
