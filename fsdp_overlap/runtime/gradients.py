@@ -16,7 +16,7 @@ from fsdp_overlap.runtime.tiles import is_placed_like, placed_like, tile_in
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 from fsdp_overlap.tensor.sharded_tensor import give_grads
 
-# Gradients of at least this size are moved to the reduce input as soon as they arrive. Smaller ones
+# Gradients of at least this size may move to the reduce input as soon as they arrive. Smaller ones
 # are cheaper to copy together.
 LARGE_BYTES = 1024 * 1024
 
@@ -155,9 +155,9 @@ class BucketGradients:
         parameters' ``.grad``. If :attr:`goes_across`, one more collective on ``copies_lane`` comes
         before that. If not, and there are copies, the result waits for a backward that does.
 
-        The gradient of a parameter that has none on this rank is doubtful: it is kept until
-        :meth:`settle_doubts`, if it will be known then whether another rank has one, and otherwise
-        given to the parameter. Collective over the mesh."""
+        For a parameter without a gradient on this rank, the result is doubtful. It is kept until
+        :meth:`settle_doubts` if that will know whether another rank has a gradient, and otherwise
+        given to the parameter at once. Collective over the mesh."""
         filled, self.filled = self.filled, [False] * len(self.filled)
         is_full = all(filled)
         empty = self.input.gaps  # they travel too

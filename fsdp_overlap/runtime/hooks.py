@@ -179,8 +179,9 @@ def _error_of_forward(handled: TracebackType | None) -> BaseException | None:
 def _end_of_forward(
     unit: Unit, context: FsdpContext, error: BaseException | None
 ) -> BaseException | None:
-    """The error to raise after a forward of ``unit``: ``error``, or one found now. If no other
-    forward is around this one, the error leaves the model, and the other ranks are told of it."""
+    """The error to raise after a forward of ``unit``: ``error``, if there is one. If no other
+    forward is around this one, also looks for edits, and tells other ranks of the error, because it
+    leaves the model."""
     if context.schedule.is_in_forward or is_in_backward():
         return error
     if error is None and (lost := compare(context.uncompared)) is not None:
