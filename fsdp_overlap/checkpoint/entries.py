@@ -108,7 +108,7 @@ class StoredTensor:
     ) -> None:
         """Copies the box that begins at ``offsets`` and has the shape ``lengths`` into ``target``,
         a block of rows at a time."""
-        if not self.is_contiguous:  # DCP writes only plain (unsharded) tensors this way
+        if not self.is_contiguous:  # DCP writes only plain tensors this way
             box = self.read(file)
             for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
                 box = box.narrow(dim, offset, length)

@@ -67,7 +67,7 @@ def read_metadata(folder: Path) -> Metadata:
     file in ``folder`` that is large enough for it and shares no byte with another entry.
 
     Raises:
-        CheckpointError: this does not hold, or the metadata is missing, damaged or something else.
+        CheckpointError: this does not hold, or the metadata is missing, damaged or no metadata.
     """
     path = folder / METADATA_FILE
     with opened(path) as file, refusing(str(path)):
@@ -81,7 +81,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 @functools.cache
 def copies(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether torch can copy a tensor of ``source`` into one of ``target``; most dtypes work."""
+    """Whether torch can copy a tensor of ``source`` into one of ``target``; most pairs work."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -172,7 +172,7 @@ def _storage_info(value: Any) -> StorageInfo:
 
 def _check_paths(paths: dict[Any, Any], tensors: dict[str, Any]) -> None:
     """Checks each key's path in the nested state dict, which DCP saves flattened."""
-    lengths: dict[tuple[Any, ...], int] = {}  # of the lists: DCP fills each up to its last item
+    lengths: dict[tuple[Any, ...], int] = {}  # by list; DCP fills a list up to its last item
     for fqn, path in paths.items():
         if len(_typed(path, tuple)) > _MOST_DEEP or any(type(s) not in (str, int) for s in path):
             raise ValueError("a key has a path that is none")
@@ -198,9 +198,10 @@ def _check_tiles(size: tuple[int, ...], chunks: list[ChunkStorageMetadata]) -> N
     cut = [dim for dim, n in enumerate(size) if any(box[1][dim] != n for box in boxes)]
     if len(cut) > _MOST_CUTS:
         raise ValueError(f"a tensor of {tuple(size)} is cut along {len(cut)} dimensions")
-    # The number of chunks that cover each element is determined by its differences along all
-    # dimensions. For one box, these are 1 and -1 in turn at the box's corners and 0 elsewhere. So
-    # the sum over all chunks must equal that of the whole tensor. No pairs of chunks are compared.
+    # How often each element is covered follows from the differences of that count along all
+    # dimensions. For one box, the differences are 1 and -1 in turn at the box's corners and 0
+    # elsewhere. So the differences of all chunks together must be those of the whole tensor. This
+    # compares no pairs of chunks.
     if prod(size):
         boxes.append((torch.Size([0] * len(size)), torch.Size(size), -1))
     corners: Counter[tuple[int, ...]] = Counter()

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 from fsdp_overlap.checkpoint.errors import CheckpointError
 
-_MOST_ARGUMENTS = 256  # of one call; the longest is a path, with one argument for each part
+_MOST_ARGUMENTS = 256  # of one call; only a path might need so many, one for each of its parts
 _MOST_IN_KEY = 64  # items of a tuple, and bits of a number
 _MOST_OF_A_LINE = 1 << 16  # bytes
 _MOST_OF_A_NAME = 200  # characters, in errors
@@ -35,8 +35,8 @@ _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 class Maker:
     """Stands for a class or function that a pickle may name: our ``make`` is called instead.
 
-    ``make`` must be fast and must not copy its arguments: a pickle may call it with the same ones
-    at every few bytes.
+    ``make`` must be fast and must not multiply its arguments: a pickle may call it with the same
+    ones at every few bytes.
     """
 
     make: Callable[..., Any]

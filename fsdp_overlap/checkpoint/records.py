@@ -15,7 +15,7 @@ import torch
 from fsdp_overlap.checkpoint.errors import CheckpointError
 
 BLOCK_BYTES = 512 << 10
-"""Reading goes through one block of memory of this size, beside its targets."""
+"""Reading holds a block of this size in memory, beside its targets."""
 
 _MOST_AT_ONCE = 16 << 20  # bytes of an entry's zip directory, a hundred or so for each record
 _LOCAL_HEADER = 30  # bytes, before a record's name and extra field

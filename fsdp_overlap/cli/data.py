@@ -122,6 +122,6 @@ def _read(files: Iterable[Path], limit: int | None = None) -> bytes:
 
 
 def _as_tensor(text: bytes) -> Tensor:
-    if not text:  # frombuffer refuses no bytes
+    if not text:  # frombuffer refuses an empty buffer
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)

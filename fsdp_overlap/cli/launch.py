@@ -25,7 +25,7 @@ from fsdp_overlap.cli.train import train
 # More would only wait for each other, each with its own copy of torch in memory.
 _RANKS_PER_CORE = 4
 _LAUNCHER_SECONDS = 2.0
-_MONITOR_SECONDS = 0.1  # between a launcher's (and torchrun's) looks whether a rank has died
+_MONITOR_SECONDS = 0.1  # how often a launcher, ours or torchrun, checks whether a rank has died
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 

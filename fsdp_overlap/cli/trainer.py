@@ -53,7 +53,7 @@ class Trainer:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor)
         self._draws = torch.Generator().manual_seed(config.seed)
         self.steps_done = 0
-        # Sums over this rank's sequences since the last line of metrics. In double precision the
+        # The sum over this rank's sequences since the last line of metrics. In double precision the
         # sum of these few is exact. So it does not depend on which ranks saw them, or on when the
         # run was interrupted.
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)

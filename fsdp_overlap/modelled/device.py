@@ -236,9 +236,9 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def compare_issued(ranks: Sequence[Sequence[Issued]]) -> Finding | None:
-    """A finding if ranks that enqueued these collectives, each in its order, wait for each other.
-    Communicators that share a device must be used in one order on all ranks. Else each waits for a
-    kernel that cannot start."""
+    """A finding if ranks that enqueue these collectives, each in its own order, wait for each
+    other; else None. Communicators that share a device must be used in one order on all ranks: else
+    each waits for a kernel that cannot start."""
     positions = [0] * len(ranks)
     while True:
         heads = [

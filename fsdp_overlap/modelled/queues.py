@@ -1,4 +1,4 @@
-"""Queues, which do one thing after the other, and what each knows to come before its next one."""
+"""Queues, which do one thing after the other, and what is known to come before what."""
 
 from __future__ import annotations
 

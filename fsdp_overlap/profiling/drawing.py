@@ -28,8 +28,8 @@ _GAP = 1 / 2000
 
 @dataclass(frozen=True)
 class Bar:
-    """start, end: milliseconds from the picture's left end. text: shown to who points at the
-    bar."""
+    """start, end: milliseconds from the picture's left end. text: shown when the mouse points at
+    the bar."""
 
     row: int
     start: float
