@@ -91,7 +91,7 @@ class Backward:
 
     def finish(self) -> None:
         """Ends the walk: this rank's graph reaches no more calls. Walks past the calls of forward
-        that remain, as other ranks do, and releases all units."""
+        that remain, as other ranks do, and releases the units that are still open."""
         for forward_pass in self.remaining:
             if not forward_pass.is_recompute:
                 self._walk_to_end(forward_pass)

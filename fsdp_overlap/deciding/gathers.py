@@ -46,8 +46,8 @@ class Gathers:
         asked: Sequence[Callable[[], Unit | None]] = (),
     ) -> bool:
         """Compute needs ``unit`` now and is expected to need ``upcoming`` next. Enqueues the
-        all-gathers that are missing. After this unit's all-gather, which so need not wait for them,
-        it carries out the delayed releases. The next all-gathers find the memory of these. If the
+        all-gathers that are missing. Carries out delayed releases after this unit's all-gather,
+        which so does not wait for them, and before the others, which find the freed memory. If the
         user ``asked`` for units, all of them are gathered instead of ``upcoming``. Returns whether
         anything was enqueued."""
         issued, mine = self._issued, unit.index

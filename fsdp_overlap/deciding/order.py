@@ -12,11 +12,11 @@ from fsdp_overlap.deciding.interface import UnitIndex
 class ForwardOrder:
     """Records the order of units in each pass, and predicts it for later passes.
 
-    A pass is predicted from the last one that began with the same unit, or else from the last one:
-    a head that runs alone, chunk by chunk, says nothing about the whole model.
+    A pass is predicted from the last one that began with the same unit: a head that runs alone,
+    chunk by chunk, says nothing about the whole model. If none did, it is predicted from the last.
 
-    It learns only from passes that gathered something. A pass that found all units whole may have
-    run on this rank alone, and what is predicted is enqueued, so it must be the same on every rank.
+    Only passes that gathered something count. A pass that found all units whole may have run on
+    this rank alone, and what is predicted is enqueued, so it must be the same on every rank.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class ForwardOrder:
         self._next = 0
 
     def teach(self) -> None:
-        """Learns from the pass under way: it enqueues all-gathers, so it runs on every rank."""
+        """The pass under way counts: it enqueues all-gathers, so it runs on every rank."""
         self._teaches = True
 
     def visit(self, unit: UnitIndex) -> None:

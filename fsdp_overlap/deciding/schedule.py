@@ -1,9 +1,9 @@
 """When a unit is gathered, released and reduced: the events of forward and backward.
 
-In the forward of unit *i* its all-gather is enqueued first, unless that was done ahead. Then delayed
-releases are carried out. Then the next all-gather in the predicted order is enqueued. Then compute
-waits for the all-gather of *i*. Backward does the same along the reverse of what ran, and issues
-reduce-scatters as buckets become complete.
+In the forward of unit *i*, its all-gather is enqueued first, unless that was done ahead. Then
+delayed releases are carried out. Then the next all-gather in the predicted order is enqueued. Then
+compute waits for the all-gather of *i*. Backward does the same along the reverse of what ran, and
+issues reduce-scatters as buckets become complete.
 
 All of it follows from the order of calls, never from what is ready first on one rank, so that all
 ranks enqueue the same collectives. Where a rank's backward skips a call that others reach, the
