@@ -113,7 +113,7 @@ class OrderCheck:
 
         Raises:
             RuntimeError: they issue other collectives; names what each issues. Or they planned
-                ``subject`` differently, or have other buckets beside it.
+                ``subject`` differently, or have other buckets on the mesh.
         """
         self._issued.append(code)
         self._count += 1
