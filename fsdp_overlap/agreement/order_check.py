@@ -124,8 +124,8 @@ class OrderCheck:
             self._fold()
 
     def note_new_bucket(self) -> None:
-        """A bucket was added to the mesh. The next check so has another size, and earlier
-        confirmations do not tell whether all ranks added it. So everything is confirmed again."""
+        """A bucket was added to the mesh. So the next check has another size. Earlier confirmations
+        do not tell whether all ranks added the bucket, so everything is confirmed again."""
         if self.confirms and self._count:
             self._issued.append(NEW_UNIT)
             self._expectation = Expectation()

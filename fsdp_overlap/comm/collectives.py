@@ -340,8 +340,8 @@ def _finish(work: dist.Work | None) -> None:
 
 
 def _divide_early(gradients: torch.Tensor, divisor: float | None) -> float | None:
-    """Divides ``gradients`` in place before they are summed, if they are in half precision, because
-    the sum may overflow. Returns what is left to divide the sum by."""
+    """Divides ``gradients`` in half precision by ``divisor`` in place, before they are summed,
+    because the sum may overflow. Returns what is left to divide the sum by."""
     if divisor is None or gradients.dtype not in (torch.float16, torch.complex32):
         return divisor
     _as_real(gradients).div_(divisor)

@@ -112,8 +112,9 @@ class GroupCache:
         return LaneGroups(gather, reduce, across, self._take("order_check", copies, mesh))
 
     def get_part(self, mesh: DeviceMesh, size: int) -> dist.ProcessGroup:
-        """The group of this rank among ``size`` neighbours along the dimension that ``mesh`` shards
-        over. ``size`` divides that dimension. Collective over the mesh at its first call."""
+        """The group of ``size`` neighbours that this rank belongs to, along the dimension that
+        ``mesh`` shards over. ``size`` divides that dimension. Collective over the mesh at its first
+        call."""
         shard = mesh.get_group(mesh.ndim - 1)
         first = shard.rank() // size * size
         ranks = dist.get_process_group_ranks(shard)[first : first + size]

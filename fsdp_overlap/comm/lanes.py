@@ -72,7 +72,7 @@ class Lane(Protocol):
         ...
 
     def mark_compute(self) -> Mark:
-        """Marks the compute enqueued so far."""
+        """A mark of the compute enqueued so far."""
         ...
 
     def allocate(self, label: str, buffer: FlatBuffer) -> None:

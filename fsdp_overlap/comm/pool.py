@@ -45,7 +45,7 @@ class Loan:
     reference: ref[dist.ProcessGroup]
     shelf: Shelf
     number: int
-    """Tells it from the others on its shelf. The same on every rank."""
+    """The group's number on its shelf, the same on every rank."""
     device_type: str
     turn: int = 0
     """How many contexts had it before."""
@@ -201,7 +201,7 @@ def next_turn(group: dist.ProcessGroup) -> int:
 
 
 def alive(reference: ref[dist.ProcessGroup]) -> dist.ProcessGroup:
-    """The group that ``reference`` is to.
+    """The group that ``reference`` refers to.
 
     Raises:
         RuntimeError: the user destroyed the group.

@@ -45,8 +45,7 @@ def watch_of(group: dist.ProcessGroup | None) -> Watch | None:
 
 
 def wait(work: dist.Work, watch: Watch) -> None:
-    """Blocks the host until ``work`` is done. Meanwhile it asks ``watch``, each time after twice as
-    long.
+    """Blocks the host until ``work`` is done. Meanwhile asks ``watch``, at intervals that double.
 
     Raises:
         RuntimeError: ``work`` failed or timed out, or ``watch`` knows that it will.
