@@ -16,12 +16,12 @@ def has_streams(device: torch.device) -> bool:
 
 
 def streams_of(device: torch.device) -> Any:
-    """The module with ``device``'s streams and events, as ``torch.cuda`` is a GPU's."""
+    """The module with ``device``'s streams and events, such as ``torch.cuda`` for a GPU."""
     return torch.get_device_module(device)
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether what is enqueued on the current stream is recorded for a graph, as CUDA's are."""
+    """Whether the current stream is being captured into a graph, such as a CUDA graph."""
     if not has_streams(device):
         return False
     ask = getattr(streams_of(device), "is_current_stream_capturing", None)
