@@ -18,6 +18,7 @@ class Expectation:
     anything repeats, the place comes to be one period behind.
 
     The prediction follows from the history alone. Two ranks with the same history predict the same.
+    See Note [confirmation].
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,5 @@
 """What went wrong, on this rank or another. Ranks tell each other through the store, because a
-collective would only wait."""
+collective would only wait. See Note [asking around]."""
 
 from __future__ import annotations
 

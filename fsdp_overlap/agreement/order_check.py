@@ -66,11 +66,11 @@ class Interval(NamedTuple):
 class OrderCheck:
     """What this rank issues, in order, and how that is compared with the other ranks.
 
-    *The check* runs once per backward that reduces. It compares a rolling digest of all that was
-    issued, by one small all-reduce of bytes for each dimension of the mesh. The same message
-    carries which parameters have a gradient on some rank. A CPU reads the check at once. A device
-    with streams reads it at the end of a later backward, once it has arrived, so that the host
-    never waits for it.
+    *The check* runs once per backward that reduces: Note [order check]. It compares a rolling
+    digest of all that was issued, by one small all-reduce of bytes for each dimension of the mesh.
+    The same message carries which parameters have a gradient on some rank. A CPU reads the check at
+    once. A device with streams reads it at the end of a later backward, once it has arrived, so
+    that the host never waits for it.
 
     *Confirmation* is for a CPU alone. A rank predicts what it issues next from what it issued
     before (:class:`Expectation`). Two ranks with the same history predict the same next collective.

@@ -1,4 +1,4 @@
-"""Names in profiler traces that cost next to nothing when no profiler runs."""
+"""Names in profiler traces that cost next to nothing when no profiler runs. See Note [marks]."""
 
 from __future__ import annotations
 

@@ -20,6 +20,14 @@ def streams_of(device: torch.device) -> Any:
     return torch.get_device_module(device)
 
 
+def current_device(device_type: str) -> torch.device:
+    """The device of this type that is computed on now, with its index if the type has streams."""
+    device = torch.device(device_type)
+    if has_streams(device):
+        return torch.device(device_type, streams_of(device).current_device())
+    return device
+
+
 def is_capturing(device: torch.device) -> bool:
     """Whether the current stream is being captured into a graph, such as a CUDA graph."""
     if not has_streams(device):

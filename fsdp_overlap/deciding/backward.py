@@ -65,7 +65,8 @@ class Backward:
 
     def begin(self, units: Iterable[Unit]) -> None:
         """Is called at the first event of this backward."""
-        # All ranks call backward(). What its graph reaches may differ, so that does not count.
+        # All ranks call backward(). What its graph reaches may differ, so that does not count. See
+        # Note [gradients of inputs].
         self.accumulates = self._engine.is_for_all_leaves() or any(
             unit.accumulates for unit in units
         )
@@ -104,7 +105,7 @@ class Backward:
         return any(call.unit == unit.index for call in self.open_calls)
 
     def before_recompute(self, unit: Unit, tick: int) -> None:
-        """A forward of ``unit`` begins within this backward."""
+        """A forward of ``unit`` begins within this backward. See Note [recomputing]."""
         self.recomputing.append((unit, tick))
         if not self.is_open(unit):
             self._advance_to_checkpoint(unit)

@@ -10,10 +10,12 @@ from fsdp_overlap.deciding.stats import Stats
 
 
 class Gathers:
-    """Keeps at most ``prefetch`` full buffers beside those in use. The user may ask for more.
+    """Keeps at most ``prefetch`` full buffers beside those in use. The user may ask for more. See
+    Note [room] and, for how that overlaps with compute, Note [running ahead].
 
     A buffer that is not in use was either gathered ahead or waits for its delayed release. Every
-    decision follows from the order of calls alone, so that all ranks enqueue the same all-gathers.
+    decision follows from the order of calls alone, so that all ranks enqueue the same all-gathers:
+    Note [pairing].
     Units are named by index, so that none is kept alive.
     """
 
@@ -35,7 +37,8 @@ class Gathers:
         self._asked: dict[UnitIndex, Mark] = {}
         self.in_graphs: dict[UnitIndex, int] = {}
         """Units whose full buffers a graph made by ``backward(create_graph=True)`` may read, at
-        moments that no hook sees. Each with the tick of its first use."""
+        moments that no hook sees: Note [graphs of gradients]. Each with the tick of its first
+        use."""
         self._issued = 0
         self._waits_for_event = False
 
@@ -176,7 +179,8 @@ class Gathers:
         self._transfers.gather(unit)
 
     def _ask(self, unit: Unit, asked: Sequence[Callable[[], Unit | None]]) -> None:
-        """Gathers the units that the user listed for ``unit``, unless they are whole already."""
+        """Gathers the units that the user listed for ``unit``, unless they are whole already. See
+        Note [asked for]."""
         others = [
             other
             for find in asked

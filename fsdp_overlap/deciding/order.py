@@ -16,7 +16,8 @@ class ForwardOrder:
     chunk by chunk, says nothing about the whole model. If none did, it is predicted from the last.
 
     Only passes that gathered something count. A pass that found all units whole may have run on
-    this rank alone, and what is predicted is enqueued, so it must be the same on every rank.
+    this rank alone, and what is predicted is enqueued, so it must be the same on every rank. See
+    Note [order].
     """
 
     def __init__(self) -> None:
@@ -103,7 +104,7 @@ class Call:
 
     The autograd engine runs nodes in the reverse of the order in which they were made. So when the
     gradient of this call's output arrives, backward is done with every call that started after
-    ``end``. Releases and reductions rely on that.
+    ``end``. Releases and reductions rely on that. See Note [passed calls].
     """
 
     unit: UnitIndex

@@ -28,7 +28,7 @@ class Reductions:
 
     Ranks' collectives pair up by order, and which gradient is ready first may differ from rank to
     rank. So each unit waits for its turn, and a unit that gets no gradient on this rank is reduced
-    with zeros in its turn.
+    with zeros in its turn. See Note [turns].
     """
 
     def __init__(self, transfers: Transfers, max_inputs: int) -> None:

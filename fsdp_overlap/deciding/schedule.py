@@ -68,7 +68,7 @@ class Schedule:
         self._is_pass_over = True
         self._unfinished: list[Unit] = []
         """Units of several modules that stay gathered, because not all of their modules have run in
-        this pass."""
+        this pass. See Note [several modules]."""
         self._open_passes: deque[ForwardPass] = deque(maxlen=MAX_OPEN_PASSES)
         self._backward: Backward | None = None
         self._backwards = 0
@@ -287,7 +287,7 @@ class Schedule:
 
     def drop(self) -> None:
         """Forgets what is under way. Also forgets the recorded order, which may differ from rank to
-        rank."""
+        rank. See Note [errors]."""
         self.order = ForwardOrder()
         self._backward_order = None
         self.gathers.drop()

@@ -199,8 +199,7 @@ class ModelledDevice:
     def release_after(self, tensor: torch.Tensor, stream: Queue) -> None:
         """``Tensor.record_stream``: the memory is not used again before ``stream`` is done with
         it."""
-        memory = self.memory_of(tensor)
-        memory.accesses = [a for a in memory.accesses if a.stamp.queue != stream.index]
+        self.memory_of(tensor).waited_for.add(stream.index)
 
     def _give(self, memory: Memory, nbytes: int) -> None:
         if memory.is_on_device and nbytes:

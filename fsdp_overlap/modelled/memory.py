@@ -33,6 +33,9 @@ class Memory:
     is_freed: bool = False
     """Whether its storage has been resized to nothing."""
     accesses: list[Access] = field(default_factory=list)
+    waited_for: set[int] = field(default_factory=set)
+    """The queues that the allocator waits for before it gives the memory to a next owner, as
+    ``Tensor.record_stream`` asks of it."""
 
     def conflicts(self, access: Access, queue: Queue) -> Iterator[Access]:
         """Earlier accesses that conflict with ``access``, which is enqueued on ``queue`` now: they
@@ -56,7 +59,9 @@ class Memory:
 
     def hand_over(self) -> list[Access]:
         """The accesses that the next owner of the memory has to come after."""
-        left, self.accesses = self.accesses, []
+        left = [access for access in self.accesses if access.stamp.queue not in self.waited_for]
+        self.accesses.clear()
+        self.waited_for.clear()
         return [replace(access, is_of_last_owner=True) for access in left]
 
     def take_over(self, accesses: Iterable[Access]) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_overlap.agreement.faults import Faults
 from fsdp_overlap.comm.groups import GroupCache, LaneGroups
 from fsdp_overlap.comm.lanes import Lane, make_lane
-from fsdp_overlap.comm.streams import has_streams, streams_of
+from fsdp_overlap.comm.streams import current_device
 from fsdp_overlap.deciding.reductions import MAX_INPUTS
 from fsdp_overlap.deciding.schedule import Schedule
 from fsdp_overlap.deciding.stats import Stats
@@ -29,7 +29,7 @@ from fsdp_overlap.runtime.plan_comparison import compare_plans
 from fsdp_overlap.runtime.starts import compare_starts
 from fsdp_overlap.runtime.transfers import Transfers
 from fsdp_overlap.runtime.unit import Unit, unit_of
-from fsdp_overlap.runtime.unit_plans import all_or_none, check_plannable
+from fsdp_overlap.runtime.unit_plans import plan_together
 from fsdp_overlap.runtime.units import Units, name_units
 from fsdp_overlap.runtime.unsharded_edits import Uncompared
 
@@ -148,16 +148,11 @@ class FsdpContext:
         Raises:
             RuntimeError: no mesh was given and ``torch.distributed`` is not initialized.
         """
-        if self._mesh is not None:
-            return self._mesh
-        return default_mesh()
+        return self._mesh if self._mesh is not None else default_mesh()
 
     @cached_property
     def device(self) -> torch.device:
-        device = torch.device(self.mesh.device_type)
-        if has_streams(device):
-            return torch.device(device.type, streams_of(device).current_device())
-        return device
+        return current_device(self.mesh.device_type)
 
     @property
     def stats(self) -> Stats:
@@ -260,15 +255,12 @@ class FsdpContext:
         """
         meshes = meshes or {}
         lists = [[unit] if isinstance(unit, nn.Module) else list(unit) for unit in units]
-        check_plannable(lists, [domain.plans for domain in self.domains])
-        among = {module for modules in lists for module in modules}
-        by_domain: dict[Domain, list[Sequence[nn.Module]]] = {}
-        for modules in lists:
-            domain = self.domain_of(meshes.get(modules[0], self.mesh))
-            by_domain.setdefault(domain, []).append(modules)
-        with all_or_none(domain.plans for domain in by_domain):
-            for domain, members in by_domain.items():
-                domain.plans.plan(members, ignored_params, among)
+        plan_together(
+            lists,
+            lambda first: self.domain_of(meshes.get(first, self.mesh)).plans,
+            [domain.plans for domain in self.domains],
+            ignored_params,
+        )
 
     # Units
 
@@ -332,11 +324,7 @@ class FsdpContext:
     @property
     def max_reduce_inputs(self) -> int:
         """The largest number that the user set on a unit, or the default."""
-        asked = [
-            unit.settings.max_reduce_inputs
-            for unit in self.units
-            if unit.settings.max_reduce_inputs
-        ]
+        asked = filter(None, (unit.settings.max_reduce_inputs for unit in self.units))
         return max(asked, default=MAX_INPUTS if self.prefetch else 1)
 
     def follow_reduce_inputs(self) -> None:

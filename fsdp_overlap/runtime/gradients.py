@@ -233,7 +233,7 @@ class BucketGradients:
 
     def settle_doubts(self, has_gradient: Sequence[int]) -> None:
         """Gives doubtful gradients to the parameters for which some rank had one, and drops the
-        others. ``has_gradient``: the flags of the domain."""
+        others. ``has_gradient``: the flags of the domain. See Note [no gradient]."""
         for index, local in self.doubtful:
             if has_gradient[self.bucket.first_flag + index]:
                 give_grads([self.bucket.sharded_parameters[index]], [local])

@@ -1,4 +1,7 @@
-"""Module and autograd hooks: what a forward and a backward tell the schedule."""
+"""Module and autograd hooks: what a forward and a backward tell the schedule.
+
+They own the units, and nothing that they own refers back: Note [lifetime].
+"""
 
 from __future__ import annotations
 

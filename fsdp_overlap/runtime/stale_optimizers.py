@@ -1,4 +1,5 @@
-"""Finds optimizers that have parameters which were replaced and are not trained any more."""
+"""Finds optimizers that have parameters which were replaced and are not trained any more. See
+Note [replaced parameters]."""
 
 from __future__ import annotations
 

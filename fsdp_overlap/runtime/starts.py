@@ -1,5 +1,5 @@
 """What the ranks' parameters held when they were sharded: compared once, or taken from the first
-rank."""
+rank. See Note [starts]."""
 
 from __future__ import annotations
 

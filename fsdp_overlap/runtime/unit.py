@@ -145,7 +145,7 @@ class Unit:
 
     @property
     def version(self) -> int:
-        """Grows with every edit of the unit's sharded parameters."""
+        """Grows with every edit of the unit's sharded parameters. See Note [stale]."""
         version = 0
         for bucket in self.buckets:
             version += bucket.edits.values + bucket.shard._version  # Bucket.version, asked often
@@ -266,8 +266,8 @@ class Unit:
 
     @property
     def is_kept_for_backward(self) -> bool:
-        """Whether it may stay gathered if it ran last in a forward: the user did not say
-        otherwise."""
+        """Whether it may stay gathered if it ran last in a forward: the user did not say otherwise.
+        See Note [kept for backward]."""
         return self.reshard_after_forward is None and self.settings.unshard_in_backward
 
     def follow_trainability(self) -> None:

@@ -87,12 +87,30 @@ def all_or_none(several: Iterable[UnitPlans]) -> Iterator[None]:
         raise
 
 
-def check_plannable(units: Sequence[Sequence[nn.Module]], made: Sequence[UnitPlans]) -> None:
-    """Checks ``units`` before :meth:`UnitPlans.plan`. ``made`` are all plans of the context.
+def plan_together(
+    units: Sequence[Sequence[nn.Module]],
+    plans_for: Callable[[nn.Module], UnitPlans],
+    made: Sequence[UnitPlans],
+    ignored: Collection[nn.Parameter],
+) -> None:
+    """Plans ``units``, each with those that have the same plans: ``plans_for`` the unit's first
+    module. ``made`` are all plans of the context.
 
     Raises:
-        ValueError: a module is a unit already, was planned before, or is named twice.
+        ValueError: a module is a unit already, was planned before, or is named twice. Nothing is
+            planned then.
     """
+    _check_plannable(units, made)
+    among = {module for modules in units for module in modules}
+    by_plans: dict[UnitPlans, list[Sequence[nn.Module]]] = {}
+    for modules in units:
+        by_plans.setdefault(plans_for(modules[0]), []).append(modules)
+    with all_or_none(by_plans):
+        for plans, members in by_plans.items():
+            plans.plan(members, ignored, among)
+
+
+def _check_plannable(units: Sequence[Sequence[nn.Module]], made: Sequence[UnitPlans]) -> None:
     modules = [module for unit in units for module in unit]
     for module in modules:
         if "_fsdp_unit" in module.__dict__ or any(plans.has(module) for plans in made):

@@ -1,4 +1,4 @@
-"""Keeps ``torch.compile`` from tracing our hooks."""
+"""Keeps ``torch.compile`` from tracing our hooks. See Note [compile]."""
 
 from __future__ import annotations
 
