@@ -11,9 +11,8 @@ There are three kinds:
   own object, with no function around it, so that a use costs no Python call.
 - What changes torch, or writes into its tables, is a function here.
 - Private attributes of torch's objects are used where they are needed, because a function around
-  each would be a Python call for every parameter in every step. :data:`ATTRIBUTES` lists them. The
-  list has also those that many programs use as if they were public, such as
-  ``module._parameters``.
+  each would be a Python call for every parameter in every step. :data:`ATTRIBUTES` lists them,
+  also those that many programs use as if they were public, such as ``module._parameters``.
 
 ``torch._foreach_copy_()`` and its family are documented, and are used like any other function.
 """
@@ -67,8 +66,8 @@ ATTRIBUTES = {
     "Module._forward_pre_hooks": "without our hooks in a copy that is sharded anew",
     "Module._forward_pre_hooks_with_kwargs": "how each hook is called",
     "Module._load_state_dict_post_hooks": "without our hooks in a copy that is sharded anew",
-    # Process groups. The collectives are asked for by the group's own methods because the
-    # functions of torch.distributed around them take as long on the host as the calls.
+    # Process groups. Collectives are issued by the group's own methods, because the functions of
+    # torch.distributed around these take as long on the host as the calls.
     "ProcessGroup._allgather_base": "gathers into one tensor; 2.11 has no all_gather_single()",
     "ProcessGroup._reduce_scatter_base": "reduces from one; 2.11 has no reduce_scatter_single()",
     "ProcessGroup._get_backend": "gives the backend's name and options",
@@ -84,32 +83,32 @@ ATTRIBUTES = {
 # The autograd engine
 
 current_graph_task_id = torch._C._current_graph_task_id
-"""The number of the backward under way on this thread, -1 if there is none. It tells backwards
-apart that are nested or follow each other."""
+"""The number of the backward under way on this thread, -1 if there is none. Backwards that are
+nested or follow each other have different numbers."""
 
 current_autograd_node = torch._C._current_autograd_node
-"""The node of the graph that is running, in whose hooks we are."""
+"""The node of autograd's graph that is running. It is asked for in hooks of that node."""
 
 will_engine_execute_node = torch._C._will_engine_execute_node
-"""Whether the backward under way comes to a node. It raises outside of a backward, and where
+"""Whether the backward under way comes to a node. It raises outside of a backward, and if
 ``autograd.grad()`` was asked about this very node."""
 
 is_checkpoint_valid = Variable._execution_engine.is_checkpoint_valid
-"""Whether the backward under way is for all leaves, as reentrant checkpointing asks it."""
+"""Whether the backward under way is for all leaves. Reentrant checkpointing asks it for that."""
 
 queue_callback = Variable._execution_engine.queue_callback
 """Has a function called when the backward under way has run. FSDP2 and DDP end their backwards
 likewise."""
 
 top_saved_tensors_default_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-"""Who handles the tensors that autograd saves here, as checkpointing does. Its argument must be
-true, or it tells of tracing instead."""
+"""The hooks that handle the tensors which autograd saves now, such as those of checkpointing. Its
+argument must be true, or it tells of tracing instead."""
 
 are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 """Whether a transform of ``torch.func`` is around a forward. All-gathers do not go through it."""
 
 profiler_enabled = torch._C._autograd._profiler_enabled
-"""Whether a profiler runs, for which alone spans are named."""
+"""Whether a profiler runs. Spans are named only then."""
 
 
 @contextmanager
@@ -125,7 +124,7 @@ def running_backwards_by(run: Callable[..., Any]) -> Iterator[None]:
 
 
 def determinism_checks() -> dict[str, Callable[[torch.Tensor], Any]]:
-    """What checkpointing compares when it recomputes a tensor, by name. Modes do not see it."""
+    """What checkpointing compares when it recomputes a tensor, by name. Modes do not see that."""
     return checkpoint._allowed_determinism_checks_to_fns
 
 
@@ -151,8 +150,8 @@ TorchDispatchMode = _python_dispatch.TorchDispatchMode
 """Shows a mode every operation. It is documented, and only its module is private."""
 
 disable_current_modes = _python_dispatch._disable_current_modes
-"""Within it no mode sees operations, such as those by which torch copies a storage, which do not
-tell where it lies."""
+"""Within it no mode sees operations. It is for those by which torch copies a storage, because they
+do not tell where the storage lies."""
 
 get_current_function_mode_stack = overrides._get_current_function_mode_stack
 """The modes that see calls now. torch leaves a mode while it runs what the mode has seen."""
@@ -179,15 +178,15 @@ fused_adamw_ = torch._fused_adamw_
 """AdamW's kernel over lists of tensors. The optimizer around it takes whole parameters, and we have
 runs of several."""
 
-# After the first a storage raises an error instead of telling its address, until the second. The
-# builds for a CPU alone have neither, and torch 2.11 has the first alone, which is of no use then.
+# The first makes a storage raise an error instead of telling its address. The second ends that.
+# Builds for a CPU alone have neither. torch 2.11 has only the first, which alone is of no use.
 refuse_access = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
 allow_access = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None)
 
 
 def allow_foreach(tensor_class: type[torch.Tensor]) -> None:
     """Lets optimizers and gradient clipping choose their foreach and fused forms for tensors of a
-    class. They go by the exact class, and torch adds DTensor to both lists in the same way."""
+    class. They look for the exact class. torch adds DTensor to both lists in the same way."""
     for types in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
         if tensor_class not in types:
             types.append(tensor_class)
@@ -210,7 +209,7 @@ def keep_from_compile(function: Callable[..., Any], reason: str) -> None:
     marks._torchdynamo_disable_msg = reason
 
 
-# Replaced while FSDP2's names are ours
+# FSDP2's names, which replacing.py replaces by ours
 
 older_fsdp2 = fsdp
 """FSDP2's first module, which exports the same names again."""
@@ -238,10 +237,10 @@ AllgatherOptions = c10d.AllgatherOptions
 """The only options of a collective that ``torch.distributed`` does not export."""
 
 default_group = c10d._get_default_group
-"""The group of all ranks. It raises if there is none, where ``dist.group.WORLD`` is ``None``."""
+"""The group of all ranks. It raises if there is none; ``dist.group.WORLD`` is ``None`` then."""
 
 default_store = c10d._get_default_store
-"""The store at which all ranks met, through which they tell each other what collectives cannot."""
+"""The store at which all ranks met. Through it they tell each other what collectives cannot."""
 
 default_timeout = c10d._get_default_timeout
 """How long the collectives of a backend may last, if nobody said."""
@@ -255,18 +254,18 @@ def is_registered(group: dist.ProcessGroup) -> bool:
 def make_group(
     name: str, ranks: Sequence[int], backend: dist.Backend, options: Any, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Makes a process group, in which only ``ranks`` take part, in this order.
+    """Makes a process group of ``ranks``, in this order. Only they take part in making it.
 
-    ``torch.distributed.new_group()`` cannot do that: it names a group by how many this rank has
-    made, which may not be the same elsewhere, and sorts the ranks.
+    ``torch.distributed.new_group()`` cannot do that. It sorts the ranks. And it names a group by
+    how many this rank has made, a number that may differ on other ranks.
 
     Considered: a bare ``ProcessGroupGloo`` over a ``PrefixStore``. That is no ``ProcessGroup``, and
-    to make it one, whose collectives profilers see, takes as many private names. NCCL would need
-    this function all the same. And ``destroy_process_group()``, which has to end the threads of
-    every group before Python ends, would not know of it.
+    to make it one, so that profilers see its collectives, takes as many private names. NCCL would
+    need this function all the same. And ``destroy_process_group()``, which has to end the threads
+    of every group before Python ends, would not know of it.
     """
     default = default_group()
-    # NCCL would split the default group if it were bound to a device, which takes all its ranks.
+    # If the default group is bound to a device, NCCL would split it, which takes all its ranks.
     bound, default.bound_device_id = default.bound_device_id, None
     try:
         group, _ = c10d._new_process_group_helper(
@@ -288,7 +287,7 @@ def make_group(
 
 
 def let_go_of_groups(mesh: DeviceMesh) -> None:
-    """Makes ``mesh`` forget its process groups, which it would keep until Python ends."""
+    """Makes ``mesh`` forget its process groups. Otherwise it keeps them until Python ends."""
     mesh._pg_registry.clear()
 
 
@@ -303,8 +302,8 @@ def teach_state_dicts(
     distribute_tensor: Callable[[Callable[..., Any]], Callable[..., Any]],
     distribute_tensors: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> None:
-    """Puts a function around each of the two by which torch's ``set_state_dict()`` family cuts
-    whole tensors. They know no placements but DTensor's own, and have no hook."""
+    """Wraps the two functions by which torch's ``set_state_dict()`` family cuts whole tensors.
+    They know no placements but DTensor's own, and have no hook."""
     module: Any = _state_dict_utils
     module.distribute_tensor = distribute_tensor(module.distribute_tensor)
     module._distribute_tensors = distribute_tensors(module._distribute_tensors)

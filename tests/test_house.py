@@ -218,3 +218,16 @@ def test_imports_for_types_and_within_functions_are_read(tmp_path: Path) -> None
     )
     files = dict.fromkeys(("a", "a.b", "a.b.c", "a.e", "a.g"), path) | {"module": path}
     assert read_imports(files)["module"] == {"a.b.c", "a.e", "a.g"}
+
+
+# ---- notes ----
+
+
+def test_code_and_document_have_the_same_notes() -> None:
+    """Code that relies on a rule of the schedule names the note in the document that explains
+    it."""
+    explained = re.findall(r"^#### Note \[([a-z ]+)\]$", DESIGN, re.MULTILINE)
+    text = "".join(path.read_text() for path in files_of_package().values())
+    named = re.findall(r"Note\s+(?:#\s+)?\[([a-z ]+)\]", text)
+    assert len(explained) == len(set(explained))
+    assert set(named) == set(explained)

@@ -1,2 +1,2 @@
 """What ranks tell each other beside their collectives: whether they issue the same ones, and what
-went wrong. It knows units and buckets by label and signature alone."""
+went wrong. Units and buckets are known here only by their labels and signatures."""

@@ -1,21 +1,24 @@
-"""What is to be expected next of somebody who does the same again and again."""
+"""Predicts what comes next of a rank that does the same again and again."""
 
 from __future__ import annotations
 
-# Of what was taken in, twice as many: steps of some thousand collectives.
+# At least so many of the last codes are remembered, at most twice as many. Enough for steps of some
+# thousand collectives.
 REMEMBERED = 1 << 15
 
 NOWHERE = 2 * REMEMBERED
-"""Where nothing is expected."""
+"""The place at which nothing is expected."""
 
 
 class Expectation:
-    """Expects what followed the last time that all was as now: a place in what was taken in so far
-    moves along while expectation holds. Where it does not, it moves behind the last occurrence of
-    the two codes taken in last. So it comes to walk one period behind, whatever repeats.
+    """Predicts the next code from the codes that were taken in so far, the history.
 
-    What is expected follows from what was taken in alone: two that took in the same expect the
-    same.
+    It expects the code at one place of the history. While that is right, the place moves along. If
+    it is wrong, the place moves to behind the previous occurrence of the last two codes. So, if
+    anything repeats, the place comes to be one period behind.
+
+    The prediction follows from the history alone. Two ranks with the same history predict the same.
+    See Note [confirmation].
     """
 
     def __init__(self) -> None:
@@ -25,7 +28,7 @@ class Expectation:
         self._behind: dict[tuple[int, int], int] = {}
 
     def take(self, code: int) -> bool:
-        """Takes ``code`` in; returns whether it was expected."""
+        """Takes ``code`` in. Returns whether it was expected."""
         taken, place = self._taken, self._place
         is_expected = place < len(taken) and taken[place] == code
         taken.append(code)

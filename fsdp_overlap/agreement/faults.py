@@ -1,5 +1,5 @@
-"""What went wrong, here or on another rank: told to the others by the store, for collectives only
-wait."""
+"""What went wrong, on this rank or another. Ranks tell each other through the store, because a
+collective would only wait. See Note [asking around]."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from fsdp_overlap.comm.groups import GroupCache
 from fsdp_overlap.comm.pool import group_timeout
 from fsdp_overlap.comm.store_notes import StoreNotes
 
-# For the others to tell what they issued, once it is known that it is not the same.
+# How long the others have to tell what they issued, once it is known that ranks differ.
 GRACE_SECONDS = 2.0
 
-# Of all contexts: a rank that waits in the reset of one does not come to collectives of another.
+# Those of all contexts, because a rank that waits in the reset of one context does not come to the
+# collectives of another.
 _all: WeakSet[Faults] = WeakSet()
 
 
@@ -35,16 +36,16 @@ class Note:
     """What a rank tells the others of one mesh."""
 
     event: str = ""
-    """The last that happened to it, as an error that left the model."""
+    """The last thing that happened to the rank, such as an error that left the model."""
     failure: str = ""
-    """What it ended for."""
+    """The error that it raised in place of a collective's result, if any."""
     progress: tuple[int, int] = (0, 0)
-    """How many checks and other collectives it issued."""
+    """How many order checks it issued, and how many other collectives."""
     issued: dict[str, int | None] = field(default_factory=dict)
     """How many collectives it issued on each group, by the group's name."""
     has_reset: bool = False
     units: tuple[str, ...] = ()
-    """Names the mesh's buckets, in the order in which they were made."""
+    """The labels of the mesh's buckets, in the order in which they were made."""
     history: tuple[Interval, ...] = ()
 
     @classmethod
@@ -63,24 +64,24 @@ class Party(Protocol):
     def device_type(self) -> str: ...
     @property
     def groups_of_all(self) -> Sequence[dist.ProcessGroup]:
-        """Groups that together connect all of them, empty where none were made."""
+        """Groups that together connect all these ranks. Empty if none were made yet."""
         ...
 
     @property
     def order_check(self) -> OrderCheck: ...
     @property
     def labels(self) -> Sequence[str]:
-        """What this rank has sharded over the mesh, in order."""
+        """The labels of the buckets that this rank has sharded over the mesh, in order."""
         ...
 
 
 class Faults:
-    """What one context knows of faults. Asked while a collective lasts and when one has failed.
+    """What one context knows of faults. It is asked while a collective lasts, and when one failed.
 
-    Who waits long posts what it issued, and reads what the others did: the first that is not the
-    same, and the ranks that gave up, tell that it waits in vain. After a fault the groups of the
-    context are closed, where they can be, so that all ranks learn of it at once. Elsewhere ranks
-    meet when they reset, and compare how many collectives each has issued.
+    A rank that waits long posts what it issued, and reads what the others issued. It waits in vain
+    if their collectives differ, or if a rank gave up. After a fault the groups of the context are
+    closed, so that all ranks learn of it at once. Where groups cannot be closed, ranks compare how
+    many collectives each has issued when they meet to reset.
     """
 
     def __init__(self, parties: Callable[[], Iterable[Party]], groups: GroupCache) -> None:
@@ -93,29 +94,30 @@ class Faults:
         _all.add(self)
 
     def look(self) -> None:
-        """A collective lasts. Does not wait for the others.
+        """Looks for a reason why a collective lasts. Does not wait for the others.
 
         Raises:
-            RuntimeError: it will never be done.
+            RuntimeError: the collective will never be done; says why.
         """
         self._post()
         if told := self._read() or self._read_resets():
             raise RuntimeError(self._fail(told))
 
     def explain(self, failure: RuntimeError) -> str:
-        """Why a collective ended with ``failure``."""
+        """Says why a collective ended with ``failure``."""
         if str(failure) == self._failure:
-            return self._failure  # which look() has told
+            return self._failure  # look() has raised it
         if self._failure:
             return f"ctx.reset() was not called, on every rank, since {self._failure}"
         self._post()
-        # Who closed the connection on purpose has said so before, and nobody waits for the dead:
-        # the launcher may be about to end this rank too.
+        # A rank that closed the connection on purpose posted the reason before. A rank that died
+        # is not waited for: the launcher may be about to end this rank too.
         died = f"a rank died, or did not come in time{self._events()}: {failure}"
         return self._fail(self._read() or died)
 
     def explain_difference(self, unit: str) -> str:
-        """What ranks did that is not the same, with ``unit`` if that is known."""
+        """Says what ranks did differently. ``unit`` is where, empty if that is not known. Waits for
+        the others to tell, at most :data:`GRACE_SECONDS`."""
         self._post()
         end = time.monotonic() + GRACE_SECONDS
         while not (told := self._read()) and time.monotonic() < end:
@@ -133,31 +135,33 @@ class Faults:
         )
 
     def raised(self, where: str, error: BaseException) -> None:
-        """``error`` left the model, in ``where``; others may wait for this rank in vain."""
+        """Tells the others that ``error`` left the model, in ``where``. They may wait for this rank
+        in vain."""
         if self._groups.can_close:
             self._event = f"{where} raised {error!r}"
             self._post()
 
     def meet(self, error: BaseException | None) -> None:
-        """Before all is dropped, on every rank: waits for the others, which may have to learn of it
-        first, and ends what is under way where it will never be done. ``error`` is what this rank
-        handles.
+        """Meets the other ranks in ``ctx.reset()``, before everything is dropped. Waits for them,
+        which may have to learn of the reset first, and ends collectives that will never be done.
+        ``error`` is the one that this rank handles, if any. Must be called on every rank.
 
         Raises:
-            RuntimeError: some did not come, or they issued other collectives than this rank on a
-                group that is the user's.
+            RuntimeError: some ranks did not come, or they issued more or fewer collectives than
+                this rank on a group that is the user's.
         """
         if not any(self._stores()):
             return
         self._has_reset = True
         self._resets += 1
         self._event = "called ctx.reset()" + (f" after {error!r}" if error is not None else "")
-        for other in [*self._others(), self]:  # which is read first
+        for other in [*self._others(), self]:  # this one last, because it is read first
             other._post()
         notes: list[tuple[Party, dict[int, Note]]] = []
         for party, group, name in self._stores():
             timeout = group_timeout(group, party.device_type)
-            # One of its own: who has met the others goes on, and may post other notes at once.
+            # A name for this reset alone: a rank that has met the others goes on, and may post
+            # other notes at once.
             store = StoreNotes(f"{name}/reset/{self._resets}", group)
             late = store.meet(timeout, self._note_of(party))
             if late:
@@ -181,13 +185,14 @@ class Faults:
 
     def _apart(self, told: Iterable[tuple[Party, dict[int, Note]]]) -> dict[str, list[int]]:
         """The groups on which others issued more or fewer collectives than this rank, by name, and
-        who did, as they ``told`` when they met. All ranks of a group find the same."""
+        which ranks did. ``told`` is what ranks posted when they met. All ranks of a group agree on
+        whether it is among them."""
         found: dict[str, list[int]] = {}
         for party, notes in told:
             for name, mine in self._groups.issued().items():
                 for rank, note in notes.items():
                     if name not in note.issued:
-                        continue  # it is in another row or column of the mesh
+                        continue  # that rank is in another row or column of the mesh
                     theirs = note.issued[name]
                     is_counted = mine is not None and theirs is not None
                     is_behind = note.progress != party.order_check.progress
@@ -196,20 +201,20 @@ class Faults:
         return found
 
     def clear(self) -> None:
-        """All is at rest again."""
+        """Forgets the last fault. Everything is at rest again."""
         self._failure = self._event = ""
         self._has_reset = False
 
     def _fail(self, text: str) -> str:
-        """Notes what happened, and ends what the other ranks wait for."""
+        """Notes what happened, and ends what the other ranks wait for. Returns ``text``."""
         self._failure = text
         self._post()
         self._groups.close()
         return text
 
     def _stores(self) -> Iterator[tuple[Party, dist.ProcessGroup, str]]:
-        """The groups that a rank compares itself in, with a name for their notes: of two meshes
-        over the same ranks both have the same group."""
+        """The groups in which ranks compare themselves, with a name for the notes of each. Two
+        meshes over the same ranks share a group, so the name also counts the group's uses."""
         seen: Counter[str] = Counter()
         for party in self._parties():
             for group in party.groups_of_all:
@@ -222,7 +227,7 @@ class Faults:
             StoreNotes(name, group).post(self._note_of(party))
 
     def _note_of(self, party: Party) -> str:
-        """What this rank tells now."""
+        """What this rank tells the others of ``party`` now."""
         check = party.order_check
         note = Note(
             self._event,
@@ -240,8 +245,8 @@ class Faults:
             yield party, _parsed(StoreNotes(name, group))
 
     def _read(self) -> str:
-        """What the others tell for which a collective is waited for in vain, if they do. What they
-        told a while ago still holds."""
+        """Why this rank waits for a collective in vain, as the others tell. Empty if they tell no
+        reason. What they told a while ago still holds."""
         told = ""
         for party, notes in self._notes():
             check = party.order_check
@@ -254,14 +259,14 @@ class Faults:
                 if note.has_reset and note.progress < check.progress:
                     told = told or f"rank {rank} {note.event}: call it on every rank"
                 elif note.failure:
-                    # It may have been told itself.
+                    # If that rank learned of the failure from another, the text names the other.
                     is_first = " ended: " not in note.failure
                     told = told or (f"rank {rank} ended: " if is_first else "") + note.failure
         return told
 
     def _read_resets(self) -> str:
-        """As :meth:`_read`, of ranks that have issued less than this one, and wait for it in the
-        reset of another context."""
+        """Like :meth:`_read`, for ranks that issued less than this one and wait for it in the reset
+        of another context."""
         for other in self._others():
             late = {rank: n for _, notes in other._notes() for rank, n in notes.items()}
             for party, notes in self._notes():

@@ -1,4 +1,4 @@
-"""Finds ranks that issue different collectives, which pair up by order and not by name."""
+"""Finds ranks that issue different collectives. Collectives pair up by order, not by name."""
 
 from __future__ import annotations
 
@@ -16,37 +16,38 @@ from fsdp_overlap.comm.collectives import Issued
 from fsdp_overlap.comm.lanes import HostTicket, Lane, Ticket
 from fsdp_overlap.comm.streams import has_streams
 
-# Collectives remembered by name since the last check; older ones only count in the digest.
+# How many collectives since the last check are remembered. Older ones only count in the digest.
 MAX_REMEMBERED = 4096
 
 DIGEST_BYTES = 4
 
-# What a code tells of a bucket: its index times their number, and which.
+# The code of a collective is the index of its bucket times the number of kinds, plus the kind.
 KINDS = ("all_gather", "reduce_scatter", "reduce_scatter and all_reduce across copies")
 
 # In place of a collective's code.
 FAILED_ELSEWHERE = -1
 NOTHING = -2
-"""Where a rank ended its backward."""
+"""The rank ended its backward."""
 NEW_UNIT = -3
 START = -4
-"""Before the first collective: ranks compare what they start from."""
+"""Ranks compare what they start from, before the first collective."""
 
 
 class Subject(Protocol):
-    """What a collective is of."""
+    """The bucket that a collective gathers or reduces."""
 
     label: str
 
     def signature(self, dtype: torch.dtype) -> int:
-        """A number that ranks have in common where they planned it alike, and all before it.
-        ``dtype`` is what the collective sends."""
+        """A number that is equal on ranks that planned the bucket alike and have as many buckets
+        and parameters on its mesh. ``dtype`` is what the collective sends."""
         ...
 
 
 class Interval(NamedTuple):
-    """The ``codes`` of what a rank issued between two checks, but for the ``first`` ones, which it
-    forgot. ``number`` counts checks."""
+    """The ``codes`` of what a rank issued between two checks, without the first few, which it
+    forgot. ``first`` is how many it forgot, ``number`` how many checks came before. ``is_over`` is
+    whether the second check was issued."""
 
     number: int
     first: int
@@ -54,7 +55,8 @@ class Interval(NamedTuple):
     is_over: bool
 
     def at(self, position: int) -> int | None:
-        """The code at ``position``, ``None`` where the rank has not come there yet."""
+        """The code at ``position``. ``None`` if the rank has not come there yet, ``NOTHING`` if its
+        backward ended before."""
         index = position - self.first
         if index < len(self.codes):
             return self.codes[index]
@@ -64,19 +66,20 @@ class Interval(NamedTuple):
 class OrderCheck:
     """What this rank issues, in order, and how that is compared with the other ranks.
 
-    *The check*, once per backward: a rolling digest of it all, in one small all-reduce of bytes for
-    each dimension of the mesh, which also carries which parameters have a gradient on some rank. On
-    a CPU it is read at once; on a device with streams at the end of a later backward, once it has
-    arrived, so that the host never waits for it.
+    *The check* runs once per backward that reduces: Note [order check]. It compares a rolling
+    digest of all that was issued, by one small all-reduce of bytes for each dimension of the mesh.
+    The same message carries which parameters have a gradient on some rank. A CPU reads the check at
+    once. A device with streams reads it at the end of a later backward, once it has arrived, so
+    that the host never waits for it.
 
-    *Confirmation*, on a CPU alone. A rank predicts what it issues next from what it issued before
-    (:class:`Expectation`). Two ranks with the same history predict the same next collective. So the
-    first collective on which ranks differ was predicted by some of them at most. The others wait,
-    before they issue it, for all ranks to say that they issue it too. What was predicted costs
-    nothing, and nothing travels between different units.
+    *Confirmation* is for a CPU alone. A rank predicts what it issues next from what it issued
+    before (:class:`Expectation`). Two ranks with the same history predict the same next collective.
+    So at the first collective on which ranks differ, at most some of them issue what was predicted.
+    Each of the others, before it issues its own, waits for all ranks to say that they issue the
+    same. A predicted collective costs nothing, and no data of one unit is taken for another's.
 
-    ``confirmed`` counts confirmations; ``explain`` tells what ranks did differently, with regard to
-    a unit if that is known.
+    ``confirmed`` is called for each confirmation. ``explain`` says what ranks did differently; it
+    is given the unit, or an empty string if that is not known.
     """
 
     def __init__(
@@ -105,12 +108,12 @@ class OrderCheck:
         self._expectation = Expectation()
 
     def note(self, code: int, subject: Subject, dtype: torch.dtype) -> None:
-        """This rank is about to issue the collective ``code``, which is of ``subject`` and sends
-        ``dtype``. Waits for the other ranks if that was not to be expected.
+        """This rank is about to issue the collective ``code`` of ``subject``, which sends
+        ``dtype``. Waits for the other ranks if it was not predicted.
 
         Raises:
-            RuntimeError: they issue others; names what each does. Or they planned it
-                otherwise, or others with it.
+            RuntimeError: they issue other collectives; names what each issues. Or they planned
+                ``subject`` differently, or have other buckets on the mesh.
         """
         self._issued.append(code)
         self._count += 1
@@ -121,8 +124,8 @@ class OrderCheck:
             self._fold()
 
     def note_new_bucket(self) -> None:
-        """A bucket was added to those of the mesh. So the next check has another size, and what
-        was confirmed before does not tell whether it was added everywhere."""
+        """A bucket was added to the mesh. So the next check has another size. Earlier confirmations
+        do not tell whether all ranks added the bucket, so everything is confirmed again."""
         if self.confirms and self._count:
             self._issued.append(NEW_UNIT)
             self._expectation = Expectation()
@@ -140,8 +143,8 @@ class OrderCheck:
                 raise RuntimeError(self._explain(subject.label))
 
     def ask(self, mine: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
-        """The three numbers of each rank of ``group`` where this one has ``mine``, of which the
-        first says what is asked. Collective; the host waits.
+        """Tells ``mine``, three numbers, to the ranks of ``group``, and returns those of each rank.
+        The first number says what is asked. Collective; the host waits.
 
         Raises:
             RuntimeError: a rank asks something else, or confirms a collective.
@@ -152,15 +155,16 @@ class OrderCheck:
         return others
 
     def _gather(self, label: str, mine: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
-        # A collective of another kind than those that may be under way on the same group, which so
-        # are never taken for it.
+        # Of another kind than all else that may be under way on this group. So no collective is
+        # taken for this one.
         sent = torch.tensor(mine, device=self.device)
         others = [torch.empty_like(sent) for _ in range(group.size())]
         work = dist.all_gather(others, sent, group, async_op=True)
         if self.confirms:
             HostTicket("order_check", label, Issued([work], lambda: sent, group), None).wait()
         else:
-            work.wait()  # without looking up every second, which would make NCCL give up
+            # Not by a ticket, which wakes up after a second: that would make NCCL give up.
+            work.wait()
         received: list[list[int]] = torch.stack(others).tolist()
         return received
 
@@ -178,7 +182,7 @@ class OrderCheck:
         sent = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         if has_streams(self.device):
             sent = sent.pin_memory()
-        # The lane's memory may still be read by what compute has waited for: sums across copies.
+        # Sums across copies, for which compute has waited, may still read the lane's memory.
         lane.after_compute()
         ticket = lane.enqueue("order_check", "", lambda: self._issue(sent, groups))
         self._under_way.append((ticket, sent))
@@ -191,8 +195,8 @@ class OrderCheck:
         return Issued((), lambda: sent.copy_(on_device, non_blocking=True))
 
     def read(self) -> bytes:
-        """Which parameters have a gradient on some rank, by the check that was sent first of those
-        not read yet. Blocks the host until it has arrived.
+        """Reads the oldest check that was not read yet. Returns for each parameter whether some
+        rank has a gradient. Blocks the host until the check has arrived.
 
         Raises:
             RuntimeError: on every rank, if the ranks' collectives differ; names the first that
@@ -216,19 +220,19 @@ class OrderCheck:
             self.read()
 
     def drop(self) -> None:
-        """Forgets checks under way and what was issued. On every rank."""
+        """Forgets checks under way and what was issued. Must be called on every rank."""
         self._under_way.clear()
         self._forget()
 
     @property
     def history(self) -> list[Interval]:
-        """What this rank has issued lately."""
+        """What this rank has issued since the last check but one."""
         now = Interval(self._checks, self._first, self._issued, is_over=False)
         return [now] if self._over is None else [self._over, now]
 
     @property
     def progress(self) -> tuple[int, int]:
-        """How many checks and other collectives this rank has issued."""
+        """How many checks this rank has issued, and how many other collectives."""
         return self._checks, self._count
 
     def _fold(self) -> None:
@@ -240,7 +244,7 @@ def first_difference(
     histories: Mapping[int, Sequence[Interval]],
 ) -> tuple[int, dict[int, int]] | None:
     """Where ``histories``, by rank, first differ: the position since a check, and the codes there
-    of the ranks that have come so far."""
+    of the ranks that have come that far. ``None`` if they do not differ."""
     for number in sorted({part.number for history in histories.values() for part in history}):
         parts = {
             rank: part
@@ -267,8 +271,9 @@ def describe_difference(
     units: Mapping[int, Sequence[str]],
     exchanged: bool,
 ) -> str:
-    """What ranks issued at ``position`` since the last check, by rank: ``codes`` of buckets, which
-    belong to ``units``. ``exchanged``: whether their data was."""
+    """Says what ranks issued at ``position`` since the last check. ``codes`` are those of the
+    collectives and ``units`` the labels of all buckets, both by rank. ``exchanged`` is whether the
+    collectives have exchanged data."""
     said = {rank: _describe(code, units[rank]) for rank, code in sorted(codes.items())}
     if len(set(said.values())) == 1:
         places = ", ".join(
@@ -305,7 +310,8 @@ def _describe(code: int, units: Sequence[str]) -> str:
 
 
 def greatest(values: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
-    """``values`` made the greatest over the ranks that ``groups`` together connect."""
+    """Replaces ``values`` in place by their maximum over the ranks that ``groups`` together
+    connect. Collective over ``groups``."""
     for group in groups:
         dist.all_reduce(values, dist.ReduceOp.MAX, group)
     return values

@@ -1,7 +1,7 @@
-"""``torch.distributed.checkpoint`` for files that strangers may have written or disks damaged.
+"""Safe loading of checkpoints that a stranger may have written or a disk may have damaged.
 
-A sharded model's checkpoints are torch's own: plain ``torch.distributed.checkpoint`` saves and
-loads them. Its reader runs the code that a checkpoint's pickles ask for, though;
+A sharded model's checkpoints are ordinary: plain ``torch.distributed.checkpoint`` (DCP) saves and
+loads them. But torch's own reader runs the code that a checkpoint's pickles name;
 :class:`SafeFileSystemReader` runs none.
 """
 

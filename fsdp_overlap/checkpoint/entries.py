@@ -1,4 +1,4 @@
-"""One entry of a ``.distcp`` file: what ``torch.save`` wrote of a tensor or of another value."""
+"""One entry of a ``.distcp`` file: what ``torch.save`` wrote for a tensor or another value."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fsdp_overlap.checkpoint.records import (
     read_into,
 )
 
-_MOST_DEEP = 100  # containers in containers
+_MOST_DEEP = 100  # levels of containers in containers
 _MOST_DIMS = 64
 
 
@@ -50,7 +50,7 @@ _STORAGES = {
         "ComplexFloat": torch.complex64,
     }.items()
 }
-# The storage of every dtype that has none of its own.
+# Dtypes without a storage class of their own use this one.
 _STORAGES["torch.storage.UntypedStorage"] = torch.uint8
 
 
@@ -74,7 +74,7 @@ class Bytes:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A strided view of ``storage``; ``offset`` and ``stride`` in elements of ``dtype``."""
+    """A strided view of ``storage``. ``offset`` and ``stride`` are in elements of ``dtype``."""
 
     storage: Bytes
     dtype: torch.dtype
@@ -106,9 +106,9 @@ class StoredTensor:
         lengths: Sequence[int],
         target: torch.Tensor,
     ) -> None:
-        """Copies the box at ``offsets`` of ``lengths`` into ``target``, a block of rows at a
-        time."""
-        if not self.is_contiguous:  # which DCP writes of plain tensors only
+        """Copies the box that begins at ``offsets`` and has the shape ``lengths`` into ``target``,
+        a block of rows at a time."""
+        if not self.is_contiguous:  # DCP writes only plain tensors this way
             box = self.read(file)
             for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
                 box = box.narrow(dim, offset, length)
@@ -130,7 +130,8 @@ class StoredTensor:
         lengths: Sequence[int],
         target: torch.Tensor,
     ) -> None:
-        """``position``: the element of the storage at which the tensor ``[dim:]`` begins."""
+        """``position``: where the part with the dimensions ``[dim:]`` begins, in elements of the
+        storage."""
         inner = self.size[dim + 1 :]
         row = prod(inner)
         position += offsets[dim] * row
@@ -159,19 +160,19 @@ class StoredTensor:
 
 def read_entry(file: FileIO, start: int, length: int, verify: bool = True) -> Any:
     """The value of the entry in bytes ``[start, start + length)`` of ``file``, with
-    :class:`StoredTensor` in place of tensors. Reads all of it, to compare checksums; without
-    ``verify`` all but the elements of tensors.
+    :class:`StoredTensor` in place of tensors. Reads the whole entry and compares its checksums;
+    without ``verify``, the elements of tensors are neither read nor compared.
 
     Raises:
-        CheckpointError: the entry holds what no checkpoint needs.
-        Exception: it is damaged.
+        CheckpointError: the entry holds something that no checkpoint needs.
+        Exception: the entry is damaged.
     """
     with zipfile.ZipFile(Slice(file, start, length)) as archive:
         records = archive.infolist()
     infos = {info.filename: info for info in records}
     if len(infos) != len(records):
         raise ValueError("two records of one name")
-    # Overlapping ones would be read, and checked, again and again.
+    # Overlapping records would be read and checked again and again.
     if sum(info.file_size for info in records) > length:
         raise ValueError(f"its records claim more bytes than its {length:,}")
     pickles = [name for name in infos if name.endswith("/data.pkl")]
@@ -208,16 +209,18 @@ def read_entry(file: FileIO, start: int, length: int, verify: bool = True) -> An
 
 
 def plain_value(value: Any, file: FileIO) -> Any:
-    """``value`` of an entry with tensors read from ``file``, as the user saved it.
+    """``value`` as the user saved it: what :func:`read_entry` returned, with the tensors read from
+    ``file``.
 
     Raises:
-        ValueError: it is no value of a checkpoint, or nests too deep.
+        ValueError: no checkpoint holds such a value, or containers are nested too deep.
     """
     return _Plain(file).of(value)
 
 
 class _Plain:
-    """Keeps what is shared shared: there may be more paths to a value than atoms in a machine."""
+    """Converts each shared value once and keeps it shared: following every path to it might never
+    end."""
 
     def __init__(self, file: FileIO) -> None:
         self.file = file
@@ -248,7 +251,7 @@ class _Plain:
 
 
 def shape_of(value: Any) -> torch.Size:
-    """``value``, of a pickle, as a shape."""
+    """A pickle's ``value`` as a shape."""
     if not isinstance(value, tuple) or len(value) > _MOST_DIMS:
         raise ValueError(
             f"a {type(value).__name__} is no shape, or none of {_MOST_DIMS} dimensions"
@@ -300,7 +303,7 @@ def _device(kind: Any, index: Any = None) -> torch.device:
 
 
 def _set(items: Any) -> set[Any]:
-    """Moves them: a list that was copied could be copied again, at every few bytes."""
+    """Empties the list: else a pickle could have the same items copied at every few bytes."""
     if not isinstance(items, list):
         raise ValueError("a set of what is no list")
     made = set(map(key, items))
@@ -314,7 +317,7 @@ def _complex(real: Any, imaginary: Any) -> complex:
     return complex(real, imaginary)
 
 
-# What torch.save writes of tensors and plain values, by the names that it gives them.
+# What torch.save writes for tensors and plain values, by the names in its pickles.
 _ADMITTED: dict[str, Any] = {
     **DTYPES,
     **_STORAGES,
@@ -324,7 +327,7 @@ _ADMITTED: dict[str, Any] = {
     "torch.Size": Maker(shape_of),
     "torch.device": Maker(_device),
     "collections.OrderedDict": Maker(lambda: OrderedDict()),
-    "__builtin__.set": Maker(_set),  # as Python 2 called it, which the protocol in use dates from
+    "__builtin__.set": Maker(_set),  # Python 2's name, which pickle protocol 2 writes
     "__builtin__.complex": Maker(_complex),
 }
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))

@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint."""
+"""The error that says what is wrong with a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from contextlib import contextmanager
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is damaged, incomplete or asks for what no checkpoint needs."""
+    """A checkpoint is damaged, incomplete or holds something that no checkpoint needs."""
 
 
 @contextmanager
 def refusing(where: str) -> Iterator[None]:
-    """Makes whatever goes wrong inside a :class:`CheckpointError` about ``where``.
+    """Turns every exception raised inside into a :class:`CheckpointError` about ``where``.
 
-    For code in which only what a stranger wrote decides whether it works: nobody can list all that
-    a damaged file makes of its parsers.
+    It is for code that fails only because of what a file holds: nobody can list all the exceptions
+    that a damaged file causes in parsers.
     """
     try:
         yield

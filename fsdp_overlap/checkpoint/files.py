@@ -1,4 +1,4 @@
-"""The files of a checkpoint: regular ones, with bytes where they say so."""
+"""Opens the files of a checkpoint and refuses those that are not regular or have large holes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from pathlib import Path
 
 from fsdp_overlap.checkpoint.errors import CheckpointError
 
-_HOLES_FROM = 1 << 20  # bytes; less is no bomb, and a sparse copy of zeros is no lie
+# Bytes. A shorter range cannot exhaust memory, and may have a hole because zeros were copied
+# sparsely.
+_HOLES_FROM = 1 << 20
 
 
 def file_size(path: Path) -> int:
-    """Bytes of the regular file at ``path``.
+    """The size in bytes of the regular file at ``path``.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no file, or it is not a regular one.
     """
     try:
         status = os.lstat(path)
@@ -31,10 +33,10 @@ def file_size(path: Path) -> int:
 
 @contextmanager
 def opened(path: Path) -> Iterator[FileIO]:
-    """The file at ``path``, for reading.
+    """Opens the regular file at ``path`` for reading.
 
     Raises:
-        CheckpointError: it cannot be opened.
+        CheckpointError: it cannot be opened, or is not a regular file.
     """
     file_size(path)
     try:
@@ -46,16 +48,18 @@ def opened(path: Path) -> Iterator[FileIO]:
 
 
 def refuse_holes(file: FileIO, start: int, length: int) -> None:
-    """For what is about to be held in memory: a file with holes may claim any number of bytes.
+    """Refuses a range with a hole; call it before the whole range is read into memory.
+
+    A file with holes may claim any number of bytes.
 
     Raises:
-        ValueError: bytes ``[start, start + length)`` were never written.
+        ValueError: some of the bytes ``[start, start + length)`` were never written.
     """
     if length < _HOLES_FROM or not hasattr(os, "SEEK_HOLE"):
         return
     try:
         hole = os.lseek(file.fileno(), start, os.SEEK_HOLE)
-    except OSError:  # the file system knows of none
+    except OSError:  # the file system cannot tell
         return
     if hole < start + length:
         raise ValueError(f"it claims {length:,} bytes, and from {hole - start:,} on is a hole")

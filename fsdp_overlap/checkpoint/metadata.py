@@ -32,13 +32,13 @@ from fsdp_overlap.torch_internals import StorageInfo
 
 METADATA_FILE = ".metadata"
 CHECKSUM_FILE = ".metadata.sha256"
-"""Written by ours beside the metadata, which has no checksum of its own."""
+"""``SafeFileSystemWriter`` writes it, because the metadata has no checksum of its own."""
 
-_MOST_AROUND = 1 << 20  # bytes of a tensor's entry beside the tensor's
-_MOST_CUTS = 8  # dimensions along which a tensor is cut
+_MOST_AROUND = 1 << 20  # bytes that a tensor's entry may have beyond those of the tensor
+_MOST_CUTS = 8  # dimensions along which a tensor may be cut
 _MOST_DEEP = 100  # steps of a key's path
 _MOST_GAPS = 1 << 20  # list items without a value
-_MOST_OF_A_NAME = 255  # characters, which file systems hold to as well
+_MOST_OF_A_NAME = 255  # characters; file systems have the same limit
 
 _DCP = "torch.distributed.checkpoint"
 _CLASSES = "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta"
@@ -51,7 +51,7 @@ _ADMITTED: dict[str, Any] = {
     "torch.Size": Maker(shape_of),
     "torch.serialization._get_layout": Maker(lambda name: name),
     "collections.OrderedDict": Maker(lambda: {}),
-    # Where the checkpoint was when it was written, which nobody reads.
+    # The path that the checkpoint was written to. Nobody reads it.
     **{
         f"{module}.{name}": record("path")
         for module in ("pathlib", "pathlib._local")
@@ -67,7 +67,7 @@ def read_metadata(folder: Path) -> Metadata:
     file in ``folder`` that is large enough for it and shares no byte with another entry.
 
     Raises:
-        CheckpointError: it is not so, or the metadata is missing, damaged or no metadata.
+        CheckpointError: this does not hold, or the metadata is missing, damaged or no metadata.
     """
     path = folder / METADATA_FILE
     with opened(path) as file, refusing(str(path)):
@@ -81,7 +81,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 @functools.cache
 def copies(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether torch copies tensors of one dtype into those of another, as it does for most."""
+    """Whether torch can copy a tensor of ``source`` into one of ``target``; most pairs work."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -94,7 +94,7 @@ def copies(source: torch.dtype, target: torch.dtype) -> bool:
 def _check_sum(folder: Path, file: FileIO) -> None:
     path = folder / CHECKSUM_FILE
     if not os.path.lexists(path):
-        return  # torch's own writer makes none
+        return  # torch's own writer writes no checksum
     if file_size(path) > 256:
         raise CheckpointError(f"{path.name} is no checksum")
     found = hashlib.file_digest(file, "sha256").hexdigest()
@@ -171,8 +171,8 @@ def _storage_info(value: Any) -> StorageInfo:
 
 
 def _check_paths(paths: dict[Any, Any], tensors: dict[str, Any]) -> None:
-    """The keys' paths in the nested state dict, as DCP flattens it."""
-    lengths: dict[tuple[Any, ...], int] = {}  # of the lists, which are filled up to the last item
+    """Checks each key's path in the nested state dict, which DCP saves flattened."""
+    lengths: dict[tuple[Any, ...], int] = {}  # by list; DCP fills a list up to its last item
     for fqn, path in paths.items():
         if len(_typed(path, tuple)) > _MOST_DEEP or any(type(s) not in (str, int) for s in path):
             raise ValueError("a key has a path that is none")
@@ -188,7 +188,7 @@ def _check_paths(paths: dict[Any, Any], tensors: dict[str, Any]) -> None:
 
 
 def _check_tiles(size: tuple[int, ...], chunks: list[ChunkStorageMetadata]) -> None:
-    """Every element is in exactly one chunk."""
+    """Checks that every element is in exactly one chunk."""
     for chunk in chunks:
         if len(chunk.offsets) != len(size) or len(chunk.sizes) != len(size):
             raise ValueError(f"chunk {chunk} of a tensor of {tuple(size)}")
@@ -198,9 +198,10 @@ def _check_tiles(size: tuple[int, ...], chunks: list[ChunkStorageMetadata]) -> N
     cut = [dim for dim, n in enumerate(size) if any(box[1][dim] != n for box in boxes)]
     if len(cut) > _MOST_CUTS:
         raise ValueError(f"a tensor of {tuple(size)} is cut along {len(cut)} dimensions")
-    # How often each element is covered follows from the differences along all dimensions, and those
-    # of a box are 1 and -1 in turn at its corners, 0 elsewhere: all chunks' together must be those
-    # of the tensor. That takes no look at pairs of chunks.
+    # How often each element is covered follows from the differences of that count along all
+    # dimensions. For one box, the differences are 1 and -1 in turn at the box's corners and 0
+    # elsewhere. So the differences of all chunks together must be those of the whole tensor. This
+    # compares no pairs of chunks.
     if prod(size):
         boxes.append((torch.Size([0] * len(size)), torch.Size(size), -1))
     corners: Counter[tuple[int, ...]] = Counter()
@@ -213,7 +214,7 @@ def _check_tiles(size: tuple[int, ...], chunks: list[ChunkStorageMetadata]) -> N
 
 
 def _check_entries(folder: Path, metadata: Metadata) -> None:
-    """Every value has its entries, and every entry its bytes in a file."""
+    """Checks that every value has its entries, and that every entry's bytes are in a file."""
     needed: dict[MetadataIndex, int] = {}
     for fqn, item in metadata.state_dict_metadata.items():
         if isinstance(item, BytesStorageMetadata):

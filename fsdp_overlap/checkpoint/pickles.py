@@ -1,4 +1,4 @@
-"""Pickles read as data: nothing that a pickle names is imported, and nothing is called."""
+"""Reads pickles as data: nothing that a pickle names is imported or called."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 from fsdp_overlap.checkpoint.errors import CheckpointError
 
-_MOST_ARGUMENTS = 256  # of one call; the path of a checkpoint has that many parts, if any
+_MOST_ARGUMENTS = 256  # of one call; only a path might need so many, one for each of its parts
 _MOST_IN_KEY = 64  # items of a tuple, and bits of a number
 _MOST_OF_A_LINE = 1 << 16  # bytes
 _MOST_OF_A_NAME = 200  # characters, in errors
@@ -33,36 +33,36 @@ _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 @dataclass(frozen=True)
 class Maker:
-    """Stands for a class or function that a pickle may name: ``make``, ours, is called for it.
+    """Stands for a class or function that a pickle may name: our ``make`` is called instead.
 
-    ``make`` is fast and makes no more of its arguments than they were: a pickle may call it with
-    the same ones at every few bytes.
+    ``make`` must be fast and must not multiply its arguments: a pickle may call it with the same
+    ones at every few bytes.
     """
 
     make: Callable[..., Any]
 
 
-@dataclass(eq=False, repr=False)  # neither hashing nor showing one looks at its state
+@dataclass(eq=False, repr=False)  # hashing or printing one must not look at its state
 class Record:
-    """What would have been an object: the class's name and the state, less what made it."""
+    """Stands for an object: its class's name and its state, without the constructor's arguments."""
 
     kind: str
     state: Any = None
 
 
 def record(kind: str) -> Maker:
-    """A class whose objects become Records of ``kind``."""
+    """Stands for a class whose objects become Records of ``kind``."""
     return Maker(lambda *_: Record(kind))
 
 
 def key(value: Any) -> Any:
-    """``value``, which hashes in no time.
+    """Returns ``value`` if it is sure to hash fast.
 
-    Tuples in tuples take as long as there are paths through them, numbers can be chosen to share
-    one hash.
+    Nested tuples take as long to hash as there are paths through them, and large numbers can be
+    chosen to share one hash.
 
     Raises:
-        ValueError: it may not.
+        ValueError: it may hash slowly.
     """
     parts = value if isinstance(value, tuple) else (value,)
     if len(parts) > _MOST_IN_KEY or any(
@@ -79,16 +79,16 @@ def read_pickle(
     admitted: Mapping[str, Any],
     persistent: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """The value of the pickle that is the next ``size`` bytes of ``file``.
+    """The value of the pickle in the next ``size`` bytes of ``file``.
 
     Args:
-        admitted: by ``module.name``, what stands for the globals that the pickle may name:
-            a :class:`Maker`, or the value itself.
-        persistent: from a persistent id to what it stands for.
+        admitted: the globals that the pickle may name, by ``module.name``. For each, a
+            :class:`Maker`, or the value itself.
+        persistent: returns what a persistent id stands for.
 
     Raises:
         CheckpointError: the pickle names another global or uses an opcode that no checkpoint needs.
-        Exception: it is damaged.
+        Exception: the pickle is damaged.
     """
     source = _Bounded(file, size)
     value = _Machine(admitted, persistent).run(source)
@@ -98,7 +98,7 @@ def read_pickle(
 
 
 class _Machine:
-    """The stack machine that a pickle is a program for, less all that could run code."""
+    """The stack machine that a pickle is a program for, without all that could run code."""
 
     def __init__(
         self, admitted: Mapping[str, Any], persistent: Callable[[Any], Any] | None
@@ -106,7 +106,7 @@ class _Machine:
         self.admitted = admitted
         self.persistent = persistent
         self.stack: list[Any] = []
-        self.marks: list[int] = []  # the stack's lengths at the marks
+        self.marks: list[int] = []  # the stack's length at each mark
         self.memo: dict[int, Any] = {}
 
     def run(self, file: _Bounded) -> Any:
@@ -194,7 +194,7 @@ class _Machine:
         return self.admitted[name]
 
     def _top(self, count: int = 1) -> Any:
-        """The topmost value, of ``count`` that there must be since the last mark."""
+        """The topmost value. Raises unless there are ``count`` values since the last mark."""
         if len(self.stack) - (self.marks[-1] if self.marks else 0) < count:
             raise ValueError("a value is missing on the stack")
         return self.stack[-1]
@@ -218,7 +218,7 @@ class _Machine:
 
 
 class _Bounded:
-    """What pickletools reads of a file, and never more than there is."""
+    """A file for pickletools that gives out at most ``size`` bytes, and refuses larger claims."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self._file, self.left = file, size

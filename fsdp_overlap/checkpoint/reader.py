@@ -1,4 +1,4 @@
-"""A DCP reader for checkpoints that strangers may have written or disks damaged."""
+"""A DCP reader for checkpoints that a stranger may have written or a disk may have damaged."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ from fsdp_overlap.torch_internals import StorageInfo
 
 
 class SafeFileSystemReader(FileSystemReader):
-    """A ``FileSystemReader`` that runs nothing of what a checkpoint says and believes none of it.
+    """A ``FileSystemReader`` that runs no code from a checkpoint and trusts nothing in it.
 
     ``torch.distributed.checkpoint.load(state, storage_reader=SafeFileSystemReader(folder))`` loads
     what torch's own reader loads, from any DCP writer. Before anything is changed, every rank
     compares what it is about to read with its checksums, sizes and dtypes; if one rank refuses, all
-    do. Besides its targets it holds a few megabytes, whatever the size of a tensor. Values that are
-    no tensors may be numbers, strings, ``None``, dtypes, devices, and dicts, lists, tuples and sets
-    of these and of tensors.
+    do. Besides the tensors that it loads into, it uses a few megabytes, whatever the size of a
+    tensor. Values other than tensors may be numbers, strings, ``None``, dtypes, devices, and dicts,
+    lists, tuples and sets of these and of tensors.
 
     Args:
         path: the checkpoint's folder.
-        verify: whether the elements of tensors are compared with their checksums, for which they
-            are read twice. All else is checked in any case.
+        verify: whether the elements of tensors are compared with their checksums. They are then
+            read twice. Everything else is always checked.
 
     Raises:
         CheckpointException: with the :class:`CheckpointError` of each rank that refused: a file is
-            missing, damaged, not a regular file or outside the folder; sizes do not fit; or
-            something else than values is named.
+            missing, damaged, not a regular file or outside the folder; sizes do not fit; or a
+            pickle names something that is not a value.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, verify: bool = True) -> None:
@@ -54,8 +54,9 @@ class SafeFileSystemReader(FileSystemReader):
         self.verify = verify
 
     def read_metadata(self) -> Metadata:
-        """The checked metadata; empty, until :meth:`set_up_storage_reader` raises, if refused."""
-        # torch.distributed.checkpoint.load() drops what is raised here.
+        """The checked metadata. If it is refused, the result is empty and
+        :meth:`set_up_storage_reader` raises."""
+        # torch.distributed.checkpoint.load() swallows exceptions raised here.
         self._refused: CheckpointError | None = None
         try:
             self._metadata = read_metadata(Path(self.path))
@@ -74,7 +75,7 @@ class SafeFileSystemReader(FileSystemReader):
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Reads and checks what this rank is about to load, and keeps where it lies."""
+        """Reads and checks what this rank is about to load, and remembers where it lies."""
         self._values: dict[MetadataIndex, Any] = {}
         needed = {item.storage_index for item in plan.items}
         for name, file, indices in self._by_file(needed):
@@ -107,15 +108,16 @@ class SafeFileSystemReader(FileSystemReader):
         return done
 
     def _check_targets(self, planner: LoadPlanner) -> None:
-        """Before anything is changed; each rank has all keys, so that all refuse alike."""
-        targets = getattr(planner, "state_dict", {})  # which a planner need not have
+        """Checks the targets before anything is changed. Each rank has all keys, so all ranks
+        refuse alike."""
+        targets = getattr(planner, "state_dict", {})  # a planner need not have one
         for fqn, target in targets.items():
             item = self._metadata.state_dict_metadata.get(fqn)
             if item is None or not isinstance(target, torch.Tensor):
                 continue
             if isinstance(item, BytesStorageMetadata):
-                # The planner would put another value in the tensor's place, and the tensor, most
-                # often a model's own, would stay as it was.
+                # The planner would replace the tensor in the state dict by another value. The
+                # tensor itself, most often a model's own, would stay as it was.
                 raise CheckpointError(f"{self.path}: {fqn!r} is no tensor in this checkpoint")
             if not copies(item.properties.dtype, target.dtype):
                 raise CheckpointError(
@@ -126,7 +128,7 @@ class SafeFileSystemReader(FileSystemReader):
     def _by_file(
         self, indices: set[MetadataIndex]
     ) -> Iterator[tuple[str, FileIO, list[MetadataIndex]]]:
-        """Each file with the entries to read of it, in the order in which they lie there."""
+        """Each file with the entries to read from it, in the order in which they lie there."""
         files: dict[str, list[MetadataIndex]] = {}
         for index in sorted(indices, key=lambda index: self.storage_data[index].offset):
             files.setdefault(self.storage_data[index].relative_path, []).append(index)
@@ -142,8 +144,8 @@ def _checked(
     index: MetadataIndex,
     verify: bool,
 ) -> StoredTensor | io.BytesIO:
-    """The tensor at ``info``; of other values what torch.save writes of them, in our own writing,
-    because planners load it without a check."""
+    """The tensor at ``info``. Any other value is read and saved anew by torch.save, because
+    planners load the bytes without a check."""
     if isinstance(item, BytesStorageMetadata):
         refuse_holes(file, info.offset, info.length)
         value = plain_value(read_entry(file, info.offset, info.length), file)

@@ -1,4 +1,4 @@
-"""The bytes of a file that holds zips: records in them, checked and read in blocks."""
+"""Checks and reads, in blocks, the records of the zips that a file holds."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch
 from fsdp_overlap.checkpoint.errors import CheckpointError
 
 BLOCK_BYTES = 512 << 10
-"""What reading holds in memory beside its targets."""
+"""Reading holds a block of this size in memory, beside its targets."""
 
-_MOST_AT_ONCE = 16 << 20  # bytes of an entry's directory, a hundred or so for a record
+_MOST_AT_ONCE = 16 << 20  # bytes of an entry's zip directory, a hundred or so for each record
 _LOCAL_HEADER = 30  # bytes, before a record's name and extra field
 
 
@@ -49,7 +49,7 @@ def check_sum(file: FileIO, position: int, info: zipfile.ZipInfo) -> None:
 
 
 def parts(file: FileIO, size: int) -> Iterator[memoryview]:
-    """The next ``size`` bytes, a block at a time in the same memory."""
+    """Yields the next ``size`` bytes in blocks, each in the same memory as the last."""
     block = memoryview(bytearray(min(size, BLOCK_BYTES)))
     while size:
         count = file.readinto(block[: min(size, BLOCK_BYTES)])
@@ -60,13 +60,13 @@ def parts(file: FileIO, size: int) -> Iterator[memoryview]:
 
 
 def is_memory_of(target: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether elements of ``dtype`` in a file are, byte by byte, what ``target`` holds."""
+    """Whether elements of ``dtype`` can be read from a file straight into ``target``'s memory."""
     plain = target.is_cpu and target.dtype == dtype and target.is_contiguous()
     return plain and not target.is_conj() and not target.is_neg()
 
 
 def read_into(file: FileIO, position: int, target: torch.Tensor) -> None:
-    """Fills ``target``, contiguous bytes on the CPU, from ``position`` on."""
+    """Fills ``target``, contiguous bytes on the CPU, from ``position`` of ``file`` on."""
     file.seek(position)
     memory = memoryview((ctypes.c_char * target.numel()).from_address(target.data_ptr())).cast("B")
     while memory:
@@ -98,7 +98,7 @@ class Slice(io.RawIOBase):
         return self._position
 
     def read(self, size: int = -1) -> bytes:
-        if size > _MOST_AT_ONCE:  # else room would be made for it, whatever there is to read
+        if size > _MOST_AT_ONCE:  # else it would be allocated, however little there is to read
             raise ValueError(f"its directory claims {size:,} bytes")
         return super().read(size) or b""
 

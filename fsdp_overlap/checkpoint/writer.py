@@ -14,7 +14,7 @@ from fsdp_overlap.checkpoint.metadata import CHECKSUM_FILE, METADATA_FILE
 
 
 class SafeFileSystemWriter(FileSystemWriter):
-    """A ``FileSystemWriter`` that also writes the checksum of the metadata; entries have their own.
+    """A ``FileSystemWriter`` that also writes a checksum of the metadata; entries have their own.
 
     What it writes is an ordinary DCP checkpoint, which any reader loads.
     """
@@ -31,4 +31,4 @@ class SafeFileSystemWriter(FileSystemWriter):
             file.flush()
             if self.sync_files:
                 os.fsync(file.fileno())
-        unfinished.replace(checksum)  # half a checksum would condemn a whole checkpoint
+        unfinished.replace(checksum)  # half a checksum would make a good checkpoint look damaged

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 def main() -> None:
     # Else the profiler's library prints its own start and stop.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    # Now, because some are imported in the end only, when a run has taken its hours.
+    # Checked now, because some are imported only at the end, after a run of hours.
     for name in ("typer", "rich", "matplotlib", "jinja2", "plotly"):
         if find_spec(name) is None:
             sys.exit(f"error: {name} is not installed; pip install 'fsdp_overlap[cli]'")

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: each is complete or not there."""
+"""The checkpoints of a run: each is complete or absent."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from fsdp_overlap.checkpoint import CheckpointError, SafeFileSystemReader, SafeFileSystemWriter
 
 _PREFIX = "step-"
-_UNFINISHED = ".unfinished"  # of which there may be one, being written or being removed
+_UNFINISHED = ".unfinished"  # there is at most one, being written or being removed
 
 
 def step_of(checkpoint: Path) -> int:
@@ -21,10 +21,10 @@ def step_of(checkpoint: Path) -> int:
 
 
 class Checkpoints:
-    """Folders `step-000040` in `folder`, of which the last `keep` are kept.
+    """Folders such as `step-000040` in `folder`. The last `keep` are kept.
 
-    A checkpoint is written under another name, which it changes for its own once every byte is on
-    the disk: a run that is killed at any moment leaves complete ones only.
+    A checkpoint is written under another name and renamed once every byte is on the disk. So a run
+    that is killed at any moment leaves only complete checkpoints.
     """
 
     def __init__(self, folder: Path, keep: int) -> None:
@@ -32,7 +32,7 @@ class Checkpoints:
         self.keep = keep
 
     def all(self) -> list[Path]:
-        """The complete ones, oldest first."""
+        """The complete checkpoints, oldest first."""
         found = [
             path
             for path in self.folder.glob(_PREFIX + "*")
@@ -44,7 +44,7 @@ class Checkpoints:
         return next(reversed(self.all()), None)
 
     def save(self, step: int, run: Stateful) -> Path:
-        """Saves what `step` steps gave; collective. Returns where it is."""
+        """Saves `run` after `step` steps; collective. Returns the checkpoint's folder."""
         path = self.folder / f"{_PREFIX}{step:06d}"
         unfinished = self.folder / _UNFINISHED
         if dist.get_rank() == 0:
@@ -56,7 +56,7 @@ class Checkpoints:
             unfinished.rename(path)
             _sync(self.folder)
             for old in self.all()[: -self.keep]:
-                # Half removed, it must not look like a checkpoint.
+                # A half-removed folder must not look like a checkpoint.
                 old.rename(unfinished)
                 shutil.rmtree(unfinished)
         dist.barrier()
@@ -65,7 +65,8 @@ class Checkpoints:
     def load(self, path: Path, run: Stateful) -> None:
         """Loads the checkpoint at `path` into `run`; collective.
 
-        Raises CheckpointError, with `run` as it was, if it is damaged or of another kind of run.
+        Raises CheckpointError, and leaves `run` as it was, if the checkpoint is damaged or of
+        another kind of run.
         """
         state = run.state_dict()
         try:
@@ -80,7 +81,7 @@ class Checkpoints:
 
 
 def how_to_go_on(run: Path) -> str | None:
-    """One line; None if the run in the folder `run` has saved nothing."""
+    """One line on how to resume the run in the folder `run`; None if it has saved nothing."""
     if Checkpoints(run / "checkpoints", keep=1).latest() is None:
         return None
     return f"go on with: fsdp-overlap train --resume {run}"

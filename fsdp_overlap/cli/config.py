@@ -5,15 +5,15 @@ from pathlib import Path
 
 from fsdp_overlap.cli.errors import BadInput
 
-# The peak learning rate that trains the default model best, to a factor of two.
+# The peak learning rate that trains the default model best, to within a factor of two.
 BEST_LR = {"adamw": 3e-3, "muon": 1e-2}
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Raises BadInput where no such run can be.
+    """Raises BadInput if such a run is impossible.
 
-    lr: the peak, the optimizer's own in BEST_LR if not given.
+    lr: the peak; by default the optimizer's in BEST_LR.
     data: a file or a folder of text; None for the standard library's sources.
     batch_size: sequences per rank and step. seq_len: bytes per sequence.
     prefetch: how many all-gathers may run ahead of compute.

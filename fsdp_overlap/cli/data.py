@@ -44,7 +44,7 @@ def load_text(data: Path | None, seq_len: int) -> Text:
             raise BadInput(f"--data {data} holds no text; give a file or a folder that does")
         origin = str(data)
     train, validation = split_text(text)
-    # A sequence and the byte after it, of which there must be one in either part.
+    # Each part must hold a sequence and the byte after it.
     if len(validation) <= seq_len:
         raise BadInput(
             f"--seq-len {seq_len} is too long for {len(text):,} bytes of text; "
@@ -74,7 +74,7 @@ def sample_batch(
 
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:
-    """`tensor`, which is in the host's memory, on `device`, without making the host wait: an
+    """Moves `tensor` from the host's memory to `device` without making the host wait: an
     accelerator copies from pinned memory while the host goes on."""
     if device.type == "cpu":
         return tensor
@@ -94,7 +94,7 @@ def bits(nats: float) -> float:
 
 
 def _files(folder: Path, only_sources: bool = False) -> Iterator[Path]:
-    """The files under `folder` in order of name, none that are hidden, only sources if
+    """The files under `folder` that are not hidden, in order of name; only Python sources if
     `only_sources`."""
     for path in sorted(folder.iterdir()):
         if path.name.startswith("."):
@@ -107,7 +107,7 @@ def _files(folder: Path, only_sources: bool = False) -> Iterator[Path]:
 
 
 def _read(files: Iterable[Path], limit: int | None = None) -> bytes:
-    """The files joined, up to `limit` bytes. A file with a zero byte is no text and is left out."""
+    """The files joined, up to `limit` bytes. Files with a zero byte are not text and left out."""
     pieces: list[bytes] = []
     size = 0
     for path in files:
@@ -122,6 +122,6 @@ def _read(files: Iterable[Path], limit: int | None = None) -> bytes:
 
 
 def _as_tensor(text: bytes) -> Tensor:
-    if not text:  # which frombuffer refuses
+    if not text:  # frombuffer refuses an empty buffer
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)

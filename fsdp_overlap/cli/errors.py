@@ -1,4 +1,4 @@
-"""What a person asked for and cannot have."""
+"""The error for what a person asked for and cannot have."""
 
 
 class BadInput(ValueError):

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint in one ordinary file."""
+"""Writes the tensors of a checkpoint to one ordinary file."""
 
 import warnings
 from pathlib import Path
@@ -14,10 +14,10 @@ from fsdp_overlap.cli.errors import BadInput
 
 
 def export(checkpoint: Path, out: Path, prefix: str) -> int:
-    """Writes the tensors of `checkpoint` whose names begin with `prefix` and a dot, by the rest of
-    their names, to `out`: a safetensors file, or one that `torch.load(weights_only=True)` reads.
-    Returns how many there were. Raises BadInput, having written nothing, where that cannot be
-    done."""
+    """Writes the tensors of `checkpoint` whose names begin with `prefix` and a dot to `out`, under
+    the rest of their names. `out` becomes a safetensors file, or one that
+    `torch.load(weights_only=True)` reads. Returns how many tensors there are. If this cannot be
+    done, raises BadInput and writes nothing."""
     if out.exists():
         raise BadInput(f"{out} exists; give a new file")
     if out.suffix not in (".pt", ".pth", ".safetensors"):
@@ -52,7 +52,7 @@ def export(checkpoint: Path, out: Path, prefix: str) -> int:
 
 def _write(tensors: dict[str, Tensor], path: Path, as_safetensors: bool) -> None:
     if as_safetensors:
-        from safetensors.torch import save_file  # which few need
+        from safetensors.torch import save_file  # only few users need it
 
         save_file(tensors, path)
     else:

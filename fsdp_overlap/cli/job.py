@@ -1,5 +1,5 @@
-"""Which run the ranks of a job go on with when they start again: after one of them died, with
-another machine, or because a queue runs the job once more."""
+"""Finds the run that the ranks of a job go on with when they start again: after one of them died,
+with another machine, or because a queue runs the job once more."""
 
 import json
 import os
@@ -10,8 +10,8 @@ from typing import Any
 
 from fsdp_overlap.cli.process_group import kept_store
 
-RUNS = Path("runs")  # where runs are that were given no folder
-_NO_ID = "none"  # torchrun's own
+RUNS = Path("runs")  # holds the runs that were given no folder
+_NO_ID = "none"  # torchrun's default
 
 
 def restarts() -> tuple[int, int]:
@@ -22,8 +22,8 @@ def restarts() -> tuple[int, int]:
 
 
 def this_job() -> dict[str, Any]:
-    """What tells this job from others: torchrun's --rdzv-id and the command. Where it was given no
-    id, one that lasts as long as torchrun."""
+    """What tells this job from others: torchrun's --rdzv-id and the command. If torchrun was given
+    no id, one is drawn that lasts as long as torchrun does."""
     given = os.environ.get("TORCHELASTIC_RUN_ID", _NO_ID)
     if given == _NO_ID and (kept := kept_store()) is not None:
         given = kept.compare_set("id of the job", "", uuid.uuid4().hex).decode()
@@ -31,8 +31,8 @@ def this_job() -> dict[str, Any]:
 
 
 def run_of_this_job(out: Path | None) -> Path | None:
-    """The folder of the run that this job has begun, at `out` or, by default, the last under
-    `runs`."""
+    """The folder of the run that this job has begun: `out` or, by default, the last such folder
+    under `runs`. None if there is none."""
     job = this_job()
     if job["id"] == _NO_ID:
         return None

@@ -1,4 +1,4 @@
-"""Where the ranks run: joining those of torchrun, or starting our own on this machine."""
+"""Joins the ranks that torchrun started, or starts ranks on this machine."""
 
 import os
 import sys
@@ -25,15 +25,15 @@ from fsdp_overlap.cli.train import train
 # More would only wait for each other, each with its own copy of torch in memory.
 _RANKS_PER_CORE = 4
 _LAUNCHER_SECONDS = 2.0
-_MONITOR_SECONDS = 0.1  # how often a launcher, also torchrun, looks whether a rank has died
+_MONITOR_SECONDS = 0.1  # how often a launcher, ours or torchrun, checks whether a rank has died
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
 @dataclass(frozen=True)
 class Place:
-    """ranks: of the whole job. device_type: "cpu" (gloo) or that of accelerators, as "cuda" (NCCL).
-    joining: the ranks exist already. max_restarts: how often ranks that we start are started again
-    when one has died."""
+    """ranks: how many the whole job has. device_type: "cpu" (gloo) or that of accelerators, such as
+    "cuda" (NCCL). joining: the ranks exist already. max_restarts: how often ranks that we start are
+    started again when one has died."""
 
     ranks: int
     device_type: str
@@ -42,10 +42,14 @@ class Place:
 
 
 def find_place(ranks: int | None, device: str, max_restarts: int | None = None) -> Place:
-    """Where to run `ranks` ranks (None: as many as the torchrun that started this process has, one
-    per accelerator, or 2 without) on `device`: auto, cpu, or the type of this machine's
-    accelerators, as cuda. Raises BadInput where they cannot run, or be restarted by us. Starts
-    nothing."""
+    """Where to run `ranks` ranks on `device`. Starts nothing.
+
+    ranks: by default as many as the torchrun that started this process has; without torchrun, one
+    per accelerator, or 2 on a CPU.
+    device: auto, cpu, or the type of this machine's accelerators, such as cuda.
+
+    Raises BadInput if the ranks cannot run there, or if we cannot restart them.
+    """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     there = ["cpu"] if accelerator is None else [accelerator.type, "cpu"]
     if device not in ("auto", *there):
@@ -79,8 +83,8 @@ def find_place(ranks: int | None, device: str, max_restarts: int | None = None) 
 
 
 def launch(config: TrainConfig, place: Place, resume: bool) -> None:
-    """Trains on every rank of `place`; returns when all are done. Raises ChildFailedError if a
-    started one failed."""
+    """Trains on every rank of `place`; returns when all are done. Raises ChildFailedError if a rank
+    that it started failed."""
     if place.joining:
         with _leaving_last():
             train(config, place.device_type, resume)
@@ -96,15 +100,16 @@ def launch(config: TrainConfig, place: Place, resume: bool) -> None:
         max_restarts=place.max_restarts,
         monitor_interval=_MONITOR_SECONDS,
     )
-    # The launcher keeps its logs, which nobody reads here, until somebody removes them.
+    # The launcher never removes its logs, and nobody reads them here.
     with tempfile.TemporaryDirectory() as logs:
         spec.logs_specs = DefaultLogsSpecs(log_dir=logs)
         elastic_launch(spec, _train_started)(config, place.device_type, resume)
 
 
 def _train_started(config: TrainConfig, device_type: str, resume: bool) -> None:
-    """On a rank of ours. Once it returns it waits for the launcher to take its result, which one
-    that was told to stop, or was killed, never does."""
+    """Trains on a rank that we started. After it returns, the process waits for the launcher to
+    take its result. A launcher that was told to stop, or was killed, never does: so a timer ends
+    the process."""
     with _leaving_last():
         train(config, device_type, resume or restarts()[0] > 0)
     sys.stdout.flush()
@@ -115,8 +120,8 @@ def _train_started(config: TrainConfig, device_type: str, resume: bool) -> None:
 
 @contextmanager
 def _leaving_last() -> Iterator[None]:
-    """A rank fails where another has died. That one is to be named, and launchers name the first
-    that they see."""
+    """Delays an error. Where a rank has died, the others fail as well. Launchers name the first
+    that they see fail, and it should be the rank that died."""
     try:
         yield
     except Exception:

@@ -113,7 +113,7 @@ def train(
 
 
 def _check_alone(context: typer.Context) -> None:
-    """Raises BadInput where --resume was given with what it cannot change."""
+    """Raises BadInput if --resume was given together with an option that it cannot change."""
     given = [
         name
         for name in context.params
@@ -205,7 +205,7 @@ def report(
 
 
 def run() -> int:
-    """Runs the program; its exit code, 2 for input that it cannot work with."""
+    """Runs the program. Returns its exit code: 2 for input that it cannot work with."""
     try:
         app()
     except BadInput as error:

@@ -42,7 +42,7 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """`[batch, time, width]` to the same; `rotation` as made by `_rotation`."""
+    """`[batch, time, width]` to the same shape; `rotation` as made by `_rotation`."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Meeting the other ranks, also where a launcher has started them again."""
+"""Makes the default process group, also where a launcher has started the ranks again."""
 
 import contextlib
 import os
@@ -19,12 +19,12 @@ _MEETING_SECONDS = 600.0
 
 @contextlib.contextmanager
 def process_group(device_type: str) -> Iterator[torch.device]:
-    """The default process group, of the backend that torch has for `device_type`, and this rank's
-    device, from the environment that torchrun sets."""
+    """Makes the default process group, with torch's default backend for `device_type`, and yields
+    this rank's device. Reads the environment that torchrun sets."""
     local_rank = int(os.environ["LOCAL_RANK"])
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     ranks: dict[str, Any] = {}
-    # Ranks that are started again would read the addresses of dead ones in the store.
+    # In the store that torchrun keeps, restarted ranks would read the addresses of dead ones.
     if (kept := kept_store()) is not None:
         store = fresh_store(kept, rank, world_size, _MEETING_SECONDS)
         ranks = {"store": store, "rank": rank, "world_size": world_size}
@@ -51,12 +51,13 @@ def kept_store() -> dist.Store | None:
 
 
 def fresh_store(kept: dist.Store, rank: int, world_size: int, seconds: float) -> dist.Store:
-    """A part of `kept` that nobody has written to, the same for all `world_size` ranks that live
-    now, whatever ranks that are dead left in `kept`. Collective. Raises TimeoutError on rank 0, and
-    the store's own error on others, if they do not come within `seconds`.
+    """A part of `kept` that nobody has written to. All `world_size` ranks that live now get the
+    same part, whatever dead ranks left in `kept`. Collective. Raises TimeoutError on rank 0, and
+    the store's own error on other ranks, if not all come within `seconds`.
 
-    Rank 0 names the part. A rank can tell an answer to itself from one to the dead by the name that
-    it gives itself; rank 0 cannot tell who is dead, so it answers everybody until all have heard.
+    Rank 0 names the part. Each other rank gives itself a new name, by which it tells an answer to
+    itself from one to a dead rank. Rank 0 cannot tell who is dead, so it answers everybody until
+    all have heard.
     """
     if rank:
         me = uuid.uuid4().hex

@@ -39,8 +39,8 @@ def report(
 
 
 def find_traces(paths: Sequence[Path]) -> list[Path]:
-    """The trace files among `paths`, of which a folder stands for those in it, or those that
-    `train` left in it. Raises BadInput where there is none."""
+    """The trace files that `paths` name. A folder stands for the traces in it or, if `train` wrote
+    it, for those in its `traces` folder. Raises BadInput for a path without a trace."""
     found: list[Path] = []
     for path in paths:
         if not path.is_dir():
@@ -59,14 +59,14 @@ def find_traces(paths: Sequence[Path]) -> list[Path]:
 
 
 def write_report(reports: Mapping[str, Report], folder: Path) -> None:
-    """overlap.html, overlap.png and overlap.json."""
+    """Writes overlap.html, overlap.png and overlap.json."""
     write_html(reports, folder / "overlap.html")
     write_png(reports, folder / "overlap.png")
     write_json(reports, folder / _RECORD)
 
 
 def show_report(reports: Mapping[str, Report]) -> None:
-    """The tables and what was found, on stdout."""
+    """Prints the tables and what was found to stdout."""
     console = Console(highlight=False, soft_wrap=True)
     for table in (ranks_table(reports), kinds_table(reports)):
         console.print(_rich(table), "")
@@ -104,6 +104,6 @@ def _read(traces: Sequence[Path], steps: int | None) -> Report:
 
 
 def _names(runs: Sequence[Sequence[Path]]) -> list[str]:
-    """Short ones where they differ."""
+    """Short names of the runs if they differ, else their paths."""
     short = [paths[0].absolute().name.split(".")[0] for paths in runs]
     return short if len(set(short)) == len(runs) else [str(paths[0]) for paths in runs]

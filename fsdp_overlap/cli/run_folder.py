@@ -1,5 +1,5 @@
 """The folder that a run leaves: config.json, metrics.jsonl, loss.png, checkpoints, traces, and
-the overlap report of these."""
+the overlap report of the traces."""
 
 import fcntl
 import json
@@ -29,7 +29,7 @@ def check_out(out: Path) -> None:
 
 @dataclass(frozen=True)
 class Begun:
-    """A run that was begun: its configuration, on how many ranks, and what its text was like."""
+    """A run that was begun. unigram_entropy: of its validation text, to recognize the text by."""
 
     config: TrainConfig
     ranks: int
@@ -60,7 +60,7 @@ def trace_path(folder: Path, rank: int) -> Path:
 
 
 class RunFolder:
-    """Made by one rank, and its alone while it lives."""
+    """The folder of a run. One rank makes it, and keeps other runs out while it lives."""
 
     def __init__(self, path: Path) -> None:
         """Raises BadInput if another run is writing there."""
@@ -75,9 +75,9 @@ class RunFolder:
             ) from None
 
     def begin(self, config: TrainConfig, about: dict[str, Any], steps_done: int) -> None:
-        """Writes the configuration, with `about`: what else the run depended on. Drops the metrics
-        of steps beyond `steps_done`, which will be done again."""
-        # Absolute: it may be resumed from anywhere.
+        """Writes the configuration and `about`, what else the run depends on. Drops the metrics of
+        steps beyond `steps_done`, which will be done again."""
+        # Paths are made absolute: the run may be resumed from anywhere.
         settings = {
             k: str(v.absolute()) if isinstance(v, Path) else v for k, v in asdict(config).items()
         }
@@ -99,7 +99,7 @@ class RunFolder:
         with (self.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(metrics) + "\n")
             file.flush()
-            os.fsync(file.fileno())  # no checkpoint is on the disk before its metrics
+            os.fsync(file.fileno())  # metrics must be on the disk before their checkpoint is
 
     def metrics(self) -> list[dict[str, float]]:
         path = self.path / "metrics.jsonl"
@@ -111,7 +111,7 @@ class RunFolder:
 
     def plot(self, entropy: float) -> None:
         """loss.png: both losses by step, in nats per byte, and `entropy` as the line to beat."""
-        # Takes half a second, which launchers and all ranks but one have no use for.
+        # Takes half a second, and launchers and all ranks but one do not need it.
         import matplotlib
         from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""What rank 0 shows and writes of a run."""
+"""What rank 0 shows and writes about a run."""
 
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +18,8 @@ from fsdp_overlap.profiling import read_report
 
 
 class RunLog:
-    """Begins, or goes on, where `trainer` stands. A context while the run trains."""
+    """Begins or continues the log of a run after the steps that `trainer` has done. Use it as a
+    context while the run trains."""
 
     def __init__(
         self, config: TrainConfig, text: Text, trainer: Trainer, folder: RunFolder
@@ -77,12 +78,12 @@ class RunLog:
             self._display.print(f"step {step}: loss {loss:.3f}, validation {self._val_loss:.3f}")
 
     def stopped(self, saved: Path) -> None:
-        """The run was asked to stop, and was saved."""
+        """Says that the run was asked to stop, and was saved at `saved`."""
         self._display.print(f"stopped; saved {saved}")
         self._display.print(str(how_to_go_on(self._folder.path)))
 
     def conclude(self) -> None:
-        """Once all is trained and profiled."""
+        """Writes and prints the results. Call it once all is trained and profiled."""
         config, val_loss, entropy = self._config, self._val_loss, self._entropy
         assert val_loss is not None, "the last step always validates"
         self._folder.plot(entropy)

@@ -1,4 +1,4 @@
-"""Stopping a run between two steps, on every rank after the same one."""
+"""Stops a run between two steps, on every rank after the same step."""
 
 import signal
 from types import FrameType
@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 
 class StopRequest:
-    """SIGTERM or Ctrl-C on any rank, as all ranks come to know it.
+    """Tells all ranks when any of them gets SIGTERM or Ctrl-C.
 
-    Ranks agree once a step, by a collective of one number that runs beside the step: on the CPU,
-    because reading a number from a GPU would make its host wait.
+    Ranks agree once a step, by a collective of one number that runs beside the step. It runs on the
+    CPU, because reading a number from a GPU would make the host wait.
     """
 
     def __init__(self) -> None:

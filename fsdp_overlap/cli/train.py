@@ -22,17 +22,17 @@ from fsdp_overlap.cli.stopping import StopRequest
 from fsdp_overlap.cli.trainer import Trainer
 
 T = TypeVar("T")
-# For a new folder to be seen by other machines, which may remember for a while that it was not.
+# How long other machines may take to see a new folder: they may cache that it was not there.
 _SEEN_SECONDS = 60.0
 
 
 def train(config: TrainConfig, device_type: str, resume: bool) -> None:
-    """Trains as `config` says, on "cpu", or an accelerator as "cuda"; `resume`: from the latest
-    checkpoint of the run, if it has one. Collective: called on every rank, with the environment
-    that torchrun sets. Where ranks were asked for different things, rank 0's are done; it alone
-    prints and writes, but for checkpoints."""
+    """Trains as `config` says, on "cpu" or on accelerators such as "cuda". With `resume`, goes on
+    from the latest checkpoint of the run, if it has one. Collective: called on every rank, with the
+    environment that torchrun sets. Where ranks differ in folder, batch size or `resume`, rank 0's
+    count. Rank 0 alone prints and writes, except for checkpoints and traces."""
     with process_group(device_type) as device:
-        # Under torchrun each rank names its own folder, by the time, and looks into it by itself.
+        # Under torchrun each rank names a folder by the time, and looks for a begun run by itself.
         out, batch_size, resume = _of_rank_0((config.out, config.batch_size, resume))
         config = replace(config, out=out, batch_size=batch_size)
         folder = RunFolder(config.out) if dist.get_rank() == 0 else None
@@ -43,7 +43,7 @@ def train(config: TrainConfig, device_type: str, resume: bool) -> None:
         except Exception as error:
             done, most = restarts()
             if done == most and (advice := how_to_go_on(config.out)) is not None:
-                error.add_note(advice)  # for who reads the traceback, as under torchrun
+                error.add_note(advice)  # shown with the traceback, as under torchrun
             raise
 
 
@@ -51,7 +51,7 @@ def _run(config: TrainConfig, device: torch.device, resume: bool, folder: RunFol
     text = load_text(config.data, config.seq_len)
     trainer = Trainer(config, text, device)
     checkpoints = Checkpoints(config.out / "checkpoints", config.keep)
-    latest = _of_rank_0(checkpoints.latest())  # on a shared disk others may see one of before
+    latest = _of_rank_0(checkpoints.latest())  # on a shared disk others may still see an older one
     if resume and latest is not None:
         checkpoints.load(latest, trainer)
     log = None if folder is None else RunLog(config, text, trainer, folder)
@@ -91,7 +91,7 @@ def check_all_see(folder: Path, seconds: float) -> None:
 def _train(
     config: TrainConfig, trainer: Trainer, checkpoints: Checkpoints, log: RunLog | None
 ) -> bool:
-    """Whether all steps are done, which they are unless somebody asks to stop."""
+    """Trains until all steps are done, and returns True; or until somebody asks to stop: False."""
     stop = StopRequest()
     while trainer.steps_done < config.steps:
         stop.begin_step()

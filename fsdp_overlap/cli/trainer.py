@@ -34,7 +34,7 @@ class Trainer:
         self.config = config
         self.text = text
         self.device = device
-        # The same weights on every rank, of which each keeps its shard.
+        # Every rank makes the same weights and keeps its shard of them.
         torch.manual_seed(config.seed)
         model = GPT(layers=config.layers, width=config.width, heads=config.heads, tied=config.tied)
         self.model = model.to(device)
@@ -53,17 +53,17 @@ class Trainer:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor)
         self._draws = torch.Generator().manual_seed(config.seed)
         self.steps_done = 0
-        # Over this rank's sequences since the last line of metrics. In double precision, where the
-        # sum of these few is exact: the same whichever ranks saw them, and whenever the run was
-        # interrupted.
+        # The sum over this rank's sequences since the last line of metrics. In double precision the
+        # sum of these few is exact. So it does not depend on which ranks saw them, or on when the
+        # run was interrupted.
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._sequences_summed = 0  # of all ranks
         self._steps_timed = 0
         self._start = self._lap = time.perf_counter()
 
     def advance(self) -> dict[str, float]:
-        """One step; its number and, every `log_every` steps, at every validation and at the last
-        step, the metrics since the last of these."""
+        """Trains one step. Returns its number and, every `log_every` steps, at every validation and
+        at the last step, the metrics since they were last returned."""
         config, ranks = self.config, dist.get_world_size()
         loss, norm = self.step()
         self.steps_done += 1
@@ -75,7 +75,7 @@ class Trainer:
         validates = step % config.eval_every == 0 or step == config.steps
         if not validates and step % config.log_every:
             return metrics
-        # A number makes the host wait for the device: not at every step.
+        # Reading a number makes the host wait for the device: not at every step.
         metrics["loss"] = _sum_over_ranks(self._loss_sum).item() / self._sequences_summed
         metrics["grad_norm"] = norm.item()
         metrics["lr"] = float(self.schedule.get_last_lr()[0])
@@ -90,8 +90,8 @@ class Trainer:
         return metrics
 
     def step(self) -> tuple[Tensor, Tensor]:
-        """One optimizer step; this rank's loss and the gradients' norm, both scalars on the
-        device."""
+        """Trains one optimizer step. Returns this rank's loss and the gradients' norm, both scalars
+        on the device."""
         loss = self._loss(self.text.train, self._draws)
         loss.backward()
         norm = clip_grad_norm_(self.model.parameters(), 1.0)
@@ -108,8 +108,8 @@ class Trainer:
         return _sum_over_ranks(torch.stack(losses).mean()).item() / dist.get_world_size()
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the next step depends on, for DCP: `load_state_dict` may be called with it on
-        another number of ranks."""
+        """All that the next step depends on, for DCP. It may be loaded on another number of
+        ranks."""
         return {
             "model": self.model.state_dict(),
             "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
@@ -132,9 +132,9 @@ class Trainer:
         self._sequences_summed = state["sequences_summed"]
 
     def profile_steps(self, trace: Path) -> None:
-        """Two more steps under the profiler, on every rank so that none is slower than the others;
-        what this rank did is written to `trace`. They come after a few that nobody looks at: where
-        a validation or a checkpoint was between, ranks first confirm to each other what they do."""
+        """Trains two more steps under the profiler and writes what this rank did to `trace`. Every
+        rank profiles, so that none is slower than the others. A few unprofiled steps come before:
+        after a validation or a checkpoint, ranks first confirm to each other what they do."""
         for _ in range(_STEPS_BEFORE_PROFILE):
             self.step()
         activities = {ProfilerActivity.CPU}
@@ -144,10 +144,10 @@ class Trainer:
             dist.barrier()  # starting takes a while, and longer on one rank than on another
             for _ in range(PROFILED_STEPS):
                 self.step()
-            dist.barrier()  # it may crash on what is in flight when it stops
+            dist.barrier()  # a profiler that stops may crash on what is in flight
         trace.parent.mkdir(exist_ok=True)
         profiler.export_chrome_trace(str(trace))
-        dist.barrier()  # all are written
+        dist.barrier()  # all traces are written
 
     def _loss(self, text: Tensor, draws: torch.Generator) -> Tensor:
         # All ranks draw the same global batch and each takes its part, so that a run does not

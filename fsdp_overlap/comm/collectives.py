@@ -29,8 +29,9 @@ def _reducing(options: Any, op: dist.ReduceOp.RedOpType, async_op: bool = False)
     return options
 
 
-# For the process group's own methods: torch.distributed's functions around them take about as long
-# on the host as the calls themselves. Synchronous is what runs on the current stream.
+# Options for the process group's own methods. torch.distributed's functions around these take about
+# as long on the host as the calls themselves. Without asyncOp a collective runs on the current
+# stream.
 _GATHER = AllgatherOptions()
 _GATHER.asyncOp = False
 _REDUCE_SCATTER = {op: _reducing(dist.ReduceScatterOptions(), op) for op in (_AVG, _SUM)}
@@ -47,21 +48,21 @@ for _async_op, _options in _ALL_TO_ALL.items():
 
 @cache
 def _from_rank(rank: int) -> Any:
-    """For an asynchronous broadcast of ``rank``'s, by its place in the group."""
+    """Options for an asynchronous broadcast from ``rank``, a place in the group."""
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor, options.asyncOp = rank, 0, True
     return options
 
 
-# Backends that take no mean, whatever the device.
+# Backends that cannot reduce to a mean, on any device.
 _WITHOUT_MEANS = ("gloo", "mpi")
 
 
 class Issued(NamedTuple):
     """A collective on its way: ``finish()`` gives its result once all ``works`` are done.
 
-    ``works`` names every piece: a handle that stands for several and waits only for the group has
-    been seen to return before all outputs were written.
+    ``works`` lists every piece. One handle for several pieces, which waits for the group alone, was
+    seen to return before all outputs were written.
     """
 
     works: Sequence[dist.Work]
@@ -71,14 +72,15 @@ class Issued(NamedTuple):
 
 
 class Collectives(Protocol):
-    """``full`` and ``gradients`` have shape ``[plan.numel]``, ``shard`` and the result of a
-    reduction ``[plan.shard_numels[rank]]``. Collective over ``group``."""
+    """Gathers and reduces one bucket. ``full`` and ``gradients`` have shape ``[plan.numel]``,
+    ``shard`` and the result of a reduction ``[plan.shard_numels[rank]]``. Each method is collective
+    over ``group``."""
 
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
     ) -> Issued:
         """Fills ``full`` in place from every rank's ``shard``, cast to ``full``'s dtype. The shard
-        may lie in the host's memory, and is read from there in the order of the current stream."""
+        may lie in the host's memory. It is read from there in the order of the current stream."""
         ...
 
     def reduce_scatter(
@@ -88,9 +90,9 @@ class Collectives(Protocol):
         group: dist.ProcessGroup,
         divisor: float | None = None,
     ) -> Issued:
-        """This rank's range of the sum of all ranks' ``gradients``, which may be overwritten,
-        divided by ``divisor``. ``None`` stands for the number of ranks, in whichever way the
-        backend takes a mean."""
+        """Gives this rank's range of the sum of all ranks' ``gradients``, divided by ``divisor``.
+        ``None`` stands for the number of ranks, in whichever way the backend takes a mean.
+        ``gradients`` may be overwritten."""
         ...
 
 
@@ -114,7 +116,7 @@ class LocalCollectives:
 
 
 class TensorCollectives:
-    """One collective over the flat tensors, equal shards: NCCL."""
+    """For equal shards on NCCL: one collective over the flat tensors."""
 
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
@@ -139,8 +141,8 @@ class TensorCollectives:
 
 
 class RaggedTensorCollectives:
-    """Lists of ranges of different sizes, which NCCL makes one group of broadcasts or reduces
-    of."""
+    """For ragged shards on NCCL: lists of ranges of different sizes. NCCL makes one group of
+    broadcasts or reduces of a list."""
 
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
@@ -166,10 +168,11 @@ class RaggedTensorCollectives:
 
 
 class GlooCollectives:
-    """Gloo, equal or ragged: a broadcast of each rank's range in place, and two all-to-alls with a
-    local sum.
+    """For equal or ragged shards on gloo: a broadcast of each rank's range in place, and two
+    all-to-alls with a local sum.
 
-    Its own all-gather copies through lists of tensors, its reduce-scatter is an all-reduce inside.
+    Gloo's own all-gather copies through lists of tensors. Its reduce-scatter is an all-reduce
+    inside.
     """
 
     def all_gather(
@@ -191,8 +194,8 @@ class GlooCollectives:
         group: dist.ProcessGroup,
         divisor: float | None = None,
     ) -> Issued:
-        # Two all-to-alls, to the ranks before this one and to those after it: one would also send
-        # this rank its own range, and so need memory for it twice.
+        # One all-to-all to the ranks before this one, and one to the ranks after it. A single one
+        # would also send this rank its own range, and so need memory for it twice.
         numels, rank = plan.shard_numels, group.rank()
         left = _divide_early(gradients, len(numels) if divisor is None else divisor)
         before, after = rank, len(numels) - rank - 1
@@ -220,8 +223,8 @@ class GlooCollectives:
 
         def finish() -> torch.Tensor:
             # In rank order, so that the sum does not depend on who came first. Additions one by one
-            # take half the time of sum(dim=0) here, and the sum must not keep what was received
-            # alive.
+            # take half the time of sum(dim=0) here. The first makes a new tensor, so that the sum
+            # does not keep what was received alive.
             of_each = [*lower.unbind(), mine, *higher.unbind()]
             total = of_each[0] + of_each[1]
             for other in of_each[2:]:
@@ -233,18 +236,18 @@ class GlooCollectives:
 
 @dataclass(frozen=True)
 class CustomComms:
-    """A user's collectives, of FSDP2's interfaces; ``None`` for those chosen here."""
+    """A user's collectives, with FSDP2's interfaces. ``None`` stands for the library's own."""
 
     all_gather: AllGather | None = None
     reduce_scatter: ReduceScatter | None = None
 
 
 class CustomCollectives:
-    """Equal shards by ``comms``, and what these leave open by ``others``.
+    """For equal shards: the collectives of ``comms``, and those of ``others`` where it has none.
 
-    Parameters and gradients are views of memory that is given, so what travels is copied out of and
-    into what the user's objects allocate, which they may use again for their next call. On a CPU
-    each is waited for at once.
+    The user's objects work on memory that they allocate, and may use it again for their next call.
+    Parameters and gradients are views of other memory, so what travels is copied. On a CPU each
+    collective is waited for at once.
     """
 
     def __init__(self, comms: CustomComms, others: Collectives) -> None:
@@ -295,8 +298,8 @@ def all_to_all(
     source_sizes: list[int],
     group: dist.ProcessGroup,
 ) -> Issued:
-    """Sends ``source_sizes[r]`` elements of ``source``, flat, to each rank ``r``, and fills
-    ``output`` with ``output_sizes[r]`` elements of each. Collective over ``group``."""
+    """Sends ``source_sizes[r]`` elements of ``source`` to each rank ``r``, and fills ``output``
+    with ``output_sizes[r]`` elements from each. Both are flat. Collective over ``group``."""
     is_host = not has_streams(output.device)  # elsewhere the current stream waits, not the host
     sent, received = _as_real(source), _as_real(output)
     work = group.alltoall_base(received, sent, output_sizes, source_sizes, _ALL_TO_ALL[is_host])
@@ -308,8 +311,8 @@ def all_to_all(
 def all_reduce(
     values: torch.Tensor, group: dist.ProcessGroup, divisor: float | None = None
 ) -> Issued:
-    """Makes ``values`` the sum over ranks, divided by ``divisor``, ``None`` as in
-    :meth:`Collectives.reduce_scatter`. Collective over ``group``."""
+    """Replaces ``values`` by their sum over ranks, divided by ``divisor``, which may be ``None`` as
+    in :meth:`Collectives.reduce_scatter`. Collective over ``group``."""
     if divisor is None and backend_name(values.device.type, group) in _WITHOUT_MEANS:
         divisor = group.size()
     left = _divide_early(values, divisor)
@@ -331,14 +334,14 @@ def choose(device_type: str, group: dist.ProcessGroup, plan: BucketPlan) -> Coll
 
 
 def _finish(work: dist.Work | None) -> None:
-    """Ends a synchronous collective. Some backends return a work all the same."""
+    """Ends a synchronous collective, for which some backends return a work all the same."""
     if work is not None:
         work.wait()
 
 
 def _divide_early(gradients: torch.Tensor, divisor: float | None) -> float | None:
-    """What is left to divide the sum of ``gradients`` by: half precision, whose sum may overflow,
-    is divided here, in place."""
+    """Divides ``gradients`` in half precision by ``divisor`` in place, before they are summed,
+    because the sum may overflow. Returns what is left to divide the sum by."""
     if divisor is None or gradients.dtype not in (torch.float16, torch.complex32):
         return divisor
     _as_real(gradients).div_(divisor)
@@ -352,7 +355,7 @@ def _divided(total: torch.Tensor, divisor: float | None) -> torch.Tensor:
 
 
 def _as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` as backends reduce it: they have no complex numbers."""
+    """Views complex numbers as pairs of real ones, because backends reduce no complex numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 

@@ -22,14 +22,16 @@ from fsdp_overlap.comm.watch import Watch, watch_over
 
 class LaneGroups:
     """The groups that a bucket's collectives run on. A communicator runs one collective at a time,
-    so those that are to run beside each other need one each.
+    so collectives that are to run beside each other need a group each.
 
-    ``gather`` and ``reduce`` are over the same ranks, among which parameters are sharded;
-    ``across`` and ``confirm_across`` are over the ranks that hold copies, ``None`` on a mesh of one
-    dimension. What is reduced across copies starts at another moment on each rank, and would keep a
-    confirmation waiting that others need before they start it.
+    ``gather`` and ``reduce`` connect the ranks among which parameters are sharded. ``across`` and
+    ``confirm_across`` connect the ranks that hold copies. Both are ``None`` on a mesh of one
+    dimension, and ``confirm_across`` also where nothing is confirmed. It is apart from ``across``
+    because a reduction across copies starts at another moment on each rank. It would hold up a
+    confirmation that other ranks need before they start theirs.
 
-    A model does not keep its groups from being destroyed: afterwards they raise.
+    Groups are referred to weakly, so that the user can destroy them. Afterwards the properties
+    raise.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class LaneGroups:
 
     @property
     def to_confirm(self) -> list[dist.ProcessGroup]:
-        """As :attr:`of_all`, for confirmations."""
+        """Groups for confirmations that together connect all ranks of the mesh."""
         groups = (self.reduce, self.confirm_across)
         return [group for group in groups if group is not None and group.size() > 1]
 
@@ -76,14 +78,15 @@ class LaneGroups:
 class GroupCache:
     """The process groups of one context. Ranks must ask for them in the same order.
 
-    Those of its own are borrowed, and go back when it is freed. With gloo all of them are its own,
-    so that :meth:`close` ends nobody else's collectives.
+    Groups of its own are borrowed, and go back when the context is freed. With gloo all groups are
+    its own, so that :meth:`close` ends nobody else's collectives.
     """
 
     def __init__(self, separate: bool) -> None:
         self.separate = separate
         self.watch: Callable[[], Watch | None] = lambda: None
-        """Gives who is asked when a collective lasts or fails. Does not keep it alive."""
+        """Gives the watch that is asked when a collective lasts or fails. Does not keep it
+        alive."""
         self._groups: dict[tuple[str, tuple[int, ...]], ref[dist.ProcessGroup]] = {}
         self._loans: list[Loan] = []
         self._turns: dict[str, int] = {}
@@ -93,7 +96,8 @@ class GroupCache:
         """The groups of a mesh of one dimension, or of ``(replicate, shard)``. Collective over the
         mesh at its first call.
 
-        ``separate``: whether reductions run on a group of their own, if this context has such.
+        ``separate``: whether reductions run on a group of their own, if this context separates
+        them at all.
         """
         shard = mesh.get_group(mesh.ndim - 1)
         gather = self._take("all_gather", shard, mesh)
@@ -108,8 +112,9 @@ class GroupCache:
         return LaneGroups(gather, reduce, across, self._take("order_check", copies, mesh))
 
     def get_part(self, mesh: DeviceMesh, size: int) -> dist.ProcessGroup:
-        """The group of ``size`` neighbours of this rank along the dimension that ``mesh`` shards
-        over, which ``size`` divides. Collective over the mesh at its first call."""
+        """The group of ``size`` neighbours that this rank belongs to, along the dimension that
+        ``mesh`` shards over. ``size`` divides that dimension. Collective over the mesh at its first
+        call."""
         shard = mesh.get_group(mesh.ndim - 1)
         first = shard.rank() // size * size
         ranks = dist.get_process_group_ranks(shard)[first : first + size]
@@ -137,13 +142,13 @@ class GroupCache:
 
     @property
     def can_close(self) -> bool:
-        """Whether there are groups whose collectives can be made to end on every rank, and which
-        the user has not destroyed."""
+        """Whether there are groups that the user has not destroyed, and whose collectives can be
+        ended on every rank."""
         return any(loan.exists and loan.is_closable for loan in self._loans)
 
     def close(self) -> None:
-        """Ends the connections of the groups that can be closed: what waits on them raises, here
-        and on the other ranks."""
+        """Ends the connections of the groups that can be closed. What waits for their collectives
+        raises, here and on the other ranks."""
         for loan in self._loans:
             if loan.exists and loan.is_closable:
                 loan.close()
@@ -155,7 +160,7 @@ class GroupCache:
                 loan.close()
 
     def renew(self) -> None:
-        """Gives up the groups that were closed or aborted: the next :meth:`get` makes others."""
+        """Destroys the groups that were closed or aborted. The next :meth:`get` takes others."""
         closed = [loan for loan in self._loans if not loan.is_sound]
         for key, group in list(self._groups.items()):
             if any(loan.reference() is group() for loan in closed):
@@ -165,7 +170,8 @@ class GroupCache:
             loan.destroy()
 
     def _take(self, purpose: str, group: dist.ProcessGroup, mesh: DeviceMesh) -> dist.ProcessGroup:
-        """``group``, or another of the same ranks where it serves another purpose already."""
+        """``group``, or a borrowed one over the same ranks, if ``group`` can be closed or serves
+        another purpose already."""
         ranks = dist.get_process_group_ranks(group)
         key = purpose, tuple(ranks)
         if key not in self._groups:

@@ -1,7 +1,7 @@
 """Lanes: ordered queues on which communication runs beside compute.
 
-On a device with streams a lane is one of them, and compute waits by events, never the host. On a
-CPU it is a queue of asynchronous work, and compute waits by blocking.
+On a device with streams a lane is a stream, and compute waits for events without blocking the host.
+On a CPU a lane is a queue of asynchronous work, and compute waits by blocking.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Ticket(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Instead of :meth:`wait`, where nobody needs the result: afterwards compute may edit what
-        the work reads, and what it writes to may be freed in the lane's order."""
+        """Is called instead of :meth:`wait` if nobody needs the result. Afterwards compute may edit
+        what the work reads, and what the work writes to may be freed in the lane's order."""
         ...
 
 
 class Lane(Protocol):
-    """``label`` names the unit in errors and traces, ``kind`` the collective."""
+    """``label`` names the unit in errors and traces, ``kind`` names the collective."""
 
     runs_ahead: bool
     """Whether the host goes on before what it enqueues has begun."""
@@ -63,8 +63,8 @@ class Lane(Protocol):
         ...
 
     def after_ticket(self, ticket: Ticket) -> None:
-        """What is enqueued from now on starts after the work of ``ticket``, which is another
-        lane's."""
+        """What is enqueued from now on starts after the work of ``ticket``, which is of another
+        lane."""
         ...
 
     def before_compute(self) -> None:
@@ -72,7 +72,7 @@ class Lane(Protocol):
         ...
 
     def mark_compute(self) -> Mark:
-        """The compute enqueued so far."""
+        """A mark of the compute enqueued so far."""
         ...
 
     def allocate(self, label: str, buffer: FlatBuffer) -> None:
@@ -87,12 +87,12 @@ class Lane(Protocol):
         accept: Callable[[torch.Tensor], None] | None = None,
         nbytes: int = 0,
     ) -> Ticket:
-        """Runs ``issue`` and gives its result to ``accept``, in the lane's order. ``nbytes`` of
-        it travel to or from this rank, 0 where nobody counted."""
+        """Runs ``issue`` and gives its result to ``accept``, in the lane's order. ``nbytes`` is how
+        many bytes travel to or from this rank, 0 if they were not counted."""
         ...
 
     def free(self, label: str, buffer: FlatBuffer, after: Mark) -> None:
-        """Frees what was allocated here, once the compute up to ``after`` is done (None: at
+        """Frees what this lane allocated, once the compute up to ``after`` is done (None: at
         once)."""
         ...
 
@@ -122,7 +122,8 @@ class HostTicket:
         with span("wait_" + self.kind, self.label):
             watch = watch_of(issued.group)
             failure: RuntimeError | None = None
-            # Also after one has failed: the others may still read or write what is freed next.
+            # All are waited for, also after one has failed: the others may still read or write
+            # what is freed next.
             for work in issued.works:
                 try:
                     if watch is None:
@@ -158,7 +159,7 @@ class HostTicket:
 
     def abandon(self) -> None:
         self._accept = None
-        with suppress(RuntimeError):  # its watch knows, and tells who needs a result
+        with suppress(RuntimeError):  # the watch knows, and tells those who need a result
             self.wait()
 
 
@@ -177,7 +178,7 @@ class HostLane:
         ticket.wait()
 
     def before_compute(self) -> None:
-        pass  # by each ticket: nothing else knows what is under way
+        pass  # tickets are waited for one by one: nothing else knows what is under way
 
     def mark_compute(self) -> Mark:
         return None
@@ -217,7 +218,7 @@ class StreamTicket:
         return self._event.query()
 
     def abandon(self) -> None:
-        # What it reads, of the shard or of others' memory, may be edited by compute next.
+        # Compute may next edit what the work reads, in the shard or in others' memory.
         self.wait()
 
 

@@ -45,7 +45,7 @@ class Loan:
     reference: ref[dist.ProcessGroup]
     shelf: Shelf
     number: int
-    """Which one of its shelf it is, the same on every rank."""
+    """The group's number on its shelf, the same on every rank."""
     device_type: str
     turn: int = 0
     """How many contexts had it before."""
@@ -69,11 +69,12 @@ class Loan:
 
     @property
     def label(self) -> str:
-        """A name of this loan, which no other has."""
+        """A name that no other loan from this shelf has."""
         return f"{self.number}/{self.turn}"
 
     def close(self) -> None:
-        """Ends its collectives: what waits for them on a host raises, here and elsewhere."""
+        """Ends its collectives. If it is closable, what waits for them on a host raises, here and
+        on the other ranks. If not, they are aborted on this rank."""
         self.is_sound = False
         if not self.is_closable:
             self.group.abort()
@@ -81,7 +82,7 @@ class Loan:
         # gloo has no other way: a receive that times out closes all connections of its group.
         group = self.group
         peer = (group.rank() + 1) % group.size()
-        with suppress(RuntimeError):  # which it always is
+        with suppress(RuntimeError):  # always raised, by the timeout
             group.recv([torch.empty(1)], peer, NO_TAG).wait(timedelta(milliseconds=1))
 
     def destroy(self) -> None:
@@ -96,17 +97,19 @@ class Shelf:
 
     name: str
     returned: deque[Loan] = field(default_factory=deque)
-    """Given back on this rank, and not told the others yet."""
+    """Given back on this rank. The others were not told yet."""
     free: dict[int, Loan] = field(default_factory=dict)
-    """Given back on this rank, by number."""
+    """Given back on this rank, by number. The others were told."""
     made: int = 0
     asked: int = 0
 
     def agree(self, size: int, has_peers: bool, timeout: timedelta) -> int:
-        """Which group all ``size`` ranks take now. One that they all have back, after as many
-        collectives on each, or a new one. Those that are back and not alike are destroyed.
+        """The number of the group that all ``size`` ranks take now. It is one that they all have
+        back, and on which each has issued as many collectives, or else a new one. Groups that all
+        have back but with different counts, or closed, are destroyed.
 
-        Ranks free a dropped context at different moments, so the last one to come here decides.
+        Ranks free a dropped context at different moments, so the last rank to come here decides.
+        The others wait for it.
         """
         if not self.made:
             return 0
@@ -145,7 +148,7 @@ class Shelf:
         return taken
 
 
-# By the default group, which is replaced when a process starts torch.distributed again.
+# The keys are default groups. A process that starts torch.distributed again has a new one.
 _shelves: WeakKeyDictionary[dist.ProcessGroup, dict[str, Shelf]] = WeakKeyDictionary()
 _turns: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
 
@@ -159,7 +162,7 @@ def borrow(purpose: str, like: dist.ProcessGroup, ranks: Sequence[int], device_t
         RuntimeError: the ranks did not all come in time.
     """
     default = default_group()
-    # A digest, for the names of a thousand ranks would fill kilobytes.
+    # A digest, because the numbers of a thousand ranks would fill kilobytes.
     key = sha256(f"{like.group_name} {list(ranks)}".encode()).hexdigest()[:16]
     name = f"fsdp_overlap_{purpose}_{key}"
     shelf = _shelves.setdefault(default, {}).setdefault(name, Shelf(name))
@@ -183,21 +186,23 @@ def borrow(purpose: str, like: dist.ProcessGroup, ranks: Sequence[int], device_t
 
 
 def give_back(loans: Iterable[Loan]) -> None:
-    """Lets other contexts borrow ``loans``. May be called by the garbage collector, at any moment:
+    """Lets other contexts borrow ``loans``. The garbage collector may call this at any moment, so
     nothing is sent here."""
     for loan in loans:
         loan.shelf.returned.append(loan)
 
 
 def next_turn(group: dist.ProcessGroup) -> int:
-    """How many contexts used the user's ``group`` before this one."""
+    """Counts one more context that uses the user's ``group``. Returns how many there were so far,
+    with this one."""
     turns = _turns.setdefault(default_group(), Counter())
     turns[group.group_name] += 1
     return turns[group.group_name]
 
 
 def alive(reference: ref[dist.ProcessGroup]) -> dist.ProcessGroup:
-    """
+    """The group that ``reference`` refers to.
+
     Raises:
         RuntimeError: the user destroyed the group.
     """
@@ -221,21 +226,22 @@ def collectives_issued(group: dist.ProcessGroup) -> int | None:
 
 
 def _state(loan: Loan) -> str:
-    """What must be the same on every rank for ``loan`` to be used again; empty if it cannot be."""
+    """What must be equal on all ranks for ``loan`` to be used again. Empty if it cannot be used."""
     issued = collectives_issued(loan.group) if loan.is_sound else None
     return "" if issued is None else str(issued)
 
 
 def _registered_backend(group: dist.ProcessGroup, device_type: str) -> dist.Backend:
-    """What ``group`` was told to use for tensors on ``device_type``."""
+    """The backend that ``group`` was told to use for tensors on ``device_type``."""
     devices = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
     return dist.Backend(devices[device_type])
 
 
 def _options(group: dist.ProcessGroup, device_type: str) -> Any:
-    """Those that ``group`` was made with, for another group."""
+    """The backend's options that ``group`` was made with, for another group."""
     options: Any = getattr(group._get_backend(torch.device(device_type)), "options", None)
-    with suppress(TypeError):  # torch writes names and timeouts into NCCL's, which can be copied
+    # torch writes names and timeouts into NCCL's options, so these are copied. Others cannot be.
+    with suppress(TypeError):
         options = copy.deepcopy(options)
     if getattr(options, "split_from", None) is not None:
         options.split_from = None

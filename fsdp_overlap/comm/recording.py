@@ -14,7 +14,7 @@ from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 
 @dataclass(frozen=True)
 class Entry:
-    """One thing that happened: ``action`` is allocate, enqueue, wait or free, ``kind`` the
+    """One thing that happened. ``action`` is allocate, enqueue, wait or free, ``kind`` is the
     collective."""
 
     lane: str
@@ -36,8 +36,8 @@ class RecordingTicket(HostTicket):
 class RecordingLane(HostLane):
     """Runs like a host lane and logs to a list that lanes may share, in program order.
 
-    The schedule is the same for every lane, so that a test without a GPU can assert what is
-    enqueued before what on one.
+    The schedule is the same for every lane. So a test without a GPU can assert in which order
+    things are enqueued on one.
     """
 
     def __init__(self, name: str, log: list[Entry]) -> None:

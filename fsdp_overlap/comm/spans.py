@@ -1,4 +1,4 @@
-"""Names in profiler traces that cost next to nothing when no profiler runs."""
+"""Names in profiler traces that cost next to nothing when no profiler runs. See Note [marks]."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ _NO_SPAN: AbstractContextManager[Any] = nullcontext()
 def span(kind: str, label: str, nbytes: int = 0) -> AbstractContextManager[Any]:
     """Marks what runs inside as ``fsdp_overlap::<kind>(<label>)`` in a running profiler's trace.
 
-    ``profiling/names.py`` reads the names. ``nbytes``, if not zero, is what the collective issued
-    inside brings to this rank, or takes from it: `` 4096 B`` at the end.
+    ``profiling/names.py`` reads the names. ``nbytes`` is how many bytes the collective issued
+    inside brings to this rank or takes from it. If it is not zero, the name ends in it, as in
+    `` 4096 B``.
     """
     if not profiler_enabled():
         return _NO_SPAN

@@ -1,5 +1,5 @@
-"""What ranks tell each other beside collectives, when these wait for each other: by the store at
-which they met."""
+"""Notes that ranks leave for each other in the store at which they met. They can be read while
+collectives wait."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fsdp_overlap.torch_internals import default_store
 
 T = TypeVar("T")
 
-# For the store to answer: it may be that of a rank which was stopped, and would be waited for
-# beyond every timeout.
+# How long the store has to answer. The store of a rank that was stopped would be waited for beyond
+# every timeout.
 ANSWER_SECONDS = 5.0
 
 # Stores that have not answered yet.
@@ -25,7 +25,8 @@ _silent: WeakSet[dist.Store] = WeakSet()
 
 
 def has_peers(group: dist.ProcessGroup) -> bool:
-    """Whether the other ranks of ``group`` exist. They may be made up, to try things out."""
+    """Whether the other ranks of ``group`` exist. In a fake group, or one with a store of a single
+    process, they are made up, to try things out."""
     store = default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -33,9 +34,10 @@ def has_peers(group: dist.ProcessGroup) -> bool:
 
 
 class StoreNotes:
-    """A note of each of ``group``'s ranks, which the others read. Boards of one ``name`` are one.
+    """One note from each rank of ``group``, which the others read. Two objects of the same ``name``
+    show the same notes.
 
-    Nothing here is collective, and nothing raises: a store may have gone with its rank.
+    No collective is used, and nothing raises: a store may have gone with its rank.
     """
 
     def __init__(self, name: str, group: dist.ProcessGroup) -> None:
@@ -46,13 +48,13 @@ class StoreNotes:
         self._store = dist.PrefixStore(f"fsdp_overlap/{name}", self._whole)
 
     def post(self, note: str) -> None:
-        """Shows ``note`` instead of this rank's last one."""
+        """Replaces this rank's note by ``note``. Does nothing while the store does not answer."""
         if self._whole not in _silent:
             self._ask(lambda: self._store.set(str(self._me), note), None, ANSWER_SECONDS)
 
     def meet(self, timeout: timedelta | None, note: str = "") -> list[int]:
-        """Waits for all ranks to call this, once, each with a ``note`` for :meth:`read`; returns
-        those that did not within ``timeout``."""
+        """Posts ``note`` for :meth:`read` and waits for all ranks to do so. Returns the ranks that
+        did not within ``timeout``. Works once for each name."""
         others = [str(rank) for rank in self._others]
 
         def meet() -> bool:
@@ -70,7 +72,8 @@ class StoreNotes:
         return [rank for rank in self._others if rank not in met]
 
     def read(self) -> dict[int, str]:
-        """The other ranks' notes that are there, by their ranks in the default group."""
+        """The notes that other ranks have posted, by their ranks in the default group. Empty while
+        the store does not answer."""
 
         def read() -> dict[int, str]:
             there = [rank for rank in self._others if self._store.check([str(rank)])]
@@ -79,7 +82,7 @@ class StoreNotes:
         return {} if self._whole in _silent else self._ask(read, {}, ANSWER_SECONDS)
 
     def _ask(self, question: Callable[[], T], otherwise: T, seconds: float | None) -> T:
-        """What the store answers within ``seconds``."""
+        """What the store answers to ``question`` within ``seconds``, and else ``otherwise``."""
         answers: list[T] = []
 
         def ask() -> None:

@@ -16,12 +16,20 @@ def has_streams(device: torch.device) -> bool:
 
 
 def streams_of(device: torch.device) -> Any:
-    """The module with ``device``'s streams and events, as ``torch.cuda`` is a GPU's."""
+    """The module with ``device``'s streams and events, such as ``torch.cuda`` for a GPU."""
     return torch.get_device_module(device)
 
 
+def current_device(device_type: str) -> torch.device:
+    """The device of this type that is computed on now, with its index if the type has streams."""
+    device = torch.device(device_type)
+    if has_streams(device):
+        return torch.device(device_type, streams_of(device).current_device())
+    return device
+
+
 def is_capturing(device: torch.device) -> bool:
-    """Whether what is enqueued on the current stream is recorded for a graph, as CUDA's are."""
+    """Whether the current stream is being captured into a graph, such as a CUDA graph."""
     if not has_streams(device):
         return False
     ask = getattr(streams_of(device), "is_current_stream_capturing", None)

@@ -1,4 +1,4 @@
-"""Who is asked when a collective lasts or fails: what a rank waits for is known to the others."""
+"""Whom a rank asks when a collective lasts or fails, because other ranks may know the reason."""
 
 from __future__ import annotations
 
@@ -8,46 +8,47 @@ from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 
-# Of a wait, until others are asked. Long against a step, short against the patience of people.
+# How long a rank waits before it asks. Long compared to a step, short compared to the patience of
+# people.
 FIRST_LOOK = timedelta(seconds=1)
 
 
 class Watch(Protocol):
-    """Asked on the host, beside the collectives."""
+    """Is asked on the host, while collectives are under way."""
 
     def look(self) -> None:
-        """A collective lasts: the others may have told why.
+        """Is called while a collective lasts. The other ranks may have told why.
 
         Raises:
-            RuntimeError: it will never be done; says why.
+            RuntimeError: the collective will never be done; says why.
         """
         ...
 
     def explain(self, failure: RuntimeError) -> str:
-        """Why a collective ended with ``failure``, as far as the others tell."""
+        """Says why a collective ended with ``failure``, as far as the other ranks tell."""
         ...
 
 
-# Weak on both sides: a watch knows its groups, and a group that is never freed keeps its threads.
+# Weak on both sides: a watch knows its groups, and a group keeps its threads until it is freed.
 _watches: WeakKeyDictionary[dist.ProcessGroup, ref[Watch]] = WeakKeyDictionary()
 
 
 def watch_over(group: dist.ProcessGroup, watch: Watch) -> None:
-    """``watch`` is asked about collectives of ``group`` from now on, as long as it lives."""
+    """From now on ``watch`` is asked about collectives of ``group``, as long as ``watch`` lives."""
     _watches[group] = ref(watch)
 
 
 def watch_of(group: dist.ProcessGroup | None) -> Watch | None:
-    """Who is asked about collectives of ``group``, if anybody."""
+    """The watch that is asked about collectives of ``group``, or ``None``."""
     found = None if group is None else _watches.get(group)
     return None if found is None else found()
 
 
 def wait(work: dist.Work, watch: Watch) -> None:
-    """Blocks the host until ``work`` is done, and asks ``watch`` ever more rarely meanwhile.
+    """Blocks the host until ``work`` is done. Meanwhile asks ``watch``, at intervals that double.
 
     Raises:
-        RuntimeError: it failed or timed out, or ``watch`` knows that it will.
+        RuntimeError: ``work`` failed or timed out, or ``watch`` knows that it will.
     """
     patience = FIRST_LOOK
     while True:
@@ -56,7 +57,7 @@ def wait(work: dist.Work, watch: Watch) -> None:
             return
         except RuntimeError:
             if work.is_completed():
-                work.wait()  # raises if it failed; else it was done in the meantime
+                work.wait()  # raises if it failed; otherwise it was done in the meantime
                 return
         watch.look()
         patience *= 2

@@ -13,9 +13,10 @@ from fsdp_overlap.deciding.reductions import Reductions
 class Backward:
     """What one backward has done so far, and what it does next.
 
-    ``serial`` counts backwards from 1. ``open_passes`` are the forwards that it may come back to.
-    ``order`` predicts the units of backwards that run again what left no call, as reentrant
-    checkpoints do. In all others the calls that remain tell more.
+    ``serial`` counts backwards from 1. ``open_passes`` are the passes that it may come back to.
+    ``order`` predicts which units run next. It is needed for forwards that left no call and run
+    again within backward, as reentrant checkpoints do. It is ``None`` until a backward has met one:
+    otherwise the calls that remain tell more.
     """
 
     def __init__(
@@ -41,42 +42,45 @@ class Backward:
         self._unit_at = unit_at
         self._open_passes = open_passes
         self.under_way: list[ForwardPass] = []
-        """Passes that backward is in, each within the one before it: a reentrant checkpoint in
-        another is recomputed in the backward of what that one recomputed."""
+        """Passes that backward is in, each nested in the one before it. Reentrant checkpoints nest:
+        the inner one is recomputed in the backward of what the outer one recomputed."""
         self.remaining: dict[ForwardPass, list[Call]] = {}
-        """Calls that each reached pass has yet to come back to; the next one is last."""
+        """For each pass reached, the calls that backward has yet to come back to, the next one
+        last."""
         self.open_calls: list[Call] = []
         """Calls whose backward is under way."""
         self.accumulates = True
-        """Whether gradients go to parameters, as they do not in ``torch.autograd.grad()``."""
+        """Whether gradients go to parameters. In ``torch.autograd.grad()`` they do not."""
         self.creates_graph = False
-        """Whether what it leaves may be differentiated again: ``create_graph=True``."""
+        """Whether its gradients may be differentiated again: ``create_graph=True``."""
         self.recompute: ForwardPass | None = None
-        """The forwards that ran within this backward, and that it comes back to."""
+        """The latest pass of forwards that ran within this backward. It comes back to them."""
         self.recomputing: list[tuple[Unit, int]] = []
-        """Units whose forward runs within this backward now, with the tick of its start."""
+        """Units whose forward runs within this backward now, with the tick of that start."""
         self.unfinished: set[UnitIndex] = set()
-        """Units of several modules that stay whole for those of their calls that remain."""
+        """Units of several modules that stay gathered, because some of their calls remain."""
         self.lost: str | None = None
-        """What somebody did to unsharded parameters that shards do not have, to be raised."""
+        """An edit of unsharded parameters that the shards do not have, in words. It is raised as an
+        error when backward ends."""
 
     def begin(self, units: Iterable[Unit]) -> None:
-        """The first event of it has come."""
-        # Of backward(), which all ranks call, and not of what it reaches, which may differ.
+        """Is called at the first event of this backward."""
+        # All ranks call backward(). What its graph reaches may differ, so that does not count. See
+        # Note [gradients of inputs].
         self.accumulates = self._engine.is_for_all_leaves() or any(
             unit.accumulates for unit in units
         )
         self._expect(self._gathers.in_graphs.items())
 
     def advance_to(self, call: Call) -> None:
-        """Enqueues what every rank enqueues up to ``call``, also for calls skipped on this rank."""
+        """Enqueues what every rank enqueues up to ``call``, also for calls that this rank skips."""
         forward_pass, under_way = call.forward_pass, self.under_way
         if not under_way or under_way[-1] is not forward_pass:
             self._enter(forward_pass)
         if forward_pass.is_recompute:
             forward_pass.graph_task = self._engine.graph_task()
         remaining = self.remaining[forward_pass]
-        # Almost always it is the last, and a long list takes long to search.
+        # The call almost always is the last one, and a long list takes long to search.
         if (not remaining or remaining[-1] is not call) and call not in remaining:
             self._step(call)
             return
@@ -87,7 +91,8 @@ class Backward:
                 return
 
     def finish(self) -> None:
-        """All that this rank reaches was reached: does the rest as other ranks do, and releases."""
+        """Ends the walk: this rank's graph reaches no more calls. Walks past the calls of forward
+        that remain, as other ranks do, and releases the units that are still open."""
         for forward_pass in self.remaining:
             if not forward_pass.is_recompute:
                 self._walk_to_end(forward_pass)
@@ -100,28 +105,29 @@ class Backward:
         return any(call.unit == unit.index for call in self.open_calls)
 
     def before_recompute(self, unit: Unit, tick: int) -> None:
-        """A forward of ``unit`` begins within this backward."""
+        """A forward of ``unit`` begins within this backward. See Note [recomputing]."""
         self.recomputing.append((unit, tick))
         if not self.is_open(unit):
             self._advance_to_checkpoint(unit)
-        # One that is open without parameters, because backward would not need them, does now.
+        # A unit may be open without its parameters, because the user said that its backward does
+        # not read them. The forward does.
         if unit.has_parameters and not (self.is_open(unit) and unit.is_gathered):
             self._use(unit, None)
         self._transfers.wait(unit)
 
     def after_recompute(self, unit: Unit, start: int, end: int, is_in_use: bool) -> Call | None:
-        """That forward has run. Returns the call to come back to, ``None`` where the backward under
-        way has one."""
+        """The forward of ``unit`` within this backward has run. Returns the call to come back to,
+        or ``None`` if a call of the unit is open, or it has no parameters."""
         if not unit.has_parameters or self.is_open(unit):
             return None
-        # Its own backward, if it follows at once, then finds it whole.
+        # The release is delayed, so that the unit's own backward finds it whole if it follows now.
         if unit.settings.reshard_after_backward and not is_in_use:
             self._gathers.release(unit)
         recompute = self.recompute
         if recompute is None or recompute in self.remaining:
             task = self._engine.graph_task()
             recompute = self.recompute = ForwardPass(is_recompute=True, outer_task=task)
-        # Where the unit stood in the forward, so that it keeps its place among the other units.
+        # The ticks that the unit had in the forward: it keeps its place among the other units.
         for forward_pass in self._open_passes:
             if unit.index in forward_pass.spans:
                 start, end = forward_pass.spans[unit.index]
@@ -131,10 +137,10 @@ class Backward:
         return Call(unit.index, start, end, recompute, unit.version)
 
     def _advance_to_checkpoint(self, unit: Unit) -> None:
-        """``unit`` runs again. If its forward left no call, as in a reentrant checkpoint, the place
-        where it stood tells which calls every rank is done with by now."""
+        """``unit`` runs again. If its forward left no call, as in a reentrant checkpoint, walks
+        back to where it ran: every rank is done with the calls after that."""
         task = self._engine.graph_task()
-        # The backward of another checkpoint, which was one of its own, is over.
+        # What another checkpoint recomputed had a backward of its own, which is over.
         while self.under_way and self.under_way[-1].graph_task not in (task, -1):
             self._walk_to_end(self.under_way.pop())
         for forward_pass in self._open_passes:
@@ -149,8 +155,8 @@ class Backward:
             self._leave(end)
 
     def _enter(self, forward_pass: ForwardPass) -> None:
-        """Backward comes back to ``forward_pass``, and is done with those that are not around
-        it."""
+        """Backward comes back to ``forward_pass``. It is done with the passes that this one is not
+        nested in."""
         under_way = self.under_way
         while under_way and not forward_pass.is_within(under_way[-1]):
             self._walk_to_end(under_way.pop())
@@ -179,7 +185,8 @@ class Backward:
             return
         self._leave(call.end)
         self.open_calls.append(call)
-        # What is whole may be read though nobody needs it, and then also by the graph that is made.
+        # Backward can read a full buffer that exists, even if the user said that it does not. Then
+        # the graph that create_graph=True makes can read it too.
         if call.needs_parameters or (self.creates_graph and unit.is_gathered):
             self._use(unit, call.forward_pass)
             if self.creates_graph:
@@ -216,7 +223,7 @@ class Backward:
         if unit is None:
             return
         with self._transfers.span("post_backward", unit.name):
-            # In backwards 1, 2, 4, 8 ...: the unit's next forward finds what later ones miss.
+            # In backwards 1, 2, 4, 8 ... only: the unit's next forward finds what others miss.
             if not self.serial & (self.serial - 1):
                 self.lost = self.lost or unit.edited()
             self._transfers.use_sharded(unit)

@@ -1,4 +1,4 @@
-"""How a backward ends: its reductions are waited for by itself, or when the caller says so."""
+"""How a backward ends: it waits for its reductions, or leaves that to the caller."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class GradientReductionHandle:
         self._finalization = finalization
 
     def wait(self) -> None:
-        """Makes compute wait for the reductions; ``.grad`` is complete then.
+        """Makes compute wait for the reductions. Afterwards ``.grad`` is complete.
 
         Raises:
             RuntimeError: the context was reset meanwhile.
@@ -29,8 +29,8 @@ class GradientReductionHandle:
 class Finalization:
     """Ends the backwards of one context.
 
-    By hand, backwards issue their reduce-scatters as always; what makes gradients complete is left
-    to :meth:`finalize` and its handle.
+    With manual finalization, backwards issue their reduce-scatters as always, but
+    :meth:`finalize` and its handle complete the gradients.
     """
 
     def __init__(
@@ -72,7 +72,8 @@ class Finalization:
             self._wait()
 
     def finalize(self) -> GradientReductionHandle:
-        """Issues every reduction that is left, and frees what is to be freed after backward."""
+        """Issues every reduction that is left, and frees the full buffers that are not kept after
+        backward."""
         self.check_done("finalize_backward()")
         if not self.is_manual:
             raise RuntimeError(

@@ -10,10 +10,12 @@ from fsdp_overlap.deciding.stats import Stats
 
 
 class Gathers:
-    """Keeps the number of full buffers that exist beside those in use within ``prefetch``.
+    """Keeps at most ``prefetch`` full buffers beside those in use. The user may ask for more. See
+    Note [room] and, for how that overlaps with compute, Note [running ahead].
 
     A buffer that is not in use was either gathered ahead or waits for its delayed release. Every
-    decision follows from the order of calls alone, so that all ranks enqueue the same all-gathers.
+    decision follows from the order of calls alone, so that all ranks enqueue the same all-gathers:
+    Note [pairing].
     Units are named by index, so that none is kept alive.
     """
 
@@ -28,14 +30,15 @@ class Gathers:
         self.prefetch = prefetch
         self.stats = stats
         self._unit_at = unit_at
-        # With the compute that still reads the buffer: None where it was gathered ahead.
+        # Each mark is of the compute that still reads the buffer, None if no compute has used it.
         self._ahead: dict[UnitIndex, Mark] = {}
         self._delayed: dict[UnitIndex, Mark] = {}
-        # As _ahead, but kept until they are used, because the user said that they will be.
+        # As _ahead, but asked for by the user, and so kept until used or until the pass ends.
         self._asked: dict[UnitIndex, Mark] = {}
         self.in_graphs: dict[UnitIndex, int] = {}
         """Units whose full buffers a graph made by ``backward(create_graph=True)`` may read, at
-        moments that no hook sees, with the tick of their first use."""
+        moments that no hook sees: Note [graphs of gradients]. Each with the tick of its first
+        use."""
         self._issued = 0
         self._waits_for_event = False
 
@@ -45,10 +48,11 @@ class Gathers:
         upcoming: Sequence[UnitIndex] = (),
         asked: Sequence[Callable[[], Unit | None]] = (),
     ) -> bool:
-        """Compute needs ``unit`` now and is expected to need ``upcoming`` next. Enqueues what is
-        not there yet; in between frees what was used, so that this unit's all-gather does not wait
-        for that, and the next ones find its memory. The user may have ``asked`` for others instead
-        of ``upcoming``, however many. Returns whether anything was enqueued."""
+        """Compute needs ``unit`` now and is expected to need ``upcoming`` next. Enqueues the
+        all-gathers that are missing. Carries out delayed releases after this unit's all-gather,
+        which so does not wait for them, and before the others, which find the freed memory. If the
+        user ``asked`` for units, all of them are gathered instead of ``upcoming``. Returns whether
+        anything was enqueued."""
         issued, mine = self._issued, unit.index
         self._delayed.pop(mine, None)
         ahead = mine in self._ahead or mine in self._asked
@@ -80,27 +84,27 @@ class Gathers:
         return self._issued != issued
 
     def refresh(self, units: Iterable[Unit]) -> None:
-        """Enqueues the all-gathers of full buffers whose shards were edited since."""
+        """Enqueues the all-gathers of full buffers whose shards were edited since the last one."""
         for unit in units:
             if unit.is_gathered and not unit.is_whole:
                 self._gather(unit)
 
     def release(self, unit: Unit) -> None:
-        """Frees the buffer of ``unit`` once the compute enqueued so far has read it. That is put
-        off until the next all-gather is enqueued, which then does not wait for it."""
+        """Frees the full buffer of ``unit`` once the compute enqueued so far has read it. That is
+        put off until the next all-gather has been enqueued, so that this one does not wait."""
         if unit.is_gathered and unit.index not in self.in_graphs:
             self._ahead.pop(unit.index, None)
             self._asked.pop(unit.index, None)
             self._delayed[unit.index] = self._transfers.mark_compute()
 
     def take_out_of_graphs(self, unit: Unit) -> None:
-        """Lets go of a full buffer in :attr:`in_graphs`. From now on autograd refuses to read it
-        for the graph that it was there for."""
+        """Removes ``unit`` from :attr:`in_graphs`, because its full buffer is to be freed or
+        refilled. From now on autograd refuses to read the buffer for an old graph."""
         if self.in_graphs.pop(unit.index, None) is not None:
             self._transfers.forbid_old_graphs(unit)
 
     def release_stale(self) -> None:
-        """Releases the units of :attr:`in_graphs` that were edited since."""
+        """Releases the units of :attr:`in_graphs` whose shards were edited since."""
         for index in list(self.in_graphs):
             unit = self._unit_at(index)
             if unit is None:
@@ -117,9 +121,10 @@ class Gathers:
         self._delayed.clear()
 
     def finish_pass(self, before_backward: bool = False, before: Unit | None = None) -> None:
-        """Frees all that is not in use. ``before_backward``, the unit that ran last is kept if the
-        user left that to us: backward needs it first. ``before`` a pass, the unit that begins it
-        is."""
+        """Frees every full buffer that is not in use, with two exceptions, whose release stays
+        delayed. With ``before_backward`` it is the unit that ran last, if the user left that
+        choice to the library: backward needs it first. ``before`` is the unit that begins the next
+        pass."""
         self._ahead.update(self._asked)
         self._asked.clear()
         for index in list(self._ahead):
@@ -134,7 +139,7 @@ class Gathers:
             self._free(index, mark)
 
     def drop(self) -> None:
-        """Forgets everything; the buckets are brought to rest elsewhere."""
+        """Forgets everything. The buckets' memory is freed elsewhere."""
         self._ahead.clear()
         self._asked.clear()
         self._delayed.clear()
@@ -145,26 +150,26 @@ class Gathers:
         self.in_graphs.clear()
 
     def wait_once_for(self, event: Any, units: Iterable[Unit]) -> None:
-        """All-gathers wait for ``event``, which stands for every edit made so far of ``units``, and
-        so the next pass does not for all compute."""
+        """Makes all-gathers wait for ``event``, which comes after all edits of ``units`` so far. So
+        those of the next pass need not wait for all compute."""
         self._transfers.after_event(event)
         self._note_edits_seen(units)
         self._waits_for_event = True
 
     def begin_pass(self, units: Iterable[Unit]) -> None:
-        """All-gathers of this pass see the edits of ``units`` made before it."""
+        """Makes the all-gathers of this pass see the edits of ``units`` made before it."""
         if not self._waits_for_event:
             self._transfers.after_compute()
             self._note_edits_seen(units)
         self._waits_for_event = False
 
     def _note_edits_seen(self, units: Iterable[Unit]) -> None:
-        """The lane comes after every edit of ``units`` made so far."""
+        """Notes that all-gathers from now on see every edit of ``units`` made so far."""
         for unit in units:
             unit.seen_version = unit.version
 
     def _gather(self, unit: Unit) -> None:
-        # A buffer that is gathered again may still be read by compute.
+        # Compute may have edited the shard, or may still read a buffer that is gathered again.
         version = unit.version
         if unit.seen_version != version or unit.is_gathered:
             self._transfers.after_compute()
@@ -174,7 +179,8 @@ class Gathers:
         self._transfers.gather(unit)
 
     def _ask(self, unit: Unit, asked: Sequence[Callable[[], Unit | None]]) -> None:
-        """Gathers what the user asked for together with ``unit``, and is not there yet."""
+        """Gathers the units that the user listed for ``unit``, unless they are whole already. See
+        Note [asked for]."""
         others = [
             other
             for find in asked
@@ -191,8 +197,8 @@ class Gathers:
                 self._gather(other)
 
     def _make_room(self) -> None:
-        """Before an all-gather that nobody predicted. First what was gathered in vain, because a
-        delayed release makes the lane wait for compute."""
+        """Frees full buffers before an all-gather that was not predicted. Those gathered ahead in
+        vain go first, because a delayed release makes the lane wait for compute."""
         for index in list(self._ahead):
             if len(self._ahead) + len(self._delayed) <= self.prefetch:
                 return

@@ -1,4 +1,4 @@
-"""What deciding knows, and what it can have done: everything else is hidden from it.
+"""What deciding knows, and what it can command. Everything else is hidden from it.
 
 The facts come from units and from the autograd engine. The commands go to the transfers.
 """
@@ -29,7 +29,7 @@ class Gradients(Protocol):
     """The gradients of one bucket, and the reduce input that they are collected in."""
 
     is_in_flight: bool
-    """Whether a reduce-scatter reads the reduce input. :class:`Reductions` keeps it."""
+    """Whether a reduce-scatter reads the reduce input. :class:`Reductions` sets it."""
 
     @property
     def has_input(self) -> bool:
@@ -52,13 +52,13 @@ class Unit(Protocol):
     name: str
     is_root: bool
     is_list: bool
-    """Whether it is made of several modules."""
+    """Whether it has several modules."""
     to_run: set[int]
-    """The ids of a list's modules that have yet to run before the unit is released."""
+    """In a unit of several modules, the ids of those that have yet to run before its release."""
     seen_version: int
-    """The version of the shards that all-gathers are known to see. :class:`Gathers` keeps it."""
+    """The version of the shards that all-gathers are known to see. :class:`Gathers` sets it."""
     has_unreduced: bool
-    """Whether earlier backwards left gradients to reduce. :class:`Reductions` keeps it."""
+    """Whether earlier backwards left gradients to reduce. :class:`Reductions` sets it."""
 
     @property
     def settings(self) -> Settings: ...
@@ -69,8 +69,8 @@ class Unit(Protocol):
 
     @property
     def forward_prefetch(self) -> Sequence[Callable[[], Any]]:
-        """The units that the user wants gathered when this one runs: each call gives one, or
-        ``None`` where it is gone."""
+        """The units that the user wants gathered when this one runs in forward. Each is a function
+        that gives the unit, or ``None`` if it is gone."""
         ...
 
     @property
@@ -80,7 +80,7 @@ class Unit(Protocol):
     def has_parameters(self) -> bool: ...
     @property
     def is_gathered(self) -> bool:
-        """Whether full buffers exist, or will once an all-gather is done."""
+        """Whether full buffers exist, or will exist once an all-gather is done."""
         ...
 
     @property
@@ -100,7 +100,7 @@ class Unit(Protocol):
 
     @property
     def is_kept_for_backward(self) -> bool:
-        """Whether it stays gathered where it ran last in a forward."""
+        """Whether it stays gathered for backward if it ran last in a forward."""
         ...
 
     def reshards_after_forward(self) -> bool: ...
@@ -128,7 +128,7 @@ class Unit(Protocol):
         ...
 
     def edited(self) -> str | None:
-        """What was done to unsharded parameters in place and would be lost, in words."""
+        """An edit of unsharded parameters in place that would be lost, in words, or ``None``."""
         ...
 
 
@@ -139,7 +139,7 @@ class Ticket(Protocol):
 
 
 class Transfers(Protocol):
-    """Does what was decided. Nothing that is done here comes back to deciding."""
+    """Does what was decided. Only tickets and marks come back to deciding."""
 
     def after_compute(self) -> None:
         """All-gathers from now on start after the compute enqueued so far."""
@@ -156,7 +156,7 @@ class Transfers(Protocol):
         ...
 
     def put_together(self, unit: Any) -> None:
-        """Enqueues what puts divided shards together."""
+        """Enqueues the collectives that put divided shards together."""
         ...
 
     def wait(self, unit: Any) -> None:
@@ -168,7 +168,7 @@ class Transfers(Protocol):
         ...
 
     def drop_parts(self, unit: Any) -> None:
-        """Frees what was kept of the unit between forward and backward."""
+        """Frees the parts of full buffers that were kept between forward and backward."""
         ...
 
     def forbid_old_graphs(self, unit: Any) -> None:
@@ -180,11 +180,11 @@ class Transfers(Protocol):
         ...
 
     def use_sharded(self, unit: Any) -> None:
-        """Registers the sharded ones."""
+        """Registers the sharded parameters in the unit's modules."""
         ...
 
     def hook_gradients(self, unit: Any) -> None:
-        """Makes every gradient of the unit be noticed when it arrives."""
+        """Makes sure that every gradient of the unit is noticed when it arrives."""
         ...
 
     def allocate_input(self, gradients: Any) -> None:
@@ -196,7 +196,7 @@ class Transfers(Protocol):
         ...
 
     def absorb_all(self, gradients: Any) -> None:
-        """Moves all that autograd holds there."""
+        """Moves every gradient that autograd holds into the reduce input."""
         ...
 
     def reduce(self, gradients: Any) -> Ticket:
@@ -205,7 +205,7 @@ class Transfers(Protocol):
 
     def finish(self, gradients: Any, ticket: Any) -> None:
         """Makes compute wait for a reduce-scatter, gives the gradient to the parameters, and frees
-        the reduce input. On a mesh with copies the gradient comes by :meth:`finish_sums`."""
+        the reduce input. On a mesh with copies the gradient is there after :meth:`finish_sums`."""
         ...
 
     def finish_sums(self) -> None:
@@ -213,8 +213,8 @@ class Transfers(Protocol):
         ...
 
     def abandon(self, reductions: Iterable[tuple[Any, Any]]) -> None:
-        """Waits for reductions under way, gradients and ticket each, that nobody needs any
-        more."""
+        """Waits for reductions under way whose results nobody needs any more. Each is given as its
+        gradients and its ticket."""
         ...
 
     def finish_backward(self) -> None:
@@ -227,7 +227,7 @@ class Transfers(Protocol):
 
 
 class Engine(Protocol):
-    """What autograd says."""
+    """What the autograd engine tells."""
 
     def is_in_backward(self) -> bool: ...
     def is_grad_enabled(self) -> bool: ...

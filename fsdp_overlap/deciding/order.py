@@ -10,11 +10,14 @@ from fsdp_overlap.deciding.interface import UnitIndex
 
 
 class ForwardOrder:
-    """Records the order of one pass and predicts from the last one that gathered anything and began
-    with the same unit: a head that runs alone, chunk by chunk, says nothing about the whole model.
+    """Records the order of units in each pass, and predicts it for later passes.
 
-    A pass that found all units whole may have run on this rank alone; what is predicted is
-    enqueued, and so must be the same on every rank.
+    A pass is predicted from the last one that began with the same unit: a head that runs alone,
+    chunk by chunk, says nothing about the whole model. If none did, it is predicted from the last.
+
+    Only passes that gathered something count. A pass that found all units whole may have run on
+    this rank alone, and what is predicted is enqueued, so it must be the same on every rank. See
+    Note [order].
     """
 
     def __init__(self) -> None:
@@ -27,7 +30,7 @@ class ForwardOrder:
         self._next = 0
 
     def begin(self, first: UnitIndex = -1) -> None:
-        """A new pass, which ``first`` begins, if that tells passes apart."""
+        """Begins a new pass. ``first`` is the unit that begins it; passes are told apart by it."""
         if self._teaches:
             self._taught[self._first] = self._last_taught = self._running
         self._learned = self._taught.get(first, self._last_taught)
@@ -37,12 +40,12 @@ class ForwardOrder:
         self._next = 0
 
     def teach(self) -> None:
-        """The pass under way enqueues all-gathers, so that it runs on every rank."""
+        """The pass under way counts: it enqueues all-gathers, so it runs on every rank."""
         self._teaches = True
 
     def visit(self, unit: UnitIndex) -> None:
-        """``unit`` runs now. Where that was not predicted, the prediction goes on behind it, or
-        where it stood if it has no such unit ahead."""
+        """``unit`` runs now. If another unit was predicted, the prediction moves on to behind this
+        one. If this one is not ahead in the learned order, the prediction stays where it is."""
         self._running.append(unit)
         if self._next < len(self._learned) and self._learned[self._next] == unit:
             self._next += 1
@@ -65,23 +68,25 @@ class ForwardOrder:
 
 @dataclass(eq=False)
 class ForwardPass:
-    """One forward pass, as backward needs to know it. Ticks are the schedule's clock."""
+    """What backward needs to know of one pass. Times are ticks of the schedule's clock."""
 
     calls: list[Call] = field(default_factory=list)
-    """Calls that backward will come back to, by ``end``."""
+    """Calls that backward will come back to, in the order of their ``end``."""
     spans: dict[UnitIndex, tuple[int, int]] = field(default_factory=dict)
-    """First start and last end of each unit that ran, also of calls without gradients."""
+    """The first start and the last end of each unit that ran, with or without gradients."""
     without_call: dict[UnitIndex, list[int]] = field(default_factory=dict)
-    """Ends of forwards without gradients, which a reentrant checkpoint may run again, by unit."""
+    """For each unit, the ends of its forwards without gradients: a reentrant checkpoint may run
+    these again."""
     is_recompute: bool = False
     """Whether it ran inside a backward, as activation checkpointing does."""
     outer_task: int = -1
     """The engine's number of the backward that recomputed it."""
     graph_task: int = -1
-    """That of the backward under way through what was recomputed, which may be one within."""
+    """The engine's number of the backward that goes through what was recomputed. With a reentrant
+    checkpoint it is another backward, within the outer one."""
 
     def is_within(self, other: ForwardPass) -> bool:
-        """Whether backward comes back to ``other`` after this one."""
+        """Whether this pass is nested in ``other``: backward comes back to ``other`` afterwards."""
         if self is other:
             return True
         return self.is_recompute and (not other.is_recompute or self.outer_task == other.graph_task)
@@ -95,11 +100,11 @@ class ForwardPass:
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """One forward call of a unit whose outputs require grad.
+    """One forward of a unit whose outputs require grad.
 
     The autograd engine runs nodes in the reverse of the order in which they were made. So when the
     gradient of this call's output arrives, backward is done with every call that started after
-    ``end``: that is what releases and reductions rely on.
+    ``end``. Releases and reductions rely on that. See Note [passed calls].
     """
 
     unit: UnitIndex
@@ -107,8 +112,9 @@ class Call:
     end: int
     forward_pass: ForwardPass
     version: int
-    """The version of the shards that forward computed with."""
+    """The version of the shards that the forward computed with."""
     needs_parameters: bool = True
-    """Whether its backward does. Where the user said that it does not, reading one is an error."""
+    """Whether its backward reads parameters. If the user said that it does not, reading one is an
+    error."""
     backward: int = 0
     """Serial number of the last backward that reached this call."""

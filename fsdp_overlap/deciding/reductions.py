@@ -1,4 +1,4 @@
-"""Which reduce-scatter is issued when: in the reverse of forward, few inputs at a time."""
+"""Which reduce-scatter is issued when: in the reverse of forward, few reduce inputs at a time."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from dataclasses import dataclass
 
 from fsdp_overlap.deciding.interface import Gradients, Ticket, Transfers, Unit
 
-# Reduce inputs that exist at once, beside those held by backwards without synchronization: one
-# travels while the next is filled. Without prefetch, for the least memory, there is only one.
+# How many reduce inputs exist at once at most: one travels while the next is filled. Those held by
+# backwards without synchronization do not count. With prefetch=0, for the least memory, it is one.
 MAX_INPUTS = 2
 
 
 @dataclass(eq=False, slots=True)
 class Turn:
-    """A unit's place in the order: ``first_use`` is a tick of the forward."""
+    """A unit's place in the order of reductions. ``first_use`` is the tick of the forward at which
+    the unit first ran."""
 
     unit: Unit
     first_use: int
@@ -26,8 +27,8 @@ class Reductions:
     """The reduce-scatters of one backward.
 
     Ranks' collectives pair up by order, and which gradient is ready first may differ from rank to
-    rank. So each unit waits for its turn, and a unit that gets no gradient here is reduced with
-    zeros in its turn.
+    rank. So each unit waits for its turn, and a unit that gets no gradient on this rank is reduced
+    with zeros in its turn. See Note [turns].
     """
 
     def __init__(self, transfers: Transfers, max_inputs: int) -> None:
@@ -61,19 +62,20 @@ class Reductions:
         self._advance()
 
     def issue_rest(self, units: Iterable[Unit]) -> None:
-        """Reduces what is left, with zeros where there is no gradient."""
+        """Reduces what is left, with zeros if there is no gradient."""
         for turn in self._turns:
             turn.is_ready = True
         self._advance()
         for unit in units:
-            # A second gradient after the unit was reduced (reentrant checkpointing of a module that
-            # runs several times), parameters used outside their unit's forward, or a unit that ran
-            # only in backwards without synchronization, or without that of copies.
+            # Left are gradients that arrived after the unit was reduced (reentrant checkpointing of
+            # a module that runs several times), gradients of parameters that were used outside
+            # their unit's forward, and units that ran only in backwards without synchronization,
+            # or without reduction across copies.
             if unit.is_waiting or (unit.has_unreduced and unit.completes_gradients):
                 self._reduce(unit)
 
     def wait(self) -> None:
-        """Makes compute wait for all that was issued."""
+        """Makes compute wait for all reductions that were issued."""
         while self._in_flight:
             self._wait_for_oldest()
         self._transfers.finish_sums()
@@ -106,9 +108,10 @@ class Reductions:
                 self._in_flight.append((gradients, self._transfers.reduce(gradients)))
 
     def _may_fill(self, turn: Turn, gradients: Gradients) -> bool:
-        """Whether a gradient may go to the reduce input before its bucket is complete: where there
-        may be two inputs, only if that makes nobody wait for one. Where there may be one, compute
-        waits for it now: it would hold more and more gradients until the bucket is complete."""
+        """Whether a gradient may go to the reduce input before its bucket is complete. Gives the
+        input memory if so. If two inputs may exist, the answer is yes only if nobody has to wait.
+        If only one may exist, compute waits for it now: otherwise autograd would hold more and more
+        gradients until the bucket is complete."""
         if gradients.is_in_flight:
             return False
         if gradients.has_input:
@@ -122,7 +125,7 @@ class Reductions:
         return True
 
     def _ensure_input(self, unit: Unit, gradients: Gradients) -> None:
-        while gradients.is_in_flight:  # of a gradient before this one
+        while gradients.is_in_flight:  # with an earlier gradient
             self._wait_for_oldest()
         if gradients.has_input:
             return

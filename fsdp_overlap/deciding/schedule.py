@@ -1,8 +1,9 @@
 """When a unit is gathered, released and reduced: the events of forward and backward.
 
-In forward, unit *i*: its all-gather is enqueued unless that was done ahead; then delayed releases
-are carried out; then the next all-gather in the predicted order is enqueued; then compute waits. In
-backward the same along the reverse of what ran, and reduce-scatters as buckets become complete.
+In the forward of unit *i*, its all-gather is enqueued first, unless that was done ahead. Then
+delayed releases are carried out. Then the next all-gather in the predicted order is enqueued. Then
+compute waits for the all-gather of *i*. Backward does the same along the reverse of what ran, and
+issues reduce-scatters as buckets become complete.
 
 All of it follows from the order of calls, never from what is ready first on one rank, so that all
 ranks enqueue the same collectives. Where a rank's backward skips a call that others reach, the
@@ -22,8 +23,9 @@ from fsdp_overlap.deciding.order import Call, ForwardOrder, ForwardPass
 from fsdp_overlap.deciding.reductions import Reductions
 from fsdp_overlap.deciding.stats import Stats
 
-# Forwards with gradients that no backward has followed yet. Older ones are forgotten, so that a
-# program that never calls backward does not grow; a backward that reaches one adds it again.
+# How many passes with gradients are remembered until a backward follows. Older ones are forgotten,
+# so that a program that never calls backward does not grow. A backward that reaches an older one
+# takes it up again.
 MAX_OPEN_PASSES = 64
 
 UNFINISHED = (
@@ -33,9 +35,9 @@ UNFINISHED = (
 
 
 class Schedule:
-    """The events of one context.
+    """Hears the events of one context's forwards and backwards, and decides at each.
 
-    ``unit_at`` finds a unit by its index, ``None`` if it is gone, and ``units`` lists those that
+    ``unit_at`` gives the unit of an index, or ``None`` if it is gone. ``units`` lists those that
     exist.
     """
 
@@ -65,7 +67,8 @@ class Schedule:
         self._pass = ForwardPass()
         self._is_pass_over = True
         self._unfinished: list[Unit] = []
-        """Units of several modules that wait, whole, for those that have not run in this pass."""
+        """Units of several modules that stay gathered, because not all of their modules have run in
+        this pass. See Note [several modules]."""
         self._open_passes: deque[ForwardPass] = deque(maxlen=MAX_OPEN_PASSES)
         self._backward: Backward | None = None
         self._backwards = 0
@@ -73,7 +76,7 @@ class Schedule:
     # Forward
 
     def before_forward(self, unit: Unit) -> None:
-        """``unit``'s forward is about to run: compute may use its full buffers afterwards."""
+        """``unit``'s forward is about to run. Afterwards compute may use its full buffers."""
         if self._engine.is_in_backward():
             backward = self._backward or self._begin_backward()
             backward.before_recompute(unit, self._tick())
@@ -91,9 +94,9 @@ class Schedule:
             self._transfers.wait(unit)
 
     def after_forward(self, unit: Unit, raised: bool = False) -> Call | None:
-        """``unit``'s forward has run, or ``raised``. Returns the call to announce in
-        :meth:`before_backward` if gradients will flow back through it; ``None`` where its buffers
-        need no second use."""
+        """``unit``'s forward has run, or ``raised``. Returns its call, or ``None`` if backward will
+        not need the unit's full buffers for it. If gradients will flow back through the call, the
+        caller gives it to :meth:`add_call`, and later to :meth:`before_backward`."""
         running = self._running
         backward = self._backward if self._engine.is_in_backward() else None
         if backward is not None:
@@ -126,7 +129,7 @@ class Schedule:
         return Call(unit.index, start, end, self._pass, unit.version)
 
     def is_in_use(self, unit: Unit) -> bool:
-        """Whether a forward or backward of ``unit`` is under way: a module may call itself, and
+        """Whether a forward or backward of ``unit`` is under way. A module may call itself, and
         backward may run a forward again."""
         backward = self._backward
         if backward is not None and (
@@ -137,7 +140,7 @@ class Schedule:
 
     @property
     def is_in_forward(self) -> bool:
-        """Whether a forward of some unit is under way, other than within backward."""
+        """Whether a forward of some unit is under way. Forwards within backward do not count."""
         return bool(self._running)
 
     @property
@@ -146,19 +149,20 @@ class Schedule:
         return self._backward is not None or any(past.calls for past in self._open_passes)
 
     def add_call(self, call: Call) -> None:
-        """Backward will come back to ``call``."""
+        """Notes that backward will come back to ``call``."""
         call.forward_pass.calls.append(call)
 
     def _release_unfinished(self) -> None:
-        """The outermost unit has run: what it did not use of lists of modules is not awaited."""
+        """Releases the units that waited for some of their modules. The outermost unit has run, so
+        these modules will not run in this pass."""
         for unit in dict.fromkeys(self._unfinished):
             unit.to_run.clear()
             self.gathers.release(unit)
         self._unfinished.clear()
 
     def _starts_pass(self, unit: Unit) -> bool:
-        # Where no unit encloses the others a pass has no visible end: a second run of a unit, or a
-        # backward in between, tells.
+        # If no unit encloses the others, a pass has no visible end. A second run of a unit, or a
+        # backward in between, shows that it is over.
         return unit.is_root or self._is_pass_over or self.order.has_visited(unit.index)
 
     def _begin_pass(self, first: Unit) -> None:
@@ -168,7 +172,7 @@ class Schedule:
         self.gathers.release_stale()
         self.gathers.begin_pass(self._units())
         if self._divides_copies:
-            # All at once: they take no memory that is not there, and are ready when they are read.
+            # All at once: their memory is kept anyway, and so they are ready when they are read.
             for unit in self._predicted_units():
                 self._transfers.put_together(unit)
         self.order.begin(first.index)
@@ -188,7 +192,7 @@ class Schedule:
         backward = self._backward or self._begin_backward()
         if call.backward == backward.serial:
             return
-        # Backwards within a backward belong to it only where a forward ran within it before.
+        # A backward within this one belongs to it only if a forward ran within this one before.
         if self._engine.graph_task() != backward.graph_task and backward.recompute is None:
             raise RuntimeError(UNFINISHED.format("backward"))
         call.backward = backward.serial
@@ -264,7 +268,7 @@ class Schedule:
         return [unit for unit in dict.fromkeys([*predicted, *self._units()]) if unit is not None]
 
     def finish_param_sync(self) -> None:
-        """The same, and makes compute wait for all of them."""
+        """Does what :meth:`start_param_sync` does, and makes compute wait for all units."""
         self.start_param_sync()
         for unit in self._units():
             self._transfers.wait(unit)
@@ -279,11 +283,11 @@ class Schedule:
                 self._transfers.drop_parts(unit)
         self.gathers.flush()
 
-    # All
+    # Reset
 
     def drop(self) -> None:
-        """Forgets what is under way, and the order, of which ranks may have recorded different
-        ones."""
+        """Forgets what is under way. Also forgets the recorded order, which may differ from rank to
+        rank. See Note [errors]."""
         self.order = ForwardOrder()
         self._backward_order = None
         self.gathers.drop()

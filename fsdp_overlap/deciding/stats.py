@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields
 
 @dataclass
 class Stats:
-    """What a context has done since it was made or :meth:`reset`. Bytes are this rank's.
+    """What a context has done since it was made, or since :meth:`reset`. Bytes are this rank's.
 
-    ``*_alive`` and ``*_in_flight`` are the present; the rest accumulates.
+    ``*_alive`` count what exists now, ``*_most`` the most that existed at once. The others add up.
     """
 
     all_gathers: int = 0
@@ -22,9 +22,10 @@ class Stats:
     confirmations: int = 0
     """How often this rank waited for the others before a collective that it had not predicted."""
     prefetch_hits: int = 0
-    """Uses that found their all-gather enqueued ahead, or their buffer kept from the last use."""
+    """Uses whose all-gather was enqueued ahead, or whose buffer was kept from the last use because
+    this one was predicted or asked for."""
     prefetch_misses: int = 0
-    """Uses that had to enqueue their own."""
+    """Uses that had to enqueue their own all-gather."""
     prefetches_unused: int = 0
     """All-gathers enqueued ahead and released unused."""
     full_buffers_alive: int = 0
@@ -33,7 +34,7 @@ class Stats:
     reduce_inputs_most: int = 0
 
     def reset(self) -> None:
-        """Starts counting again; what is alive stays so."""
+        """Starts counting again. What is alive stays counted."""
         alive = self.full_buffers_alive, self.reduce_inputs_alive
         for field in fields(self):
             setattr(self, field.name, 0)

@@ -1,5 +1,5 @@
-"""A device that is modelled on the host: shows by the order of streams and events what would go
-wrong on a real one."""
+"""A device that is modelled on the host. From the order of streams and events, it shows what could
+go wrong on a real one."""
 
 from fsdp_overlap.modelled.device import Issued, ModelledDevice, compare_issued
 from fsdp_overlap.modelled.findings import Finding, Sync

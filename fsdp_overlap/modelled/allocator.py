@@ -1,5 +1,5 @@
-"""A caching allocator in the order of streams, as CUDA's in torch: memory that is freed belongs to
-the stream it was taken on, which may use it again at once."""
+"""A caching allocator like torch's for CUDA: freed memory belongs to the stream that it was taken
+on, and that stream may use it again at once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROUND_SEGMENT = 2 * MIB
 
 @dataclass(eq=False)
 class Block:
-    """A piece of a segment, between its neighbours there."""
+    """A piece of a segment, with its neighbours in the segment."""
 
     nbytes: int
     stream: int
@@ -33,11 +33,11 @@ class Block:
     before: Block | None = None
     after: Block | None = None
     last: dict[int, Access] = field(default_factory=dict)
-    """The last access of each queue to a free block, by those who had it before."""
+    """While the block is free: the last access of each queue by its former owners."""
 
 
 class Allocator:
-    """Counts bytes: ``allocated`` belongs to somebody, ``reserved`` was taken from the device."""
+    """Counts bytes: ``allocated`` are in use, ``reserved`` were taken from the device."""
 
     def __init__(self) -> None:
         self.allocated = self.reserved = 0
@@ -45,9 +45,9 @@ class Allocator:
         self._free: dict[tuple[int, bool], list[Block]] = {}
 
     def take(self, nbytes: int, stream: Queue) -> tuple[Block, list[Access]]:
-        """Memory for what is enqueued on ``stream`` from now on. Also returns what a new owner has
-        to come after: the last accesses to every free block that would do, because which one is
-        taken depends on sizes that another model does not have."""
+        """Memory for what is enqueued on ``stream`` from now on. Also returns the accesses that the
+        new owner must come after: the last ones to every free block that is large enough, because
+        which of these is taken depends on sizes that another model does not have."""
         nbytes = -(-max(nbytes, 1) // ROUND) * ROUND
         is_small = nbytes <= SMALL
         free = self._free.setdefault((stream.index, is_small), [])
@@ -68,7 +68,7 @@ class Allocator:
         return block, list(last.values())
 
     def give_back(self, block: Block, accesses: Iterable[Access]) -> None:
-        """``accesses`` to its memory may not be done yet."""
+        """Frees ``block``. ``accesses`` to its memory may not be done yet."""
         self.allocated -= block.nbytes
         free = self._free[block.stream, block.is_small]
         block.is_free = True
@@ -94,7 +94,7 @@ class Allocator:
         return Block(size, stream, is_small)
 
     def _split(self, block: Block, nbytes: int, free: list[Block]) -> None:
-        """Leaves the rest of ``block`` to others, if it is large enough to be of use."""
+        """Frees what ``block`` has beyond ``nbytes``, if that is large enough to be of use."""
         left = block.nbytes - nbytes
         if left < ROUND or (not block.is_small and left <= SMALL):
             return
@@ -114,7 +114,8 @@ class Allocator:
 
 
 def _merge(last: dict[int, Access], others: dict[int, Access]) -> None:
-    """Who comes after a queue's last access comes after all of it."""
+    """Adds ``others`` to ``last``. Of each queue the last access is enough: what comes after it
+    comes after all earlier ones."""
     for queue, access in others.items():
         if queue not in last or last[queue].stamp.tick < access.stamp.tick:
             last[queue] = access

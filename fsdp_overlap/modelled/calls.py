@@ -1,5 +1,5 @@
-"""What calls of Python tell that no operation does: where tensors lie, what the host reads, which
-stream a node of autograd's graph belongs to."""
+"""Sees in calls of Python what no operation tells: where tensors lie, what the host reads, and
+which stream a node of autograd's graph belongs to."""
 
 from __future__ import annotations
 
@@ -32,17 +32,19 @@ NAME = "modelled"
 
 
 class Calls(TorchFunctionMode):
-    """Gives tensors of the modelled device a device, moves tensors to it and back, and lets nodes
-    of autograd's graph run on the stream of their forward, as the engine does for accelerators."""
+    """Lets tensors say that they are on the modelled device, moves tensors to it and back, and runs
+    nodes of autograd's graph on the stream of their forward, as the engine does for
+    accelerators."""
 
     def __init__(self, device: ModelledDevice, dispatch: Dispatch) -> None:
         super().__init__()
         self.device = device
         self.dispatch = dispatch
         self._here = torch.device(NAME, 0)
-        # By the engine's number of a backward: the stream it was called on, and those it used.
+        # By the engine's number of a backward: the stream it was called on, and the streams it
+        # used.
         self._backwards: dict[int, tuple[Queue, set[Queue]]] = {}
-        tensor: Any = torch.Tensor  # whose stubs call properties bool
+        tensor: Any = torch.Tensor  # torch's stubs declare the properties as bool
         self._getters: dict[Any, Callable[..., Any]] = {
             tensor.device.__get__: self._device_of,
             tensor.is_cpu.__get__: self._is_on_host,
@@ -65,7 +67,7 @@ class Calls(TorchFunctionMode):
         kwargs = kwargs or {}
         for each in types if is_torch_function_enabled() else ():
             if each.__torch_function__ is not disabled_torch_function and each not in PLAIN:
-                # What it does to its inner tensors is to be seen too.
+                # Also sees what the class does to its inner tensors.
                 with self:
                     return each.__torch_function__(func, types, args, kwargs)
         instead = self._instead.get(func)
@@ -93,7 +95,7 @@ class Calls(TorchFunctionMode):
         return 0 if self.device.is_here(tensor) else func(tensor)
 
     def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """A call that says where what it makes is to lie."""
+        """Runs a call that says where its output is to lie."""
         target = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
         is_ours = target is not None and target.type == NAME
         pinned = bool(kwargs.pop("pin_memory", False))
@@ -138,7 +140,8 @@ class Calls(TorchFunctionMode):
         return self._to(torch.Tensor.to, tensor, "cpu")
 
     def _copy_deeply(self, func: Any, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
-        """torch copies the storage, by operations that do not tell where it lies."""
+        """Places the copy: torch copies the storage by operations that do not tell where it
+        lies."""
         with disable_current_modes():
             output: torch.Tensor = func(tensor, memo)
         if not self.device.knows(output):
@@ -168,13 +171,13 @@ class Calls(TorchFunctionMode):
     # Autograd
 
     def _follow(self, output: Any) -> None:
-        """Nodes that ``output`` added to the graph run on the stream that is current now."""
+        """Lets the nodes that ``output`` added to the graph run on the current stream."""
         stream = self.device.current
         for tensor in tensors_in(output):
             last: Any = tensor.grad_fn
             if type(tensor) not in PLAIN or last is None or _KEY in last.metadata:
                 continue
-            # Before the hooks that others will add to it.
+            # Registered now, to run before the hooks that others will add.
             tensor.register_hook(partial(self._enter_with, stream))
             pending = [last]
             while pending:
@@ -189,7 +192,7 @@ class Calls(TorchFunctionMode):
         self._enter(stream, (gradient,))
 
     def _enter(self, stream: Queue, gradients: Sequence[torch.Tensor | None]) -> None:
-        """A node that is to run on ``stream`` gets its gradients."""
+        """Called when a node that is to run on ``stream`` gets its gradients."""
         device = self.device
         task = current_graph_task_id()
         if task not in self._backwards:
@@ -203,7 +206,8 @@ class Calls(TorchFunctionMode):
                     self._wait_for_writers(gradient, stream)
 
     def _wait_for_writers(self, tensor: torch.Tensor, stream: Queue) -> None:
-        """The engine lets a node's stream wait for those that its gradients were made on."""
+        """Lets a node's stream wait for the streams that its gradients were made on, as the engine
+        does."""
         for access in self.device.memory_of(tensor).accesses:
             writer = self.device.queues[access.stamp.queue]
             if access.writes and writer is not stream:
@@ -211,7 +215,7 @@ class Calls(TorchFunctionMode):
                 stream.learn(known, writer.ends)
 
     def _end_backward(self, task: int) -> None:
-        """The stream that backward was called on waits for those that nodes ran on."""
+        """Lets the stream that backward was called on wait for the streams that nodes ran on."""
         device = self.device
         caller, used = self._backwards.pop(task)
         for stream in used:
@@ -219,28 +223,28 @@ class Calls(TorchFunctionMode):
         device.current = caller
 
     def seeing(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs ``call`` and sees what it does, also where torch has left the mode because it has
-        seen the call around it."""
+        """Runs ``call`` in this mode, also where torch has left the mode because the mode is
+        handling the call around it."""
         is_left = self not in get_current_function_mode_stack()
         with self if is_left else nullcontext():
             return call(*args, **kwargs)
 
     def differentiate(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Lets the engine ``run`` a backward."""
+        """Calls ``run``, which lets the engine run a backward."""
         device, caller, before = self.device, self.device.current, dict(self._backwards)
         try:
             return self.seeing(run, *args, **kwargs)
         finally:
-            # Also after an error, when the engine calls nobody back.
+            # Also after an error: the engine then calls no callback.
             device.current, self._backwards = caller, before
 
 
-# What marks a node whose stream is known.
+# Marks a node whose stream is known.
 _KEY = "fsdp_overlap.modelled"
 
 
 def _inner(tensor: torch.Tensor) -> torch.Tensor | None:
-    """What lies in memory behind a tensor of torch's own classes."""
+    """The tensor in memory behind one of torch's own classes; None for any other tensor."""
     if isinstance(tensor, DTensor):
         return tensor._local_tensor
     return tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else None

@@ -16,8 +16,8 @@ from fsdp_overlap.modelled.queues import Moment, Queue
 
 
 class Issued(NamedTuple):
-    """A collective that this rank enqueued: which ``kind``, on the communicator of which group,
-    which connects ``ranks``; all there are where that is not said."""
+    """A collective that this rank enqueued: its ``kind``, the ``group`` whose communicator it uses,
+    and the ``ranks`` of that group. Empty ``ranks`` stand for all ranks."""
 
     group: str
     kind: str
@@ -29,15 +29,15 @@ class ModelledDevice:
     when they *could* run.
 
     Everything that is enqueued gets a place in the order that streams and events make. Two
-    operations on the same memory, one of them a write, that this order leaves open are a finding:
-    on a real device they may run in either order, or at the same time.
+    operations on the same memory, one of them a write, are a finding if this order does not say
+    which comes first: on a real device they may run in either order, or at the same time.
 
     Args:
         duration: gives the seconds that an operation lasts, from its name and the tensors that it
-            reads and writes. With durations ``Event.query()`` tells what is done by the host's
-            time; without them the device lags behind for ever, and nothing is done that the host
-            has not waited for.
-        allocating: is called with the bytes of each allocation, and may raise as a device does that
+            reads and writes. With durations, ``Event.query()`` tells what is done by the host's
+            time. Without them the device lags behind for ever: nothing is done that the host has
+            not waited for.
+        allocating: is called with the bytes of each allocation, and may raise, like a device that
             has no memory left.
         issuing: is called with the kind of each collective before it is enqueued, and may raise.
     """
@@ -72,7 +72,7 @@ class ModelledDevice:
         return self.queues[-1]
 
     def mark(self, stream: Queue) -> Moment:
-        """What an event records."""
+        """What an event records on ``stream``: all that is enqueued there now."""
         # What the host enqueues comes after all that it has waited for.
         stream.learn(self.host.clock, 0.0)
         return Moment.of(stream)
@@ -124,7 +124,7 @@ class ModelledDevice:
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
     ) -> None:
-        """Enqueues a collective of ``group`` on the current stream. For memory of the host alone
+        """Enqueues a collective of ``group`` on the current stream. If all memory is the host's,
         the host runs it at once."""
         if not any(map(self.is_here, (*reads, *writes))):
             self.run(kind, reads, writes, on_host=True)
@@ -152,7 +152,8 @@ class ModelledDevice:
     # Memory
 
     def memory_of(self, tensor: torch.Tensor) -> Memory:
-        """That of ``tensor``'s storage. What was made before the model began is the host's."""
+        """The memory of ``tensor``'s storage. A storage from before the model began is the
+        host's."""
         storage = tensor.untyped_storage()
         found = self._memories.get(storage._cdata)
         return found or self.place(tensor, on_device=False)
@@ -161,11 +162,11 @@ class ModelledDevice:
         return tensor.untyped_storage()._cdata in self._memories
 
     def is_here(self, tensor: torch.Tensor) -> bool:
-        """Whether it lies on the device, and not on the host."""
+        """Whether ``tensor`` lies on the device, and not on the host."""
         return self.memory_of(tensor).is_on_device
 
     def place(self, tensor: torch.Tensor, on_device: bool, pinned: bool = False) -> Memory:
-        """``tensor``'s storage is new, and lies on the device or the host."""
+        """Notes that ``tensor``'s storage is new, and whether it lies on the device."""
         storage = tensor.untyped_storage()
         memory = Memory(0, on_device, pinned)
         self._memories[storage._cdata] = memory
@@ -174,7 +175,7 @@ class ModelledDevice:
         return memory
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Before ``storage`` gets another size."""
+        """Notes the new size of ``storage``. Called before the size changes."""
         memory = self._memories.get(storage._cdata)
         if memory is None or nbytes == memory.nbytes:
             return
@@ -183,10 +184,10 @@ class ModelledDevice:
         self._give(memory, nbytes)
 
     def check_is_there(self, operation: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Before an operation that the host would run on memory that is not there.
+        """Called before an operation, because the host would run it on memory that is not there.
 
         Raises:
-            RuntimeError: some of ``tensors`` lies in a storage that has been freed.
+            RuntimeError: one of ``tensors`` lies in a storage that has been freed.
         """
         for tensor in tensors:
             memory = self._memories.get(tensor.untyped_storage()._cdata)
@@ -198,8 +199,7 @@ class ModelledDevice:
     def release_after(self, tensor: torch.Tensor, stream: Queue) -> None:
         """``Tensor.record_stream``: the memory is not used again before ``stream`` is done with
         it."""
-        memory = self.memory_of(tensor)
-        memory.accesses = [a for a in memory.accesses if a.stamp.queue != stream.index]
+        self.memory_of(tensor).waited_for.add(stream.index)
 
     def _give(self, memory: Memory, nbytes: int) -> None:
         if memory.is_on_device and nbytes:
@@ -235,8 +235,9 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def compare_issued(ranks: Sequence[Sequence[Issued]]) -> Finding | None:
-    """``ranks`` enqueued these collectives, each in this order. Communicators that share a device
-    must be used in one order on all ranks: else each waits for a kernel that cannot start."""
+    """A finding if ranks that enqueue these collectives, each in its own order, wait for each
+    other; else None. Communicators that share a device must be used in one order on all ranks: else
+    each waits for a kernel that cannot start."""
     positions = [0] * len(ranks)
     while True:
         heads = [

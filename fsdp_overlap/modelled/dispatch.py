@@ -17,7 +17,7 @@ from fsdp_overlap.torch_internals import DisableTorchFunction, FakeTensor, Torch
 
 PLAIN = (torch.Tensor, nn.Parameter)
 
-# They take memory and do not touch it.
+# Operations that take memory and do not touch it.
 _ALLOCATE_ONLY = {
     "empty",
     "empty_like",
@@ -27,19 +27,19 @@ _ALLOCATE_ONLY = {
     "new_empty_strided",
 }
 
-# They change what a tensor is a view of, or do nothing at all.
+# Operations that change what a tensor is a view of, or do nothing at all.
 _TOUCH_NOTHING = {"set_", "resize_", "lift", "detach_", "_unsafe_view", "_reshape_alias"}
 
-# They look at the shape of what they get, and at nothing in it.
+# Operations that read the shapes of their inputs, but no elements.
 _READ_NOTHING = {
     f"{value}_like" for value in ("zeros", "ones", "full", "rand", "randn", "randint")
 } | {"new_zeros", "new_ones", "new_full"}
 
-# They may have operands on both sides.
+# Operations that may have operands both on the host and on the device.
 _CROSSING = {"copy_", "_to_copy", "_foreach_copy_", "index", "index_put_", "_index_put_impl_"}
 
-# Collectives write their first argument, and read it where they have no other. The schemas do not
-# tell.
+# Collectives write their first argument, and read it if they have no other; their schemas do not
+# say so. These write nothing.
 _WRITES_NOTHING = {"barrier", "monitored_barrier_"}
 
 _SYNCS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -47,7 +47,7 @@ _SYNCS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 @dataclass(frozen=True)
 class About:
-    """What the schema of an operation tells."""
+    """What the schema and the name of an operation tell."""
 
     name: str
     is_collective: bool
@@ -58,9 +58,9 @@ class About:
     gives_value: bool
     """Whether the host has to know a value to go on."""
     written: tuple[bool, ...]
-    """Whether it writes each of its arguments."""
+    """For each argument, whether the operation writes it."""
     non_blocking: int
-    """Which argument says that the host does not wait, -1 if none does."""
+    """The index of the argument that says that the host does not wait; -1 if there is none."""
 
     @classmethod
     @cache
@@ -91,7 +91,7 @@ class Dispatch(TorchDispatchMode):
         super().__init__()
         self.device = device
         self.makes_on_device: bool | None = None
-        """Where new memory lies, if the call under way says so."""
+        """Whether new memory lies on the device; None if the call under way does not say."""
         self.makes_pinned = False
 
     def __torch_dispatch__(
@@ -99,11 +99,11 @@ class Dispatch(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if FakeTensor in types:
-            return func(*args, **kwargs)  # which has no memory: torch asks for a shape
+            return func(*args, **kwargs)  # such tensors have no memory: torch asks for a shape
         if any(each not in PLAIN for each in types):
-            return NotImplemented  # its own operations come one by one
+            return NotImplemented  # the operations that the class runs come here one by one
         if torch.is_inference_mode_enabled() and func._can_decompose():
-            # Autograd, which else takes such operations apart, was passed by.
+            # Inference mode skips autograd, which else takes such operations apart.
             with self:
                 return func.decompose(*args, **kwargs)
         about = About.of(func)
@@ -160,7 +160,7 @@ class Dispatch(TorchDispatchMode):
         return output
 
     def _take_in(self, func: Any, args: Any) -> Any:
-        """``torch.tensor()`` has made a tensor of Python's numbers."""
+        """Places a tensor that ``torch.tensor()`` has made from Python's numbers."""
         output = func(*args)
         if not self.device.knows(output):
             self.device.place(output, bool(self.makes_on_device), self.makes_pinned)
@@ -169,10 +169,10 @@ class Dispatch(TorchDispatchMode):
         return output
 
     def _is_on_device(self, about: About, tensors: Sequence[torch.Tensor]) -> bool:
-        """Where an operation runs.
+        """Whether an operation on ``tensors`` runs on the device.
 
         Raises:
-            RuntimeError: its operands are on the host and on the device.
+            RuntimeError: some are on the host and some on the device, and it does not allow that.
         """
         sides = [self.device.is_here(tensor) for tensor in tensors]
         if not any(sides):
@@ -192,8 +192,8 @@ class Dispatch(TorchDispatchMode):
         writes: Sequence[torch.Tensor],
         does_not_wait: bool,
     ) -> None:
-        """The host waits for a copy between it and the device, unless it is asked not to and the
-        host's memory cannot be paged out."""
+        """Notes that the host waits for a copy between it and the device. It does not wait if it is
+        asked not to and its memory is pinned."""
         target = self.device.memory_of(writes[0])
         for source in map(self.device.memory_of, reads):
             if source.is_on_device == target.is_on_device:

@@ -1,4 +1,4 @@
-"""What the model has found, said so that the lines can be looked up."""
+"""What the model has found, with the lines of the program to look at."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 _HERE = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
 
-# By the name of a file: what is shown of it, empty where it is torch's or the model's.
+# By file name, the part of it that is shown: empty if the file is torch's or the model's.
 _short_names: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A fault: ``kind`` is ``"race"`` (two operations on the same memory that nothing orders),
-    ``"reuse"`` (the same, and the memory has another owner since), ``"freed"`` (memory that is not
-    there) or ``"order"`` (ranks whose communicators run in different orders)."""
+    """A fault. ``kind`` is ``"race"`` (two operations on the same memory that nothing orders),
+    ``"reuse"`` (the same, and the memory has another owner since the first), ``"freed"`` (use of
+    memory that was freed) or ``"order"`` (ranks whose communicators run in different orders)."""
 
     kind: str
     text: str
@@ -31,7 +31,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Sync:
-    """The host waited for the device, in ``operation``, which the line ``place`` called."""
+    """The host waited for the device in ``operation``, which was called at ``place``."""
 
     operation: str
     place: str

@@ -33,18 +33,21 @@ class Memory:
     is_freed: bool = False
     """Whether its storage has been resized to nothing."""
     accesses: list[Access] = field(default_factory=list)
+    waited_for: set[int] = field(default_factory=set)
+    """The queues that the allocator waits for before it gives the memory to a next owner, as
+    ``Tensor.record_stream`` asks of it."""
 
     def conflicts(self, access: Access, queue: Queue) -> Iterator[Access]:
-        """Earlier accesses to the same bytes, one of the two a write, that nothing orders before
-        ``access``, which is enqueued on ``queue`` now."""
+        """Earlier accesses that conflict with ``access``, which is enqueued on ``queue`` now: they
+        are to the same bytes, one of the two writes, and nothing orders them before it."""
         for earlier in self.accesses:
             is_shared = earlier.start < access.stop and access.start < earlier.stop
             if is_shared and (access.writes or earlier.writes) and not queue.knows(earlier.stamp):
                 yield earlier
 
     def note(self, access: Access) -> None:
-        """Remembers ``access``. What a later access cannot conflict with any more, because it would
-        conflict with this one, is forgotten."""
+        """Remembers ``access``. Forgets an earlier one if every later access that conflicts with it
+        also conflicts with ``access``."""
         mine = access.stamp.queue
         self.accesses = [
             earlier
@@ -56,12 +59,14 @@ class Memory:
 
     def hand_over(self) -> list[Access]:
         """The accesses that the next owner of the memory has to come after."""
-        left, self.accesses = self.accesses, []
+        left = [access for access in self.accesses if access.stamp.queue not in self.waited_for]
+        self.accesses.clear()
+        self.waited_for.clear()
         return [replace(access, is_of_last_owner=True) for access in left]
 
     def take_over(self, accesses: Iterable[Access]) -> None:
-        """The memory belonged to somebody whose last accesses were these. They count for all of it:
-        which of its bytes they touched is not known."""
+        """Adds the last accesses of the memory's former owners. They count for all of its bytes:
+        which ones they touched is not known."""
         self.accesses.extend(
             replace(access, start=0, stop=max(self.nbytes, 1)) for access in accesses
         )

@@ -1,4 +1,4 @@
-"""What does one thing after the other, and what is known to have happened before what."""
+"""Queues, which do one thing after the other, and what is known to come before what."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Queue:
         return stamp.tick <= self.clock.get(stamp.queue, 0)
 
     def learn(self, clock: Clock, ends: float) -> None:
-        """What is enqueued from now on comes after all that ``clock`` counts, which ends at
+        """Orders what is enqueued from now on after all that ``clock`` counts, which ends at
         ``ends``."""
         mine = self.clock
         for queue, tick in clock.items():
@@ -50,7 +50,7 @@ class Queue:
 
 @dataclass(frozen=True)
 class Moment:
-    """All that had been enqueued on a queue when it was taken, and all that came before that."""
+    """All that was enqueued on a queue when the moment was taken, and all that comes before it."""
 
     clock: Clock
     ends: float

@@ -1,5 +1,5 @@
-"""``torch.modelled``: streams, events and the rest of what torch and this library ask the module of
-a device for. Importing it gives torch a device type ``modelled``."""
+"""``torch.modelled``: streams, events and all else that torch and this library ask of a device's
+module. Importing it gives torch a device type ``modelled``."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def running(device: ModelledDevice) -> Iterator[ModelledDevice]:
 
 @contextmanager
 def _telling(calls: Calls) -> Iterator[None]:
-    """Patches what torch tells no mode of, or what calls back past the mode."""
+    """Patches functions of torch that no mode sees, or that call back outside of the mode."""
     resize = torch.UntypedStorage.resize_
     checks = determinism_checks()
 
@@ -65,7 +65,7 @@ def _telling(calls: Calls) -> Iterator[None]:
         patch.object(torch.Tensor, "record_stream", record_stream),
         running_backwards_by(calls.differentiate),
         patch.dict(checks, seen),
-        # Else answered by C++, which knows no streams of ours.
+        # Else C++ answers, which does not know the modelled streams.
         patch.object(torch.accelerator, "current_stream", current_stream),
         patch.object(torch.accelerator, "set_stream", set_stream),
         patch.object(torch.accelerator, "synchronize", synchronize),
@@ -75,7 +75,7 @@ def _telling(calls: Calls) -> Iterator[None]:
 
 
 class Event:
-    """As ``torch.cuda.Event``."""
+    """Works like ``torch.cuda.Event``."""
 
     def __init__(self, *args: object, **options: object) -> None:
         self._moment: Moment | None = None
@@ -102,7 +102,7 @@ class Event:
 
 
 class Stream:
-    """As ``torch.cuda.Stream``."""
+    """Works like ``torch.cuda.Stream``."""
 
     def __init__(
         self, device: object = None, priority: int = 0, queue: Queue | None = None
@@ -194,7 +194,7 @@ def set_device(device: object) -> None:
 
 
 def device(device: object) -> AbstractContextManager[None]:
-    """Makes ``device`` the current one, which the only one is."""
+    """Would make ``device`` the current one, which the only device always is."""
     return nullcontext()
 
 
@@ -212,7 +212,7 @@ def _is_in_bad_fork() -> bool:
 
 
 def manual_seed_all(seed: int) -> None:
-    pass  # that generator is seeded by torch.manual_seed() itself
+    pass  # torch.manual_seed() itself seeds the host's generator
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:

@@ -18,22 +18,24 @@ def assert_overlapped(
     exposed_at_most: float = EXPOSED_AT_MOST,
     steps: int | None = None,
 ) -> None:
-    """Asserts that on every rank and in every pass at least so many collectives ran under compute.
+    """Asserts how many collectives, at least, ran under compute on every rank and in every pass.
 
     For `n` equal blocks under one context, `all_gathers=n - 1, reduce_scatters=n - 1` holds: only
     the first gather of forward and the last reduce-scatter have nothing to run under. Passes
-    without such collectives, as those of microbatches that do not reduce, are left out, but there
-    are at least as many with them as steps.
+    without such collectives, for example of microbatches that do not reduce, are left out. But at
+    least as many passes as there are steps must have them.
 
-    source: a `Report`, or what `read_report` takes for one rank, with `steps`.
-    all_gathers: of a forward and of a backward, where `forward_all_gathers` and
-    `backward_all_gathers` say nothing else.
-    exposed_at_most: the share of a collective's time in flight, 0 to 1, that compute may wait for
-    it if it is to count as under compute. By default a half; 0.05 asks for nearly all of it to be
-    hidden. There must also be compute for as long as the rest (`Collective.is_hidden`).
+    source: a `Report`, or one rank's trace, which `read_report` reads with `steps`.
+    all_gathers: how many in each forward and in each backward, unless `forward_all_gathers` or
+    `backward_all_gathers` gives another number.
+    exposed_at_most: a collective counts as under compute if compute waited for it for at most this
+    share of its time in flight, and there was compute for as long as the rest
+    (`Collective.is_hidden`). From 0 to less than 1. By default a half; 0.05 asks for nearly all of
+    it to be hidden.
 
     Raises:
-        AssertionError: fewer did; lists those that did not, and what they were exposed for.
+        AssertionError: fewer did. The message lists those that did not, and how long each was
+            exposed.
         ValueError: the source is no trace, nothing is asked for, or `exposed_at_most` is no share.
     """
     forward = all_gathers if forward_all_gathers is None else forward_all_gathers

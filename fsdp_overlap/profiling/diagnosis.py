@@ -23,12 +23,12 @@ Cause = Literal[
     "hidden",
 ]
 
-# What costs less of a step is not worth a word.
+# A cause that costs a smaller part of a step is not reported.
 _WORTH = 0.02
-# With less room than this part of its duration, nothing can have hidden a collective.
+# A collective with less room than this part of its duration cannot have been hidden.
 _NO_ROOM = 0.1
 _IDLE = 0.15
-# By how the names begin of collectives that are of no unit alone.
+# What collectives that serve no single unit are for, by the beginnings of their names.
 _COPIES = "what travels between copies of shards, once in a step"
 _REASONS = {
     CHECK: "the check of the order at the end of backward, where ranks meet",
@@ -43,7 +43,8 @@ _NAMES = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
 
 @dataclass(frozen=True)
 class Finding:
-    """cost: microseconds a step that it costs, at most. text: what, how much, and what to do."""
+    """cost: how many microseconds of a step it costs, at most. text: what was found, how much it
+    costs, and what to do."""
 
     cause: Cause
     cost: float
@@ -51,10 +52,10 @@ class Finding:
 
 
 def diagnose(report: Report) -> list[Finding]:
-    """What is found, the costliest first; of the rank that the others wait for."""
+    """The findings about the rank that the others wait for, the costliest first."""
     rank = report.slowest
     found = [*_slow_rank(report), *_exposed(rank), *_limits(rank)]
-    # A shared group is said also where it costs nothing yet.
+    # A shared group is reported even where it costs nothing yet.
     if all(finding.cost * rank.steps <= _WORTH * rank.duration for finding in found):
         found.append(_nothing(rank))
     return sorted(found, key=lambda finding: -finding.cost)
@@ -80,7 +81,7 @@ def _slow_rank(report: Report) -> Iterator[Finding]:
 
 
 def _computes_longer(report: Report) -> bool:
-    """Whether the slowest rank's lag is compute, for the most part."""
+    """Whether most of the slowest rank's lag is compute."""
     slowest = report.slowest
     least = min(rank.compute_time for rank in report.ranks)
     return slowest.compute_time - least > report.lag / 2
@@ -120,7 +121,7 @@ def _exposed(rank: RankReport) -> Iterator[Finding]:
 
 
 def _most_of(others: list[Collective]) -> str:
-    """What those are that are exposed for the longest together, in words."""
+    """In words, the sort of collective that is exposed the longest in total."""
     exposed: dict[str, float] = defaultdict(float)
     for c in others:
         known = (words for prefix, words in _REASONS.items() if c.name.startswith(prefix))
@@ -220,7 +221,7 @@ def _limits(rank: RankReport) -> Iterator[Finding]:
 
 
 def _nothing(rank: RankReport) -> Finding:
-    """Where nothing costs enough to be told."""
+    """What to report where no cause costs enough to be reported."""
     cost = rank.exposed_time / rank.steps
     part = rank.exposed_time / rank.duration if rank.duration else 0.0
     if not rank.collectives:
@@ -237,11 +238,11 @@ def _nothing(rank: RankReport) -> Finding:
 
 
 def _edges(rank: RankReport) -> set[int]:
-    """The ids of gathers before the compute of their pass, and reduce-scatters after it."""
+    """The ids of gathers before the compute of their pass, and of reduce-scatters after it."""
     edges = set()
     for same in rank.passes:
         start, end = same[0].start, max(c.spans[-1][1] for c in same)
-        # Less than half of what one unit computes.
+        # Half of what an average unit computes: as little counts as no compute.
         little = rank.computed(start, end) / len({c.name for c in same}) / 2
         for c in same:
             gap = (start, c.start) if c.kind == "all_gather" else (c.start, end)
@@ -255,7 +256,7 @@ def _is_late(c: Collective) -> bool:
 
 
 def _shared_group(of_units: Iterable[Collective]) -> str | None:
-    """What both kinds run in, if they do."""
+    """In words, the process group that both kinds run in; None if they share none."""
     groups: dict[str, set[str | None]] = {"all_gather": set(), "reduce_scatter": set()}
     lanes: dict[str, set[str]] = {"all_gather": set(), "reduce_scatter": set()}
     for c in of_units:

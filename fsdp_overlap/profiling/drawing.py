@@ -1,4 +1,4 @@
-"""A timeline as rows of coloured bars, whoever paints them."""
+"""A timeline as rows of coloured bars, for any plotting library to paint."""
 
 import html
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,7 +10,7 @@ from fsdp_overlap.profiling.ranges import OPTIMIZER
 from fsdp_overlap.profiling.report import Report
 from fsdp_overlap.profiling.tables import describe, describe_under
 
-# What a bar is, and its colour: pale where all is well, and one that jumps to the eye.
+# The kinds of bars and their colours: pale where all is well, striking for what is exposed.
 COLOURS = {
     "forward": "#9ecae1",
     "backward": "#6baed6",
@@ -21,13 +21,15 @@ COLOURS = {
 }
 LEGEND = {"hidden": "communication, hidden", "exposed": "communication, exposed"}
 _ROWS = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "other": "other"}
-# Compute of one unit with gaps shorter than this part of the picture is one bar.
+# Stretches of one unit's compute become one bar if the gaps between them are shorter than this part
+# of the picture.
 _GAP = 1 / 2000
 
 
 @dataclass(frozen=True)
 class Bar:
-    """start, end: milliseconds from the picture's left end. text: for those who point at it."""
+    """start, end: milliseconds from the picture's left end. text: shown when the mouse points at
+    the bar."""
 
     row: int
     start: float
@@ -38,15 +40,15 @@ class Bar:
 
 @dataclass(frozen=True)
 class Drawing:
-    """rows: labels from the top down; "" for one more of the row above. bars: collectives of one
-    row do not overlap; their exposed parts come after what they are parts of."""
+    """rows: labels from the top down; "" continues the row above. bars: the collectives of one row
+    do not overlap, and the bars of a collective's exposed parts come after that of the whole."""
 
     rows: tuple[str, ...]
     bars: tuple[Bar, ...]
 
 
 def draw(reports: Mapping[str, Report]) -> Drawing:
-    """Rows for the compute and each kind of collective of every rank, one clock for each report."""
+    """Rows for the compute and each kind of collective of every rank. Each report has one clock."""
     rows: list[str] = []
     bars: list[Bar] = []
     for name, report in reports.items():
@@ -78,7 +80,7 @@ def _compute_bars(rank: RankReport, row: int, left: float) -> Iterator[Bar]:
 
 
 def _joined(compute: Iterable[Compute], gap: float) -> Iterator[tuple[str, float, float, float]]:
-    """Label, start, end and time busy of neighbours with one label."""
+    """Joins neighbours with the same label; yields the label, start, end and time busy of each."""
     current: tuple[str, float, float, float] | None = None
     for c in compute:
         if current is not None and c.label == current[0] and c.start - current[2] <= gap:
@@ -94,7 +96,7 @@ def _joined(compute: Iterable[Compute], gap: float) -> Iterator[tuple[str, float
 
 
 def _levels(collectives: list[Collective]) -> list[int]:
-    """Rows within a row, so that none covers another in flight at the same time."""
+    """A level for each within its row, so that none covers another in flight at the same time."""
     ends: list[float] = []
     levels = []
     for c in collectives:

@@ -1,4 +1,4 @@
-"""The events of a Chrome trace, one after the other, so that a large one need not fit in memory."""
+"""Reads the events of a Chrome trace one by one, so that a large trace need not fit in memory."""
 
 import gzip
 import io
@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 Progress = Callable[[int], None]
-"""Told how many bytes of the file have been read."""
+"""Called with how many bytes of the file have been read."""
 
-# Characters: read at once, and of one event.
+# Characters that are read at once, and the most that one event may have.
 _CHUNK = 1 << 20
 _LONGEST = 1 << 24
 _NOTHING: dict[str, Any] = {}
 _GZIP = b"\x1f\x8b"
 _EVENTS = re.compile(r'"traceEvents"\s*:\s*\[')
 _BETWEEN = re.compile(r"[\s,]*")
-# What is read of the "args" of device events and c10d ops; they are most of a trace.
+# "args" are most of a trace, so only these of device events and c10d ops are kept.
 _WITH_ARGS = ("kernel", "cuda_runtime", "cuda_driver")
 _ARGS = (
     "correlation",
@@ -52,8 +52,8 @@ class Event(NamedTuple):
 
 @dataclass
 class Trace:
-    """What one rank's trace says: its events in the order of the file, and of the file itself
-    `about`, such as `distributedInfo`."""
+    """One rank's trace. events: in the order of the file. about: the file's other entries, such as
+    `distributedInfo`."""
 
     events: list[Event] = field(default_factory=list)
     about: dict[str, Any] = field(default_factory=dict)
@@ -65,10 +65,10 @@ def read_trace(
     """The events of a trace whose category and name `keep` accepts.
 
     `source`: the path of a file, gzipped or not; the loaded JSON object; or a finished
-    `torch.profiler.profile`, whose trace this writes, which torch does only once.
+    `torch.profiler.profile`. This writes the profile's trace, which torch does only once.
 
     Raises:
-        ValueError: it is no Chrome trace, or not a whole one; or the profile's trace was written
+        ValueError: it is not a Chrome trace, or not a whole one; or the profile's trace was written
             before.
     """
     if hasattr(source, "export_chrome_trace"):
@@ -169,7 +169,7 @@ def _events_in_text(read: Callable[[], str], about: dict[str, Any]) -> Iterator[
             break
         try:
             event, at = decode(held, at)
-        except json.JSONDecodeError as error:  # cut by the end of the chunk, if by nothing else
+        except json.JSONDecodeError as error:  # most likely cut by the end of the chunk
             if len(held) - at > _LONGEST or not (chunk := read()):
                 raise ValueError(f"an event of 'traceEvents' does not end: {error}") from None
             held, at = held[at:] + chunk, 0

@@ -60,7 +60,7 @@ def covers(a: list[Interval], time: float) -> bool:
 
 
 def clip(a: list[Interval], start: float, end: float) -> list[Interval]:
-    """The part of the union `a` between two times, in time that grows with that part alone."""
+    """The part of the union `a` between two times. Its cost grows with that part, not with `a`."""
     first = max(bisect.bisect_right(a, (start, math.inf)) - 1, 0)
     found: list[Interval] = []
     for k in range(first, len(a)):

@@ -15,8 +15,9 @@ _OPS = 20
 
 
 def write_json(reports: Mapping[str, Report], path: str | os.PathLike[str]) -> None:
-    """The reports, by name: all that the page shows, and every collective. Times in microseconds,
-    bandwidths in bytes a second; `per_step` and `cost` are of one step, the others of all."""
+    """Writes the reports, by name: all that the page shows, and every collective. Times are in
+    microseconds, bandwidths in bytes a second. `per_step` and `cost` are for one step, all else is
+    for all steps."""
     runs = {name: _run(report) for name, report in reports.items()}
     Path(path).write_text(json.dumps({"runs": runs}, indent=1) + "\n", encoding="utf-8")
 

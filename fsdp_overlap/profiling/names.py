@@ -1,4 +1,4 @@
-"""What ranges are called in a trace: this library's (`comm/spans.py` writes them) and FSDP2's."""
+"""The names of ranges in a trace: this library's, which `comm/spans.py` writes, and FSDP2's."""
 
 import re
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ Role = Literal["issue", "wait", "begin forward", "end forward", "begin backward"
 
 CHECK = "order_check"
 CONFIRMATION = "confirmation of "
-"""What a confirmation is called, before the unit that it is waited for."""
+"""Begins the name of a confirmation; the unit that it is for follows."""
 OWN_ENGINE = "fsdp_overlap"
 PREFIXES = ("fsdp_overlap::", "FSDP::")
 OPTIMIZER_STEP = "Optimizer.step#"
@@ -38,7 +38,7 @@ _KINDS: dict[str, Kind] = {
 class Mark:
     """What a range's name says.
 
-    role: "issue" and "wait" stand around what an engine does for a collective, the others before
+    role: "issue" and "wait" enclose what an engine does for a collective; the others stand before
     and after a unit's part of a pass.
     engine: "fsdp_overlap" or "FSDP". operation: the collective, as the engine calls it.
     nbytes: what travels to or from this rank; None if the name does not say.
@@ -54,7 +54,7 @@ class Mark:
 
 @lru_cache(maxsize=1 << 16)
 def read_mark(name: str) -> Mark | None:
-    """The mark that a range's name is, None if it is none."""
+    """The mark that a range's name stands for; None if it is not a mark."""
     if (match := _NAME.fullmatch(name)) is None:
         return None
     engine, wait, operation, unit, nbytes = match.groups()

@@ -12,24 +12,25 @@ from fsdp_overlap.profiling.pieces import Compute
 from fsdp_overlap.profiling.timeline import InFlight, Timeline
 
 EXPOSED_AT_MOST = 0.5
-"""The share of a collective that may be exposed if it is to count as under compute."""
+"""A collective counts as under compute only if at most this share of it is exposed."""
 _LABELS = 3
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of one unit on one rank. Times in microseconds, those of moments on the
-    trace's clock.
+    """One collective on one rank. Times are in microseconds; moments are on the trace's clock.
 
     kind, name, pass_, spans, nbytes, lanes, group, engine, blocks: as in `InFlight`.
-    exposed_spans: when this rank waited for it. Where the trace does not say so, as on a GPU, where
-    it is the stream that waits: when it was in flight and this rank did not compute.
+    exposed_spans: when this rank waited for it. Where the trace does not say, as on a GPU, where
+    the stream waits and not the host: when it was in flight and this rank did not compute.
     overlapped: the part of `duration` in which this rank computed (see `read_timeline` for what
     counts).
-    room: how long this rank computed between issuing it and waiting for it; where the trace does
-    not say when that was, while it was in flight.
-    under: the compute that ran meanwhile, the most first: whose part of which pass, and how long.
-    held_up: the compute that came after the wait for it; None if there was no such wait.
+    room: how long this rank computed between issuing it and waiting for it. Where the trace does
+    not say when it was issued or waited for, its start or end in flight counts instead.
+    under: the compute that ran meanwhile, by label (see `Compute`), and how long; at most three,
+    the longest first.
+    held_up: the label of the compute that came after the longest wait for it; None if there was no
+    such wait.
     """
 
     kind: Kind
@@ -74,8 +75,8 @@ class Collective:
         """Whether at most this share of its time in flight was exposed, and there was compute for
         as long as the rest of it.
 
-        The second keeps out what had nothing to run under, such as the first gather of a pass, even
-        if it is over before the rank has come from issuing it to waiting for it.
+        The second condition excludes collectives that had nothing to run under, such as the first
+        gather of a pass, even if such a collective is over before the rank waits for it.
         """
         hidden = self.duration - self.exposed
         return min(hidden, self.room) >= (1 - exposed_at_most) * self.duration
@@ -85,7 +86,7 @@ class Collective:
 class Total:
     """Sums over collectives. Times in microseconds; collectives in flight together each count.
 
-    nbytes: None where it is not known of each.
+    nbytes: None unless it is known for each of them.
     """
 
     count: int
@@ -96,7 +97,7 @@ class Total:
 
     @property
     def hidden(self) -> float | None:
-        """The part of the time in flight that was not exposed, 0 to 1; None of nothing."""
+        """The part of the time in flight that was not exposed, 0 to 1; None if there was none."""
         return 1 - self.exposed / self.duration if self.duration else None
 
     @property
@@ -110,8 +111,8 @@ class RankReport:
     """What one rank did. Times in microseconds, of all its steps together.
 
     rank, world_size: None where the trace does not say. steps: 1 if nobody says.
-    window: from the first to the last of what is counted, on the trace's clock.
-    collectives, compute: by start. gemms, engine: as in `Timeline`.
+    window: from the first to the last moment that is counted, on the trace's clock.
+    collectives, compute: sorted by start. gemms, engine: as in `Timeline`.
     """
 
     rank: int | None
@@ -138,12 +139,12 @@ class RankReport:
 
     @cached_property
     def communication_time(self) -> float:
-        """In which any collective was in flight."""
+        """The time in which any collective was in flight."""
         return measure(union(span for c in self.collectives for span in c.spans))
 
     @cached_property
     def exposed_time(self) -> float:
-        """In which any was exposed; moments that several share count once."""
+        """The time in which any collective was exposed. What several share counts once."""
         return measure(self._waits)
 
     @cached_property
@@ -155,32 +156,33 @@ class RankReport:
         return union(span for c in self.collectives for span in c.exposed_spans)
 
     def computed(self, start: float, end: float) -> float:
-        """How much of the time between two moments it computed."""
+        """How long this rank computed between two moments."""
         return measure(clip(self._busy, start, end))
 
     @property
     def own_time(self) -> float:
-        """In which this rank did not wait for communication, and so perhaps for other ranks."""
+        """The time in which this rank did not wait for communication, which may be a wait for other
+        ranks."""
         return self.duration - self.exposed_time
 
     @property
     def engine_time(self) -> float:
-        """In which it neither computed nor waited, and the engine issued or finished
-        collectives."""
+        """The time in which this rank neither computed nor waited, but the engine issued or
+        finished collectives."""
         return self.duration - measure(union([*self._waits, *self._busy])) - self.idle_time
 
     @cached_property
     def idle_time(self) -> float:
-        """In which it neither computed nor waited, nor the engine worked."""
+        """The time in which this rank neither computed nor waited, and the engine did not work."""
         return self.duration - measure(union([*self._waits, *self._busy, *self.engine]))
 
     @property
     def bound(self) -> float:
-        """No schedule of the same work is shorter: the larger of compute and communication."""
+        """The larger of compute and communication: no schedule of the same work is shorter."""
         return max(self.compute_time, self.communication_time)
 
     def total(self, kind: Kind, pass_: Pass | None = None) -> Total:
-        """The sums for one kind, of one pass or (None) of both."""
+        """The sums for one kind, in one pass or, with None, in both."""
         return _sum(c for c in self.collectives if c.kind == kind and pass_ in (None, c.pass_))
 
     @cached_property
@@ -201,7 +203,7 @@ class RankReport:
         return tuple(tuple(found) for found in passes)
 
     def compute_by_op(self) -> list[tuple[str, float]]:
-        """The ops that took most of the compute, and how long, the longest first."""
+        """How much of the compute each op took, the most first."""
         times: dict[str, float] = defaultdict(float)
         for c in self.compute:
             times[c.op] += c.end - c.start
@@ -209,7 +211,7 @@ class RankReport:
 
 
 def measure_overlap(timeline: Timeline, steps: int | None = None) -> RankReport:
-    """`steps`: how many the trace holds, if not as many as it says itself."""
+    """`steps`: how many the trace holds; None for as many as it says itself."""
     return RankReport(
         rank=timeline.rank,
         world_size=timeline.world_size,
@@ -259,7 +261,7 @@ class _Measure:
         parts: dict[str, list[Interval]] = {}
         for lane in self._lanes.values():
             for start, end in spans:
-                # On one lane they end in the order in which they start.
+                # Stretches on one lane end in the order in which they start.
                 first = bisect.bisect_right(lane, start, key=_end)
                 for c in lane[first : bisect.bisect_left(lane, end, key=_start)]:
                     parts.setdefault(c.label, []).append((max(c.start, start), min(c.end, end)))

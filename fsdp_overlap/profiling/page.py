@@ -17,7 +17,7 @@ _MOST_COLLECTIVES = 100
 
 
 def write_html(reports: Mapping[str, Report], path: str | os.PathLike[str]) -> None:
-    """The reports, by name: what was found, an interactive timeline and tables."""
+    """Writes the reports, by name: what was found, an interactive timeline and tables."""
     environment = Environment(
         loader=PackageLoader("fsdp_overlap.profiling", "."), autoescape=True, trim_blocks=True
     )
@@ -37,7 +37,7 @@ def write_html(reports: Mapping[str, Report], path: str | os.PathLike[str]) -> N
 
 
 def _figure(reports: Mapping[str, Report]) -> Any:
-    import plotly.graph_objects as go  # takes a third of a second, which not every command has
+    import plotly.graph_objects as go  # a third of a second that other commands need not take
 
     drawing = draw(reports)
     figure = go.Figure()

@@ -10,8 +10,9 @@ _INCHES_PER_ROW = 0.3
 
 
 def write_png(reports: Mapping[str, Report], path: str | os.PathLike[str]) -> None:
-    """The timelines of the reports, by name, one below the other."""
-    # Half a second, which a program that may draw in the end need not take at its start.
+    """Draws the timelines of the reports, by name, one below the other."""
+    # Takes half a second, which a program that draws at its end, if at all, need not take at its
+    # start.
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

@@ -10,7 +10,7 @@ from fsdp_overlap.profiling.events import Event
 from fsdp_overlap.profiling.intervals import Interval, union
 from fsdp_overlap.profiling.ranges import ELSEWHERE, Engine, Phases
 
-# Where the name of the c10d op and that of its gloo range differ by more than a trailing
+# From the name of a c10d op to that of its gloo range, where they differ by more than a trailing
 # underscore.
 _GLOO_NAMES = {
     "allgather": "all_gather",
@@ -21,7 +21,7 @@ _GLOO_NAMES = {
     "reduce_scatter": "all_reduce",  # that is what gloo does inside
     "_reduce_scatter_base": "all_reduce",
 }
-# By the names of c10d ops' inputs and of NCCL kernels' arguments.
+# By the dtype's name in the inputs of c10d ops and in the arguments of NCCL kernels.
 _ITEM_BYTES = {
     "double": 8,
     "float": 4,
@@ -60,14 +60,14 @@ _GEMMS = (
     "aten::_flash_attention",
     "aten::_efficient_attention",
 )
-# On a CPU every op with a namespace computes, but for these; what is compiled has none.
+# On a CPU every op with a namespace computes, except these. Compiled code has no namespace.
 _NO_COMPUTE = ("c10d", "_c10d", "autograd::", "torch::", "profiler::", "fsdp::")
 _COMPILED = "## Call CompiledFxGraph"
 
 
 class Piece(NamedTuple):
     """A part of a collective in flight. issuer: the event that issued it, if the trace holds it.
-    The others are as in `InFlight`."""
+    The other fields are as in `InFlight`."""
 
     operation: str
     issuer: Event | None
@@ -81,9 +81,9 @@ class Piece(NamedTuple):
 class Compute(NamedTuple):
     """A stretch of compute. Times in microseconds.
 
-    label: whose part of which pass it is ("forward blocks.0"). op: that started it: the outermost
-    op on a CPU, the innermost `aten::` op around the launch of a kernel on a GPU, or the kernel.
-    lane: the thread or stream, on which stretches do not overlap.
+    label: which pass of which unit it belongs to ("forward blocks.0"). op: what started it: on a
+    CPU the outermost op; on a GPU the innermost `aten::` op around the kernel's launch, or else the
+    kernel. lane: the thread or stream, on which stretches do not overlap.
     """
 
     start: float
@@ -94,8 +94,8 @@ class Compute(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """compute: by start. gemms: the part of it that multiplies matrices; engine: when an engine
-    worked; each a union of intervals."""
+    """compute: sorted by start. gemms: the part of it that multiplies matrices. engine: when an
+    engine worked. Both are unions of intervals."""
 
     pieces: list[Piece]
     compute: list[Compute]
@@ -104,9 +104,9 @@ class Recorded(NamedTuple):
 
 
 def read_cpu(events: list[Event], engine: Engine, phases: Phases) -> Recorded:
-    """Gloo's ranges, and ops."""
+    """Reads gloo's ranges as collectives, and ops as compute."""
     pieces = _read_gloo(events)
-    # A send or receive is recorded where it is called, not on a thread of gloo's.
+    # A send or receive is recorded on the thread that calls it, not on one of gloo's.
     callers = {e.thread for e in events if e.name.startswith("c10d::")}
     gloo_threads = {e.thread for e in events if e.name.startswith("gloo:")} - callers
     ops: dict[Any, list[Event]] = defaultdict(list)
@@ -163,7 +163,7 @@ def _computes(event: Event) -> bool:
 
 
 def _outermost(ops: list[Event]) -> Iterator[Event]:
-    """Those of one thread that lie in no other."""
+    """The ops of one thread that lie in no other op."""
     end = float("-inf")
     for op in sorted(ops, key=lambda op: (op.start, -op.end)):
         if op.end > end:
@@ -172,7 +172,8 @@ def _outermost(ops: list[Event]) -> Iterator[Event]:
 
 
 def _bytes_of_op(op: Event) -> int | None:
-    """Where input and output are one tensor each, and the trace was taken with their shapes."""
+    """What the op moves, if its input and output are one tensor each and the trace has their
+    shapes."""
     shapes, types = op.args.get("Input Dims"), op.args.get("Input type")
     if not shapes or not types or "_base" not in op.name:
         return None
@@ -180,8 +181,8 @@ def _bytes_of_op(op: Event) -> int | None:
 
 
 def _travels(one: int, other: int, dtype: str) -> int | None:
-    """What one rank's collective moves, between its elements before and after: one of them is the
-    rank's own part of the other."""
+    """The bytes that a rank's collective moves, from how many elements the rank has before and
+    after. One of the two is the rank's own part of the other."""
     size = _ITEM_BYTES.get(dtype.lower())
     return None if size is None or one == other else abs(one - other) * size
 
@@ -191,7 +192,8 @@ def _is_nccl(event: Event) -> bool:
 
 
 def read_cuda(events: list[Event], engine: Engine, phases: Phases) -> Recorded:
-    """NCCL's kernels, gloo's ranges if there are any, and all other kernels."""
+    """Reads NCCL's kernels, and gloo's ranges if there are any, as collectives, and all other
+    kernels as compute."""
     launches = {
         e.args["correlation"]: e
         for e in events
@@ -231,11 +233,11 @@ def _bytes_of_kernel(kernel: Event) -> int | None:
 
 
 def _innermost_ops(events: list[Event], launches: list[Event]) -> dict[Any, str]:
-    """The `aten::` op around each launch that has one, by its correlation id."""
+    """The innermost `aten::` op around each launch that has one, by the launch's correlation id."""
     ops = [e for e in events if e.category == "cpu_op" and e.name.startswith("aten::")]
     found: dict[Any, str] = {}
     under_way: dict[Any, list[Event]] = defaultdict(list)
-    # Of what starts at one moment, the outer op comes first and the launch last.
+    # Of events that start at one moment, the outer op comes first and the launch last.
     for is_launch, e in heapq.merge(
         ((False, e) for e in sorted(ops, key=lambda e: (e.start, -e.end))),
         ((True, e) for e in sorted(launches, key=_start)),

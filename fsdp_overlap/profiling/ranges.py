@@ -1,4 +1,4 @@
-"""What an engine's marks say of a moment: what is issued, what is waited for, whose pass runs."""
+"""What an engine's marks say about a moment: what is issued or waited for, and which pass runs."""
 
 import bisect
 from collections import defaultdict
@@ -29,7 +29,7 @@ class Ranges:
 
 
 class Engine:
-    """When an engine works on a thread for its own ends, by the ranges that it marks."""
+    """When an engine itself works on a thread, from the ranges that it marks."""
 
     def __init__(self, ranges: Iterable[Event]) -> None:
         spans: dict[Any, list[Interval]] = defaultdict(list)
@@ -38,7 +38,7 @@ class Engine:
         self._by_thread = {thread: union(found) for thread, found in spans.items()}
 
     def covers(self, event: Event) -> bool:
-        """Whether `event` starts inside."""
+        """Whether `event` starts while the engine works on its thread."""
         return covers(self._by_thread.get(event.thread, []), event.start)
 
     def outside(self, event: Event) -> list[Interval]:
@@ -47,12 +47,12 @@ class Engine:
         return subtract([(event.start, event.end)], busy)
 
     def spans(self) -> list[Interval]:
-        """On any thread."""
+        """When the engine works, on any thread."""
         return union(span for spans in self._by_thread.values() for span in spans)
 
 
 class Phases:
-    """Whose part of which pass a thread computes at a moment: "forward blocks.0". What activation
+    """Which pass of which unit a thread computes at a moment: "forward blocks.0". What activation
     checkpointing runs again is a part of the backward that it is run for."""
 
     def __init__(
@@ -78,7 +78,7 @@ class Phases:
             self._labels[thread] = _innermost(at_thread)
 
     def at(self, thread: Any, time: float) -> str:
-        """The innermost, `ELSEWHERE` if there is none."""
+        """The innermost pass and unit; `ELSEWHERE` if there is none."""
         k = bisect.bisect_right(self._times.get(thread, []), time)
         return self._labels[thread][k - 1] if k else ELSEWHERE
 
@@ -90,15 +90,15 @@ def _innermost(changes: list[tuple[float, bool, str]]) -> list[str]:
     for _, begins, label in changes:
         if begins:
             under_way.append(label)
-        elif label in under_way:  # or it began before the trace
+        elif label in under_way:  # else it began before the trace
             del under_way[len(under_way) - 1 - under_way[::-1].index(label)]
         labels.append(under_way[-1] if under_way else ELSEWHERE)
     return labels
 
 
 class Waits:
-    """Finds the wait that belongs to an issue. Each is waited for once, and of several of one name
-    (of two models) the first issued is taken to be waited for first."""
+    """Finds the wait that belongs to an issue. Each issue is waited for once. Of several with one
+    name (from two models), the first issued is taken to be waited for first."""
 
     def __init__(self, marked: Iterable[tuple[Event, Mark]]) -> None:
         issues: dict[tuple[str, str], list[Event]] = defaultdict(list)
@@ -108,7 +108,7 @@ class Waits:
                 found = issues if mark.role == "issue" else waits
                 found[mark.operation, mark.unit].append(event)
         self._of: dict[int, Interval] = {}
-        # A confirmation is waited for by whoever issues it, which only the wait tells.
+        # The issue of a confirmation is not marked: only the wait for it, on the same thread, is.
         self._confirmations = [
             (event, unit)
             for (operation, unit), found in waits.items()
@@ -118,7 +118,7 @@ class Waits:
         for key, issued in issues.items():
             following = iter(waits[key])
             for issue in issued:
-                # One that came before was of what was issued before the trace began.
+                # An earlier wait belongs to what was issued before the trace began.
                 wait = next((wait for wait in following if wait.start >= issue.start), None)
                 if wait is not None:
                     self._of[id(issue)] = wait.start, wait.end
@@ -127,8 +127,8 @@ class Waits:
         return self._of.get(id(issue))
 
     def confirmations(self, issuers: Iterable[Event]) -> dict[int, tuple[str, Interval]]:
-        """The ops that issued a confirmation, by id, with the unit that it is for and the wait:
-        those called last before such a wait, on its thread."""
+        """The ops that issued a confirmation, by id, each with the unit that it is for and the
+        wait. Such an op is the last one called before the wait on the wait's thread."""
         found = {}
         called: dict[Any, list[Event]] = defaultdict(list)
         for issuer in sorted(issuers, key=_start):

@@ -1,4 +1,4 @@
-"""The overlap report: what every rank whose trace is given did, side by side."""
+"""The overlap report: what each rank with a trace did, side by side."""
 
 import statistics
 from collections import defaultdict
@@ -26,7 +26,7 @@ _SLOW = 0.1
 
 @dataclass(frozen=True)
 class Report:
-    """Reports on ranks that ran together, by rank. `ranks` is not empty."""
+    """Reports on ranks that ran together, sorted by rank. `ranks` is not empty."""
 
     ranks: tuple[RankReport, ...]
 
@@ -37,8 +37,8 @@ class Report:
 
     @property
     def lag(self) -> float:
-        """How much longer than the others `slowest` works by itself, in microseconds of all steps;
-        0 for one rank."""
+        """How much longer `slowest` works by itself than the median of the others, in microseconds
+        over all steps; 0 for one rank."""
         others = [rank.own_time for rank in self.ranks if rank is not self.slowest]
         return self.slowest.own_time - statistics.median(others) if others else 0.0
 
@@ -48,8 +48,8 @@ class Report:
 
     @cached_property
     def waits_for_ranks(self) -> tuple[float | None, ...]:
-        """How long each rank's collectives were in flight before the last rank came to them: what
-        they took longer than on the rank where the same one was shortest. In microseconds of all
+        """How long each rank's collectives were in flight before the last rank came to them: how
+        much longer each took than on the rank where it was shortest. In microseconds over all
         steps; None where ranks did not run the same collectives."""
         same = self._same_collectives()
         if same is None:
@@ -63,8 +63,8 @@ class Report:
 
     @cached_property
     def clock_offsets(self) -> tuple[float, ...]:
-        """What to subtract from each rank's times to have them on the clock of the first: the same
-        collective ends everywhere at nearly the same moment."""
+        """What to subtract from each rank's times to have them on the clock of the first rank. A
+        collective is taken to end on all ranks at the same moment."""
         same = self._same_collectives()
         if not same:
             return (0.0,) * len(self.ranks)
@@ -81,7 +81,7 @@ class Report:
 
 
 def _numbered(collectives: Sequence[Collective]) -> dict[tuple[Any, ...], Collective]:
-    """Those of units, by what they are and which of the same it is."""
+    """The collectives of units, by kind, name, pass and number among those with the same three."""
     seen: dict[tuple[Any, ...], int] = defaultdict(int)
     found = {}
     for c in collectives:
@@ -96,18 +96,18 @@ def _numbered(collectives: Sequence[Collective]) -> dict[tuple[Any, ...], Collec
 def read_report(
     *sources: Any, steps: int | None = None, progress: Progress | None = None
 ) -> Report:
-    """The report of one run: a trace of each rank that has one, or of one rank alone. Where traces
-    do not name their ranks, their order does.
+    """The report of one run, from the traces of one or more of its ranks. If any trace does not
+    name its rank, the order of the sources numbers the ranks.
 
     A source is a path of a Chrome trace, gzipped or not, of this library or FSDP2; the loaded JSON
-    object; or a finished `torch.profiler.profile`, whose trace torch writes only once, so to keep
-    the file call `export_chrome_trace()` and give its path. `steps`: how many training steps each
-    holds, where they do not say so by `profile.step()` or steps of a torch optimizer. `progress` is
-    told how many bytes of all files have been read.
+    object; or a finished `torch.profiler.profile`. torch writes a profile's trace only once: to
+    keep the file, call `export_chrome_trace()` and give its path. `steps`: how many training steps
+    each trace holds, where the traces do not say so by `profile.step()` or steps of a torch
+    optimizer. `progress` is called with how many bytes of all files have been read.
 
     Raises:
-        ValueError: a source is no such trace, holds no collective and no compute, or two are of the
-            same rank; or `steps` is not positive.
+        ValueError: a source is not such a trace, holds no collective and no compute, or two are of
+            the same rank; or `steps` is not positive.
     """
     if not sources:
         raise ValueError("no trace given")

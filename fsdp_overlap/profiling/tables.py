@@ -43,8 +43,7 @@ def ranks_table(reports: Mapping[str, Report]) -> Table:
 
 
 def kinds_table(reports: Mapping[str, Report]) -> Table:
-    """What became of each kind of collective, on the rank of each report that the others wait
-    for."""
+    """How much of each kind of collective was hidden, on the slowest rank of each report."""
     several = len(reports) > 1
     header = ("in a step", "of", "under compute", "hidden", "in flight ms", "exposed ms", "GB/s")
     rows = []
@@ -60,7 +59,7 @@ def kinds_table(reports: Mapping[str, Report]) -> Table:
 
 
 def collectives_table(rank: RankReport, most: int) -> Table:
-    """The collectives of one rank that were exposed the longest, `most` of them."""
+    """The collectives of one rank that were exposed the longest, at most `most` of them."""
     header = (
         "collective",
         "pass",
@@ -78,12 +77,12 @@ def collectives_table(rank: RankReport, most: int) -> Table:
 
 
 def describe(c: Collective) -> str:
-    """What it is: "all-gather of blocks.0"."""
+    """What the collective is: "all-gather of blocks.0"."""
     return c.name if c.kind == "other" else f"{_KIND_NAMES[c.kind]} of {c.name}"
 
 
 def describe_under(c: Collective) -> str:
-    """What it ran under: "backward blocks.1 8.5 ms"."""
+    """What the collective ran under: "backward blocks.1 8.5 ms"."""
     return ", ".join(f"{label} {time / 1e3:.1f} ms" for label, time in c.under) or "nothing"
 
 

@@ -1,11 +1,11 @@
 """What one rank did, from its torch.profiler trace: collectives in flight, and compute.
 
 Engines mark in a trace what they issue, what they wait for, and where a unit's forward and backward
-begin and end (see `names.py`). What was in flight is recorded elsewhere, and is led back to the
+begin and end (see `names.py`). What was in flight is recorded elsewhere, and is traced back to the
 range that issued it:
 
-- **CUDA**: NCCL kernels. A kernel's correlation id names the runtime call that launched it; the
-  issue range around that call, on its thread, is the one.
+- **CUDA**: NCCL kernels. A kernel's correlation id names the runtime call that launched it. The
+  issue range around that call, on the call's thread, issued the kernel.
 - **CPU**: gloo writes a range `gloo:<operation>` on a thread of its own, without a link to what
   issued it. A group starts operations in the order in which they were issued, so the k-th range of
   an operation belongs to its k-th `c10d::` op. Where two start at one moment, neighbours may be
@@ -41,13 +41,13 @@ _ANNOTATIONS = (*PREFIXES, OPTIMIZER_STEP, PROFILER_STEP, "gloo:")
 
 @dataclass(frozen=True)
 class InFlight:
-    """One collective. Times in microseconds on the trace's clock.
+    """One collective. Times are in microseconds on the trace's clock.
 
     name: the unit it serves; for kind "other", the operation as the trace names it, or what it is
     for: "confirmation of blocks.0".
     pass_: the pass that issued it; None for kind "other".
     spans: when its pieces were in flight, as a union of intervals.
-    engine: that issued it, "fsdp_overlap" or "FSDP"; None for those of no unit.
+    engine: what issued it, "fsdp_overlap" or "FSDP"; None if no engine did.
     issued, wait: when the engine issued it and when the rank's compute was held up to wait for it;
     None where the trace does not say, as on a GPU, whose host runs ahead.
     blocks: whether the call that issued it did not return before it was done.
@@ -71,12 +71,12 @@ class InFlight:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What one rank did: its collectives and its compute, each by start.
+    """What one rank did: its collectives and its compute, each sorted by start.
 
-    gemms: the part of compute that multiplies matrices; engine: when an engine worked, as to
-    prepare a collective; each a union of intervals.
-    window: from the first to the last of what is of interest. steps: how many it holds, None where
-    the trace does not say. rank, world_size: None where the trace does not say.
+    gemms: the part of compute that multiplies matrices. engine: when an engine worked, for example
+    to prepare a collective. Both are unions of intervals.
+    window: the time that all of this lies in. steps: how many the window holds.
+    steps, rank, world_size: None where the trace does not say.
     """
 
     collectives: tuple[InFlight, ...]
@@ -93,10 +93,10 @@ def read_timeline(source: Any, progress: Progress | None = None) -> Timeline:
     """The timeline of one rank, from whatever `read_trace` reads.
 
     On a GPU, compute is every kernel but NCCL's; on a CPU, every op on a thread that gloo does not
-    own. In both, without what is launched or run in an engine's own ranges.
+    own. What is launched or run in an engine's own ranges does not count on either.
 
     Raises:
-        ValueError: it is no such trace, or holds calls of collectives but none in flight.
+        ValueError: it is not such a trace, or holds calls of collectives but none in flight.
     """
     trace = read_trace(source, _is_of_use, progress)
     events = trace.events
@@ -114,7 +114,7 @@ def read_timeline(source: Any, progress: Progress | None = None) -> Timeline:
     phases = Phases(marked, [e for e in steps if e.name.startswith(OPTIMIZER_STEP)], backward)
     if any(e.category == "kernel" for e in events):
         recorded = read_cuda(events, engine, phases)
-        waits = None  # the host's, and it is the stream that waits
+        waits = None  # the marks show when the host waits, but here the stream waits
     else:
         recorded = read_cpu(events, engine, phases)
         waits = Waits(marked)
@@ -152,8 +152,8 @@ def _check_complete(events: list[Event], issues: Ranges, found: list[InFlight]) 
 
 
 def _window(marks: list[Event], found: list[InFlight], compute: list[Compute]) -> Interval:
-    """From the first mark to the end of what the host started, which on a GPU is later than its
-    marks; without the barriers that programs put around."""
+    """From the first mark to the end of what the host started, which on a GPU is later than the
+    marks. Barriers, which programs put around what they profile, do not count."""
     spans = [span for c in found if c.name != "barrier" for span in c.spans]
     spans += [(c.start, c.end) for c in compute]
     spans = spans or [span for c in found for span in c.spans] or [(0.0, 0.0)]
@@ -162,8 +162,8 @@ def _window(marks: list[Event], found: list[InFlight], compute: list[Compute]) -
 
 
 def _count_steps(steps: list[Event], marks: list[Event]) -> int | None:
-    """By the profiler's steps in which anything happened, else by the optimizers', of which all
-    between two passes are one."""
+    """Counts the profiler's steps in which anything happened. If there are none, counts the
+    optimizers' steps, where all steps between two passes are one."""
     starts = sorted(e.start for e in marks)
     optimizers = sorted(e.start for e in steps if e.name.startswith(OPTIMIZER_STEP))
     told = [e for e in steps if e.name.startswith(PROFILER_STEP)]
@@ -172,7 +172,7 @@ def _count_steps(steps: list[Event], marks: list[Event]) -> int | None:
         return sum(bisect.bisect(moments, e.start) < bisect.bisect(moments, e.end) for e in told)
     if not starts:
         return max(Counter(e.name for e in steps).values(), default=None)
-    # What stands between the same two marks.
+    # Steps between the same two marks count once.
     return len({bisect.bisect(starts, at) for at in optimizers}) or None
 
 
@@ -182,7 +182,7 @@ def _group(
     backward: dict[Any, list[Interval]],
     waits: Waits | None,
 ) -> Iterator[InFlight]:
-    """The pieces that one issue range issued are one collective."""
+    """Makes one collective of all pieces that one issue range issued."""
     found: dict[int, tuple[Event, list[Piece]]] = {}
     others: list[Piece] = []
     for piece in pieces:
@@ -214,7 +214,7 @@ def _group(
 
 
 def _of_no_issue(pieces: list[Piece], waits: Waits | None) -> Iterator[InFlight]:
-    """Confirmations, and what others than an engine issued."""
+    """Confirmations, and collectives that no engine issued."""
     issuers = [piece.issuer for piece in pieces if piece.issuer]
     confirmations = {} if waits is None else waits.confirmations(issuers)
     for piece in pieces:
@@ -237,7 +237,7 @@ def _in_flight(pieces: list[Piece], kind: Kind, name: str) -> InFlight:
     return InFlight(
         kind=kind,
         name=name,
-        # One that took no time at all was in flight nevertheless.
+        # A piece that took no time at all was in flight nevertheless.
         spans=tuple(union(spans) or spans[:1]),
         nbytes=sum(piece.nbytes or 0 for piece in pieces) if known else None,
         lanes=tuple(sorted({piece.lane for piece in pieces})),

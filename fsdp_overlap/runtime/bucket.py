@@ -1,5 +1,4 @@
-"""One bucket's storage: the shard that rests, the full buffer that compute sees, and the states
-between."""
+"""One bucket's storage: its shard, its full buffer, and the states between."""
 
 from __future__ import annotations
 
@@ -43,17 +42,17 @@ from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 from fsdp_overlap.tensor.sharded_tensor import ShardEdits, ShardedTensor, attributes_of
 
 
-class BucketState(StrEnum):  # a string's hash is at hand, and states are looked up often
+class BucketState(StrEnum):  # states are looked up often, and a string caches its hash
     SHARDED = "sharded"
     GATHERING = "gathering"
     UNSHARDED = "unsharded"
 
 
-# Everything else is a mistake of the schedule.
+# The allowed changes of state. Any other change is a mistake of the schedule.
 ALLOWED = {
     BucketState.SHARDED: {BucketState.GATHERING},
     BucketState.GATHERING: {BucketState.UNSHARDED, BucketState.SHARDED},
-    # Gathered again in place where the shard was edited since.
+    # A bucket is gathered again, in place, if its shard was edited since.
     BucketState.UNSHARDED: {BucketState.GATHERING, BucketState.SHARDED},
 }
 
@@ -65,7 +64,7 @@ class Landing(NamedTuple):
     copied: torch.Event | None
 
     def wait(self) -> torch.Tensor:
-        """Blocks the host until it is there."""
+        """Blocks the host until the gradient is there, and returns it."""
         if self.copied is not None:
             self.copied.synchronize()
         return self.host
@@ -74,9 +73,10 @@ class Landing(NamedTuple):
 class Bucket:
     """The parameters of a unit that travel together.
 
-    The module's original parameters become views into the full buffer, once, with a version counter
-    each: gathering writes underneath them, which autograd's saved tensors do not notice. Registered
-    in the module are the sharded parameters, except while the unit's own forward or backward runs.
+    The module's original parameters become views into the full buffer, once. Each has a version
+    counter of its own, so autograd's saved tensors do not notice that gathering writes underneath.
+    The module has the sharded parameters registered, except while the unit's own forward or
+    backward runs.
     """
 
     def __init__(
@@ -92,9 +92,9 @@ class Bucket:
         self.owned = list(owned)
         self.label = ""
         self.index = -1
-        """In the domain; the same on every rank."""
+        """The number of the bucket in its domain. The same on every rank."""
         self.first_flag = 0
-        """Where the domain keeps which of the parameters have a gradient."""
+        """Where its flags begin among the domain's, which tell which parameters have a gradient."""
         self.state = BucketState.SHARDED
         self.edits = ShardEdits()
         self.domain = domain
@@ -102,10 +102,10 @@ class Bucket:
         self.collectives: Collectives
         self.compute_dtype = compute_dtype
         self.offload = offload
-        """Set where the shard and its gradient rest on the host, beside a device that computes."""
+        """Set if the shard and its gradient rest on the host, and another device computes."""
         self.parameters = [item.parameter for item in owned]
         self.is_tensor_parallel = any(isinstance(p, DTensor) for p in self.parameters)
-        """Whether some of the parameters are DTensors, and so are their gradients."""
+        """Whether some parameters are DTensors. Their gradients are DTensors then."""
         values = [tile_in(parameter).detach() for parameter in self.parameters]
         self._allocate(device, self.parameters)
         for sharded, value, parameter, view in zip(
@@ -115,23 +115,24 @@ class Bucket:
             sharded.to_local().copy_(value.reshape(-1)[start:stop])
             give_memory(parameter, view)
         self.start = Start(values, self.version) if domain.mesh.size() > 1 else None
-        """What this rank sharded, until it was compared with what the others did."""
+        """Digests of what this rank sharded, until ranks have compared them."""
         self.part: KeptPart | None = None
-        """What is kept between forward and backward, where the unit asks for it."""
+        """The part of the full buffer that is kept until backward, if the unit asks for one."""
         self.divided: DividedShard | None = None
-        """The shard, where ranks that hold copies of it divide it."""
+        """The shard, if the ranks that hold copies of it divide it."""
         self._ticket: Ticket | None = None
         self._gathered_version = -1
 
     def _allocate(self, device: torch.device, like: Sequence[torch.Tensor]) -> None:
-        """Makes the buffers, and sharded parameters with the attributes of ``like``, and registers
-        these in the module."""
+        """Makes the buffers and the sharded parameters, and registers these parameters in the
+        modules. They take their attributes from ``like``."""
         plan = self.plan
         self.is_meta = device.type == "meta"
         self.full = FlatBuffer(plan, self.compute_dtype, device)
         domain = self.domain
         rank = domain.plan_rank
-        # Among the ranks that gather it: those that hold parts of one shard do so before.
+        # The plan among the ranks that gather. The ranks that hold parts of one shard put it
+        # together before.
         self.gather_plan = plan.merged(domain.shard_size) if domain.divides_copies else plan
         gathered = self.gather_plan.shard_numels[domain.shard_rank]
         self._travels = (plan.numel - gathered) * self.full.flat.element_size()
@@ -152,7 +153,7 @@ class Bucket:
             )
             sharded = nn.Parameter(tensor, requires_grad=model.requires_grad)
             vars(sharded).update(attributes_of(model))
-            # A Parameter to isinstance, a ShardedTensor by type.
+            # isinstance() takes it for a Parameter, and its type is ShardedTensor.
             self.sharded_parameters.append(cast(ShardedTensor, sharded))
         self.edits.trainability = 0
         self.places = Places(self.owned, self.parameters, self.sharded_parameters)
@@ -166,7 +167,7 @@ class Bucket:
 
     @property
     def dtypes(self) -> str:
-        """At rest and in compute, and whether it was frozen when it was made."""
+        """Names the dtypes at rest and in compute, and says if it was frozen when it was made."""
         dtypes = dict.fromkeys((self.shard.dtype, self.compute_dtype))
         frozen = "" if self.plan.specs[0].requires_grad else ", frozen"
         return " as ".join(str(each).removeprefix("torch.") for each in dtypes) + frozen
@@ -177,9 +178,9 @@ class Bucket:
         return self.domain.device if self.offload is None else torch.device("cpu")
 
     def to_host(self, reduced: torch.Tensor) -> Landing:
-        """Enqueues, behind what makes it, the copy of a gradient to where an offloaded shard
-        rests."""
-        # Fresh memory each time: what a user holds of earlier gradients stays as it is.
+        """Enqueues the copy of a gradient to the host, where an offloaded shard rests. The copy
+        runs after the work that makes ``reduced``."""
+        # Fresh memory each time, so that earlier gradients that a user holds stay as they are.
         host = self._at_rest(reduced.device, reduced.numel(), reduced.dtype)
         host.copy_(reduced, non_blocking=True)
         device = reduced.device
@@ -187,13 +188,14 @@ class Bucket:
         return Landing(host, copied)
 
     def materialize(self, device: torch.device) -> None:
-        """Gives a bucket on the meta device memory, all zeros. Its parameters are new objects."""
+        """Gives memory on ``device`` to a bucket of the meta device: its shard is zeros, and its
+        parameters are new objects."""
         self._allocate(device, self.sharded_parameters)
         fresh = []
         for parameter, sharded, view in zip(
             self.parameters, self.sharded_parameters, self.full.views, strict=True
         ):
-            # With a version counter of its own, as those that fully_shard() found.
+            # .data gives it a version counter of its own, as the original parameters have.
             unsharded = parameter_like(parameter, view.data, sharded.requires_grad)
             vars(unsharded).update(attributes_of(parameter))
             fresh.append(unsharded)
@@ -208,11 +210,11 @@ class Bucket:
         self.index, self.first_flag = domain.register(self, len(self.parameters))
 
     def connect(self, part_size: int | None, settings: Settings) -> None:
-        """Takes what it is gathered and reduced by. Before the first :meth:`gather`. Collective
-        over the mesh at the first call.
+        """Chooses the groups and collectives that gather and reduce the bucket. Call it before the
+        first :meth:`gather`. Collective over the mesh at the first call.
 
-        ``part_size``: among how many neighbours a part is kept between forward and backward, if
-        any.
+        ``part_size``: how many neighbours keep a part each between forward and backward. ``None``
+        if nobody keeps one.
         """
         domain, device_type = self.domain, self.domain.device_type
         self.groups = groups = domain.groups_for(settings.separates_reductions)
@@ -231,13 +233,13 @@ class Bucket:
             self.divided = DividedShard(self, parts, choose(device_type, groups.across, parts))
 
     def signature(self, dtype: torch.dtype) -> int:
-        """A number that ranks have in common where they planned the bucket alike, and as many
-        before it. ``dtype`` is what a collective sends."""
+        """A number that is the same on ranks which planned the bucket alike, and have as many
+        buckets and parameters in the domain. ``dtype`` is what a collective sends."""
         return zlib.crc32(f"{self.plan} {dtype} {self.domain.signature}".encode())
 
     @property
     def device(self) -> torch.device:
-        """Where compute uses it."""
+        """Where compute uses the parameters."""
         return self.full.flat.device
 
     @property
@@ -246,7 +248,8 @@ class Bucket:
         return self.edits.values + self.shard._version
 
     def outdate(self) -> None:
-        """The full buffer has other values than the shards: the next use gathers it again."""
+        """Notes that the full buffer has other values than the shards. Its next use gathers it
+        again."""
         self._gathered_version = -1
 
     @property
@@ -285,7 +288,7 @@ class Bucket:
             else:
                 self._ticket = self._gather_with_part(lane, self.part, version)
         except BaseException:
-            self.state = before  # what raised, as for want of memory, has gathered nothing
+            self.state = before  # nothing was gathered, for example for lack of memory
             raise
         self._gathered_version = version
         if self.offload is not None:
@@ -293,7 +296,7 @@ class Bucket:
 
     def _gather_with_part(self, lane: Lane, part: KeptPart, version: int) -> Ticket:
         is_kept = part.holds(version)
-        # In backward, which needs it no more, it is used up.
+        # Backward uses the part up, and without gradients no backward will need it.
         keeps = torch.is_grad_enabled() and not is_in_backward()
         return lane.enqueue(
             "all_gather",
@@ -329,9 +332,9 @@ class Bucket:
         lane.free(self.label, self.full, after)
 
     def reset(self, lane: Lane) -> None:
-        """Back to rest from any state, whatever became of the all-gather."""
+        """Brings the bucket to rest from any state, even if its all-gather failed."""
         if self.is_gathered:
-            with suppress(RuntimeError):  # of a collective that failed
+            with suppress(RuntimeError):  # a collective failed
                 self.wait()
             self.state = BucketState.UNSHARDED
             self._ticket = None
@@ -344,7 +347,7 @@ class Bucket:
         self.places.use_sharded()
 
     def drop_part(self) -> None:
-        """Frees what was kept for backward, which then gathers from all ranks."""
+        """Frees the kept part. Backward then gathers from all ranks."""
         if self.part is not None:
             self.part.drop()
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_overlap.agreement.faults import Faults
 from fsdp_overlap.comm.groups import GroupCache, LaneGroups
 from fsdp_overlap.comm.lanes import Lane, make_lane
-from fsdp_overlap.comm.streams import has_streams, streams_of
+from fsdp_overlap.comm.streams import current_device
 from fsdp_overlap.deciding.reductions import MAX_INPUTS
 from fsdp_overlap.deciding.schedule import Schedule
 from fsdp_overlap.deciding.stats import Stats
@@ -29,42 +29,45 @@ from fsdp_overlap.runtime.plan_comparison import compare_plans
 from fsdp_overlap.runtime.starts import compare_starts
 from fsdp_overlap.runtime.transfers import Transfers
 from fsdp_overlap.runtime.unit import Unit, unit_of
-from fsdp_overlap.runtime.unit_plans import all_or_none, check_plannable
+from fsdp_overlap.runtime.unit_plans import plan_together
 from fsdp_overlap.runtime.units import Units, name_units
 from fsdp_overlap.runtime.unsharded_edits import Uncompared
 
 
 class FsdpContext:
-    """Owns what the units of one model share: give the same one to every :func:`fully_shard`.
+    """Owns what the units of one model share. Give the same context to every :func:`fully_shard`.
 
     Args:
-        mesh: the device mesh to shard over, of one dimension, or of two, ``(replicate, shard)``:
-            parameters are then sharded along the second and copied along the first. All ranks if
-            not given. Units may be given another (:func:`fully_shard`).
+        mesh: the device mesh to shard over. It has one dimension, or two, ``(replicate, shard)``:
+            parameters are sharded along the second and copied along the first. By default it has
+            one dimension over all ranks. A unit may have a mesh of its own (:func:`fully_shard`).
         prefetch: how many all-gathers are enqueued ahead of use, and so how many full buffers exist
-            beside those in use. 0 takes the least memory, also for reductions, and hides next to
-            nothing on a CPU.
-        separate_groups: whether reduce-scatters get a process group of their own. With one shared
-            group they and the all-gathers run one after the other.
+            beside those in use. 0 takes the least memory, also for reductions, and hides almost no
+            communication on a CPU.
+        separate_groups: whether reduce-scatters get a process group of their own. If they share one
+            with the all-gathers, both run one after the other.
         layout: where parameters may be cut: ``Flat()`` anywhere, ``Blocks(rows=...)`` between rows,
-            ``Whole()`` no matrix at all, or a function from ``(fqn, spec)`` to one of these, with
-            the parameter's name in its unit and its :class:`~fsdp_overlap.layout.ParamSpec`.
-        check_plans: whether ranks compare at the first forward what each of them planned.
+            ``Whole()`` in no matrix. It may also be a function that returns one of these for
+            ``(fqn, spec)``: the parameter's name in its unit, and its
+            :class:`~fsdp_overlap.layout.ParamSpec`.
+        check_plans: whether ranks compare their plans at the first forward.
         divide_copies: on a mesh ``(replicate, shard)``, whether the ranks that hold copies of a
-            shard divide its sharded parameters, gradients and optimizer states among them, and put
-            it together once after each step, in the dtype of compute. It takes as little memory for
-            optimizer states as one dimension of all ranks does, and gathers along the second as
-            without.
-        sync_module_states: whether all ranks take the parameters and buffers that the first rank of
-            a unit's mesh has, so that it alone must have seeded, or loaded, the model.
-            :func:`fully_shard` then is collective, overwrites what the others hold, and needs
-            memory for one whole parameter more on the device of the mesh, if the module is not
-            there. Without it ranks must hold the same, and compare that at the first forward.
+            shard divide its parameters, gradients and optimizer states among them. They put the
+            shard together once after each step, in the dtype of compute. Optimizer states then take
+            as little memory as on a mesh of one dimension over all ranks, and all-gathers still run
+            along the second dimension.
+        sync_module_states: whether all ranks take the parameters and buffers of the first rank of a
+            unit's mesh. Then only that rank must have seeded or loaded the model.
+            :func:`fully_shard` is collective then, and overwrites what the other ranks hold. It
+            needs memory for one more whole parameter on the device of the mesh, if the module is
+            not there. Without this option all ranks must hold the same values. They compare them
+            at the first forward.
 
     Streams, groups and events are made at first use.
 
     Raises:
-        ValueError: the mesh has more than two dimensions, or ``prefetch`` is negative.
+        ValueError: parameters cannot be sharded over the mesh (it may have more than two
+            dimensions, for example), or ``prefetch`` is negative.
     """
 
     def __init__(
@@ -90,11 +93,11 @@ class FsdpContext:
         self.sync_module_states = sync_module_states
         self._stats = Stats()
         self.is_implicit = False
-        """Whether :func:`fully_shard` made it, to be merged with others of the same tree."""
+        """Whether :func:`fully_shard` made the context. Those of one tree are merged."""
         self.lane_factory: Callable[[str, torch.device], Lane] = lambda _, device: make_lane(device)
         self._groups = GroupCache(separate_groups)
-        # No references in a circle, so that groups are free as soon as the context is, and not when
-        # Python next looks for circles. Domains refer to faults.
+        # Domains refer to faults, so faults refer to domains weakly. Without a reference cycle,
+        # groups are freed together with the context, and not when Python next collects cycles.
         self._units = Units()
         self._domains = Domains(layout, self._groups, self._stats, divide_copies)
         domains = weakref.proxy(self._domains)
@@ -106,8 +109,8 @@ class FsdpContext:
         self._schedule: Schedule | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> FsdpContext:
-        """A context for a copy of the model: of the same mesh and options, with no units yet. The
-        copy takes its values from the shards, and so from no other rank."""
+        """A context for a copy of the model, with the same mesh and options and no units yet.
+        Without ``sync_module_states``: the copy takes its values from this rank's shards."""
         duplicate = FsdpContext(
             self.mesh,
             prefetch=self.prefetch,
@@ -140,21 +143,16 @@ class FsdpContext:
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """The mesh that units are sharded over which are given none of their own.
+        """The mesh of units that have none of their own.
 
         Raises:
-            RuntimeError: none was given and ``torch.distributed`` is not initialized.
+            RuntimeError: no mesh was given and ``torch.distributed`` is not initialized.
         """
-        if self._mesh is not None:
-            return self._mesh
-        return default_mesh()
+        return self._mesh if self._mesh is not None else default_mesh()
 
     @cached_property
     def device(self) -> torch.device:
-        device = torch.device(self.mesh.device_type)
-        if has_streams(device):
-            return torch.device(device.type, streams_of(device).current_device())
-        return device
+        return current_device(self.mesh.device_type)
 
     @property
     def stats(self) -> Stats:
@@ -168,20 +166,20 @@ class FsdpContext:
 
     @property
     def domains(self) -> list[Domain]:
-        """One for each mesh that units are sharded over, in the order of their first units."""
+        """A domain for each mesh that units are sharded over, in the order of their first units."""
         return self._domains.all()
 
     def domain_of(self, mesh: DeviceMesh) -> Domain:
-        """The one of ``mesh``.
+        """The domain of ``mesh``.
 
         Raises:
-            ValueError: it has more than two dimensions, or is of another device.
+            ValueError: parameters cannot be sharded over the mesh, or it is of another device.
         """
         return self._domains.of(mesh, self.device, self.faults)
 
     @property
     def transfers(self) -> Transfers:
-        """What does as the schedule decides."""
+        """Carries out what the schedule decides."""
         if self._transfers is None:
             make_lane, device = self.lane_factory, self.device
             self._transfers = Transfers(
@@ -193,7 +191,12 @@ class FsdpContext:
         return self._transfers
 
     def check_may_use_lanes_of(self, other: FsdpContext) -> None:
-        """Raises if it has used its own, or computes elsewhere."""
+        """Checks that this context may use the lanes of ``other``.
+
+        Raises:
+            ValueError: it computes on another device.
+            RuntimeError: it has used lanes of its own.
+        """
         if self.device != other.device:
             raise ValueError(f"a context on {self.device} cannot use lanes on {other.device}")
         if self._is_settled and self.transfers.gather_lane is not other.transfers.gather_lane:
@@ -208,12 +211,12 @@ class FsdpContext:
 
     @property
     def has_schedule(self) -> bool:
-        """Whether anything may have run."""
+        """Whether a forward or backward may have run."""
         return self._schedule is not None
 
     @property
     def schedule(self) -> Schedule:
-        """What decides."""
+        """Decides when units are gathered, released and reduced."""
         if self._schedule is None:
             self._schedule = Schedule(
                 self.transfers,
@@ -238,28 +241,26 @@ class FsdpContext:
         ignored_params: Collection[nn.Parameter] = (),
         meshes: Mapping[nn.Module, DeviceMesh] | None = None,
     ) -> None:
-        """Plans the units that ``units``, modules or lists of them, will become, so that whole
-        parameters are balanced over all of them, the first as the last. Reads shapes alone; call it
-        before :func:`fully_shard`, which otherwise places each unit knowing only those before it.
+        """Plans ``units`` together, so that parameters that stay whole are balanced over all of
+        them. Each is a module, or a list of modules that will be one unit. Call it before
+        :func:`fully_shard`, which otherwise knows only the units before the one it places. It reads
+        shapes alone.
 
-        ``meshes`` are those of units that will be given one of their own.
+        ``meshes``: the mesh of each unit that will have one of its own, by its first module.
 
         Raises:
-            TypeError: the layout is none for some parameter.
-            ValueError: one is a unit already, was planned before, or is named twice. Nothing is
-                planned then.
+            TypeError: the layout function gives something else than a layout for some parameter.
+            ValueError: a module is a unit already, was planned before, or is named twice. Nothing
+                is planned then.
         """
         meshes = meshes or {}
         lists = [[unit] if isinstance(unit, nn.Module) else list(unit) for unit in units]
-        check_plannable(lists, [domain.plans for domain in self.domains])
-        among = {module for modules in lists for module in modules}
-        by_domain: dict[Domain, list[Sequence[nn.Module]]] = {}
-        for modules in lists:
-            domain = self.domain_of(meshes.get(modules[0], self.mesh))
-            by_domain.setdefault(domain, []).append(modules)
-        with all_or_none(domain.plans for domain in by_domain):
-            for domain, members in by_domain.items():
-                domain.plans.plan(members, ignored_params, among)
+        plan_together(
+            lists,
+            lambda first: self.domain_of(meshes.get(first, self.mesh)).plans,
+            [domain.plans for domain in self.domains],
+            ignored_params,
+        )
 
     # Units
 
@@ -277,9 +278,10 @@ class FsdpContext:
         return index
 
     def settle(self) -> None:
-        """Before a forward: takes in the units of the tree that were given no context, finds the
-        root, and names units as users know them. Does nothing once that is done. Collective over
-        the meshes.
+        """Completes the context before a forward. It takes in the units of the tree that were given
+        no context, finds the root, names units as users know them, connects buckets to process
+        groups, and compares what ranks start from. Does nothing once that is done, and nothing
+        within a backward. Collective over the meshes.
         """
         if self._is_settled or engine.is_in_backward():
             return
@@ -300,8 +302,8 @@ class FsdpContext:
         self._is_settled = False
 
     def _adopt_trees(self) -> bool:
-        """Takes in the units within those of this context; returns whether none must wait, for a
-        backward of its own."""
+        """Takes in the units that lie within those of this context. Returns false if some have to
+        wait, because their own context awaits a backward."""
         is_complete = True
         for outer in self.units:
             for child in (child for module in outer.modules for child in module.modules()):
@@ -321,12 +323,8 @@ class FsdpContext:
 
     @property
     def max_reduce_inputs(self) -> int:
-        """What the user asked for on some unit, the largest of it."""
-        asked = [
-            unit.settings.max_reduce_inputs
-            for unit in self.units
-            if unit.settings.max_reduce_inputs
-        ]
+        """The largest number that the user set on a unit, or the default."""
+        asked = filter(None, (unit.settings.max_reduce_inputs for unit in self.units))
         return max(asked, default=MAX_INPUTS if self.prefetch else 1)
 
     def follow_reduce_inputs(self) -> None:
@@ -336,35 +334,36 @@ class FsdpContext:
     # Full buffers that are kept between steps
 
     def start_param_sync(self) -> None:
-        """After ``optimizer.step()``: enqueues the all-gathers of all full buffers that are kept
-        and stale now, so that they run under what comes before the next forward, and under the
-        forward itself, which waits unit by unit. Without it, forward gathers them, ``prefetch``
-        units ahead.
+        """Enqueues the all-gathers of all full buffers that are kept and stale. Call it after
+        ``optimizer.step()``: they run under what comes before the next forward, and under the
+        forward itself, which waits unit by unit. Without this call, forward gathers them,
+        ``prefetch`` units ahead.
 
-        This and the next two may be called at any time, and do nothing where there is nothing to
-        do. What a forward or backward under way uses is left alone. Must be called on every rank of
-        the mesh.
+        This method, :meth:`finish_param_sync` and :meth:`release_unsharded` may be called at any
+        time, and do nothing if there is nothing to do. They leave alone what a forward or backward
+        under way uses. Call them on every rank of the mesh.
         """
         self.settle()
         self.schedule.start_param_sync()
 
     def finish_param_sync(self) -> None:
-        """Makes all full buffers that are kept fresh, and compute wait for that."""
+        """Enqueues the same all-gathers as :meth:`start_param_sync`, and makes compute wait for all
+        full buffers."""
         self.settle()
         self.schedule.finish_param_sync()
 
     def release_unsharded(self) -> None:
-        """Frees the full buffers that are kept, as before a checkpoint or where memory is short.
-        The next use gathers them again."""
+        """Frees the full buffers that are kept, for example before a checkpoint or if memory is
+        short. The next use gathers them again."""
         self.settle()
         self.schedule.release_unsharded()
 
     def reset(self) -> None:
-        """Brings every unit to rest after forward or backward raised, here or on another rank, so
+        """Brings every unit to rest after a forward or backward raised, here or on another rank, so
         that the next iteration works. Gradients that have not reached a sharded ``.grad`` are
-        dropped, and others have: call ``zero_grad()`` too. Must be called on every rank of the
-        mesh, each of which waits for the others; those that wait for a collective of this one
-        learn from it that they must.
+        dropped. Others have reached it, so call ``zero_grad()`` too. Call this on every rank of the
+        mesh: each rank waits for the others. A rank that still waits for a collective of this one
+        learns that it must reset too.
 
         Raises:
             RuntimeError: a rank did not come within the timeout of the process group, or ranks have
@@ -380,10 +379,10 @@ class FsdpContext:
         self._groups.renew()
         self.faults.clear()
         self.unsettle()
-        self.settle()  # a backward of an older graph may come next
+        self.settle()  # not only before a forward: a backward of an older graph may come next
 
     def rest(self) -> None:
-        """Brings every unit to rest, where no rank has more under way than others."""
+        """Brings every unit to rest. Call it only if no rank has more under way than others."""
         if self._schedule is not None:  # else nothing ran yet
             self.transfers.wait_for_lanes()
             self._schedule.drop()
@@ -394,5 +393,5 @@ class FsdpContext:
 
 
 def context_of(unit: Unit) -> FsdpContext:
-    """The context that ``unit`` is in. Units know less of it."""
+    """The context that ``unit`` is in. The unit itself knows it by a smaller protocol."""
     return cast(FsdpContext, unit.context)

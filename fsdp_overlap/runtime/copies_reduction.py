@@ -1,4 +1,4 @@
-"""Gradients that were reduced among shards, reduced across the ranks that hold copies."""
+"""Reduces gradients across the ranks that hold copies, after the reduction among shards."""
 
 from __future__ import annotations
 
@@ -17,46 +17,47 @@ Accept = Callable[[torch.Tensor], None]
 
 
 class CopiesReduction:
-    """Reduces one bucket's gradients across the ranks that hold copies of this one's shard, on a
+    """Reduces one bucket's gradients across the ranks that hold copies of this rank's shard, on a
     mesh ``(replicate, shard)``.
 
-    The gradients were reduced among shards before. They travel at once or after some more
-    backwards, and each rank gets all of them or its part of a :class:`DividedShard`. ``filled``
-    says which parameters have a gradient in what waits here.
+    The gradients were reduced among shards before. They travel at once, or wait here while later
+    backwards add to them. Each rank gets all of them, or its part if the shard is a
+    :class:`DividedShard`. ``filled`` says which parameters have a gradient in what waits here.
     """
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
         self._waiting: torch.Tensor | None = None
-        # With what is reduced: its memory belongs to the lane of reduce-scatters, which must not
-        # use it anew meanwhile.
+        # Each ticket with the tensor that is reduced. The tensor's memory belongs to the lane of
+        # reduce-scatters, which must not use it anew meanwhile.
         self._in_flight: list[tuple[Ticket, torch.Tensor]] = []
         self.filled = [False] * len(bucket.parameters)
 
     def keep(self, mean: torch.Tensor) -> None:
-        """Adds ``mean``, of the shards, to what waits for :meth:`start`."""
+        """Adds ``mean``, the result of a reduction among shards, to what waits for
+        :meth:`start`."""
         self._waiting = mean if self._waiting is None else self._waiting.add_(mean)
 
     def keep_filled(self, filled: Sequence[bool]) -> None:
-        """Says of which parameters :meth:`keep` will get a gradient."""
+        """Notes for which parameters :meth:`keep` will get a gradient."""
         self.filled = list(map(or_, self.filled, filled))
 
     def take_filled(self, filled: Sequence[bool]) -> list[bool]:
-        """Says which parameters have a gradient in what :meth:`start` will reduce, if it gets those
-        that are ``filled``, and begins anew."""
+        """Returns which parameters have a gradient in what :meth:`start` will reduce: those that
+        are ``filled``, and those noted by :meth:`keep_filled`. Forgets these notes."""
         self.keep_filled(filled)
         taken, self.filled = self.filled, [False] * len(filled)
         return taken
 
     def start(self, lane: Lane, divisor: float | None, accept: Accept, mean: torch.Tensor) -> None:
-        """Enqueues the reduction of ``mean`` and what waits; ``accept`` gets the result. Collective
-        over the copies."""
+        """Enqueues the reduction of the sum of ``mean`` and what waits. ``accept`` gets the result.
+        Collective over the copies."""
         self.keep(mean)
         group, divided = self.bucket.groups.across, self.bucket.divided
         total, self._waiting = self._waiting, None
         assert group is not None
         assert total is not None
-        lane.after_compute()  # which here is what the lane of reduce-scatters did
+        lane.after_compute()  # "compute" here is the lane of reduce-scatters, on which this runs
         if divided is None:
             kind, times, issue = "all_reduce", 2, partial(all_reduce, total, group, divisor)
         else:
@@ -78,16 +79,16 @@ class CopiesReduction:
         self._in_flight.clear()
 
     def finish_before(self, lane: Lane) -> None:
-        """Makes ``lane``, of reduce-scatters, wait for the reductions under way, so that it may use
-        the memory of what they reduce again."""
+        """Makes ``lane``, the lane of reduce-scatters, wait for the reductions under way. It may
+        then use the memory of what they reduce again."""
         for ticket, _ in self._in_flight:
             lane.after_ticket(ticket)
         self._in_flight.clear()
 
     def abandon(self) -> None:
-        """Waits for the reductions under way, of which nobody needs the results."""
+        """Waits for the reductions under way. Nobody needs their results."""
         for ticket, _ in self._in_flight:
-            with suppress(RuntimeError):  # of a collective that failed
+            with suppress(RuntimeError):  # a collective failed
                 ticket.abandon()
                 ticket.wait()
         self._in_flight.clear()

@@ -1,4 +1,4 @@
-"""The mesh of those who give none."""
+"""The mesh of a context that was given none."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def default_mesh() -> DeviceMesh:
 
 
 def _device_type() -> str:
-    """The type of the devices that the default process group connects: that of an accelerator, if
-    there is one and the group has a backend of its own for it."""
+    """The device type of the default process group: the accelerator's, if there is one and the
+    group has a backend other than gloo for it, and otherwise the CPU."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None:
         return "cpu"
-    # As "cpu:gloo,cuda:nccl".
+    # The text is like "cpu:gloo,cuda:nccl".
     backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
     return "cpu" if backends.get(found.type, "gloo") == "gloo" else found.type

@@ -25,10 +25,10 @@ def describe(
     separates_groups: bool,
     flags: Sequence[str],
 ) -> str:
-    """The options of a context and a table of its units. Asks no other rank.
+    """The options of a context and a table of its units. Not collective.
 
-    Neighbours that are alike share a row, which says of each what it says. Bytes are those of
-    parameters at rest: of the whole unit, and of what this rank holds.
+    Neighbouring units that are alike share a row, whose figures are those of one unit. Bytes are
+    those of parameters at rest: ``whole`` counts all of the unit, ``here`` what this rank holds.
     """
     where = "all ranks" if mesh is None else _mesh(mesh)
     rule = getattr(layout, "__name__", repr(layout))
@@ -84,7 +84,7 @@ def _row(unit: Unit, is_outermost: bool) -> tuple[str, ...]:
 
 
 def _bytes_of(unit: Unit) -> tuple[int, int]:
-    """The size of all its parameters, and of what this rank holds of them."""
+    """The bytes of all parameters of ``unit``, and of what this rank holds of them."""
     whole = sum(
         spec.numel * spec.dtype.itemsize for bucket in unit.buckets for spec in bucket.plan.specs
     )

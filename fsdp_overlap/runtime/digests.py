@@ -7,23 +7,26 @@ from math import isqrt
 
 import torch
 
-# Odd, with as many bits of either kind: what is multiplied by them differs all over.
+# Odd, with about as many ones as zeros: a small difference in a factor changes many bits of the
+# product.
 FACTORS = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
 
-# So many elements are looked at one by one.
+# Up to this many elements go into a digest one by one.
 FEW = 4096
 
-# In place of a digest: of what nobody knows any more.
+# Stands for the digest of values that are not known any more.
 UNKNOWN = -(2**63)
 
 
 def digest(values: torch.Tensor) -> torch.Tensor:
-    """A number that another order of other bits would hardly have, 0-dimensional, where ``values``
-    are: no host waits for it. Takes little memory, and two passes over ``values``."""
+    """A number that almost surely differs if the bits of ``values`` or their order differ. It is a
+    0-dimensional tensor on their device, so the host does not wait for it. Takes little memory, and
+    two passes over ``values``."""
     integers = {1: torch.int8, 2: torch.int16}.get(values.element_size(), torch.int32)
     bits = values.resolve_conj().resolve_neg().reshape(-1).view(integers)
-    # As a matrix, of which every element counts in one sum of a row and in one of a column. Of an
-    # odd number of equal elements the sum tells which, whatever the width of integers.
+    # The bits as a matrix: every element counts in the sum of its row and in that of its column.
+    # Width and height are odd, because a sum of an odd number of equal elements tells which element
+    # that is, whatever the width of integers.
     width = isqrt(bits.numel()) | 1
     height = _odd_up_to(bits.numel() // width) if bits.numel() > FEW else 0
     matrix = bits[: height * width].view(height, width)
@@ -39,8 +42,8 @@ def _odd_up_to(number: int) -> int:
 
 
 class Start:
-    """What this rank's parameters of a bucket, the whole ``values``, hold while their shards are of
-    ``version``."""
+    """Digests of ``values``, the whole parameters of a bucket as this rank had them. They are valid
+    while the shard is still of ``version``."""
 
     def __init__(self, values: Sequence[torch.Tensor], version: int) -> None:
         self._digests = [] if any(each.is_meta for each in values) else list(map(digest, values))
@@ -48,8 +51,8 @@ class Start:
         self._version = version
 
     def digests(self, version: int) -> list[int]:
-        """The digest of each parameter, ``UNKNOWN`` unless the shards are still of the first
-        ``version``. The host waits for them."""
+        """The digest of each parameter. ``UNKNOWN`` if ``version``, that of the shard now, is not
+        the first, or if the values were on the meta device. The host waits for them."""
         if not self._digests or version != self._version:
             return [UNKNOWN] * self._count
         device = self._digests[0].device  # some may be on the host

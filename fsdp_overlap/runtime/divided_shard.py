@@ -31,11 +31,13 @@ class Source(Protocol):
 
 
 class DividedShard:
-    """A shard that the ranks with copies of it divide: each keeps, and its optimizer steps, a part.
+    """A shard that the ranks with copies of it divide: each rank keeps a part, which its optimizer
+    steps.
 
-    Put together, in the dtype of compute, it is kept until a part is edited: what all-gathers among
-    shards read. So the ranks with copies exchange it once for each step of the optimizer, however
-    often a unit is gathered. ``plan`` is of the shard alone, and has no parameters.
+    ``whole`` is the shard put together, in the dtype of compute. All-gathers among shards read it,
+    and it is kept until a part is edited. So the ranks with copies exchange parts once for each
+    step of the optimizer, however often a unit is gathered. ``plan`` is about the shard alone, and
+    has no parameters.
     """
 
     def __init__(self, bucket: Source, plan: BucketPlan, collectives: Collectives) -> None:
@@ -48,19 +50,19 @@ class DividedShard:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether it is put together, or will be, from the parts as they are now."""
+        """Whether ``whole`` is put together, or will be, from the parts as they are now."""
         return self._version == self.bucket.version
 
     def gather(self, lane: Lane) -> None:
-        """Enqueues what puts it together, unless that was done, or there is nothing yet. Collective
-        over the copies."""
+        """Enqueues the all-gather that puts the shard together, unless it is fresh or on the meta
+        device. Collective over the copies."""
         if self.is_fresh or self.bucket.is_meta:
             return
         self.wait()
         group = self.bucket.groups.across
         assert group is not None
-        # Compute edited the part, and has waited for all all-gathers that read what was put
-        # together but those that are in vain now.
+        # Compute edited the part. It also has waited for all all-gathers that read ``whole``, but
+        # for those whose result nobody needs now.
         lane.after_compute()
         if not self.whole.allocated:
             lane.allocate(self.bucket.label, self.whole)
@@ -77,14 +79,14 @@ class DividedShard:
         self._version = version
 
     def wait(self) -> None:
-        """Makes the current lane wait until it is put together."""
+        """Makes the current lane wait until the shard is put together."""
         if self._ticket is not None:
             self._ticket.wait()
             self._ticket = None
 
     def reset(self) -> None:
-        """Whatever became of it, it is put together anew."""
-        with suppress(RuntimeError):  # of a collective that failed
+        """Makes the next :meth:`gather` put the shard together anew, even if the last failed."""
+        with suppress(RuntimeError):  # a collective failed
             self.wait()
         self._ticket = None
         self._version = -1

@@ -39,13 +39,13 @@ class Member(Subject, Protocol):
 class Domain:
     """One mesh that buckets of a context are spread over.
 
-    Its ranks have process groups, plan alike, check the order of their collectives, and tell each
-    other which parameters have a gradient on some of them. ``mesh`` has one dimension, along which
-    parameters are sharded, or two, ``(replicate, shard)``: along the first lie copies, which
-    ``divides_copies`` divides among the ranks that hold them.
+    Its ranks share process groups and plans, check the order of their collectives, and tell each
+    other which parameters have a gradient on some rank. ``mesh`` has one dimension, along which
+    parameters are sharded, or two, ``(replicate, shard)``, with copies along the first.
+    ``divides_copies``: whether the ranks that hold copies of a shard divide it.
 
     Raises:
-        ValueError: the mesh has more dimensions, or copies are to be divided and it has no names.
+        ValueError: parameters cannot be sharded over ``mesh`` (:func:`check_mesh`).
     """
 
     def __init__(
@@ -64,17 +64,17 @@ class Domain:
         self.device = device
         self.divides_copies = divides_copies and self.copies > 1
         self.plans = UnitPlans(self.shard_size * (self.copies if divides_copies else 1), layout)
-        """Plans for all ranks that hold different elements at rest. The parts of a divided shard
-        are neighbours."""
+        """Plans over all ranks that hold different elements at rest. The ranks that divide one
+        shard are neighbours in them."""
         self.has_reduced = False
         """Whether a reduce-scatter was issued since the last :meth:`agree`."""
         self.reading: Ticket | None = None
-        """The last all-gather that reads a shard on the host, beside a device that computes."""
+        """The last all-gather that reads an offloaded shard, on the host."""
         self._group_cache = groups
         self._faults = faults
         self._stats = stats
         self._members: list[weakref.ref[Member]] = []
-        self._with_other: dict[DeviceMesh, DeviceMesh] = {}  # of tensor parallelism
+        self._with_other: dict[DeviceMesh, DeviceMesh] = {}  # by the mesh of tensor parallelism
         self._flags = 0
         self._has_gradient = bytearray()
 
@@ -85,7 +85,7 @@ class Domain:
 
     @cached_property
     def shard_rank(self) -> int:
-        """This rank's place among them."""
+        """This rank's place among the ranks that parameters are sharded among."""
         return self.mesh.get_local_rank(self.mesh.ndim - 1)
 
     @cached_property
@@ -103,11 +103,11 @@ class Domain:
 
     @property
     def groups_of_all(self) -> list[dist.ProcessGroup]:
-        """Those of :attr:`groups` that together connect all ranks, if they were made already."""
+        """Groups that together connect all ranks. Empty if :attr:`groups` were not made yet."""
         return self.groups.of_all if "groups" in vars(self) else []
 
     def make_groups(self) -> None:
-        """Makes :attr:`groups` if nothing took them yet. Collective over the mesh."""
+        """Makes :attr:`groups` if they were not made yet. Collective over the mesh."""
         self.groups  # noqa: B018
 
     @cached_property
@@ -124,13 +124,13 @@ class Domain:
 
     @cached_property
     def knows_gradients(self) -> bool:
-        """Whether it is known at the end of backward, without waiting for a GPU, which parameters
-        have a gradient on some rank."""
+        """Whether the end of backward knows which parameters have a gradient on some rank, without
+        waiting for a GPU."""
         return not has_streams(self.device) or self.mesh.size() == 1
 
     @cached_property
     def tensor_mesh(self) -> DeviceMesh:
-        """What sharded tensors lie over: the mesh, of one dimension where copies are divided."""
+        """The mesh that sharded tensors lie over: :attr:`mesh`, flattened if copies are divided."""
         return self.mesh._flatten() if self.divides_copies else self.mesh
 
     @property
@@ -142,8 +142,9 @@ class Domain:
 
     @cached_property
     def _divided_ranks(self) -> list[int]:
-        """For each place in plans, the rank in the group of :attr:`tensor_mesh` that has it. Parts
-        of one shard are neighbours in plans, and in the mesh the shards of one copy."""
+        """For each place in plans, the rank in the group of :attr:`tensor_mesh` that has it. The
+        two orders differ: neighbours in plans hold parts of one shard, neighbours in the mesh hold
+        shards of one copy."""
         mesh = self.mesh.mesh
         places = mesh.argsort(1).argsort(1) * self.copies + mesh.argsort(0).argsort(0)
         rank_at = dict(zip(places.flatten().tolist(), mesh.flatten().tolist(), strict=True))
@@ -151,8 +152,8 @@ class Domain:
         return [ranks.index(rank_at[place]) for place in range(len(ranks))]
 
     def spec(self, parameter: torch.Tensor, plan: BucketPlan, fqn: str) -> DTensorSpec:
-        """How the sharded form of ``parameter``, ``fqn`` of ``plan``, lies over
-        :attr:`tensor_mesh`, and over the dimensions of its own mesh too where it is a DTensor."""
+        """How the sharded form of ``parameter`` lies over :attr:`tensor_mesh`, and over its own
+        mesh too if it is a DTensor. ``fqn`` is its name in ``plan``."""
         ranges = plan.ranges(fqn)
         if self.divides_copies:
             ranges = [(self._divided_ranks[rank], start, stop) for rank, start, stop in ranges]
@@ -167,8 +168,9 @@ class Domain:
         return range_spec(mesh, placements, parameter.shape, plan.specs[0].dtype)
 
     def register(self, bucket: Member, parameters: int) -> tuple[int, int]:
-        """Takes in ``bucket``, of so many parameters, in the same order on every rank of the mesh.
-        Returns its index, and where the flags of its parameters begin."""
+        """Takes in ``bucket``, which has so many ``parameters``. Call it in the same order on every
+        rank of the mesh. Returns the bucket's index, and where the flags of its parameters
+        begin."""
         index, first_flag = len(self._members), self._flags
         self._members.append(weakref.ref(bucket))
         self._flags += parameters
@@ -182,7 +184,7 @@ class Domain:
 
         ``separate``: whether its reductions run on a group of their own.
         """
-        if separate or self.order_check.confirms:  # which takes them from the first collective on
+        if separate or self.order_check.confirms:  # needed from the first collective on
             groups = self.groups
         return groups if separate else self._group_cache.get(self.mesh, separate=False)
 
@@ -193,36 +195,37 @@ class Domain:
 
     @property
     def labels(self) -> list[str]:
-        """Names all buckets in order, also those that are gone."""
+        """The names of all buckets in order, also of those that are gone."""
         buckets = (ref() for ref in self._members)
         return [bucket.label if bucket is not None else "(deleted)" for bucket in buckets]
 
     @property
     def signature(self) -> tuple[int, int]:
-        """How many buckets there are, and parameters in them."""
+        """The number of buckets so far, and of parameters in them."""
         return len(self._members), self._flags
 
     def note_gather(self, bucket: Member) -> None:
-        """This rank issues the all-gather of ``bucket``."""
+        """Notes that this rank is about to issue the all-gather of ``bucket``."""
         self.order_check.note(bucket.index * len(KINDS), bucket, bucket.compute_dtype)
 
     def note_reduction(self, bucket: Member, dtype: torch.dtype, across: bool) -> None:
-        """This rank issues the reduce-scatter of ``bucket`` in ``dtype``, and what follows it
-        ``across`` copies."""
+        """Notes that this rank is about to issue the reduce-scatter of ``bucket`` in ``dtype``.
+        ``across``: whether a reduction across copies follows."""
         self.has_reduced = True
         self.order_check.note(bucket.index * len(KINDS) + 1 + across, bucket, dtype)
 
     def note_gradients(self, bucket: Member, filled: Sequence[bool]) -> None:
-        """This rank reduces gradients of the parameters of ``bucket`` that are ``filled``."""
+        """Notes that this rank reduces gradients of the ``filled`` parameters of ``bucket``."""
         flags = slice(bucket.first_flag, bucket.first_flag + len(filled))
         if not all(filled):
             filled = list(map(or_, self._has_gradient[flags], filled))
         self._has_gradient[flags] = bytes(filled)
 
     def agree(self, lane: Lane, failed: bool) -> bytes | bytearray:
-        """At the end of a backward that reduced: compares what the ranks issued, and returns which
-        parameters have a gradient, on some rank as far as this one knows. ``failed``: this rank has
-        found a difference on another mesh. Collective over the mesh.
+        """Compares what the ranks issued, at the end of a backward that reduced. Returns a flag for
+        each parameter: whether it has a gradient on some rank or, without :attr:`knows_gradients`,
+        on this one. ``failed``: whether this rank found a difference on another mesh. Collective
+        over the mesh.
 
         Raises:
             RuntimeError: the ranks' collectives differ, in this backward or, where the host runs
@@ -237,13 +240,13 @@ class Domain:
         if failed:
             self.order_check.note_failure()
         if not self.knows_gradients:
-            self.order_check.read_arrived()  # of earlier backwards
+            self.order_check.read_arrived()  # the checks of earlier backwards
         self.order_check.send(lane, groups, flags)
         return self.order_check.read() if self.knows_gradients else flags
 
     def finish_reading(self) -> None:
-        """Before offloaded shards may be edited, on the host: blocks it until they were copied to
-        the device."""
+        """Blocks the host until offloaded shards were copied to the device. They may be edited
+        then."""
         if self.reading is not None:
             self.reading.wait_on_host()
             self.reading = None
@@ -252,7 +255,7 @@ class Domain:
         self._has_gradient = bytearray(self._flags)
 
     def reset(self) -> None:
-        """Forgets what was issued, and the groups, on every rank."""
+        """Forgets what was issued, and the groups. Call it on every rank."""
         self.order_check.drop()
         vars(self).pop("groups", None)
         self.forget_gradients()
@@ -276,10 +279,10 @@ class Domains:
         return list(self._by_mesh.values())
 
     def of(self, mesh: DeviceMesh, device: torch.device, faults: Faults) -> Domain:
-        """The one of ``mesh``, whose ranks compute on ``device``.
+        """The domain of ``mesh``, whose ranks compute on ``device``.
 
         Raises:
-            ValueError: it has more than two dimensions, or is of another device.
+            ValueError: parameters cannot be sharded over the mesh, or it is of another device.
         """
         domain = self._by_mesh.get(mesh)
         if domain is None:
@@ -301,10 +304,11 @@ class Domains:
 
 
 def check_mesh(mesh: DeviceMesh, divides_copies: bool) -> None:
-    """Before a :class:`Domain` is made of it.
+    """Checks ``mesh`` before a :class:`Domain` is made of it.
 
     Raises:
-        ValueError: parameters cannot be sharded over it.
+        ValueError: it has more than two dimensions, its rows order their ranks differently, or
+            copies are to be divided and its dimensions have no names.
     """
     if mesh.ndim > 2:
         raise ValueError(

@@ -1,6 +1,6 @@
 """What the autograd engine says of the backward under way.
 
-This module is the :class:`~fsdp_overlap.deciding.interface.Engine` of deciding.
+This module is the :class:`~fsdp_overlap.deciding.interface.Engine` that ``deciding/`` asks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fsdp_overlap.torch_internals import (
 
 is_grad_enabled = torch.is_grad_enabled
 graph_task = current_graph_task_id
-"""The number of the backward under way on this thread, -1 where there is none."""
+"""The number of the backward under way on this thread, -1 if there is none."""
 
 
 def is_in_backward() -> bool:
@@ -42,11 +42,12 @@ def _call(function: Callable[[], None]) -> None:
 
 
 def is_for_all_leaves() -> bool:
-    """Whether it is for all leaves of its graph, as ``backward()`` is, and not for given inputs."""
+    """Whether the backward under way is for all leaves of its graph, as ``backward()`` is, and not
+    for given inputs."""
     if not is_checkpoint_valid():
         return False
-    # It also says so in hooks of the very tensor that torch.autograd.grad() was asked about; what
-    # is behind that is not run.
+    # A checkpoint is valid also in hooks of the very tensor that torch.autograd.grad() was asked
+    # about. The nodes behind that tensor do not run.
     node = current_autograd_node()
     return any(
         will_engine_execute_node(behind) for behind, _ in node.next_functions if behind is not None
@@ -54,10 +55,10 @@ def is_for_all_leaves() -> bool:
 
 
 def is_to_accumulate(parameter: torch.Tensor) -> bool:
-    """Whether it will accumulate into ``parameter``, which requires grad."""
+    """Whether the backward under way will accumulate into ``parameter``, which requires grad."""
     with torch.enable_grad():
         view: Any = parameter.view_as(parameter)
     accumulation = view.grad_fn.next_functions[0][0]
-    with suppress(RuntimeError):  # autograd.grad() of the very parameter
+    with suppress(RuntimeError):  # autograd.grad() was asked about this very parameter
         return will_engine_execute_node(accumulation)
     return False

@@ -1,4 +1,4 @@
-"""Methods of a unit that run on unsharded parameters as its forward does."""
+"""Methods of a unit that run on unsharded parameters, as its forward does."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from fsdp_overlap.runtime.unit import unit_of
 
 
 class ForwardMethod:
-    """Stands in an instance's ``__dict__`` before the method of its class; refers to the module
-    weakly, so that the two do not keep each other alive."""
+    """Replaces a method of one module: it stands in the module's ``__dict__`` and so hides the
+    method of the class. It refers to the module weakly, so that the two do not keep each other
+    alive."""
 
     def __init__(self, module: nn.Module, method: Any) -> None:
         self._module = weakref.ref(module)
@@ -41,6 +42,6 @@ class ForwardMethod:
         duplicate = ForwardMethod.__new__(ForwardMethod)
         vars(duplicate).update(vars(self))
         original = self._module()
-        assert original is not None  # its own dictionary is what is being copied
+        assert original is not None  # it is being copied, and this with it
         duplicate._module = weakref.ref(deepcopy(original, memo))
         return duplicate

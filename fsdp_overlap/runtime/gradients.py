@@ -16,16 +16,16 @@ from fsdp_overlap.runtime.tiles import is_placed_like, placed_like, tile_in
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 from fsdp_overlap.tensor.sharded_tensor import give_grads
 
-# Gradients from this size on leave autograd's hands as soon as they are there; smaller ones are
-# cheaper to copy together.
+# Gradients of at least this size may move to the reduce input as soon as they arrive. Smaller ones
+# are cheaper to copy together.
 LARGE_BYTES = 1024 * 1024
 
 
 class BucketGradients:
     """Collects the gradients of one trainable bucket and reduces them.
 
-    ``filled`` says of which parameters the reduce input holds a gradient, also from backwards
-    without synchronization.
+    ``filled`` says for which parameters the reduce input holds a gradient. It may come from a
+    backward without synchronization.
     """
 
     def __init__(
@@ -44,20 +44,22 @@ class BucketGradients:
         self.is_large = [
             spec.numel * reduce_dtype.itemsize >= LARGE_BYTES for spec in bucket.plan.specs
         ]
-        # Of parameters without a gradient here, kept until it is known whether another rank has
-        # one.
+        # Reduced gradients of parameters that have none on this rank. They are kept until it is
+        # known whether another rank has one.
         self.doubtful: list[tuple[int, torch.Tensor]] = []
-        # Of an offloaded bucket, on the way to the host.
+        # Reduced gradients of an offloaded bucket, on their way to the host, and what of them is
+        # doubtful.
         self.landing: list[tuple[Landing, Sequence[bool] | None]] = []
         self._pieces = self._plan_pieces()
-        # The gradient of what this rank holds nothing of. Not made in inference mode, in which the
-        # first forward may run: in-place ops refuse such tensors ever after.
+        # The gradient of a parameter of which this rank holds nothing. The first forward may run in
+        # inference mode, and in-place ops refuse tensors made in it ever after.
         with torch.inference_mode(False):
             self._empty = bucket.shard.new_empty(0)
 
     def _plan_pieces(self) -> tuple[list[int], list[int]]:
-        """Sizes that split a shard into parameter ranges and the gaps between them, and for each
-        parameter which piece is its own: -1 if this rank holds none of it."""
+        """Returns the sizes, in elements, that split a shard into ranges of parameters and the gaps
+        between them. Then the number of each parameter's piece, -1 if this rank holds nothing of
+        it."""
         sizes: list[int] = []
         pieces = []
         end = 0
@@ -81,10 +83,12 @@ class BucketGradients:
         return self.input.allocated
 
     def leaves_early(self, index: int) -> bool:
-        """Whether a gradient that has just arrived may be absorbed before its bucket is complete.
+        """Whether the gradient of parameter ``index``, which has just arrived, may be absorbed
+        before its bucket is complete.
 
-        Not if that takes a collective, which all ranks of tensor parallelism must come to at the
-        same point: when this is asked depends on what is done already, here, of other collectives.
+        It may not if absorbing takes a collective. All ranks of tensor parallelism must come to
+        that at the same point, but what is absorbed early depends on which other collectives are
+        done on this rank.
         """
         if not self.is_large[index] or not self.bucket.is_tensor_parallel:
             return self.is_large[index]
@@ -103,7 +107,7 @@ class BucketGradients:
             try:
                 torch._foreach_copy_(self.input.views, gradients)
             except RuntimeError:
-                # Not asked before, for every gradient of every step.
+                # Layouts are checked only now, and not for every gradient of every step.
                 if all(gradient.layout is torch.strided for gradient in gradients):
                     raise
                 self.absorb(range(len(parameters)))
@@ -113,7 +117,7 @@ class BucketGradients:
             self.filled = [True] * len(parameters)
 
     def absorb(self, indices: Sequence[int]) -> None:
-        """Moves the gradients that autograd holds of some parameters into the reduce input."""
+        """Moves the gradients that autograd holds for these parameters into the reduce input."""
         targets, sources = [], []
         for index in indices:
             parameter = self.bucket.parameters[index]
@@ -121,9 +125,9 @@ class BucketGradients:
             if gradient is None:
                 continue
             parameter.grad = None
-            if gradient.requires_grad:  # of backward(create_graph=True)
+            if gradient.requires_grad:  # by backward(create_graph=True)
                 gradient = gradient.detach()
-            if gradient.layout is not torch.strided:  # of nn.Embedding(sparse=True)
+            if gradient.layout is not torch.strided:  # by nn.Embedding(sparse=True)
                 gradient = gradient.to_dense()
             if self.bucket.is_tensor_parallel:
                 gradient = self._tile(index, gradient)
@@ -137,23 +141,26 @@ class BucketGradients:
             torch._foreach_copy_(targets, sources)
 
     def _tile(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        """What this rank has of a gradient, where its parameter may be a DTensor."""
+        """This rank's tile of a gradient, placed as its parameter is: all of a plain gradient."""
         dtype = self.input.flat.dtype
         return tile_in(placed_like(self.bucket.parameters[index], gradient, dtype))
 
     @property
     def goes_across(self) -> bool:
-        """Whether what :meth:`reduce` reduces is reduced across copies too, and not kept here."""
+        """Whether there are copies, and :meth:`reduce` reduces across them too."""
         return self.copies is not None and self._options.across_copies
 
     def reduce(self, lane: Lane, copies_lane: Lane | None) -> Ticket:
-        """Enqueues the reduce-scatter of the reduce input; its result lands in the sharded
-        parameters' ``.grad``, where the mesh has copies after one more collective, on the lane of
-        these. Parameters without a gradient here get that of the other ranks, or are put in doubt
-        where it will be known whether there is one. Collective over the mesh."""
+        """Enqueues the reduce-scatter of the reduce input. Its result becomes the sharded
+        parameters' ``.grad``. If :attr:`goes_across`, one more collective on ``copies_lane`` comes
+        before that. If not, and there are copies, the result waits for a backward that does.
+
+        For a parameter without a gradient on this rank, the result is doubtful. It is kept until
+        :meth:`settle_doubts` if that will know whether another rank has a gradient, and otherwise
+        given to the parameter at once. Collective over the mesh."""
         filled, self.filled = self.filled, [False] * len(self.filled)
         is_full = all(filled)
-        empty = self.input.gaps  # which travel too
+        empty = self.input.gaps  # they travel too
         if not is_full:
             views = zip(self.input.views, filled, strict=True)
             empty = [*empty, *(view for view, is_filled in views if not is_filled)]
@@ -205,7 +212,8 @@ class BucketGradients:
         self._give(mean, doubtful)
 
     def land(self) -> None:
-        """Waits on the host for gradients on their way to it, and gives them to the parameters."""
+        """Blocks the host until the gradients on their way to it are there, and gives them to the
+        parameters."""
         for landing, doubtful in self.landing:
             self._give(landing.wait(), doubtful)
         self.landing.clear()
@@ -224,7 +232,8 @@ class BucketGradients:
                 give_grads([parameters[index]], [pieces[piece]])
 
     def settle_doubts(self, has_gradient: Sequence[int]) -> None:
-        """Gives the gradients in doubt to the parameters for which some rank had one."""
+        """Gives doubtful gradients to the parameters for which some rank had one, and drops the
+        others. ``has_gradient``: the flags of the domain. See Note [no gradient]."""
         for index, local in self.doubtful:
             if has_gradient[self.bucket.first_flag + index]:
                 give_grads([self.bucket.sharded_parameters[index]], [local])

@@ -1,4 +1,7 @@
-"""Module and autograd hooks: what a forward and a backward tell the schedule."""
+"""Module and autograd hooks: what a forward and a backward tell the schedule.
+
+They own the units, and nothing that they own refers back: Note [lifetime].
+"""
 
 from __future__ import annotations
 
@@ -32,12 +35,12 @@ from fsdp_overlap.torch_internals import are_functorch_transforms_active
 def install(module: nn.Module, unit: Unit) -> None:
     """Makes every forward of ``module`` run on unsharded parameters."""
     module.register_forward_pre_hook(partial(before_forward, unit), prepend=True, with_kwargs=True)
-    # Also after a forward that raised, so that it leaves the sharded parameters in the module.
+    # Always called, so that a forward that raised leaves the sharded parameters in the module too.
     module.register_forward_hook(partial(after_forward, unit), always_call=True)
     module.register_load_state_dict_post_hook(partial(after_load, unit))
 
 
-# Where nn.Module notes hooks, and how to call those of a forward.
+# The attributes in which nn.Module notes hooks, and how to call those of a forward.
 _HOOK_TABLES = (
     "_load_state_dict_post_hooks",
     "_forward_hooks",
@@ -49,7 +52,7 @@ _HOOK_TABLES = (
 
 
 def without_hooks(state: dict[str, Any]) -> dict[str, Any]:
-    """A module's ``__dict__`` as :func:`install` found it."""
+    """A copy of ``state``, a module's ``__dict__``, without the hooks of :func:`install`."""
     state = dict(state)
     installed = [
         key
@@ -136,7 +139,7 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
             unit.use_sharded()
         if error is not None or context.uncompared:
             error = _end_of_forward(unit, context, error)
-        # Where a backward follows, its end makes sure of it.
+        # With gradients a backward may follow, and its end waits for offloaded shards to be read.
         if unit.is_offloaded and not torch.is_grad_enabled() and not schedule.is_in_forward:
             context.transfers.finish_reading()
     if error is not None and not raised:
@@ -153,7 +156,8 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
             before_backward = partial(_before_backward, weakref.ref(schedule), call)
             for tensor in differentiable:
                 tensor.register_hook(before_backward)
-                # Editing a view in place gives it a new history, which starts from its base.
+                # Editing a view in place gives it a new history, which starts from its base. So the
+                # base gets the hook too.
                 if tensor._base is not None and tensor._base.grad_fn is not None:
                     tensor._base.register_hook(before_backward)
             schedule.add_call(call)
@@ -167,17 +171,20 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
 
 
 def _error_of_forward(handled: TracebackType | None) -> BaseException | None:
-    """What a forward raised that has no output. torch runs hooks while it handles that. Or else its
-    caller handles an error, whose traceback was ``handled`` before; what is raised again gets a
-    new one."""
+    """The error of a forward that has no output. ``None`` if the forward raised none.
+
+    torch runs hooks while it handles the forward's error. But the caller may be handling an error
+    too: ``handled`` is the traceback of that, from before the forward. An error that is raised
+    again gets a new traceback."""
     return None if sys.exc_info()[2] is handled else sys.exception()
 
 
 def _end_of_forward(
     unit: Unit, context: FsdpContext, error: BaseException | None
 ) -> BaseException | None:
-    """Where no forward is around ``unit``'s: the error that leaves the model, which others are
-    told, ``error`` or one found now."""
+    """The error to raise after a forward of ``unit``: ``error``, if there is one. If no other
+    forward is around this one, also looks for edits, and tells other ranks of the error, because it
+    leaves the model."""
     if context.schedule.is_in_forward or is_in_backward():
         return error
     if error is None and (lost := compare(context.uncompared)) is not None:
@@ -188,14 +195,15 @@ def _end_of_forward(
 
 
 def after_load(unit: Unit, module: nn.Module, keys: Any) -> None:
-    """After ``load_state_dict()`` of ``module`` and all in it."""
+    """Runs when ``load_state_dict()`` has loaded ``module`` and all in it: takes over parameters
+    that it assigned."""
     context = context_of(unit)
     if take_assigned(unit, context.device):
         context.unsettle()
 
 
 def _check_no_parameter_leaves(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
-    """An output that lies in a full buffer would be read after the buffer is freed."""
+    """Refuses an output that lies in a full buffer: it would be read after the buffer is freed."""
     for tensor in tensors:
         if type(tensor) is DTensor:
             tensor = tensor._local_tensor
@@ -215,7 +223,7 @@ def _before_backward(schedule: weakref.ref[Schedule], call: Call, gradient: torc
 
 
 def _move(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    # From pinned memory the host does not wait for the copy.
+    # The host does not wait for a copy from pinned memory.
     return tensor.to(device, non_blocking=True)
 
 

@@ -11,7 +11,7 @@ from fsdp_overlap.runtime.unit import Unit
 
 
 def materialize(unit: Unit, device: torch.device) -> None:
-    """Gives a unit on the meta device memory on ``device``. Its parameters are new objects."""
+    """Gives memory on ``device`` to a unit of the meta device. Its parameters are new objects."""
     for bucket in unit.buckets:
         keeps_storage = bucket.full.keeps_storage
         replaced = bucket.sharded_parameters
@@ -20,7 +20,7 @@ def materialize(unit: Unit, device: torch.device) -> None:
         for parameter in replaced:
             mark_replaced(parameter, by="the model was given memory")
     note_replacement()
-    # A forward that failed for want of memory may have remembered the old ones.
+    # A forward that failed because the unit had no memory may have noted the old parameters.
     unit.forget_parameters()
 
 
@@ -28,11 +28,11 @@ def take_assigned(unit: Unit, device: torch.device) -> bool:
     """Copies what ``load_state_dict(assign=True)`` registered into the shards, and registers the
     sharded parameters again.
 
-    A unit on the meta device waits until all its parameters were given, and is then given memory on
-    ``device`` first. Returns whether it was.
+    A unit on the meta device waits until all its parameters were assigned. Then it first gets
+    memory on ``device``. Returns whether it got memory.
 
     Raises:
-        RuntimeError: one has another dtype. The unit is as before then.
+        RuntimeError: an assigned parameter has another dtype. The unit is as before then.
     """
     assigned = [bucket.places.assigned() for bucket in unit.buckets]
     is_meta = unit.is_meta
@@ -62,8 +62,9 @@ def take_assigned(unit: Unit, device: torch.device) -> bool:
 
 
 def announce_unsharded(unit: Unit) -> None:
-    """Assigns the unsharded parameters where they belong, for modules that keep references of their
-    own, as ``nn.LSTM`` does, and registers the sharded ones again."""
+    """Assigns the unsharded parameters to the modules by ``setattr``, for modules that then keep
+    references of their own, as ``nn.LSTM`` does. Registers the sharded parameters again after
+    that."""
     for bucket in unit.buckets:
         unsharded = dict(zip(map(id, bucket.sharded_parameters), bucket.parameters, strict=True))
         for _, module in modules_outside_units(unit.modules):

@@ -45,8 +45,8 @@ class Owner:
     unit: str
     fqn: str
     replaced_by: str = ""
-    """What put another parameter in the place of this one, if something did: it is no longer one of
-    ``model.parameters()``."""
+    """What put another parameter in the place of this one. Empty if nothing did. A replaced
+    parameter is no longer one of ``model.parameters()``."""
 
 
 def owner_of(parameter: torch.Tensor) -> Owner | None:
@@ -55,12 +55,12 @@ def owner_of(parameter: torch.Tensor) -> Owner | None:
 
 
 def mark_owner(parameter: torch.Tensor, owner: Owner) -> None:
-    """Notes whose ``parameter`` is."""
+    """Notes on ``parameter`` which unit it belongs to."""
     parameter._fsdp_owner = owner  # type: ignore[attr-defined]
 
 
 def mark_replaced(parameter: torch.Tensor, by: str) -> None:
-    """Notes that another is in the place of ``parameter``, which belongs to a unit."""
+    """Notes on ``parameter``, which belongs to a unit, that another was put in its place."""
     owner = owner_of(parameter)
     assert owner is not None
     mark_owner(parameter, replace(owner, replaced_by=by))
@@ -69,10 +69,11 @@ def mark_replaced(parameter: torch.Tensor, by: str) -> None:
 def modules_outside_units(
     modules: Sequence[nn.Module], units: Collection[nn.Module] = ()
 ) -> Iterable[tuple[str, nn.Module]]:
-    """``(name, module)`` of the subtrees without inner units, parents first, each module once.
-    Where ``modules`` are several, names begin with a place among them, as in ``1.weight``.
+    """``(name, module)`` for each module in the subtrees of ``modules`` that no inner unit holds,
+    parents first, each module once. If ``modules`` are several, a name begins with the place of its
+    subtree among them, as in ``1.norm``.
 
-    ``units``: modules that will be units.
+    ``units``: modules that count as units, because they will be.
     """
     seen = set()
     tops = {id(module) for module in modules}
@@ -94,7 +95,7 @@ def modules_outside_units(
 
 
 def move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
-    """Buffers are not sharded; they go where the unit computes."""
+    """Moves buffers to where the unit computes, because they are not sharded."""
     for _, owner in modules_outside_units(modules):
         for buffer in owner._buffers.values():
             if buffer is not None and buffer.device.type not in (device.type, "meta"):
@@ -106,7 +107,8 @@ def owned_parameters(
     ignored: Collection[nn.Parameter] = (),
     units: Collection[nn.Module] = (),
 ) -> list[OwnedParameter]:
-    """Each once, in registration order, without those that are ``ignored``."""
+    """The parameters that a unit of ``modules`` owns, each once, in registration order, without
+    those that are ``ignored``. ``units``: modules that will be units."""
     ignored_ids = {id(parameter) for parameter in ignored}
     found: dict[int, OwnedParameter] = {}
     for prefix, owner in modules_outside_units(modules, units):

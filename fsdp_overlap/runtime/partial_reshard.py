@@ -14,10 +14,11 @@ from fsdp_overlap.layout import BucketPlan
 
 
 class KeptPart:
-    """``1 / size`` of a bucket's full buffer, which ``size`` neighbours, usually the ranks of one
-    machine, keep from forward to backward, and gather from each other there.
+    """This rank's part of a bucket's full buffer, kept from forward to backward.
 
-    ``plan`` is the bucket's, of so many ranks (:meth:`BucketPlan.merged`).
+    Each of ``size`` neighbours, usually the ranks of one machine, keeps ``1 / size`` of the buffer.
+    Backward gathers it from them alone. ``plan`` is the bucket's plan, merged to ``size`` ranks
+    (:meth:`BucketPlan.merged`).
     """
 
     def __init__(
@@ -32,20 +33,21 @@ class KeptPart:
         self._version = -1
 
     def nbytes_of_others(self, full: torch.Tensor) -> int:
-        """Size of what travels to this rank in :meth:`all_gather`."""
+        """The bytes that travel to this rank in :meth:`all_gather`."""
         return (self.plan.numel - self._numel) * full.element_size()
 
     def holds(self, version: int) -> bool:
-        """Whether it was kept of shards of this version."""
+        """Whether a part is kept, and was gathered from shards of ``version``."""
         return self._values is not None and self._version == version
 
     def all_gather(self, full: torch.Tensor) -> Issued:
-        """Fills ``full`` from the neighbours' parts. Collective over them."""
+        """Fills ``full`` from the neighbours' parts. Collective over the neighbours."""
         assert self._values is not None
         return self._collectives.all_gather(full, self._values, self.plan, alive(self._group))
 
     def keeper(self, version: int) -> Callable[[torch.Tensor], None]:
-        """What keeps this rank's part of a full buffer gathered from shards of ``version``."""
+        """A function that keeps this rank's part of a full buffer. The buffer was gathered from
+        shards of ``version``."""
 
         def keep(full: torch.Tensor) -> None:
             self._values = full.narrow(0, self._start, self._numel).clone()
@@ -54,5 +56,5 @@ class KeptPart:
         return keep
 
     def drop(self, _: torch.Tensor | None = None) -> None:
-        """Frees it."""
+        """Frees the part. The argument, which a lane passes, is not used."""
         self._values = None

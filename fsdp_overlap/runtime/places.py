@@ -62,8 +62,9 @@ class Places:
             registered[name] = None
 
     def assigned(self) -> dict[int, torch.Tensor]:
-        """What somebody else has registered, by the index of the parameter in the bucket. Of
-        several, the last; nothing that is on the meta device."""
+        """The tensors that somebody else has registered in place of parameters, by the index of the
+        parameter in the bucket. If a shared parameter has several, the last. Tensors on the meta
+        device are left out."""
         return {
             self._indices[id(sharded)]: found
             for registered, name, parameter, sharded in self._all

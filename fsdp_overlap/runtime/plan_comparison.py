@@ -1,4 +1,4 @@
-"""Whether all ranks planned the same."""
+"""Checks that all ranks planned the same."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsdp_overlap.runtime.unit import Unit
 
 
 def compare_plans(units: Sequence[Unit], domain: Domain) -> None:
-    """Collective over the mesh of ``domain``.
+    """Checks that the ranks of ``domain`` planned ``units`` alike. Collective over its mesh.
 
     Raises:
         RuntimeError: ranks planned differently.
@@ -25,7 +25,8 @@ def compare_plans(units: Sequence[Unit], domain: Domain) -> None:
         if (plans := [bucket.plan for bucket in unit.buckets if bucket.domain is domain])
     ]
     of_all = {dist.get_rank(): mine}
-    for group in domain.groups.of_all:  # first all of them, so that every rank finds the same
+    # The plans of all ranks are collected first, so that every rank finds the same difference.
+    for group in domain.groups.of_all:
         known = [of_all] * group.size()
         dist.all_gather_object(known, of_all, group)
         of_all = {rank: theirs for part in known for rank, theirs in part.items()}

@@ -14,10 +14,11 @@ from fsdp_overlap.comm.streams import streams_of
 class ReduceOptions:
     """How a unit's gradients are reduced.
 
-    ``divisor``: what their sum over all ranks is divided by, ``None`` for the number of ranks.
-    ``sums_only``: whether collectives must be sums, with divisions of their own. ``across_copies``:
-    whether backward reduces across copies too, or leaves that for one that does. ``hook`` is called
-    with this rank's reduced range before it becomes a gradient, on ``hook_stream`` if given.
+    ``divisor``: what the sum over all ranks is divided by, ``None`` for the number of ranks.
+    ``sums_only``: whether collectives must be sums. The division is a step of its own then.
+    ``across_copies``: whether backward reduces across copies too, or leaves that to a later one.
+    ``hook`` is called with this rank's reduced range before it becomes a gradient, on
+    ``hook_stream`` if given.
     """
 
     divisor: float | None = None

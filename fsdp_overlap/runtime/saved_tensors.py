@@ -1,4 +1,4 @@
-"""What a backward reads that was said to need no parameters."""
+"""Finds backwards that read parameters although the user said that they need none."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class SavedParameter:
 
 
 def note_saved(unit: Unit) -> None:
-    """Until :func:`end_note`, notes which parameters of ``unit`` autograd saves for a backward
-    that the user said reads none: memory that is freed by then must not be read. Where somebody
-    else handles saved tensors, as checkpointing does, it does nothing."""
+    """Notes which parameters of ``unit`` autograd saves for backward, until :func:`end_note`. The
+    user said that backward reads none of them, so their memory is freed by then, and reading it
+    must raise. Does nothing if somebody else handles saved tensors, as checkpointing does."""
     buckets = unit.buckets
     handled = top_saved_tensors_default_hooks(True)
     if handled is not None:
         pack = handled[0]
         if not isinstance(pack, partial) or pack.func is not _pack:
             return
-        buckets = [*pack.args[0], *buckets]  # of a unit around this one
+        buckets = [*pack.args[0], *buckets]  # with those of a unit around this one
     noting = saved_tensors_hooks(partial(_pack, buckets), _unpack)
     noting.__enter__()
     unit.saved_hooks.append(noting)

@@ -10,16 +10,16 @@ from fsdp_overlap.runtime.reduce_options import ReduceOptions
 
 @dataclass
 class Settings:
-    """What a unit is asked for by verbs. A copy of a model has the same.
+    """What the verbs of a module ask of its unit. A copy of a model has the same settings.
 
-    ``reduce_options`` is shared by the unit's gradients.
+    The unit's gradients share the object ``reduce_options``.
     """
 
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     requires_gradient_sync: bool = True
     reduces_last_only: bool = False
-    """Whether backwards but the last of a step leave gradients unreduced."""
+    """Whether only the last backward of a step reduces gradients."""
     is_last_backward: bool = True
     separates_reductions: bool = True
     """Whether reductions run on a process group of their own."""
@@ -28,6 +28,6 @@ class Settings:
     reduce_options: ReduceOptions = field(default_factory=ReduceOptions)
 
     def copy_to(self, other: Settings) -> None:
-        """Gives ``other`` the same. Its ``reduce_options`` stays the object that it is."""
+        """Gives ``other`` the same values. Its ``reduce_options`` stays the object that it is."""
         vars(other).update({**vars(self), "reduce_options": other.reduce_options})
         vars(other.reduce_options).update(vars(self.reduce_options))

@@ -1,4 +1,5 @@
-"""Finds optimizers of parameters that are trained no more, because others took their place."""
+"""Finds optimizers that have parameters which were replaced and are not trained any more. See
+Note [replaced parameters]."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ _replacements = 0
 
 
 def note_replacement() -> None:
-    """Parameters were replaced by others: each optimizer is looked at in its next step."""
+    """Notes that parameters were replaced. Each optimizer is looked at in its next step."""
     global _replacements
     if not _replacements:
         register_optimizer_step_pre_hook(_before_step)
@@ -24,9 +25,10 @@ def note_replacement() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """
+    """Looks at the optimizer, unless nothing has changed since the last look.
+
     Raises:
-        RuntimeError: the optimizer has a parameter that was replaced. Names it.
+        RuntimeError: it has a parameter that was replaced. Names the parameter.
     """
     now = _replacements, sum([len(group["params"]) for group in optimizer.param_groups])
     if _looked_at.get(optimizer) == now:

@@ -1,5 +1,5 @@
 """What the ranks' parameters held when they were sharded: compared once, or taken from the first
-rank."""
+rank. See Note [starts]."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from fsdp_overlap.runtime.domain import Domain
 from fsdp_overlap.runtime.ownership import OwnedParameter, modules_outside_units
 from fsdp_overlap.runtime.tiles import tile_in
 
-# In place of what sums up a rank's digests: some rank has others.
+# Stands for the summary of a rank's digests, if it is known that some ranks differ.
 DIFFERENT = -1
 
 
 def compare_starts(buckets: Iterable[Bucket]) -> None:
-    """Compares those of ``buckets`` that were not compared yet. Collective over their meshes.
+    """Compares what ranks start from in those ``buckets`` that were not compared yet. Collective
+    over their meshes.
 
     Raises:
         RuntimeError: on every rank, if ranks hold different values. Names the first parameter.
@@ -34,7 +35,7 @@ def compare_starts(buckets: Iterable[Bucket]) -> None:
         if bucket.start is not None:
             by_domain.setdefault(bucket.domain, []).append(bucket)
     failure = ""
-    # Small meshes first: what differs there is an error on all ranks of those that follow.
+    # Small meshes first: a difference there is an error on all ranks of the meshes that follow.
     for domain in sorted(by_domain, key=lambda domain: domain.mesh.size()):
         failure = _difference(domain, by_domain[domain], failure) or failure
     if failure:
@@ -45,9 +46,9 @@ def compare_starts(buckets: Iterable[Bucket]) -> None:
 
 
 def _difference(domain: Domain, buckets: Sequence[Bucket], failure: str) -> str:
-    """What differs on ranks of ``domain``, or between them and others; ``failure`` is what this
-    rank knows of that. Empty where nothing does, and where they have different models, which the
-    check of the order tells."""
+    """What differs between ranks of ``domain``, or was found on another mesh, in words. ``failure``
+    is what this rank found there. Empty if nothing differs, and if ranks have different models,
+    which the check of the order finds."""
     names = [f"{spec.fqn!r} of unit {b.label!r}" for b in buckets for spec in b.plan.specs]
     digests: list[int] = []
     for bucket in buckets:
@@ -102,8 +103,9 @@ def take_from_first(
     by_domain: Mapping[Domain, Sequence[OwnedParameter]],
     mesh: DeviceMesh,
 ) -> None:
-    """Makes parameters what they are on the first rank of their domain's mesh, and the buffers of
-    ``modules`` what they are on that of ``mesh``. Collective."""
+    """Gives parameters the values that they have on the first rank of their domain's mesh, and the
+    buffers of ``modules`` those that they have on the first rank of ``mesh``. Collective over these
+    meshes."""
     for domain, items in by_domain.items():
         for item in items:
             _take_from_first(tile_in(item.parameter), domain.mesh)
@@ -114,13 +116,13 @@ def take_from_first(
 
 
 def _take_from_first(values: torch.Tensor, mesh: DeviceMesh) -> None:
-    """In place. Takes as much memory again for values that are not contiguous on the device of
-    ``mesh``."""
+    """Overwrites ``values`` with those of the first rank. Takes as much memory again if they are
+    not contiguous, or not on the device of ``mesh``."""
     if not values.numel():
         return
     values = values.detach()
     sent = values.to(mesh.device_type).contiguous()
-    # As bytes, for not every backend knows every dtype.
+    # Sent as bytes, because not every backend knows every dtype.
     raw = sent.view(-1).view(torch.uint8)
     for dim in range(mesh.ndim):
         coordinate = list(mesh.get_coordinate() or ())

@@ -1,6 +1,7 @@
-"""Parameters that are DTensors already, over the ranks of tensor parallelism: what each of these
-holds, the parameter's tile, is sharded among the ranks of data parallelism, and compute sees the
-DTensor.
+"""Parameters that are DTensors already, over the ranks of tensor parallelism.
+
+What each of these ranks holds is the parameter's tile. The tile is sharded among the ranks of data
+parallelism, and compute sees the DTensor.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from fsdp_overlap.torch_internals import AsyncCollectiveTensor, DTensorSpec, Ten
 
 
 def tile_in(parameter: torch.Tensor) -> torch.Tensor:
-    """What this rank has of an unsharded parameter, sharing memory: all of a plain one."""
+    """This rank's tile of an unsharded parameter, which shares its memory: all of a plain one."""
     if not isinstance(parameter, DTensor):
         return parameter
     local = parameter._local_tensor
@@ -25,10 +26,11 @@ def tile_in(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def check(where: str, parameter: DTensor, mesh: DeviceMesh) -> None:
-    """Before ``parameter`` is sharded over ``mesh``. ``where`` names it.
+    """Checks ``parameter`` before it is sharded over ``mesh``. ``where`` names it in errors.
 
     Raises:
-        TypeError: it is placed otherwise than by ``Shard`` and ``Replicate``.
+        TypeError: it is placed otherwise than by ``Shard`` and ``Replicate``, or cut in another
+            order than that of its mesh's dimensions.
         ValueError: it is not cut as ``distribute_tensor`` cuts, or its mesh does not go together
             with ``mesh``.
     """
@@ -63,10 +65,10 @@ def check(where: str, parameter: DTensor, mesh: DeviceMesh) -> None:
 
 
 def beside(mesh: DeviceMesh, tensor_parallel: DeviceMesh) -> DeviceMesh:
-    """The mesh of the dimensions of both.
+    """The mesh that has the dimensions of both.
 
     Raises:
-        RuntimeError, TypeError: they are not different dimensions, with names, of one mesh.
+        RuntimeError, TypeError: the two are not different dimensions, with names, of one mesh.
     """
     return DeviceMesh._concatenate([mesh, tensor_parallel])
 
@@ -74,25 +76,26 @@ def beside(mesh: DeviceMesh, tensor_parallel: DeviceMesh) -> DeviceMesh:
 def parameter_like(
     parameter: torch.Tensor, tile: torch.Tensor, requires_grad: bool
 ) -> nn.Parameter:
-    """A new parameter that lies over the ranks of tensor parallelism as ``parameter`` does."""
+    """A new parameter that lies over the ranks of tensor parallelism as ``parameter`` does. This
+    rank has ``tile`` of it."""
     if isinstance(parameter, DTensor):
         return nn.Parameter(_wrap(tile, parameter._spec), requires_grad)
     return nn.Parameter(tile, requires_grad)
 
 
 def give_memory(parameter: nn.Parameter, view: torch.Tensor) -> None:
-    """Makes ``view`` what this rank has of ``parameter``, with a version counter of its own."""
+    """Makes ``view`` this rank's tile of ``parameter``, with a version counter of its own."""
     if not isinstance(parameter, DTensor):
         parameter.data = view
         return
     wrapped = _wrap(view.data, parameter._spec)
-    parameter.data = wrapped  # which is its dtype alone
+    parameter.data = wrapped  # sets its dtype alone
     parameter._local_tensor = wrapped._local_tensor
     parameter._spec = wrapped._spec
 
 
 def _wrap(tile: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """``tile`` as a tensor that lies as ``spec`` says, of its own dtype."""
+    """The DTensor that lies as ``spec`` says. It has this rank's ``tile``, and the tile's dtype."""
     meta = spec.tensor_meta
     assert meta is not None
     spec = DTensorSpec(
@@ -102,7 +105,7 @@ def _wrap(tile: torch.Tensor, spec: DTensorSpec) -> DTensor:
 
 
 def is_placed_like(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
-    """Whether what a rank has of ``gradient`` is the gradient of what it has of ``parameter``."""
+    """Whether a rank's tile of ``gradient`` is the gradient of its tile of ``parameter``."""
     if not isinstance(parameter, DTensor):
         return True
     return isinstance(gradient, DTensor) and gradient.placements == parameter.placements
@@ -111,12 +114,12 @@ def is_placed_like(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
 def placed_like(
     parameter: torch.Tensor, gradient: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """``gradient`` placed as ``parameter`` is. Where autograd left it otherwise, as sums of which
-    each rank of tensor parallelism has a part, it is brought there in ``dtype``: collective over
-    these ranks.
+    """``gradient``, placed as ``parameter`` is. Autograd may have left it placed otherwise, as
+    parts of a sum on the ranks of tensor parallelism. Then it is brought there in ``dtype``, which
+    is collective over these ranks.
 
     Raises:
-        RuntimeError: it lies over another mesh.
+        RuntimeError: it is no DTensor, though ``parameter`` is one, or lies over another mesh.
     """
     if is_placed_like(parameter, gradient):
         return gradient

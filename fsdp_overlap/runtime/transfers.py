@@ -17,16 +17,16 @@ from fsdp_overlap.runtime.domain import Domain
 from fsdp_overlap.runtime.gradients import BucketGradients
 from fsdp_overlap.runtime.unit import Unit
 
-# Sums across copies under way at once, beside those of inputs that travel, where the host runs
-# ahead.
+# If the host runs ahead: how many reductions across copies may be under way, beside those of reduce
+# inputs that still travel.
 MAX_SUMS = 2
 
 
 class Transfers:
     """Owns the lanes of one context and does on them what its schedule decides.
 
-    It counts in ``stats``, and notes for the other ranks what it issues. ``make_lane`` makes a lane
-    of a name, ``domains`` and ``units`` list those of the context.
+    It counts in ``stats``, and notes for the other ranks what it issues. ``make_lane`` makes the
+    lane of a name. ``domains`` and ``units`` list those of the context.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class Transfers:
         self.reduce_lane = make_lane("reduce_scatter")
         self._copies_lane: Lane | None = None
         self._across: deque[CopiesReduction] = deque()
-        """Those whose reductions across copies are under way."""
+        """The buckets' reductions across copies that are under way, oldest first."""
 
     @property
     def copies_lane(self) -> Lane:
-        """For what travels between ranks that hold copies, on a mesh ``(replicate, shard)``."""
+        """The lane of what travels between ranks with copies, on a mesh ``(replicate, shard)``."""
         if self._copies_lane is None:
             self._copies_lane = self._make_lane("all_reduce")
         return self._copies_lane
@@ -123,7 +123,7 @@ class Transfers:
         unit.hook_gradients()
 
     def keep_storage(self, unit: Unit, keep: bool) -> None:
-        """Whether full buffers of ``unit`` keep their memory while it is sharded."""
+        """Says whether full buffers of ``unit`` keep their memory while it is sharded."""
         for bucket in unit.buckets:
             bucket.full.keeps_storage = keep
             if not keep and bucket.full.allocated and not bucket.is_gathered:
@@ -156,7 +156,7 @@ class Transfers:
         if gradients.copies is not None:
             self._across.append(gradients.copies)
             while self._across and self._across[0].is_done():
-                self._across.popleft().finish()  # which gives back what was sent
+                self._across.popleft().finish()  # lets go of what was sent
         self._stats.count_reduce_input(-1)
         gradients.input.free()
 
@@ -167,12 +167,13 @@ class Transfers:
 
     def abandon(self, reductions: Iterable[tuple[BucketGradients, Ticket]]) -> None:
         for gradients, ticket in reductions:
-            with suppress(RuntimeError):  # of a collective that failed
+            with suppress(RuntimeError):  # a collective failed
                 if gradients.copies is None:
                     ticket.abandon()
                 ticket.wait()  # what the lane reads is about to be freed
             if gradients.copies is not None:
-                # Which is under way too, or has begun now, as it may have on another rank.
+                # The reduction across copies is under way too, or began with the wait above, as it
+                # may have on another rank.
                 self._across.append(gradients.copies)
         for copies in self._across:
             copies.abandon()
@@ -181,8 +182,8 @@ class Transfers:
     def finish_backward(self) -> None:
         agreed = {}
         failure: RuntimeError | None = None
-        # Small meshes first: what fails there is an error on all ranks of those that follow, also
-        # on ranks that would else wait for the ones that failed.
+        # Small meshes first: a failure there is an error on all ranks of the meshes that follow,
+        # also on ranks that would otherwise wait for those that failed.
         for domain in sorted(self._domains(), key=lambda domain: domain.mesh.size()):
             if domain.has_reduced:
                 self._stats.order_checks += bool(domain.groups.of_all)
@@ -203,19 +204,19 @@ class Transfers:
                     gradients.settle_doubts(agreed[gradients.bucket.domain])
 
     def finish_reading(self) -> None:
-        """Before offloaded shards may be edited. Blocks the host."""
+        """Blocks the host until offloaded shards may be edited."""
         for domain in self._domains():
             domain.finish_reading()
 
     def wait_for_lanes(self) -> None:
-        """Makes compute wait for all that lanes still read and write, which nobody waits for where
-        something raised."""
+        """Makes compute wait for all that lanes still read and write. After an error nobody else
+        waits for it."""
         for lane in (self.gather_lane, self.reduce_lane, self._copies_lane):
             if lane is not None:
                 lane.before_compute()
 
     def rest(self) -> None:
-        """Brings every unit to rest, from any state. The schedule has forgotten what it did."""
+        """Brings every unit to rest, from any state. The schedule must have dropped everything."""
         for unit in self._units():
             unit.reset(self.gather_lane)
         self._stats.full_buffers_alive = sum(
@@ -224,7 +225,8 @@ class Transfers:
         self._stats.reduce_inputs_alive = 0
 
     def _bound_sums(self) -> None:
-        """Before a reduction is issued: where the host runs ahead, no sum across copies has ended
-        as far as it knows, and what each of them reads would be kept until the end."""
+        """Limits the reductions across copies that are under way, before one more is issued. A host
+        that runs ahead may see none of them end. What each of them reads would then be kept until
+        the end of backward."""
         while self.reduce_lane.runs_ahead and len(self._across) > MAX_SUMS:
             self._across.popleft().finish_before(self.reduce_lane)

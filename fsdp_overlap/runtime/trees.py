@@ -10,13 +10,13 @@ import torch
 
 from fsdp_overlap.torch_internals import SUPPORTED_NODES, tree_map_only
 
-# Cannot hold a tensor. Whatever else is met on the way might.
+# Types that cannot hold a tensor. An object of any other type might.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 def tensors_in(value: Any) -> Sequence[torch.Tensor]:
     """Every tensor in nested lists, tuples, mappings, dataclasses and registered pytree nodes."""
-    # The commonest by far: one generator less in each forward.
+    # A single tensor is by far the most common, and saves a generator in each forward.
     return (value,) if isinstance(value, torch.Tensor) else tuple(_walk(value))
 
 
@@ -47,8 +47,8 @@ def may_hide_tensors(value: Any) -> bool:
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """``value`` with every tensor replaced by ``change`` of it; what has none is returned as it
-    is."""
+    """``value`` with every tensor in it replaced by ``change(tensor)``. A value without tensors is
+    returned as it is."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if not tensors_in(value):

@@ -29,22 +29,22 @@ _grad = attrgetter("grad")
 
 
 class Context(Protocol):
-    """What units of one model share, as far as they know it."""
+    """The context that the units of one model share, as far as they know it."""
 
     def register(self, unit: Unit) -> int:
         """Takes ``unit`` in and returns its index."""
         ...
 
     def gradient_arrived(self, unit: Unit, gradients: BucketGradients, index: int) -> None:
-        """Is told what autograd accumulated."""
+        """Is told that autograd accumulated into parameter ``index`` of a bucket."""
         ...
 
 
 class Unit:
-    """What :func:`fully_shard` keeps of its modules: their buckets and how they are to be treated.
+    """What :func:`fully_shard` makes of modules: their buckets, and what the user asked for them.
 
-    The modules' hooks own the unit; the unit refers to the modules weakly, and so does the context
-    to the unit. ``gradients`` are those of the buckets that are trainable now.
+    The modules' hooks own the unit. The unit refers to the modules weakly, and the context refers
+    to the unit weakly. ``gradients`` has one entry for each bucket that is trainable now.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class Unit:
         self._modules = [weakref.ref(module) for module in modules]
         self.mesh = mesh
         self.is_list = len(modules) > 1
-        """Whether it is of several modules: whole from the first that runs to the last."""
+        """Whether it has several modules. It is whole from the first that runs to the last."""
         self.to_run: set[int] = set()
-        """The modules of a list that have yet to run before the unit is released."""
+        """The ids of a list's modules that have yet to run before the unit is released."""
         self.buckets = buckets
         self.has_parameters = bool(buckets)
         self.mp_policy = mp_policy
@@ -73,16 +73,16 @@ class Unit:
         """A hook for each forward under way whose backward should read no parameters."""
         self.forward_prefetch: Sequence[weakref.ref[Unit]] = ()
         self.backward_prefetch: Sequence[weakref.ref[Unit]] = ()
-        """What the user wants gathered when this unit runs, instead of what is predicted."""
+        """The units that the user wants gathered when this one runs, instead of those predicted."""
         self.ignored: frozenset[nn.Parameter] = frozenset()
         self.offload_policy = OffloadPolicy()
         self.is_offloaded = any(bucket.offload is not None for bucket in buckets)
         self.has_copies = any(bucket.domain.copies > 1 for bucket in buckets)
         self.has_unreduced = False
-        """Whether backwards left gradients that are not reduced, or not across copies, on every
-        rank."""
+        """Whether backwards left gradients that are not reduced, or not across copies. The same on
+        every rank."""
         self.seen_version = -1
-        """The :attr:`version` that the lane of all-gathers comes after."""
+        """The :attr:`version` that all-gathers see: their lane runs after the edits up to it."""
         self.is_root = False
         self.name = kind_of(modules)
         self._look_for_edits()
@@ -94,7 +94,7 @@ class Unit:
         self.index = context.register(self)
 
     def rename(self, name: str) -> None:
-        """Takes the name it has in the root module, by which users know it."""
+        """Names the unit and its buckets by the name in the root module, by which users know it."""
         self.name = name
         for bucket in self.buckets:
             bucket.label = name if len(self.buckets) == 1 else f"{name} [{bucket.dtypes}]"
@@ -107,7 +107,7 @@ class Unit:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Those that still exist, in the order of the list that :func:`fully_shard` was given."""
+        """The modules that still exist, in the order in which :func:`fully_shard` got them."""
         return [module for module in (ref() for ref in self._modules) if module is not None]
 
     @property
@@ -116,8 +116,8 @@ class Unit:
 
     @property
     def part_size(self) -> int | None:
-        """Among how many neighbours the unsharded parameters are kept between forward and backward,
-        if not on all ranks or on each."""
+        """How many neighbours keep a part each of the full buffer between forward and backward.
+        ``None`` if it is freed then, or kept whole."""
         size = self.reshard_after_forward
         return size if type(size) is int else None
 
@@ -132,7 +132,7 @@ class Unit:
 
     @property
     def is_meta(self) -> bool:
-        """Whether it has yet to be given memory."""
+        """Whether it is on the meta device and has yet to get memory."""
         return any(bucket.is_meta for bucket in self.buckets)
 
     @property
@@ -145,7 +145,7 @@ class Unit:
 
     @property
     def version(self) -> int:
-        """Grows with every edit of the unit's sharded parameters."""
+        """Grows with every edit of the unit's sharded parameters. See Note [stale]."""
         version = 0
         for bucket in self.buckets:
             version += bucket.edits.values + bucket.shard._version  # Bucket.version, asked often
@@ -153,7 +153,7 @@ class Unit:
 
     @property
     def syncs_gradients(self) -> bool:
-        """Whether backward reduces gradients, or leaves them for one that does."""
+        """Whether backward reduces gradients, or leaves them for a later one."""
         asked = self.settings
         return asked.requires_gradient_sync and (
             asked.is_last_backward or not asked.reduces_last_only
@@ -188,7 +188,7 @@ class Unit:
         )
 
     def module_ran(self, module: nn.Module) -> None:
-        """One module of the list has run."""
+        """Notes that one module of the list has run."""
         if not self.to_run:
             self.to_run.update(map(id, self.modules))
         self.to_run.discard(id(module))
@@ -197,24 +197,26 @@ class Unit:
         tables = [module._parameters for _, module in modules_outside_units(self.modules)]
         self.edits = [UnshardedEdits(bucket, tables) for bucket in self.buckets]
         self.compared: set[tuple[int, bool]] = set()
-        """Whose first forward is over: the module, and whether it was training."""
+        """The first forwards that are over: the module's id, and whether it was training."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in a full buffer."""
-        for bucket in self.buckets:  # noqa: SIM110, as below
+        for bucket in self.buckets:  # noqa: SIM110, as in is_whole
             if bucket.full.holds(tensor):
                 return True
         return False
 
     def edited(self) -> str | None:
-        """What was done to the unsharded parameters in place, and would be lost."""
+        """What was done to unsharded parameters in place and would be lost, in words. ``None`` if
+        nothing was."""
         for edits in self.edits:
             if (found := edits.edited()) is not None:
                 return found
         return None
 
     def changed(self) -> str | None:
-        """The same, also if it was done otherwise. The full buffers must exist."""
+        """As :meth:`edited`, and also finds what was done otherwise, such as an assignment of other
+        memory. The full buffers must exist."""
         for edits in self.edits:
             if (found := edits.changed()) is not None:
                 return found
@@ -226,7 +228,7 @@ class Unit:
             bucket.wait()
 
     def reset(self, lane: Lane) -> None:
-        """Back to rest, from any state."""
+        """Brings the unit to rest from any state."""
         for bucket in self.buckets:
             bucket.reset(lane)
         for gradients in self._known_gradients.values():
@@ -236,7 +238,7 @@ class Unit:
         self.handled.clear()
 
     def copy_to(self, other: Unit) -> None:
-        """Gives ``other``, which was sharded likewise, the values, gradients and settings."""
+        """Copies values, gradients and settings to ``other``, which was sharded likewise."""
         for mine, its in zip(self.buckets, other.buckets, strict=True):
             its.shard.copy_(mine.shard)
             its.full.keeps_storage = mine.full.keeps_storage
@@ -256,19 +258,21 @@ class Unit:
             bucket.places.use_sharded()
 
     def reshards_after_forward(self) -> bool:
-        """The user's choice; by default all but the root, which backward needs first, reshard."""
+        """Whether forward frees the full buffers. If the user did not say, all units do but the
+        root, which backward needs first."""
         if self.reshard_after_forward is not None:
             return self.reshard_after_forward is not False
         return not (self.is_root and self.settings.unshard_in_backward and torch.is_grad_enabled())
 
     @property
     def is_kept_for_backward(self) -> bool:
-        """Whether the user left it to us to keep it where it ran last."""
+        """Whether it may stay gathered if it ran last in a forward: the user did not say otherwise.
+        See Note [kept for backward]."""
         return self.reshard_after_forward is None and self.settings.unshard_in_backward
 
     def follow_trainability(self) -> None:
-        """Brings ``requires_grad`` of the unsharded parameters in line with the sharded ones, and
-        hooks those that became trainable."""
+        """Gives the unsharded parameters the ``requires_grad`` of the sharded ones, and hooks those
+        that became trainable."""
         edits = 0
         for bucket in self.buckets:
             edits += bucket.edits.trainability
@@ -290,12 +294,13 @@ class Unit:
                 self.gradients.append(gradients)
                 self._hook(gradients, only_large=True)
             elif gradients is not None and self.has_unreduced:
-                # Frozen, with sums that a backward has yet to reduce: the next forward looks again.
+                # It is frozen, but has sums that a backward has yet to reduce. The next forward
+                # looks again.
                 self.gradients.append(gradients)
                 self._trainability = -1
 
     def forget_parameters(self) -> None:
-        """The parameters are new objects: forgets what it knew of the old ones."""
+        """Forgets what it knew of the old parameters, after they were replaced by new objects."""
         self.gradients = []
         self._trainability = -1
         self._known_gradients = {}
@@ -303,8 +308,8 @@ class Unit:
         self._look_for_edits()
 
     def hook_gradients(self) -> None:
-        """Before the parameters are used outside forward: their gradients are noticed without
-        one."""
+        """Makes every gradient be noticed when it arrives. Call it before the parameters are used
+        outside the unit's forward."""
         for gradients in self.gradients:
             self._hook(gradients, only_large=False)
 
@@ -326,7 +331,7 @@ class Unit:
 
 
 def reduce_dtype(dtype: torch.dtype, mp_policy: MixedPrecisionPolicy) -> torch.dtype:
-    """What gradients of parameters of ``dtype`` are reduced in. Complex ones keep theirs."""
+    """The dtype that gradients of ``dtype`` parameters are reduced in. Complex ones keep theirs."""
     return (mp_policy.reduce_dtype or dtype) if dtype.is_floating_point else dtype
 
 

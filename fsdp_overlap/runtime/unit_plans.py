@@ -14,7 +14,7 @@ from fsdp_overlap.runtime.ownership import kind_of, owned_parameters
 
 
 class UnitPlans:
-    """How units are laid out, also those that are none yet."""
+    """How units are laid out, also those that are not made yet."""
 
     def __init__(self, world_size: int, layout: LayoutRule) -> None:
         self._planner = Planner(world_size, layout)
@@ -22,7 +22,7 @@ class UnitPlans:
         self._ahead = weakref.WeakKeyDictionary()
 
     def has(self, module: nn.Module) -> bool:
-        """Whether ``module`` is the first of a unit that was planned ahead, and is none yet."""
+        """Whether ``module`` is the first of a unit that was planned ahead and is not made yet."""
         return module in self._ahead
 
     def plan(
@@ -31,22 +31,23 @@ class UnitPlans:
         ignored: Collection[nn.Parameter],
         among: Collection[nn.Module],
     ) -> None:
-        """Plans all of ``units``, which will be units of these modules, as all modules ``among``
-        will be in some, together."""
+        """Plans ``units`` together: each will be a unit of these modules. ``among``: all modules
+        that will be units, or belong to one that is a list."""
         owned = [owned_parameters(unit, ignored, among) for unit in units]
         planned = self._planner.plan([[item.spec for item in items] for items in owned])
         for unit, plans in zip(units, planned, strict=True):
             self.place(unit, plans)
 
     def place(self, modules: Sequence[nn.Module], plans: list[BucketPlan]) -> None:
-        """Says how ``modules`` are to be laid out when they become a unit."""
+        """Notes how ``modules`` are to be laid out when they become a unit."""
         self._ahead[modules[0]] = [*self._ahead.get(modules[0], []), *plans]
 
     def take(self, modules: Sequence[nn.Module], specs: Sequence[ParamSpec]) -> list[BucketPlan]:
-        """For ``modules``, which are becoming a unit of the parameters ``specs``.
+        """The plans for ``modules``, which are becoming a unit of the parameters ``specs``. They
+        are made now unless they were made ahead.
 
         Raises:
-            ValueError: other parameters were planned for it.
+            ValueError: the unit was planned ahead with other parameters.
         """
         plans = self._ahead.get(modules[0])
         if plans is None:
@@ -65,7 +66,7 @@ class UnitPlans:
         return plans
 
     def way_back(self) -> Callable[[], None]:
-        """A function that takes back what will have been planned since."""
+        """A function that takes back what is planned between now and its call."""
         loads, ahead = self._planner.loads.copy(), self._ahead.copy()
 
         def go_back() -> None:
@@ -76,7 +77,7 @@ class UnitPlans:
 
 @contextmanager
 def all_or_none(several: Iterable[UnitPlans]) -> Iterator[None]:
-    """Takes back what is planned meanwhile if an error ends it."""
+    """Takes back what is planned in the ``with`` block if the block raises."""
     ways_back = [plans.way_back() for plans in several]
     try:
         yield
@@ -86,12 +87,30 @@ def all_or_none(several: Iterable[UnitPlans]) -> Iterator[None]:
         raise
 
 
-def check_plannable(units: Sequence[Sequence[nn.Module]], made: Sequence[UnitPlans]) -> None:
-    """Before :meth:`UnitPlans.plan`. ``made`` are all plans of the context.
+def plan_together(
+    units: Sequence[Sequence[nn.Module]],
+    plans_for: Callable[[nn.Module], UnitPlans],
+    made: Sequence[UnitPlans],
+    ignored: Collection[nn.Parameter],
+) -> None:
+    """Plans ``units``, each with those that have the same plans: ``plans_for`` the unit's first
+    module. ``made`` are all plans of the context.
 
     Raises:
-        ValueError: one is a unit already, was planned before, or is named twice.
+        ValueError: a module is a unit already, was planned before, or is named twice. Nothing is
+            planned then.
     """
+    _check_plannable(units, made)
+    among = {module for modules in units for module in modules}
+    by_plans: dict[UnitPlans, list[Sequence[nn.Module]]] = {}
+    for modules in units:
+        by_plans.setdefault(plans_for(modules[0]), []).append(modules)
+    with all_or_none(by_plans):
+        for plans, members in by_plans.items():
+            plans.plan(members, ignored, among)
+
+
+def _check_plannable(units: Sequence[Sequence[nn.Module]], made: Sequence[UnitPlans]) -> None:
     modules = [module for unit in units for module in unit]
     for module in modules:
         if "_fsdp_unit" in module.__dict__ or any(plans.has(module) for plans in made):

@@ -9,7 +9,7 @@ from fsdp_overlap.runtime.unit import Unit, unit_of
 
 
 class Units:
-    """The units of one context, by index. None is kept alive."""
+    """The units of one context, by index. They are not kept alive."""
 
     def __init__(self) -> None:
         self._all: list[weakref.ref[Unit]] = []
@@ -23,13 +23,13 @@ class Units:
         return self._all[index]()
 
     def existing(self) -> list[Unit]:
-        """Those that still exist, in the order in which they were added."""
+        """The units that still exist, in the order in which they were added."""
         return [unit for unit in (ref() for ref in self._all) if unit is not None]
 
 
 def unit_names(units: Sequence[Unit]) -> dict[Unit, str]:
-    """The name of each unit that lies within another, relative to the outermost that has it; of a
-    unit of several modules, their names."""
+    """The name of each unit that lies within another, relative to the outermost unit around it. A
+    unit of several modules is named by all of their names."""
     names: dict[Unit, str] = {}
     for outer in units:
         if outer in names:
@@ -45,7 +45,7 @@ def unit_names(units: Sequence[Unit]) -> dict[Unit, str]:
 
 
 def name_units(units: Sequence[Unit]) -> None:
-    """Finds the root among ``units``, which are all of a context, and names them as users know
+    """Finds the root among ``units``, all units of a context, and names them as users know
     them."""
     names = unit_names(units)
     tops = [unit for unit in units if unit not in names]

@@ -1,4 +1,4 @@
-"""What is done to unsharded parameters, and would be lost with the full buffer."""
+"""Finds changes of unsharded parameters, which would be lost with the full buffer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ Uncompared = list[tuple["UnshardedEdits", torch.Tensor]]
 
 
 def compare(uncompared: Uncompared) -> str | None:
-    """What these forwards edited, in words. The host waits for them. Empties the list."""
+    """What the forwards in ``uncompared`` edited, in words. ``None`` if they edited nothing. The
+    host waits for them. Empties the list."""
     changes = [(edits, changed.tolist()) for edits, changed in uncompared]
     uncompared.clear()
     found = [edits.describe(changed.index(True)) for edits, changed in changes if any(changed)]
@@ -38,12 +39,12 @@ def compare(uncompared: Uncompared) -> str | None:
 
 
 class UnshardedEdits:
-    """Finds changes of a bucket's unsharded parameters. The shards do not get them, and another
-    rank may have made others.
+    """Finds changes of a bucket's unsharded parameters. The shards do not get such changes, and
+    another rank may have made different ones.
 
-    Autograd counts edits in place, and it does not count all-gathers, which write underneath. Nor
-    does it count edits through ``.data``: for those, the first forward in each mode, training and
-    evaluation, compares the values before and after.
+    Autograd's version counters count edits in place. They do not count all-gathers, which write
+    underneath, and they do not count edits through ``.data``. To find the latter, the first forward
+    in each mode, training and evaluation, compares the values before and after.
 
     ``tables`` are the ``_parameters`` of all modules of the unit.
     """
@@ -65,17 +66,18 @@ class UnshardedEdits:
         self._digest: torch.Tensor | None = None
 
     def begin_comparison(self) -> None:
-        """The parameters are whole, and a forward is about to run."""
+        """Takes digests of the parameters, which are whole, before a forward runs."""
         self._digest = self._digest_now()
 
     def end_comparison(self, uncompared: Uncompared) -> None:
-        """It has run. What came of it goes to ``uncompared``."""
+        """Compares with the digests after the forward. The result goes to ``uncompared``."""
         if self._digest is not None:
             uncompared.append((self, self._digest != self._digest_now()))
             self._digest = None
 
     def edited(self) -> str | None:
-        """Which parameter was edited in place since this was last asked, in words."""
+        """Which parameter was edited in place since this was last asked, in words. ``None`` if none
+        was."""
         versions = list(map(_version, self._counted))
         if versions == self._versions:
             return None
@@ -85,14 +87,15 @@ class UnshardedEdits:
         return self.describe(index % len(self._tiles))
 
     def changed(self) -> str | None:
-        """The same, and what else was done to a parameter. The full buffer must exist."""
+        """As :meth:`edited`, and also finds a parameter that was replaced, given other memory or
+        registered again. The full buffer must exist."""
         if list(map(_version, self._counted)) != self._versions:
             return self.edited()
         if not all(map(is_, map(dict.get, *self._places), self._placed)):
             found = self._replaced()
             if found is not None:
                 return found
-        # What these find lasts, so it is enough to look ever more rarely.
+        # What the checks below find lasts, so forwards 1, 2, 4, 8 ... are enough to look in.
         self._forwards += 1
         if self._forwards & (self._forwards - 1):
             return None
@@ -109,14 +112,15 @@ class UnshardedEdits:
         return None
 
     def forbid_old_graphs(self) -> None:
-        """Makes autograd refuse to read the parameters for any graph made before."""
+        """Makes autograd refuse to read the parameters for a graph that was made before."""
         before = list(map(_version, self._counted))
         increment_version(self._bucket.parameters)
         for index, version in enumerate(map(_version, self._counted)):
             self._versions[index] += version - before[index]
 
     def describe(self, index: int) -> str:
-        """An edit of a parameter, in words. What the full buffer has is not used again."""
+        """An edit of parameter ``index``, in words. Makes the next use of the full buffer, which
+        has the edit, gather it again."""
         self._bucket.outdate()
         return (
             f"{self._name(index)} was edited in place while it was unsharded, by a forward, a "
@@ -125,7 +129,8 @@ class UnshardedEdits:
         )
 
     def _moved(self) -> str | None:
-        """Gives parameters their memory back that have other memory."""
+        """Gives parameters that have other memory their own back. Returns what happened, in words,
+        or ``None``."""
         moved = []
         full = self._bucket.full
         for index, (tile, view) in enumerate(zip(self._tiles, full.views, strict=True)):

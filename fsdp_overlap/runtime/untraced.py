@@ -1,4 +1,4 @@
-"""What ``torch.compile`` does with our hooks: it lets them be."""
+"""Keeps ``torch.compile`` from tracing our hooks. See Note [compile]."""
 
 from __future__ import annotations
 
