@@ -183,7 +183,7 @@ def owners(layout: str) -> tuple[list[tuple[int, int]], int]:
     ctx = FsdpContext(layout=LAYOUTS[layout])
     ctx.plan([*model.layers, model])
     shard_layers(model, ctx)
-    optimizer = Muon(model)
+    optimizer = Muon(model, ns_dtype=torch.float32)  # else ranks agree on one, once
     model(torch.zeros(1, 2, dtype=torch.int64)).square().mean().backward()
     orthogonalization.orthogonalize = spy  # type: ignore[assignment]
     with CommDebugMode() as issued:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 from unittest.mock import patch
 
@@ -12,8 +13,17 @@ from hypothesis import strategies as st
 
 from fsdp_overlap.optim import newton_schulz
 from fsdp_overlap.optim.exchange import plan_rounds
-from fsdp_overlap.optim.matrices import divide, part_rows
+from fsdp_overlap.optim.matrices import (
+    Holding,
+    Split,
+    divide,
+    part_rows,
+    whole_parts,
+    work_of,
+)
 from fsdp_overlap.optim.newton_schulz import COEFFICIENTS, orthogonalize, polynomials
+from fsdp_overlap.optim.orthogonalization import places
+from fsdp_overlap.tensor.placement import Tile
 
 # The products
 
@@ -86,43 +96,70 @@ def test_gram_matrices_are_not_trusted_with_coarse_products() -> None:
 
 
 @st.composite
-def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], Any, tuple[tuple[int, int, int], ...]]:
-    """A shape, how its matrices are split, and how ranks hold it."""
-    rows, columns = draw(st.integers(1, 6)), draw(st.integers(1, 5))
-    shape = (*draw(st.lists(st.integers(1, 3), max_size=2)), rows, columns)
-    divisors = [d for d in range(1, rows + 1) if rows % d == 0]
-    split: Any = draw(st.sampled_from(divisors))
-    if rows > 2 and draw(st.booleans()):
-        split = (1, rows - 2, 1)
-    total = torch.Size(shape).numel()
-    ends = sorted(draw(st.sets(st.integers(1, total), max_size=4)) | {total})
-    starts = [0, *ends[:-1]]
-    return shape, split, tuple((r, a, b) for r, (a, b) in enumerate(zip(starts, ends, strict=True)))
+def held_matrices(draw: st.DrawFn) -> tuple[tuple[int, ...], Split, tuple[Holding, ...]]:
+    """A parameter in tiles over its rows or columns, each cut into ranges, each of these copied."""
+    shape = (
+        *draw(st.sampled_from([(), (1,), (3,)])),
+        draw(st.integers(1, 8)),
+        draw(st.integers(1, 8)),
+    )
+    rows = shape[-2]
+    cuts = sorted(draw(st.sets(st.integers(1, rows - 1), max_size=3))) if rows > 1 else []
+    split = tuple(b - a for a, b in zip([0, *cuts], [*cuts, rows], strict=True))
+    dim, parts = draw(st.sampled_from([-1, -2])), draw(st.integers(1, 4))
+    chunk = -(-shape[dim] // parts)
+    held = []
+    for number in range(parts):
+        start = min(number * chunk, shape[dim])
+        sizes, offsets = list(shape), [0] * len(shape)
+        sizes[dim], offsets[dim] = min(chunk, shape[dim] - start), start
+        tile = Tile(tuple(offsets), tuple(sizes))
+        ends = sorted(draw(st.lists(st.integers(0, tile.numel), max_size=3)))
+        held += [Holding(tile, a, b) for a, b in zip([0, *ends], [*ends, tile.numel], strict=True)]
+    copies = draw(st.integers(1, 3))
+    return shape, split, tuple(held * copies)
 
 
-@given(cuts())
-@settings(deadline=None, max_examples=300)
-def test_every_matrix_is_whole_on_one_rank_or_cut(case: Any) -> None:
-    shape, split, ranges = case
-    division = divide(shape, split, ranges)
-    matrices = []
+@given(held_matrices())
+@settings(max_examples=300, deadline=None)
+def test_every_element_is_in_one_matrix_and_with_all_who_hold_it(
+    held: tuple[tuple[int, ...], Split, tuple[Holding, ...]],
+) -> None:
+    shape, split, holdings = held
+    whole = torch.arange(math.prod(shape)).view(shape)
+    division = divide(shape, split, holdings)
+    local = [h.tile.of(whole).flatten() for h in holdings]
+    parts = part_rows(shape, split)
+    expected = sorted(
+        tuple(part.flatten().tolist())
+        for matrix in whole.view(-1, *shape[-2:])
+        for part in matrix.split(parts)
+    )
+    found = []
     for rank, stacks in division.whole.items():
-        [(start, stop)] = [(a, b) for r, a, b in ranges if r == rank]
         for stack in stacks:
-            assert start <= stack.start <= stack.stop <= stop
-            size = stack.rows * stack.columns
-            matrices += [(stack.start + i * size, stack.rows) for i in range(stack.count)]
-    for cut in division.cut:
-        assert len(cut.pieces) > 1
-        assert sum(last - first for _, first, last in cut.pieces) == cut.stack.numel
-        matrices.append((cut.stack.start, cut.stack.rows))
-    expected = []
-    start = 0
-    while start < torch.Size(shape).numel():
-        for rows in part_rows(shape, split):
-            expected.append((start, rows))
-            start += rows * shape[-1]
-    assert sorted(matrices) == expected
+            assert holdings[rank].start <= stack.start <= stack.stop <= holdings[rank].stop
+            values = local[rank][stack.start : stack.stop].view(stack.shape)
+            found += [tuple(matrix.flatten().tolist()) for matrix in values]
+    for shared in division.shared:
+        together = torch.full((shared.count * shared.rows, shared.columns), -1)
+        for piece in shared.pieces:
+            for holder in piece.holders:
+                assert holdings[holder].start <= piece.first < piece.last <= holdings[holder].stop
+            for place, first, last in places(together, piece):
+                values = local[piece.holders[0]][piece.first : piece.last][first:last]
+                assert (place == -1).all()
+                place.copy_(values.view(place.shape))
+        found += [tuple(m.flatten().tolist()) for m in together.view(shared.count, -1)]
+    assert sorted(found) == expected
+
+
+def test_a_tile_that_keeps_whole_matrices_is_whole() -> None:
+    tile = Tile((0, 4, 0), (3, 4, 5))
+    assert whole_parts((3, 8, 5), 4, tile) == (2, 2)
+    assert whole_parts((3, 8, 5), (4, 3, 1), tile) == (3, 1)
+    assert whole_parts((3, 8, 5), 1, tile) is None
+    assert whole_parts((6, 4, 5), 1, Tile((3, 0, 0), (3, 4, 5))) == (4,)
 
 
 @given(
@@ -141,22 +178,25 @@ def test_owners_of_cut_matrices_are_balanced(
         size = rows * columns
         first = random.randrange(world_size - 1)
         cut = random.randint(size + 1, 2 * size - 1)
-        ranges = ((first, 0, cut), (first + 1, cut, 2 * size))
-        divisions.append(divide((2, rows, columns), 1, ranges))
+        held = [(0, 0)] * world_size
+        held[first : first + 2] = (0, cut), (cut, 2 * size)
+        whole = Tile((0, 0, 0), (2, rows, columns))
+        holdings = tuple(Holding(whole, start, stop) for start, stop in held)
+        divisions.append(divide((2, rows, columns), 1, holdings))
     rounds = plan_rounds(tuple(divisions), world_size, round_elements)
     placed = [parcel for parcels in rounds for parcel in parcels]
     assert sorted(parcel.parameter for parcel in placed) == list(range(len(shapes)))
     total = [0] * world_size
     for division in divisions:
         for rank, stacks in division.whole.items():
-            total[rank] += sum(stack.work for stack in stacks)
+            total[rank] += sum(map(work_of, stacks))
     for parcel in placed:
-        total[parcel.owner] += parcel.matrix.stack.work
+        total[parcel.owner] += work_of(parcel.matrices)
     # The largest first to the least loaded: nobody who got any is above another by more than one.
-    largest = max(parcel.matrix.stack.work for parcel in placed)
+    largest = max(work_of(parcel.matrices) for parcel in placed)
     for owner in {parcel.owner for parcel in placed}:
         assert total[owner] - min(total) <= largest
     for parcels in rounds:
         for owner in range(world_size):
-            share = [parcel.matrix.stack.numel for parcel in parcels if parcel.owner == owner]
+            share = [parcel.matrices.numel for parcel in parcels if parcel.owner == owner]
             assert len(share) <= 1 or sum(share) <= round_elements

@@ -345,9 +345,6 @@ def refused() -> None:
     fully_shard(leaks, FsdpContext(mesh["dp"]))
     with pytest.raises(RuntimeError, match="returned a parameter of its own"):
         leaks()
-    cut = fully_shard(linear(Shard(0), mesh["tp"]), FsdpContext(mesh["dp"]))
-    with pytest.raises(ValueError, match="cut by tensor parallelism"):
-        Muon(cut.parameters())
 
 
 def test_what_cannot_be_right_is_refused() -> None:

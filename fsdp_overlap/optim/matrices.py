@@ -230,7 +230,7 @@ def _put_together(
             for tile in tiles:
                 above, columns = tile.offsets[-2], tile.shape[-1]
                 first_row = max(top, above)
-                last_row = min(bottom, above + tile.shape[-2])
+                last_row = max(first_row, min(bottom, above + tile.shape[-2]))
                 start = (index * tile.shape[-2] + first_row - above) * columns
                 stop = start + (last_row - first_row) * columns
                 pieces += [
@@ -244,6 +244,6 @@ def _put_together(
                         tile.offsets[-1],
                     )
                     for part in holdings[tile]
-                    if part.start < stop and start < part.stop
+                    if max(part.start, start) < min(part.stop, stop)
                 ]
             yield Shared(1, bottom - top, shape[-1], tuple(pieces))

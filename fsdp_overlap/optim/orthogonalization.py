@@ -142,11 +142,11 @@ def _fill(batch: Sequence[Task], slots: Sequence[torch.Tensor]) -> None:
     for (_, piece, slot), direction in zip(
         own, directions([part for part, _, _ in own]), strict=True
     ):
-        for place, first, last in _places(slot, piece):
+        for place, first, last in places(slot, piece):
             copies.add(place, direction[first:last].view(place.shape))
     for task, slot in zip(batch, slots, strict=True):
         for values, piece in task.received:
-            for place, first, last in _places(slot, piece):
+            for place, first, last in places(slot, piece):
                 copies.add(place, values[first:last].view(place.shape))
     copies.run()
 
@@ -157,17 +157,17 @@ def _give(batch: Sequence[Task], slots: Sequence[torch.Tensor]) -> None:
     parts, values = [], []
     for task, slot in zip(batch, slots, strict=True):
         for part, piece in task.own:
-            for place, first, last in _places(slot, piece):
+            for place, first, last in places(slot, piece):
                 parts.append(part._replace(first=part.first + first, last=part.first + last))
                 values.append(place.reshape(-1))
         for target, piece in task.sent_back:
-            for place, first, last in _places(slot, piece):
+            for place, first, last in places(slot, piece):
                 copies.add(target[first:last].view(place.shape), place)
     move(parts, values)
     copies.run()
 
 
-def _places(matrices: torch.Tensor, piece: Piece) -> Iterator[tuple[torch.Tensor, int, int]]:
+def places(matrices: torch.Tensor, piece: Piece) -> Iterator[tuple[torch.Tensor, int, int]]:
     """Where ``piece`` lies in ``matrices [rows, columns]``: views, each with the elements of the
     piece that belong there."""
     first, last = piece.first - piece.start, piece.last - piece.start

@@ -17,6 +17,7 @@ from fsdp_overlap.optim.matrices import Holding, Split, whole_parts
 from fsdp_overlap.optim.newton_schulz import fast_dtype
 from fsdp_overlap.tensor.placement import Tile, range_dim, tile_at, tile_of
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
+from fsdp_overlap.torch_internals import default_group
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +100,8 @@ class Teams:
         index = tuple(slice(None) if dim in dims else place for dim, place in enumerate(coordinate))
         ranks = tuple(mesh.mesh[index].flatten().tolist())
         if ranks not in self._loans:
-            loan = borrow("optimizer", parameter.range_group, ranks, mesh.device_type)
+            # Like the default group: those of the mesh have other names on other ranks.
+            loan = borrow("optimizer", default_group(), ranks, mesh.device_type)
             self._loans[ranks] = loan
             self._lent.append(loan)
         return self._loans[ranks].group
