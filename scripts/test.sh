@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Sets up .venv if need be, then lint, types and tests. Arguments go to pytest.
+# Sets up .venv if need be, then lint, types and tests. Without arguments, all tests, on several cores
+# at once; else the arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh
@@ -7,4 +8,9 @@ bin=.venv/bin
 "$bin/ruff" check .
 "$bin/ruff" format --check .
 "$bin/mypy"
-exec "$bin/pytest" "$@"
+if (($#)); then
+    exec "$bin/pytest" "$@"
+fi
+# Each worker has a pool of up to four ranks, so more workers than these need much memory.
+"$bin/pytest" -n auto --maxprocesses 4 --dist loadfile -m "not alone"
+exec "$bin/pytest" -m alone

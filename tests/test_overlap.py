@@ -19,6 +19,8 @@ from fsdp_overlap.profiling import Report, assert_overlapped, diagnose, read_rep
 from fsdp_overlap.profiling.intervals import intersect, union
 from support.ranks import run_ranks
 
+pytestmark = pytest.mark.alone
+
 BLOCKS = 4
 STEPS = 2
 PAUSE = 0.1  # seconds
