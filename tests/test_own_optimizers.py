@@ -440,7 +440,7 @@ def test_a_model_of_many_parameters_is_stepped_in_few_runs() -> None:
 
 def moments_of_another_dtype(dtype: torch.dtype, moment_dtype: torch.dtype) -> None:
     """Widened, stepped by torch and rounded again, whatever runs and chunks they are stepped in."""
-    chunk, fused_adamw._CHUNK = fused_adamw._CHUNK, 10
+    chunk, fused_adamw._CPU_CHUNK = fused_adamw._CPU_CHUNK, 10
     (model,) = models(1, dtype)
     plain = nn.Parameter(torch.linspace(0, 1, 12).view(3, 4).t().to(dtype))
     model.register_parameter("plain", plain)
@@ -480,7 +480,7 @@ def moments_of_another_dtype(dtype: torch.dtype, moment_dtype: torch.dtype) -> N
                 local = mine.to_local() if isinstance(mine, ShardedTensor) else mine
                 # Where a run begins decides which elements the kernel steps in vectors.
                 torch.testing.assert_close(local, theirs, rtol=1e-2, atol=5e-4)
-    fused_adamw._CHUNK = chunk
+    fused_adamw._CPU_CHUNK = chunk
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.optim.runs import find_runs, flatten, local_of, mark_of
 from fsdp_overlap.optim.states import pack
 from fsdp_overlap.tensor.operands import note_edits
@@ -16,8 +17,10 @@ from fsdp_overlap.torch_internals import fused_adamw_
 
 State = Mapping[torch.Tensor, dict[str, Any]]
 
-# How many elements are widened at once if moments have another dtype than their parameters.
-_CHUNK = 1 << 20
+# How many elements are widened at once if moments have another dtype than their parameters: enough
+# to fill an accelerator, and no more than a CPU's cache holds.
+_ACCELERATOR_CHUNK = 1 << 25
+_CPU_CHUNK = 1 << 20
 
 
 class Known(NamedTuple):
@@ -207,7 +210,9 @@ def _run_kernel(
 
 
 def _chunks(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    return tensor.split(_CHUNK) if tensor.dim() == 1 else (tensor,)
+    if tensor.dim() != 1:
+        return (tensor,)
+    return tensor.split(_ACCELERATOR_CHUNK if has_streams(tensor.device) else _CPU_CHUNK)
 
 
 def _moments(group: dict[str, Any]) -> tuple[str, ...]:

@@ -33,9 +33,11 @@ class Muon(torch.optim.Optimizer):
     model, AdamW for its other parameters.
 
     If each matrix lies whole on one rank, as under the layout ``Whole()``, :meth:`step` sends
-    nothing. A matrix that several ranks hold parts of is sent to one rank, orthogonalized once, and
-    sent back, while others are orthogonalized. The result is the same. Parameters that are not
-    sharded are stepped too, on every rank.
+    nothing. If several ranks hold parts of a matrix, they send them to one rank, which
+    orthogonalizes the matrix once and sends the result back, while others are orthogonalized. Parts
+    are ranges, or what tensor parallelism left. Ranks that hold copies share out the work in the
+    same way. The result is that of the unsharded model. Parameters that are not sharded are stepped
+    too, on every rank.
 
     Args:
         params: a model, or parameters or groups as for any optimizer. In a model, AdamW steps the
@@ -49,8 +51,9 @@ class Muon(torch.optim.Optimizer):
         ns_coefficients: ``"quintic"``, torch's default; ``"polar_express"`` (arXiv 2505.16932),
             which comes closer to orthogonal matrices; numbers ``(a, b, c)``; or such a tuple for
             each step.
-        ns_dtype: the dtype of the products. The default is bfloat16 on a GPU, and float32 on a CPU,
-            because most CPUs multiply that faster.
+        ns_dtype: the dtype of the products. The default is bfloat16, and float32 on CPUs without
+            instructions for bfloat16. Ranks that share matrices and differ in that use float32. One
+            small message in the first step tells them.
         algorithms: which algorithm, ``"muon"`` or ``"adamw"``, steps which parameters of the model.
             The keys are names of parameters, or patterns.
         split: the parts of a matrix that are orthogonalized apart, such as the heads of a fused
@@ -116,6 +119,13 @@ class Muon(torch.optim.Optimizer):
         self._adamw = FusedAdamW(self._moment_dtype)
         self._lanes: dict[torch.device, Lane] = {}
         self._teams = Teams(self._ns_dtype)
+
+    @property
+    def ns_dtype(self) -> torch.dtype:
+        """The dtype of the products: the user's choice, or the fastest on the device of the
+        parameters."""
+        device = local_of(self.param_groups[0]["params"][0]).device
+        return self._teams.dtype(None, device)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if param_group.get("algorithm") == "adamw":
