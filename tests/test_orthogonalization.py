@@ -21,7 +21,7 @@ from fsdp_overlap.optim.matrices import (
     whole_parts,
     work_of,
 )
-from fsdp_overlap.optim.newton_schulz import COEFFICIENTS, orthogonalize, polynomials
+from fsdp_overlap.optim.newton_schulz import COEFFICIENTS, fast_dtype, orthogonalize, polynomials
 from fsdp_overlap.optim.orthogonalization import places
 from fsdp_overlap.tensor.placement import Tile
 
@@ -200,3 +200,29 @@ def test_owners_of_cut_matrices_are_balanced(
         for owner in range(world_size):
             share = [parcel.matrices.numel for parcel in parcels if parcel.owner == owner]
             assert len(share) <= 1 or sum(share) <= round_elements
+
+
+# The dtype of the products
+
+
+@pytest.mark.parametrize(
+    ("instructions", "seconds", "expected"),
+    [
+        ({}, (1.0, 0.1), torch.float32),
+        ({"avx512_bf16": True}, (1.0, 0.9), torch.float32),
+        ({"avx512_bf16": True, "amx_bf16": True}, (1.0, 0.3), torch.bfloat16),
+    ],
+)
+def test_a_cpu_multiplies_in_bfloat16_where_that_pays(
+    instructions: dict[str, bool], seconds: tuple[float, float], expected: torch.dtype
+) -> None:
+    taken = dict(zip((torch.float32, torch.bfloat16), seconds, strict=True))
+    with (
+        patch.object(torch.cpu, "get_capabilities", lambda: instructions),
+        patch.object(newton_schulz, "_seconds", taken.__getitem__),
+    ):
+        assert fast_dtype.__wrapped__(torch.device("cpu")) == expected
+
+
+def test_a_gpu_multiplies_in_bfloat16() -> None:
+    assert fast_dtype(torch.device("cuda")) == torch.bfloat16

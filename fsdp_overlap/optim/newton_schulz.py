@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,16 +39,6 @@ COEFFICIENTS: dict[str, tuple[Polynomial, ...]] = {
 # The largest error of a singular value's square that a segment of steps may end with. It is less
 # than the error that Newton-Schulz itself leaves.
 _LARGEST_ERROR = 0.02
-
-
-def fast_dtype(device: torch.device) -> torch.dtype:
-    """The dtype of products that ``device`` multiplies fastest: bfloat16, but for CPUs that have no
-    instructions for it, which take float32."""
-    if device.type == "cpu":
-        processor = torch.cpu.get_capabilities()
-        if not any(processor.get(name) for name in ("amx_bf16", "avx512_bf16")):
-            return torch.float32
-    return torch.bfloat16
 
 
 def polynomials(
@@ -132,3 +124,31 @@ def _advance(x: torch.Tensor, steps: Sequence[Polynomial]) -> torch.Tensor:
             half = torch.baddbmm(gram, change, gram, beta=a)
             gram = torch.baddbmm(half, half, change, beta=a)
     return factor if len(steps) == 1 else torch.bmm(factor, x)
+
+
+@cache
+def fast_dtype(device: torch.device) -> torch.dtype:
+    """The dtype in which ``device`` orthogonalizes fastest: bfloat16, but for most CPUs float32.
+
+    A CPU that has instructions for bfloat16 is measured once, for some milliseconds. It must be
+    faster by a quarter, so that noise decides nothing: with float32 there are fewer products.
+    """
+    if device.type != "cpu":
+        return torch.bfloat16
+    processor = torch.cpu.get_capabilities()
+    if not (processor.get("amx_bf16") or processor.get("avx512_bf16")):
+        return torch.float32
+    single, half = (_seconds(dtype) for dtype in (torch.float32, torch.bfloat16))
+    return torch.bfloat16 if half < 0.75 * single else torch.float32
+
+
+def _seconds(dtype: torch.dtype) -> float:
+    """How long a CPU takes for one matrix, at its best."""
+    steps = polynomials("quintic", 5)
+    matrix = torch.eye(256, 512, dtype=dtype)[None]
+    taken = []
+    for _ in range(3):
+        start = time.perf_counter()
+        orthogonalize(matrix.clone(), steps)
+        taken.append(time.perf_counter() - start)
+    return min(taken)
