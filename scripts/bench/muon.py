@@ -1,17 +1,25 @@
-"""A step of Muon: ours on whole and on cut matrices, FSDP2 with torch's, and without sharding.
+"""A step of Muon: ours on every kind of mesh, FSDP2's, a layer-wise optimizer's, and unsharded.
 
 Gloo ranks on loopback, each with a copy of one model: `--blocks` blocks of 12 * width^2 parameters
 in four matrices, and two norms. The matrices are stepped by Muon, the norms by AdamW, with the same
 settings everywhere:
 
-- unsharded: `torch.optim.Muon` and `torch.optim.AdamW`, on every rank all of it, at the same time;
+- unsharded: `torch.optim.Muon` and `torch.optim.AdamW`, on every rank all of it, at the same time.
+  So does DDP step;
+- layer-wise: the same two, on whole matrices that are dealt to ranks, which send each other what
+  they stepped. Its step ends with all parameters on all ranks; for that ours gathers in the next
+  forward, under compute;
 - FSDP2: the same two on what `torch.distributed.fsdp.fully_shard` shards;
 - ours: `fsdp_overlap.optim.Muon` under `Whole()`, under `Flat()`, and unsharded, which shows what
-  of a difference is due to its products alone.
+  of a difference is due to its products alone;
+- on four ranks and more, ours with two copies, and with tensor parallelism over two ranks, by which
+  half of the matrices are cut by rows and half by columns.
 
-torch's Muon multiplies in bfloat16, which most CPUs do many times slower than float32. That is no
-matter of sharding, so its products are made in `--dtype`, as ours are; `bfloat16` leaves torch's
-alone.
+A second model has as many parameters in stacks of experts, which torch's Muon does not step: ours,
+with experts divided among two ranks and sharded over the rest, and ours unsharded.
+
+torch's Muon multiplies in bfloat16, which many CPUs do slower than float32. That is no matter of
+sharding, so its products are made in `--dtype`, as ours are; `bfloat16` leaves torch's alone.
 
 A sample is one `step()`, from a barrier to the end of the slowest rank; gradients are there before.
 Collectives are those that torch's `CommDebugMode` counts in one step. Before anything is timed,
@@ -24,48 +32,58 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp as fsdp2
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import distribute_tensor as torch_distribute
 from torch.distributed.tensor.debug import CommDebugMode
 
-from checkpoint import Block as BlockParameters
-from fsdp_overlap import Flat, FsdpContext, Whole, fully_shard
+from checkpoint import Block
+from fsdp_overlap import Flat, FsdpContext, ShardedTensor, Whole, distribute_tensor, fully_shard
 from fsdp_overlap.layout import Layout
 from fsdp_overlap.optim import Muon
 from harness import output, processes, turns
+from harness.layer_wise import layer_wise
 from harness.measurement import Measurement, Ratio
 from harness.optimizers import ADAMW, LR, torchs
 
-UNSHARDED, FSDP2, WHOLE, FLAT, ALONE = (
-    "unsharded, torch's",
-    "FSDP2, torch's",
-    "ours, Whole()",
-    "ours, Flat()",
-    "ours, unsharded",
-)
+UNSHARDED, LAYER_WISE, FSDP2 = "unsharded, torch's", "layer-wise, torch's", "FSDP2, torch's"
+WHOLE, FLAT, ALONE = "ours, Whole()", "ours, Flat()", "ours, unsharded"
+COPIES, TENSOR_PARALLEL = "ours, two copies", "ours, tensor parallel"
+EXPERTS, EXPERTS_ALONE = "ours, experts", "ours, experts unsharded"
 STEP = "step"
-# Of WHOLE's time to these, at 2 ranks.
-TARGETS = {UNSHARDED: 0.6, FSDP2: 0.5}
+# WHOLE's time over that of these, by the number of ranks.
+TARGETS = {2: {UNSHARDED: 0.55, FSDP2: 0.5}, 4: {UNSHARDED: 0.3}}
+EXPERTS_IN_A_BLOCK = 12
 
 
-class Block(BlockParameters):
-    """Multiplies by all its matrices, without attention: only gradients matter here."""
+class Experts(nn.Module):
+    """As many parameters as a block has in its matrices, in one stack."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(self.norm1(x)).chunk(3, dim=-1)
-        x = x + self.out(torch.tanh(q) * k + v)
-        return x + self.down(torch.relu(self.up(self.norm2(x))))
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(EXPERTS_IN_A_BLOCK, width, width) / width)
 
 
-def build(args: argparse.Namespace) -> nn.Sequential:
-    """The same model on every rank and for every system."""
-    torch.manual_seed(0)
-    return nn.Sequential(*(Block(args.width) for _ in range(args.blocks)))
+@dataclass(frozen=True)
+class System:
+    """``prepare`` shards a model, or not, and ``optimize`` makes a step of its optimizer. Its model
+    must step as that of ``reference`` does."""
+
+    prepare: Callable[[nn.Sequential], None]
+    optimize: Callable[[nn.Module, torch.dtype], Callable[[], None]]
+    reference: str = UNSHARDED
+    block: Callable[[int], nn.Module] = Block
+
+
+def ours(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
+    return Muon(model, LR, adamw=ADAMW, ns_dtype=dtype).step
 
 
 def shard_fsdp2(model: nn.Sequential) -> None:
@@ -74,42 +92,90 @@ def shard_fsdp2(model: nn.Sequential) -> None:
         fsdp2.fully_shard(module, mesh=mesh)
 
 
-def shard_ours(model: nn.Sequential, layout: Layout) -> None:
-    ctx = FsdpContext(layout=layout)
+def shard(model: nn.Sequential, layout: Layout, mesh: DeviceMesh | None = None) -> None:
+    ctx = FsdpContext(mesh, layout=layout)
     ctx.plan([*model, model])
     for module in (*model, model):
         fully_shard(module, ctx)
 
 
-def ours(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
-    return Muon(model, LR, adamw=ADAMW, ns_dtype=dtype).step
+def grid(*names: str) -> DeviceMesh:
+    """Two ranks along the second dimension, or along the first if that is copies."""
+    half = dist.get_world_size() // 2
+    shape = (2, half) if names[0] == "replicate" else (half, 2)
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def parallelize(model: nn.Sequential) -> None:
+    """Cuts matrices that are tall by rows, and wide ones by columns."""
+    mesh = grid("dp", "tp")
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            dim = 0 if module.out_features > module.in_features else 1
+            weight = torch_distribute(module.weight.detach(), mesh["tp"], [Shard(dim)])
+            module.weight = nn.Parameter(weight)
+    shard(model, Flat(), mesh["dp"])
+
+
+def divide_experts(model: nn.Sequential) -> None:
+    mesh = grid("shard", "ep")
+    for module in model.modules():
+        if isinstance(module, Experts):
+            weight = torch_distribute(module.weight.detach(), mesh["ep"], [Shard(0)])
+            module.weight = nn.Parameter(weight)
+    shard(model, Whole(), mesh["shard"])
+
+
+def systems() -> dict[str, System]:
+    found = {
+        UNSHARDED: System(lambda model: None, torchs),
+        LAYER_WISE: System(lambda model: None, layer_wise),
+        FSDP2: System(shard_fsdp2, torchs),
+        WHOLE: System(lambda model: shard(model, Whole()), ours),
+        FLAT: System(lambda model: shard(model, Flat()), ours),
+        ALONE: System(lambda model: None, ours),
+        EXPERTS_ALONE: System(lambda model: None, ours, EXPERTS_ALONE, Experts),
+        EXPERTS: System(divide_experts, ours, EXPERTS_ALONE, Experts),
+    }
+    if dist.get_world_size() >= 4:
+        found[COPIES] = System(
+            lambda model: shard(model, Whole(), grid("replicate", "shard")), ours
+        )
+        found[TENSOR_PARALLEL] = System(parallelize, ours)
+    return found
+
+
+def build(args: argparse.Namespace, block: Callable[[int], nn.Module]) -> nn.Sequential:
+    """The same model on every rank and for every system."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(block(args.width) for _ in range(args.blocks)))
+
+
+def give_gradients(model: nn.Module) -> None:
+    """The same gradients on every rank and for every system: those of an unsharded model."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        whole = torch.randn(parameter.shape, generator=generator)
+        if isinstance(parameter, DTensor):
+            cut = distribute_tensor if isinstance(parameter, ShardedTensor) else torch_distribute
+            whole = cut(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.grad = whole
 
 
 def run_rank(args: argparse.Namespace) -> None:
     """Measure on this rank; rank 0 reports the slowest rank's times."""
     processes.join_ranks(timeout_s=args.timeout)
     dtype = getattr(torch, args.dtype)
-    shard: dict[str, Callable[[nn.Sequential], None]] = {
-        UNSHARDED: lambda model: None,
-        FSDP2: shard_fsdp2,
-        WHOLE: lambda model: shard_ours(model, Whole()),
-        FLAT: lambda model: shard_ours(model, Flat()),
-        ALONE: lambda model: None,
-    }
-    models = {name: build(args) for name in shard}
-    steps = {}
-    # The same rows on every rank, so that all gradients are those of the unsharded model.
-    batch = torch.randn(64, args.width, generator=torch.Generator().manual_seed(0))
-    for name, model in models.items():
-        shard[name](model)
-        model(batch).square().mean().backward()
-        steps[name] = (torchs if name in (UNSHARDED, FSDP2) else ours)(model, dtype)
-    collectives = {}
-    for name, step in steps.items():
+    models, steps, collectives = {}, {}, {}
+    for name, system in systems().items():
+        model = models[name] = build(args, system.block)
+        system.prepare(model)
+        steps[name] = system.optimize(model, dtype)
+        give_gradients(model)
         with CommDebugMode() as issued:
-            step()
+            steps[name]()
         collectives[name] = issued.get_total_counts()
-        check(name, models[name], models[UNSHARDED], args.dtype)
+        check(name, model, models[system.reference], args.dtype)
 
     def timed(step: Callable[[], None]) -> Callable[[], float]:
         def sample() -> float:
@@ -130,11 +196,11 @@ def run_rank(args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def check(name: str, model: nn.Module, unsharded: nn.Module, dtype: str) -> None:
+def check(name: str, model: nn.Module, reference: nn.Module, dtype: str) -> None:
     """Fails unless both have the same parameters, after one step of each."""
     close = 1e-4 if dtype == "float32" else 2e-2
-    for (fqn, mine), its in zip(model.named_parameters(), unsharded.parameters(), strict=True):
-        whole = mine.full_tensor() if hasattr(mine, "full_tensor") else mine
+    for (fqn, mine), its in zip(model.named_parameters(), reference.parameters(), strict=True):
+        whole = mine.full_tensor() if isinstance(mine, DTensor) else mine
         # A step is of the size of the learning rate.
         error = (whole - its).abs().max().item()
         if not error <= close * LR:
@@ -150,7 +216,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds, for the whole run")
     output.add_outputs(parser)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.ranks < 2 or args.ranks % 2:
+        output.fail(f"--ranks {args.ranks}: use an even number, of which two divide experts")
+    return args
 
 
 def measurement_of(args: argparse.Namespace, result: dict[str, Any]) -> Measurement:
@@ -169,14 +238,18 @@ def measurement_of(args: argparse.Namespace, result: dict[str, Any]) -> Measurem
         "rounds": args.rounds,
     }
     figures = output.figures_of(STEP, "ms", samples)
-    figures += output.figures_of("collectives a step", "", collectives, at_most={WHOLE: 0})
+    none = {WHOLE: 0, EXPERTS: 0}
+    figures += output.figures_of("collectives a step", "", collectives, at_most=none)
+    targets = TARGETS.get(args.ranks, {})
     ratios = [
-        Ratio.between(
-            STEP, WHOLE, other, samples, at_most=TARGETS[other] if args.ranks == 2 else None
-        )
-        for other in TARGETS
+        Ratio.between(STEP, WHOLE, other, samples, at_most=targets.get(other))
+        for other in (UNSHARDED, LAYER_WISE, FSDP2)
     ]
     ratios.append(Ratio.between(STEP, FLAT, FSDP2, samples))
+    ratios.append(Ratio.between(STEP, EXPERTS, EXPERTS_ALONE, samples))
+    for each in (COPIES, TENSOR_PARALLEL):
+        if each in samples:
+            ratios.append(Ratio.between(STEP, each, ALONE, samples))
     return Measurement(about, settings, output.repeated_argv(), figures, ratios)
 
 

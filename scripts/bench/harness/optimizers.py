@@ -14,14 +14,17 @@ def torchs(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
     """A step of torch's optimizers."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
     others = [parameter for parameter in model.parameters() if parameter.dim() != 2]
-    muon = torch.optim.Muon(matrices, lr=LR)
-    adamw = torch.optim.AdamW(others, **ADAMW, fused=True)
+    steps: list[torch.optim.Optimizer] = []
+    if matrices:
+        steps.append(torch.optim.Muon(matrices, lr=LR))
+    if others:
+        steps.append(torch.optim.AdamW(others, **ADAMW, fused=True))
     if dtype != torch.bfloat16:
         torch_muon._zeropower_via_newtonschulz = products_in(dtype)
 
     def step() -> None:
-        muon.step()
-        adamw.step()
+        for each in steps:
+            each.step()
 
     return step
 
