@@ -20,6 +20,7 @@ from fsdp_overlap.deciding.reductions import Reductions
 from fsdp_overlap.layout import Whole
 from fsdp_overlap.modelled import ModelledDevice, active, running
 from fsdp_overlap.optim import Muon, clip_grad_norm_
+from fsdp_overlap.optim.exchange import Exchange
 from fsdp_overlap.runtime.bucket import Bucket, Landing
 from fsdp_overlap.runtime.copies_reduction import CopiesReduction
 from fsdp_overlap.runtime.divided_shard import DividedShard
@@ -71,6 +72,7 @@ COPIES = "many units with copies"
 DIVIDED = "accumulation among shards, divided"
 SIDE = "the optimizer on a stream of its own"
 HOOKS = "hooks on another stream"
+EXCHANGED = "Muon in rounds"
 
 # Every line of the lanes, tickets and releases that orders something.
 DEFECTS = [
@@ -176,6 +178,10 @@ DEFECTS = [
         ReduceOptions, "call_hook", "lane.wait_stream(self.hook_stream)", "hooks on another stream"
     ),
     Defect(Landing, "wait", "self.copied.synchronize()", "offloaded"),
+    Defect(Exchange, "_enqueue", "self._lane.after_compute()", EXCHANGED),
+    Defect(Exchange, "send", "self._going = going = ", EXCHANGED, new="going = "),
+    Defect(Exchange, "receive", "self._ticket.wait()", EXCHANGED),
+    Defect(Exchange, "finish", "self._ticket.wait()", EXCHANGED),
     Defect(Domain, "finish_reading", "self.reading.wait_on_host()", OFFLOADED),
     Defect(
         Transfers,

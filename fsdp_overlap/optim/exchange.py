@@ -147,11 +147,13 @@ class Exchange:
         self._lane = lane
         self.dtype = dtype
         self.device = device
+        self._going: Shipment | None = None
+        self._results: Shipment | None = None
 
     def send(self) -> None:
         """Sends to the owners what they lack."""
         rank = self._rank
-        going = self._shipment(
+        self._going = going = self._shipment(
             (parcel.owner, parcel, piece)
             for parcel in self._parcels
             for piece in parcel.matrices.pieces
@@ -172,8 +174,9 @@ class Exchange:
         """Waits for the matrices that this rank owns. Results must be copied to where they say
         before :meth:`send_back`."""
         self._ticket.wait()
+        self._going = None  # the lane read its memory until now
         rank = self._rank
-        self._results = self._shipment(
+        self._results = results = self._shipment(
             (holder, parcel, piece)
             for parcel in self._parcels
             if parcel.owner == rank
@@ -188,7 +191,7 @@ class Exchange:
         }
         for each in self._coming.pieces:
             owned[each.parcel].received.append(each)
-        for each in self._results.pieces:
+        for each in results.pieces:
             owned[each.parcel].sent_back.append(each)
         for parcel, one in owned.items():
             for piece in parcel.matrices.pieces:
@@ -205,11 +208,13 @@ class Exchange:
             for piece in parcel.matrices.pieces
             if rank in piece.holders
         )
+        assert self._results is not None
         self._enqueue(self._coming, self._results)
 
     def finish(self) -> None:
         """Waits for what the owners send back, and moves this rank's parameters."""
         self._ticket.wait()
+        self._results = None
         pieces = self._coming.pieces
         move(
             [self._part(each.parcel, each.piece) for each in pieces],

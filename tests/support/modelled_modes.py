@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.layout import Blocks, Flat, LayoutRule, Whole
 from fsdp_overlap.modelled import Stream, current_stream, stream
-from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
+from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_, exchange
 from fsdp_overlap.runtime import gradients
 from support.experts import ROWS, WIDTH, Moe
 from support.modelled import Program, fake_ranks, trained
@@ -32,6 +32,13 @@ MODES: dict[str, Callable[[], object]] = {}
 def mode(program: Callable[[], object]) -> Callable[[], object]:
     MODES[program.__name__.replace("_", " ")] = program
     return program
+
+
+@mode
+def Muon_in_rounds() -> None:
+    with patch.object(exchange, "ROUND_ELEMENTS", 60):
+        for dims in ((4,), (2, 2)):  # matrices that are cut, and copies of whole ones
+            Program(dims=dims, optimizer=Muon, build=partial(Model, layers=6)).train(1)
 
 
 for name in ZOO:
