@@ -179,7 +179,7 @@ DEFECTS = [
     ),
     Defect(Landing, "wait", "self.copied.synchronize()", "offloaded"),
     Defect(Exchange, "_enqueue", "self._lane.after_compute()", EXCHANGED),
-    Defect(Exchange, "send", "self._going = going = ", EXCHANGED, new="going = "),
+    Defect(Exchange, "_enqueue", "self._sent = source", EXCHANGED),
     Defect(Exchange, "receive", "self._ticket.wait()", EXCHANGED),
     Defect(Exchange, "finish", "self._ticket.wait()", EXCHANGED),
     Defect(Domain, "finish_reading", "self.reading.wait_on_host()", OFFLOADED),

@@ -90,6 +90,54 @@ def _shares(parcels: Sequence[Parcel], round_elements: int) -> list[list[Parcel]
     return shares
 
 
+@dataclass(frozen=True, eq=False)
+class Route:
+    """Pieces in the order in which they lie in one message, and how many elements of them go to, or
+    come from, each rank."""
+
+    sizes: list[int]
+    pieces: list[tuple[Parcel, Piece]]
+
+    @classmethod
+    def of(cls, pieces: Iterable[tuple[int, Parcel, Piece]], world_size: int) -> Route:
+        """``pieces`` have the other rank before them."""
+        ordered = sorted(pieces, key=lambda each: each[0])
+        sizes = [0] * world_size
+        for rank, _, piece in ordered:
+            sizes[rank] += piece.last - piece.first
+        return cls(sizes, [(parcel, piece) for _, parcel, piece in ordered])
+
+
+class Routes(NamedTuple):
+    """What one rank sends and receives in a round: pieces that go to owners, pieces that come to
+    it, results that it sends back, and results that return to it."""
+
+    going: Route
+    coming: Route
+    results: Route
+    returning: Route
+
+
+@lru_cache(maxsize=256)
+def routes(parcels: tuple[Parcel, ...], rank: int, world_size: int) -> Routes:
+    """The routes of ``rank``. They are the same in every step."""
+    going, coming, results, returning = [], [], [], []
+    for parcel in parcels:
+        for piece in parcel.matrices.pieces:
+            sender = parcel.sender(piece)
+            if parcel.owner not in piece.holders:
+                if parcel.owner == rank:
+                    coming.append((sender, parcel, piece))
+                elif sender == rank:
+                    going.append((parcel.owner, parcel, piece))
+            if parcel.owner == rank:
+                others = (holder for holder in piece.holders if holder != rank)
+                results += [(holder, parcel, piece) for holder in others]
+            elif rank in piece.holders:
+                returning.append((parcel.owner, parcel, piece))
+    return Routes(*(Route.of(each, world_size) for each in (going, coming, results, returning)))
+
+
 class Travelling(NamedTuple):
     """A piece that this rank sends or receives, and its place in the buffer of a shipment."""
 
@@ -99,20 +147,15 @@ class Travelling(NamedTuple):
 
 
 class Shipment:
-    """Pieces in one buffer, ordered by the rank at the other end."""
+    """The memory of one message."""
 
-    def __init__(
-        self,
-        by_rank: Sequence[Sequence[tuple[Parcel, Piece]]],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        flat = [one for pieces in by_rank for one in pieces]
-        numels = [piece.last - piece.first for _, piece in flat]
-        self.sizes = [sum(piece.last - piece.first for _, piece in pieces) for pieces in by_rank]
+    def __init__(self, route: Route, dtype: torch.dtype, device: torch.device) -> None:
+        self.sizes = route.sizes
         self.buffer = torch.empty(sum(self.sizes), dtype=dtype, device=device)
-        views = self.buffer.split(numels)
-        self.pieces = [Travelling(*one, view) for one, view in zip(flat, views, strict=True)]
+        views = self.buffer.split([piece.last - piece.first for _, piece in route.pieces])
+        self.pieces = [
+            Travelling(*one, view) for one, view in zip(route.pieces, views, strict=True)
+        ]
 
 
 class Owned(NamedTuple):
@@ -133,40 +176,30 @@ class Exchange:
 
     def __init__(
         self,
-        parcels: Sequence[Parcel],
+        parcels: tuple[Parcel, ...],
         updates: Sequence[Update],
         group: dist.ProcessGroup,
         lane: Lane,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._parcels = parcels
+        rank = group.rank()
+        self._owned = [parcel for parcel in parcels if parcel.owner == rank]
+        self._routes = routes(parcels, rank, group.size())
+        self._rank = rank
         self._updates = updates
         self._group = group
-        self._rank = group.rank()
         self._lane = lane
         self.dtype = dtype
         self.device = device
-        self._going: Shipment | None = None
-        self._results: Shipment | None = None
+        self._sent: Shipment | None = None
+        """What the lane reads."""
 
     def send(self) -> None:
         """Sends to the owners what they lack."""
-        rank = self._rank
-        self._going = going = self._shipment(
-            (parcel.owner, parcel, piece)
-            for parcel in self._parcels
-            for piece in parcel.matrices.pieces
-            if parcel.sender(piece) == rank != parcel.owner and parcel.owner not in piece.holders
-        )
-        self._coming = self._shipment(
-            (parcel.sender(piece), parcel, piece)
-            for parcel in self._parcels
-            for piece in parcel.matrices.pieces
-            if parcel.owner == rank and rank not in piece.holders
-        )
-        parts = [self._part(parcel, piece) for parcel, piece, _ in going.pieces]
-        if parts:
+        going = self._shipment(self._routes.going)
+        self._coming = self._shipment(self._routes.coming)
+        if parts := [self._part(parcel, piece) for parcel, piece, _ in going.pieces]:
             torch._foreach_copy_([each.view for each in going.pieces], directions(parts))
         self._enqueue(self._coming, going)
 
@@ -174,47 +207,29 @@ class Exchange:
         """Waits for the matrices that this rank owns. Results must be copied to where they say
         before :meth:`send_back`."""
         self._ticket.wait()
-        self._going = None  # the lane read its memory until now
-        rank = self._rank
-        self._results = results = self._shipment(
-            (holder, parcel, piece)
-            for parcel in self._parcels
-            if parcel.owner == rank
-            for piece in parcel.matrices.pieces
-            for holder in piece.holders
-            if holder != rank
-        )
+        self._results = self._shipment(self._routes.results)
         owned = {
             parcel: Owned(parcel, self._updates[parcel.parameter], [], [], [])
-            for parcel in self._parcels
-            if parcel.owner == rank
+            for parcel in self._owned
         }
         for each in self._coming.pieces:
             owned[each.parcel].received.append(each)
-        for each in results.pieces:
+        for each in self._results.pieces:
             owned[each.parcel].sent_back.append(each)
         for parcel, one in owned.items():
             for piece in parcel.matrices.pieces:
-                if rank in piece.holders:
+                if self._rank in piece.holders:
                     one.own.append((self._part(parcel, piece), piece))
         return list(owned.values())
 
     def send_back(self) -> None:
-        rank = self._rank
-        self._coming = self._shipment(
-            (parcel.owner, parcel, piece)
-            for parcel in self._parcels
-            if parcel.owner != rank
-            for piece in parcel.matrices.pieces
-            if rank in piece.holders
-        )
-        assert self._results is not None
+        """Sends the results to all that hold a piece."""
+        self._coming = self._shipment(self._routes.returning)
         self._enqueue(self._coming, self._results)
 
     def finish(self) -> None:
         """Waits for what the owners send back, and moves this rank's parameters."""
         self._ticket.wait()
-        self._results = None
         pieces = self._coming.pieces
         move(
             [self._part(each.parcel, each.piece) for each in pieces],
@@ -225,14 +240,11 @@ class Exchange:
         update = self._updates[parcel.parameter]
         return Part(update, parcel.matrices, piece.first, piece.last)
 
-    def _shipment(self, pieces: Iterable[tuple[int, Parcel, Piece]]) -> Shipment:
-        """A shipment of ``pieces``, each given after the rank that it goes to or comes from."""
-        by_rank: list[list[tuple[Parcel, Piece]]] = [[] for _ in range(self._group.size())]
-        for rank, parcel, piece in pieces:
-            by_rank[rank].append((parcel, piece))
-        return Shipment(by_rank, self.dtype, self.device)
+    def _shipment(self, route: Route) -> Shipment:
+        return Shipment(route, self.dtype, self.device)
 
     def _enqueue(self, target: Shipment, source: Shipment) -> None:
+        self._sent = source  # its memory is not given to others until the lane has read it
         self._lane.after_compute()
         self._ticket = self._lane.enqueue(
             "all_to_all",

@@ -221,7 +221,6 @@ class Muon(torch.optim.Optimizer):
             Update(
                 parameter,
                 self.state[parameter]["momentum_buffer"],
-                split,
                 settings,
                 self._teams.member(parameter),
             )
@@ -235,7 +234,7 @@ class Muon(torch.optim.Optimizer):
             task
             for update in updates
             for task in tasks_of(
-                update, update.division.whole.get(update.member.rank, ()), products
+                update, update.member.division.whole.get(update.member.rank, ()), products
             )
         )
         run_rounds(whole, self._exchanges(device, updates), products)
@@ -244,7 +243,7 @@ class Muon(torch.optim.Optimizer):
         """The rounds of each team whose ranks share matrices, in the same order on all of them."""
         for team in dict.fromkeys(update.member.group for update in updates):
             members = [update for update in updates if update.member.group is team]
-            divisions = tuple(update.division for update in members)
+            divisions = tuple(update.member.division for update in members)
             if team is None or not any(division.shared for division in divisions):
                 continue
             if device not in self._lanes:

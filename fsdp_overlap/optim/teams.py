@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from weakref import finalize
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard
 
-from fsdp_overlap.comm.pool import Loan, borrow, give_back
+from fsdp_overlap.comm.pool import Loan, alive, borrow, give_back
 from fsdp_overlap.comm.streams import has_streams
-from fsdp_overlap.optim.matrices import Holding, Split, whole_parts
+from fsdp_overlap.optim.matrices import Division, Holding, Split, divide, whole_parts
 from fsdp_overlap.optim.newton_schulz import fast_dtype
 from fsdp_overlap.tensor.placement import Tile, range_dim, tile_at, tile_of
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
@@ -22,14 +22,19 @@ from fsdp_overlap.torch_internals import default_group
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """This rank's part in a team. ``holdings`` has an entry for each rank of ``group``."""
+    """This rank's part in the team of one parameter: its ``rank``, and the element of its tile at
+    which its range starts."""
 
-    group: dist.ProcessGroup | None
-    holdings: tuple[Holding, ...]
+    rank: int
+    start: int
+    division: Division
+    reference: ref[dist.ProcessGroup] | None = None
 
     @property
-    def rank(self) -> int:
-        return 0 if self.group is None else self.group.rank()
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of the team, ``None`` for a rank alone. Nothing here keeps it from
+        being destroyed."""
+        return None if self.reference is None else alive(self.reference)
 
 
 class Teams:
@@ -43,7 +48,7 @@ class Teams:
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self._dtype = dtype
-        self._agreed: dict[dist.ProcessGroup, torch.dtype] = {}
+        self._agreed: WeakKeyDictionary[dist.ProcessGroup, torch.dtype] = WeakKeyDictionary()
         self._members: dict[torch.Tensor, Member] = {}
         self._loans: dict[tuple[int, ...], Loan] = {}
         self._lent: list[Loan] = []
@@ -70,26 +75,42 @@ class Teams:
         """Finds the teams of ``parameters``, each given with its split. Collective where teams are
         of several dimensions, or tensor parallelism cuts matrices, and only at the first call for a
         parameter."""
-        fresh = [(each, split) for each, split in parameters if each not in self._members]
-        cut: dict[dist.ProcessGroup, list[ShardedTensor]] = {}
-        for parameter, split in fresh:
+        cut: dict[dist.ProcessGroup, list[tuple[ShardedTensor, Split]]] = {}
+        for parameter, split in parameters:
+            if parameter in self._members:
+                continue
             if not isinstance(parameter, ShardedTensor):
-                whole = Tile((0,) * parameter.dim(), tuple(parameter.shape))
-                self._members[parameter] = Member(None, (Holding(whole, 0, parameter.numel()),))
+                tile = Tile((0,) * parameter.dim(), tuple(parameter.shape))
+                self._add(parameter, split, None, (Holding(tile, 0, parameter.numel()),))
                 continue
             across = _dims_across_matrices(parameter, split)
             group = self._group(parameter, across)
             if group is not None and _cuts_tiles(parameter, across):
-                cut.setdefault(group, []).append(parameter)
+                cut.setdefault(group, []).append((parameter, split))
             else:
-                self._members[parameter] = Member(group, _copied_holdings(parameter, across))
+                self._add(parameter, split, group, _copied_holdings(parameter, across))
         for group, members in cut.items():
             # Ranges follow from tiles, and those of other ranks may have other sizes.
-            mine = [Holding(tile_of(each._spec), *each.local_range) for each in members]
+            mine = [Holding(tile_of(each._spec), *each.local_range) for each, _ in members]
             found: list[list[Holding]] = [[] for _ in range(group.size())]
             dist.all_gather_object(found, mine, group)
-            for parameter, holdings in zip(members, zip(*found, strict=True), strict=True):
-                self._members[parameter] = Member(group, tuple(holdings))
+            for (each, split), holdings in zip(members, zip(*found, strict=True), strict=True):
+                self._add(each, split, group, holdings)
+
+    def _add(
+        self,
+        parameter: torch.Tensor,
+        split: Split,
+        group: dist.ProcessGroup | None,
+        holdings: tuple[Holding, ...],
+    ) -> None:
+        rank = 0 if group is None else group.rank()
+        self._members[parameter] = Member(
+            rank,
+            holdings[rank].start,
+            divide(tuple(parameter.shape), split, holdings),
+            None if group is None else ref(group),
+        )
 
     def _group(self, parameter: ShardedTensor, dims: Sequence[int]) -> dist.ProcessGroup | None:
         mesh = parameter.device_mesh
@@ -117,8 +138,11 @@ def _dims_across_matrices(parameter: ShardedTensor, split: Split) -> list[int]:
         if isinstance(placement, Shard) and placement.dim >= parameter.dim() - 2
     ]
     shape = tuple(parameter.shape)
-    coordinates = product(*map(range, spec.mesh.shape))
-    tiles = {tile_at(spec, coordinate) for coordinate in coordinates} if cutting else set()
+    places = (
+        range(spec.mesh.size(dim)) if isinstance(placement, Shard) else (0,)
+        for dim, placement in enumerate(spec.placements)
+    )
+    tiles = {tile_at(spec, place) for place in product(*places)} if cutting else set()
     if all(whole_parts(shape, split, tile) is not None for tile in tiles):
         cutting = []
     return [
@@ -134,11 +158,12 @@ def _cuts_tiles(parameter: ShardedTensor, dims: Iterable[int]) -> bool:
 
 def _copied_holdings(parameter: ShardedTensor, dims: Sequence[int]) -> tuple[Holding, ...]:
     """What the ranks along ``dims`` hold, all of which have the same tile."""
-    mesh, ranges, tile = parameter.device_mesh, parameter.placement, tile_of(parameter._spec)
+    mesh, tile = parameter.device_mesh, tile_of(parameter._spec)
+    ranges = {rank: (start, stop) for rank, start, stop in parameter.placement.ranges}
     place = range_dim(parameter._spec)
     mine = mesh.get_local_rank(place)
     held = []
     for coordinate in product(*(range(mesh.size(dim)) for dim in dims)):
         rank = dict(zip(dims, coordinate, strict=True)).get(place, mine)
-        held.append(Holding(tile, *ranges.local_range(rank)))
+        held.append(Holding(tile, *ranges.get(rank, (0, 0))))
     return tuple(held)

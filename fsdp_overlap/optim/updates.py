@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from fsdp_overlap.optim.matrices import Shared, Stack, divide
+from fsdp_overlap.optim.matrices import Shared, Stack
 from fsdp_overlap.optim.newton_schulz import Polynomial, polynomials
 from fsdp_overlap.optim.runs import local_of
 from fsdp_overlap.optim.teams import Member
@@ -61,14 +61,12 @@ class Update:
         self,
         parameter: torch.Tensor,
         buffer: torch.Tensor,
-        split: Any,
         settings: Settings,
         member: Member,
     ) -> None:
         assert parameter.grad is not None
         self.settings = settings
         self.member = member
-        self.start = member.holdings[member.rank].start
         self.local = local_of(parameter).detach().view(-1)
         self.buffer = local_of(buffer).view(-1)
         self.gradient = local_of(parameter.grad).reshape(-1).to(self.buffer.dtype)
@@ -76,7 +74,6 @@ class Update:
         if isinstance(parameter, ShardedTensor) and not is_on_mesh(self.local, parameter._spec):
             # This device multiplies faster than the host, and its backend sends the matrices.
             self.device = torch.device(parameter.device_mesh.device_type)
-        self.division = divide(tuple(parameter.shape), split, member.holdings)
 
 
 class Part(NamedTuple):
@@ -90,7 +87,8 @@ class Part(NamedTuple):
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
         """These elements of ``local``, which is what this rank holds."""
-        return local[self.first - self.update.start : self.last - self.update.start]
+        start = self.update.member.start
+        return local[self.first - start : self.last - start]
 
 
 def directions(parts: Sequence[Part]) -> list[torch.Tensor]:
