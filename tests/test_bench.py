@@ -19,6 +19,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import all as running
 import link
 import soak
+import stage_memory
 from all import Benchmark, bench
 from fsdp_overlap.cli import main
 from harness import link_training
@@ -354,3 +355,35 @@ def test_the_soak_sees_a_leak_and_a_count_that_is_off(monkeypatch: pytest.Monkey
     ]
     holding = [claim.holds for claim in soak.claims_of(args, ranks)]
     assert holding == [False, False, True, False, False, True]
+
+
+def test_memory_of_a_stage_that_is_not_what_tensors_take_breaks_a_claim() -> None:
+    sizes = {stage_memory.SHARDS: 30.0, stage_memory.FULL: 20.0}
+    mib = {"kept": 51.0, "released": 29.0, "while saving": 31.5, "next step": 50.0} | sizes
+
+    def broken(stage: int, **found: float) -> list[str]:
+        claims = stage_memory.claims_of({stage: mib | found}, tolerance=2.0)
+        return [claim.text for claim in claims if not claim.holds]
+
+    assert broken(2) == []
+    assert broken(2, released=50.0) == ["stage 2, released: shards and moments, 30.0 MiB"]
+    assert broken(2, kept=30.0) == [
+        "stage 2, kept: shards and moments and full parameters, 50.0 MiB"
+    ]
+    assert len(broken(3)) == 2  # where nothing may be kept
+
+
+@pytest.mark.slow
+def test_the_memory_of_stages_is_what_tensors_take(tmp_path: Path) -> None:
+    record = tmp_path / "stages.json"
+    arguments = ["--layers", "3", "--width", "256", "--json", str(record)]
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / "stage_memory.py"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    claims = read_measurement(record).claims
+    assert len(claims) == 12
+    assert all(claim.holds for claim in claims)

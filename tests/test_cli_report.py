@@ -5,13 +5,16 @@ from __future__ import annotations
 import gzip
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fsdp_overlap.cli import main
-from support.traces import Step, trace_of
+from fsdp_overlap.profiling import Report
+from fsdp_overlap.profiling.tables import kinds_table
+from support.traces import Step, read, trace_of
 
 
 @pytest.fixture
@@ -63,6 +66,24 @@ def test_two_runs_are_reported_side_by_side(
     assert "other:" in shown
     assert "3 of 3 forward all-gathers are waited for as soon as they are issued" in shown
     assert list(json.loads((out / "overlap.json").read_text())["runs"]) == ["run", "other"]
+
+
+def test_the_table_of_kinds_has_bytes_and_names_each_kind_once() -> None:
+    """Also where the first run has none of a kind, as one that keeps parameters for backward."""
+    rank = read(*Step().events)
+    sizes = {"all_gather": 50_000, "reduce_scatter": None}
+    each = tuple(replace(c, nbytes=sizes[c.kind]) for c in rank.collectives)
+    plain = replace(rank, collectives=each)
+    kept = replace(rank, collectives=tuple(c for c in each if c.pass_ == "forward"))
+    table = kinds_table({"kept": Report((kept,)), "plain": Report((plain,))})
+    shown = [(label, who, megabytes) for label, who, _, megabytes, *_ in table.rows]
+    assert table.header[3] == "MB"
+    assert shown == [
+        ("forward all-gathers", "kept rank", "0.20"),
+        ("", "plain rank", "0.20"),
+        ("backward all-gathers", "plain rank", "0.15"),
+        ("reduce-scatters", "plain rank", "-"),
+    ]
 
 
 def test_a_report_may_be_made_again_where_it_lies(

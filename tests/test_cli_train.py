@@ -197,6 +197,13 @@ def test_bad_input_is_exit_code_two(tmp_path: Path) -> None:
     [
         ({"steps": 0}, "--steps 0: must be at least 1"),
         ({"batch_size": -1}, "--batch-size -1: must be at least 1"),
+        ({"microbatches": 0}, "--microbatches 0: must be at least 1"),
+        (
+            {"batch_size": 6, "microbatches": 4},
+            "--microbatches 4: --batch-size 6 cannot be split into as many equal parts; use a "
+            "divisor of 6, or --batch-size 8",
+        ),
+        ({"zero_stage": 0}, "--zero-stage 0: use 1, 2 or 3"),
         ({"prefetch": -1}, "--prefetch -1: must not be negative"),
         ({"lr": math.nan}, "--lr nan: must be a positive number"),
         ({"dtype": "int8"}, "--dtype int8: use float32 or bfloat16"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fsdp_overlap.runtime.unit import unit_of
 from support.examples import EXAMPLES, TRAINING, load, run_training
 from support.ranks import run_ranks
 
@@ -21,10 +23,43 @@ def test_the_training_example_learns(tmp_path: Path, half: bool) -> None:
     assert last < first / 2
 
 
-def test_the_training_example_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    whole = run_ranks(run_training, 2, False, str(tmp_path / "whole"), 3)
-    parts = run_ranks(run_training, 2, False, str(tmp_path / "parts"), 1, 3)
+@pytest.mark.parametrize(("stage", "microbatches"), [(3, 2), (2, 1), (1, 3)])
+def test_the_training_example_goes_on_where_it_stopped(
+    tmp_path: Path, stage: int, microbatches: int
+) -> None:
+    run = partial(run_training, zero_stage=stage, microbatches=microbatches)
+    whole = run_ranks(run, 2, False, str(tmp_path / "whole"), 3)
+    parts = run_ranks(run, 2, False, str(tmp_path / "parts"), 1, 3)
     assert parts == whole
+
+
+def test_the_training_example_learns_alike_at_every_stage(tmp_path: Path) -> None:
+    losses = [
+        run_ranks(partial(run_training, zero_stage=stage), 2, False, str(tmp_path / str(stage)), 2)
+        for stage in (1, 2, 3)
+    ]
+    assert losses[1] == losses[2]
+    assert losses[0][0] == pytest.approx(losses[2][0], rel=1e-2)  # computed in bfloat16
+
+
+def kept(folder: str) -> list[int]:
+    """Full buffers of the model and of its average: trained, evaluated, saved."""
+    program = load(TRAINING)
+    training = program.Training(Path(folder), zero_stage=2)
+    average = unit_of(training.average.module).context
+    alive = []
+    for step in (
+        lambda: training.train_epoch(program.sequences(64, seed=1)),
+        lambda: training.evaluate(program.sequences(64, seed=2)),
+        training.save,
+    ):
+        step()
+        alive += [training.ctx.stats.full_buffers_alive, average.stats.full_buffers_alive]
+    return alive
+
+
+def test_the_training_example_keeps_what_it_trains_until_it_saves(tmp_path: Path) -> None:
+    assert run_ranks(kept, 2, str(tmp_path)) == [[3, 0, 3, 0, 0, 0]] * 2
 
 
 @pytest.mark.slow

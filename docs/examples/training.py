@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -52,18 +53,22 @@ def sequences(count: int, seed: int) -> TensorDataset:
 
 
 class Training:
-    def __init__(self, folder: Path, accumulate: int = 2, half: bool = False) -> None:
-        self.folder, self.accumulate = folder, accumulate
+    def __init__(
+        self, folder: Path, half: bool = False, zero_stage: int = 3, microbatches: int = 2
+    ) -> None:
+        self.folder, self.microbatches = folder, microbatches
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         torch.manual_seed(0)  # every rank builds the same model
         model = build().to(self.device)
-        ctx = FsdpContext()
+        self.ctx = FsdpContext()
         for module in model:
             if isinstance(module, Block):
-                fully_shard(module, ctx)
-        self.model = fully_shard(model, ctx)
+                fully_shard(module, self.ctx)
+        self.model = fully_shard(model, self.ctx)
         # Made of sharded parameters, averages and optimizer states are sharded likewise.
         self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+        # After the copy for averages, whose full parameters need not be kept between evaluations.
+        self.model.set_zero_stage(zero_stage)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=200)
         # float16 needs its loss scaled, bfloat16 does not. Without the cache autocast does not
@@ -82,11 +87,13 @@ class Training:
         sampler: DistributedSampler = DistributedSampler(data, drop_last=True)
         sampler.set_epoch(self.epoch)
         self.model.train()
-        # All ranks have equally many batches, as collectives need.
-        for index, (rows,) in enumerate(DataLoader(data, batch_size, sampler=sampler), start=1):
-            is_step = index % self.accumulate == 0
-            self.model.set_requires_gradient_sync(is_step)
-            loss = self.loss(self.model, rows.to(self.device)) / self.accumulate
+        # All ranks have equally many batches, as collectives need, and all steps equally many.
+        batches = DataLoader(data, batch_size, sampler=sampler)
+        used = len(batches) - len(batches) % self.microbatches
+        for index, (rows,) in enumerate(islice(batches, used), start=1):
+            is_step = index % self.microbatches == 0
+            self.model.set_is_last_backward(is_step)
+            loss = self.loss(self.model, rows.to(self.device)) / self.microbatches
             self.scaler.scale(loss).backward()
             if is_step:
                 self.scaler.unscale_(self.optimizer)
@@ -94,6 +101,7 @@ class Training:
                 self.scaler.step(self.optimizer)
                 self.scaler.update()
                 self.optimizer.zero_grad()
+                self.ctx.start_param_sync()  # at stages 1 and 2, under all that follows
                 self.scheduler.step()
                 self.average.update_parameters(self.model)
         self.epoch += 1
@@ -121,6 +129,7 @@ class Training:
         }
 
     def save(self) -> None:
+        self.ctx.release_unsharded()  # a checkpoint holds shards alone
         dcp.save(self.state(), checkpoint_id=self.folder / f"epoch-{self.epoch}")
 
     def resume(self) -> None:
@@ -143,9 +152,11 @@ class Training:
         self.epoch = state["epoch"]
 
 
-def run(folder: Path, epochs: int, half: bool = False) -> list[float]:
+def run(
+    folder: Path, epochs: int, half: bool = False, zero_stage: int = 3, microbatches: int = 2
+) -> list[float]:
     """Trains until ``epochs`` are done and returns the loss after each that was run here."""
-    training = Training(folder, half=half)
+    training = Training(folder, half, zero_stage, microbatches)
     training.resume()
     losses = []
     while training.epoch < epochs:
@@ -162,6 +173,8 @@ if __name__ == "__main__":
     parser.add_argument("--folder", type=Path, required=True, help="seen by all ranks")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--half", action="store_true", help="float16 instead of bfloat16")
+    parser.add_argument("--zero-stage", type=int, default=3, help="1 or 2 gathers less often")
+    parser.add_argument("--microbatches", type=int, default=2, help="batches in a step")
     arguments = parser.parse_args()
     dist.init_process_group()
     if torch.cuda.is_available():

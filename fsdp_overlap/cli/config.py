@@ -15,7 +15,9 @@ class TrainConfig:
 
     lr: the peak; by default the optimizer's in BEST_LR.
     data: a file or a folder of text; None for the standard library's sources.
-    batch_size: sequences per rank and step. seq_len: bytes per sequence.
+    batch_size: sequences per rank and step, those of all microbatches. seq_len: bytes per sequence.
+    zero_stage: what is sharded between steps, as in `set_zero_stage`.
+    microbatches: equal parts of a rank's sequences, each with a forward and backward of its own.
     prefetch: how many all-gathers may run ahead of compute.
     eval_every: steps between validations. log_every: steps between lines of metrics.
     save_every: steps between checkpoints. keep: how many of them are kept.
@@ -33,6 +35,8 @@ class TrainConfig:
     optimizer: str = "adamw"
     lr: float | None = None
     seed: int = 0
+    zero_stage: int = 3
+    microbatches: int = 1
     prefetch: int = 1
     dtype: str = "float32"
     eval_every: int = 40
@@ -44,6 +48,7 @@ class TrainConfig:
         at_least_one = (
             "steps",
             "batch_size",
+            "microbatches",
             "seq_len",
             "layers",
             "width",
@@ -59,6 +64,15 @@ class TrainConfig:
         for name in ("prefetch", "seed"):
             if getattr(self, name) < 0:
                 raise BadInput(f"{_option(name)} {getattr(self, name)}: must not be negative")
+        if self.zero_stage not in (1, 2, 3):
+            raise BadInput(f"--zero-stage {self.zero_stage}: use 1, 2 or 3")
+        if self.batch_size % self.microbatches:
+            more = -(-self.batch_size // self.microbatches) * self.microbatches
+            raise BadInput(
+                f"--microbatches {self.microbatches}: --batch-size {self.batch_size} cannot be "
+                f"split into as many equal parts; use a divisor of {self.batch_size}, or "
+                f"--batch-size {more}"
+            )
         if self.optimizer not in BEST_LR:
             raise BadInput(f"--optimizer {self.optimizer}: use {' or '.join(BEST_LR)}")
         lr = BEST_LR[self.optimizer] if self.lr is None else self.lr

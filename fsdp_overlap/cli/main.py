@@ -47,6 +47,9 @@ def train(
     device: Annotated[str, typer.Option(help="auto, cpu, or an accelerator as cuda.")] = "auto",
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 160,
     batch_size: Annotated[int, typer.Option(help="Sequences per rank and step.")] = 4,
+    microbatches: Annotated[
+        int, typer.Option(help="Equal parts of these sequences, trained one after the other.")
+    ] = 1,
     seq_len: Annotated[int, typer.Option(help="Bytes per sequence.")] = 128,
     layers: Annotated[int, typer.Option(help="Blocks, each a unit of its own.")] = 6,
     width: Annotated[int, typer.Option(help="Width of the residual stream.")] = 192,
@@ -60,6 +63,13 @@ def train(
         typer.Option(help="Peak learning rate [default: 0.003 for adamw, 0.01 for muon]."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = 0,
+    zero_stage: Annotated[
+        int,
+        typer.Option(
+            help="3 shards everything; 2 keeps full parameters between steps; 1 keeps full "
+            "gradients too, between microbatches."
+        ),
+    ] = 3,
     prefetch: Annotated[int, typer.Option(help="All-gathers that may run ahead of compute.")] = 1,
     dtype: Annotated[str, typer.Option(help="Compute in float32 or bfloat16.")] = "float32",
     eval_every: Annotated[int, typer.Option(help="Steps between validations.")] = 40,
@@ -92,6 +102,7 @@ def train(
         data=data,
         steps=steps,
         batch_size=batch_size,
+        microbatches=microbatches,
         seq_len=seq_len,
         layers=layers,
         width=width,
@@ -100,6 +111,7 @@ def train(
         optimizer=optimizer,
         lr=lr,
         seed=seed,
+        zero_stage=zero_stage,
         prefetch=prefetch,
         dtype=dtype,
         eval_every=eval_every,
@@ -132,10 +144,12 @@ def _go_on(folder: Path, place: Place) -> None:
     begun = read_begun(folder)
     config = begun.config
     together = begun.ranks * config.batch_size
-    if together % place.ranks:
+    per_microbatch = together // config.microbatches
+    if per_microbatch % place.ranks:
+        what = "step" if config.microbatches == 1 else "microbatch"
         raise BadInput(
-            f"--ranks {place.ranks}: the run's {together} sequences a step cannot be shared "
-            "equally; use a divisor of that"
+            f"--ranks {place.ranks}: the run's {per_microbatch} sequences a {what} cannot be "
+            "shared equally; use a divisor of that"
         )
     if (latest := Checkpoints(folder / "checkpoints", config.keep).latest()) is not None:
         try:

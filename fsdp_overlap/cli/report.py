@@ -1,5 +1,6 @@
 """The overlap report in a terminal and in files."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -67,7 +68,9 @@ def write_report(reports: Mapping[str, Report], folder: Path) -> None:
 
 def show_report(reports: Mapping[str, Report]) -> None:
     """Prints the tables and what was found to stdout."""
-    console = Console(highlight=False, soft_wrap=True)
+    # A file takes long lines; a terminal says how long.
+    width = None if sys.stdout.isatty() else 160
+    console = Console(highlight=False, soft_wrap=True, width=width)
     for table in (ranks_table(reports), kinds_table(reports)):
         console.print(_rich(table), "")
     for name, one in reports.items():

@@ -11,6 +11,8 @@ from typing import Any
 from fsdp_overlap.cli.config import TrainConfig
 from fsdp_overlap.cli.errors import BadInput
 
+TRACES = "traces"
+TRACES_AT_STAGE_3 = "traces-at-stage-3"  # for comparison, of a run at another stage
 _NEW = ".new"  # ends the name of a file that is being written
 
 
@@ -54,9 +56,10 @@ def read_begun(folder: Path) -> Begun:
     return Begun(TrainConfig(**of_config), ranks, entropy)
 
 
-def trace_path(folder: Path, rank: int) -> Path:
-    """Where a rank of the run in `folder` writes its profiler trace."""
-    return folder / "traces" / f"rank-{rank}.json.gz"
+def trace_path(folder: Path, rank: int, traces: str = TRACES) -> Path:
+    """Where a rank of the run in `folder` writes its profiler trace. `traces`: TRACES, or
+    TRACES_AT_STAGE_3."""
+    return folder / traces / f"rank-{rank}.json.gz"
 
 
 class RunFolder:
@@ -87,12 +90,12 @@ class RunFolder:
 
     def clear_traces(self) -> None:
         """Removes the traces of an earlier run, which may have had other ranks."""
-        for trace in self.traces():
+        for trace in (*self.traces(), *self.traces(TRACES_AT_STAGE_3)):
             trace.unlink()
 
-    def traces(self) -> list[Path]:
-        """The profiler traces that ranks left."""
-        return sorted(trace_path(self.path, 0).parent.glob("*.json.gz"))
+    def traces(self, traces: str = TRACES) -> list[Path]:
+        """The profiler traces that ranks left, as in `trace_path`."""
+        return sorted(trace_path(self.path, 0, traces).parent.glob("*.json.gz"))
 
     def log(self, metrics: dict[str, float]) -> None:
         """Adds a line at once, so that a run that dies keeps what it had."""

@@ -12,7 +12,7 @@ from fsdp_overlap.cli.data import Text, bits, unigram_entropy
 from fsdp_overlap.cli.display import Display
 from fsdp_overlap.cli.job import restarts, this_job
 from fsdp_overlap.cli.report import show_report, write_report
-from fsdp_overlap.cli.run_folder import RunFolder
+from fsdp_overlap.cli.run_folder import TRACES_AT_STAGE_3, RunFolder
 from fsdp_overlap.cli.trainer import PROFILED_STEPS, Trainer
 from fsdp_overlap.profiling import read_report
 
@@ -82,16 +82,20 @@ class RunLog:
         self._display.print(f"stopped; saved {saved}")
         self._display.print(str(how_to_go_on(self._folder.path)))
 
-    def conclude(self) -> None:
-        """Writes and prints the results. Call it once all is trained and profiled."""
+    def conclude(self, stats: str) -> None:
+        """Writes and prints the results. Call it once all is trained and profiled. `stats`: what
+        the run's context counted."""
         config, val_loss, entropy = self._config, self._val_loss, self._entropy
         assert val_loss is not None, "the last step always validates"
         self._folder.plot(entropy)
         print(f"\noverlap over {PROFILED_STEPS} steps of {config.layers} blocks and root")
-        reports = {self._folder.path.absolute().name: read_report(*self._folder.traces())}
+        mine = read_report(*self._folder.traces())
+        reports = {self._folder.path.absolute().name: mine}
+        if traces := self._folder.traces(TRACES_AT_STAGE_3):
+            reports = {f"stage {config.zero_stage}": mine, "stage 3": read_report(*traces)}
         write_report(reports, self._folder.path)
         show_report(reports)
-        print(f"\n{self._trainer.context.stats}")
+        print(f"\n{stats}")
         print(f"\nvalidation loss       {val_loss:.3f} nats/byte ({bits(val_loss):.3f} bits)")
         print(
             f"byte-unigram entropy  {entropy:.3f} nats/byte ({bits(entropy):.3f} bits), same text"

@@ -16,7 +16,7 @@ from fsdp_overlap.cli.data import load_text
 from fsdp_overlap.cli.errors import BadInput
 from fsdp_overlap.cli.job import restarts
 from fsdp_overlap.cli.process_group import process_group
-from fsdp_overlap.cli.run_folder import RunFolder, trace_path
+from fsdp_overlap.cli.run_folder import TRACES_AT_STAGE_3, RunFolder, trace_path
 from fsdp_overlap.cli.run_log import RunLog
 from fsdp_overlap.cli.stopping import StopRequest
 from fsdp_overlap.cli.trainer import Trainer
@@ -61,9 +61,13 @@ def _run(config: TrainConfig, device: torch.device, resume: bool, folder: RunFol
         return
     if folder is not None:
         folder.clear_traces()
-    trainer.profile_steps(trace_path(config.out, dist.get_rank()))
+    rank = dist.get_rank()
+    trainer.profile_steps(trace_path(config.out, rank), config.zero_stage)
+    counted = str(trainer.context.stats)
+    if config.zero_stage < 3:  # which needs something to compare with
+        trainer.profile_steps(trace_path(config.out, rank, TRACES_AT_STAGE_3), 3)
     if log is not None:
-        log.conclude()
+        log.conclude(counted)
     dist.barrier()  # all end together, as the launcher expects
 
 
@@ -101,6 +105,7 @@ def _train(
         if log is not None:
             log.show(metrics)
         if stops or step % config.save_every == 0 or step == config.steps:
+            trainer.release_unsharded()
             saved = checkpoints.save(step, trainer)
             if stops and log is not None:
                 log.stopped(saved)

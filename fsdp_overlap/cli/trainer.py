@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +38,19 @@ class Trainer:
         # Every rank makes the same weights and keeps its shard of them.
         torch.manual_seed(config.seed)
         model = GPT(layers=config.layers, width=config.width, heads=config.heads, tied=config.tied)
-        self.model = model.to(device)
-        self.parameters = sum(p.numel() for p in self.model.parameters())
+        model.to(device)
+        self.parameters = sum(p.numel() for p in model.parameters())
         # Muon steps whole matrices, but not the output head.
         layout = Whole(cut=("output.weight",)) if config.optimizer == "muon" else Flat()
         self.context = FsdpContext(prefetch=config.prefetch, layout=layout)
-        self.context.plan([*self.model.blocks, self.model])
+        self.context.plan([*model.blocks, model])
         policy = MixedPrecisionPolicy()
         if config.dtype == "bfloat16":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for block in self.model.blocks:
+        for block in model.blocks:
             fully_shard(block, self.context, mp_policy=policy)
-        fully_shard(self.model, self.context, mp_policy=policy)
+        self.model = fully_shard(model, self.context, mp_policy=policy)
+        self.model.set_zero_stage(config.zero_stage)
         self.optimizer = _make_optimizer(self.model, config)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor)
         self._draws = torch.Generator().manual_seed(config.seed)
@@ -65,9 +67,10 @@ class Trainer:
         """Trains one step. Returns its number and, every `log_every` steps, at every validation and
         at the last step, the metrics since they were last returned."""
         config, ranks = self.config, dist.get_world_size()
-        loss, norm = self.step()
+        loss_sum, norm = self.step()
+        self.context.start_param_sync()  # runs under all that follows, the next forward too
         self.steps_done += 1
-        self._loss_sum += loss.double() * config.batch_size
+        self._loss_sum += loss_sum
         self._sequences_summed += ranks * config.batch_size
         self._steps_timed += 1
         step = self.steps_done
@@ -90,21 +93,30 @@ class Trainer:
         return metrics
 
     def step(self) -> tuple[Tensor, Tensor]:
-        """Trains one optimizer step. Returns this rank's loss and the gradients' norm, both scalars
-        on the device."""
-        loss = self._loss(self.text.train, self._draws)
-        loss.backward()
+        """Trains one optimizer step. Returns the sum of the losses of this rank's sequences, in
+        double precision, and the gradients' norm, both scalars on the device."""
+        count = self.config.microbatches
+        loss_sum = torch.zeros_like(self._loss_sum)
+        for index, batch in enumerate(self._microbatches(self.text.train, self._draws), start=1):
+            self.model.set_is_last_backward(index == count)
+            loss = self._loss(*batch)
+            (loss / count).backward()
+            loss_sum += loss.detach().double() * (self.config.batch_size // count)
         norm = clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad()
-        return loss.detach(), norm
+        return loss_sum, norm
 
     @torch.no_grad()
     def validate(self) -> float:
         """Mean loss in nats per byte over the same validation sequences each time."""
         draws = torch.Generator().manual_seed(0)
-        losses = [self._loss(self.text.validation, draws) for _ in range(_VALIDATION_BATCHES)]
+        losses = [
+            self._loss(*batch)
+            for _ in range(_VALIDATION_BATCHES)
+            for batch in self._microbatches(self.text.validation, draws)
+        ]
         return _sum_over_ranks(torch.stack(losses).mean()).item() / dist.get_world_size()
 
     def state_dict(self) -> dict[str, Any]:
@@ -131,32 +143,57 @@ class Trainer:
         self._loss_sum.copy_(state["loss_sum"] * (dist.get_rank() == 0))
         self._sequences_summed = state["sequences_summed"]
 
-    def profile_steps(self, trace: Path) -> None:
-        """Trains two more steps under the profiler and writes what this rank did to `trace`. Every
-        rank profiles, so that none is slower than the others. A few unprofiled steps come before:
-        after a validation or a checkpoint, ranks first confirm to each other what they do."""
-        for _ in range(_STEPS_BEFORE_PROFILE):
+    def release_unsharded(self) -> None:
+        """Frees the full buffers that stages 1 and 2 keep, before a checkpoint is written. The next
+        step gathers them again. On an accelerator torch's allocator gives back what it would hold
+        of them, for those who allocate without torch, such as NCCL."""
+        if self.config.zero_stage < 3:
+            self.context.release_unsharded()
+            if has_streams(self.device):
+                torch.accelerator.empty_cache()
+
+    def profile_steps(self, trace: Path, zero_stage: int) -> None:
+        """Trains two more steps at `zero_stage` under the profiler and writes what this rank did to
+        `trace`. Every rank profiles, so that none is slower than the others. A few unprofiled steps
+        come before: after a validation or a checkpoint, ranks first confirm to each other what they
+        do."""
+        self.model.set_zero_stage(zero_stage)
+
+        def step() -> None:
+            # Before the step, not after it: the trace then holds the all-gathers of whole steps.
+            self.context.start_param_sync()
             self.step()
+
+        for _ in range(_STEPS_BEFORE_PROFILE):
+            step()
         activities = {ProfilerActivity.CPU}
         if has_streams(self.device):
             activities |= supported_activities()
         with profile(activities=activities) as profiler:
             dist.barrier()  # starting takes a while, and longer on one rank than on another
             for _ in range(PROFILED_STEPS):
-                self.step()
+                step()
             dist.barrier()  # a profiler that stops may crash on what is in flight
         trace.parent.mkdir(exist_ok=True)
         profiler.export_chrome_trace(str(trace))
         dist.barrier()  # all traces are written
 
-    def _loss(self, text: Tensor, draws: torch.Generator) -> Tensor:
+    def _microbatches(
+        self, text: Tensor, draws: torch.Generator
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Draws this rank's sequences of one step: the inputs and targets of each microbatch."""
         # All ranks draw the same global batch and each takes its part, so that a run does not
         # depend on how many ranks share a batch.
         ranks, size = dist.get_world_size(), self.config.batch_size
-        inputs, targets = sample_batch(text, ranks * size, self.config.seq_len, draws)
+        drawn = sample_batch(text, ranks * size, self.config.seq_len, draws)
         mine = slice(dist.get_rank() * size, (dist.get_rank() + 1) * size)
-        targets = move(targets[mine].flatten(), self.device)
-        logits = self.model(move(inputs[mine], self.device)).float()
+        inputs, targets = (part[mine].chunk(self.config.microbatches) for part in drawn)
+        return zip(inputs, targets, strict=True)
+
+    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss of one microbatch in nats per byte."""
+        targets = move(targets.flatten(), self.device)
+        logits = self.model(move(inputs, self.device)).float()
         return F.cross_entropy(logits.flatten(0, 1), targets)
 
     def _lr_factor(self, step: int) -> float:

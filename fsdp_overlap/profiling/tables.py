@@ -43,18 +43,29 @@ def ranks_table(reports: Mapping[str, Report]) -> Table:
 
 
 def kinds_table(reports: Mapping[str, Report]) -> Table:
-    """How much of each kind of collective was hidden, on the slowest rank of each report."""
+    """How many collectives of each kind there were, how large, and how much of them was hidden, on
+    the slowest rank of each report."""
     several = len(reports) > 1
-    header = ("in a step", "of", "under compute", "hidden", "in flight ms", "exposed ms", "GB/s")
+    header = (
+        "in a step",
+        "of",
+        "under compute",
+        "MB",
+        "hidden",
+        "in flight ms",
+        "exposed ms",
+        "GB/s",
+    )
     rows = []
     for label, kind, pass_ in ROWS:
         totals = [
             (_column(name, report.slowest, several), report.slowest)
             for name, report in reports.items()
         ]
-        for k, (who, rank) in enumerate(totals):
+        for who, rank in totals:
             if (total := rank.total(kind, pass_)).count:
-                rows.append(("" if k else label, who, *_cells(rank, total)))
+                rows.append((label, who, *_cells(rank, total)))
+                label = ""  # once, in the first row of its kind
     return Table(header, tuple(rows), labels=2)
 
 
@@ -105,6 +116,7 @@ def _cells(rank: RankReport, total: Total) -> tuple[str, ...]:
     speed = total.bandwidth
     return (
         f"{total.under_compute / rank.steps:g} of {total.count / rank.steps:g}",
+        UNKNOWN if total.nbytes is None else f"{total.nbytes / rank.steps / 1e6:.2f}",
         UNKNOWN if total.hidden is None else f"{total.hidden:.0%}",
         _ms(total.duration, rank),
         _ms(total.exposed, rank),

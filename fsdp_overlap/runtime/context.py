@@ -354,7 +354,8 @@ class FsdpContext:
 
     def release_unsharded(self) -> None:
         """Frees the full buffers that are kept, for example before a checkpoint or if memory is
-        short. The next use gathers them again."""
+        short. The next use gathers them again. torch's allocator holds what was freed on a GPU:
+        ``torch.accelerator.empty_cache()`` gives it to others, and makes the host wait."""
         self.settle()
         self.schedule.release_unsharded()
 

@@ -87,6 +87,7 @@ BENCHMARKS = (
     ),
     Benchmark("order_check", "order_check.py", "", "--rounds 2 --blocks 3"),
     Benchmark("memory", "memory.py", "", "--rounds 3"),
+    Benchmark("stage_memory", "stage_memory.py", "", "--layers 3 --width 256"),
     Benchmark("muon", "muon.py", "", "--rounds 1"),
     Benchmark("checkpoint", "checkpoint.py", "", "--rounds 2"),
     Benchmark("collectives", "collectives.py", "", "--rounds 3 --warmup 1"),

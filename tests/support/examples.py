@@ -19,6 +19,6 @@ def load(path: Path) -> Any:
     return program
 
 
-def run_training(half: bool, folder: str, *epochs: int) -> list[float]:
+def run_training(half: bool, folder: str, *epochs: int, **options: int) -> list[float]:
     training = load(TRAINING)
-    return [loss for count in epochs for loss in training.run(Path(folder), count, half)]
+    return [loss for count in epochs for loss in training.run(Path(folder), count, half, **options)]

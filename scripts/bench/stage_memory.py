@@ -1,0 +1,181 @@
+"""What a rank keeps in memory at each ZeRO stage: between steps, released, and while it saves.
+
+Gloo ranks train the main job's model by the main job's own code, at stages 3, 2 and 1, with two
+microbatches a step, which leave gradients behind at stage 1. Samples are resident memory of the
+rank that holds most, above what it held before the model was made:
+
+- *kept*: between steps, once the all-gathers that follow the optimizer's step are over;
+- *released*: after what the main job does before a checkpoint;
+- *while saving*: the peak of a checkpoint;
+- *next step*: between steps again.
+
+The exit code is 1 unless these are what the bytes of the tensors say, to within `--tolerance`: a
+shard of the parameters and two of AdamW's moments at rest, the full parameters besides where they
+are kept, and nothing besides for a checkpoint. Freed blocks of 64 KiB and more go back to the
+system at once, which malloc otherwise does not promise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fsdp_overlap.cli.checkpoints import Checkpoints
+from fsdp_overlap.cli.config import TrainConfig
+from fsdp_overlap.cli.data import Text
+from fsdp_overlap.cli.trainer import Trainer
+from harness import output, peaks, processes
+from harness.measurement import Claim, Figure, Measurement, Spread
+
+STAGES = (3, 2, 1)
+KEPT, RELEASED, SAVING, NEXT = "kept", "released", "while saving", "next step"
+# Computed from the sizes of tensors.
+SHARDS, FULL = "shards and moments", "full parameters"
+MIB = 1 << 20
+
+
+def run_config(out: Path, stage: int, layers: int, width: int) -> TrainConfig:
+    return TrainConfig(
+        out=out,
+        batch_size=2,
+        microbatches=2,
+        seq_len=16,
+        layers=layers,
+        width=width,
+        heads=width // 64,
+        zero_stage=stage,
+    )
+
+
+def at_rest() -> int:
+    """Resident bytes of this rank, while every rank is at rest."""
+    gc.collect()
+    dist.barrier()
+    return peaks.resident("VmRSS")
+
+
+def weigh(config: TrainConfig, text: Text) -> dict[str, float]:
+    """MiB on this rank."""
+    before = at_rest()
+    trainer = Trainer(config, text, torch.device("cpu"))
+    for _ in range(2):
+        trainer.advance()
+    trainer.context.finish_param_sync()
+    found = {KEPT: at_rest() - before}
+    trainer.release_unsharded()
+    found[RELEASED] = at_rest() - before
+    with peaks.PeakMemory() as peak:
+        Checkpoints(config.out, keep=1).save(trainer.steps_done, trainer)
+    found[SAVING] = found[RELEASED] + peak.nbytes
+    trainer.advance()
+    trainer.context.finish_param_sync()
+    found[NEXT] = at_rest() - before
+    buckets = [bucket for unit in trainer.context.units for bucket in unit.buckets]
+    found[SHARDS] = 3 * sum(bucket.shard.nbytes for bucket in buckets)
+    found[FULL] = sum(bucket.full.nbytes for bucket in buckets)
+    return {name: nbytes / MIB for name, nbytes in found.items()}
+
+
+def run_rank(args: argparse.Namespace) -> None:
+    """Weighs each stage on this rank; rank 0 reports the figures of the heaviest."""
+    rank, _ = processes.join_ranks(timeout_s=args.timeout)
+    noise = torch.randint(256, (1000,), dtype=torch.uint8)
+    text = Text(noise, noise, "noise")
+    folder = Path(args.folder)
+    # Once in vain, for all that is loaded, connected and allocated at first use.
+    weigh(run_config(folder / "first", 2, args.layers, args.width), text)
+    heaviest = {}
+    for stage in STAGES:
+        config = run_config(folder / f"stage-{stage}", stage, args.layers, args.width)
+        mine = {name: [mib] for name, mib in weigh(config, text).items()}
+        heaviest[str(stage)] = {
+            name: mib for name, [mib] in processes.of_slowest_rank(mine).items()
+        }
+    if rank == 0:
+        processes.report(heaviest)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def claims_of(found: Mapping[int, Mapping[str, float]], tolerance: float) -> list[Claim]:
+    """`found`: what `weigh` found, by stage. `tolerance`: in MiB."""
+    claims = []
+    for stage, mib in found.items():
+        kept = {SHARDS: mib[SHARDS], FULL: mib[FULL] if stage < 3 else 0.0}
+        rest = {**kept, FULL: 0.0}
+        for name, parts in ((KEPT, kept), (RELEASED, rest), (SAVING, rest), (NEXT, kept)):
+            expected = sum(parts.values())
+            words = " and ".join(part for part, size in parts.items() if size)
+            claims.append(
+                Claim(
+                    f"stage {stage}, {name}: {words}, {expected:.1f} MiB",
+                    abs(mib[name] - expected) <= tolerance,
+                    f"{mib[name]:.1f} MiB",
+                )
+            )
+    return claims
+
+
+def measurement_of(
+    args: argparse.Namespace, found: Mapping[int, Mapping[str, float]]
+) -> Measurement:
+    about = (
+        f"torch {torch.__version__}, {args.ranks} ranks, {args.layers} blocks of width "
+        f"{args.width}, float32, AdamW; resident memory above that before the model was made, to "
+        f"within {args.tolerance:g} MiB"
+    )
+    settings = {
+        "torch": torch.__version__,
+        "ranks": args.ranks,
+        "layers": args.layers,
+        "width": args.width,
+        "tolerance": args.tolerance,
+    }
+    figures = [
+        Figure(name, f"ours, stage {stage}", "MiB", Spread.of([mib[name]]))
+        for name in (KEPT, RELEASED, SAVING, NEXT)
+        for stage, mib in found.items()
+    ]
+    claims = claims_of(found, args.tolerance)
+    return Measurement(about, settings, output.repeated_argv(), figures, claims=claims)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=512, help="a multiple of 64")
+    parser.add_argument("--tolerance", type=float, default=4.0, help="in MiB")
+    parser.add_argument(
+        "--folder",
+        default=tempfile.gettempdir(),
+        help="where to save, in a folder that is removed at the end; takes four checkpoints",
+    )
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds, for the whole run")
+    output.add_outputs(parser)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    if processes.is_rank():
+        return run_rank(args)
+    with tempfile.TemporaryDirectory(prefix="fsdp_overlap_stages_", dir=args.folder) as folder:
+        argv = [*sys.argv[1:], f"--folder={folder}"]
+        heaviest = processes.launch_ranks(args.ranks, argv, args.timeout, peaks.RETURNED)
+    found = {int(stage): mib for stage, mib in heaviest.items()}
+    measurement = measurement_of(args, found)
+    output.publish(measurement, args.json, args.plot)
+    if broken := [claim for claim in measurement.claims if not claim.holds]:
+        output.fail(f"{broken[0].text}: {broken[0].found}", code=1)
+
+
+if __name__ == "__main__":
+    main()
