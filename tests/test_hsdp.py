@@ -23,6 +23,7 @@ from support.ranks import run_ranks
 from support.twins import Twins, loss_of
 from support.zoo import ZOO, Model, shard_layers
 
+MUON: dict[str, Any] = {"optimizer": Muon, "ns_dtype": torch.double}
 MESHES = [(2, 2), (4, 1), (1, 4)]
 
 
@@ -45,9 +46,9 @@ def test_prefetch_changes_nothing(prefetch: int) -> None:
     run_ranks(train, 4, "layers", (2, 2), {"prefetch": prefetch})
 
 
-@pytest.mark.parametrize("optimizer", [AdamW, Muon])
-def test_own_optimizers_train_alike(optimizer: type[torch.optim.Optimizer]) -> None:
-    run_ranks(train, 4, "layers", (2, 2), {"optimizer": optimizer, "layout": Whole()})
+@pytest.mark.parametrize("options", [{"optimizer": AdamW}, MUON], ids=["AdamW", "Muon"])
+def test_own_optimizers_train_alike(options: dict[str, Any]) -> None:
+    run_ranks(train, 4, "layers", (2, 2), {"layout": Whole(), **options})
 
 
 def copies() -> None:

@@ -51,9 +51,9 @@ class Muon(torch.optim.Optimizer):
         ns_coefficients: ``"quintic"``, torch's default; ``"polar_express"`` (arXiv 2505.16932),
             which comes closer to orthogonal matrices; numbers ``(a, b, c)``; or such a tuple for
             each step.
-        ns_dtype: the dtype of the products. The default is bfloat16, but on a CPU float32, unless
-            the processor has instructions for bfloat16 and is faster with them. Ranks that share
-            matrices and differ in that use float32. One small message in the first step tells them.
+        ns_dtype: the dtype of the products. The default is bfloat16, but on a CPU without AMX
+            float32. Ranks that share matrices and differ in that use float32. One small message in
+            the first step tells them.
         algorithms: which algorithm, ``"muon"`` or ``"adamw"``, steps which parameters of the model.
             The keys are names of parameters, or patterns.
         split: the parts of a matrix that are orthogonalized apart, such as the heads of a fused

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -126,29 +124,13 @@ def _advance(x: torch.Tensor, steps: Sequence[Polynomial]) -> torch.Tensor:
     return factor if len(steps) == 1 else torch.bmm(factor, x)
 
 
-@cache
 def fast_dtype(device: torch.device) -> torch.dtype:
-    """The dtype in which ``device`` orthogonalizes fastest: bfloat16, but for most CPUs float32.
+    """The dtype in which ``device`` orthogonalizes fastest: bfloat16, but on a CPU float32, unless
+    it has AMX.
 
-    A CPU that has instructions for bfloat16 is measured once, for some milliseconds. It must be
-    faster by a quarter, so that noise decides nothing: with float32 there are fewer products.
+    AVX-512 BF16 alone does not pay: float32 has fewer products to make. The processor is asked and
+    not measured, because a measurement may come out otherwise when a run is resumed.
     """
-    if device.type != "cpu":
-        return torch.bfloat16
-    processor = torch.cpu.get_capabilities()
-    if not (processor.get("amx_bf16") or processor.get("avx512_bf16")):
+    if device.type == "cpu" and not torch.cpu.get_capabilities().get("amx_bf16"):
         return torch.float32
-    single, half = (_seconds(dtype) for dtype in (torch.float32, torch.bfloat16))
-    return torch.bfloat16 if half < 0.75 * single else torch.float32
-
-
-def _seconds(dtype: torch.dtype) -> float:
-    """How long a CPU takes for one matrix, at its best."""
-    steps = polynomials("quintic", 5)
-    matrix = torch.eye(256, 512, dtype=dtype)[None]
-    taken = []
-    for _ in range(3):
-        start = time.perf_counter()
-        orthogonalize(matrix.clone(), steps)
-        taken.append(time.perf_counter() - start)
-    return min(taken)
+    return torch.bfloat16
