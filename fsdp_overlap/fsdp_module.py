@@ -15,6 +15,7 @@ from fsdp_overlap.comm.collectives import CustomComms
 from fsdp_overlap.gradient_verbs import GradientVerbs
 from fsdp_overlap.runtime.context import context_of
 from fsdp_overlap.runtime.forward_method import ForwardMethod
+from fsdp_overlap.runtime.shared_lanes import share_lanes
 from fsdp_overlap.runtime.unit import Unit, unit_of
 from fsdp_overlap.torch_internals import AllGather, ReduceScatter
 
@@ -282,7 +283,5 @@ def share_comm_ctx(modules: Sequence[FsdpModule]) -> None:
         if unit is None:
             raise ValueError(f"share_comm_ctx takes units, got a {type(module).__name__}")
         contexts.append(context_of(unit))
-    for context in contexts[1:]:
-        context.check_may_use_lanes_of(contexts[0])
-    for context in contexts[1:]:
-        context.use_lanes_of(contexts[0])
+    if contexts:
+        share_lanes(contexts)

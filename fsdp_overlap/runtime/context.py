@@ -104,7 +104,8 @@ class FsdpContext:
         self.faults = Faults(lambda: domains.all(), self._groups)
         self._groups.watch = weakref.ref(self.faults)
         self.uncompared: Uncompared = []
-        self._is_settled = False
+        self.is_settled = False
+        """Whether :meth:`settle` has nothing left to do."""
         self._transfers: Transfers | None = None
         self._schedule: Schedule | None = None
 
@@ -190,25 +191,6 @@ class FsdpContext:
             )
         return self._transfers
 
-    def check_may_use_lanes_of(self, other: FsdpContext) -> None:
-        """Checks that this context may use the lanes of ``other``.
-
-        Raises:
-            ValueError: it computes on another device.
-            RuntimeError: it has used lanes of its own.
-        """
-        if self.device != other.device:
-            raise ValueError(f"a context on {self.device} cannot use lanes on {other.device}")
-        if self._is_settled and self.transfers.gather_lane is not other.transfers.gather_lane:
-            raise RuntimeError(
-                "a context that has run has lanes of its own: call share_comm_ctx() before the "
-                "first forward"
-            )
-
-    def use_lanes_of(self, other: FsdpContext) -> None:
-        """Communicates on the lanes of ``other``."""
-        self.transfers.use_lanes_of(other.transfers)
-
     @property
     def has_schedule(self) -> bool:
         """Whether a forward or backward may have run."""
@@ -274,7 +256,7 @@ class FsdpContext:
         index = self._units.add(unit)
         for bucket in unit.buckets:
             bucket.join(self.domain_of(bucket.domain.mesh))
-        self._is_settled = False
+        self.is_settled = False
         return index
 
     def settle(self) -> None:
@@ -283,7 +265,7 @@ class FsdpContext:
         groups, and compares what ranks start from. Does nothing once that is done, and nothing
         within a backward. Collective over the meshes.
         """
-        if self._is_settled or engine.is_in_backward():
+        if self.is_settled or engine.is_in_backward():
             return
         is_complete = not self.is_implicit or self._adopt_trees()
         name_units(self.units)
@@ -295,11 +277,11 @@ class FsdpContext:
             for domain in self.domains:
                 compare_plans(self.units, domain)
         compare_starts(bucket for item in self.units for bucket in item.buckets)
-        self._is_settled = is_complete
+        self.is_settled = is_complete
 
     def unsettle(self) -> None:
         """Makes the next forward :meth:`settle` again."""
-        self._is_settled = False
+        self.is_settled = False
 
     def _adopt_trees(self) -> bool:
         """Takes in the units that lie within those of this context. Returns false if some have to
