@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_overlap.agreement.faults import Faults
 from fsdp_overlap.comm.groups import GroupCache, LaneGroups
 from fsdp_overlap.comm.lanes import Lane, make_lane
+from fsdp_overlap.comm.mesh_groups import MeshGroups
 from fsdp_overlap.comm.streams import current_device
 from fsdp_overlap.deciding.reductions import MAX_INPUTS
 from fsdp_overlap.deciding.schedule import Schedule
@@ -62,12 +63,18 @@ class FsdpContext:
             needs memory for one more whole parameter on the device of the mesh, if the module is
             not there. Without this option all ranks must hold the same values. They compare them
             at the first forward.
+        groups: the process groups that collectives run on. :class:`MeshGroups` for the mesh of the
+            context, or a mapping from meshes to them, for units with meshes of their own.
+        pg_options: options of the backend, by lane (``"all_gather"``, ``"reduce_scatter"``,
+            ``"all_reduce"``), for groups that the library makes. By default these have the options
+            of the mesh's groups. Contexts that are given the same object share a group.
 
     Streams, groups and events are made at first use.
 
     Raises:
+        TypeError: ``groups`` or ``pg_options`` are none.
         ValueError: parameters cannot be sharded over the mesh (it may have more than two
-            dimensions, for example), or ``prefetch`` is negative.
+            dimensions, for example), ``prefetch`` is negative, or a group does not suit its mesh.
     """
 
     def __init__(
@@ -80,6 +87,8 @@ class FsdpContext:
         check_plans: bool = False,
         divide_copies: bool = False,
         sync_module_states: bool = False,
+        groups: MeshGroups | Mapping[DeviceMesh, MeshGroups] | None = None,
+        pg_options: Mapping[str, object] | None = None,
     ) -> None:
         if mesh is not None:
             check_mesh(mesh, divide_copies)
@@ -95,7 +104,10 @@ class FsdpContext:
         self.is_implicit = False
         """Whether :func:`fully_shard` made the context. Those of one tree are merged."""
         self.lane_factory: Callable[[str, torch.device], Lane] = lambda _, device: make_lane(device)
-        self._groups = GroupCache(separate_groups)
+        given = {self.mesh: groups} if isinstance(groups, MeshGroups) else groups
+        self._groups = GroupCache(separate_groups, given, pg_options)
+        if pg_options:
+            self._groups.check_options(self.mesh)
         # Domains refer to faults, so faults refer to domains weakly. Without a reference cycle,
         # groups are freed together with the context, and not when Python next collects cycles.
         self._units = Units()
@@ -119,6 +131,8 @@ class FsdpContext:
             layout=self.layout,
             check_plans=self.check_plans,
             divide_copies=self.divide_copies,
+            groups=self._groups.given,
+            pg_options=self._groups.options,
         )
         duplicate.is_implicit = self.is_implicit
         if self._schedule is not None and self._schedule.finalization.is_manual:

@@ -16,9 +16,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_overlap.agreement.faults import Faults
 from fsdp_overlap.agreement.order_check import KINDS, OrderCheck, Subject
+from fsdp_overlap.comm.group_facts import can_close
 from fsdp_overlap.comm.groups import GroupCache, LaneGroups
 from fsdp_overlap.comm.lanes import Lane, Ticket
-from fsdp_overlap.comm.pool import can_close, end_threads_before_python
+from fsdp_overlap.comm.pool import end_threads_before_python
 from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.deciding.stats import Stats
 from fsdp_overlap.layout import BucketPlan, LayoutRule
@@ -45,6 +46,7 @@ class Domain:
     ``divides_copies``: whether the ranks that hold copies of a shard divide it.
 
     Raises:
+        TypeError: groups over ``mesh`` cannot be made with the options that the user gave.
         ValueError: parameters cannot be sharded over ``mesh`` (:func:`check_mesh`).
     """
 
@@ -59,6 +61,7 @@ class Domain:
         divides_copies: bool = False,
     ) -> None:
         check_mesh(mesh, divides_copies)
+        groups.check_options(mesh)
         end_threads_before_python()
         self.mesh = mesh
         self.device = device

@@ -108,6 +108,7 @@ class NcclLikeGroup(dist.ProcessGroup):
         carried = dist.PrefixStore("carrier", store)
         self._carrier = dist.ProcessGroupGloo(carried, rank, world_size, timeout)
         self._name = ""
+        self._issued = 0
         self._thread = ThreadPoolExecutor(1, f"{BACKEND}-{rank}")
 
     # ---- what torch asks a group ----
@@ -137,6 +138,9 @@ class NcclLikeGroup(dist.ProcessGroup):
         if device.type not in DEVICES:
             raise RuntimeError(f"no backend for {device.type}")
         return self
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._issued
 
     def shutdown(self) -> None:
         self._thread.shutdown()
@@ -214,7 +218,9 @@ class NcclLikeGroup(dist.ProcessGroup):
             future = self._thread.submit(self._exchange, kind, messages)
             return Arrival(future.result, future.done)
 
-        return self._run(kind, writes, reads, start, receive, opts)
+        work = self._run(kind, writes, reads, start, receive, opts)
+        self._issued += 1
+        return work
 
     def _exchange(self, kind: str, messages: list[torch.Tensor]) -> list[torch.Tensor]:
         code = zlib.crc32(kind.encode())
