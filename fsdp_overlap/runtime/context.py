@@ -283,9 +283,8 @@ class FsdpContext:
             return
         is_complete = not self.is_implicit or self._adopt_trees()
         name_units(self.units)
-        for item in self.units:
-            for bucket in item.buckets:
-                bucket.connect(item.part_size, item.settings)
+        for unit in self.units:
+            unit.connect()
         self.follow_reduce_inputs()
         if self.check_plans:
             for domain in self.domains:

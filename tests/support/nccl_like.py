@@ -109,6 +109,7 @@ class NcclLikeGroup(dist.ProcessGroup):
         self._carrier = dist.ProcessGroupGloo(carried, rank, world_size, timeout)
         self._name = ""
         self._issued = 0
+        self.pools: list[Any] = []
         self._thread = ThreadPoolExecutor(1, f"{BACKEND}-{rank}")
 
     # ---- what torch asks a group ----
@@ -147,6 +148,22 @@ class NcclLikeGroup(dist.ProcessGroup):
         self._carrier.shutdown()
 
     abort = shutdown
+
+    # ---- memory of its own, on a device that has pools ----
+
+    mem_allocator: ClassVar[object] = object()
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return device.type == "modelled"
+
+    def register_mem_pool(self, pool: Any, symm: bool = False) -> None:
+        assert pool.allocator is self.mem_allocator
+        self.pools.append(pool)
+
+    def has_registered(self, tensor: torch.Tensor) -> bool:
+        """Whether the memory of `tensor` is registered with this group."""
+        address = streams.active().address_of(tensor)
+        return any(address in segment for pool in self.pools for segment in pool.segments)
 
     # ---- the one way that every collective goes ----
 
