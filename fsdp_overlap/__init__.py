@@ -3,6 +3,7 @@
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp_overlap.blocks import find_blocks
+from fsdp_overlap.comm.mesh_groups import MeshGroups
 from fsdp_overlap.deciding.finalization import GradientReductionHandle
 from fsdp_overlap.deciding.stats import Stats
 from fsdp_overlap.fsdp_module import (
@@ -30,6 +31,7 @@ __all__ = [
     "FsdpContext",
     "FsdpModule",
     "GradientReductionHandle",
+    "MeshGroups",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "RangeShard",

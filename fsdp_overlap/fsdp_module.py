@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from fsdp_overlap.comm.collectives import CustomComms
+from fsdp_overlap.comm.group_memory import check_memory
 from fsdp_overlap.gradient_verbs import GradientVerbs
 from fsdp_overlap.runtime.context import context_of
 from fsdp_overlap.runtime.forward_method import ForwardMethod
+from fsdp_overlap.runtime.shared_lanes import share_lanes
 from fsdp_overlap.runtime.unit import Unit, unit_of
 from fsdp_overlap.torch_internals import AllGather, ReduceScatter
 
@@ -111,17 +113,28 @@ class FsdpModule(GradientVerbs):
         context_of(unit).unsettle()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Is here for code that was written for FSDP2. ``False`` changes nothing.
+        """Whether this unit's full buffers and reduce inputs lie in memory that the backend of its
+        process groups allocates. It is registered with the groups of gathers and reductions, so
+        that NCCL can work on it without copies of its own. A buffer that is kept moves there when
+        it was freed. Call this on every rank of the mesh, between iterations.
 
         Raises:
-            ValueError: ``enable`` is true.
+            ValueError: the backend allocates none, or the unit has custom collectives, which work
+                on memory of theirs.
         """
+        unit = self._fsdp_unit
         if enable:
-            raise ValueError(
-                "set_allocate_memory_from_process_group_for_comm(True): what travels is the memory "
-                "that parameters are views of, so there are no buffers for the process group to "
-                "allocate; leave the call out, or allocate from it in set_custom_all_gather()"
-            )
+            if unit.settings.comms != CustomComms():
+                raise ValueError(
+                    "set_allocate_memory_from_process_group_for_comm(True) on unit "
+                    f"{unit.name!r}, whose custom collectives work on memory that they allocate: "
+                    "allocate it there"
+                )
+            for bucket in unit.buckets:
+                mesh = bucket.domain.mesh
+                check_memory(mesh.get_group(mesh.ndim - 1), bucket.domain.device)
+        unit.settings.uses_group_memory = enable
+        context_of(unit).unsettle()
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
         """Is here for code that was written for FSDP2.
@@ -130,9 +143,10 @@ class FsdpModule(GradientVerbs):
             ValueError: always.
         """
         raise ValueError(
-            f"set_symm_mem_for_comm({backend!r}): what travels is the memory that parameters are "
-            "views of, so there are no buffers to put in symmetric memory; leave the call out, or "
-            "allocate it in set_custom_all_gather()"
+            f"set_symm_mem_for_comm({backend!r}): symmetric memory is registered by all ranks "
+            "together, and they do not allocate at the same moments; use "
+            "set_allocate_memory_from_process_group_for_comm(True), or allocate symmetric memory "
+            "in set_custom_all_gather()"
         )
 
     def set_zero_stage(self, stage: int, *, recurse: bool = True) -> None:
@@ -282,7 +296,5 @@ def share_comm_ctx(modules: Sequence[FsdpModule]) -> None:
         if unit is None:
             raise ValueError(f"share_comm_ctx takes units, got a {type(module).__name__}")
         contexts.append(context_of(unit))
-    for context in contexts[1:]:
-        context.check_may_use_lanes_of(contexts[0])
-    for context in contexts[1:]:
-        context.use_lanes_of(contexts[0])
+    if contexts:
+        share_lanes(contexts)

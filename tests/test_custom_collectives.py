@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -170,15 +170,12 @@ def test_ragged_shards_are_refused() -> None:
 
 def memory_of_others() -> None:
     model = fully_shard(nn.Linear(4, 4), FsdpContext())
-    model.set_allocate_memory_from_process_group_for_comm(False)
-    refused: list[tuple[Callable[..., object], Any]] = [
-        (model.set_allocate_memory_from_process_group_for_comm, True),
-        (model.set_symm_mem_for_comm, "NCCL"),
-    ]
-    for verb, argument in refused:
-        with pytest.raises(ValueError, match="leave the call out, or allocate"):
-            verb(argument)
+    with pytest.raises(ValueError, match="symmetric memory is registered by all ranks together"):
+        model.set_symm_mem_for_comm("NCCL")
+    model.set_custom_all_gather(KeepingGather())
+    with pytest.raises(ValueError, match=r"custom collectives .* allocate it there"):
+        model.set_allocate_memory_from_process_group_for_comm(True)
 
 
-def test_memory_of_a_process_group_is_refused() -> None:
+def test_memory_of_others_is_refused() -> None:
     run_ranks(memory_of_others, 1)

@@ -19,8 +19,8 @@ from fsdp_overlap.agreement.order_check import (
     describe_difference,
     first_difference,
 )
+from fsdp_overlap.comm.group_facts import group_timeout
 from fsdp_overlap.comm.groups import GroupCache
-from fsdp_overlap.comm.pool import group_timeout
 from fsdp_overlap.comm.store_notes import StoreNotes
 
 # How long the others have to tell what they issued, once it is known that ranks differ.
@@ -170,15 +170,16 @@ class Faults:
                     f"{self._event}; it must be called on every rank"
                 )
             notes.append((party, _parsed(store)))
-        if self._groups.can_close:
-            self._groups.close()
-            return
-        for name, ranks in self._apart(notes).items():
+        apart = self._apart(notes)
+        self._groups.close()
+        for name, ranks in apart.items():
+            if self._groups.is_ended(name):
+                continue  # a new one takes its place
             if not self._groups.owns(name):
                 raise RuntimeError(
                     f"ctx.reset() cannot bring the ranks together: ranks {ranks} and this one have "
-                    f"issued different numbers of collectives on the process group {name!r} of the "
-                    f"mesh, which belongs to the program ({self._event}{self._events()}). End all "
+                    f"issued different numbers of collectives on the process group {name!r}, "
+                    f"which belongs to the program ({self._event}{self._events()}). End all "
                     "ranks and start them again from a checkpoint"
                 )
             self._groups.abort(name)

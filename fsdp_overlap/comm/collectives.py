@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.comm.pool import backend_name
+from fsdp_overlap.comm.group_facts import backend_name
 from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.layout import BucketPlan
 from fsdp_overlap.tensor.carried import as_carried, carried_ranges

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from weakref import finalize, ref
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_overlap.comm.pool import (
-    Loan,
+from fsdp_overlap.comm.group_facts import (
     alive,
-    borrow,
+    backend_name,
     can_close,
     collectives_issued,
-    give_back,
-    next_turn,
+    options_of,
 )
+from fsdp_overlap.comm.mesh_groups import LANES, PURPOSES, MeshGroups
+from fsdp_overlap.comm.pool import borrow, give_back, next_turn
+from fsdp_overlap.comm.shelves import Loan
 from fsdp_overlap.comm.watch import Watch, watch_over
 
 
@@ -78,19 +79,89 @@ class LaneGroups:
 class GroupCache:
     """The process groups of one context. Ranks must ask for them in the same order.
 
-    Groups of its own are borrowed, and go back when the context is freed. With gloo all groups are
-    its own, so that :meth:`close` ends nobody else's collectives.
+    Groups of the library are borrowed, and go back when the context is freed. With gloo all groups
+    but those that the user handed in are the context's own, so that :meth:`close` ends nobody
+    else's collectives. With other backends contexts share them.
+
+    Args:
+        separate: whether reductions run on another group than all-gathers.
+        given: the groups that the user handed in, by mesh.
+        options: the backend's options for the groups of a lane, by its name. Groups of other lanes
+            have those of the mesh's group.
+
+    Raises:
+        TypeError: what was given for a mesh is no :class:`MeshGroups`, or a group in it is none of
+            this rank.
+        ValueError: a group does not suit its mesh, two were handed in for the same use, or there is
+            no such lane.
     """
 
-    def __init__(self, separate: bool) -> None:
+    def __init__(
+        self,
+        separate: bool,
+        given: Mapping[DeviceMesh, MeshGroups] | None = None,
+        options: Mapping[str, object] | None = None,
+    ) -> None:
         self.separate = separate
+        self.options = dict(options or {})
+        for lane in self.options:
+            if lane not in LANES:
+                raise ValueError(f"pg_options: there is no lane {lane!r}; use {', '.join(LANES)}")
         self.watch: Callable[[], Watch | None] = lambda: None
         """Gives the watch that is asked when a collective lasts or fails. Does not keep it
         alive."""
         self._groups: dict[tuple[str, tuple[int, ...]], ref[dist.ProcessGroup]] = {}
+        self._given: dict[DeviceMesh, dict[str, ref[dist.ProcessGroup]]] = {}
         self._loans: list[Loan] = []
         self._turns: dict[str, int] = {}
+        for mesh, groups in (given or {}).items():
+            self._hand_in(mesh, groups)
         finalize(self, give_back, self._loans).atexit = False
+
+    def _hand_in(self, mesh: DeviceMesh, groups: MeshGroups) -> None:
+        if not isinstance(groups, MeshGroups):
+            raise TypeError(f"groups: {mesh} has a {type(groups).__name__}; give a MeshGroups")
+        if groups.reduce not in (None, groups.gather) and not self.separate:
+            raise ValueError(
+                "groups: reduce is another group than gather, and separate_groups=False makes "
+                "both use one; leave one of the two out"
+            )
+        for purpose, ranks, group in groups.checked(mesh):
+            known = self._groups.setdefault((purpose, tuple(ranks)), ref(group))
+            if known() is not group:
+                raise ValueError(
+                    f"groups: two groups for the {purpose} of ranks {ranks}, for meshes that have "
+                    "the same ranks; hand in the same one for both"
+                )
+        self._given[mesh] = {
+            name: ref(group) for name in PURPOSES if (group := getattr(groups, name)) is not None
+        }
+
+    @property
+    def given(self) -> dict[DeviceMesh, MeshGroups]:
+        """The groups that the user handed in, by mesh."""
+        return {
+            mesh: MeshGroups(**{name: alive(group) for name, group in groups.items()})
+            for mesh, groups in self._given.items()
+        }
+
+    def check_options(self, mesh: DeviceMesh) -> None:
+        """Checks that groups over ``mesh`` can be made with the options that the user gave.
+
+        Raises:
+            TypeError: they are those of another backend, or the backend of ``mesh`` takes none.
+        """
+        for lane, options in self.options.items():
+            shard = mesh.get_group(mesh.ndim - 1)
+            backend = backend_name(mesh.device_type, shard)
+            if backend == "gloo":
+                raise TypeError(f"pg_options: gloo, which {mesh} has, takes none; leave them out")
+            suitable = options_of(shard, mesh.device_type)
+            if suitable is not None and not isinstance(options, type(suitable)):
+                raise TypeError(
+                    f"pg_options: those of {lane} are a {type(options).__name__}; {backend}, which "
+                    f"{mesh} has, takes a {type(suitable).__qualname__}"
+                )
 
     def get(self, mesh: DeviceMesh, separate: bool = True) -> LaneGroups:
         """The groups of a mesh of one dimension, or of ``(replicate, shard)``. Collective over the
@@ -120,19 +191,24 @@ class GroupCache:
         ranks = dist.get_process_group_ranks(shard)[first : first + size]
         key = "part", tuple(ranks)
         if key not in self._groups:
-            self._groups[key] = ref(self._borrow("part", shard, ranks, mesh))
+            self._groups[key] = ref(self._borrow("part", shard, ranks, mesh, "all_gather"))
         return alive(self._groups[key])
 
     def label(self, group: dist.ProcessGroup) -> str:
         """A name for this context's use of ``group``, the same on every rank."""
-        for loan in self._loans:
-            if loan.reference() is group:
-                return f"{group.group_name}/{loan.turn}"
         return f"{group.group_name}/{self._turns[group.group_name]}"
 
     def owns(self, name: str) -> bool:
-        """Whether the group of this name is the context's own, and not the user's."""
+        """Whether the group of this name is the library's, and not the user's."""
         return any(loan.group.group_name == name for loan in self._loans)
+
+    def is_ended(self, name: str) -> bool:
+        """Whether the group of this name was closed or aborted."""
+        return any(
+            loan.group.group_name == name and not loan.is_sound
+            for loan in self._loans
+            if loan.exists
+        )
 
     def issued(self) -> dict[str, int | None]:
         """How many collectives this rank issued on each group, by the group's name; ``None`` where
@@ -160,35 +236,45 @@ class GroupCache:
                 loan.close()
 
     def renew(self) -> None:
-        """Destroys the groups that were closed or aborted. The next :meth:`get` takes others."""
+        """Lets go of the groups that were closed or aborted, also by another context that shares
+        them. The next :meth:`get` takes others."""
         closed = [loan for loan in self._loans if not loan.is_sound]
         for key, group in list(self._groups.items()):
             if any(loan.reference() is group() for loan in closed):
                 del self._groups[key]
         for loan in closed:
             self._loans.remove(loan)
-            loan.destroy()
+            loan.let_go()
 
     def _take(self, purpose: str, group: dist.ProcessGroup, mesh: DeviceMesh) -> dist.ProcessGroup:
-        """``group``, or a borrowed one over the same ranks, if ``group`` can be closed or serves
-        another purpose already."""
+        """The group that the user handed in, or ``group``. A borrowed one over the same ranks, if
+        ``group`` can be closed or serves another purpose already, or if it should have other
+        options."""
         ranks = dist.get_process_group_ranks(group)
         key = purpose, tuple(ranks)
         if key not in self._groups:
             is_taken = any(group is other() for other in self._groups.values())
-            is_needed = is_taken and self.separate
+            is_needed = (is_taken and self.separate) or purpose in self.options
             if len(ranks) > 1 and (is_needed or can_close(mesh.device_type, group)):
-                group = self._borrow(purpose, group, ranks, mesh)
-            elif group.group_name not in self._turns:
-                self._turns[group.group_name] = next_turn(group)
+                group = self._borrow(purpose, group, ranks, mesh, purpose)
             self._groups[key] = ref(group)
-        return alive(self._groups[key])
+        group = alive(self._groups[key])
+        if group.group_name not in self._turns:
+            self._turns[group.group_name] = next_turn(group)
+        return group
 
     def _borrow(
-        self, purpose: str, like: dist.ProcessGroup, ranks: Sequence[int], mesh: DeviceMesh
+        self,
+        purpose: str,
+        like: dist.ProcessGroup,
+        ranks: Sequence[int],
+        mesh: DeviceMesh,
+        lane: str,
     ) -> dist.ProcessGroup:
-        loan = borrow(purpose, like, ranks, mesh.device_type)
+        loan = borrow(purpose, like, ranks, mesh.device_type, self.options.get(lane))
         self._loans.append(loan)
-        if (watch := self.watch()) is not None:
-            watch_over(loan.group, watch)
-        return loan.group
+        group = loan.group
+        self._turns[group.group_name] = loan.turn
+        if loan.is_closable and (watch := self.watch()) is not None:
+            watch_over(group, watch)
+        return group

@@ -22,6 +22,15 @@ OWN_SEGMENT = 10 * MIB
 ROUND_SEGMENT = 2 * MIB
 
 
+class MemPool:
+    """Works like ``torch.cuda.MemPool``: memory of segments that serve nothing else."""
+
+    def __init__(self, allocator: object = None) -> None:
+        self.allocator = allocator
+        self.segments: list[range] = []
+        """The addresses of each segment."""
+
+
 @dataclass(eq=False)
 class Block:
     """A piece of a segment, with its neighbours in the segment."""
@@ -29,6 +38,8 @@ class Block:
     nbytes: int
     stream: int
     is_small: bool
+    address: int
+    pool: MemPool | None
     is_free: bool = False
     before: Block | None = None
     after: Block | None = None
@@ -42,15 +53,18 @@ class Allocator:
     def __init__(self) -> None:
         self.allocated = self.reserved = 0
         self.allocated_most = self.reserved_most = 0
-        self._free: dict[tuple[int, bool], list[Block]] = {}
+        self._free: dict[tuple[MemPool | None, int, bool], list[Block]] = {}
 
-    def take(self, nbytes: int, stream: Queue) -> tuple[Block, list[Access]]:
-        """Memory for what is enqueued on ``stream`` from now on. Also returns the accesses that the
-        new owner must come after: the last ones to every free block that is large enough, because
-        which of these is taken depends on sizes that another model does not have."""
+    def take(
+        self, nbytes: int, stream: Queue, pool: MemPool | None = None
+    ) -> tuple[Block, list[Access]]:
+        """Memory for what is enqueued on ``stream`` from now on, from ``pool`` or from segments
+        that belong to none. Also returns the accesses that the new owner must come after: the last
+        ones to every free block that is large enough, because which of these is taken depends on
+        sizes that another model does not have."""
         nbytes = -(-max(nbytes, 1) // ROUND) * ROUND
         is_small = nbytes <= SMALL
-        free = self._free.setdefault((stream.index, is_small), [])
+        free = self._free.setdefault((pool, stream.index, is_small), [])
         fitting = [block for block in free if block.nbytes >= nbytes]
         last: dict[int, Access] = {}
         for block in fitting:
@@ -60,7 +74,7 @@ class Allocator:
             free.remove(block)
             block.is_free = False
         else:
-            block = self._reserve(nbytes, stream.index, is_small)
+            block = self._reserve(nbytes, stream.index, is_small, pool)
         self._split(block, nbytes, free)
         block.last = {}
         self.allocated += block.nbytes
@@ -70,7 +84,7 @@ class Allocator:
     def give_back(self, block: Block, accesses: Iterable[Access]) -> None:
         """Frees ``block``. ``accesses`` to its memory may not be done yet."""
         self.allocated -= block.nbytes
-        free = self._free[block.stream, block.is_small]
+        free = self._free[block.pool, block.stream, block.is_small]
         block.is_free = True
         for access in accesses:
             _merge(block.last, {access.stamp.queue: access})
@@ -82,23 +96,36 @@ class Allocator:
                 )
         free.append(block)
 
-    def _reserve(self, nbytes: int, stream: int, is_small: bool) -> Block:
+    def _reserve(self, nbytes: int, stream: int, is_small: bool, pool: MemPool | None) -> Block:
         if is_small:
             size = SMALL_SEGMENT
         elif nbytes < OWN_SEGMENT:
             size = LARGE_SEGMENT
         else:
             size = -(-nbytes // ROUND_SEGMENT) * ROUND_SEGMENT
+        address = self.reserved  # nothing goes back to the device
         self.reserved += size
         self.reserved_most = max(self.reserved_most, self.reserved)
-        return Block(size, stream, is_small)
+        if pool is not None:
+            pool.segments.append(range(address, address + size))
+        return Block(size, stream, is_small, address, pool)
 
     def _split(self, block: Block, nbytes: int, free: list[Block]) -> None:
         """Frees what ``block`` has beyond ``nbytes``, if that is large enough to be of use."""
         left = block.nbytes - nbytes
         if left < ROUND or (not block.is_small and left <= SMALL):
             return
-        rest = Block(left, block.stream, block.is_small, True, block, block.after, dict(block.last))
+        rest = Block(
+            left,
+            block.stream,
+            block.is_small,
+            block.address + nbytes,
+            block.pool,
+            True,
+            block,
+            block.after,
+            dict(block.last),
+        )
         if block.after is not None:
             block.after.before = rest
         block.after, block.nbytes = rest, nbytes

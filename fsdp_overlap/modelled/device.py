@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.modelled.allocator import Allocator, Block
+from fsdp_overlap.modelled.allocator import Allocator, Block, MemPool
 from fsdp_overlap.modelled.findings import Finding, Sync, place
 from fsdp_overlap.modelled.memory import Access, Memory
 from fsdp_overlap.modelled.queues import Moment, Queue
@@ -56,6 +56,8 @@ class ModelledDevice:
         self.queues = [self.host]
         self.default = self.current = self.add_stream("the default stream")
         self.allocator = Allocator()
+        self.pool: MemPool | None = None
+        """Where memory is taken now, if not from segments that belong to no pool."""
         self.findings: list[Finding] = []
         self.syncs: list[Sync] = []
         self.issued: list[Issued] = []
@@ -183,6 +185,10 @@ class ModelledDevice:
         memory.is_freed = nbytes == 0
         self._give(memory, nbytes)
 
+    def address_of(self, tensor: torch.Tensor) -> int:
+        """Where ``tensor``'s storage lies on the device."""
+        return self._blocks[self.memory_of(tensor)].address
+
     def check_is_there(self, operation: str, tensors: Sequence[torch.Tensor]) -> None:
         """Called before an operation, because the host would run it on memory that is not there.
 
@@ -205,7 +211,7 @@ class ModelledDevice:
         if memory.is_on_device and nbytes:
             if self.allocating is not None:
                 self.allocating(nbytes)
-            self._blocks[memory], last = self.allocator.take(nbytes, self.current)
+            self._blocks[memory], last = self.allocator.take(nbytes, self.current, self.pool)
             memory.nbytes = nbytes
             memory.take_over(last)
         memory.nbytes = nbytes

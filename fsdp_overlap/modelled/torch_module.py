@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import torch
 
+from fsdp_overlap.modelled.allocator import MemPool
 from fsdp_overlap.modelled.calls import NAME, Calls
 from fsdp_overlap.modelled.device import ModelledDevice
 from fsdp_overlap.modelled.dispatch import Dispatch
@@ -166,6 +167,17 @@ def stream(stream: Stream | None) -> Iterator[None]:
         yield
     finally:
         device.current = before
+
+
+@contextmanager
+def use_mem_pool(pool: MemPool, device: object = None) -> Iterator[None]:
+    """Makes allocations take memory from ``pool``."""
+    here = active()
+    before, here.pool = here.pool, pool
+    try:
+        yield
+    finally:
+        here.pool = before
 
 
 def synchronize(device: object = None) -> None:

@@ -190,7 +190,9 @@ class Bucket:
     def materialize(self, device: torch.device) -> None:
         """Gives memory on ``device`` to a bucket of the meta device: its shard is zeros, and its
         parameters are new objects."""
+        memory = self.full.memory
         self._allocate(device, self.sharded_parameters)
+        self.full.memory = memory
         fresh = []
         for parameter, sharded, view in zip(
             self.parameters, self.sharded_parameters, self.full.views, strict=True
@@ -210,14 +212,15 @@ class Bucket:
         self.index, self.first_flag = domain.register(self, len(self.parameters))
 
     def connect(self, part_size: int | None, settings: Settings) -> None:
-        """Chooses the groups and collectives that gather and reduce the bucket. Call it before the
-        first :meth:`gather`. Collective over the mesh at the first call.
+        """Chooses the groups, collectives and memory that gather and reduce the bucket. Call it
+        before the first :meth:`gather`. Collective over the mesh at the first call.
 
         ``part_size``: how many neighbours keep a part each between forward and backward. ``None``
         if nobody keeps one.
         """
         domain, device_type = self.domain, self.domain.device_type
         self.groups = groups = domain.groups_for(settings.separates_reductions)
+        self.full.memory = domain.memory_for(groups) if settings.uses_group_memory else None
         self.part = None
         if part_size is not None:
             group = domain.group_of_neighbours(part_size)

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_overlap.agreement.faults import Faults
 from fsdp_overlap.comm.groups import GroupCache, LaneGroups
 from fsdp_overlap.comm.lanes import Lane, make_lane
+from fsdp_overlap.comm.mesh_groups import MeshGroups
 from fsdp_overlap.comm.streams import current_device
 from fsdp_overlap.deciding.reductions import MAX_INPUTS
 from fsdp_overlap.deciding.schedule import Schedule
@@ -62,12 +63,18 @@ class FsdpContext:
             needs memory for one more whole parameter on the device of the mesh, if the module is
             not there. Without this option all ranks must hold the same values. They compare them
             at the first forward.
+        groups: the process groups that collectives run on. :class:`MeshGroups` for the mesh of the
+            context, or a mapping from meshes to them, for units with meshes of their own.
+        pg_options: options of the backend, by lane (``"all_gather"``, ``"reduce_scatter"``,
+            ``"all_reduce"``), for groups that the library makes. By default these have the options
+            of the mesh's groups. Contexts that are given the same object share a group.
 
     Streams, groups and events are made at first use.
 
     Raises:
+        TypeError: ``groups`` or ``pg_options`` are none.
         ValueError: parameters cannot be sharded over the mesh (it may have more than two
-            dimensions, for example), or ``prefetch`` is negative.
+            dimensions, for example), ``prefetch`` is negative, or a group does not suit its mesh.
     """
 
     def __init__(
@@ -80,6 +87,8 @@ class FsdpContext:
         check_plans: bool = False,
         divide_copies: bool = False,
         sync_module_states: bool = False,
+        groups: MeshGroups | Mapping[DeviceMesh, MeshGroups] | None = None,
+        pg_options: Mapping[str, object] | None = None,
     ) -> None:
         if mesh is not None:
             check_mesh(mesh, divide_copies)
@@ -95,7 +104,10 @@ class FsdpContext:
         self.is_implicit = False
         """Whether :func:`fully_shard` made the context. Those of one tree are merged."""
         self.lane_factory: Callable[[str, torch.device], Lane] = lambda _, device: make_lane(device)
-        self._groups = GroupCache(separate_groups)
+        given = {self.mesh: groups} if isinstance(groups, MeshGroups) else groups
+        self._groups = GroupCache(separate_groups, given, pg_options)
+        if pg_options:
+            self._groups.check_options(self.mesh)
         # Domains refer to faults, so faults refer to domains weakly. Without a reference cycle,
         # groups are freed together with the context, and not when Python next collects cycles.
         self._units = Units()
@@ -104,7 +116,8 @@ class FsdpContext:
         self.faults = Faults(lambda: domains.all(), self._groups)
         self._groups.watch = weakref.ref(self.faults)
         self.uncompared: Uncompared = []
-        self._is_settled = False
+        self.is_settled = False
+        """Whether :meth:`settle` has nothing left to do."""
         self._transfers: Transfers | None = None
         self._schedule: Schedule | None = None
 
@@ -118,6 +131,8 @@ class FsdpContext:
             layout=self.layout,
             check_plans=self.check_plans,
             divide_copies=self.divide_copies,
+            groups=self._groups.given,
+            pg_options=self._groups.options,
         )
         duplicate.is_implicit = self.is_implicit
         if self._schedule is not None and self._schedule.finalization.is_manual:
@@ -190,25 +205,6 @@ class FsdpContext:
             )
         return self._transfers
 
-    def check_may_use_lanes_of(self, other: FsdpContext) -> None:
-        """Checks that this context may use the lanes of ``other``.
-
-        Raises:
-            ValueError: it computes on another device.
-            RuntimeError: it has used lanes of its own.
-        """
-        if self.device != other.device:
-            raise ValueError(f"a context on {self.device} cannot use lanes on {other.device}")
-        if self._is_settled and self.transfers.gather_lane is not other.transfers.gather_lane:
-            raise RuntimeError(
-                "a context that has run has lanes of its own: call share_comm_ctx() before the "
-                "first forward"
-            )
-
-    def use_lanes_of(self, other: FsdpContext) -> None:
-        """Communicates on the lanes of ``other``."""
-        self.transfers.use_lanes_of(other.transfers)
-
     @property
     def has_schedule(self) -> bool:
         """Whether a forward or backward may have run."""
@@ -274,7 +270,7 @@ class FsdpContext:
         index = self._units.add(unit)
         for bucket in unit.buckets:
             bucket.join(self.domain_of(bucket.domain.mesh))
-        self._is_settled = False
+        self.is_settled = False
         return index
 
     def settle(self) -> None:
@@ -283,23 +279,22 @@ class FsdpContext:
         groups, and compares what ranks start from. Does nothing once that is done, and nothing
         within a backward. Collective over the meshes.
         """
-        if self._is_settled or engine.is_in_backward():
+        if self.is_settled or engine.is_in_backward():
             return
         is_complete = not self.is_implicit or self._adopt_trees()
         name_units(self.units)
-        for item in self.units:
-            for bucket in item.buckets:
-                bucket.connect(item.part_size, item.settings)
+        for unit in self.units:
+            unit.connect()
         self.follow_reduce_inputs()
         if self.check_plans:
             for domain in self.domains:
                 compare_plans(self.units, domain)
         compare_starts(bucket for item in self.units for bucket in item.buckets)
-        self._is_settled = is_complete
+        self.is_settled = is_complete
 
     def unsettle(self) -> None:
         """Makes the next forward :meth:`settle` again."""
-        self._is_settled = False
+        self.is_settled = False
 
     def _adopt_trees(self) -> bool:
         """Takes in the units that lie within those of this context. Returns false if some have to

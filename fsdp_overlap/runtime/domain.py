@@ -16,9 +16,11 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_overlap.agreement.faults import Faults
 from fsdp_overlap.agreement.order_check import KINDS, OrderCheck, Subject
+from fsdp_overlap.comm.group_facts import can_close
+from fsdp_overlap.comm.group_memory import GroupMemory
 from fsdp_overlap.comm.groups import GroupCache, LaneGroups
 from fsdp_overlap.comm.lanes import Lane, Ticket
-from fsdp_overlap.comm.pool import can_close, end_threads_before_python
+from fsdp_overlap.comm.pool import end_threads_before_python
 from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.deciding.stats import Stats
 from fsdp_overlap.layout import BucketPlan, LayoutRule
@@ -45,6 +47,7 @@ class Domain:
     ``divides_copies``: whether the ranks that hold copies of a shard divide it.
 
     Raises:
+        TypeError: groups over ``mesh`` cannot be made with the options that the user gave.
         ValueError: parameters cannot be sharded over ``mesh`` (:func:`check_mesh`).
     """
 
@@ -59,6 +62,7 @@ class Domain:
         divides_copies: bool = False,
     ) -> None:
         check_mesh(mesh, divides_copies)
+        groups.check_options(mesh)
         end_threads_before_python()
         self.mesh = mesh
         self.device = device
@@ -75,6 +79,7 @@ class Domain:
         self._stats = stats
         self._members: list[weakref.ref[Member]] = []
         self._with_other: dict[DeviceMesh, DeviceMesh] = {}  # by the mesh of tensor parallelism
+        self._memories: dict[tuple[str, str], GroupMemory] = {}
         self._flags = 0
         self._has_gradient = bytearray()
 
@@ -188,6 +193,13 @@ class Domain:
             groups = self.groups
         return groups if separate else self._group_cache.get(self.mesh, separate=False)
 
+    def memory_for(self, groups: LaneGroups) -> GroupMemory:
+        """Memory that the backend allocates for what travels on ``groups``."""
+        names = groups.gather.group_name, groups.reduce.group_name
+        if names not in self._memories:
+            self._memories[names] = GroupMemory((groups.gather, groups.reduce), self.device)
+        return self._memories[names]
+
     def group_of_neighbours(self, size: int) -> dist.ProcessGroup:
         """The group of ``size`` neighbours that keep parts of full buffers. Collective over the
         mesh at the first call."""
@@ -258,6 +270,7 @@ class Domain:
         """Forgets what was issued, and the groups. Call it on every rank."""
         self.order_check.drop()
         vars(self).pop("groups", None)
+        self._memories.clear()
         self.forget_gradients()
         self.has_reduced = False
         self.reading = None

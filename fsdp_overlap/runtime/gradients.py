@@ -35,6 +35,7 @@ class BucketGradients:
         self._options = reduce_options
         self.copies = CopiesReduction(bucket) if bucket.domain.copies > 1 else None
         self.input = FlatBuffer(bucket.plan, reduce_dtype, bucket.full.flat.device)
+        self.input.memory = bucket.full.memory
         reduced = bucket.gather_plan.shard_numels[bucket.domain.shard_rank]
         self._travels = (bucket.plan.numel - reduced) * reduce_dtype.itemsize
         count = len(bucket.parameters)

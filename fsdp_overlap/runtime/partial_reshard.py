@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import Collectives, Issued
-from fsdp_overlap.comm.pool import alive
+from fsdp_overlap.comm.group_facts import alive
 from fsdp_overlap.layout import BucketPlan
 
 

@@ -23,6 +23,8 @@ class Settings:
     is_last_backward: bool = True
     separates_reductions: bool = True
     """Whether reductions run on a process group of their own."""
+    uses_group_memory: bool = False
+    """Whether full buffers and reduce inputs lie in memory that the backend allocates."""
     max_reduce_inputs: int | None = None
     comms: CustomComms = field(default_factory=CustomComms)
     reduce_options: ReduceOptions = field(default_factory=ReduceOptions)

@@ -100,6 +100,14 @@ class Unit:
             bucket.label = name if len(self.buckets) == 1 else f"{name} [{bucket.dtypes}]"
             bucket.full.when_freed = FREED.format(bucket.label)
 
+    def connect(self) -> None:
+        """Chooses the groups, collectives and memory of its buckets. Collective over their meshes
+        at the first call."""
+        for bucket in self.buckets:
+            bucket.connect(self.part_size, self.settings)
+        for gradients in self._known_gradients.values():
+            gradients.input.memory = gradients.bucket.full.memory
+
     @property
     def is_complete(self) -> bool:
         """Whether all of its modules still exist."""

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from typing import Protocol
+
 import torch
 
 from fsdp_overlap.layout import BucketPlan
 from fsdp_overlap.torch_internals import allow_access, refuse_access
+
+
+class Memory(Protocol):
+    """Where buffers can take their memory."""
+
+    def use(self) -> AbstractContextManager[None]:
+        """What this thread allocates within comes from there."""
+        ...
 
 
 class FlatBuffer:
@@ -38,6 +49,8 @@ class FlatBuffer:
         self.allocated = True
         self.keeps_storage = False
         """Whether :meth:`free` leaves the storage alone, so that addresses stay the same."""
+        self.memory: Memory | None = None
+        """Where :meth:`allocate` takes memory. ``None``: where torch takes it."""
         self.when_freed = ""
         """The text of the error that reading the freed buffer raises. Empty: no error."""
         self._refuses = False
@@ -57,7 +70,11 @@ class FlatBuffer:
         if self._refuses and allow_access is not None:
             allow_access(self._storage._cdata)
             self._refuses = False
-        self._storage.resize_(self.nbytes)
+        if self.memory is None:
+            self._storage.resize_(self.nbytes)
+        else:
+            with self.memory.use():
+                self._storage.resize_(self.nbytes)
         self.allocated = True
 
     def free(self) -> None:

@@ -108,6 +108,8 @@ class NcclLikeGroup(dist.ProcessGroup):
         carried = dist.PrefixStore("carrier", store)
         self._carrier = dist.ProcessGroupGloo(carried, rank, world_size, timeout)
         self._name = ""
+        self._issued = 0
+        self.pools: list[Any] = []
         self._thread = ThreadPoolExecutor(1, f"{BACKEND}-{rank}")
 
     # ---- what torch asks a group ----
@@ -138,11 +140,30 @@ class NcclLikeGroup(dist.ProcessGroup):
             raise RuntimeError(f"no backend for {device.type}")
         return self
 
+    def _get_sequence_number_for_group(self) -> int:
+        return self._issued
+
     def shutdown(self) -> None:
         self._thread.shutdown()
         self._carrier.shutdown()
 
     abort = shutdown
+
+    # ---- memory of its own, on a device that has pools ----
+
+    mem_allocator: ClassVar[object] = object()
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return device.type == "modelled"
+
+    def register_mem_pool(self, pool: Any, symm: bool = False) -> None:
+        assert pool.allocator is self.mem_allocator
+        self.pools.append(pool)
+
+    def has_registered(self, tensor: torch.Tensor) -> bool:
+        """Whether the memory of `tensor` is registered with this group."""
+        address = streams.active().address_of(tensor)
+        return any(address in segment for pool in self.pools for segment in pool.segments)
 
     # ---- the one way that every collective goes ----
 
@@ -214,7 +235,9 @@ class NcclLikeGroup(dist.ProcessGroup):
             future = self._thread.submit(self._exchange, kind, messages)
             return Arrival(future.result, future.done)
 
-        return self._run(kind, writes, reads, start, receive, opts)
+        work = self._run(kind, writes, reads, start, receive, opts)
+        self._issued += 1
+        return work
 
     def _exchange(self, kind: str, messages: list[torch.Tensor]) -> list[torch.Tensor]:
         code = zlib.crc32(kind.encode())

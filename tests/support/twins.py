@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_overlap import FsdpContext, ShardedTensor
+from fsdp_overlap import FsdpContext, MeshGroups, ShardedTensor
 from fsdp_overlap.comm import watch
 from fsdp_overlap.layout import Flat, LayoutRule
 from fsdp_overlap.optim import Muon
@@ -41,6 +41,7 @@ class Twins:
         layout: LayoutRule = Flat(),  # noqa: B008, frozen
         mesh: tuple[int, ...] | None = None,
         divide_copies: bool = False,
+        groups: MeshGroups | None = None,
         **options: Any,
     ) -> None:
         torch.manual_seed(7)
@@ -52,6 +53,7 @@ class Twins:
             prefetch=prefetch,
             layout=layout,
             divide_copies=divide_copies,
+            groups=groups,
         )
         shard(self.model, self.ctx)
         self.optimizer, self.twin_optimizer = (

@@ -1,0 +1,63 @@
+"""What is to know of a process group."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+
+
+def alive(reference: ref[dist.ProcessGroup]) -> dist.ProcessGroup:
+    """The group that ``reference`` refers to.
+
+    Raises:
+        RuntimeError: the user destroyed the group.
+    """
+    group = reference()
+    if group is None:
+        raise RuntimeError(
+            "the process groups of this model were destroyed by destroy_process_group(): "
+            "build and shard the model again after the next init_process_group()"
+        )
+    return group
+
+
+def collectives_issued(group: dist.ProcessGroup) -> int | None:
+    """How many collectives this rank issued on ``group``; ``None`` if its backend does not
+    count."""
+    try:
+        issued: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    except RuntimeError:
+        return None
+    return issued
+
+
+def registered_backend(group: dist.ProcessGroup, device_type: str) -> str:
+    """The backend that ``group`` was told to use for tensors on ``device_type``. Empty if it has
+    none for them."""
+    devices = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+    return devices.get(device_type, "")
+
+
+def options_of(group: dist.ProcessGroup, device_type: str) -> Any:
+    """The backend's options that ``group`` was made with. ``None`` if it does not tell."""
+    return getattr(group._get_backend(torch.device(device_type)), "options", None)
+
+
+def backend_name(device_type: str, group: dist.ProcessGroup) -> str:
+    """``"gloo"``, ``"nccl"``, ...: the backend that serves ``device_type`` in ``group``."""
+    return group._get_backend(torch.device(device_type)).name().lower()
+
+
+def can_close(device_type: str, group: dist.ProcessGroup) -> bool:
+    """Whether the host waits for the collectives of ``group``, and they can be made to end."""
+    return device_type == "cpu" and backend_name(device_type, group) == "gloo"
+
+
+def group_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
+    """The timeout of ``group``, or ``None`` where its backend does not tell."""
+    backend = group._get_backend(torch.device(device_type))
+    return getattr(getattr(backend, "options", None), "_timeout", None)

@@ -1,0 +1,50 @@
+"""Memory that a backend allocates for its own collectives, as NCCL does for NVLink SHARP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_overlap.comm.group_facts import backend_name
+from fsdp_overlap.comm.streams import streams_of
+
+
+class GroupMemory:
+    """A pool of memory on ``device`` that the backend of ``groups`` allocates. It is registered
+    with each group, so that their collectives need no copies of their own.
+
+    Raises:
+        ValueError: the backend allocates no memory.
+    """
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+        check_memory(groups[0], device)
+        self._streams = streams_of(device)
+        backends: list[Any] = [group._get_backend(device) for group in dict.fromkeys(groups)]
+        self._pool = self._streams.MemPool(backends[0].mem_allocator)
+        for backend in backends:
+            # What the pool takes from the device later is registered then.
+            backend.register_mem_pool(self._pool)
+
+    def use(self) -> AbstractContextManager[None]:
+        """What this thread allocates within comes from the pool."""
+        within: AbstractContextManager[None] = self._streams.use_mem_pool(self._pool)
+        return within
+
+
+def check_memory(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Checks that the backend of ``group`` allocates memory on ``device``.
+
+    Raises:
+        ValueError: it does not.
+    """
+    backend = group._get_backend(device)
+    if not hasattr(streams_of(device), "MemPool") or not backend.supports_tensor_alloc(device):
+        raise ValueError(
+            f"{backend_name(device.type, group)} allocates no memory on {device.type} here, as "
+            "NCCL does on GPUs with NVLink SHARP: leave the call out"
+        )
