@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard
 
-from fsdp_overlap.comm.pool import Loan, alive, borrow, give_back
+from fsdp_overlap.comm.group_facts import alive
+from fsdp_overlap.comm.pool import Loan, borrow, give_back
 from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.optim.matrices import Division, Holding, Split, divide, whole_parts
 from fsdp_overlap.optim.newton_schulz import fast_dtype
