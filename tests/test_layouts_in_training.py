@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_overlap import FsdpContext, ShardedTensor, fully_shard
+from fsdp_overlap.comm.collectives import RaggedTensorCollectives, TensorCollectives, choose
 from fsdp_overlap.layout import (
     Blocks,
     Flat,
@@ -47,6 +49,7 @@ NAMES = [
     [
         ("whole", 3),
         ("whole", 4),
+        ("padded", 3),
         ("mixed", 4),
         ("rows", 3),
         ("blocks", 3),
@@ -74,6 +77,22 @@ def test_equal_and_ragged_shards_train_alike(world_size: int) -> None:
     run_ranks(train_forced, world_size, 1e9, False)
     run_ranks(train_forced, world_size, 1e9, True)
     run_ranks(train_forced, world_size, -1.0, False)
+
+
+def travels_plainly() -> None:
+    model = Model()
+    ctx = FsdpContext(layout=Whole(padding=inf))
+    shard_layers(model, ctx)
+    plans = [bucket.plan for unit in ctx.units for bucket in unit.buckets]
+    assert any(plan.padding for plan in plans)
+    for plan in plans:
+        assert isinstance(choose("cuda", dist.group.WORLD, plan), TensorCollectives)
+    ragged = plan_units([[ParamSpec("w", (8, 8), torch.float32)]], 3, Whole())[0]
+    assert isinstance(choose("cuda", dist.group.WORLD, ragged), RaggedTensorCollectives)
+
+
+def test_equal_shards_on_request_take_the_plain_collectives() -> None:
+    run_ranks(travels_plainly, 3)
 
 
 def low_precision(layout: str) -> None:

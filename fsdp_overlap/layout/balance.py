@@ -15,11 +15,16 @@ _EVEN = 0.001
 
 @dataclass(frozen=True, eq=False)
 class Item:
-    """A parameter, with the grain and the work that its layout gives it."""
+    """A parameter, with the grain, the work and the padding that its layout gives it.
+
+    ``is_cut`` says whether it may be cut where its layout allows.
+    """
 
     spec: ParamSpec
     grain: int
     work: int
+    padding: float = 0.0
+    is_cut: bool = True
 
     @cached_property
     def numel(self) -> int:
@@ -28,11 +33,6 @@ class Item:
     @cached_property
     def nbytes(self) -> int:
         return self.numel * self.spec.dtype.itemsize
-
-    @cached_property
-    def is_rock(self) -> bool:
-        """Whether it may not be cut and has work to balance."""
-        return self.work > 0 and self.grain >= self.numel
 
 
 class Loads:
@@ -72,6 +72,11 @@ class Loads:
         share = max(1, self._all_work) / self.world_size
         return [held / share for held in self._work]
 
+    @property
+    def levels(self) -> list[float]:
+        """The bytes or the work of each rank, whichever is the larger fraction."""
+        return list(map(max, self.bytes, self.work))
+
     def fraction(self, item: Item) -> tuple[float, float]:
         """The bytes and the work of ``item``, each as a fraction of a rank's fair share."""
         return (
@@ -79,9 +84,10 @@ class Loads:
             item.work * self.world_size / max(1, self._all_work),
         )
 
-    def weight(self, item: Item) -> float:
-        """The bytes and the work of ``item`` in one number: the sum of both fractions."""
-        return sum(self.fraction(item))
+    def weight(self, items: Iterable[Item]) -> float:
+        """The bytes or the work of ``items``, whichever is more, in fair shares of a rank."""
+        fractions = [self.fraction(item) for item in items]
+        return max(map(sum, zip(*fractions, strict=True)), default=0.0)
 
     def add(self, rank: int, item: Item, part: float = 1.0) -> None:
         """Gives ``part`` of ``item`` to ``rank``."""
@@ -98,10 +104,6 @@ class Loads:
         equal parts of ``items`` keep them even."""
         spread = max(self._bytes) - min(self._bytes)
         return spread * self.world_size <= _EVEN * sum(item.nbytes for item in items)
-
-    def least_bytes(self) -> int:
-        """The rank that holds the fewest bytes."""
-        return min(range(self.world_size), key=self._bytes.__getitem__)
 
 
 def assign(rocks: Sequence[Item], loads: Loads) -> dict[Item, int]:
@@ -127,17 +129,45 @@ def assign(rocks: Sequence[Item], loads: Loads) -> dict[Item, int]:
     return owners
 
 
-def water_fill(levels: Sequence[float], amount: float) -> list[float]:
-    """Divides ``amount`` among ``levels`` so that the lowest ones rise to one common level. Returns
-    how much to add to each."""
+def assign_together(rocks: Sequence[Item], loads: Loads) -> dict[Item, int]:
+    """Gives each of ``rocks`` an owner, as :func:`assign` does, among as few neighbouring ranks as
+    can hold them. They are the neighbours with the least load."""
+    sizes = {rock: loads.fraction(rock) for rock in rocks}
+    ordered = sorted(rocks, key=lambda rock: -max(sizes[rock]))
+    bins: list[tuple[float, float]] = []
+    for rock in ordered:
+        nbytes, work = sizes[rock]
+        for i, (held_bytes, held_work) in enumerate(bins):
+            if held_bytes + nbytes <= 1 and held_work + work <= 1:
+                bins[i] = held_bytes + nbytes, held_work + work
+                break
+        else:
+            bins.append((nbytes, work))
+    width = min(len(bins), loads.world_size)
+    levels = loads.levels
+    first = min(
+        range(0, loads.world_size - width + 1, width),
+        key=lambda first: max(levels[first : first + width]),
+    )
+    window = list(zip(loads.bytes, loads.work, strict=True))[first : first + width]
+    owners = {}
+    for rock in ordered:
+        nbytes, work = sizes[rock]
+        place = min(range(width), key=lambda i: max(window[i][0] + nbytes, window[i][1] + work))
+        window[place] = window[place][0] + nbytes, window[place][1] + work
+        owners[rock] = first + place
+        loads.add(first + place, rock)
+    return owners
+
+
+def water_level(levels: Sequence[float], amount: float) -> float:
+    """The level to which the lowest of ``levels`` rise together if they share ``amount``."""
     ordered = sorted(levels)
     below = 0.0
-    level = ordered[-1] + amount
     for count, (low, high) in enumerate(
         zip(ordered, [*ordered[1:], float("inf")], strict=True), start=1
     ):
         below += low
         if high * count - below >= amount:
-            level = (amount + below) / count
-            break
-    return [max(0.0, level - each) for each in levels]
+            return (amount + below) / count
+    raise AssertionError("unreachable: the last level may rise without end")

@@ -74,13 +74,25 @@ class Whole:
     Owners are balanced over all units that are planned together, by bytes and by the cost of
     Newton-Schulz iterations, ``max(m, n) * min(m, n) ** 2`` for a matrix ``[m, n]``.
 
+    Shards are ragged: each as large as what its rank owns. With ``padding`` they are equal in every
+    bucket where that takes at most so much padding, as a fraction of the bucket; ``math.inf`` makes
+    them equal everywhere. Equal shards travel by plain all-gathers and reduce-scatters, and padding
+    travels and takes memory as parameters do.
+
     Raises:
         TypeError: ``cut`` is not a tuple of strings.
+        ValueError: ``padding`` is no number of at least 0.
     """
 
     cut: tuple[str, ...] = ()
+    padding: float = 0.0
 
     def __post_init__(self) -> None:
+        if type(self.padding) not in (int, float) or not self.padding >= 0:
+            raise ValueError(
+                f"Whole(padding={self.padding!r}): padding must be a fraction of at least 0, such "
+                "as 0.25; math.inf makes shards equal at any cost"
+            )
         if type(self.cut) is not tuple or any(type(pattern) is not str for pattern in self.cut):
             raise TypeError(f"Whole(cut={self.cut!r}): cut must be a tuple of names or patterns")
 

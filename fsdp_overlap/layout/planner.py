@@ -1,23 +1,31 @@
-"""The planner: gives whole parameters to the ranks with the least load, cuts others to fill gaps.
+"""The planner: gives every rank as much of the whole model as the others have.
 
-A parameter that may not be cut and has work is a *rock*. All others are *sand*. A rank's section of
-the flat buffer is contiguous, and so is each parameter. So sand that is cut lies at the end of one
-rank's section and at the beginning of the next, and fills all of the sections between them.
+A parameter that may not be cut, or is not worth it, is a *lump*. All others are cut, where their
+layout allows. A rank's section of the flat buffer is contiguous, and so is each parameter. So a
+parameter that is cut lies at the end of one rank's section and at the beginning of the next, and
+fills all of the sections between them.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from math import ceil
 
 import torch
 
-from fsdp_overlap.layout.balance import Item, Loads, assign, water_fill
+from fsdp_overlap.layout.balance import Item, Loads, assign, assign_together
 from fsdp_overlap.layout.bucket_plan import BucketPlan, align
+from fsdp_overlap.layout.equal_shards import equal_sections
+from fsdp_overlap.layout.filling import fill, segments_between
 from fsdp_overlap.layout.layouts import LayoutRule, layout_for
-from fsdp_overlap.layout.sections import Sections, line, nearest_cut, plan_of
+from fsdp_overlap.layout.sections import MOST_PADDING, Owned, Sections, plan_of
 from fsdp_overlap.layout.spec import ParamSpec
 
-# Sand of at most this part of a rank's fair share of bytes is not worth cutting.
+# A parameter of at most this part of a rank's fair share, of bytes and of work, is not worth
+# cutting.
 _PEBBLE = 0.01
 
 
@@ -43,35 +51,143 @@ class Planner:
         if world_size < 1:
             raise ValueError(f"world_size={world_size} is not a number of ranks; use 1 or more")
         self.layout = layout
-        self.loads = Loads(world_size)
+        self._loads = Loads(world_size)
+        self._seen: set[frozenset[ParamSpec]] = set()
+
+    def copy(self) -> Planner:
+        """A planner that knows the same units, and plans independently from now on."""
+        other = copy.copy(self)
+        other._loads, other._seen = self._loads.copy(), self._seen.copy()
+        return other
 
     def plan(self, units: Sequence[Sequence[ParamSpec]]) -> list[list[BucketPlan]]:
         """Returns the plans of each unit's buckets. Loads come out most even if all units are
         planned together."""
         by_unit = [self._buckets(specs) for specs in units]
         buckets = [bucket for unit in by_unit for bucket in unit]
-        loads = self.loads
-        loads.expect(item for bucket in buckets for item in bucket)
-        rocks = [item for bucket in buckets if _is_rocky(bucket) for item in bucket if item.is_rock]
-        owners = assign(rocks, loads)
-        plans = (self._plan(bucket, owners) for bucket in buckets)
-        return [[next(plans) for _ in unit] for unit in by_unit]
+        loads = self._loads
+        loads.expect(item for bucket in buckets for item in bucket.items)
+        for bucket in buckets:
+            bucket.divide(loads)
+        expected = self._expected(units, buckets)
+        reserved = _give_owners(buckets, expected, loads)
+        plans = {}
+        for bucket in sorted(buckets, key=lambda bucket: bucket.freedom(loads.world_size)):
+            plans[bucket] = bucket.plan(loads)
+        for item, rank in reserved.items():
+            loads.add(rank, item, -1)
+        made = iter([plans[bucket] for bucket in buckets])
+        return [[next(made) for _ in unit] for unit in by_unit]
 
-    def _buckets(self, specs: Sequence[ParamSpec]) -> list[list[Item]]:
+    def _buckets(self, specs: Sequence[ParamSpec]) -> list[_Bucket]:
         found: dict[tuple[torch.dtype, bool, bool], list[Item]] = {}
         for spec in specs:
             rule = layout_for(self.layout, spec)
-            item = Item(spec, rule.grain(spec), rule.work(spec))
+            padding = getattr(rule, "padding", 0.0)
+            item = Item(spec, rule.grain(spec), rule.work(spec), padding)
             kind = spec.dtype, spec.keeps_dtype, spec.requires_grad
             found.setdefault(kind, []).append(item)
-        return list(found.values())
+        return [_Bucket(items) for items in found.values()]
 
-    def _plan(self, items: Sequence[Item], owners: dict[Item, int]) -> BucketPlan:
-        if _is_rocky(items):
-            return plan_of(_between_rocks(items, owners, self.loads))
-        if all(item.grain == 1 for item in items) and self.loads.are_even(items):
-            return _equal(items, self.loads)
-        return plan_of(_leveling(items, self.loads))
+    def _expected(
+        self, units: Sequence[Sequence[ParamSpec]], buckets: Sequence[_Bucket]
+    ) -> list[Item]:
+        """What is expected to follow a unit that is planned alone and is like one before: its
+        largest lump, as often as it takes for units like this to lift all ranks by that much.
+
+        Ranks that are to get these lumps must not be filled with other things before. A lump that
+        came last would otherwise lie on top of what is even without it.
+        """
+        alike = {frozenset(specs) for specs in units}
+        is_known = len(units) == 1 and alike <= self._seen
+        self._seen |= alike
+        lumps = [item for bucket in buckets for item in bucket.lumps]
+        if not is_known or not lumps:
+            return []
+        loads = Loads(self._loads.world_size)
+        loads.expect(item for bucket in buckets for item in bucket.items)
+        largest = max(lumps, key=lambda item: max(loads.fraction(item)))
+        count = min(loads.world_size, ceil(max(loads.fraction(largest))))
+        return [replace(largest) for _ in range(count)]
+
+
+class _Bucket:
+    """The parameters of a bucket. ``lumps`` lie whole on one rank each, which is decided before
+    others are placed. Those in ``line`` lie one after the other on as many ranks as it takes."""
+
+    def __init__(self, items: Sequence[Item]) -> None:
+        self.items = items
+        self.is_lumpy = False
+        self.lumps: list[Item] = []
+        self.line: list[Item] = []
+        self.owned: Owned = {}
+        self.equal: Sections | None = None
+
+    def divide(self, loads: Loads) -> None:
+        """Decides which parameters are lumps: all that are not cut if those are most of the bucket.
+        Otherwise only large ones, because a line cannot pass the owner of a lump."""
+        if self.is_sand:
+            self.line += self.items
+            return
+        uncut = sum(item.numel for item in self.items if item.grain >= item.numel)
+        self.is_lumpy = 2 * uncut >= sum(item.numel for item in self.items)
+        for item in self.items:
+            is_small = max(loads.fraction(item)) <= _PEBBLE
+            if item.grain >= item.numel or is_small:
+                whole = replace(item, is_cut=False)
+                (self.lumps if self.is_lumpy or not is_small else self.line).append(whole)
+            else:
+                self.line.append(item)
+
+    def give(self, owners: dict[Item, int]) -> None:
+        """Notes who owns the lumps."""
+        for item in self.lumps:
+            self.owned.setdefault(owners[item], []).append(item)
+
+    @cached_property
+    def is_sand(self) -> bool:
+        """Whether everything may be cut anywhere."""
+        return all(item.grain == 1 for item in self.items)
+
+    @cached_property
+    def most_padding(self) -> float:
+        """How much padding was asked for to make shards equal."""
+        return max((item.padding for item in self.items), default=0.0)
+
+    def freedom(self, world_size: int) -> tuple[int, int]:
+        """Buckets with little freedom are planned first, so that others can even out what they
+        leave: those with a line that has to pass owners of lumps, and then those of coarse
+        grain."""
+        segments = segments_between(self.owned, world_size)
+        longest = max(last - first for first, last in segments)
+        return longest, -max((item.grain for item in self.line), default=0)
+
+    def plan(self, loads: Loads) -> BucketPlan:
+        """Cuts what is to be cut, and adds it to ``loads``."""
+        if self.equal is not None:
+            return plan_of(self.equal, self.most_padding)
+        if self.is_sand and (self.most_padding > MOST_PADDING or loads.are_even(self.items)):
+            return _equal(self.items, loads)
+        return plan_of(fill(self.line, self.owned, loads))
+
+
+def _give_owners(
+    buckets: Sequence[_Bucket], expected: Sequence[Item], loads: Loads
+) -> dict[Item, int]:
+    """Gives lumps their owners, and returns those of ``expected``. Sand waits, because nothing of
+    it needs one if ranks are even."""
+    for bucket in buckets:
+        if bucket.most_padding > MOST_PADDING and not bucket.is_sand:
+            bucket.equal = equal_sections([*bucket.lumps, *bucket.line], bucket.most_padding, loads)
+    rest = [bucket for bucket in buckets if not bucket.is_sand and bucket.equal is None]
+    together = [bucket for bucket in rest if bucket.lumps and not bucket.is_lumpy]
+    for bucket in sorted(together, key=lambda each: -loads.weight(each.lumps)):
+        bucket.give(assign_together(bucket.lumps, loads))
+    scattered = [bucket for bucket in rest if bucket.is_lumpy]
+    owners = assign([item for each in scattered for item in each.lumps] + [*expected], loads)
+    for bucket in scattered:
+        bucket.give(owners)
+    return {item: owners[item] for item in expected}
 
 
 def _equal(items: Sequence[Item], loads: Loads) -> BucketPlan:
@@ -86,88 +202,3 @@ def _equal(items: Sequence[Item], loads: Loads) -> BucketPlan:
     return BucketPlan(
         tuple(item.spec for item in items), tuple(offsets), (shard,) * loads.world_size
     )
-
-
-def _is_rocky(items: Sequence[Item]) -> bool:
-    rocks = sum(item.numel for item in items if item.is_rock)
-    return 2 * rocks > sum(item.numel for item in items)
-
-
-def _leveling(items: Sequence[Item], loads: Loads) -> Sections:
-    """Sections of a bucket of mostly sand: one line, of which each rank takes what it lacks."""
-    amount = sum(map(loads.weight, items))
-    levels = loads.bytes
-    if any(item.work for item in items):
-        levels = [2 * max(pair) for pair in zip(loads.bytes, loads.work, strict=True)]
-    sections = line(items, water_fill(levels, amount), loads.weight)
-    for rank, pieces in enumerate(sections):
-        for item, start, stop in pieces:
-            loads.add(rank, item, (stop - start) / max(1, item.numel))
-    return sections
-
-
-def _between_rocks(items: Sequence[Item], owners: dict[Item, int], loads: Loads) -> Sections:
-    """Sections of a bucket of mostly rocks, which have their owners. Small sand goes whole to the
-    rank with the fewest bytes. Large sand is cut to fill gaps."""
-    sections: Sections = [[] for _ in range(loads.world_size)]
-    sand = []
-    for item in items:
-        if item in owners:
-            sections[owners[item]].append((item, 0, item.numel))
-        elif loads.fraction(item)[0] > _PEBBLE:
-            sand.append(item)
-        else:
-            rank = loads.least_bytes()
-            sections[rank].append((item, 0, item.numel))
-            loads.add(rank, item)
-    if sand:
-        _fill_gaps(sections, sand, loads)
-    return sections
-
-
-def _fill_gaps(sections: Sections, sand: Sequence[Item], loads: Loads) -> None:
-    """Adds ``sand`` to ``sections``, the largest first. Each goes to the neighbouring ranks whose
-    gaps together hold most of it."""
-    gaps = water_fill(loads.bytes, sum(loads.fraction(item)[0] for item in sand))
-    # Whether sand may be added at this end of a rank's section.
-    is_free_at_start = [True] * len(sections)
-    is_free_at_end = [True] * len(sections)
-    for item in sorted(sand, key=lambda item: -item.nbytes):
-        share = loads.fraction(item)[0]
-        runs = [
-            _run(first, share, gaps, sections, is_free_at_start)
-            for first in range(len(sections))
-            if is_free_at_end[first]
-        ]
-        first, last, _ = min(runs, key=lambda run: share - run[2])
-        start = 0
-        for rank in range(first, last + 1):
-            stop = max(start, nearest_cut(item, start + gaps[rank] / share * item.numel))
-            stop = item.numel if rank == last else stop
-            if start < stop:
-                place = len(sections[rank]) if rank == first else 0
-                sections[rank].insert(place, (item, start, stop))
-            loads.add(rank, item, (stop - start) / item.numel)
-            gaps[rank] = max(0.0, gaps[rank] - (stop - start) / item.numel * share)
-            is_free_at_start[rank] &= rank == first
-            is_free_at_end[rank] &= rank == last
-            start = stop
-
-
-def _run(
-    first: int,
-    share: float,
-    gaps: Sequence[float],
-    sections: Sections,
-    is_free_at_start: Sequence[bool],
-) -> tuple[int, int, float]:
-    """The ranks from ``first`` on that sand of size ``share`` would lie on, as ``(first, last, how
-    much of it their gaps hold)``. The run ends at the first rank whose section holds anything else,
-    because sand cannot pass that."""
-    last, held = first, gaps[first]
-    while held < share and last + 1 < len(gaps) and is_free_at_start[last + 1]:
-        last += 1
-        held += gaps[last]
-        if sections[last]:
-            break
-    return first, last, min(held, share)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
 from itertools import accumulate
 
 from fsdp_overlap.layout.balance import Item
@@ -20,49 +20,28 @@ Sections = list[list[Piece]]
 rank's section and begins the next."""
 
 
-def nearest_cut(item: Item, element: float) -> int:
-    """The allowed cut of ``item`` that is nearest to ``element``."""
-    grain = item.grain if item.grain > 1 else ALIGN_ELEMENTS
-    return min(item.numel, round(element / grain) * grain)
+Owned = dict[int, list[Item]]
+"""The parameters that lie whole on one rank, by rank."""
 
 
-def line(
-    items: Sequence[Item], shares: Sequence[float], weight: Callable[[Item], float]
-) -> Sections:
-    """Lays ``items`` one after the other, and cuts where each rank has its share of their weight,
-    or as near to that as a cut is allowed. ``shares`` are proportions, and may have any sum."""
-    weights = [weight(item) for item in items]
-    unit = sum(weights) / (sum(shares) or 1.0)
-    sections: Sections = []
-    target = before = 0.0
-    at = start = 0  # the next section begins at element `start` of this item
-    for rank, share in enumerate(shares, 1):
-        target += share * unit
-        pieces: list[Piece] = []
-        is_last = rank == len(shares)
-        while at < len(items) and (is_last or before < target):
-            item, end = items[at], before + weights[at]
-            stop = item.numel
-            if end > target and not is_last:
-                element = (target - before) / weights[at] * item.numel
-                stop = max(start, nearest_cut(item, element))
-            if start < stop or not item.numel:
-                pieces.append((item, start, stop))
-                start = stop
-            if stop < item.numel:
-                break
-            before, at, start = end, at + 1, 0
-        sections.append(pieces)
-    return sections
+def step_of(item: Item) -> int:
+    """How many elements at least lie between two cuts of ``item``. Where its layout allows cuts
+    anywhere they are aligned."""
+    if not item.is_cut:
+        return max(1, item.numel)
+    return item.grain if item.grain > 1 else ALIGN_ELEMENTS
 
 
-def plan_of(sections: Sections) -> BucketPlan:
-    """The plan of a flat buffer with these ``sections``. If that takes little padding, and no
-    parameter is cut, shards are equal. Otherwise each is as large as what it holds."""
+def plan_of(sections: Sections, most_padding: float = 0.0) -> BucketPlan:
+    """The plan of a flat buffer with these ``sections``. Shards are equal if that takes little
+    padding, and otherwise as large as what they hold. ``most_padding`` replaces
+    :data:`MOST_PADDING` if it is more. A parameter has no padding inside, so shards can be equal
+    only if each that ends within a parameter is as large as the largest."""
     specs, offsets, grains, ranks = [], [], [], []
     numels = []
     position = 0
-    is_inside = is_cut = False  # of a parameter, where a section ends
+    is_inside = False  # of a parameter, where a section ends
+    least_inside = sys.maxsize  # the smallest section that ends inside of one
     for rank, pieces in enumerate(sections):
         begin = position
         for item, start, stop in pieces:
@@ -77,12 +56,14 @@ def plan_of(sections: Sections) -> BucketPlan:
             item, _, stop = pieces[-1]
             is_inside = stop < item.numel
         if is_inside:
-            is_cut = True
+            least_inside = min(least_inside, position - begin)
         else:
             position = align(position)
         numels.append(position - begin)
     largest, held = max(numels), sum(numels)
-    if not is_cut and largest * len(numels) - held <= MOST_PADDING * held:
+    padding = largest * len(numels) - held
+    is_possible = least_inside >= largest and largest % ALIGN_ELEMENTS == 0
+    if is_possible and padding <= max(MOST_PADDING, most_padding) * held:
         begins = [0, *accumulate(numels[:-1])]
         offsets = [
             offset - begins[rank] + largest * rank

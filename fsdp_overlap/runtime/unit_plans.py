@@ -67,10 +67,10 @@ class UnitPlans:
 
     def way_back(self) -> Callable[[], None]:
         """A function that takes back what is planned between now and its call."""
-        loads, ahead = self._planner.loads.copy(), self._ahead.copy()
+        planner, ahead = self._planner.copy(), self._ahead.copy()
 
         def go_back() -> None:
-            self._planner.loads, self._ahead = loads, ahead
+            self._planner, self._ahead = planner, ahead
 
         return go_back
 

@@ -1,11 +1,15 @@
 """What each layout makes of real models at real sizes: padding, balance, planning time.
 
 One unit a block, and the root; parameters in bfloat16. Imbalance is the largest rank over the mean.
-The headline is the worst imbalance of `Whole()`, of bytes or of Newton-Schulz cost, over the
-numbers of ranks that leave each at least BALANCED_FROM matrices: with fewer no assignment is even.
+What cannot be cut sets a bound to it (harness/balance_bound.py), so it is also given over that.
+The headlines are the worst imbalance of `Whole()`, of bytes or of Newton-Schulz cost, over the
+bound, and the same for units that are planned one by one. They leave out numbers of ranks with less
+than BALANCED_FROM matrices each.
 """
 
+import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +18,10 @@ from typing import Annotated
 import torch
 import typer
 
-from fsdp_overlap.layout import Blocks, BucketPlan, Flat, Layout, Whole, plan_units
+from fsdp_overlap.layout import Blocks, BucketPlan, Flat, Layout, ParamSpec, Whole, plan_units
+from fsdp_overlap.layout.planner import Planner
 from harness import output
+from harness.balance_bound import least_imbalance
 from harness.markdown import markdown_table
 from harness.measurement import Figure, Measurement, Spread, Sweep
 from harness.real_models import MODELS, units_of
@@ -29,6 +35,7 @@ PLANNING_TARGET, MANY_PLANNING_TARGET, MANY = 0.3, 2.0, 10_000
 
 LAYOUTS: dict[str, Layout] = {
     "whole": Whole(cut=("output.weight",)),
+    "equal": Whole(cut=("output.weight",), padding=math.inf),
     "flat": Flat(),
     "blocks": Blocks(rows=128),
 }
@@ -50,27 +57,60 @@ def work_of(plans: list[BucketPlan], layout: Layout) -> list[float]:
 
 
 @dataclass(frozen=True)
+class Balance:
+    """Imbalance of bytes, and of Newton-Schulz cost, which is None where matrices are cut."""
+
+    held: float
+    work: float | None = None
+
+    @staticmethod
+    def of(plans: list[BucketPlan], layout: Layout) -> "Balance":
+        held = [sum(n) for n in zip(*(p.shard_numels for p in plans), strict=True)]
+        work = work_of(plans, layout)
+        return Balance(imbalance(held), imbalance(work) if sum(work) else None)
+
+    @staticmethod
+    def bound(units: list[list[ParamSpec]], ranks: int, layout: Layout) -> "Balance":
+        """What no assignment of whole grains can be below."""
+        specs = [spec for unit in units for spec in unit]
+        grains = [(spec, min(spec.numel, layout.grain(spec))) for spec in specs]
+        held, work = Counter[float](), Counter[float]()
+        for spec, grain in grains:
+            count, rest = divmod(spec.numel, grain)
+            held[grain] += count
+            held[rest] += rest > 0
+            work[layout.work(spec) * grain / spec.numel] += count
+        is_worked = any(map(layout.work, specs))
+        return Balance(
+            least_imbalance(held, ranks), least_imbalance(work, ranks) if is_worked else None
+        )
+
+    def over(self, bound: "Balance") -> float:
+        """The worse of the two, over what ``bound`` allows."""
+        held = self.held / bound.held
+        return held if not self.work or not bound.work else max(held, self.work / bound.work)
+
+    def __str__(self) -> str:
+        return f"{self.held:.3f}" if self.work is None else f"{self.held:.3f} / {self.work:.3f}"
+
+
+@dataclass(frozen=True)
 class Planned:
-    """A model on so many ranks under a layout. matrices: in the whole model. buckets: per unit.
-    padding: a part of all elements. work: imbalance of Newton-Schulz cost, None where matrices are
-    cut. ragged: units whose shards are not equal. seconds: to plan."""
+    """A model on so many ranks under a layout. matrices: in the whole model. padding: a part of all
+    parameters. one_by_one: where each unit is planned without those that follow. ragged: units
+    whose shards are not equal. seconds: to plan all units together."""
 
     model: str
     ranks: int
     layout: str
     matrices: int
     units: int
-    buckets: float
     padding: float
-    held: float
-    work: float | None
+    balance: Balance
+    bound: Balance
+    one_by_one: Balance
     ragged: int
     seconds: float
-
-    @property
-    def imbalance(self) -> float:
-        """The worse one."""
-        return self.held if self.work is None else max(self.held, self.work)
 
     def cells(self) -> list[str]:
         return [
@@ -78,10 +118,12 @@ class Planned:
             str(self.ranks),
             self.layout,
             f"{self.matrices / self.ranks:.1f}",
-            f"{self.buckets:.0f}",
             f"{100 * self.padding:.4f}",
-            f"{self.held:.3f}",
-            "" if self.work is None else f"{self.work:.3f}",
+            str(self.balance),
+            str(self.bound),
+            f"{self.balance.over(self.bound):.3f}",
+            str(self.one_by_one),
+            f"{self.one_by_one.over(self.bound):.3f}",
             "equal" if not self.ragged else f"{self.ragged} of {self.units} ragged",
             f"{self.seconds:.3f}",
         ]
@@ -93,17 +135,19 @@ def plan(model: str, ranks: int, kind: str) -> Planned:
     start = time.perf_counter()
     plans = plan_units(units, ranks, rule)
     seconds = time.perf_counter() - start
-    held = [sum(n) for n in zip(*(p.shard_numels for p in plans), strict=True)]
+    planner = Planner(ranks, rule)
+    one_by_one = [plan for unit in units for plans in planner.plan([unit]) for plan in plans]
+    padding = sum(plan.padding for plan in plans)
     return Planned(
         model,
         ranks,
         kind,
         (len(units) - 1) * sum(s[0] if len(s) == 3 else 1 for s in shapes),
         len(units),
-        len(plans) / len(units),
-        sum(plan.padding for plan in plans) / sum(plan.numel for plan in plans),
-        imbalance(held),
-        imbalance(work_of(plans, rule)) if kind == "whole" else None,
+        padding / (sum(plan.numel for plan in plans) - padding),
+        Balance.of(plans, rule),
+        Balance.bound(units, ranks, rule),
+        Balance.of(one_by_one, rule),
         sum(not plan.is_equal for plan in plans),
         seconds,
     )
@@ -111,20 +155,24 @@ def plan(model: str, ranks: int, kind: str) -> Planned:
 
 def measurement_of(planned: Sequence[Planned]) -> Measurement:
     """Imbalance by number of ranks and, of each model, the headlines."""
+    whole = [one for one in planned if one.layout == "whole"]
     figures = []
-    for one in planned:
-        if one.layout == "whole":
-            spread = Spread.of([one.imbalance])
-            figures.append(Figure("imbalance", one.model, "", spread, at=one.ranks))
-    for model in dict.fromkeys(one.model for one in planned):
-        whole = [one for one in planned if one.model == model and one.layout == "whole"]
-        even = [one for one in whole if one.matrices >= BALANCED_FROM * one.ranks]
-        if even:
-            worst = max(even, key=lambda one: one.imbalance)
-            quantity = f"worst imbalance with {BALANCED_FROM} matrices a rank or more"
-            spread = Spread.of([worst.imbalance])
-            system = f"{model} on {worst.ranks} ranks"
-            figures.append(Figure(quantity, system, "", spread, at_most=BALANCE_TARGET))
+    for one in whole:
+        spread = Spread.of([one.balance.over(one.bound)])
+        figures.append(Figure("imbalance over the bound", one.model, "", spread, at=one.ranks))
+    quantity = f"worst imbalance over the bound with {BALANCED_FROM} matrices a rank or more"
+    for model in dict.fromkeys(one.model for one in whole):
+        even = [
+            one for one in whole if one.model == model and one.matrices >= BALANCED_FROM * one.ranks
+        ]
+        for which, target in (("balance", BALANCE_TARGET), ("one_by_one", None)):
+            if even:
+                over = {one: getattr(one, which).over(one.bound) for one in even}
+                worst = max(even, key=over.__getitem__)
+                spread = Spread.of([over[worst]])
+                system = f"{model} on {worst.ranks} ranks"
+                system += ", one by one" if which == "one_by_one" else ""
+                figures.append(Figure(quantity, system, "", spread, at_most=target))
     for model in dict.fromkeys(one.model for one in planned):
         whole = [one for one in planned if one.model == model and one.layout == "whole"]
         if whole:
@@ -145,14 +193,14 @@ def measurement_of(planned: Sequence[Planned]) -> Measurement:
 def main(
     model: Annotated[str | None, typer.Option(help="Only models whose name holds this.")] = None,
     layout: Annotated[
-        str | None, typer.Option(help="whole, flat or blocks; all if left out.")
+        str | None, typer.Option(help="whole, equal, flat or blocks; all if left out.")
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Also write the figures here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw them: .png or .svg.")] = None,
 ) -> None:
     """One unit a block. Imbalance is the largest over the mean."""
-    columns = "model,ranks,layout,matrices a rank,buckets a unit,padding %,imbalance of bytes"
-    columns += ",of Newton-Schulz cost,shards,planning s"
+    columns = "model,ranks,layout,matrices a rank,padding %,imbalance of bytes / of work,bound"
+    columns += ",over it,one by one,over it,shards,planning s"
     planned = [
         plan(name, world_size, kind)
         for name in MODELS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from math import inf
 from typing import Any
 from unittest.mock import patch
 
@@ -29,6 +30,7 @@ LAYOUTS: dict[str, LayoutRule] = {
     "blocks": Blocks(rows=3),
     "rows": Blocks(rows=1),
     "whole": Whole(),
+    "padded": Whole(padding=inf),
     "mixed": mixed,
 }
 
