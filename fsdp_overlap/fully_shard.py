@@ -76,7 +76,9 @@ def fully_shard(
     as tensor parallelism makes it. It then lies over both dimensions, and compute sees the DTensor.
     Every rank must hold the same values before, and must call this in the same order. A model that
     was built on the meta device gets memory by ``model.to_empty(device=...)`` afterwards, and only
-    for its shards.
+    for its shards. If the layout keeps matrices whole and :meth:`FsdpContext.plan` was not called,
+    the call on the module around all units plans them together. It may move shards, which makes it
+    collective, and their parameters new objects: make the optimizer after it.
 
     A list of modules, such as ``[norm, head]``, becomes one unit, and what they own travels
     together. It is whole from the moment the first of them runs until each has run, and at the

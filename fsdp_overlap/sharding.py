@@ -26,6 +26,7 @@ from fsdp_overlap.runtime.ownership import (
     owned_parameters,
     owner_of,
 )
+from fsdp_overlap.runtime.replanning import plan_again
 from fsdp_overlap.runtime.stale_optimizers import note_replacement
 from fsdp_overlap.runtime.starts import take_from_first
 from fsdp_overlap.runtime.unit import Unit, reduce_dtype
@@ -87,6 +88,8 @@ def make_unit(
     for each in modules:
         each.__dict__["_fsdp_unit"] = unit
         hooks.install(each, unit)
+    for other in plan_again(ctx, unit):
+        _mark_owner(other)
     return unit
 
 

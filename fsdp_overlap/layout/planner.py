@@ -12,7 +12,6 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from math import ceil
 
 import torch
 
@@ -52,12 +51,16 @@ class Planner:
             raise ValueError(f"world_size={world_size} is not a number of ranks; use 1 or more")
         self.layout = layout
         self._loads = Loads(world_size)
-        self._seen: set[frozenset[ParamSpec]] = set()
+
+    @property
+    def fullest(self) -> float:
+        """What the fullest rank has, of bytes or of work, over the mean of all ranks."""
+        return max(self._loads.levels)
 
     def copy(self) -> Planner:
         """A planner that knows the same units, and plans independently from now on."""
         other = copy.copy(self)
-        other._loads, other._seen = self._loads.copy(), self._seen.copy()
+        other._loads = self._loads.copy()
         return other
 
     def plan(self, units: Sequence[Sequence[ParamSpec]]) -> list[list[BucketPlan]]:
@@ -69,13 +72,10 @@ class Planner:
         loads.expect(item for bucket in buckets for item in bucket.items)
         for bucket in buckets:
             bucket.divide(loads)
-        expected = self._expected(units, buckets)
-        reserved = _give_owners(buckets, expected, loads)
+        _give_owners(buckets, loads)
         plans = {}
         for bucket in sorted(buckets, key=lambda bucket: bucket.freedom(loads.world_size)):
             plans[bucket] = bucket.plan(loads)
-        for item, rank in reserved.items():
-            loads.add(rank, item, -1)
         made = iter([plans[bucket] for bucket in buckets])
         return [[next(made) for _ in unit] for unit in by_unit]
 
@@ -88,27 +88,6 @@ class Planner:
             kind = spec.dtype, spec.keeps_dtype, spec.requires_grad
             found.setdefault(kind, []).append(item)
         return [_Bucket(items) for items in found.values()]
-
-    def _expected(
-        self, units: Sequence[Sequence[ParamSpec]], buckets: Sequence[_Bucket]
-    ) -> list[Item]:
-        """What is expected to follow a unit that is planned alone and is like one before: its
-        largest lump, as often as it takes for units like this to lift all ranks by that much.
-
-        Ranks that are to get these lumps must not be filled with other things before. A lump that
-        came last would otherwise lie on top of what is even without it.
-        """
-        alike = {frozenset(specs) for specs in units}
-        is_known = len(units) == 1 and alike <= self._seen
-        self._seen |= alike
-        lumps = [item for bucket in buckets for item in bucket.lumps]
-        if not is_known or not lumps:
-            return []
-        loads = Loads(self._loads.world_size)
-        loads.expect(item for bucket in buckets for item in bucket.items)
-        largest = max(lumps, key=lambda item: max(loads.fraction(item)))
-        count = min(loads.world_size, ceil(max(loads.fraction(largest))))
-        return [replace(largest) for _ in range(count)]
 
 
 class _Bucket:
@@ -171,11 +150,8 @@ class _Bucket:
         return plan_of(fill(self.line, self.owned, loads))
 
 
-def _give_owners(
-    buckets: Sequence[_Bucket], expected: Sequence[Item], loads: Loads
-) -> dict[Item, int]:
-    """Gives lumps their owners, and returns those of ``expected``. Sand waits, because nothing of
-    it needs one if ranks are even."""
+def _give_owners(buckets: Sequence[_Bucket], loads: Loads) -> None:
+    """Gives lumps their owners. Sand waits, because nothing of it needs one if ranks are even."""
     for bucket in buckets:
         if bucket.most_padding > MOST_PADDING and not bucket.is_sand:
             bucket.equal = equal_sections([*bucket.lumps, *bucket.line], bucket.most_padding, loads)
@@ -184,10 +160,9 @@ def _give_owners(
     for bucket in sorted(together, key=lambda each: -loads.weight(each.lumps)):
         bucket.give(assign_together(bucket.lumps, loads))
     scattered = [bucket for bucket in rest if bucket.is_lumpy]
-    owners = assign([item for each in scattered for item in each.lumps] + [*expected], loads)
+    owners = assign([item for each in scattered for item in each.lumps], loads)
     for bucket in scattered:
         bucket.give(owners)
-    return {item: owners[item] for item in expected}
 
 
 def _equal(items: Sequence[Item], loads: Loads) -> BucketPlan:

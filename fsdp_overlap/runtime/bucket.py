@@ -206,6 +206,27 @@ class Bucket:
             item.parameter = parameter
         self.places = Places(self.owned, fresh, self.sharded_parameters)
 
+    @torch.no_grad()
+    def lay_out(self, plan: BucketPlan) -> None:
+        """Lays the same parameters out by another plan, one after the other. The sharded parameters
+        are new objects. Call it before the first :meth:`connect`. Collective over the mesh, unless
+        the bucket is on the meta device."""
+        version, names = self.version, [spec.fqn for spec in self.plan.specs]
+        order = [names.index(spec.fqn) for spec in plan.specs]
+        sharded = [self.sharded_parameters[index] for index in order]
+        self.plan = plan
+        self.owned = [self.owned[index] for index in order]
+        self.parameters = [self.parameters[index] for index in order]
+        self._allocate(self.device, sharded)
+        for parameter, old, new, view in zip(
+            self.parameters, sharded, self.sharded_parameters, self.full.views, strict=True
+        ):
+            if not self.is_meta:
+                new.copy_(old.full_tensor())
+            give_memory(parameter, view)
+        if self.start is not None:
+            self.start.move(order, version, self.version)
+
     def join(self, domain: Domain) -> None:
         """Becomes one of the buckets of ``domain``."""
         self.domain = domain

@@ -239,8 +239,8 @@ class FsdpContext:
     ) -> None:
         """Plans ``units`` together, so that parameters that stay whole are balanced over all of
         them. Each is a module, or a list of modules that will be one unit. Call it before
-        :func:`fully_shard`, which otherwise knows only the units before the one it places. It reads
-        shapes alone.
+        :func:`fully_shard`. Otherwise the call on the module around all units plans them, and moves
+        shards where that evens ranks out. It reads shapes alone.
 
         ``meshes``: the mesh of each unit that will have one of its own, by its first module.
 

@@ -12,14 +12,22 @@ from fsdp_overlap.layout import BucketPlan, LayoutRule, ParamSpec
 from fsdp_overlap.layout.planner import Planner
 from fsdp_overlap.runtime.ownership import kind_of, owned_parameters
 
+# Units are planned again if the fullest rank then has less by this factor.
+WORTHWHILE = 1.02
+
 
 class UnitPlans:
     """How units are laid out, also those that are not made yet."""
 
     def __init__(self, world_size: int, layout: LayoutRule) -> None:
+        self._world_size = world_size
+        self._layout = layout
         self._planner = Planner(world_size, layout)
         self._ahead: weakref.WeakKeyDictionary[nn.Module, list[BucketPlan]]
         self._ahead = weakref.WeakKeyDictionary()
+        self._one_by_one: weakref.WeakKeyDictionary[nn.Module, Sequence[ParamSpec]]
+        self._one_by_one = weakref.WeakKeyDictionary()
+        self._has_plans_ahead = False
 
     def has(self, module: nn.Module) -> bool:
         """Whether ``module`` is the first of a unit that was planned ahead and is not made yet."""
@@ -40,6 +48,7 @@ class UnitPlans:
 
     def place(self, modules: Sequence[nn.Module], plans: list[BucketPlan]) -> None:
         """Notes how ``modules`` are to be laid out when they become a unit."""
+        self._has_plans_ahead = True
         self._ahead[modules[0]] = [*self._ahead.get(modules[0], []), *plans]
 
     def take(self, modules: Sequence[nn.Module], specs: Sequence[ParamSpec]) -> list[BucketPlan]:
@@ -51,6 +60,7 @@ class UnitPlans:
         """
         plans = self._ahead.get(modules[0])
         if plans is None:
+            self._one_by_one[modules[0]] = specs
             return self._planner.plan([specs])[0]
         different = {spec for plan in plans for spec in plan.specs} ^ set(specs)
         if different:
@@ -65,12 +75,27 @@ class UnitPlans:
         del self._ahead[modules[0]]
         return plans
 
+    def plan_again(self) -> dict[nn.Module, list[BucketPlan]]:
+        """Plans the units together that were planned one by one. Returns the new plans of each
+        unit, by its first module. Returns nothing if that would gain little, or if the user planned
+        some units ahead."""
+        before = self._planner.fullest
+        if self._has_plans_ahead or before <= WORTHWHILE:
+            return {}
+        planner = Planner(self._world_size, self._layout)
+        units = dict(self._one_by_one)
+        plans = planner.plan(list(units.values()))
+        if before <= WORTHWHILE * planner.fullest:
+            return {}
+        self._planner = planner
+        return dict(zip(units, plans, strict=True))
+
     def way_back(self) -> Callable[[], None]:
         """A function that takes back what is planned between now and its call."""
-        planner, ahead = self._planner.copy(), self._ahead.copy()
+        planner, ahead, alone = self._planner.copy(), self._ahead.copy(), self._one_by_one.copy()
 
         def go_back() -> None:
-            self._planner, self._ahead = planner, ahead
+            self._planner, self._ahead, self._one_by_one = planner, ahead, alone
 
         return go_back
 

@@ -3,8 +3,7 @@
 One unit a block, and the root; parameters in bfloat16. Imbalance is the largest rank over the mean.
 What cannot be cut sets a bound to it (harness/balance_bound.py), so it is also given over that.
 The headlines are the worst imbalance of `Whole()`, of bytes or of Newton-Schulz cost, over the
-bound, and the same for units that are planned one by one. They leave out numbers of ranks with less
-than BALANCED_FROM matrices each.
+bound. They leave out numbers of ranks with less than BALANCED_FROM matrices each.
 """
 
 import math
@@ -19,7 +18,6 @@ import torch
 import typer
 
 from fsdp_overlap.layout import Blocks, BucketPlan, Flat, Layout, ParamSpec, Whole, plan_units
-from fsdp_overlap.layout.planner import Planner
 from harness import output
 from harness.balance_bound import least_imbalance
 from harness.markdown import markdown_table
@@ -97,8 +95,7 @@ class Balance:
 @dataclass(frozen=True)
 class Planned:
     """A model on so many ranks under a layout. matrices: in the whole model. padding: a part of all
-    parameters. one_by_one: where each unit is planned without those that follow. ragged: units
-    whose shards are not equal. seconds: to plan all units together."""
+    parameters. ragged: units whose shards are not equal. seconds: to plan all units."""
 
     model: str
     ranks: int
@@ -108,7 +105,6 @@ class Planned:
     padding: float
     balance: Balance
     bound: Balance
-    one_by_one: Balance
     ragged: int
     seconds: float
 
@@ -122,8 +118,6 @@ class Planned:
             str(self.balance),
             str(self.bound),
             f"{self.balance.over(self.bound):.3f}",
-            str(self.one_by_one),
-            f"{self.one_by_one.over(self.bound):.3f}",
             "equal" if not self.ragged else f"{self.ragged} of {self.units} ragged",
             f"{self.seconds:.3f}",
         ]
@@ -135,8 +129,6 @@ def plan(model: str, ranks: int, kind: str) -> Planned:
     start = time.perf_counter()
     plans = plan_units(units, ranks, rule)
     seconds = time.perf_counter() - start
-    planner = Planner(ranks, rule)
-    one_by_one = [plan for unit in units for plans in planner.plan([unit]) for plan in plans]
     padding = sum(plan.padding for plan in plans)
     return Planned(
         model,
@@ -147,7 +139,6 @@ def plan(model: str, ranks: int, kind: str) -> Planned:
         padding / (sum(plan.numel for plan in plans) - padding),
         Balance.of(plans, rule),
         Balance.bound(units, ranks, rule),
-        Balance.of(one_by_one, rule),
         sum(not plan.is_equal for plan in plans),
         seconds,
     )
@@ -165,14 +156,12 @@ def measurement_of(planned: Sequence[Planned]) -> Measurement:
         even = [
             one for one in whole if one.model == model and one.matrices >= BALANCED_FROM * one.ranks
         ]
-        for which, target in (("balance", BALANCE_TARGET), ("one_by_one", None)):
-            if even:
-                over = {one: getattr(one, which).over(one.bound) for one in even}
-                worst = max(even, key=over.__getitem__)
-                spread = Spread.of([over[worst]])
-                system = f"{model} on {worst.ranks} ranks"
-                system += ", one by one" if which == "one_by_one" else ""
-                figures.append(Figure(quantity, system, "", spread, at_most=target))
+        if even:
+            over = {one: one.balance.over(one.bound) for one in even}
+            worst = max(even, key=over.__getitem__)
+            spread = Spread.of([over[worst]])
+            system = f"{model} on {worst.ranks} ranks"
+            figures.append(Figure(quantity, system, "", spread, at_most=BALANCE_TARGET))
     for model in dict.fromkeys(one.model for one in planned):
         whole = [one for one in planned if one.model == model and one.layout == "whole"]
         if whole:
@@ -200,7 +189,7 @@ def main(
 ) -> None:
     """One unit a block. Imbalance is the largest over the mean."""
     columns = "model,ranks,layout,matrices a rank,padding %,imbalance of bytes / of work,bound"
-    columns += ",over it,one by one,over it,shards,planning s"
+    columns += ",over it,shards,planning s"
     planned = [
         plan(name, world_size, kind)
         for name in MODELS

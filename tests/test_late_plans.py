@@ -1,0 +1,204 @@
+"""Units that nobody planned ahead are planned together once the unit around them is made."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+
+from fsdp_overlap import Flat, FsdpContext, ShardedTensor, Whole, fully_shard
+from fsdp_overlap.layout import LayoutRule
+from fsdp_overlap.optim import Muon
+from support.ranks import run_ranks
+from support.twins import COPIES, Twins, same
+from support.zoo import WIDTH, Model, shard_layers
+
+
+class Growing(Model):
+    """Its last layer is the largest, which is the worst order to learn of them in."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=8)
+        last = self.layers[-1]
+        last.up, last.down = nn.Linear(WIDTH, 60), nn.Linear(60, WIDTH)
+
+
+def deep() -> Any:
+    torch.manual_seed(1)
+    return Growing().double()
+
+
+def largest_work(model: nn.Module, ranks: int) -> float:
+    """The work of the rank with the most matrices, over the mean."""
+    work = [0] * ranks
+    for parameter in model.parameters():
+        assert isinstance(parameter, ShardedTensor)
+        if parameter.dim() == 2:
+            for rank, start, stop in parameter.placement.ranges:
+                work[rank] += (stop - start) * min(parameter.shape)
+    return max(work) * ranks / sum(work)
+
+
+def plans_of(ctx: FsdpContext) -> list[Any]:
+    return [bucket.plan for unit in ctx.units for bucket in unit.buckets]
+
+
+def compare_with_planning_ahead(ranks: int) -> None:
+    layout = Whole(cut=("head.weight",))
+    models, contexts = [], []
+    for is_ahead in (True, False):
+        model, ctx = deep(), FsdpContext(layout=layout)
+        if is_ahead:
+            ctx.plan([*model.layers, model])
+        shard_layers(model, ctx)
+        models.append(model)
+        contexts.append(ctx)
+    ahead, late = models
+    assert plans_of(contexts[0]) == plans_of(contexts[1])
+    assert largest_work(late, ranks) == largest_work(ahead, ranks)
+    fully_shard(alone := deep(), FsdpContext(layout=layout))  # one unit, which is even by itself
+    assert largest_work(late, ranks) <= largest_work(alone, ranks) + 1e-9
+    for (name, mine), its in zip(late.named_parameters(), deep().parameters(), strict=True):
+        assert isinstance(mine, ShardedTensor)
+        same(mine.full_tensor().detach(), its.detach(), name)
+
+
+def test_units_lie_as_if_they_had_been_planned_ahead() -> None:
+    run_ranks(compare_with_planning_ahead, 4, 4)
+
+
+def train(options: dict[str, Any]) -> None:
+    twins = Twins(
+        deep, shard_layers, optimizer=Muon, layout=Whole(), ns_dtype=torch.double, **options
+    )
+    twins.train(2)
+
+
+@pytest.mark.parametrize("options", [{}, COPIES, {**COPIES, "divide_copies": True}])
+def test_training_equals_unsharded_training(options: dict[str, Any]) -> None:
+    run_ranks(train, 4, options)
+
+
+def keep_what_was_noted() -> None:
+    model = deep()
+    model.layers[1].requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.mark = tuple(parameter.shape)
+    ctx = FsdpContext(layout=Whole())
+    for layer in model.layers:
+        fully_shard(layer, ctx)
+    early = list(model.layers.parameters())
+    optimizer = torch.optim.AdamW(early)
+    fully_shard(model, ctx)
+    moved = [one is not other for one, other in zip(early, model.layers.parameters(), strict=True)]
+    assert any(moved)
+    for name, parameter in model.named_parameters():
+        assert parameter.mark == tuple(parameter.shape)
+        assert parameter.requires_grad == ("layers.1." not in name)
+    with pytest.raises(RuntimeError, match=r"made before fully_shard\(\) of a module around it"):
+        optimizer.step()
+
+
+def test_parameters_keep_what_was_noted_on_them_and_early_optimizers_are_told() -> None:
+    run_ranks(keep_what_was_noted, 4)
+
+
+def collectives_of_sharding(layout: LayoutRule, device: str, is_ahead: bool) -> int:
+    with torch.device(device):
+        model = Growing()
+    ctx = FsdpContext(layout=layout)
+    if is_ahead:
+        ctx.plan([*model.layers, model])
+    with CommDebugMode() as issued:
+        shard_layers(model, ctx)
+    return issued.get_total_counts()
+
+
+@pytest.mark.parametrize(
+    ("case", "communicates"),
+    [
+        ((Whole(), "cpu", False), True),
+        ((Whole(), "cpu", True), False),
+        ((Whole(), "meta", False), False),
+        ((Flat(), "cpu", False), False),
+    ],
+)
+def test_shards_move_only_where_they_must(case: Sequence[Any], communicates: bool) -> None:
+    for count in run_ranks(collectives_of_sharding, 4, *case):
+        assert (count > 0) == communicates
+
+
+def from_meta() -> None:
+    with torch.device("meta"):
+        model = Growing().double()
+    ctx = FsdpContext(layout=Whole())
+    shard_layers(model, ctx)
+    model.to_empty(device="cpu")
+    model.load_state_dict(deep().state_dict())
+    for (name, mine), its in zip(model.named_parameters(), deep().parameters(), strict=True):
+        assert isinstance(mine, ShardedTensor)
+        same(mine.full_tensor().detach(), its.detach(), name)
+    model(torch.zeros(1, 3, dtype=torch.int64)).sum().backward()
+
+
+def test_a_model_on_the_meta_device_is_planned_late_too() -> None:
+    run_ranks(from_meta, 4)
+
+
+def around_a_model_that_ran() -> None:
+    model = deep()
+    ctx = FsdpContext(layout=Whole())
+    for layer in model.layers:
+        fully_shard(layer, ctx)
+    x = torch.ones(2, 3, 6, dtype=torch.double)
+    for layer in model.layers:
+        x = layer(x)
+    x.sum().backward()
+    before = plans_of(ctx)
+    fully_shard(model, ctx)
+    assert plans_of(ctx)[: len(before)] == before
+
+
+def test_nothing_moves_once_a_forward_has_run() -> None:
+    run_ranks(around_a_model_that_ran, 4)
+
+
+def copied() -> None:
+    model = deep()
+    shard_layers(model, FsdpContext(layout=Whole()))
+    other = copy.deepcopy(model)
+    for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+        assert isinstance(mine, ShardedTensor)
+        assert isinstance(its, ShardedTensor)
+        assert mine.placements == its.placements
+        same(mine.full_tensor().detach(), its.full_tensor().detach(), "copy")
+
+
+def test_a_copy_lies_as_its_original() -> None:
+    run_ranks(copied, 4)
+
+
+def mixed_meshes() -> None:
+    """Units of another mesh are planned among themselves."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    model = deep()
+    ctx = FsdpContext(layout=Whole())
+    for index, layer in enumerate(model.layers):
+        fully_shard(layer, ctx, mesh=grid["a"] if index % 2 else None)
+    fully_shard(model, ctx)
+    for (name, mine), its in zip(model.named_parameters(), deep().parameters(), strict=True):
+        assert isinstance(mine, ShardedTensor)
+        same(mine.full_tensor().detach(), its.detach(), name)
+    assert dist.get_world_size() == 4
+    model(torch.zeros(1, 3, dtype=torch.int64)).sum().backward()
+
+
+def test_units_of_several_meshes() -> None:
+    run_ranks(mixed_meshes, 4)
