@@ -180,7 +180,8 @@ def meshes(world_size: int) -> st.SearchStrategy[tuple[tuple[int, ...] | None, b
     plain = st.just((None, False))
     if world_size == 1:
         return plain
-    copies = st.sampled_from([(world_size, 1), (1, world_size)])
+    divisors = [copies for copies in range(1, world_size + 1) if world_size % copies == 0]
+    copies = st.sampled_from([(copies, world_size // copies) for copies in divisors])
     return plain | st.tuples(copies, st.booleans())
 
 
@@ -195,7 +196,7 @@ def kinds_on(device: str) -> list[type[Operation]]:
 
 @st.composite
 def programs(draw: st.DrawFn, device: str) -> Program:
-    world_size = draw(st.integers(1, 3))
+    world_size = draw(st.integers(1, 4))
     mesh, divide_copies = draw(meshes(world_size))
     setup = Setup(
         node=draw(trees()),
