@@ -23,7 +23,7 @@ from fsdp_overlap import Whole as WholeMatrices
 from fsdp_overlap.modelled import Issued, ModelledDevice, compare_issued, running
 from support import nccl_like
 from support.fuzz_errors import PLACES, EditTooSoon, Fail, FailAlone, Reset, Stray
-from support.fuzz_run import Run, Setup
+from support.fuzz_run import OPTIMIZERS, Run, Setup
 from support.fuzz_states import EDITS, Copy, Edit, Load, Rebuild, Save
 from support.fuzz_training import (
     MODES,
@@ -205,7 +205,7 @@ def programs(draw: st.DrawFn, device: str) -> Program:
         ends=draw(st.booleans()),
         mesh=mesh,
         divide_copies=divide_copies,
-        own_optimizer=draw(st.booleans()),
+        optimizer=draw(st.sampled_from(OPTIMIZERS)),
         device=device,
     )
     # What others build upon is drawn more often than what ends it; nothing, the simplest, is what

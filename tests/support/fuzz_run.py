@@ -16,14 +16,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_overlap import FsdpContext, ShardedTensor, fully_shard
 from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.layout import LayoutRule
-from fsdp_overlap.optim import AdamW
+from fsdp_overlap.optim import AdamW, Muon
 from fsdp_overlap.runtime.unit import Unit, unit_of
 from support.random_models import Node, Whole, units_of
 from support.twins import NAMES, Twins, same
 
 MOST_BATCHES = 1000
-# A large one, so that what is zero but for rounding stays small in a step.
-OPTIONS = {"lr": 0.02, "eps": 1e-3}
+# A large eps, so that what is zero but for rounding stays small in a step.
+OPTIONS: dict[str, Any] = {"lr": 0.02, "eps": 1e-3}
+MUON_OPTIONS: dict[str, Any] = {**OPTIONS, "ns_dtype": torch.float64, "adamw": OPTIONS}
+OPTIMIZERS = ("AdamW of torch", "AdamW", "Muon")
 
 Losses = tuple[torch.Tensor, torch.Tensor]
 
@@ -46,7 +48,7 @@ class ReduceOptions:
 @dataclass(frozen=True)
 class Setup:
     """What is trained, and how it is sharded. ``ends``: the embedding and the head are a unit.
-    ``device``: the type of the one that it is trained on."""
+    ``device``: the type of the one that it is trained on. ``optimizer``: one of `OPTIMIZERS`."""
 
     node: Node
     prefetch: int
@@ -54,7 +56,7 @@ class Setup:
     ends: bool = False
     mesh: tuple[int, ...] | None = None
     divide_copies: bool = False
-    own_optimizer: bool = False
+    optimizer: str = OPTIMIZERS[0]
     device: str = "cpu"
 
     def shard(self, model: Whole, ctx: FsdpContext) -> None:
@@ -73,10 +75,18 @@ class Setup:
             divide_copies=self.divide_copies,
         )
 
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        kind: Any = AdamW if self.own_optimizer else torch.optim.AdamW
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        if self.optimizer == "Muon":
+            return Muon(model, **MUON_OPTIONS)
+        kind: Any = AdamW if self.optimizer == "AdamW" else torch.optim.AdamW
         optimizer: torch.optim.Optimizer = kind(model.parameters(), **OPTIONS)
         return optimizer
+
+    def make_twin_optimizer(self, twin: nn.Module) -> torch.optim.Optimizer:
+        """torch's, where it has one for a whole model."""
+        if self.optimizer == "Muon":
+            return Muon(twin, **MUON_OPTIONS)
+        return torch.optim.AdamW(twin.parameters(), **OPTIONS)
 
 
 class Run(Twins):
@@ -98,8 +108,8 @@ class Run(Twins):
             mesh=setup.mesh,
             divide_copies=setup.divide_copies,
         )
-        self.optimizer = setup.optimizer(self.model)
-        self.twin_optimizer = torch.optim.AdamW(self.twin.parameters(), **OPTIONS)
+        self.optimizer = setup.make_optimizer(self.model)
+        self.twin_optimizer = setup.make_twin_optimizer(self.twin)
         self.data = self.batches(MOST_BATCHES)
         self.whole = list(self.twin.parameters())
         self.saved: Any = None

@@ -120,7 +120,7 @@ class Rebuild(Operation):
         previous = run.saved
         Save(self.how).run(run)
         old = run.optimizer
-        optimizer = setup.optimizer(model)
+        optimizer = setup.make_optimizer(model)
         optimizer.load_state_dict(moved(old, optimizer))
         run.setup = setup
         run.adopt(model, optimizer)
@@ -140,7 +140,7 @@ def with_units(node: Node, which: str) -> Node:
 def moved(old: torch.optim.Optimizer, new: torch.optim.Optimizer) -> dict[str, Any]:
     """The state of ``old``, laid out as the parameters of ``new``."""
     state = old.state_dict()
-    targets = new.param_groups[0]["params"]
+    targets = [parameter for group in new.param_groups for parameter in group["params"]]
     placed: dict[Any, Any] = {}
     for index, values in state["state"].items():
         placed[index] = {
