@@ -74,10 +74,11 @@ def show(search: Search) -> None:
     for name, count in sorted(search.done.items()):
         table.add_row(name, str(count))
     OUT.print(table)
+    operations = sum(search.done[kind.__name__] for kind in fuzz.OPERATIONS)
     OUT.print(
         f"seed {search.number}, {search.device}, torch {torch.__version__}: "
         f"{search.tried} programs, "
-        f"{search.done.total()} operations, {0 if search.different is None else 1} differences"
+        f"{operations} operations, {0 if search.different is None else 1} differences"
     )
 
 
@@ -97,7 +98,7 @@ def main(
             done = fuzz.run_on_ranks(eval(program, fuzz.NAMES))
             OUT.print(f"no difference in {done.total()} operations")
             return
-        search = Search(examples, number, device)
+        search = Search(examples, number, device.value)
         search.run()
         show(search)
         if search.different is not None:

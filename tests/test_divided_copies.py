@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from functools import partial
 from typing import Any
 
@@ -39,7 +41,7 @@ def test_training_equals_unsharded_training(name: str) -> None:
         {"mesh": (4, 1)},
         {"mesh": (1, 4)},
         {"prefetch": 0},
-        {"layout": Whole(), "optimizer": Muon},
+        {"layout": Whole(), "optimizer": Muon, "ns_dtype": torch.float64},
         {"optimizer": AdamW},
     ],
     ids=str,
@@ -196,6 +198,28 @@ def without_memory() -> None:
 
 def test_a_model_without_memory_exchanges_nothing() -> None:
     run_ranks(without_memory, 2)
+
+
+def freed() -> None:
+    options: dict[str, Any] = {"mesh": (2, 1), "divide_copies": True}
+    kept, dropped, other = (Twins.of("layers", **options) for _ in range(3))
+    dropped.train(1)
+    gc.disable()
+    try:
+        bucket = weakref.ref(dropped.ctx.units[0].buckets[0])
+        del dropped
+        assert bucket() is None  # at once, and not when Python looks for cycles
+    finally:
+        gc.enable()
+    faults = kept.ctx.faults
+    del kept
+    assert not list(faults._parties())
+    other.ctx.reset()
+    other.train(1)
+
+
+def test_a_model_that_is_freed_leaves_nothing_to_the_reset_of_another() -> None:
+    run_ranks(freed, 2)
 
 
 def nameless() -> None:

@@ -6,15 +6,21 @@ from collections import Counter
 
 from hypothesis import Phase
 
+from fsdp_overlap import Flat
 from support.fuzz import OPERATIONS, Program, run_on_ranks, try_programs
-from support.fuzz_errors import SEEN
+from support.fuzz_errors import SEEN, Stray
+from support.fuzz_setup import EXPERT_PARALLELISM, OPTIMIZERS, TENSOR_PARALLELISM, Setup
+from support.fuzz_training import AllReduce, Train
+from support.random_models import Node
 
 
 def test_random_programs_do_what_they_do_without_sharding() -> None:
-    """And every kind of operation was among them, and did something."""
+    """And every kind of operation was among them, and did something; so was every optimizer, and
+    tensor parallelism and expert parallelism."""
     done: Counter[str] = Counter()
     try_programs(50, 2, lambda program: done.update(run_on_ranks(program)), [Phase.generate])
     wanted = {kind.__name__ for kind in OPERATIONS} | SEEN
+    wanted |= {TENSOR_PARALLELISM, EXPERT_PARALLELISM, *OPTIMIZERS}
     assert not wanted - {name for name, count in done.items() if count}
 
 
@@ -26,3 +32,10 @@ def test_random_programs_on_a_device_with_streams_are_right_and_ordered() -> Non
 
     try_programs(8, 3, look, [Phase.generate], device="modelled")
     assert done.total() > 50
+
+
+def test_a_rank_that_strays_is_found_by_its_copies_too() -> None:
+    """Which have nothing else to do with it in that backward than the check of the order."""
+    setup = Setup(node=Node(kind="nothing"), prefetch=0, layout=Flat(), mesh=(2, 2))
+    strays = Stray(rank=2, microbatches=0, evaluates=False)
+    run_on_ranks(Program(setup, 4, (AllReduce(enable=False), Train(), Train(), Train(), strays)))

@@ -313,5 +313,9 @@ def greatest(values: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch
     """Replaces ``values`` in place by their maximum over the ranks that ``groups`` together
     connect. Collective over ``groups``."""
     for group in groups:
-        dist.all_reduce(values, dist.ReduceOp.MAX, group)
+        work = dist.all_reduce(values, dist.ReduceOp.MAX, group, async_op=True)
+        if has_streams(values.device):
+            work.wait()
+        else:  # a rank that strays may never come to it
+            HostTicket("order_check", "", Issued([work], lambda: values, group), None).wait()
     return values

@@ -112,8 +112,8 @@ class FsdpContext:
         # groups are freed together with the context, and not when Python next collects cycles.
         self._units = Units()
         self._domains = Domains(layout, self._groups, self._stats, divide_copies)
-        domains = weakref.proxy(self._domains)
-        self.faults = Faults(lambda: domains.all(), self._groups)
+        domains = weakref.ref(self._domains)
+        self.faults = Faults(lambda: found.all() if (found := domains()) else (), self._groups)
         self._groups.watch = weakref.ref(self.faults)
         self.uncompared: Uncompared = []
         self.is_settled = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import suppress
 from functools import partial
 from typing import Protocol
@@ -41,7 +42,7 @@ class DividedShard:
     """
 
     def __init__(self, bucket: Source, plan: BucketPlan, collectives: Collectives) -> None:
-        self.bucket = bucket
+        self.bucket: Source = weakref.proxy(bucket)  # which owns this object
         self.plan = plan
         self.collectives = collectives
         self.whole = FlatBuffer(plan, bucket.compute_dtype, bucket.device)

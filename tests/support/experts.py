@@ -30,17 +30,23 @@ class Experts(nn.Module):
         self.group = group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        tokens = x.view(-1, EXPERTS, WIDTH).transpose(0, 1)  # [expert, token, width]
-        if self.group is None:
-            return torch.tanh(tokens @ self.weight).transpose(0, 1).reshape(x.shape)
-        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
-        ranks, local = self.group.size(), weight.shape[0]
-        sent = tokens.contiguous().flatten()
-        received = exchange(sent, self.group).view(ranks, local, -1, WIDTH)
-        done = torch.tanh(received.transpose(0, 1).flatten(1, 2) @ weight)
-        back = done.view(local, ranks, -1, WIDTH).transpose(0, 1).contiguous().flatten()
-        returned = exchange(back, self.group).view(EXPERTS, -1, WIDTH)
-        return returned.transpose(0, 1).reshape(x.shape)
+        return through_experts(x, self.weight, self.group)
+
+
+def through_experts(
+    x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    tokens = x.view(-1, EXPERTS, WIDTH).transpose(0, 1)  # [expert, token, width]
+    if group is None:
+        return torch.tanh(tokens @ weight).transpose(0, 1).reshape(x.shape)
+    weight = weight.to_local() if isinstance(weight, DTensor) else weight
+    ranks, local = group.size(), weight.shape[0]
+    sent = tokens.contiguous().flatten()
+    received = exchange(sent, group).view(ranks, local, -1, WIDTH)
+    done = torch.tanh(received.transpose(0, 1).flatten(1, 2) @ weight)
+    back = done.view(local, ranks, -1, WIDTH).transpose(0, 1).contiguous().flatten()
+    returned = exchange(back, group).view(EXPERTS, -1, WIDTH)
+    return returned.transpose(0, 1).reshape(x.shape)
 
 
 def exchange(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -23,7 +23,8 @@ from fsdp_overlap import Whole as WholeMatrices
 from fsdp_overlap.modelled import Issued, ModelledDevice, compare_issued, running
 from support import nccl_like
 from support.fuzz_errors import PLACES, EditTooSoon, Fail, FailAlone, Reset, Stray
-from support.fuzz_run import Run, Setup
+from support.fuzz_run import Run
+from support.fuzz_setup import EXPERT_PARALLELISM, OPTIMIZERS, PLAIN, TENSOR_PARALLELISM, Setup
 from support.fuzz_states import EDITS, Copy, Edit, Load, Rebuild, Save
 from support.fuzz_training import (
     MODES,
@@ -48,7 +49,7 @@ from support.fuzz_training import (
     Unshard,
     ZeroGrad,
 )
-from support.random_models import Node, trees
+from support.random_models import Node, around_one, trees
 from support.ranks import run_ranks
 
 LAYOUTS = (Flat(), WholeMatrices(), Blocks(rows=2))
@@ -180,37 +181,67 @@ def meshes(world_size: int) -> st.SearchStrategy[tuple[tuple[int, ...] | None, b
     plain = st.just((None, False))
     if world_size == 1:
         return plain
-    copies = st.sampled_from([(world_size, 1), (1, world_size)])
+    divisors = [copies for copies in range(1, world_size + 1) if world_size % copies == 0]
+    copies = st.sampled_from([(copies, world_size // copies) for copies in divisors])
     return plain | st.tuples(copies, st.booleans())
 
 
-# They need the confirmations of a CPU.
-ON_CPU_ONLY = (FailAlone, Stray)
+CONFIRMS = "needs the confirmations of a CPU"
+WAITS = "other ranks wait in collectives of the model's own, where nobody tells them"
+
+# What programs for a device leave out, and those whose model is divided; and why.
+LEFT_OUT: dict[str, dict[type[Operation], str]] = {
+    "cpu": {},
+    "modelled": {FailAlone: CONFIRMS, Stray: CONFIRMS},
+    PLAIN: {},
+    TENSOR_PARALLELISM: {FailAlone: WAITS, Stray: WAITS},
+    EXPERT_PARALLELISM: {
+        FailAlone: WAITS,
+        Stray: WAITS,
+        Penalize: "experts divide by all ranks, and get this gradient from those that have them",
+    },
+}
 
 
-def kinds_on(device: str) -> list[type[Operation]]:
-    """Those that a program for ``device`` may have."""
-    return [kind for kind in OPERATIONS if device == "cpu" or kind not in ON_CPU_ONLY]
+def kinds_in(device: str, division: str) -> list[type[Operation]]:
+    """The operations that such a program may have."""
+    left_out = LEFT_OUT[device] | LEFT_OUT[division]
+    return [kind for kind in OPERATIONS if kind not in left_out]
 
 
 @st.composite
 def programs(draw: st.DrawFn, device: str) -> Program:
-    world_size = draw(st.integers(1, 3))
-    mesh, divide_copies = draw(meshes(world_size))
+    world_size = draw(st.integers(1, 4))
+    # They use functional collectives, which need a process group of C++.
+    is_divided = world_size % 2 == 0 and device == "cpu"
+    divisions = (PLAIN, TENSOR_PARALLELISM, EXPERT_PARALLELISM) if is_divided else (PLAIN,)
+    division = draw(st.sampled_from(divisions))
+    tensor_ranks = expert_ranks = 1
+    if division == TENSOR_PARALLELISM:
+        tensor_ranks = 2
+        node = draw(around_one("linear", multiple=tensor_ranks))
+    elif division == EXPERT_PARALLELISM:
+        expert_ranks = draw(st.sampled_from(sorted({2, world_size})))
+        node = draw(around_one("experts"))
+    else:
+        node = draw(trees())
+    mesh, divide_copies = draw(meshes(world_size // tensor_ranks))
     setup = Setup(
-        node=draw(trees()),
+        node=node,
         prefetch=draw(st.integers(0, 2)),
         layout=draw(st.sampled_from(LAYOUTS)),
         ends=draw(st.booleans()),
         mesh=mesh,
         divide_copies=divide_copies,
-        own_optimizer=draw(st.booleans()),
+        optimizer=draw(st.sampled_from(OPTIMIZERS)),
         device=device,
+        tensor_ranks=tensor_ranks,
+        expert_ranks=expert_ranks,
     )
     # What others build upon is drawn more often than what ends it; nothing, the simplest, is what
     # the other operations of a failing program become.
     copies = [AllReduce] * 4 if mesh is not None and mesh[0] > 1 else []
-    kinds = st.sampled_from([Nothing, *kinds_on(device), *OFTEN, *OFTEN, *copies])
+    kinds = st.sampled_from([Nothing, *kinds_in(device, division), *OFTEN, *OFTEN, *copies])
     drawn = [draw(kinds.flatmap(STRATEGIES.__getitem__)) for _ in range(draw(st.integers(8, 28)))]
     return Program(setup, world_size, tuple(each for each in drawn if each != Nothing()))
 

@@ -6,24 +6,22 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_overlap import FsdpContext, ShardedTensor, fully_shard
+from fsdp_overlap import ShardedTensor
 from fsdp_overlap.comm.streams import has_streams
-from fsdp_overlap.layout import LayoutRule
-from fsdp_overlap.optim import AdamW
 from fsdp_overlap.runtime.unit import Unit, unit_of
-from support.random_models import Node, Whole, units_of
-from support.twins import NAMES, Twins, same
+from fsdp_overlap.tensor.operands import own_elements
+from support.fuzz_setup import Setup
+from support.random_models import Whole
+from support.twins import Twins, same
 
 MOST_BATCHES = 1000
-# A large one, so that what is zero but for rounding stays small in a step.
-OPTIONS = {"lr": 0.02, "eps": 1e-3}
 
 Losses = tuple[torch.Tensor, torch.Tensor]
 
@@ -32,6 +30,7 @@ Losses = tuple[torch.Tensor, torch.Tensor]
 class ReduceOptions:
     """What a unit was told of its reductions."""
 
+    has_copies: bool
     synchronizes: bool = True
     across_copies: bool = True
     is_last: bool = True
@@ -40,43 +39,7 @@ class ReduceOptions:
     @property
     def completes(self) -> bool:
         is_asked = self.synchronizes and (self.is_last or not self.last_only)
-        return is_asked and self.across_copies
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What is trained, and how it is sharded. ``ends``: the embedding and the head are a unit.
-    ``device``: the type of the one that it is trained on."""
-
-    node: Node
-    prefetch: int
-    layout: LayoutRule
-    ends: bool = False
-    mesh: tuple[int, ...] | None = None
-    divide_copies: bool = False
-    own_optimizer: bool = False
-    device: str = "cpu"
-
-    def shard(self, model: Whole, ctx: FsdpContext) -> None:
-        for module in units_of(model.tree):
-            fully_shard(module, ctx)
-        if self.ends:
-            fully_shard([model.embedding, model.head], ctx)
-        fully_shard(model, ctx)
-
-    def context(self) -> FsdpContext:
-        mesh = self.mesh and init_device_mesh(self.device, self.mesh, mesh_dim_names=NAMES)
-        return FsdpContext(
-            mesh or None,
-            prefetch=self.prefetch,
-            layout=self.layout,
-            divide_copies=self.divide_copies,
-        )
-
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        kind: Any = AdamW if self.own_optimizer else torch.optim.AdamW
-        optimizer: torch.optim.Optimizer = kind(model.parameters(), **OPTIONS)
-        return optimizer
+        return is_asked and (self.across_copies or not self.has_copies)
 
 
 class Run(Twins):
@@ -89,21 +52,22 @@ class Run(Twins):
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
+        meshes = setup.make_meshes()
         super().__init__(
             lambda: Whole(setup.node),
-            setup.shard,
-            prefetch=setup.prefetch,
+            partial(setup.shard, meshes=meshes),
             device=setup.device,
-            layout=setup.layout,
-            mesh=setup.mesh,
-            divide_copies=setup.divide_copies,
+            ctx=setup.make_context(meshes),
         )
-        self.optimizer = setup.optimizer(self.model)
-        self.twin_optimizer = torch.optim.AdamW(self.twin.parameters(), **OPTIONS)
+        # Ranks of tensor parallelism see the same rows.
+        self.rank //= setup.tensor_ranks
+        self.world //= setup.tensor_ranks
+        self.optimizer = setup.make_optimizer(self.model)
+        self.twin_optimizer = setup.make_twin_optimizer(self.twin)
         self.data = self.batches(MOST_BATCHES)
         self.whole = list(self.twin.parameters())
         self.saved: Any = None
-        self.seen: Counter[str] = Counter()
+        self.seen = Counter(setup.notes)
         self.folders: list[Any] = []
         self.adopt(self.model, self.optimizer)
 
@@ -121,7 +85,7 @@ class Run(Twins):
             for parameter in bucket.sharded_parameters
         }
         self.owners = [owners[id(parameter)] for parameter in self.sharded]
-        self.told = {unit: ReduceOptions() for unit in self.ctx.units}
+        self.told = {unit: ReduceOptions(has_copies(unit)) for unit in self.ctx.units}
         self.open: list[Losses] = []
         self.unreduced: list[torch.Tensor | None] = [None] * len(self.sharded)
         self.accumulates = False
@@ -201,15 +165,10 @@ class Run(Twins):
         for told in self.told.values() if unit is None else [self.told[unit]]:
             vars(told).update(what)
 
-    @property
-    def gives_zeros(self) -> bool:
-        """Whether parameters of units that ran get zeros where no rank has a gradient of them: to
-        know that, the host would have to wait. The twin then gets them too."""
-        return self.world > 1 and has_streams(torch.device(self.device))
-
-    @property
-    def has_copies(self) -> bool:
-        return self.setup.mesh is not None and self.setup.mesh[0] > 1
+    def gives_zeros(self, unit: Unit) -> bool:
+        """Whether parameters of ``unit``, if it ran, get zeros where no rank has a gradient of
+        them: to know that, the host would have to wait. The twin then gets them too."""
+        return unit.mesh.size() > 1 and has_streams(torch.device(self.device))
 
     @property
     def keeps(self) -> bool:
@@ -234,7 +193,7 @@ class Run(Twins):
     def folder(self) -> str:
         """A new one, the same on every rank."""
         made: list[Any] = [None]
-        if self.rank == 0:
+        if dist.get_rank() == 0:
             self.folders.append(tempfile.TemporaryDirectory(prefix="fuzz-"))
             made = [self.folders[-1].name + "/checkpoint"]
         dist.broadcast_object_list(made)
@@ -247,18 +206,19 @@ class Run(Twins):
     # What must hold
 
     def check(self) -> None:
-        for name, sharded, whole in zip(self.names, self.sharded, self.whole, strict=True):
+        parameters = zip(self.names, self.sharded, self.whole, self.owners, strict=True)
+        for name, sharded, whole, unit in parameters:
             assert isinstance(sharded, ShardedTensor)
             assert sharded.requires_grad == whole.requires_grad, name
-            # Its range on each rank, which takes no collective.
-            mine = slice(*sharded.local_range)
-            same(sharded.detach().to_local(), whole.detach().flatten()[mine], name)
+            # Each rank's own elements, which takes no collective.
+            same(sharded.detach().to_local(), own_elements(whole.detach(), sharded._spec), name)
             gradient = sharded.grad
-            if self.gives_zeros and gradient is not None and whole.grad is None:
+            if self.gives_zeros(unit) and gradient is not None and whole.grad is None:
                 whole.grad = torch.zeros_like(whole)
             assert (gradient is None) == (whole.grad is None), f"{name}: {gradient}, {whole.grad}"
             if gradient is not None:
-                expected = whole.grad.flatten()[mine]  # type: ignore[union-attr]
+                assert isinstance(whole.grad, torch.Tensor)
+                expected = own_elements(whole.grad, sharded._spec)
                 same(gradient.to_local(), expected, f"gradient of {name}")
         if not self.by_hand:
             registered = list(self.model.parameters())
@@ -273,6 +233,10 @@ class Run(Twins):
             for unit in self.ctx.units:
                 for gradients in unit._known_gradients.values():
                     assert gradients.input.flat.untyped_storage().nbytes() == 0, unit.name
+
+
+def has_copies(unit: Unit) -> bool:
+    return unit.mesh.ndim > 1 and unit.mesh.size(0) > 1
 
 
 def plus(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:

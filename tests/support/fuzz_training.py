@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from fsdp_overlap import ShardedTensor
 from fsdp_overlap.optim import clip_grad_norm_
@@ -84,7 +85,9 @@ class Penalize(Operation):
         registered = dict(run.model.named_parameters())
         weights = [registered[run.names[i]] for i in mine]
         twin_weights = [run.whole[i] for i in mine]
-        loss, twin_loss = (sum(w.square().sum() for w in of) for of in (weights, twin_weights))
+        loss, twin_loss = (
+            sum(full(w.square().sum()) for w in of) for of in (weights, twin_weights)
+        )
         run.backward_of((loss, twin_loss))  # type: ignore[arg-type]
         run.module_of(unit).reshard()
         run.at_rest = was_at_rest and not run.keeps
@@ -143,7 +146,7 @@ class Sync(Operation):
         unit = None if self.unit is None else run.unit(self.unit)
         module = run.model if unit is None else run.module_of(unit)
         module.set_requires_gradient_sync(self.enable, recurse=unit is None)
-        run.tell(unit, synchronizes=self.enable, across_copies=self.enable or not run.has_copies)
+        run.tell(unit, synchronizes=self.enable, across_copies=self.enable)
         return True
 
 
@@ -155,8 +158,8 @@ class AllReduce(Operation):
 
     def run(self, run: Run) -> bool:
         run.model.set_requires_all_reduce(self.enable)
-        run.tell(None, across_copies=self.enable or not run.has_copies)
-        return run.has_copies
+        run.tell(None, across_copies=self.enable)
+        return any(told.has_copies for told in run.told.values())
 
 
 @dataclass(frozen=True)
@@ -210,7 +213,7 @@ class Unshard(Operation):
         for name, owner, whole in zip(run.names, run.owners, run.whole, strict=True):
             if owner is unit:
                 assert not isinstance(registered[name], ShardedTensor)
-                same(registered[name].detach(), whole.detach(), name)
+                same(full(registered[name].detach()), whole.detach(), name)
         run.at_rest, run.by_hand = False, True
         return unit in run.owners
 
@@ -253,6 +256,10 @@ class Prefetch(Operation):
         else:
             module.set_modules_to_backward_prefetch(others)
         return True
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass(frozen=True)

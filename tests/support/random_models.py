@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+from support.experts import EXPERTS, through_experts
 from support.zoo import VOCABULARY, WIDTH
 
 
@@ -27,17 +31,22 @@ class Node:
 KINDS = ("chain", "residual", "twice", "parallel", "checkpoint", "reentrant", "skip", "detached")
 
 
-def leaves() -> st.SearchStrategy[Node]:
+LEAVES = ("linear", "norm", "tied", "nothing", "unused")
+
+
+def leaves(kinds: Sequence[str], multiple: int) -> st.SearchStrategy[Node]:
     return st.builds(
         Node,
-        kind=st.sampled_from(["linear", "norm", "tied", "nothing", "unused"]),
+        kind=st.sampled_from(kinds),
         unit=st.booleans(),
         frozen=st.booleans(),
-        hidden=st.integers(1, 9),
+        hidden=st.integers(1, 9).map(lambda hidden: hidden * multiple),
     )
 
 
-def trees() -> st.SearchStrategy[Node]:
+def trees(kinds: Sequence[str] = LEAVES, multiple: int = 1) -> st.SearchStrategy[Node]:
+    """With leaves of these kinds. The hidden sizes are multiples of ``multiple``."""
+
     def around(inner: st.SearchStrategy[Node]) -> st.SearchStrategy[Node]:
         return st.builds(
             Node,
@@ -46,7 +55,35 @@ def trees() -> st.SearchStrategy[Node]:
             children=st.lists(inner, min_size=1, max_size=3).map(tuple),
         )
 
-    return st.recursive(leaves(), around, max_leaves=8)
+    return st.recursive(leaves(kinds, multiple), around, max_leaves=8)
+
+
+def around_one(kind: str, multiple: int = 1) -> st.SearchStrategy[Node]:
+    """Trees with a leaf of this kind, or several."""
+    one, kinds = leaves((kind,), multiple), (*LEAVES, kind)
+    return st.builds(
+        lambda tree, leaf: Node("chain", children=(tree, leaf)), trees(kinds, multiple), one
+    )
+
+
+class Experts(nn.Module):
+    """A stack of experts, of which a rank may have some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / WIDTH**0.5)
+
+    def divide(self, mesh: DeviceMesh) -> None:
+        """Among the ranks of ``mesh``."""
+        weight = distribute_tensor(self.weight.detach(), mesh, [Shard(0)], src_data_rank=None)
+        self.weight = nn.Parameter(weight, self.weight.requires_grad)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight: Any = self.weight
+        group = weight.device_mesh.get_group() if isinstance(weight, DTensor) else None
+        tokens = x.flatten(0, -2)
+        padded = nn.functional.pad(tokens, (0, 0, 0, -len(tokens) % EXPERTS))
+        return through_experts(padded, weight, group)[: len(tokens)].view_as(x)
 
 
 class Built(nn.Module):
@@ -60,6 +97,8 @@ class Built(nn.Module):
         if node.kind == "tied":
             self.again = nn.Linear(WIDTH, node.hidden, bias=False)
             self.again.weight = self.up.weight
+        if node.kind == "experts":
+            self.experts = Experts()
         if node.kind == "norm":
             self.norm = nn.LayerNorm(WIDTH)
         if node.frozen:
@@ -77,6 +116,8 @@ class Built(nn.Module):
             return self.down(torch.tanh(self.up(x)))
         if kind == "tied":
             return self.down(torch.tanh(self.up(x)) * self.again(x))
+        if kind == "experts":
+            return x + self.experts(x)
         if kind == "norm":
             return self.norm(x)
         if kind == "residual":

@@ -42,13 +42,14 @@ class Twins:
         mesh: tuple[int, ...] | None = None,
         divide_copies: bool = False,
         groups: MeshGroups | None = None,
+        ctx: FsdpContext | None = None,
         **options: Any,
     ) -> None:
         torch.manual_seed(7)
         self.device = device
         self.model = build().double().to(device)
         self.twin = copy.deepcopy(self.model)
-        self.ctx = FsdpContext(
+        self.ctx = ctx or FsdpContext(
             None if mesh is None else init_device_mesh(device, mesh, mesh_dim_names=NAMES),
             prefetch=prefetch,
             layout=layout,
@@ -103,7 +104,7 @@ class Twins:
     def check_loss(self, loss: torch.Tensor, twin_loss: torch.Tensor) -> None:
         mean = loss.detach().clone()
         dist.all_reduce(mean)
-        torch.testing.assert_close(mean / self.world, twin_loss.detach())
+        torch.testing.assert_close(mean / dist.get_world_size(), twin_loss.detach())
 
     def step(self) -> None:
         for optimizer in (self.optimizer, self.twin_optimizer):
