@@ -89,6 +89,41 @@ def test_experts_are_stepped_as_unsharded(layout: str, with_dtensors: bool) -> N
     run_ranks(train_experts, 4, layout, with_dtensors)
 
 
+def train_copied_experts(layout: str) -> Any:
+    """Two copies of experts that are divided among two ranks. Returns the matrices that this rank
+    orthogonalized in a step, and those that there are."""
+    grid = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "ep"))
+    model, twin = experts.Moe(grid["ep"], with_dtensors=True), experts.Moe(None)
+    ctx = FsdpContext(grid._flatten(), layout=LAYOUTS[layout])
+    copies = grid["replicate", "shard"]
+    for layer in model:
+        fully_shard(layer.experts, ctx, mesh=copies)
+        layer.experts.set_gradient_divide_factor(4)
+        fully_shard(layer, ctx)
+    fully_shard(model, ctx)
+    optimizer, twin_optimizer = Muon(model, **EXACT), Muon(twin, **EXACT)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(2):
+        x = torch.randn(4, experts.ROWS, experts.WIDTH, generator=generator, dtype=torch.double)
+        model(x[dist.get_rank()]).square().mean().backward()
+        torch.stack([twin(rows).square().mean() for rows in x]).mean().backward()
+        mine, all_of_them = Spy(), Spy()
+        with in_small_parts(), mine.watch():
+            optimizer.step()
+        with all_of_them.watch():
+            twin_optimizer.step()
+        for each in (optimizer, twin_optimizer):
+            each.zero_grad()
+        experts.compare(model, twin, grid["ep"], of_gradients=False)
+    return mine.seen, all_of_them.seen
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_copies_of_experts_share_out_the_work(layout: str) -> None:
+    found = run_ranks(train_copied_experts, 4, layout)
+    assert sum((seen for seen, _ in found), Counter()) == found[0][1]
+
+
 def save_and_load(path: str, sizes: Sequence[int]) -> None:
     """Saved by one division of the experts, loaded by the next, which trains on."""
     whole = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
