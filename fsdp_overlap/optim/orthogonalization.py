@@ -126,8 +126,9 @@ def _run_batch(batch: Sequence[Task], products: Products) -> None:
 
 def _slots(batch: Sequence[Task], wide: torch.Tensor, tall: torch.Tensor) -> list[torch.Tensor]:
     """The place of each task's matrices, ``[count * rows, columns]``."""
-    counts = [[t.matrices.count for t in batch if t.is_tall is tall] for tall in (False, True)]
-    slots = (*wide.split(counts[0]), *tall.split(counts[1]))
+    of_wide = [task.matrices.count for task in batch if not task.is_tall]
+    of_tall = [task.matrices.count for task in batch if task.is_tall]
+    slots = (*wide.split(of_wide), *tall.split(of_tall))
     return [slot.flatten(0, 1) for slot in slots]
 
 
