@@ -318,9 +318,9 @@ TRAINING = [
     partial(train_from_parts, Flat()),
     partial(train_from_parts, Whole()),
     train_copies,
-    partial(train, "layers", RAGGED, layout=Whole(), **COPIES),
+    partial(train, "layers", RAGGED, layout=Blocks(rows=5), **COPIES),
     partial(train, "layers", EQUAL, divide_copies=True, **COPIES),
-    partial(train, "layers", RAGGED, layout=Whole(), divide_copies=True, **COPIES),
+    partial(train, "layers", RAGGED, layout=Blocks(rows=5), divide_copies=True, **COPIES),
     *(
         partial(reduced_in_float32, options)
         for options in ({}, {"layout": Whole()}, COPIES, {"divide_copies": True, **COPIES})

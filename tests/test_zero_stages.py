@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 import time
 from collections import Counter
@@ -354,7 +355,8 @@ def test_memory_is_given_back() -> None:
 def owners(padding: float, tensor_collectives: bool) -> list[torch.Tensor]:
     """Equal at any cost, or ragged as they come; ``tensor_collectives``: as on NCCL."""
     with forced_shards(padding, tensor_collectives):
-        twins = Twins(Model, shard_layers, optimizer=Muon, layout=Whole(cut=("head.*",)))
+        layout = Whole(cut=("head.*",), padding=math.inf if padding > 0 else 0.0)
+        twins = Twins(Model, shard_layers, optimizer=Muon, layout=layout)
         twins.model.set_zero_stage(2)
         plans = [bucket.plan for unit in twins.ctx.units for bucket in unit.buckets]
         assert all(plan.is_equal for plan in plans) == (padding > 0)

@@ -209,8 +209,9 @@ class Bucket:
     @torch.no_grad()
     def lay_out(self, plan: BucketPlan) -> None:
         """Lays the same parameters out by another plan, one after the other. The sharded parameters
-        are new objects. Call it before the first :meth:`connect`. Collective over the mesh, unless
-        the bucket is on the meta device."""
+        are new objects. Call it before the first :meth:`connect`. Collective over the ranks that
+        the bucket is sharded among, unless it is on the meta device. Not over those of tensor
+        parallelism, which may have other plans, because tiles may differ in size."""
         version, names = self.version, [spec.fqn for spec in self.plan.specs]
         order = [names.index(spec.fqn) for spec in plan.specs]
         sharded = [self.sharded_parameters[index] for index in order]
@@ -222,7 +223,8 @@ class Bucket:
             self.parameters, sharded, self.sharded_parameters, self.full.views, strict=True
         ):
             if not self.is_meta:
-                new.copy_(old.full_tensor())
+                start, stop = new.local_range
+                new.to_local().copy_(old.full_tile().flatten()[start:stop])
             give_memory(parameter, view)
         if self.start is not None:
             self.start.move(order, version, self.version)

@@ -14,7 +14,7 @@ from fsdp_overlap.runtime.unit import Unit
 def plan_again(ctx: FsdpContext, unit: Unit) -> Iterator[Unit]:
     """If ``unit`` is around all other units of ``ctx``, plans all of them together, and moves the
     shards of those whose plan changes. Yields these units, whose sharded parameters are new
-    objects. Collective over the meshes, but not for units on the meta device.
+    objects. Collective over the ranks that shard them, but not for units on the meta device.
 
     A unit that is planned alone does not know what comes after it, so ranks may own unequal parts
     of the model. Memory for one whole parameter is needed meanwhile. Nothing is done once a forward

@@ -179,6 +179,16 @@ class ShardedTensor(DTensor):
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """The whole tensor on every rank, a copy. Must be called on every rank of the mesh."""
+        spec, full = self._spec, self.full_tile()
+        if has_tiles(spec):
+            placements = tuple(p if isinstance(p, Shard) else Replicate() for p in spec.placements)
+            tiles = DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
+            full = DTensor.__new__(DTensor, full, tiles, requires_grad=False).full_tensor()
+        return full.to(self._local_tensor.device)
+
+    def full_tile(self) -> torch.Tensor:
+        """This rank's whole tile, on the device of the mesh, a copy. Must be called on every rank
+        of :attr:`range_group`."""
         spec = self._spec
         tile = tile_of(spec)
         local = self._local_tensor.detach()
@@ -193,12 +203,7 @@ class ShardedTensor(DTensor):
         ]
         for work in works:
             work.wait()
-        full = full.view(tile.shape)
-        if has_tiles(spec):
-            placements = tuple(p if isinstance(p, Shard) else Replicate() for p in spec.placements)
-            tiles = DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
-            full = DTensor.__new__(DTensor, full, tiles, requires_grad=False).full_tensor()
-        return full.to(local.device)
+        return full.view(tile.shape)
 
     def redistribute(
         self,
