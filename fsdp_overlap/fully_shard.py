@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from fsdp_overlap.fsdp_module import FsdpModule
 from fsdp_overlap.runtime.context import FsdpContext
 from fsdp_overlap.runtime.unit import unit_of
-from fsdp_overlap.sharding import make_unit
+from fsdp_overlap.sharding import make_unit, plan_late
 
 if TYPE_CHECKING:
 
@@ -130,7 +130,7 @@ def fully_shard(
     if ctx is None:
         ctx = FsdpContext(mesh)
         ctx.is_implicit = True
-    make_unit(
+    unit = make_unit(
         modules,
         ctx,
         ctx.mesh if mesh is None else mesh,
@@ -142,6 +142,7 @@ def fully_shard(
     )
     for each in modules:
         each.__class__ = _fsdp_class(type(each))
+    plan_late(unit, ctx)
     return cast(FsdpModule | Sequence[FsdpModule], module)
 
 

@@ -88,9 +88,13 @@ def make_unit(
     for each in modules:
         each.__dict__["_fsdp_unit"] = unit
         hooks.install(each, unit)
+    return unit
+
+
+def plan_late(unit: Unit, ctx: FsdpContext) -> None:
+    """Plans all units of ``ctx`` together if ``unit`` is around them. See :func:`plan_again`."""
     for other in plan_again(ctx, unit):
         _mark_owner(other)
-    return unit
 
 
 def _check_parameters(

@@ -202,3 +202,36 @@ def mixed_meshes() -> None:
 
 def test_units_of_several_meshes() -> None:
     run_ranks(mixed_meshes, 4)
+
+
+def replaced() -> None:
+    """What a user puts in the place of a parameter is not put back."""
+    model = deep()
+    ctx = FsdpContext(layout=Whole())
+    for layer in model.layers:
+        fully_shard(layer, ctx)
+    model.layers[0].state_dict()  # which changes nothing
+    model.layers[2].up.weight = mine = nn.Parameter(torch.ones(18, 6, dtype=torch.double))
+    fully_shard(model, ctx)
+    assert model.layers[2].up.weight is mine
+    with pytest.raises(RuntimeError, match="was replaced after fully_shard"):
+        model(torch.zeros(1, 3, dtype=torch.int64))
+
+
+def test_a_parameter_that_was_replaced_is_told() -> None:
+    run_ranks(replaced, 4)
+
+
+def looked_at_on_one_rank() -> None:
+    model, ctx = deep(), FsdpContext(layout=Whole())
+    for layer in model.layers:
+        fully_shard(layer, ctx)
+        if not dist.get_rank():
+            layer.state_dict()
+    before = plans_of(ctx)
+    fully_shard(model, ctx)
+    assert plans_of(ctx)[: len(before)] != before
+
+
+def test_ranks_plan_again_alike_whatever_one_of_them_looked_at() -> None:
+    run_ranks(looked_at_on_one_rank, 4)

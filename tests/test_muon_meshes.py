@@ -373,3 +373,52 @@ def test_ranks_agree_on_the_dtype_of_products() -> None:
     half, single = torch.bfloat16, torch.float32
     for processors, expected in (([half, half], half), ([half, single], single)):
         assert set().union(*run_ranks(dtypes, 2, processors)) == {expected}
+
+
+# What reviews found
+
+
+def step_beside(shape: tuple[int, ...], layout: str) -> None:
+    """A matrix that tensor parallelism copies, in a bucket with one whose tiles differ in size: the
+    ranges of its copies differ too."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    shapes = ((5, 64), (32, 32), (33, 7))
+    generator = torch.Generator().manual_seed(5)
+    values = [torch.randn(*each, generator=generator).double() for each in shapes]
+    model, twin = (nn.ParameterList(copy.deepcopy(values)) for _ in range(2))
+    for index, how in enumerate((Shard(0), Replicate(), Replicate())):
+        cut = distribute_tensor(values[index], mesh["tp"], [how], src_data_rank=None)
+        model[index] = nn.Parameter(cut)
+    holder = nn.Sequential(model)
+    fully_shard(holder, FsdpContext(mesh["dp"], layout=LAYOUTS[layout]))
+    step_both(holder, twin)
+
+
+def step_both(model: nn.Module, twin: nn.Module) -> None:
+    optimizer, twin_optimizer = Muon(model.parameters(), **EXACT), Muon(twin.parameters(), **EXACT)
+    for _ in range(2):
+        for mine, its in zip(model.parameters(), twin.parameters(), strict=True):
+            value: Any = mine.detach()
+            mine.grad, its.grad = value * 3, its.detach() * 3
+        with in_small_parts():
+            optimizer.step()
+            twin_optimizer.step()
+        tensor_parallel.same(model, twin, "value")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_copies_beside_uneven_tiles(layout: str) -> None:
+    run_ranks(step_beside, 4, (2, 2), layout)
+
+
+def step_on_rows_out_of_order() -> None:
+    mesh = DeviceMesh("cpu", [[1, 0], [3, 2]], mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    model = nn.Linear(7, 9, bias=False).double()
+    twin = copy.deepcopy(model)
+    fully_shard(model, FsdpContext(mesh))
+    step_both(model, twin)
+
+
+def test_copies_on_a_mesh_whose_rows_are_out_of_order() -> None:
+    run_ranks(step_on_rows_out_of_order, 4)

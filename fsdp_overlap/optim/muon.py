@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -17,7 +18,7 @@ from fsdp_overlap.optim.fused_adamw import FusedAdamW
 from fsdp_overlap.optim.groups import ALGORITHMS, parameter_groups
 from fsdp_overlap.optim.matrices import Split, part_rows
 from fsdp_overlap.optim.newton_schulz import COEFFICIENTS, Polynomial, polynomials
-from fsdp_overlap.optim.orthogonalization import Products, run_rounds, tasks_of
+from fsdp_overlap.optim.orthogonalization import Products, Task, run_rounds, tasks_of
 from fsdp_overlap.optim.runs import local_of
 from fsdp_overlap.optim.states import pack, restore
 from fsdp_overlap.optim.teams import Teams
@@ -200,8 +201,12 @@ class Muon(torch.optim.Optimizer):
                 self._adamw.step(self.state, index, group)
         for settings in dict.fromkeys(update.settings for update in updates):
             _advance(settings, [u for u in updates if u.settings == settings and u.local.numel()])
-        for device in dict.fromkeys(update.device for update in updates):
-            self._orthogonalize(device, [u for u in updates if u.device == device])
+        try:
+            for device in dict.fromkeys(update.device for update in updates):
+                self._orthogonalize(device, [u for u in updates if u.device == device])
+        except BaseException:
+            self._forget()  # so that the next step takes groups on which ranks issued the same
+            raise
         note_edits(
             parameter
             for group in self.param_groups
@@ -230,27 +235,33 @@ class Muon(torch.optim.Optimizer):
     def _orthogonalize(self, device: torch.device, updates: list[Update]) -> None:
         """Moves parameters along their orthogonalized momentum, which is computed on ``device``."""
         products = Products(device, self._teams.dtype(None, device))
-        whole = (
+        whole: Iterable[Task] = (
             task
             for update in updates
             for task in tasks_of(
                 update, update.member.division.whole.get(update.member.rank, ()), products
             )
         )
-        run_rounds(whole, self._exchanges(device, updates), products)
+        teams = dict.fromkeys(update.member.group for update in updates)
+        # Team after team: ranks of one may not be in the next, and all must keep one order. What is
+        # whole runs under the first exchange.
+        for team in sorted(teams, key=lambda team: team is None):
+            run_rounds(whole, self._exchanges(team, device, updates), products)
+            whole = ()
 
-    def _exchanges(self, device: torch.device, updates: list[Update]) -> Iterator[Exchange]:
-        """The rounds of each team whose ranks share matrices, in the same order on all of them."""
-        for team in dict.fromkeys(update.member.group for update in updates):
-            members = [update for update in updates if update.member.group is team]
-            divisions = tuple(update.member.division for update in members)
-            if team is None or not any(division.shared for division in divisions):
-                continue
-            if device not in self._lanes:
-                self._lanes[device] = make_lane(device)
-            dtype = self._teams.dtype(team, device)
-            for parcels in plan_rounds(divisions, team.size(), exchange.ROUND_ELEMENTS):
-                yield Exchange(parcels, members, team, self._lanes[device], dtype, device)
+    def _exchanges(
+        self, team: dist.ProcessGroup | None, device: torch.device, updates: list[Update]
+    ) -> Iterator[Exchange]:
+        """The rounds of a team whose ranks share matrices."""
+        members = [update for update in updates if update.member.group is team]
+        divisions = tuple(update.member.division for update in members)
+        if team is None or not any(division.shared for division in divisions):
+            return
+        if device not in self._lanes:
+            self._lanes[device] = make_lane(device)
+        dtype = self._teams.dtype(team, device)
+        for parcels in plan_rounds(divisions, team.size(), exchange.ROUND_ELEMENTS):
+            yield Exchange(parcels, members, team, self._lanes[device], dtype, device)
 
 
 def _advance(settings: Settings, updates: list[Update]) -> None:

@@ -28,6 +28,7 @@ class Member:
 
     rank: int
     start: int
+    split: Split
     division: Division
     reference: ref[dist.ProcessGroup] | None = None
 
@@ -73,12 +74,12 @@ class Teams:
         return self._agreed[group]
 
     def join(self, parameters: Iterable[tuple[torch.Tensor, Split]]) -> None:
-        """Finds the teams of ``parameters``, each given with its split. Collective where teams are
-        of several dimensions, or tensor parallelism cuts matrices, and only at the first call for a
-        parameter."""
-        cut: dict[dist.ProcessGroup, list[tuple[ShardedTensor, Split]]] = {}
+        """Finds the teams of ``parameters``, each given with its split. Collective for teams that
+        are not just the ranks which hold ranges, at the first call for a parameter."""
+        others: dict[dist.ProcessGroup, list[tuple[ShardedTensor, Split]]] = {}
         for parameter, split in parameters:
-            if parameter in self._members:
+            known = self._members.get(parameter)
+            if known is not None and known.split == split:
                 continue
             if not isinstance(parameter, ShardedTensor):
                 tile = Tile((0,) * parameter.dim(), tuple(parameter.shape))
@@ -86,12 +87,12 @@ class Teams:
                 continue
             across = _dims_across_matrices(parameter, split)
             group = self._group(parameter, across)
-            if group is not None and _cuts_tiles(parameter, across):
-                cut.setdefault(group, []).append((parameter, split))
+            if group is None or across == [range_dim(parameter._spec)]:
+                self._add(parameter, split, group, _holdings_of_ranges(parameter, group))
             else:
-                self._add(parameter, split, group, _copied_holdings(parameter, across))
-        for group, members in cut.items():
-            # Ranges follow from tiles, and those of other ranks may have other sizes.
+                others.setdefault(group, []).append((parameter, split))
+        for group, members in others.items():
+            # Plans follow from tiles, so ranks of tensor parallelism may have other ranges.
             mine = [Holding(tile_of(each._spec), *each.local_range) for each, _ in members]
             found: list[list[Holding]] = [[] for _ in range(group.size())]
             dist.all_gather_object(found, mine, group)
@@ -109,6 +110,7 @@ class Teams:
         self._members[parameter] = Member(
             rank,
             holdings[rank].start,
+            split,
             divide(tuple(parameter.shape), split, holdings),
             None if group is None else ref(group),
         )
@@ -153,18 +155,12 @@ def _dims_across_matrices(parameter: ShardedTensor, split: Split) -> list[int]:
     ]
 
 
-def _cuts_tiles(parameter: ShardedTensor, dims: Iterable[int]) -> bool:
-    return any(isinstance(parameter.placements[dim], Shard) for dim in dims)
-
-
-def _copied_holdings(parameter: ShardedTensor, dims: Sequence[int]) -> tuple[Holding, ...]:
-    """What the ranks along ``dims`` hold, all of which have the same tile."""
-    mesh, tile = parameter.device_mesh, tile_of(parameter._spec)
+def _holdings_of_ranges(
+    parameter: ShardedTensor, group: dist.ProcessGroup | None
+) -> tuple[Holding, ...]:
+    """What the ranks of ``group`` hold, which hold ranges of the same tile, or this rank alone."""
+    tile = tile_of(parameter._spec)
+    if group is None:
+        return (Holding(tile, *parameter.local_range),)
     ranges = {rank: (start, stop) for rank, start, stop in parameter.placement.ranges}
-    place = range_dim(parameter._spec)
-    mine = mesh.get_local_rank(place)
-    held = []
-    for coordinate in product(*(range(mesh.size(dim)) for dim in dims)):
-        rank = dict(zip(dims, coordinate, strict=True)).get(place, mine)
-        held.append(Holding(tile, *ranges.get(rank, (0, 0))))
-    return tuple(held)
+    return tuple(Holding(tile, *ranges.get(rank, (0, 0))) for rank in range(group.size()))

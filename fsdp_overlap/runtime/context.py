@@ -118,6 +118,8 @@ class FsdpContext:
         self.uncompared: Uncompared = []
         self.is_settled = False
         """Whether :meth:`settle` has nothing left to do."""
+        self.was_settled = False
+        """Whether units have groups, as after a forward. The same on every rank."""
         self._transfers: Transfers | None = None
         self._schedule: Schedule | None = None
 
@@ -281,6 +283,7 @@ class FsdpContext:
         """
         if self.is_settled or engine.is_in_backward():
             return
+        self.was_settled = True
         is_complete = not self.is_implicit or self._adopt_trees()
         name_units(self.units)
         for unit in self.units:

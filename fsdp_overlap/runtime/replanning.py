@@ -18,13 +18,16 @@ def plan_again(ctx: FsdpContext, unit: Unit) -> Iterator[Unit]:
 
     A unit that is planned alone does not know what comes after it, so ranks may own unequal parts
     of the model. Memory for one whole parameter is needed meanwhile. Nothing is done once a forward
-    has run, or if it would gain little.
+    has run, if it would gain little, or if somebody replaced a parameter, which the next forward
+    tells.
     """
     units = ctx.units
-    if len(units) < 2 or ctx.has_schedule or not _is_around_all(unit, units):
+    if len(units) < 2 or ctx.was_settled or not _is_around_all(unit, units):
         return
-    for domain in ctx.domains:
-        plans = domain.plans.plan_again()
+    if not all(bucket.places.are_sharded for other in units for bucket in other.buckets):
+        return
+    planned = [(domain, domain.plans.plan_again()) for domain in ctx.domains]
+    for domain, plans in planned:
         for other in units:
             if _lay_out(other, domain, plans.get(other.modules[0], ())):
                 yield other

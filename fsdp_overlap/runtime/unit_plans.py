@@ -93,9 +93,11 @@ class UnitPlans:
     def way_back(self) -> Callable[[], None]:
         """A function that takes back what is planned between now and its call."""
         planner, ahead, alone = self._planner.copy(), self._ahead.copy(), self._one_by_one.copy()
+        has_plans_ahead = self._has_plans_ahead
 
         def go_back() -> None:
             self._planner, self._ahead, self._one_by_one = planner, ahead, alone
+            self._has_plans_ahead = has_plans_ahead
 
         return go_back
 
