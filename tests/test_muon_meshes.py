@@ -58,6 +58,18 @@ class Spy:
         return patch.object(orthogonalization, "orthogonalize", self)
 
 
+def step_both_and_count(optimizer: Any, twin_optimizer: Any) -> tuple[Counter[Any], Counter[Any]]:
+    """The matrices that this rank orthogonalized in a step, and those that there are."""
+    mine, all_of_them = Spy(), Spy()
+    with in_small_parts(), mine.watch():
+        optimizer.step()
+    with all_of_them.watch():
+        twin_optimizer.step()
+    for each in (optimizer, twin_optimizer):
+        each.zero_grad()
+    return mine.seen, all_of_them.seen
+
+
 # Experts
 
 
@@ -107,15 +119,9 @@ def train_copied_experts(layout: str) -> Any:
         x = torch.randn(4, experts.ROWS, experts.WIDTH, generator=generator, dtype=torch.double)
         model(x[dist.get_rank()]).square().mean().backward()
         torch.stack([twin(rows).square().mean() for rows in x]).mean().backward()
-        mine, all_of_them = Spy(), Spy()
-        with in_small_parts(), mine.watch():
-            optimizer.step()
-        with all_of_them.watch():
-            twin_optimizer.step()
-        for each in (optimizer, twin_optimizer):
-            each.zero_grad()
+        seen = step_both_and_count(optimizer, twin_optimizer)
         experts.compare(model, twin, grid["ep"], of_gradients=False)
-    return mine.seen, all_of_them.seen
+    return seen
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -185,15 +191,9 @@ def train_in_tiles(shape: tuple[int, ...], layout: str, divided: bool, split: bo
         loss_of(model, tokens.split(ROWS)[rank], targets.split(ROWS)[rank]).backward()
         loss_of(twin, tokens, targets).backward()
         tensor_parallel.same(model, twin, "gradient", grad)
-        mine, all_of_them = Spy(), Spy()
-        with in_small_parts(), mine.watch():
-            optimizer.step()
-        with all_of_them.watch():
-            twin_optimizer.step()
-        for each in (optimizer, twin_optimizer):
-            each.zero_grad()
+        seen = step_both_and_count(optimizer, twin_optimizer)
         tensor_parallel.same(model, twin, "value")
-    return mine.seen, all_of_them.seen
+    return seen
 
 
 TILES = [
@@ -274,17 +274,11 @@ def train_copies(layout: str, divided: bool) -> Any:
         divide_copies=divided,
         ns_dtype=torch.float64,
     )
-    mine, all_of_them = Spy(), Spy()
     for batch in twins.batches(2):
         twins.backward(*batch)
-        with in_small_parts(), mine.watch():
-            twins.optimizer.step()
-        with all_of_them.watch():
-            twins.twin_optimizer.step()
-        for optimizer in (twins.optimizer, twins.twin_optimizer):
-            optimizer.zero_grad()
+        seen = step_both_and_count(twins.optimizer, twins.twin_optimizer)
         twins.check_parameters()
-    return mine.seen, all_of_them.seen
+    return seen
 
 
 @pytest.mark.parametrize("divided", [False, True])
