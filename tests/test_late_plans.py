@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp_overlap import Flat, FsdpContext, ShardedTensor, Whole, fully_shard
-from fsdp_overlap.layout import LayoutRule
+from fsdp_overlap.layout import LayoutRule, ParamSpec
 from fsdp_overlap.optim import Muon
+from fsdp_overlap.runtime.unit_plans import UnitPlans, all_or_none
 from support.ranks import run_ranks
 from support.twins import COPIES, Twins, same
 from support.zoo import WIDTH, Model, shard_layers
@@ -235,3 +237,16 @@ def looked_at_on_one_rank() -> None:
 
 def test_ranks_plan_again_alike_whatever_one_of_them_looked_at() -> None:
     run_ranks(looked_at_on_one_rank, 4)
+
+
+def test_a_plan_that_failed_leaves_late_planning_as_it_was() -> None:
+    plans = UnitPlans(4, Whole())
+    layers = [nn.Linear(32, 32, bias=False) for _ in range(8)] + [nn.Linear(64, 64, bias=False)]
+    with suppress(KeyError), all_or_none([plans]):
+        plans.plan([[layers[0]]], (), layers)
+        raise KeyError
+    for layer in layers:
+        plans.take([layer], [ParamSpec("weight", tuple(layer.weight.shape), torch.float32)])
+    found = plans.plan_again()
+    assert list(found) == layers
+    assert plans.plan_again() == {}  # they are even now
