@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import gc
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -128,7 +129,7 @@ def collectives_of_sharding(layout: LayoutRule, device: str, is_ahead: bool) -> 
     [
         ((Whole(), "cpu", False), True),
         ((Whole(), "cpu", True), False),
-        ((Whole(), "meta", False), False),
+        ((Whole(), "meta", False), True),  # one number
         ((Flat(), "cpu", False), False),
     ],
 )
@@ -222,6 +223,77 @@ def replaced() -> None:
 
 def test_a_parameter_that_was_replaced_is_told() -> None:
     run_ranks(replaced, 4)
+
+
+def loaded_by_the_first_rank_alone() -> None:
+    with torch.device("cpu" if not dist.get_rank() else "meta"):
+        model = Growing()
+    ctx = FsdpContext(layout=Whole())
+    for layer in model.layers:
+        fully_shard(layer, ctx)
+    before = plans_of(ctx)
+    fully_shard(model, ctx)
+    assert plans_of(ctx)[: len(before)] == before
+
+
+def dropped_on_all_ranks_but_one() -> None:
+    ctx = FsdpContext(layout=Whole())
+    first: Any = fully_shard(deep().layers[0], ctx)
+    if dist.get_rank():
+        del first
+        gc.collect()
+    assert len(ctx.units) == (not dist.get_rank())
+    model = deep()
+    shard_layers(model, ctx)
+    for (name, mine), its in zip(model.named_parameters(), deep().parameters(), strict=True):
+        assert isinstance(mine, ShardedTensor)
+        same(mine.full_tensor().detach(), its.detach(), name)
+
+
+def replaced_on_one_rank() -> None:
+    model, ctx = deep(), FsdpContext(layout=Whole())
+    for layer in model.layers:
+        fully_shard(layer, ctx)
+    if not dist.get_rank():
+        model.layers[2].up.weight = nn.Parameter(torch.ones(18, 6, dtype=torch.double))
+    before = plans_of(ctx)
+    fully_shard(model, ctx)
+    assert plans_of(ctx)[: len(before)] == before
+
+
+@pytest.mark.parametrize(
+    "ranks_differ",
+    [loaded_by_the_first_rank_alone, dropped_on_all_ranks_but_one, replaced_on_one_rank],
+)
+def test_nothing_moves_where_ranks_differ(ranks_differ: Callable[[], None]) -> None:
+    run_ranks(ranks_differ, 4)
+
+
+def with_a_failing_collective() -> None:
+    model, ctx = deep(), FsdpContext(layout=Whole())
+    for layer in model.layers:
+        fully_shard(layer, ctx)
+    calls = 0
+
+    def fail_at_the_third(self: ShardedTensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise RuntimeError("connection lost")
+        return whole(self)
+
+    whole = ShardedTensor.full_tile
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardedTensor, "full_tile", fail_at_the_third)
+        with pytest.raises(RuntimeError, match="connection lost"):
+            fully_shard(model, ctx)
+    for (name, mine), its in zip(model.named_parameters(), deep().parameters(), strict=True):
+        assert isinstance(mine, ShardedTensor)
+        same(mine.full_tensor().detach(), its.detach(), name)
+
+
+def test_a_collective_that_fails_loses_no_parameter() -> None:
+    run_ranks(with_a_failing_collective, 4)
 
 
 def looked_at_on_one_rank() -> None:

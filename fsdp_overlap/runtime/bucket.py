@@ -208,23 +208,25 @@ class Bucket:
 
     @torch.no_grad()
     def lay_out(self, plan: BucketPlan) -> None:
-        """Lays the same parameters out by another plan, one after the other. The sharded parameters
-        are new objects. Call it before the first :meth:`connect`. Collective over the ranks that
-        the bucket is sharded among, unless it is on the meta device. Not over those of tensor
-        parallelism, which may have other plans, because tiles may differ in size."""
+        """Lays the same parameters out by another plan. The sharded parameters are new objects.
+
+        Call it before the first :meth:`connect`. Collective over the ranks that the bucket is
+        sharded among, unless it is on the meta device. Not over those of tensor parallelism, which
+        may have other plans, because tiles may differ in size.
+        """
         version, names = self.version, [spec.fqn for spec in self.plan.specs]
         order = [names.index(spec.fqn) for spec in plan.specs]
         sharded = [self.sharded_parameters[index] for index in order]
+        # All are gathered before anything changes: a collective may fail.
+        tiles = [] if self.is_meta else [each.full_tile() for each in sharded]
         self.plan = plan
         self.owned = [self.owned[index] for index in order]
         self.parameters = [self.parameters[index] for index in order]
         self._allocate(self.device, sharded)
-        for parameter, old, new, view in zip(
-            self.parameters, sharded, self.sharded_parameters, self.full.views, strict=True
-        ):
-            if not self.is_meta:
-                start, stop = new.local_range
-                new.to_local().copy_(old.full_tile().flatten()[start:stop])
+        for tile, new in zip(tiles, self.sharded_parameters, strict=not self.is_meta):
+            start, stop = new.local_range
+            new.to_local().copy_(tile.flatten()[start:stop])
+        for parameter, view in zip(self.parameters, self.full.views, strict=True):
             give_memory(parameter, view)
         if self.start is not None:
             self.start.move(order, version, self.version)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import sha256
 from math import isqrt
 
 import torch
@@ -39,6 +40,11 @@ def digest(values: torch.Tensor) -> torch.Tensor:
 
 def _odd_up_to(number: int) -> int:
     return number if number % 2 else max(0, number - 1)
+
+
+def number_of(content: bytes) -> int:
+    """A number of 56 bits that almost surely differs if ``content`` differs."""
+    return int.from_bytes(sha256(content).digest()[:7], "little")
 
 
 class Start:

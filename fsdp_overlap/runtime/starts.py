@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from hashlib import sha256
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_overlap.agreement.order_check import START, greatest
 from fsdp_overlap.runtime.bucket import Bucket
-from fsdp_overlap.runtime.digests import UNKNOWN
+from fsdp_overlap.runtime.digests import UNKNOWN, number_of
 from fsdp_overlap.runtime.domain import Domain
 from fsdp_overlap.runtime.ownership import OwnedParameter, modules_outside_units
 from fsdp_overlap.runtime.tiles import tile_in
@@ -54,8 +53,8 @@ def _difference(domain: Domain, buckets: Sequence[Bucket], failure: str) -> str:
     for bucket in buckets:
         assert bucket.start is not None
         digests += bucket.start.digests(bucket.version)
-    shapes = _number(repr([bucket.plan.specs for bucket in buckets]).encode())
-    summary = DIFFERENT if failure else _number(array("q", digests).tobytes())
+    shapes = number_of(repr([bucket.plan.specs for bucket in buckets]).encode())
+    summary = DIFFERENT if failure else number_of(array("q", digests).tobytes())
     groups = domain.groups.to_confirm if domain.order_check.confirms else domain.groups.of_all
     for group in groups:
         # What differs in one group is made known to the next.
@@ -92,10 +91,6 @@ def _difference(domain: Domain, buckets: Sequence[Bucket], failure: str) -> str:
         "start from one seed or one checkpoint on every rank, or from what the first one has, by "
         "FsdpContext(sync_module_states=True)"
     )
-
-
-def _number(content: bytes) -> int:
-    return int.from_bytes(sha256(content).digest()[:7], "little")
 
 
 def take_from_first(
