@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from enum import StrEnum
 from functools import partial
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from fsdp_overlap.runtime.digests import Start
 from fsdp_overlap.runtime.divided_shard import DividedShard
 from fsdp_overlap.runtime.domain import Domain
 from fsdp_overlap.runtime.engine import is_in_backward
+from fsdp_overlap.runtime.landing import Landing
 from fsdp_overlap.runtime.ownership import OwnedParameter
 from fsdp_overlap.runtime.partial_reshard import KeptPart
 from fsdp_overlap.runtime.places import Places
@@ -55,19 +56,6 @@ ALLOWED = {
     # A bucket is gathered again, in place, if its shard was edited since.
     BucketState.UNSHARDED: {BucketState.GATHERING, BucketState.SHARDED},
 }
-
-
-class Landing(NamedTuple):
-    """A gradient on its way to the host, to be read after :meth:`wait`."""
-
-    host: torch.Tensor
-    copied: torch.Event | None
-
-    def wait(self) -> torch.Tensor:
-        """Blocks the host until the gradient is there, and returns it."""
-        if self.copied is not None:
-            self.copied.synchronize()
-        return self.host
 
 
 class Bucket:
