@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NoReturn
 from weakref import ref
 
 import torch
@@ -13,6 +12,7 @@ from torch import nn
 
 from fsdp_overlap.comm.collectives import CustomComms
 from fsdp_overlap.comm.group_memory import check_memory
+from fsdp_overlap.comm.symmetric_memory import use_symmetric_memory
 from fsdp_overlap.gradient_verbs import GradientVerbs
 from fsdp_overlap.runtime.context import context_of
 from fsdp_overlap.runtime.forward_method import ForwardMethod
@@ -83,7 +83,8 @@ class FsdpModule(GradientVerbs):
         On a CPU no compute hides ``comm``. A single rank does not call it.
 
         Raises:
-            ValueError: ranks hold shards of different sizes, or the unit lies on several meshes.
+            ValueError: ranks hold shards of different sizes, the unit lies on several meshes, or
+                it uses symmetric memory.
         """
         comms = replace(self._fsdp_unit.settings.comms, all_gather=comm)
         self._customize("set_custom_all_gather", comms)
@@ -102,13 +103,8 @@ class FsdpModule(GradientVerbs):
                 f"{verb}() on unit {unit.name!r}, whose parameters lie on several meshes: make a "
                 "unit for each"
             )
-        for bucket in unit.buckets:
-            if not bucket.plan.is_equal:
-                raise ValueError(
-                    f"{verb}() on unit {unit.name!r}, of which ranks hold "
-                    f"{bucket.plan.shard_numels} elements: use FsdpContext(layout=Flat()), which "
-                    "makes equal shards"
-                )
+        _check_shards_are_equal(unit, verb)
+        _check_no_symmetric_memory(unit, verb)
         unit.settings.comms = comms
         context_of(unit).unsettle()
 
@@ -120,7 +116,7 @@ class FsdpModule(GradientVerbs):
 
         Raises:
             ValueError: the backend allocates none, or the unit has custom collectives, which work
-                on memory of theirs.
+                on memory of theirs, or uses symmetric memory.
         """
         unit = self._fsdp_unit
         if enable:
@@ -130,24 +126,43 @@ class FsdpModule(GradientVerbs):
                     f"{unit.name!r}, whose custom collectives work on memory that they allocate: "
                     "allocate it there"
                 )
+            _check_no_symmetric_memory(unit, "set_allocate_memory_from_process_group_for_comm")
             for bucket in unit.buckets:
                 mesh = bucket.domain.mesh
                 check_memory(mesh.get_group(mesh.ndim - 1), bucket.domain.device)
         unit.settings.uses_group_memory = enable
         context_of(unit).unsettle()
 
-    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
-        """Is here for code that was written for FSDP2.
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Makes what is gathered and reduced of this unit travel in symmetric memory: memory that
+        all ranks of a process group have registered together. NCCL has faster collectives for it,
+        which take fewer of a GPU's cores or none. Call this on every rank of the mesh, between
+        iterations. There is no way back.
+
+        Units on one mesh share this memory, one collective after the other. It has the size of the
+        largest full buffer, of the largest reduce input and of a shard of the latter, and is kept
+        while the context lives. What travels is copied there and back, on the lanes. A rank that
+        has no other to send to uses none. What neighbours keep and what travels between copies is
+        not moved there. Gradients are summed, then divided.
 
         Raises:
-            ValueError: always.
+            ValueError: there is no symmetric memory for this unit's process group and device,
+                ``backend`` is not ``"NCCL"``, ranks hold shards of different sizes, or the unit
+                has custom collectives or memory of its process groups. Nothing was changed then.
         """
-        raise ValueError(
-            f"set_symm_mem_for_comm({backend!r}): symmetric memory is registered by all ranks "
-            "together, and they do not allocate at the same moments; use "
-            "set_allocate_memory_from_process_group_for_comm(True), or allocate symmetric memory "
-            "in set_custom_all_gather()"
-        )
+        unit, verb = self._fsdp_unit, "set_symm_mem_for_comm"
+        settings = unit.settings
+        if settings.comms != CustomComms() or settings.uses_group_memory:
+            raise ValueError(
+                f"{verb}() on unit {unit.name!r}, which has custom collectives or memory of its "
+                "process groups: it travels in one kind of memory alone"
+            )
+        _check_shards_are_equal(unit, verb)
+        for bucket in unit.buckets:
+            mesh = bucket.domain.mesh
+            use_symmetric_memory(backend, mesh.get_group(mesh.ndim - 1), bucket.domain.device)
+        settings.uses_symmetric_memory = True
+        context_of(unit).unsettle()
 
     def set_zero_stage(self, stage: int, *, recurse: bool = True) -> None:
         """Sets what is sharded at rest, by the stages of ZeRO (arXiv 1910.02054).
@@ -257,6 +272,34 @@ class FsdpModule(GradientVerbs):
                 )
             units.append(ref(unit))
         return units
+
+
+def _check_shards_are_equal(unit: Unit, verb: str) -> None:
+    """Checks that ranks hold equally much of ``unit``, for the method ``verb``.
+
+    Raises:
+        ValueError: they do not.
+    """
+    for bucket in unit.buckets:
+        if not bucket.plan.is_equal:
+            raise ValueError(
+                f"{verb}() on unit {unit.name!r}, of which ranks hold "
+                f"{bucket.plan.shard_numels} elements: use FsdpContext(layout=Flat()), which makes "
+                "equal shards"
+            )
+
+
+def _check_no_symmetric_memory(unit: Unit, verb: str) -> None:
+    """Checks that ``unit`` may travel in other memory, for the method ``verb``.
+
+    Raises:
+        ValueError: it uses symmetric memory.
+    """
+    if unit.settings.uses_symmetric_memory:
+        raise ValueError(
+            f"{verb}() on unit {unit.name!r}, which has set_symm_mem_for_comm(): it travels in one "
+            "kind of memory alone"
+        )
 
 
 def _set_reshard_after_forward(unit: Unit, reshard_after_forward: bool | None) -> None:

@@ -32,7 +32,7 @@ from torch import autograd, overrides
 from torch._C._dynamo import eval_frame
 from torch._subclasses import fake_tensor
 from torch.autograd import Variable
-from torch.distributed import _functional_collectives, _state_dict_utils
+from torch.distributed import _functional_collectives, _state_dict_utils, _symmetric_memory
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._composable import fsdp
 from torch.distributed.checkpoint import filesystem
@@ -232,6 +232,10 @@ AllGather = _fsdp_api.AllGather
 
 ReduceScatter = _fsdp_api.ReduceScatter
 """The interface of a user's own reduce-scatter."""
+
+symmetric_memory = _symmetric_memory
+"""The pool of symmetric memory of a device, and the registration with all ranks of a group. It is
+documented, and only its module is private."""
 
 AllgatherOptions = c10d.AllgatherOptions
 """The only options of a collective that ``torch.distributed`` does not export."""

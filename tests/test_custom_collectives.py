@@ -170,8 +170,6 @@ def test_ragged_shards_are_refused() -> None:
 
 def memory_of_others() -> None:
     model = fully_shard(nn.Linear(4, 4), FsdpContext())
-    with pytest.raises(ValueError, match="symmetric memory is registered by all ranks together"):
-        model.set_symm_mem_for_comm("NCCL")
     model.set_custom_all_gather(KeepingGather())
     with pytest.raises(ValueError, match=r"custom collectives .* allocate it there"):
         model.set_allocate_memory_from_process_group_for_comm(True)

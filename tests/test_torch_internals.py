@@ -552,6 +552,22 @@ def custom_collectives_have_an_interface() -> None:
         assert list(allocated) == ["self", "size", "dtype", "device"]
 
 
+@canary("symmetric_memory")
+def symmetric_memory_has_a_pool_and_is_registered() -> None:
+    """set_symm_mem_for_comm() refuses what torch has, or calls what it has not."""
+    module = internals.symmetric_memory
+    for function, arguments in (
+        (module.get_backend, ["device"]),
+        (module.set_backend, ["name"]),
+        (module.get_mem_pool, ["device"]),
+        (module.rendezvous, ["tensor", "group"]),
+    ):
+        assert list(inspect.signature(function).parameters) == arguments
+    assert module.get_backend(torch.device("cpu")) is None
+    with pytest.raises(RuntimeError):
+        module.get_mem_pool(torch.device("cpu"))
+
+
 @canary("AllgatherOptions", "ProcessGroup._allgather_base", "ProcessGroup._reduce_scatter_base")
 def groups_have_methods_for_flat_tensors() -> None:
     """Nothing is gathered or reduced over NCCL."""

@@ -21,11 +21,12 @@ from fsdp_overlap.layout import Whole
 from fsdp_overlap.modelled import ModelledDevice, active, running
 from fsdp_overlap.optim import Muon, clip_grad_norm_
 from fsdp_overlap.optim.exchange import Exchange
-from fsdp_overlap.runtime.bucket import Bucket, Landing
+from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.copies_reduction import CopiesReduction
 from fsdp_overlap.runtime.divided_shard import DividedShard
 from fsdp_overlap.runtime.domain import Domain
 from fsdp_overlap.runtime.gradients import BucketGradients
+from fsdp_overlap.runtime.landing import Landing
 from fsdp_overlap.runtime.reduce_options import ReduceOptions
 from fsdp_overlap.runtime.transfers import Transfers
 from support.modelled import Program, fake_ranks, run
@@ -269,7 +270,7 @@ def test_offloaded_a_step_waits_where_its_gradients_land_and_its_shards_are_read
     run(lambda: waits.extend(steady(Program(shard_options=dict(OFFLOAD)))))
     places = {wait.split(" at ")[1].split(":")[0] for wait in waits}
     # And where the norm of gradients on the host, which the mesh computes, goes back there.
-    assert places == {"runtime/bucket.py", "comm/lanes.py", "tensor/sums_and_norms.py"}
+    assert places == {"runtime/landing.py", "comm/lanes.py", "tensor/sums_and_norms.py"}
 
 
 def test_a_set_of_gradients_that_changes_makes_nobody_wait() -> None:

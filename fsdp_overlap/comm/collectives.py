@@ -112,7 +112,7 @@ class LocalCollectives:
         group: dist.ProcessGroup,
         divisor: float | None = None,
     ) -> Issued:
-        return Issued((), lambda: _divided(gradients.clone(), divisor))
+        return Issued((), lambda: divided(gradients.clone(), divisor))
 
 
 class TensorCollectives:
@@ -122,7 +122,7 @@ class TensorCollectives:
         self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
     ) -> Issued:
         if shard.dtype != full.dtype or shard.is_cpu != full.is_cpu:
-            shard = _own_range(full, plan, group).copy_(shard, non_blocking=True)
+            shard = own_range(full, plan, group).copy_(shard, non_blocking=True)
         _finish(group._allgather_base(as_carried(full), as_carried(shard), _GATHER))
         return Issued((), lambda: full)
 
@@ -133,11 +133,10 @@ class TensorCollectives:
         group: dist.ProcessGroup,
         divisor: float | None = None,
     ) -> Issued:
-        left = _divide_early(gradients, divisor)
+        left = divide_early(gradients, divisor)
         own = gradients.new_empty(plan.shard_numels[group.rank()])
-        options = _REDUCE_SCATTER[_AVG if divisor is None else _SUM]
-        _finish(group._reduce_scatter_base(_as_real(own), _as_real(gradients), options))
-        return Issued((), lambda: _divided(own, left))
+        reduce_into(own, gradients, group, _AVG if divisor is None else _SUM)
+        return Issued((), lambda: divided(own, left))
 
 
 class RaggedTensorCollectives:
@@ -147,7 +146,7 @@ class RaggedTensorCollectives:
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
     ) -> Issued:
-        _own_range(full, plan, group).copy_(shard, non_blocking=True)
+        own_range(full, plan, group).copy_(shard, non_blocking=True)
         ranges = carried_ranges(full, plan.shard_numels)
         dist.all_gather(list(ranges), ranges[group.rank()], group)
         return Issued((), lambda: full)
@@ -159,12 +158,12 @@ class RaggedTensorCollectives:
         group: dist.ProcessGroup,
         divisor: float | None = None,
     ) -> Issued:
-        left = _divide_early(gradients, divisor)
+        left = divide_early(gradients, divisor)
         own = gradients.new_empty(plan.shard_numels[group.rank()])
         ranges = list(_as_real(gradients).split(list(plan.shard_numels)))
         op = _AVG if divisor is None else _SUM
         dist.reduce_scatter(_as_real(own), ranges, op, group)
-        return Issued((), lambda: _divided(own, left))
+        return Issued((), lambda: divided(own, left))
 
 
 class GlooCollectives:
@@ -178,7 +177,7 @@ class GlooCollectives:
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
     ) -> Issued:
-        _own_range(full, plan, group).copy_(shard)
+        own_range(full, plan, group).copy_(shard)
         ranges = carried_ranges(full, plan.shard_numels)
         works = [
             group.broadcast([held], _from_rank(rank))
@@ -197,7 +196,7 @@ class GlooCollectives:
         # One all-to-all to the ranks before this one, and one to the ranks after it. A single one
         # would also send this rank its own range, and so need memory for it twice.
         numels, rank = plan.shard_numels, group.rank()
-        left = _divide_early(gradients, len(numels) if divisor is None else divisor)
+        left = divide_early(gradients, len(numels) if divisor is None else divisor)
         before, after = rank, len(numels) - rank - 1
         own = numels[rank]
         sent_down, mine, sent_up = gradients.split(
@@ -229,7 +228,7 @@ class GlooCollectives:
             total = of_each[0] + of_each[1]
             for other in of_each[2:]:
                 total.add_(other)
-            return _divided(total, left)
+            return divided(total, left)
 
         return Issued(works, finish, group)
 
@@ -261,7 +260,7 @@ class CustomCollectives:
         if comm is None:
             return self._others.all_gather(full, shard, plan, group)
         gathered = comm.allocate(full.shape, dtype=full.dtype, device=full.device)
-        own = _own_range(gathered, plan, group).copy_(shard, non_blocking=True)
+        own = own_range(gathered, plan, group).copy_(shard, non_blocking=True)
         sent, received = as_carried(own), as_carried(gathered)
         _finish(comm(output_tensor=received, input_tensor=sent, group=group, async_op=False))
         full.copy_(gathered)
@@ -277,7 +276,7 @@ class CustomCollectives:
         comm = self._comms.reduce_scatter
         if comm is None:
             return self._others.reduce_scatter(gradients, plan, group, divisor)
-        left = _divide_early(gradients, divisor)
+        left = divide_early(gradients, divisor)
         source, own = (
             comm.allocate((numel,), dtype=gradients.dtype, device=gradients.device)
             for numel in (plan.numel, plan.shard_numels[group.rank()])
@@ -287,7 +286,7 @@ class CustomCollectives:
         sent, received = _as_real(source), _as_real(own)
         work = comm(output_tensor=received, input_tensor=sent, group=group, op=op, async_op=False)
         _finish(work)
-        mean = _divided(own.clone(), left)
+        mean = divided(own.clone(), left)
         return Issued((), lambda: mean)
 
 
@@ -315,13 +314,13 @@ def all_reduce(
     in :meth:`Collectives.reduce_scatter`. Collective over ``group``."""
     if divisor is None and backend_name(values.device.type, group) in _WITHOUT_MEANS:
         divisor = group.size()
-    left = _divide_early(values, divisor)
+    left = divide_early(values, divisor)
     is_host = not has_streams(values.device)  # elsewhere the current stream waits, not the host
     options = _ALL_REDUCE[_AVG if divisor is None else _SUM, is_host]
     work = group.allreduce([_as_real(values)], options)
     if not is_host:
         _finish(work)
-    return Issued((work,) if is_host else (), lambda: _divided(values, left), group)
+    return Issued((work,) if is_host else (), lambda: divided(values, left), group)
 
 
 def choose(device_type: str, group: dist.ProcessGroup, plan: BucketPlan) -> Collectives:
@@ -333,13 +332,24 @@ def choose(device_type: str, group: dist.ProcessGroup, plan: BucketPlan) -> Coll
     return TensorCollectives() if plan.is_equal else RaggedTensorCollectives()
 
 
+def reduce_into(
+    own: torch.Tensor,
+    gradients: torch.Tensor,
+    group: dist.ProcessGroup,
+    op: dist.ReduceOp.RedOpType,
+) -> None:
+    """Fills ``own`` with this rank's range of all ranks' ``gradients``, reduced by ``op``, which is
+    a sum or a mean. Ranges are equal. Collective over ``group``."""
+    _finish(group._reduce_scatter_base(_as_real(own), _as_real(gradients), _REDUCE_SCATTER[op]))
+
+
 def _finish(work: dist.Work | None) -> None:
     """Ends a synchronous collective, for which some backends return a work all the same."""
     if work is not None:
         work.wait()
 
 
-def _divide_early(gradients: torch.Tensor, divisor: float | None) -> float | None:
+def divide_early(gradients: torch.Tensor, divisor: float | None) -> float | None:
     """Divides ``gradients`` in half precision by ``divisor`` in place, before they are summed,
     because the sum may overflow. Returns what is left to divide the sum by."""
     if divisor is None or gradients.dtype not in (torch.float16, torch.complex32):
@@ -348,7 +358,8 @@ def _divide_early(gradients: torch.Tensor, divisor: float | None) -> float | Non
     return None
 
 
-def _divided(total: torch.Tensor, divisor: float | None) -> torch.Tensor:
+def divided(total: torch.Tensor, divisor: float | None) -> torch.Tensor:
+    """Divides ``total`` in place by ``divisor``, unless that is ``None``."""
     if divisor is not None and divisor != 1:
         _as_real(total).div_(divisor)  # there is no division of half-precision complex numbers
     return total
@@ -359,6 +370,7 @@ def _as_real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def _own_range(full: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup) -> torch.Tensor:
+def own_range(full: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup) -> torch.Tensor:
+    """The part of ``full`` that this rank's shard fills."""
     rank = group.rank()
     return full.narrow(0, plan.shard_starts[rank], plan.shard_numels[rank])

@@ -23,10 +23,12 @@ ROUND_SEGMENT = 2 * MIB
 
 
 class MemPool:
-    """Works like ``torch.cuda.MemPool``: memory of segments that serve nothing else."""
+    """Works like ``torch.cuda.MemPool``: memory of segments that serve nothing else. With
+    ``no_split`` a segment is one block."""
 
-    def __init__(self, allocator: object = None) -> None:
+    def __init__(self, allocator: object = None, no_split: bool = False) -> None:
         self.allocator = allocator
+        self.no_split = no_split
         self.segments: list[range] = []
         """The addresses of each segment."""
 
@@ -112,6 +114,8 @@ class Allocator:
 
     def _split(self, block: Block, nbytes: int, free: list[Block]) -> None:
         """Frees what ``block`` has beyond ``nbytes``, if that is large enough to be of use."""
+        if block.pool is not None and block.pool.no_split:
+            return
         left = block.nbytes - nbytes
         if left < ROUND or (not block.is_small and left <= SMALL):
             return

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from enum import StrEnum
 from functools import partial
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -24,11 +24,13 @@ from fsdp_overlap.comm.collectives import (
 from fsdp_overlap.comm.groups import LaneGroups
 from fsdp_overlap.comm.lanes import Lane, Mark, Ticket
 from fsdp_overlap.comm.streams import has_streams, streams_of
+from fsdp_overlap.comm.symmetric_memory import SymmetricCollectives
 from fsdp_overlap.layout import BucketPlan
 from fsdp_overlap.runtime.digests import Start
 from fsdp_overlap.runtime.divided_shard import DividedShard
 from fsdp_overlap.runtime.domain import Domain
 from fsdp_overlap.runtime.engine import is_in_backward
+from fsdp_overlap.runtime.landing import Landing
 from fsdp_overlap.runtime.ownership import OwnedParameter
 from fsdp_overlap.runtime.partial_reshard import KeptPart
 from fsdp_overlap.runtime.places import Places
@@ -55,19 +57,6 @@ ALLOWED = {
     # A bucket is gathered again, in place, if its shard was edited since.
     BucketState.UNSHARDED: {BucketState.GATHERING, BucketState.SHARDED},
 }
-
-
-class Landing(NamedTuple):
-    """A gradient on its way to the host, to be read after :meth:`wait`."""
-
-    host: torch.Tensor
-    copied: torch.Event | None
-
-    def wait(self) -> torch.Tensor:
-        """Blocks the host until the gradient is there, and returns it."""
-        if self.copied is not None:
-            self.copied.synchronize()
-        return self.host
 
 
 class Bucket:
@@ -236,12 +225,12 @@ class Bucket:
         self.domain = domain
         self.index, self.first_flag = domain.register(self, len(self.parameters))
 
-    def connect(self, part_size: int | None, settings: Settings) -> None:
+    def connect(self, part_size: int | None, settings: Settings, reduce_dtype: torch.dtype) -> None:
         """Chooses the groups, collectives and memory that gather and reduce the bucket. Call it
         before the first :meth:`gather`. Collective over the mesh at the first call.
 
         ``part_size``: how many neighbours keep a part each between forward and backward. ``None``
-        if nobody keeps one.
+        if nobody keeps one. ``reduce_dtype``: what gradients travel in.
         """
         domain, device_type = self.domain, self.domain.device_type
         self.groups = groups = domain.groups_for(settings.separates_reductions)
@@ -252,8 +241,13 @@ class Bucket:
             among = self.plan.merged(part_size)
             self.part = KeptPart(among, choose(device_type, group, among), group)
         self.collectives = choose(device_type, groups.gather, self.gather_plan)
-        if settings.comms != CustomComms() and domain.shard_size > 1:
-            self.collectives = CustomCollectives(settings.comms, self.collectives)
+        if domain.shard_size > 1:
+            if settings.comms != CustomComms():
+                self.collectives = CustomCollectives(settings.comms, self.collectives)
+            elif settings.uses_symmetric_memory:
+                memory = domain.symmetric_memory
+                memory.reserve(self.gather_plan, self.compute_dtype, reduce_dtype)
+                self.collectives = SymmetricCollectives(memory)
         if domain.divides_copies:
             assert groups.across is not None
             first = domain.shard_rank * domain.copies

@@ -22,6 +22,7 @@ from fsdp_overlap.comm.groups import GroupCache, LaneGroups
 from fsdp_overlap.comm.lanes import Lane, Ticket
 from fsdp_overlap.comm.pool import end_threads_before_python
 from fsdp_overlap.comm.streams import has_streams
+from fsdp_overlap.comm.symmetric_memory import SymmetricMemory
 from fsdp_overlap.deciding.stats import Stats
 from fsdp_overlap.layout import BucketPlan, LayoutRule
 from fsdp_overlap.runtime.tiles import beside
@@ -199,6 +200,11 @@ class Domain:
         if names not in self._memories:
             self._memories[names] = GroupMemory((groups.gather, groups.reduce), self.device)
         return self._memories[names]
+
+    @cached_property
+    def symmetric_memory(self) -> SymmetricMemory:
+        """What buckets share that are gathered and reduced in symmetric memory."""
+        return SymmetricMemory(self.device)
 
     def group_of_neighbours(self, size: int) -> dist.ProcessGroup:
         """The group of ``size`` neighbours that keep parts of full buffers. Collective over the

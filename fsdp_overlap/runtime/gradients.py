@@ -9,8 +9,9 @@ from functools import partial
 import torch
 
 from fsdp_overlap.comm.lanes import Lane, Ticket
-from fsdp_overlap.runtime.bucket import Bucket, Landing
+from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.copies_reduction import Accept, CopiesReduction
+from fsdp_overlap.runtime.landing import Landing
 from fsdp_overlap.runtime.reduce_options import ReduceOptions
 from fsdp_overlap.runtime.tiles import is_placed_like, placed_like, tile_in
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer

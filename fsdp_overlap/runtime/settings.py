@@ -25,6 +25,8 @@ class Settings:
     """Whether reductions run on a process group of their own."""
     uses_group_memory: bool = False
     """Whether full buffers and reduce inputs lie in memory that the backend allocates."""
+    uses_symmetric_memory: bool = False
+    """Whether what is gathered and reduced travels in symmetric memory."""
     max_reduce_inputs: int | None = None
     comms: CustomComms = field(default_factory=CustomComms)
     reduce_options: ReduceOptions = field(default_factory=ReduceOptions)

@@ -104,7 +104,8 @@ class Unit:
         """Chooses the groups, collectives and memory of its buckets. Collective over their meshes
         at the first call."""
         for bucket in self.buckets:
-            bucket.connect(self.part_size, self.settings)
+            reduced_in = reduce_dtype(bucket.shard.dtype, self.mp_policy)
+            bucket.connect(self.part_size, self.settings, reduced_in)
         for gradients in self._known_gradients.values():
             gradients.input.memory = gradients.bucket.full.memory
 
