@@ -18,7 +18,6 @@ from fsdp_overlap.optim.matrices import Division, Holding, Split, divide, whole_
 from fsdp_overlap.optim.newton_schulz import fast_dtype
 from fsdp_overlap.tensor.placement import Tile, range_dim, tile_at, tile_of
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
-from fsdp_overlap.torch_internals import default_group
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,8 +123,7 @@ class Teams:
         index = tuple(slice(None) if dim in dims else place for dim, place in enumerate(coordinate))
         ranks = tuple(mesh.mesh[index].flatten().tolist())
         if ranks not in self._loans:
-            # Like the default group: those of the mesh have other names on other ranks.
-            loan = borrow("optimizer", default_group(), ranks, mesh.device_type)
+            loan = borrow("optimizer", parameter.range_group, ranks, mesh.device_type)
             self._loans[ranks] = loan
             self._lent.append(loan)
         return self._loans[ranks].group
