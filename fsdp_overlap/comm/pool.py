@@ -50,7 +50,7 @@ def borrow(
     """A group of ``ranks``, in this order, with the backend and the timeout of ``like``. It has
     ``options``, or without them those of ``like``. If the group can be closed, nobody else uses it
     until it is given back. Collective over ``ranks``, which must ask for their groups in the same
-    order. If ``like`` connects only some of them, each gives its own, and all of these are alike.
+    order. If ``like`` connects only some of them, each rank gives its own, made in the same way.
 
     Raises:
         RuntimeError: the ranks did not all come in time.
