@@ -152,15 +152,20 @@ def split_anew(placement: Placement) -> None:
     tiles = distribute_tensor(value, mesh["tp"], [placement], src_data_rank=None)
     model, twin = (nn.ParameterList([nn.Parameter(each)]) for each in (tiles, value.clone()))
     fully_shard(model, FsdpContext(mesh["dp"]))
-    optimizers = [Muon(each, lr=0.05, ns_dtype=torch.float64) for each in (model, twin)]
+    options: dict[str, Any] = {"lr": 0.05, "ns_dtype": torch.float64}
+    optimizer = Muon(model.parameters(), **options)
+    weight: Any = model[0]
+    momentum = torch.zeros_like(twin[0])
     for split in (1, 2, (3, 5), 4, 1):
-        for each, optimizer in zip((model, twin), optimizers, strict=True):
-            optimizer.param_groups[0]["split"] = split
-            weight: Any = each[0]
-            weight.grad = weight.detach() * 3
-            optimizer.step()
-        whole: Any = model[0]
-        same(whole.full_tensor(), twin[0], f"weight after a step with split={split}")
+        optimizer.param_groups[0]["split"] = split
+        weight.grad, twin[0].grad = weight.detach() * 3, twin[0].detach() * 3
+        optimizer.step()
+        # The twin's optimizer is a new one each time, and has never known another split.
+        fresh = Muon([{"params": [twin[0]], "split": split}], **options)
+        fresh.state[twin[0]]["momentum_buffer"] = momentum
+        fresh.step()
+        momentum = fresh.state[twin[0]]["momentum_buffer"]
+        same(weight.full_tensor(), twin[0], f"weight after a step with split={split}")
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()])
