@@ -10,25 +10,21 @@ import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import Issued
 from fsdp_overlap.comm.lanes import HostTicket
-from fsdp_overlap.comm.watch import watch_of
 
 T = TypeVar("T")
 
 
-def gather_objects(mine: T, group: dist.ProcessGroup, label: str) -> list[T]:
-    """What each rank of ``group`` gives, in the order of ranks. ``label`` says in errors who asks.
-    Collective; the host waits.
+def gather_objects(mine: T, group: dist.ProcessGroup, device: torch.device, label: str) -> list[T]:
+    """What each rank of ``group`` gives, in the order of ranks. Travels in memory of ``device``.
+    ``label`` says in errors who asks. Collective; the host waits, and asks the group's watch, which
+    ``torch.distributed.all_gather_object()`` does not.
 
     Raises:
         RuntimeError: a rank did not come.
     """
-    if watch_of(group) is None:
-        found = [mine] * group.size()
-        dist.all_gather_object(found, mine, group)
-        return found
-    sent = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
-    sizes = [int(size) for size in _gather(torch.tensor([sent.numel()]), group, label)]
-    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    sent = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8).to(device)
+    sizes = torch.cat(_gather(torch.tensor([sent.numel()], device=device), group, label)).tolist()
+    padded = sent.new_zeros(max(sizes))
     padded[: sent.numel()] = sent
     received = _gather(padded, group, label)
     return [
@@ -40,6 +36,5 @@ def gather_objects(mine: T, group: dist.ProcessGroup, label: str) -> list[T]:
 def _gather(mine: torch.Tensor, group: dist.ProcessGroup, label: str) -> list[torch.Tensor]:
     others = [torch.empty_like(mine) for _ in range(group.size())]
     work = dist.all_gather(others, mine, group, async_op=True)
-    # A ticket asks the watch, which all_gather_object() does not.
     HostTicket("all_gather", label, Issued([work], lambda: mine, group), None).wait()
     return others

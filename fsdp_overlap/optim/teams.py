@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 from fsdp_overlap.comm.group_facts import alive
 from fsdp_overlap.comm.groups import GroupCache
 from fsdp_overlap.comm.objects import gather_objects
-from fsdp_overlap.comm.streams import has_streams
+from fsdp_overlap.comm.streams import current_device, has_streams
 from fsdp_overlap.optim.matrices import Division, Holding, Split, divide, whole_parts
 from fsdp_overlap.optim.newton_schulz import fast_dtype
 from fsdp_overlap.runtime.domain import Domain, domain_of
@@ -44,6 +44,11 @@ class Team:
     def domain(self) -> Domain | None:
         """The domain of the parameters. ``None`` if no context shards them."""
         return domain_of(self._edits)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the ranks exchange."""
+        return current_device(self._device_type)
 
     @property
     def is_connected(self) -> bool:
@@ -112,7 +117,7 @@ class Teams:
         if team is None or has_streams(device):
             return fast_dtype(device)
         if team.dtype is None:
-            found = gather_objects(fast_dtype(device), team.group, "Muon")
+            found = gather_objects(fast_dtype(device), team.group, device, "Muon")
             team.dtype = found[0] if len(set(found)) == 1 else torch.float32
         return team.dtype
 
@@ -138,7 +143,7 @@ class Teams:
             # Plans follow from tiles, so ranks of tensor parallelism may have other ranges.
             self.connect(team)
             mine = [Holding(tile_of(each._spec), *each.local_range) for each, _ in members]
-            found = gather_objects(mine, team.group, "Muon")
+            found = gather_objects(mine, team.group, team.device, "Muon")
             for (each, split), holdings in zip(members, zip(*found, strict=True), strict=True):
                 self._add(each, split, team, holdings)
 
