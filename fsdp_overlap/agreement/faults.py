@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from fsdp_overlap.agreement.order_check import (
     Interval,
-    OrderCheck,
     describe_difference,
     first_difference,
 )
@@ -57,8 +56,19 @@ class Note:
         return cls(**fields)
 
 
+class Checked(Protocol):
+    """What this rank issued, as far as ranks compare it. An :class:`OrderCheck` is one."""
+
+    @property
+    def confirms(self) -> bool: ...
+    @property
+    def progress(self) -> tuple[int, int]: ...
+    @property
+    def history(self) -> Sequence[Interval]: ...
+
+
 class Party(Protocol):
-    """The ranks of one mesh, and what this one knows of them."""
+    """Some ranks, such as those of one mesh, and what this one knows of them."""
 
     @property
     def device_type(self) -> str: ...
@@ -68,11 +78,30 @@ class Party(Protocol):
         ...
 
     @property
-    def order_check(self) -> OrderCheck: ...
+    def order_check(self) -> Checked: ...
     @property
     def labels(self) -> Sequence[str]:
         """The labels of the buckets that this rank has sharded over the mesh, in order."""
         ...
+
+
+@dataclass(frozen=True)
+class Unchecked:
+    """What ranks issue where they compare nothing but how much it is."""
+
+    confirms: bool = False
+    progress: tuple[int, int] = (0, 0)
+    history: Sequence[Interval] = ()
+
+
+@dataclass(frozen=True)
+class Connected:
+    """The ranks of a group that serves an optimizer's steps alone."""
+
+    device_type: str
+    groups_of_all: Sequence[dist.ProcessGroup]
+    order_check: Unchecked = Unchecked()
+    labels: Sequence[str] = ()
 
 
 class Faults:
@@ -91,6 +120,9 @@ class Faults:
         self._event = ""
         self._has_reset = False
         self._resets = 0
+        self._resets_before: dict[str, int] = {}
+        """How many resets came before the first at which ranks met in a store, by its name. Ranks
+        of tensor parallelism that share a store may have reset more or less often before."""
         _all.add(self)
 
     def look(self) -> None:
@@ -141,6 +173,12 @@ class Faults:
             self._event = f"{where} raised {error!r}"
             self._post()
 
+    def gave_up(self, what: str, error: BaseException) -> None:
+        """Ends what the others wait for, because ``error`` left collectives of ``what`` half
+        done on this rank. Afterwards the context must be reset."""
+        if self._groups.can_close and not self._failure:
+            self._fail(f"{what} raised {error!r}")
+
     def meet(self, error: BaseException | None) -> None:
         """Meets the other ranks in ``ctx.reset()``, before everything is dropped. Waits for them,
         which may have to learn of the reset first, and ends collectives that will never be done.
@@ -153,6 +191,8 @@ class Faults:
         if not any(self._stores()):
             return
         self._has_reset = True
+        for _, _, name in self._stores():
+            self._resets_before.setdefault(name, self._resets)
         self._resets += 1
         self._event = "called ctx.reset()" + (f" after {error!r}" if error is not None else "")
         for other in [*self._others(), self]:  # this one last, because it is read first
@@ -162,7 +202,8 @@ class Faults:
             timeout = group_timeout(group, party.device_type)
             # A name for this reset alone: a rank that has met the others goes on, and may post
             # other notes at once.
-            store = StoreNotes(f"{name}/reset/{self._resets}", group)
+            number = self._resets - self._resets_before[name]
+            store = StoreNotes(f"{name}/reset/{number}", group)
             late = store.meet(timeout, self._note_of(party))
             if late:
                 raise RuntimeError(
@@ -217,7 +258,9 @@ class Faults:
         """The groups in which ranks compare themselves, with a name for the notes of each. Two
         meshes over the same ranks share a group, so the name also counts the group's uses."""
         seen: Counter[str] = Counter()
-        for party in self._parties():
+        serving = self._groups.of_optimizers
+        teams = [Connected(loan.device_type, [loan.group]) for loan in serving]
+        for party in [*self._parties(), *teams]:
             for group in party.groups_of_all:
                 label = self._groups.label(group)
                 yield party, group, f"{label}/{seen[label]}"
@@ -257,7 +300,7 @@ class Faults:
                 units = {dist.get_rank(): party.labels, **{r: n.units for r, n in notes.items()}}
                 return describe_difference(*found, units, exchanged=not check.confirms)
             for rank, note in notes.items():
-                if note.has_reset and note.progress < check.progress:
+                if note.has_reset and self._is_ahead(check, note):
                     told = told or f"rank {rank} {note.event}: call it on every rank"
                 elif note.failure:
                     # If that rank learned of the failure from another, the text names the other.
@@ -272,13 +315,23 @@ class Faults:
             late = {rank: n for _, notes in other._notes() for rank, n in notes.items()}
             for party, notes in self._notes():
                 for rank in late.keys() & notes.keys():
-                    is_behind = notes[rank].progress < party.order_check.progress
-                    if late[rank].has_reset and not other._has_reset and is_behind:
+                    is_waited_for = self._is_ahead(party.order_check, notes[rank])
+                    if late[rank].has_reset and not other._has_reset and is_waited_for:
                         return (
                             f"rank {rank} {late[rank].event}, of another context: call it on every "
                             "rank, and of every context in the same order"
                         )
         return ""
+
+    def _is_ahead(self, check: Checked, note: Note) -> bool:
+        """Whether this rank has issued more than the one that wrote ``note``. What nobody checks,
+        such as an optimizer's step, counts too."""
+        issued = self._groups.issued()
+        return note.progress < check.progress or any(
+            (theirs or 0) < (issued.get(name) or 0)
+            for name, theirs in note.issued.items()
+            if self._groups.owns(name)
+        )
 
     def _others(self) -> list[Faults]:
         return [other for other in _all if other is not self and other._groups.can_close]

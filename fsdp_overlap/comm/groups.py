@@ -20,6 +20,9 @@ from fsdp_overlap.comm.pool import borrow, give_back, next_turn
 from fsdp_overlap.comm.shelves import Loan
 from fsdp_overlap.comm.watch import Watch, watch_over
 
+OPTIMIZER = "optimizer"
+"""The purpose of groups that connect other ranks than the lanes' do."""
+
 
 class LaneGroups:
     """The groups that a bucket's collectives run on. A communicator runs one collective at a time,
@@ -191,8 +194,38 @@ class GroupCache:
         ranks = dist.get_process_group_ranks(shard)[first : first + size]
         key = "part", tuple(ranks)
         if key not in self._groups:
-            self._groups[key] = ref(self._borrow("part", shard, ranks, mesh, "all_gather"))
+            group = self._borrow("part", shard, ranks, mesh.device_type, "all_gather")
+            self._groups[key] = ref(group)
         return alive(self._groups[key])
+
+    def find(
+        self, ranks: Sequence[int], like: dist.ProcessGroup, device_type: str
+    ) -> dist.ProcessGroup | None:
+        """The group that an optimizer's step uses to connect ``ranks``, in this order. It may serve
+        another purpose too, because ranks issue all they issue on it in the same order. ``like``
+        itself serves if it connects them and cannot be closed. ``None`` if there is none yet."""
+        for (_, its), group in self._groups.items():
+            if its == tuple(ranks):
+                return alive(group)
+        is_enough = list(ranks) == dist.get_process_group_ranks(like)
+        return like if is_enough and not can_close(device_type, like) else None
+
+    def connect(
+        self, ranks: Sequence[int], like: dist.ProcessGroup, device_type: str
+    ) -> dist.ProcessGroup:
+        """The group that :meth:`find` gives, or a new one, made as ``like``. Collective over
+        ``ranks`` at its first call."""
+        group = self.find(ranks, like, device_type)
+        if group is None:
+            group = self._borrow(OPTIMIZER, like, ranks, device_type, OPTIMIZER)
+            self._groups[OPTIMIZER, tuple(ranks)] = ref(group)
+        return group
+
+    @property
+    def of_optimizers(self) -> list[Loan]:
+        """The groups that serve optimizers' steps alone."""
+        groups = [group for (purpose, _), group in self._groups.items() if purpose == OPTIMIZER]
+        return [loan for loan in self._loans if loan.reference in groups]
 
     def label(self, group: dist.ProcessGroup) -> str:
         """A name for this context's use of ``group``, the same on every rank."""
@@ -256,7 +289,7 @@ class GroupCache:
             is_taken = any(group is other() for other in self._groups.values())
             is_needed = (is_taken and self.separate) or purpose in self.options
             if len(ranks) > 1 and (is_needed or can_close(mesh.device_type, group)):
-                group = self._borrow(purpose, group, ranks, mesh, purpose)
+                group = self._borrow(purpose, group, ranks, mesh.device_type, purpose)
             self._groups[key] = ref(group)
         group = alive(self._groups[key])
         if group.group_name not in self._turns:
@@ -268,10 +301,10 @@ class GroupCache:
         purpose: str,
         like: dist.ProcessGroup,
         ranks: Sequence[int],
-        mesh: DeviceMesh,
+        device_type: str,
         lane: str,
     ) -> dist.ProcessGroup:
-        loan = borrow(purpose, like, ranks, mesh.device_type, self.options.get(lane))
+        loan = borrow(purpose, like, ranks, device_type, self.options.get(lane))
         self._loans.append(loan)
         group = loan.group
         self._turns[group.group_name] = loan.turn

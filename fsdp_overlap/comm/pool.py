@@ -50,12 +50,16 @@ def borrow(
     """A group of ``ranks``, in this order, with the backend and the timeout of ``like``. It has
     ``options``, or without them those of ``like``. If the group can be closed, nobody else uses it
     until it is given back. Collective over ``ranks``, which must ask for their groups in the same
-    order.
+    order. If ``like`` connects only some of them, each rank gives its own, made in the same way.
 
     Raises:
         RuntimeError: the ranks did not all come in time.
     """
-    key = f"{like.group_name} {list(ranks)}"
+    backend = dist.Backend(registered_backend(like, device_type))
+    timeout = group_timeout(like, device_type) or default_timeout(backend)
+    is_common = set(ranks) <= set(dist.get_process_group_ranks(like))
+    # A group along one dimension of a mesh has another name on other ranks.
+    key = f"{like.group_name if is_common else f'{backend} {timeout}'} {list(ranks)}"
     if options is not None:
         given = _given.setdefault(default_group(), {}).setdefault(f"{purpose} {key}", [])
         if all(options is not other for other in given):
@@ -65,8 +69,6 @@ def borrow(
     # A digest, because the numbers of a thousand ranks would fill kilobytes.
     name = f"fsdp_overlap_{purpose}_{sha256(key.encode()).hexdigest()[:16]}"
     shelf = _shelf(name, like, device_type)
-    backend = dist.Backend(registered_backend(like, device_type))
-    timeout = group_timeout(like, device_type) or default_timeout(backend)
     try:
         number = shelf.agree(len(ranks), has_peers(like), timeout)
         loan = shelf.take(number)

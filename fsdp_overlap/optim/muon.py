@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -18,10 +17,10 @@ from fsdp_overlap.optim.fused_adamw import FusedAdamW
 from fsdp_overlap.optim.groups import ALGORITHMS, parameter_groups
 from fsdp_overlap.optim.matrices import Split, part_rows
 from fsdp_overlap.optim.newton_schulz import COEFFICIENTS, Polynomial, polynomials
-from fsdp_overlap.optim.orthogonalization import Products, Task, run_rounds, tasks_of
+from fsdp_overlap.optim.orthogonalization import Products, Task, run, run_rounds, tasks_of
 from fsdp_overlap.optim.runs import local_of
 from fsdp_overlap.optim.states import pack, restore
-from fsdp_overlap.optim.teams import Teams
+from fsdp_overlap.optim.teams import Team, Teams
 from fsdp_overlap.optim.updates import Settings, Update
 from fsdp_overlap.tensor.operands import note_edits
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
@@ -185,11 +184,15 @@ class Muon(torch.optim.Optimizer):
 
         If several ranks hold parts of a matrix, this must be called on every rank of its mesh, and
         the same parameters must have gradients on all of them, as backward leaves them.
+
+        If it raises, momenta have advanced and weights have decayed, and some parameters have moved
+        and others not: call ``ctx.reset()`` on every rank, and load a checkpoint.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._teams.drop_ended()
         updates = [
             update
             for group in self.param_groups
@@ -201,12 +204,8 @@ class Muon(torch.optim.Optimizer):
                 self._adamw.step(self.state, index, group)
         for settings in dict.fromkeys(update.settings for update in updates):
             _advance(settings, [u for u in updates if u.settings == settings and u.local.numel()])
-        try:
-            for device in dict.fromkeys(update.device for update in updates):
-                self._orthogonalize(device, [u for u in updates if u.device == device])
-        except BaseException:
-            self._forget()  # so that the next step takes groups on which ranks issued the same
-            raise
+        for device in dict.fromkeys(update.device for update in updates):
+            self._orthogonalize(device, [u for u in updates if u.device == device])
         note_edits(
             parameter
             for group in self.param_groups
@@ -242,26 +241,32 @@ class Muon(torch.optim.Optimizer):
                 update, update.member.division.whole.get(update.member.rank, ()), products
             )
         )
-        teams = dict.fromkeys(update.member.group for update in updates)
+        teams = dict.fromkeys(u.member.team for u in updates if u.member.division.shared)
+        if not teams:
+            run(whole, products)
         # Team after team: ranks of one may not be in the next, and all must keep one order. What is
         # whole runs under the first exchange.
-        for team in sorted(teams, key=lambda team: team is None):
-            run_rounds(whole, self._exchanges(team, device, updates), products)
-            whole = ()
+        try:
+            for team in teams:
+                assert team is not None  # a rank alone shares nothing
+                run_rounds(whole, self._exchanges(team, device, updates), products)
+                whole = ()
+        except BaseException as error:
+            self._teams.give_up(error)
+            raise
 
     def _exchanges(
-        self, team: dist.ProcessGroup | None, device: torch.device, updates: list[Update]
+        self, team: Team, device: torch.device, updates: list[Update]
     ) -> Iterator[Exchange]:
         """The rounds of a team whose ranks share matrices."""
-        members = [update for update in updates if update.member.group is team]
+        members = [update for update in updates if update.member.team is team]
         divisions = tuple(update.member.division for update in members)
-        if team is None or not any(division.shared for division in divisions):
-            return
         if device not in self._lanes:
             self._lanes[device] = make_lane(device)
-        dtype = self._teams.dtype(team, device)
-        for parcels in plan_rounds(divisions, team.size(), exchange.ROUND_ELEMENTS):
-            yield Exchange(parcels, members, team, self._lanes[device], dtype, device)
+        self._teams.connect(team)
+        dtype, group = self._teams.dtype(team, device), team.group
+        for parcels in plan_rounds(divisions, group.size(), exchange.ROUND_ELEMENTS):
+            yield Exchange(parcels, members, group, self._lanes[device], dtype, device)
 
 
 def _advance(settings: Settings, updates: list[Update]) -> None:

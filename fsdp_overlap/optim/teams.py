@@ -5,38 +5,85 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from weakref import WeakKeyDictionary, finalize, ref
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard
 
 from fsdp_overlap.comm.group_facts import alive
-from fsdp_overlap.comm.pool import Loan, borrow, give_back
-from fsdp_overlap.comm.streams import has_streams
+from fsdp_overlap.comm.groups import GroupCache
+from fsdp_overlap.comm.objects import gather_objects
+from fsdp_overlap.comm.streams import current_device, has_streams
 from fsdp_overlap.optim.matrices import Division, Holding, Split, divide, whole_parts
 from fsdp_overlap.optim.newton_schulz import fast_dtype
+from fsdp_overlap.runtime.domain import Domain, domain_of
 from fsdp_overlap.tensor.placement import Tile, range_dim, tile_at, tile_of
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
-from fsdp_overlap.torch_internals import default_group
+
+
+class Team:
+    """The ranks that share out the matrices of some parameters, and their process group.
+
+    The group is that of the context which shards the parameters, so it has the context's watch and
+    ends with ``ctx.reset()``. A new team takes the place of one whose group has ended.
+    """
+
+    def __init__(self, ranks: Sequence[int], like: dist.ProcessGroup, example: ShardedTensor):
+        self.ranks = ranks
+        self.rank = ranks.index(dist.get_rank())
+        """This rank's place among them."""
+        self.dtype: torch.dtype | None = None
+        """The dtype of products that they agreed on, if they had to."""
+        self._like = ref(like)
+        self._device_type = example.device_mesh.device_type
+        self._edits = example.edits
+        self._group: ref[dist.ProcessGroup] | None = None
+
+    @property
+    def domain(self) -> Domain | None:
+        """The domain of the parameters. ``None`` if no context shards them."""
+        return domain_of(self._edits)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the ranks exchange."""
+        return current_device(self._device_type)
+
+    @property
+    def is_connected(self) -> bool:
+        return self._group is not None
+
+    def connect(self, groups: GroupCache) -> None:
+        """Takes the group from ``groups``. Collective over the ranks at the first call."""
+        if not self.is_connected:
+            group = groups.connect(self.ranks, alive(self._like), self._device_type)
+            self._group = ref(group)
+
+    def has_ended(self, groups: GroupCache) -> bool:
+        """Whether ``groups`` no longer has the group."""
+        if self._group is None:
+            return False
+        found = groups.find(self.ranks, alive(self._like), self._device_type)
+        return found is None or found is not self._group()
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Nothing here keeps it from being destroyed."""
+        assert self._group is not None, "not connected"
+        return alive(self._group)
 
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """This rank's part in the team of one parameter: its ``rank``, and the element of its tile at
-    which its range starts."""
+    """This rank's part in sharing out one parameter: its ``rank`` in the ``team``, and the element
+    of its tile at which its range starts. ``team`` is ``None`` if this rank is alone."""
 
     rank: int
     start: int
     split: Split
     division: Division
-    reference: ref[dist.ProcessGroup] | None = None
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The process group of the team, ``None`` for a rank alone. Nothing here keeps it from
-        being destroyed."""
-        return None if self.reference is None else alive(self.reference)
+    team: Team | None = None
 
 
 class Teams:
@@ -44,39 +91,40 @@ class Teams:
     the user chose one.
 
     A team is made of the ranks along those dimensions of a parameter's mesh along which ranks hold
-    parts of the same matrices, or copies of them. Its process group is the mesh's where that is one
-    dimension, and else one that is borrowed until this object is freed.
+    parts of the same matrices, or copies of them.
     """
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self._dtype = dtype
-        self._agreed: WeakKeyDictionary[dist.ProcessGroup, torch.dtype] = WeakKeyDictionary()
         self._members: dict[torch.Tensor, Member] = {}
-        self._loans: dict[tuple[int, ...], Loan] = {}
-        self._lent: list[Loan] = []
-        finalize(self, give_back, self._lent).atexit = False
+        self._teams: dict[tuple[ref[GroupCache], Sequence[int]], Team] = {}
+        self._own = GroupCache(separate=False)
+        """Groups for parameters that no context shards."""
 
     def member(self, parameter: torch.Tensor) -> Member:
         """This rank's part in the team of a parameter that was given to :meth:`join`."""
         return self._members[parameter]
 
-    def dtype(self, group: dist.ProcessGroup | None, device: torch.device) -> torch.dtype:
+    def connect(self, team: Team) -> None:
+        """Gives ``team`` its group. Collective over its ranks at the first call."""
+        team.connect(self._groups(team.domain))
+
+    def dtype(self, team: Team | None, device: torch.device) -> torch.dtype:
         """The dtype that matrices are multiplied and sent in. Where processors differ, all ranks of
-        ``group`` take one that none of them is slow with: collective at its first call."""
+        ``team`` take one that none of them is slow with: collective at its first call."""
         if self._dtype is not None:
             return self._dtype
-        if group is None or has_streams(device):
+        if team is None or has_streams(device):
             return fast_dtype(device)
-        if group not in self._agreed:
-            found = [torch.float32] * group.size()
-            dist.all_gather_object(found, fast_dtype(device), group)
-            self._agreed[group] = found[0] if len(set(found)) == 1 else torch.float32
-        return self._agreed[group]
+        if team.dtype is None:
+            found = gather_objects(fast_dtype(device), team.group, device, "Muon")
+            team.dtype = found[0] if len(set(found)) == 1 else torch.float32
+        return team.dtype
 
     def join(self, parameters: Iterable[tuple[torch.Tensor, Split]]) -> None:
         """Finds the teams of ``parameters``, each given with its split. Collective for teams that
         are not just the ranks which hold ranges, at the first call for a parameter."""
-        others: dict[dist.ProcessGroup, list[tuple[ShardedTensor, Split]]] = {}
+        others: dict[Team, list[tuple[ShardedTensor, Split]]] = {}
         for parameter, split in parameters:
             known = self._members.get(parameter)
             if known is not None and known.split == split:
@@ -86,49 +134,82 @@ class Teams:
                 self._add(parameter, split, None, (Holding(tile, 0, parameter.numel()),))
                 continue
             across = _dims_across_matrices(parameter, split)
-            group = self._group(parameter, across)
-            if group is None or across == [range_dim(parameter._spec)]:
-                self._add(parameter, split, group, _holdings_of_ranges(parameter, group))
+            team = self._team(parameter, across)
+            if team is None or across == [range_dim(parameter._spec)]:
+                self._add(parameter, split, team, _holdings_of_ranges(parameter, team))
             else:
-                others.setdefault(group, []).append((parameter, split))
-        for group, members in others.items():
+                others.setdefault(team, []).append((parameter, split))
+        for team, members in others.items():
             # Plans follow from tiles, so ranks of tensor parallelism may have other ranges.
+            self.connect(team)
             mine = [Holding(tile_of(each._spec), *each.local_range) for each, _ in members]
-            found: list[list[Holding]] = [[] for _ in range(group.size())]
-            dist.all_gather_object(found, mine, group)
+            found = gather_objects(mine, team.group, team.device, "Muon")
             for (each, split), holdings in zip(members, zip(*found, strict=True), strict=True):
-                self._add(each, split, group, holdings)
+                self._add(each, split, team, holdings)
+
+    def drop_ended(self) -> None:
+        """Forgets the teams whose groups a reset has ended. What they agreed on, others may have
+        to agree on anew."""
+        ended = {
+            key
+            for key, team in self._teams.items()
+            if key[0]() is not (groups := self._groups(team.domain)) or team.has_ended(groups)
+        }
+        if not ended:
+            return
+        gone = {self._teams.pop(key) for key in ended}
+        for parameter, member in list(self._members.items()):
+            if member.team in gone:
+                del self._members[parameter]
+
+    def give_up(self, error: BaseException) -> None:
+        """Ends the exchanges for which other ranks wait for this one in vain, because ``error``
+        ended its step."""
+        for domain in {team.domain for team in self._teams.values() if team.is_connected}:
+            if domain is not None:
+                domain.faults.gave_up("Muon.step()", error)
+        self._own.close()
+        self._own = GroupCache(separate=False)
 
     def _add(
         self,
         parameter: torch.Tensor,
         split: Split,
-        group: dist.ProcessGroup | None,
+        team: Team | None,
         holdings: tuple[Holding, ...],
     ) -> None:
-        rank = 0 if group is None else group.rank()
-        self._members[parameter] = Member(
-            rank,
-            holdings[rank].start,
-            split,
-            divide(tuple(parameter.shape), split, holdings),
-            None if group is None else ref(group),
-        )
+        rank = 0 if team is None else team.rank
+        division = divide(tuple(parameter.shape), split, holdings)
+        self._members[parameter] = Member(rank, holdings[rank].start, split, division, team)
 
-    def _group(self, parameter: ShardedTensor, dims: Sequence[int]) -> dist.ProcessGroup | None:
+    def _groups(self, domain: Domain | None) -> GroupCache:
+        return self._own if domain is None else domain.group_cache
+
+    def _team(self, parameter: ShardedTensor, dims: Sequence[int]) -> Team | None:
+        if not dims:
+            return None
         mesh = parameter.device_mesh
-        if len(dims) < 2:
-            return mesh.get_group(dims[0]) if dims else None
-        coordinate = mesh.get_coordinate()
-        assert coordinate is not None
-        index = tuple(slice(None) if dim in dims else place for dim, place in enumerate(coordinate))
-        ranks = tuple(mesh.mesh[index].flatten().tolist())
-        if ranks not in self._loans:
-            # Like the default group: those of the mesh have other names on other ranks.
-            loan = borrow("optimizer", default_group(), ranks, mesh.device_type)
-            self._loans[ranks] = loan
-            self._lent.append(loan)
-        return self._loans[ranks].group
+        if len(dims) == 1:
+            like = mesh.get_group(dims[0])
+            ranks = dist.get_process_group_ranks(like)
+        else:
+            like = parameter.range_group
+            coordinate = mesh.get_coordinate()
+            assert coordinate is not None
+            ranks = (
+                mesh.mesh[
+                    tuple(
+                        slice(None) if dim in dims else place
+                        for dim, place in enumerate(coordinate)
+                    )
+                ]
+                .flatten()
+                .tolist()
+            )
+        key = ref(self._groups(domain_of(parameter.edits))), tuple(ranks)
+        if key not in self._teams:
+            self._teams[key] = Team(ranks, like, parameter)
+        return self._teams[key]
 
 
 def _dims_across_matrices(parameter: ShardedTensor, split: Split) -> list[int]:
@@ -155,12 +236,10 @@ def _dims_across_matrices(parameter: ShardedTensor, split: Split) -> list[int]:
     ]
 
 
-def _holdings_of_ranges(
-    parameter: ShardedTensor, group: dist.ProcessGroup | None
-) -> tuple[Holding, ...]:
-    """What the ranks of ``group`` hold, which hold ranges of the same tile, or this rank alone."""
+def _holdings_of_ranges(parameter: ShardedTensor, team: Team | None) -> tuple[Holding, ...]:
+    """What the ranks of ``team`` hold, which hold ranges of the same tile, or this rank alone."""
     tile = tile_of(parameter._spec)
-    if group is None:
+    if team is None:
         return (Holding(tile, *parameter.local_range),)
     ranges = {rank: (start, stop) for rank, start, stop in parameter.placement.ranges}
-    return tuple(Holding(tile, *ranges.get(rank, (0, 0))) for rank in range(group.size()))
+    return tuple(Holding(tile, *ranges.get(rank, (0, 0))) for rank in range(len(team.ranks)))

@@ -8,6 +8,7 @@ from contextlib import suppress
 from enum import StrEnum
 from functools import partial
 from typing import cast
+from weakref import ref
 
 import torch
 from torch import nn
@@ -28,7 +29,7 @@ from fsdp_overlap.comm.symmetric_memory import SymmetricCollectives
 from fsdp_overlap.layout import BucketPlan
 from fsdp_overlap.runtime.digests import Start
 from fsdp_overlap.runtime.divided_shard import DividedShard
-from fsdp_overlap.runtime.domain import Domain
+from fsdp_overlap.runtime.domain import BucketEdits, Domain
 from fsdp_overlap.runtime.engine import is_in_backward
 from fsdp_overlap.runtime.landing import Landing
 from fsdp_overlap.runtime.ownership import OwnedParameter
@@ -41,7 +42,7 @@ from fsdp_overlap.runtime.tiles import (
     tile_in,
 )
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
-from fsdp_overlap.tensor.sharded_tensor import ShardEdits, ShardedTensor, attributes_of
+from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, attributes_of
 
 
 class BucketState(StrEnum):  # states are looked up often, and a string caches its hash
@@ -85,7 +86,7 @@ class Bucket:
         self.first_flag = 0
         """Where its flags begin among the domain's, which tell which parameters have a gradient."""
         self.state = BucketState.SHARDED
-        self.edits = ShardEdits()
+        self.edits = BucketEdits(domain)
         self.domain = domain
         self.groups: LaneGroups
         self.collectives: Collectives
@@ -223,6 +224,7 @@ class Bucket:
     def join(self, domain: Domain) -> None:
         """Becomes one of the buckets of ``domain``."""
         self.domain = domain
+        self.edits.domain = ref(domain)
         self.index, self.first_flag = domain.register(self, len(self.parameters))
 
     def connect(self, part_size: int | None, settings: Settings, reduce_dtype: torch.dtype) -> None:

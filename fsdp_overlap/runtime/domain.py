@@ -28,6 +28,7 @@ from fsdp_overlap.layout import BucketPlan, LayoutRule
 from fsdp_overlap.runtime.tiles import beside
 from fsdp_overlap.runtime.unit_plans import UnitPlans
 from fsdp_overlap.tensor.placement import RangeShard, range_spec
+from fsdp_overlap.tensor.sharded_tensor import ShardEdits
 from fsdp_overlap.torch_internals import DTensorSpec
 
 
@@ -37,6 +38,23 @@ class Member(Subject, Protocol):
     index: int
     first_flag: int
     compute_dtype: torch.dtype
+
+
+class BucketEdits(ShardEdits):
+    """Counts the edits of one bucket's shards. Every sharded parameter has it, and so leads to its
+    domain."""
+
+    __slots__ = ("domain",)
+
+    def __init__(self, domain: Domain) -> None:
+        super().__init__()
+        self.domain = weakref.ref(domain)
+
+
+def domain_of(edits: ShardEdits | None) -> Domain | None:
+    """The domain of the bucket whose edits these are. ``None`` if there is no bucket, or its
+    context was freed."""
+    return edits.domain() if isinstance(edits, BucketEdits) else None
 
 
 class Domain:
@@ -75,8 +93,8 @@ class Domain:
         """Whether a reduce-scatter was issued since the last :meth:`agree`."""
         self.reading: Ticket | None = None
         """The last all-gather that reads an offloaded shard, on the host."""
-        self._group_cache = groups
-        self._faults = faults
+        self.group_cache = groups
+        self.faults = faults
         self._stats = stats
         self._members: list[weakref.ref[Member]] = []
         self._with_other: dict[DeviceMesh, DeviceMesh] = {}  # by the mesh of tensor parallelism
@@ -105,7 +123,7 @@ class Domain:
 
     @cached_property
     def groups(self) -> LaneGroups:
-        return self._group_cache.get(self.mesh)
+        return self.group_cache.get(self.mesh)
 
     @property
     def groups_of_all(self) -> list[dist.ProcessGroup]:
@@ -124,7 +142,7 @@ class Domain:
             self.device,
             self.mesh.size() > 1 and can_close(self.device.type, shard),
             lambda: me.groups.to_confirm,
-            self._faults.explain_difference,
+            self.faults.explain_difference,
             self._stats.count_confirmation,
         )
 
@@ -192,7 +210,7 @@ class Domain:
         """
         if separate or self.order_check.confirms:  # needed from the first collective on
             groups = self.groups
-        return groups if separate else self._group_cache.get(self.mesh, separate=False)
+        return groups if separate else self.group_cache.get(self.mesh, separate=False)
 
     def memory_for(self, groups: LaneGroups) -> GroupMemory:
         """Memory that the backend allocates for what travels on ``groups``."""
@@ -209,7 +227,7 @@ class Domain:
     def group_of_neighbours(self, size: int) -> dist.ProcessGroup:
         """The group of ``size`` neighbours that keep parts of full buffers. Collective over the
         mesh at the first call."""
-        return self._group_cache.get_part(self.mesh, size)
+        return self.group_cache.get_part(self.mesh, size)
 
     @property
     def labels(self) -> list[str]:
