@@ -5,14 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import nn
+from torch.distributed import fsdp as fsdp2
 
 from fsdp_overlap.comm.collectives import CustomComms
 from fsdp_overlap.comm.group_memory import check_memory
 from fsdp_overlap.comm.symmetric_memory import use_symmetric_memory
+from fsdp_overlap.fsdp2_state import Fsdp2State
 from fsdp_overlap.gradient_verbs import GradientVerbs
 from fsdp_overlap.runtime.context import context_of
 from fsdp_overlap.runtime.forward_method import ForwardMethod
@@ -21,7 +24,7 @@ from fsdp_overlap.runtime.unit import Unit, unit_of
 from fsdp_overlap.torch_internals import AllGather, ReduceScatter
 
 
-class UnshardHandle:
+class UnshardHandle(fsdp2.UnshardHandle):
     """What ``unshard(async_op=True)`` returns."""
 
     def __init__(self, unit: Unit) -> None:
@@ -33,11 +36,16 @@ class UnshardHandle:
         if self._unit is not None and self._unit.is_gathered:
             self._unit.wait()
             self._unit.use_unsharded()
+            self._unit.shows_unsharded = True
         self._unit = None
 
 
-class FsdpModule(GradientVerbs):
-    """A module that was sharded. :func:`fully_shard` adds this to the module's own class."""
+class FsdpModule(GradientVerbs, fsdp2.FSDPModule):
+    """A module that was sharded. :func:`fully_shard` adds this to the module's own class.
+
+    It is an instance of FSDP2's ``FSDPModule`` too, for code that looks for one and calls its
+    verbs, as ``torch.distributed.pipelining`` does. Verbs of FSDP2 that are not here raise.
+    """
 
     _is_fsdp_managed_module = True
     """For transformers' ``generate()``, which then runs equally many forwards on all ranks, and for
@@ -45,9 +53,14 @@ class FsdpModule(GradientVerbs):
     _fsdp_use_orig_params = True
     """For ``torch.compile``, which refuses a managed module without it."""
 
+    def _get_fsdp_state(self) -> Any:
+        """What FSDP2's own functions ask of a module first."""
+        return Fsdp2State(self._fsdp_unit)
+
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers this unit's parameters, without those of inner units, and registers them in the
-        module until :meth:`reshard` or the end of its next forward. Collective over the mesh.
+        module until they are freed: by :meth:`reshard`, or by a forward or backward that does not
+        keep them. Collective over the mesh.
 
         With ``async_op`` it returns a handle, and the parameters may be used after the handle's
         ``wait()``. A forward waits by itself.
@@ -211,7 +224,7 @@ class FsdpModule(GradientVerbs):
         checkpointing does."""
         self._fsdp_unit.settings.unshard_in_backward = unshard_in_backward
 
-    def set_modules_to_forward_prefetch(self, modules: Sequence[FsdpModule]) -> None:
+    def set_modules_to_forward_prefetch(self, modules: Sequence[fsdp2.FSDPModule]) -> None:
         """Which units are gathered ahead when this one runs in forward. They replace those that the
         order predicts; ``[]`` returns to the prediction. Set the same on every rank.
 
@@ -223,7 +236,7 @@ class FsdpModule(GradientVerbs):
         """
         self._fsdp_unit.forward_prefetch = self._prefetched(modules)
 
-    def set_modules_to_backward_prefetch(self, modules: Sequence[FsdpModule]) -> None:
+    def set_modules_to_backward_prefetch(self, modules: Sequence[fsdp2.FSDPModule]) -> None:
         """Which units are gathered ahead when this one runs in backward. See
         :meth:`set_modules_to_forward_prefetch`."""
         self._fsdp_unit.backward_prefetch = self._prefetched(modules)
@@ -254,7 +267,7 @@ class FsdpModule(GradientVerbs):
         self._check_outermost("reset_iter_state")
         context_of(self._fsdp_unit).reset()
 
-    def _prefetched(self, modules: Sequence[FsdpModule]) -> list[ref[Unit]]:
+    def _prefetched(self, modules: Sequence[fsdp2.FSDPModule]) -> list[ref[Unit]]:
         mine = context_of(self._fsdp_unit)
         units = []
         for module in modules:

@@ -9,10 +9,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+from fsdp_overlap.fsdp2_state import state_of
 from fsdp_overlap.fsdp_module import FsdpModule
 from fsdp_overlap.runtime.context import FsdpContext
 from fsdp_overlap.runtime.unit import unit_of
 from fsdp_overlap.sharding import make_unit, plan_late
+from fsdp_overlap.torch_internals import teach_fully_shard
 
 if TYPE_CHECKING:
 
@@ -210,3 +212,6 @@ def _fsdp_class(cls: type) -> Any:
             f"FSDP{cls.__name__}", (FsdpModule, cls), {"__module__": cls.__module__}
         )
     return _fsdp_classes[cls]
+
+
+teach_fully_shard(state_of)

@@ -42,17 +42,20 @@ def replacing_fsdp2(ctx: FsdpContext | None = None) -> Iterator[None]:
     Raises:
         RuntimeError: names are replaced already.
     """
-    fsdp, tensor = torch.distributed.fsdp, torch.distributed.tensor
+    fsdp: Any = torch.distributed.fsdp
+    tensor = torch.distributed.tensor
     if fsdp.FSDPModule is FsdpModule:
         raise RuntimeError(
             "replacing_fsdp2() within another, of this or another thread: one is enough for all "
             "that runs in it; for a context of its own, end the first before"
         )
+    shard: Any = partial(fully_shard) if ctx is None else partial(fully_shard, ctx=ctx)
+    shard.state = fsdp.fully_shard.state  # it answers for our modules too
     ours = {
         "FSDPModule": FsdpModule,
         "GradientReductionHandle": GradientReductionHandle,
         "UnshardHandle": UnshardHandle,
-        "fully_shard": fully_shard if ctx is None else partial(fully_shard, ctx=ctx),
+        "fully_shard": shard,
         "register_fsdp_forward_method": register_fsdp_forward_method,
         "share_comm_ctx": share_comm_ctx,
     }

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
 from types import ModuleType
 from typing import Any
 
@@ -37,6 +37,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed._composable import fsdp
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_api
 from torch.distributed.tensor import _dtensor_spec
 from torch.nn.modules import conv
@@ -73,6 +74,11 @@ ATTRIBUTES = {
     "ProcessGroup._get_backend": "gives the backend's name and options",
     "ProcessGroup._get_sequence_number_for_group": "counts the collectives that were issued",
     "Options._timeout": "how long a collective may last, for groups of our own",
+    # FSDP2, of whose class our modules are instances too
+    "FSDPModule._get_fsdp_state": "overridden, because verbs that are not ours ask it first",
+    "FSDPState._state_ctx": "through it pipeline stages of 2.13 find all states, and we have none",
+    "FSDPState._comm_ctx": "tells pipeline schedules of 2.15 which stages share lanes",
+    "FSDPState._root_post_backward_final_callback": "ends a step of a pipeline stage of 2.13",
     # Operations, as modes see them
     "OpOverload._schema": "tells which arguments an operation writes",
     "OpOverload._can_decompose": "whether inference mode left an operation whole",
@@ -209,10 +215,25 @@ def keep_from_compile(function: Callable[..., Any], reason: str) -> None:
     marks._torchdynamo_disable_msg = reason
 
 
-# FSDP2's names, which replacing.py replaces by ours
+# FSDP2
 
 older_fsdp2 = fsdp
-"""FSDP2's first module, which exports the same names again."""
+"""FSDP2's first module, which exports the same names again. ``replacing.py`` replaces both."""
+
+
+def teach_fully_shard(state_of: Callable[[Any], Any]) -> None:
+    """Makes FSDP2's ``fully_shard.state(module)`` give what ``state_of`` gives for a module, unless
+    that is ``None``. FSDP2 would look into a table of the module."""
+    torchs_fully_shard: Any = fully_shard
+    torchs_state_of = torchs_fully_shard.state
+
+    @wraps(torchs_state_of)
+    def state(module: Any) -> Any:
+        found = state_of(module)
+        return torchs_state_of(module) if found is None else found
+
+    torchs_fully_shard.state = state
+
 
 # DTensors
 

@@ -88,3 +88,14 @@ def test_the_transformers_example_learns_and_saves_what_it_learned(tmp_path: Pat
     one, other = run_ranks(run_transformers, 2, str(tmp_path))
     assert one[1] < one[0] - 0.7
     assert one[2] == other[2]
+
+
+def run_pipeline() -> list[float]:
+    losses: list[float] = load(EXAMPLES / "pipeline.py").run(steps=40)
+    return losses
+
+
+def test_the_pipeline_example_learns() -> None:
+    *first_stage, one, other = run_ranks(run_pipeline, 4)
+    assert first_stage == [[], []]
+    assert max(one[-1], other[-1]) < 0.5 * min(one[0], other[0])

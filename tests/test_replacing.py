@@ -50,6 +50,7 @@ def replaced() -> None:
             ranges = distribute(weight, mesh, model[0].weight.placements, src_data_rank=None)
             rows = distribute(weight, mesh, [torch.distributed.tensor.Shard(0)])
             plain = fsdp2.fully_shard(nn.Linear(4, 4))
+            assert fsdp2.fully_shard.state(plain)._comm_ctx  # as a pipeline asks it
         assert isinstance(ranges, ShardedTensor)
         assert not isinstance(rows, ShardedTensor)
         assert isinstance(plain, fsdp_overlap.FSDPModule)

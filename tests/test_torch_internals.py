@@ -694,6 +694,32 @@ def whole_tensors_are_cut_by_two_functions() -> None:
     assert calls == list(names)
 
 
+# FSDP2
+
+
+@canary("teach_fully_shard", "FSDPModule._get_fsdp_state")
+def fsdp2_is_asked_for_states_in_two_ways() -> None:
+    """torch.distributed.pipelining reads FSDP2's state of our modules and finds none."""
+    module, other, found = nn.Linear(2, 2), nn.Linear(2, 2), object()
+    with patch.object(fsdp.fully_shard, "state", fsdp.fully_shard.state):
+        internals.teach_fully_shard({module: found}.get)
+        assert fsdp.fully_shard.state(module) is found
+        assert fsdp.fully_shard.state(other) is None
+    verbs = [getattr(fsdp.FSDPModule, name) for name in ("unshard", "set_requires_gradient_sync")]
+    assert all("_get_fsdp_state" in verb.__code__.co_names for verb in verbs)
+
+
+@canary("FSDPState._state_ctx", "FSDPState._comm_ctx")
+@canary("FSDPState._root_post_backward_final_callback")
+def states_have_what_pipelines_ask() -> None:
+    """Stages of torch.distributed.pipelining ask for something else at the end of a step."""
+    with one_rank():
+        state = fsdp.fully_shard.state(fsdp.fully_shard(nn.Linear(2, 2)))
+    assert list(state._state_ctx.all_states) == []  # before the first forward
+    assert state._comm_ctx is not None
+    assert callable(state._root_post_backward_final_callback)
+
+
 # A device type of Python
 
 

@@ -264,14 +264,37 @@ def test_a_slice_of_a_container_is_a_plain_container() -> None:
 
 
 def two_libraries() -> None:
-    """torch's own code asks a module that is its FSDPModule for FSDP2's state, as the pipeline
-    schedules of torch 2.13 do, which a unit does not have."""
-    model = fully_shard(nn.Linear(4, 4), FsdpContext())
-    assert isinstance(model, FSDPModule)
-    assert not isinstance(model, torch.distributed.fsdp.FSDPModule)
+    """A unit is an instance of torch's class too, and code that reads more than verbs is told."""
+    torchs = torch.distributed.fsdp
+    model = nn.Sequential(fully_shard(nn.Linear(4, 4), FsdpContext()))
+    theirs = torchs.fully_shard(nn.Linear(4, 4))
+    assert isinstance(model[0], FSDPModule)
+    assert isinstance(model[0], torchs.FSDPModule)
+    assert not isinstance(theirs, FSDPModule)
+    for verb in vars(torchs.FSDPModule):
+        assert verb.startswith("_") or getattr(model[0], verb)
+    model[0].set_reduce_scatter_divide_factor(3.0)  # deprecated, and so torch's alone
+    assert model[0]._fsdp_unit.settings.reduce_options.divisor == 3.0
+    insides = (model[0]._get_fsdp_state(), torchs.fully_shard.state(model[0]))
+    for state in insides:
+        with pytest.raises(AttributeError, match="Linear was sharded by fsdp_overlap"):
+            _ = state._fsdp_param_groups
+        with pytest.raises(AttributeError, match="internal to FSDP2"):
+            state._lazy_init = None
+    torchs.register_fsdp_forward_method(model[0], "forward")
+    for misuse in (
+        lambda: model[0].forward(torch.ones(1, 4)),
+        lambda: torchs.share_comm_ctx([model[0], model[0]]),
+        lambda: model[0]._set_unshard_async_op(True),
+        lambda: torchs.FSDPModule.set_requires_gradient_sync(model[0], False),
+    ):
+        with pytest.raises(AttributeError, match="was sharded by fsdp_overlap"):
+            misuse()
+    assert torchs.fully_shard.state(theirs) is theirs._get_fsdp_state()
+    assert torchs.fully_shard.state(nn.Linear(4, 4)) is None
 
 
-def test_a_unit_is_no_module_of_torchs_fsdp() -> None:
+def test_a_unit_is_an_fsdp_module_of_torch_as_far_as_its_verbs_go() -> None:
     run_ranks(two_libraries, 1)
 
 

@@ -185,6 +185,8 @@ class Backward:
             return
         self._leave(call.end)
         self.open_calls.append(call)
+        if not self.accumulates and unit.shows_unsharded and not unit.syncs_gradients:
+            unit.has_unreduced = True  # see Note [weights apart]
         # Backward can read a full buffer that exists, even if the user said that it does not. Then
         # the graph that create_graph=True makes can read it too.
         if call.needs_parameters or (self.creates_graph and unit.is_gathered):
@@ -226,11 +228,12 @@ class Backward:
             # In backwards 1, 2, 4, 8 ... only: the unit's next forward finds what others miss.
             if not self.serial & (self.serial - 1):
                 self.lost = self.lost or unit.edited()
-            self._transfers.use_sharded(unit)
             if unit.is_list and self._comes_back_to(index):
                 self.unfinished.add(index)
             elif unit.settings.reshard_after_backward:
                 self._gathers.release(unit)
+            if not unit.shows_unsharded:
+                self._transfers.use_sharded(unit)
 
     def _comes_back_to(self, unit: UnitIndex) -> bool:
         """Whether a call of ``unit`` is yet to be reached."""

@@ -82,14 +82,25 @@ class Finalization:
             )
         if self._engine.is_in_backward():
             raise RuntimeError("finalize_backward() during backward: call it after backward()")
+        self._issue_all()
+        self._pending = GradientReductionHandle(self)
+        return self._pending
+
+    def complete(self) -> None:
+        """Completes the gradients of backwards without synchronization, also if finalization is not
+        manual."""
+        self.check_done("the reduction of a pipeline's step")
+        self._issue_all()
+        self.is_due = False
+        self._wait()
+
+    def _issue_all(self) -> None:
         for unit in self._units():
             if unit.settings.reshard_after_backward and unit.is_gathered:
                 self._transfers.use_sharded(unit)
                 self._gathers.release(unit)
         self._gathers.flush()
         self._reductions.issue_rest(self._units())
-        self._pending = GradientReductionHandle(self)
-        return self._pending
 
     def finish(self, handle: GradientReductionHandle) -> None:
         if handle is not self._pending:

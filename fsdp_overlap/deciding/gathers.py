@@ -92,6 +92,8 @@ class Gathers:
     def release(self, unit: Unit) -> None:
         """Frees the full buffer of ``unit`` once the compute enqueued so far has read it. That is
         put off until the next all-gather has been enqueued, so that this one does not wait."""
+        if unit.shows_unsharded:
+            self._transfers.use_sharded(unit)
         if unit.is_gathered and unit.index not in self.in_graphs:
             self._ahead.pop(unit.index, None)
             self._asked.pop(unit.index, None)
@@ -213,4 +215,6 @@ class Gathers:
     def _free(self, index: UnitIndex, mark: Mark) -> None:
         unit = self._unit_at(index)
         if unit is not None:
+            if unit.shows_unsharded:  # it was gathered anew after an edit, ahead of use
+                self._transfers.use_sharded(unit)
             self._transfers.free(unit, mark)

@@ -55,6 +55,8 @@ class Unit(Protocol):
     """Whether it has several modules."""
     to_run: set[int]
     """In a unit of several modules, the ids of those that have yet to run before its release."""
+    shows_unsharded: bool
+    """Whether its unsharded parameters stay registered until the full buffers are freed."""
     seen_version: int
     """The version of the shards that all-gathers are known to see. :class:`Gathers` sets it."""
     has_unreduced: bool

@@ -135,7 +135,7 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
         if unit.is_list and not is_in_backward():
             unit.module_ran(module)
         call = schedule.after_forward(unit, raised)
-        if not schedule.is_in_use(unit):
+        if not unit.shows_unsharded and not schedule.is_in_use(unit):
             unit.use_sharded()
         if error is not None or context.uncompared:
             error = _end_of_forward(unit, context, error)

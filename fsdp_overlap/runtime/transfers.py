@@ -116,6 +116,7 @@ class Transfers:
             bucket.places.use_unsharded(bucket.label)
 
     def use_sharded(self, unit: Unit) -> None:
+        unit.shows_unsharded = False
         for bucket in unit.buckets:
             bucket.places.use_sharded()
 

@@ -81,6 +81,9 @@ class Unit:
         self.has_unreduced = False
         """Whether backwards left gradients that are not reduced, or not across copies. The same on
         every rank."""
+        self.shows_unsharded = False
+        """Whether :meth:`use_unsharded` holds until the full buffers are freed, because the user
+        asked for them by ``unshard()``."""
         self.seen_version = -1
         """The :attr:`version` that all-gathers see: their lane runs after the edits up to it."""
         self.is_root = False
@@ -243,6 +246,7 @@ class Unit:
         for gradients in self._known_gradients.values():
             gradients.drop()
         self.has_unreduced = False
+        self.shows_unsharded = False
         self.to_run.clear()
         self.handled.clear()
 
@@ -263,6 +267,7 @@ class Unit:
             bucket.places.use_unsharded(bucket.label)
 
     def use_sharded(self) -> None:
+        self.shows_unsharded = False
         for bucket in self.buckets:
             bucket.places.use_sharded()
 

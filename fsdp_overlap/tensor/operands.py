@@ -147,7 +147,7 @@ def check_no_gradient(name: str, values: Iterable[Any]) -> None:
         raise RuntimeError(
             f"{name} on a ShardedTensor where a gradient is asked for: gradients do not flow "
             "through sharded tensors; wrap it in torch.no_grad(), or use the parameter inside its "
-            "unit's forward"
+            "unit's forward. Zero-bubble pipelines need fully_shard(reshard_after_forward=False)"
         )
 
 

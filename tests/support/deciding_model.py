@@ -77,7 +77,7 @@ class Settings:
 
 class Unit:
     is_list = False
-    keeps_part = False
+    keeps_part = shows_unsharded = False
     has_parameters = is_trainable = accumulates = True
     forward_prefetch: Sequence[Callable[[], Any]] = ()
     backward_prefetch: Sequence[Callable[[], Any]] = ()
