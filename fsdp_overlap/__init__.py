@@ -13,7 +13,7 @@ from fsdp_overlap.fsdp_module import (
     share_comm_ctx,
 )
 from fsdp_overlap.fully_shard import fully_shard
-from fsdp_overlap.layout import Blocks, Flat, Whole
+from fsdp_overlap.layout import Blocks, Flat, Rows, Whole
 from fsdp_overlap.replacing import replacing_fsdp2
 from fsdp_overlap.runtime.context import FsdpContext
 from fsdp_overlap.tensor.creation import distribute_tensor
@@ -35,6 +35,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "RangeShard",
+    "Rows",
     "ShardedTensor",
     "Stats",
     "UnshardHandle",

@@ -60,7 +60,8 @@ class FsdpModule(GradientVerbs, fsdp2.FSDPModule):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers this unit's parameters, without those of inner units, and registers them in the
         module until they are freed: by :meth:`reshard`, or by a forward or backward that does not
-        keep them. Collective over the mesh.
+        keep them. A backward that reduces their gradients registers the sharded ones in any case.
+        Collective over the mesh.
 
         With ``async_op`` it returns a handle, and the parameters may be used after the handle's
         ``wait()``. A forward waits by itself.

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed.fsdp
 import torch.distributed.tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_overlap.deciding.finalization import GradientReductionHandle
 from fsdp_overlap.fsdp_module import (
@@ -18,9 +19,17 @@ from fsdp_overlap.fsdp_module import (
     share_comm_ctx,
 )
 from fsdp_overlap.fully_shard import fully_shard
+from fsdp_overlap.layout import Rows
 from fsdp_overlap.runtime.context import FsdpContext
 from fsdp_overlap.tensor.creation import with_range_shards
 from fsdp_overlap.torch_internals import older_fsdp2
+
+
+def _fully_shard_in_rows(module: Any, *, mesh: DeviceMesh | None = None, **options: Any) -> Any:
+    """:func:`fully_shard` without a context, whose sharded parameters are placed as FSDP2's."""
+    ctx = FsdpContext(mesh, layout=Rows())
+    ctx.is_implicit = True
+    return fully_shard(module, ctx, mesh=mesh, **options)
 
 
 @contextmanager
@@ -37,7 +46,8 @@ def replacing_fsdp2(ctx: FsdpContext | None = None) -> Iterator[None]:
 
     Args:
         ctx: what all units that are made inside the block share; so it is for one model. By default
-            the units of a tree share a context from the first forward of their root on.
+            the units of a tree share a context from the first forward of their root on, and its
+            layout is ``Rows()``, so that sharded parameters are placed as FSDP2's are.
 
     Raises:
         RuntimeError: names are replaced already.
@@ -49,7 +59,7 @@ def replacing_fsdp2(ctx: FsdpContext | None = None) -> Iterator[None]:
             "replacing_fsdp2() within another, of this or another thread: one is enough for all "
             "that runs in it; for a context of its own, end the first before"
         )
-    shard: Any = partial(fully_shard) if ctx is None else partial(fully_shard, ctx=ctx)
+    shard: Any = partial(_fully_shard_in_rows) if ctx is None else partial(fully_shard, ctx=ctx)
     shard.state = fsdp.fully_shard.state  # it answers for our modules too
     ours = {
         "FSDPModule": FsdpModule,

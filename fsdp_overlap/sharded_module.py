@@ -11,6 +11,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
 
 from fsdp_overlap.runtime import hooks
 from fsdp_overlap.runtime.bucket import Bucket
@@ -50,10 +51,11 @@ def _keeping_dtypes(
 
 @dataclass(frozen=True)
 class _On:
-    """Says which mesh a parameter is sharded over, in the form that ``shard_placement_fn`` uses."""
+    """Says over which mesh a parameter is sharded and how, in the form that ``shard_placement_fn``
+    uses."""
 
     mesh_info: Domain
-    placement: None = None
+    placement: Shard
 
 
 class ShardedModule(nn.Module):
@@ -132,7 +134,7 @@ class ShardedModule(nn.Module):
             return [(bucket, bucket.shard) for bucket in unit.buckets]
         mine = {id(module._parameters) for _, module in modules_outside_units([self])}
         return [
-            (bucket, sharded.to_local())
+            (bucket, sharded._local_tensor)
             for bucket in unit.buckets
             for item, sharded in zip(bucket.owned, bucket.sharded_parameters, strict=True)
             if any(id(registered) in mine for registered, _ in item.places)
@@ -198,8 +200,8 @@ class ShardedModule(nn.Module):
         for bucket in unit.buckets:
             domain = context.domain_of(bucket.domain.mesh)
             domain.plans.place(duplicates, [bucket.plan])
-            for parameter in bucket.parameters:
-                meshes[memo[id(parameter)]] = _On(domain)
+            for item in bucket.owned:
+                meshes[memo[id(item.parameter)]] = _On(domain, Shard(item.cut_dim))
         copied_unit = make_unit(
             duplicates,
             context,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_overlap.layout import BucketPlan, ParamSpec
+from fsdp_overlap.layout import ParamSpec, Plan, Rows
+from fsdp_overlap.layout.layouts import layout_for
 from fsdp_overlap.runtime import hooks, tiles
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.context import FsdpContext
@@ -205,14 +207,38 @@ def _by_domain(
         own_mesh = mesh
         if mesh_info := getattr(wanted, "mesh_info", None):
             own_mesh, wanted = mesh_info.mesh, wanted.placement
-        if wanted is not None and wanted != Shard(0):
+        domain = ctx.domain_of(own_mesh)
+        if isinstance(wanted, Shard):
+            item.cut_dim = wanted.dim % max(1, item.parameter.ndim)
+        is_in_rows = isinstance(layout_for(ctx.layout, item.spec), Rows)
+        if is_in_rows:
+            _check_rows(kind, item, domain)
+        if type(wanted) not in (Shard, NoneType) or (item.cut_dim and not is_in_rows):
             raise ValueError(
-                f"shard_placement_fn wants parameter {item.fqn!r} of {kind} "
-                f"placed as {wanted}; parameters are cut between rows, so return None, Shard(0) or "
-                "a ShardPlacementResult of these, and choose a layout by FsdpContext(layout=...)"
+                f"shard_placement_fn wants parameter {item.fqn!r} of {kind} placed as {wanted}: "
+                "return None, Shard(0) or a ShardPlacementResult of these; other dimensions are "
+                "cut under FsdpContext(layout=Rows()) alone"
             )
-        found.setdefault(ctx.domain_of(own_mesh), []).append(item)
+        found.setdefault(domain, []).append(item)
     return {domain: items for domain, items in found.items() if items or len(found) == 1}
+
+
+def _check_rows(kind: str, item: OwnedParameter, domain: Domain) -> None:
+    """Checks that a parameter can be cut into rows.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if item.parameter.ndim == 0:
+        raise ValueError(
+            f"{_name(kind, item)} is a scalar, of which there are no rows: make it a tensor of one "
+            "dimension, or give it the layout Flat()"
+        )
+    if domain.divides_copies:
+        raise ValueError(
+            f"{_name(kind, item)} is in Rows(), which copies cannot divide: leave out "
+            "divide_copies=True, or choose another layout"
+        )
 
 
 def _note_kept_dtypes(
@@ -241,7 +267,7 @@ def _offload_on(device: torch.device, policy: OffloadPolicy) -> CPUOffloadPolicy
 
 def _plan(
     modules: Sequence[nn.Module], owned: list[OwnedParameter], ctx: FsdpContext, domain: Domain
-) -> list[BucketPlan]:
+) -> list[Plan]:
     """Decides how the parameters that are sharded over the mesh of ``domain`` lie."""
     first = modules[0]
     if not domain.plans.has(first) and any(other.plans.has(first) for other in ctx.domains):
@@ -253,7 +279,7 @@ def _plan(
 
 
 def _make_buckets(
-    plans: list[BucketPlan],
+    plans: list[Plan],
     owned: list[OwnedParameter],
     domain: Domain,
     mp_policy: MixedPrecisionPolicy,

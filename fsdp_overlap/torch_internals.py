@@ -39,7 +39,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_api
-from torch.distributed.tensor import _dtensor_spec
+from torch.distributed.tensor import _dtensor_spec, placement_types
 from torch.nn.modules import conv
 from torch.optim import optimizer
 from torch.utils import _foreach_utils, _python_dispatch, _pytree, checkpoint
@@ -49,6 +49,7 @@ ATTRIBUTES = {
     "Tensor._version": "how often a tensor was edited, which tells stale buffers and lost edits",
     "Tensor._base": "what a view is a view of, whose history an edit of the view changes",
     "UntypedStorage._cdata": "tells storages apart that have no memory, so no address",
+    "Tensor._post_accumulate_grad_hooks": "what users want called when a gradient is there",
     "Parameter._is_param": "written by nn.Parameter on tensors of our class, and no user's",
     # DTensors, which sharded tensors are
     "DTensor.__new__": "makes one of the local tensor and the spec, without a check of either",
@@ -242,6 +243,9 @@ DTensorSpec = _dtensor_spec.DTensorSpec
 
 TensorMeta = _dtensor_spec.TensorMeta
 """The shape, stride and dtype of the whole tensor, in a spec."""
+
+StridedShard = placement_types._StridedShard
+"""The placement of rows of a tile whose tensor another dimension of the mesh cuts into rows too."""
 
 AsyncCollectiveTensor = _functional_collectives.AsyncCollectiveTensor
 """The local tensor of a DTensor that is still on its way. Its ``wait()`` gives the plain one."""

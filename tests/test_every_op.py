@@ -27,7 +27,7 @@ from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fsdp_overlap import ShardedTensor
-from fsdp_overlap.tensor.placement import RangeShard, range_spec
+from fsdp_overlap.tensor.placement import RangeShard, contiguous_spec
 from support.ranks import run_ranks
 
 pytest.importorskip("expecttest")  # torch's op database needs it
@@ -76,7 +76,7 @@ def shard(whole: torch.Tensor, mesh: DeviceMesh, bounds: Bounds | None) -> Shard
     pieces = [(rank, ends[rank], ends[rank + 1]) for rank in range(mesh.size())]
     placement = RangeShard(tuple(piece for piece in pieces if piece[1] < piece[2]))
     start, stop = placement.local_range(mesh.get_local_rank())
-    spec = range_spec(mesh, (placement,), whole.shape, whole.dtype)
+    spec = contiguous_spec(mesh, (placement,), whole.shape, whole.dtype)
     return ShardedTensor.wrap(whole.reshape(-1)[start:stop].clone(), spec)
 
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from fsdp_overlap.layout import Blocks, Flat, LayoutRule, Whole
+from fsdp_overlap.layout import Blocks, Flat, LayoutRule, Rows, Whole
 from fsdp_overlap.modelled import Issued, ModelledDevice, compare_issued, running
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 from support.modelled_twins import Trained
@@ -28,7 +28,12 @@ from support.ranks import run_ranks
 from support.twins import COPIES, Twins, same
 from support.zoo import Model, shard_layers
 
-LAYOUTS: dict[str, LayoutRule] = {"flat": Flat(), "blocks": Blocks(rows=2), "whole": Whole()}
+LAYOUTS: dict[str, LayoutRule] = {
+    "flat": Flat(),
+    "blocks": Blocks(rows=2),
+    "whole": Whole(),
+    "rows": Rows(),
+}
 DIVIDED: dict[str, Any] = {**COPIES, "divide_copies": True}
 MUON: dict[str, Any] = {"optimizer": Muon, "ns_dtype": torch.double}
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 from fsdp_overlap import RangeShard, ShardedTensor, distribute_tensor
 from fsdp_overlap.checkpoint import SafeFileSystemReader
 from fsdp_overlap.optim import clip_grad_norm_
-from fsdp_overlap.tensor.placement import Tile, range_spec, tile_of
+from fsdp_overlap.tensor.placement import Tile, contiguous_spec, tile_of
 from support.optimizers import FORMS, OPTIMIZERS
 from support.pointwise import POINTWISE
 from support.ranks import run_ranks
@@ -48,7 +48,7 @@ def placed(mesh: DeviceMesh, at: int, others: list[Placement]) -> tuple[Placemen
     """A range for the first rank along dimension ``at`` of the mesh, and the rest for the last."""
     before, after = others[:at], others[at:]
     meta = torch.Size(SHAPE)
-    tile = tile_of(range_spec(mesh, (*before, RangeShard(()), *after), meta, torch.float32))
+    tile = tile_of(contiguous_spec(mesh, (*before, RangeShard(()), *after), meta, torch.float32))
     last = mesh.size(at) - 1
     cut = tile.numel // 3 if last else 0
     ranges = ((0, 0, cut), (last, cut, tile.numel)) if last else ((0, 0, tile.numel),)

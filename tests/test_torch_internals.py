@@ -521,6 +521,21 @@ def tensors_on_their_way_can_be_waited_for() -> None:
     assert internals.AsyncCollectiveTensor(tensor).wait() is tensor
 
 
+@canary("StridedShard")
+def rows_of_tiles_have_a_placement() -> None:
+    """Rows of a tensor that is cut into rows twice, as FSDP2 places them."""
+    placement: Any = internals.StridedShard(0, split_factor=2)
+    assert (placement.dim, placement.split_factor) == (0, 2)
+
+
+@canary("Tensor._post_accumulate_grad_hooks")
+def hooks_of_gradients_can_be_called() -> None:
+    """Users' hooks on sharded parameters, whose gradients autograd does not accumulate."""
+    tensor = torch.ones(1, requires_grad=True)
+    tensor.register_post_accumulate_grad_hook(print)
+    assert list(tensor._post_accumulate_grad_hooks.values()) == [print]  # type: ignore[attr-defined]
+
+
 @canary("DeviceMesh._concatenate", "DeviceMesh._flatten")
 def meshes_can_be_put_together() -> None:
     """Tensor parallelism and divided copies have no mesh."""

@@ -15,6 +15,7 @@ import torch
 
 from fsdp_overlap.agreement.order_check import OrderCheck
 from fsdp_overlap.comm.lanes import StreamLane, StreamTicket
+from fsdp_overlap.comm.row_collectives import PackedRows
 from fsdp_overlap.deciding.gathers import Gathers
 from fsdp_overlap.deciding.reductions import Reductions
 from fsdp_overlap.layout import Whole
@@ -74,6 +75,10 @@ DIVIDED = "accumulation among shards, divided"
 SIDE = "the optimizer on a stream of its own"
 HOOKS = "hooks on another stream"
 EXCHANGED = "Muon in rounds"
+ROWS = "prefetch 1, rows"
+COPIED = "torch._foreach_copy_(targets, sources)"
+# The same on a stream that waits for nobody.
+ASIDE = "with (m := torch.get_device_module({}.device)).stream(m.Stream()): " + COPIED
 
 # Every line of the lanes, tickets and releases that orders something.
 DEFECTS = [
@@ -183,6 +188,8 @@ DEFECTS = [
     Defect(Exchange, "_enqueue", "self._sent = source", EXCHANGED),
     Defect(Exchange, "receive", "self._ticket.wait()", EXCHANGED),
     Defect(Exchange, "finish", "self._ticket.wait()", EXCHANGED),
+    Defect(PackedRows, "all_gather", COPIED, ROWS, new=ASIDE.format("full")),
+    Defect(PackedRows, "reduce_scatter", COPIED, ROWS, new=ASIDE.format("gradients")),
     Defect(Domain, "finish_reading", "self.reading.wait_on_host()", OFFLOADED),
     Defect(
         Transfers,

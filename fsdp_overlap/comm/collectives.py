@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from fsdp_overlap.comm.group_facts import backend_name
 from fsdp_overlap.comm.streams import has_streams
-from fsdp_overlap.layout import BucketPlan
+from fsdp_overlap.layout import BucketPlan, Plan
 from fsdp_overlap.tensor.carried import as_carried, carried_ranges
 from fsdp_overlap.torch_internals import AllGather, AllgatherOptions, ReduceScatter
 
-_AVG, _SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
+AVG, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
 
 
 def _reducing(options: Any, op: dist.ReduceOp.RedOpType, async_op: bool = False) -> Any:
@@ -32,12 +32,12 @@ def _reducing(options: Any, op: dist.ReduceOp.RedOpType, async_op: bool = False)
 # Options for the process group's own methods. torch.distributed's functions around these take about
 # as long on the host as the calls themselves. Without asyncOp a collective runs on the current
 # stream.
-_GATHER = AllgatherOptions()
-_GATHER.asyncOp = False
-_REDUCE_SCATTER = {op: _reducing(dist.ReduceScatterOptions(), op) for op in (_AVG, _SUM)}
+GATHER = AllgatherOptions()
+GATHER.asyncOp = False
+REDUCE_SCATTER = {op: _reducing(dist.ReduceScatterOptions(), op) for op in (AVG, SUM)}
 _ALL_REDUCE = {
     (op, async_op): _reducing(dist.AllreduceOptions(), op, async_op)
-    for op in (_AVG, _SUM)
+    for op in (AVG, SUM)
     for async_op in (True, False)
 }
 
@@ -71,13 +71,16 @@ class Issued(NamedTuple):
     """The group that the works run on. ``None`` if there are none."""
 
 
-class Collectives(Protocol):
+P = TypeVar("P", contravariant=True)
+
+
+class Collectives(Protocol[P]):
     """Gathers and reduces one bucket. ``full`` and ``gradients`` have shape ``[plan.numel]``,
     ``shard`` and the result of a reduction ``[plan.shard_numels[rank]]``. Each method is collective
     over ``group``."""
 
     def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
+        self, full: torch.Tensor, shard: torch.Tensor, plan: P, group: dist.ProcessGroup
     ) -> Issued:
         """Fills ``full`` in place from every rank's ``shard``, cast to ``full``'s dtype. The shard
         may lie in the host's memory. It is read from there in the order of the current stream."""
@@ -86,7 +89,7 @@ class Collectives(Protocol):
     def reduce_scatter(
         self,
         gradients: torch.Tensor,
-        plan: BucketPlan,
+        plan: P,
         group: dist.ProcessGroup,
         divisor: float | None = None,
     ) -> Issued:
@@ -100,7 +103,7 @@ class LocalCollectives:
     """One rank: nothing travels."""
 
     def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
+        self, full: torch.Tensor, shard: torch.Tensor, plan: Plan, group: dist.ProcessGroup
     ) -> Issued:
         full.copy_(shard, non_blocking=True)
         return Issued((), lambda: full)
@@ -108,7 +111,7 @@ class LocalCollectives:
     def reduce_scatter(
         self,
         gradients: torch.Tensor,
-        plan: BucketPlan,
+        plan: Plan,
         group: dist.ProcessGroup,
         divisor: float | None = None,
     ) -> Issued:
@@ -123,7 +126,7 @@ class TensorCollectives:
     ) -> Issued:
         if shard.dtype != full.dtype or shard.is_cpu != full.is_cpu:
             shard = own_range(full, plan, group).copy_(shard, non_blocking=True)
-        _finish(group._allgather_base(as_carried(full), as_carried(shard), _GATHER))
+        end(group._allgather_base(as_carried(full), as_carried(shard), GATHER))
         return Issued((), lambda: full)
 
     def reduce_scatter(
@@ -135,7 +138,7 @@ class TensorCollectives:
     ) -> Issued:
         left = divide_early(gradients, divisor)
         own = gradients.new_empty(plan.shard_numels[group.rank()])
-        reduce_into(own, gradients, group, _AVG if divisor is None else _SUM)
+        reduce_into(own, gradients, group, AVG if divisor is None else SUM)
         return Issued((), lambda: divided(own, left))
 
 
@@ -160,9 +163,9 @@ class RaggedTensorCollectives:
     ) -> Issued:
         left = divide_early(gradients, divisor)
         own = gradients.new_empty(plan.shard_numels[group.rank()])
-        ranges = list(_as_real(gradients).split(list(plan.shard_numels)))
-        op = _AVG if divisor is None else _SUM
-        dist.reduce_scatter(_as_real(own), ranges, op, group)
+        ranges = list(as_real(gradients).split(list(plan.shard_numels)))
+        op = AVG if divisor is None else SUM
+        dist.reduce_scatter(as_real(own), ranges, op, group)
         return Issued((), lambda: divided(own, left))
 
 
@@ -249,7 +252,7 @@ class CustomCollectives:
     collective is waited for at once.
     """
 
-    def __init__(self, comms: CustomComms, others: Collectives) -> None:
+    def __init__(self, comms: CustomComms, others: Collectives[BucketPlan]) -> None:
         self._comms = comms
         self._others = others
 
@@ -262,7 +265,7 @@ class CustomCollectives:
         gathered = comm.allocate(full.shape, dtype=full.dtype, device=full.device)
         own = own_range(gathered, plan, group).copy_(shard, non_blocking=True)
         sent, received = as_carried(own), as_carried(gathered)
-        _finish(comm(output_tensor=received, input_tensor=sent, group=group, async_op=False))
+        end(comm(output_tensor=received, input_tensor=sent, group=group, async_op=False))
         full.copy_(gathered)
         return Issued((), lambda: full)
 
@@ -282,10 +285,10 @@ class CustomCollectives:
             for numel in (plan.numel, plan.shard_numels[group.rank()])
         )
         source.copy_(gradients)
-        op = _AVG if divisor is None else _SUM
-        sent, received = _as_real(source), _as_real(own)
+        op = AVG if divisor is None else SUM
+        sent, received = as_real(source), as_real(own)
         work = comm(output_tensor=received, input_tensor=sent, group=group, op=op, async_op=False)
-        _finish(work)
+        end(work)
         mean = divided(own.clone(), left)
         return Issued((), lambda: mean)
 
@@ -300,10 +303,10 @@ def all_to_all(
     """Sends ``source_sizes[r]`` elements of ``source`` to each rank ``r``, and fills ``output``
     with ``output_sizes[r]`` elements from each. Both are flat. Collective over ``group``."""
     is_host = not has_streams(output.device)  # elsewhere the current stream waits, not the host
-    sent, received = _as_real(source), _as_real(output)
+    sent, received = as_real(source), as_real(output)
     work = group.alltoall_base(received, sent, output_sizes, source_sizes, _ALL_TO_ALL[is_host])
     if not is_host:
-        _finish(work)
+        end(work)
     return Issued((work,) if is_host else (), lambda: output, group)
 
 
@@ -316,14 +319,14 @@ def all_reduce(
         divisor = group.size()
     left = divide_early(values, divisor)
     is_host = not has_streams(values.device)  # elsewhere the current stream waits, not the host
-    options = _ALL_REDUCE[_AVG if divisor is None else _SUM, is_host]
-    work = group.allreduce([_as_real(values)], options)
+    options = _ALL_REDUCE[AVG if divisor is None else SUM, is_host]
+    work = group.allreduce([as_real(values)], options)
     if not is_host:
-        _finish(work)
+        end(work)
     return Issued((work,) if is_host else (), lambda: divided(values, left), group)
 
 
-def choose(device_type: str, group: dist.ProcessGroup, plan: BucketPlan) -> Collectives:
+def choose(device_type: str, group: dist.ProcessGroup, plan: BucketPlan) -> Collectives[BucketPlan]:
     """The fastest collectives known for ``plan`` on the backend of ``group`` on ``device_type``."""
     if group.size() == 1:
         return LocalCollectives()
@@ -340,10 +343,10 @@ def reduce_into(
 ) -> None:
     """Fills ``own`` with this rank's range of all ranks' ``gradients``, reduced by ``op``, which is
     a sum or a mean. Ranges are equal. Collective over ``group``."""
-    _finish(group._reduce_scatter_base(_as_real(own), _as_real(gradients), _REDUCE_SCATTER[op]))
+    end(group._reduce_scatter_base(as_real(own), as_real(gradients), REDUCE_SCATTER[op]))
 
 
-def _finish(work: dist.Work | None) -> None:
+def end(work: dist.Work | None) -> None:
     """Ends a synchronous collective, for which some backends return a work all the same."""
     if work is not None:
         work.wait()
@@ -354,18 +357,18 @@ def divide_early(gradients: torch.Tensor, divisor: float | None) -> float | None
     because the sum may overflow. Returns what is left to divide the sum by."""
     if divisor is None or gradients.dtype not in (torch.float16, torch.complex32):
         return divisor
-    _as_real(gradients).div_(divisor)
+    as_real(gradients).div_(divisor)
     return None
 
 
 def divided(total: torch.Tensor, divisor: float | None) -> torch.Tensor:
     """Divides ``total`` in place by ``divisor``, unless that is ``None``."""
     if divisor is not None and divisor != 1:
-        _as_real(total).div_(divisor)  # there is no division of half-precision complex numbers
+        as_real(total).div_(divisor)  # there is no division of half-precision complex numbers
     return total
 
 
-def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
     """Views complex numbers as pairs of real ones, because backends reduce no complex numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 

@@ -15,7 +15,7 @@ from fsdp_overlap.comm.collectives import (
 )
 from fsdp_overlap.comm.group_facts import backend_name
 from fsdp_overlap.comm.streams import streams_of
-from fsdp_overlap.layout import BucketPlan
+from fsdp_overlap.layout import BucketPlan, Plan
 from fsdp_overlap.torch_internals import symmetric_memory
 
 
@@ -69,9 +69,7 @@ class SymmetricMemory:
         self.unreduced = SymmetricPiece(device)
         self.reduced = SymmetricPiece(device)
 
-    def reserve(
-        self, plan: BucketPlan, compute_dtype: torch.dtype, reduce_dtype: torch.dtype
-    ) -> None:
+    def reserve(self, plan: Plan, compute_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
         """Makes pieces large enough for a bucket of equal shards."""
         self.gathered.reserve(plan.numel * compute_dtype.itemsize)
         if plan.specs[0].requires_grad:  # else they grow if it becomes trainable

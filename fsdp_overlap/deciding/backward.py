@@ -232,7 +232,7 @@ class Backward:
                 self.unfinished.add(index)
             elif unit.settings.reshard_after_backward:
                 self._gathers.release(unit)
-            if not unit.shows_unsharded:
+            if unit.syncs_gradients or not unit.shows_unsharded:
                 self._transfers.use_sharded(unit)
 
     def _comes_back_to(self, unit: UnitIndex) -> bool:

@@ -2,8 +2,9 @@
 tensors."""
 
 from fsdp_overlap.layout.bucket_plan import ALIGN_ELEMENTS, BucketPlan
-from fsdp_overlap.layout.layouts import Blocks, Flat, Layout, LayoutRule, Whole
-from fsdp_overlap.layout.planner import plan_units
+from fsdp_overlap.layout.layouts import Blocks, Flat, Layout, LayoutRule, Rows, Whole
+from fsdp_overlap.layout.planner import Plan, plan_units
+from fsdp_overlap.layout.rows_plan import RowsPlan
 from fsdp_overlap.layout.spec import ParamSpec
 
 __all__ = [
@@ -14,6 +15,9 @@ __all__ = [
     "Layout",
     "LayoutRule",
     "ParamSpec",
+    "Plan",
+    "Rows",
+    "RowsPlan",
     "Whole",
     "plan_units",
 ]

@@ -63,6 +63,24 @@ class Blocks:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Each parameter is cut along its first dimension into as many chunks as there are ranks, as
+    FSDP2 cuts it. Sharded parameters are then DTensors placed as ``Shard(0)``, of which each rank
+    has some rows, and all that works on FSDP2's parameters works on them.
+
+    Chunks are those of ``torch.chunk``: all have the same number of rows, but the last ones may
+    have fewer, or none. ``shard_placement_fn`` of :func:`~fsdp_overlap.fully_shard` may choose
+    another dimension for a parameter.
+    """
+
+    def grain(self, spec: ParamSpec) -> int:
+        return max(1, prod(spec.shape[1:]))
+
+    def work(self, spec: ParamSpec) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
 class Whole:
     """No matrix is cut: each has one owner. For Muon and other optimizers of whole matrices.
 
@@ -122,7 +140,7 @@ def layout_for(rule: LayoutRule, spec: ParamSpec) -> Layout:
     layout = rule(spec.fqn, spec) if callable(rule) else rule
     if not hasattr(layout, "grain"):
         raise TypeError(
-            f"the layout of parameter {spec.fqn!r} is {layout!r}; use Flat(), Blocks(rows=...) or "
-            "Whole()"
+            f"the layout of parameter {spec.fqn!r} is {layout!r}; use Flat(), Rows(), "
+            "Blocks(rows=...) or Whole()"
         )
     return layout

@@ -19,7 +19,8 @@ from fsdp_overlap.layout.balance import Item, Loads, assign, assign_together
 from fsdp_overlap.layout.bucket_plan import BucketPlan, align
 from fsdp_overlap.layout.equal_shards import equal_sections
 from fsdp_overlap.layout.filling import fill, segments_between
-from fsdp_overlap.layout.layouts import LayoutRule, layout_for
+from fsdp_overlap.layout.layouts import LayoutRule, Rows, layout_for
+from fsdp_overlap.layout.rows_plan import RowsPlan
 from fsdp_overlap.layout.sections import MOST_PADDING, Owned, Sections, plan_of
 from fsdp_overlap.layout.spec import ParamSpec
 
@@ -28,11 +29,16 @@ from fsdp_overlap.layout.spec import ParamSpec
 _PEBBLE = 0.01
 
 
+Plan = BucketPlan | RowsPlan
+"""Where the parameters of a bucket lie: in ranges, or in chunks of rows."""
+
+
 def plan_units(
     units: Sequence[Sequence[ParamSpec]], world_size: int, layout: LayoutRule
-) -> list[BucketPlan]:
+) -> list[Plan]:
     """Plans the buckets of ``units``, in order. Parameters of a unit share a bucket if they have
-    the same dtype at rest, the same dtype in compute and the same trainability.
+    the same dtype at rest, the same dtype in compute and the same trainability, and if all of them
+    or none are in ``Rows()``.
 
     Loads are balanced over all units. The same input gives the same plan on every rank.
 
@@ -63,11 +69,12 @@ class Planner:
         other._loads = self._loads.copy()
         return other
 
-    def plan(self, units: Sequence[Sequence[ParamSpec]]) -> list[list[BucketPlan]]:
+    def plan(self, units: Sequence[Sequence[ParamSpec]]) -> list[list[Plan]]:
         """Returns the plans of each unit's buckets. Loads come out most even if all units are
         planned together."""
         by_unit = [self._buckets(specs) for specs in units]
-        buckets = [bucket for unit in by_unit for bucket in unit]
+        # Rows are the same on every rank, whatever else is planned.
+        buckets = [each for unit in by_unit for each in unit if isinstance(each, _Bucket)]
         loads = self._loads
         loads.expect(item for bucket in buckets for item in bucket.items)
         for bucket in buckets:
@@ -76,18 +83,24 @@ class Planner:
         plans = {}
         for bucket in sorted(buckets, key=lambda bucket: bucket.freedom(loads.world_size)):
             plans[bucket] = bucket.plan(loads)
-        made = iter([plans[bucket] for bucket in buckets])
-        return [[next(made) for _ in unit] for unit in by_unit]
+        return [
+            [plans[each] if isinstance(each, _Bucket) else each for each in unit]
+            for unit in by_unit
+        ]
 
-    def _buckets(self, specs: Sequence[ParamSpec]) -> list[_Bucket]:
-        found: dict[tuple[torch.dtype, bool, bool], list[Item]] = {}
+    def _buckets(self, specs: Sequence[ParamSpec]) -> list[_Bucket | RowsPlan]:
+        found: dict[tuple[bool, torch.dtype, bool, bool], list[Item]] = {}
         for spec in specs:
             rule = layout_for(self.layout, spec)
             padding = getattr(rule, "padding", 0.0)
             item = Item(spec, rule.grain(spec), rule.work(spec), padding)
-            kind = spec.dtype, spec.keeps_dtype, spec.requires_grad
+            kind = isinstance(rule, Rows), spec.dtype, spec.keeps_dtype, spec.requires_grad
             found.setdefault(kind, []).append(item)
-        return [_Bucket(items) for items in found.values()]
+        world_size = self._loads.world_size
+        return [
+            RowsPlan(tuple(item.spec for item in items), world_size) if in_rows else _Bucket(items)
+            for (in_rows, *_), items in found.items()
+        ]
 
 
 class _Bucket:

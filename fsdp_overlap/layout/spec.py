@@ -14,7 +14,8 @@ class ParamSpec:
 
     ``fqn`` is its name relative to its unit. ``is_embedding`` says that it is the weight of an
     ``nn.Embedding`` or ``nn.EmbeddingBag``. ``keeps_dtype`` says that compute uses it in its own
-    dtype, whatever the policy of its unit.
+    dtype, whatever the policy of its unit. ``cut_dim`` is the dimension along which ``Rows()`` cuts
+    it.
     """
 
     fqn: str
@@ -23,6 +24,7 @@ class ParamSpec:
     requires_grad: bool = True
     is_embedding: bool = False
     keeps_dtype: bool = False
+    cut_dim: int = 0
 
     @property
     def ndim(self) -> int:

@@ -7,9 +7,9 @@ from functools import reduce
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.optim.runs import find_runs, flatten, local_of
-from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
 from fsdp_overlap.tensor.sums_and_norms import by_cut, combine_norms, local_norms, norms
 from fsdp_overlap.torch_internals import DTensorSpec
 
@@ -33,6 +33,7 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is true.
+        ValueError: a gradient is a DTensor that is yet to be summed.
     """
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
@@ -79,8 +80,13 @@ def _promoted(gradients: list[Any]) -> torch.dtype:
 
 def _by_cut(gradients: list[Any]) -> list[tuple[DTensorSpec | None, list[Any]]]:
     """Groups gradients that are cut among the same ranks. ``None`` stands for plain gradients."""
-    sharded = [gradient for gradient in gradients if isinstance(gradient, ShardedTensor)]
-    plain = [gradient for gradient in gradients if not isinstance(gradient, ShardedTensor)]
+    sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
+    plain = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
+    if any(placement.is_partial() for each in sharded for placement in each.placements):
+        raise ValueError(
+            "a gradient is a DTensor placed as Partial(), of which ranks have parts of a sum: "
+            "redistribute() it like its parameter first"
+        )
     found: list[tuple[DTensorSpec | None, list[Any]]] = [
         (spec, [sharded[index] for index in members]) for spec, members in by_cut(sharded)
     ]
@@ -89,7 +95,7 @@ def _by_cut(gradients: list[Any]) -> list[tuple[DTensorSpec | None, list[Any]]]:
 
 def _flat(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     """What this rank holds of the gradients. Neighbours in memory are one flat tensor."""
-    is_sharded = isinstance(gradients[0], ShardedTensor)
+    is_sharded = isinstance(gradients[0], DTensor)
     held = [local for local in map(local_of, gradients) if local.numel()]
-    marks = [local.dtype if is_sharded else object() for local in held]
+    marks = [local.dtype if is_sharded and local.is_contiguous() else object() for local in held]
     return flatten(held, find_runs([held], marks))

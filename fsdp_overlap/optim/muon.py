@@ -23,7 +23,7 @@ from fsdp_overlap.optim.states import pack, restore
 from fsdp_overlap.optim.teams import Team, Teams
 from fsdp_overlap.optim.updates import Settings, Update
 from fsdp_overlap.tensor.operands import note_edits
-from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
+from fsdp_overlap.tensor.row_tensor import Sharded
 
 _OF_ADAMW = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
 
@@ -307,12 +307,13 @@ def _check_matrices(parameter: torch.Tensor, split: Split) -> None:
             f"{parameter.dtype}: give that to AdamW, by the names in algorithms= or in a group "
             'with "algorithm": "adamw"'
         )
-    if isinstance(parameter, DTensor) and not isinstance(parameter, ShardedTensor):
+    is_sharded = isinstance(parameter, Sharded)
+    if isinstance(parameter, DTensor) and not is_sharded:
         raise TypeError(
             f"a parameter of shape {shape} is a DTensor with placements {parameter.placements}, "
             "of another library: shard it by fsdp_overlap.fully_shard"
         )
-    if not isinstance(parameter, ShardedTensor) and not parameter.is_contiguous():
+    if not is_sharded and not parameter.is_contiguous():
         raise ValueError(
             f"a parameter of shape {shape} is not contiguous (strides {parameter.stride()}); "
             "replace its data by .contiguous() first"

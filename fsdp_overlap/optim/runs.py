@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from fsdp_overlap.tensor.row_tensor import RowTensor
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's range of a sharded tensor, flat. A plain tensor is returned as it is."""
-    return tensor._local_tensor if isinstance(tensor, ShardedTensor) else tensor
+    """This rank's range of a sharded tensor, flat, or its rows. A plain tensor is returned as it
+    is."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def find_runs(
@@ -21,8 +24,8 @@ def find_runs(
 
     A row has one tensor of each column: a parameter's range, its gradient's and its states'. The
     tensors of a row have one size and are not empty. Rows form a run if they lie end to end in
-    every column, in the same storages, and have equal ``marks``. Such tensors must be flat: give a
-    row with others a mark of its own.
+    every column, in the same storages, and have equal ``marks``. Such tensors must be contiguous:
+    give a row with others a mark of its own.
     """
     if not marks:
         return []
@@ -62,5 +65,8 @@ def flatten(column: Sequence[torch.Tensor], runs: Sequence[tuple[int, int]]) -> 
 
 def mark_of(parameter: torch.Tensor, mark: object) -> object:
     """``mark`` for a sharded parameter, which may be stepped together with its neighbours. Others
-    get a mark of their own, because they need not be flat."""
+    get a mark of their own, because they need not be contiguous."""
+    if isinstance(parameter, RowTensor):  # its gradient may be the user's
+        gradient = parameter.grad
+        return mark if gradient is None or local_of(gradient).is_contiguous() else object()
     return mark if isinstance(parameter, ShardedTensor) else object()

@@ -10,7 +10,7 @@ import torch
 
 from fsdp_overlap.optim.runs import find_runs, local_of, mark_of
 from fsdp_overlap.tensor.operands import local_operand
-from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
+from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded
 
 
 def pack(
@@ -44,7 +44,7 @@ def pack(
     for parameter in parameters:
         local = local_of(parameter)
         its = state[parameter]
-        if not isinstance(parameter, ShardedTensor):
+        if not isinstance(parameter, Sharded):
             for name in names:
                 zeros = torch.zeros_like(parameter, dtype=dtype)
                 its[name] = zeros.copy_(its[name]) if name in its else zeros
@@ -57,7 +57,7 @@ def pack(
             if local.numel():
                 part = flats[index][start : start + local.numel()]
             if name in its:
-                part.copy_(local_operand("load_state_dict", its[name], parameter))
+                part.copy_(_own_part(its[name], parameter).view(-1))
             its[name] = parameter.wrap_like(part)
         start += local.numel()
 
@@ -73,6 +73,14 @@ def restore(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> 
         for name, value in state_dict["state"].get(index, {}).items():
             state = optimizer.state[parameter].get(name)
             if name != "step" and isinstance(state, torch.Tensor) and state.dtype != dtype:
-                if isinstance(parameter, ShardedTensor):
-                    value = local_operand("load_state_dict", value, parameter)
+                if isinstance(parameter, Sharded):
+                    value = _own_part(value, parameter)
                 local_of(state).copy_(value)
+
+
+def _own_part(value: torch.Tensor, parameter: Sharded) -> torch.Tensor:
+    """What this rank has of a loaded ``value``, which may be whole."""
+    if isinstance(parameter, RowTensor):
+        return parameter.own_part(value)
+    found: torch.Tensor = local_operand("load_state_dict", value, parameter)
+    return found

@@ -9,7 +9,6 @@ from weakref import ref
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Shard
 
 from fsdp_overlap.comm.group_facts import alive
 from fsdp_overlap.comm.groups import GroupCache
@@ -18,7 +17,8 @@ from fsdp_overlap.comm.streams import current_device, has_streams
 from fsdp_overlap.optim.matrices import Division, Holding, Split, divide, whole_parts
 from fsdp_overlap.optim.newton_schulz import fast_dtype
 from fsdp_overlap.runtime.domain import Domain, domain_of
-from fsdp_overlap.tensor.placement import Tile, range_dim, tile_at, tile_of
+from fsdp_overlap.tensor.placement import Tile, is_cut, range_dim, tile_at, tile_of
+from fsdp_overlap.tensor.row_tensor import Sharded
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
 
 
@@ -29,7 +29,7 @@ class Team:
     ends with ``ctx.reset()``. A new team takes the place of one whose group has ended.
     """
 
-    def __init__(self, ranks: Sequence[int], like: dist.ProcessGroup, example: ShardedTensor):
+    def __init__(self, ranks: Sequence[int], like: dist.ProcessGroup, example: Sharded) -> None:
         self.ranks = ranks
         self.rank = ranks.index(dist.get_rank())
         """This rank's place among them."""
@@ -124,25 +124,27 @@ class Teams:
     def join(self, parameters: Iterable[tuple[torch.Tensor, Split]]) -> None:
         """Finds the teams of ``parameters``, each given with its split. Collective for teams that
         are not just the ranks which hold ranges, at the first call for a parameter."""
-        others: dict[Team, list[tuple[ShardedTensor, Split]]] = {}
+        others: dict[Team, list[tuple[Sharded, Split]]] = {}
         for parameter, split in parameters:
             known = self._members.get(parameter)
             if known is not None and known.split == split:
                 continue
-            if not isinstance(parameter, ShardedTensor):
+            if not isinstance(parameter, Sharded):
                 tile = Tile((0,) * parameter.dim(), tuple(parameter.shape))
                 self._add(parameter, split, None, (Holding(tile, 0, parameter.numel()),))
                 continue
             across = _dims_across_matrices(parameter, split)
             team = self._team(parameter, across)
-            if team is None or across == [range_dim(parameter._spec)]:
+            if team is None:
+                self._add(parameter, split, team, (_holding(parameter),))
+            elif isinstance(parameter, ShardedTensor) and across == [range_dim(parameter._spec)]:
                 self._add(parameter, split, team, _holdings_of_ranges(parameter, team))
             else:
                 others.setdefault(team, []).append((parameter, split))
         for team, members in others.items():
             # Plans follow from tiles, so ranks of tensor parallelism may have other ranges.
             self.connect(team)
-            mine = [Holding(tile_of(each._spec), *each.local_range) for each, _ in members]
+            mine = [_holding(each) for each, _ in members]
             found = gather_objects(mine, team.group, team.device, "Muon")
             for (each, split), holdings in zip(members, zip(*found, strict=True), strict=True):
                 self._add(each, split, team, holdings)
@@ -185,7 +187,7 @@ class Teams:
     def _groups(self, domain: Domain | None) -> GroupCache:
         return self._own if domain is None else domain.group_cache
 
-    def _team(self, parameter: ShardedTensor, dims: Sequence[int]) -> Team | None:
+    def _team(self, parameter: Sharded, dims: Sequence[int]) -> Team | None:
         if not dims:
             return None
         mesh = parameter.device_mesh
@@ -193,7 +195,7 @@ class Teams:
             like = mesh.get_group(dims[0])
             ranks = dist.get_process_group_ranks(like)
         else:
-            like = parameter.range_group
+            like = mesh.get_group(_own_dim(parameter))
             coordinate = mesh.get_coordinate()
             assert coordinate is not None
             ranks = (
@@ -212,18 +214,18 @@ class Teams:
         return self._teams[key]
 
 
-def _dims_across_matrices(parameter: ShardedTensor, split: Split) -> list[int]:
+def _dims_across_matrices(parameter: Sharded, split: Split) -> list[int]:
     """The dimensions of the parameter's mesh along which ranks hold parts of the same matrices, or
     copies of them. They are the same on every rank."""
     spec = parameter._spec
     cutting = [
         dim
         for dim, placement in enumerate(spec.placements)
-        if isinstance(placement, Shard) and placement.dim >= parameter.dim() - 2
+        if is_cut(placement) and placement.dim >= parameter.dim() - 2
     ]
     shape = tuple(parameter.shape)
     places = (
-        range(spec.mesh.size(dim)) if isinstance(placement, Shard) else (0,)
+        range(spec.mesh.size(dim)) if is_cut(placement) else (0,)
         for dim, placement in enumerate(spec.placements)
     )
     tiles = {tile_at(spec, place) for place in product(*places)} if cutting else set()
@@ -232,14 +234,27 @@ def _dims_across_matrices(parameter: ShardedTensor, split: Split) -> list[int]:
     return [
         dim
         for dim, placement in enumerate(spec.placements)
-        if spec.mesh.size(dim) > 1 and (dim in cutting or not isinstance(placement, Shard))
+        if spec.mesh.size(dim) > 1 and (dim in cutting or not is_cut(placement))
     ]
 
 
-def _holdings_of_ranges(parameter: ShardedTensor, team: Team | None) -> tuple[Holding, ...]:
-    """What the ranks of ``team`` hold, which hold ranges of the same tile, or this rank alone."""
+def _own_dim(parameter: Sharded) -> int:
+    """The dimension of the parameter's mesh along which it is sharded."""
+    if isinstance(parameter, ShardedTensor):
+        return range_dim(parameter._spec)
+    return next(dim for dim, placement in enumerate(parameter.placements) if is_cut(placement))
+
+
+def _holding(parameter: Sharded) -> Holding:
+    """What this rank holds: a range of its tile, or rows, which are a tile of their own."""
     tile = tile_of(parameter._spec)
-    if team is None:
-        return (Holding(tile, *parameter.local_range),)
+    if isinstance(parameter, ShardedTensor):
+        return Holding(tile, *parameter.local_range)
+    return Holding(tile, 0, tile.numel)
+
+
+def _holdings_of_ranges(parameter: ShardedTensor, team: Team) -> tuple[Holding, ...]:
+    """What the ranks of ``team`` hold, which hold ranges of the same tile."""
+    tile = tile_of(parameter._spec)
     ranges = {rank: (start, stop) for rank, start, stop in parameter.placement.ranges}
     return tuple(Holding(tile, *ranges.get(rank, (0, 0))) for rank in range(len(team.ranks)))

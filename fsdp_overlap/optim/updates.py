@@ -14,7 +14,7 @@ from fsdp_overlap.optim.newton_schulz import Polynomial, polynomials
 from fsdp_overlap.optim.runs import local_of
 from fsdp_overlap.optim.teams import Member
 from fsdp_overlap.tensor.placement import is_on_mesh
-from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
+from fsdp_overlap.tensor.row_tensor import Sharded
 
 T = TypeVar("T")
 
@@ -71,7 +71,7 @@ class Update:
         self.buffer = local_of(buffer).view(-1)
         self.gradient = local_of(parameter.grad).reshape(-1).to(self.buffer.dtype)
         self.device = self.local.device
-        if isinstance(parameter, ShardedTensor) and not is_on_mesh(self.local, parameter._spec):
+        if isinstance(parameter, Sharded) and not is_on_mesh(self.local, parameter._spec):
             # This device multiplies faster than the host, and its backend sends the matrices.
             self.device = torch.device(parameter.device_mesh.device_type)
 

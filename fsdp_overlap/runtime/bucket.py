@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from enum import StrEnum
 from functools import partial
-from typing import cast
+from typing import Any, cast
 from weakref import ref
 
 import torch
@@ -24,9 +24,10 @@ from fsdp_overlap.comm.collectives import (
 )
 from fsdp_overlap.comm.groups import LaneGroups
 from fsdp_overlap.comm.lanes import Lane, Mark, Ticket
+from fsdp_overlap.comm.row_collectives import PackedRows, choose_for_rows
 from fsdp_overlap.comm.streams import has_streams, streams_of
 from fsdp_overlap.comm.symmetric_memory import SymmetricCollectives
-from fsdp_overlap.layout import BucketPlan
+from fsdp_overlap.layout import BucketPlan, Plan, RowsPlan
 from fsdp_overlap.runtime.digests import Start
 from fsdp_overlap.runtime.divided_shard import DividedShard
 from fsdp_overlap.runtime.domain import BucketEdits, Domain
@@ -36,12 +37,14 @@ from fsdp_overlap.runtime.ownership import OwnedParameter
 from fsdp_overlap.runtime.partial_reshard import KeptPart
 from fsdp_overlap.runtime.places import Places
 from fsdp_overlap.runtime.settings import Settings
+from fsdp_overlap.runtime.sharded_forms import own_parts, sharded_forms
 from fsdp_overlap.runtime.tiles import (
     give_memory,
     parameter_like,
     tile_in,
 )
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
+from fsdp_overlap.tensor.row_tensor import Sharded
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, attributes_of
 
 
@@ -71,7 +74,7 @@ class Bucket:
 
     def __init__(
         self,
-        plan: BucketPlan,
+        plan: Plan,
         owned: Sequence[OwnedParameter],
         domain: Domain,
         device: torch.device,
@@ -89,7 +92,7 @@ class Bucket:
         self.edits = BucketEdits(domain)
         self.domain = domain
         self.groups: LaneGroups
-        self.collectives: Collectives
+        self.collectives: Collectives[Any]
         self.compute_dtype = compute_dtype
         self.offload = offload
         """Set if the shard and its gradient rest on the host, and another device computes."""
@@ -98,11 +101,8 @@ class Bucket:
         """Whether some parameters are DTensors. Their gradients are DTensors then."""
         values = [tile_in(parameter).detach() for parameter in self.parameters]
         self._allocate(device, self.parameters)
-        for sharded, value, parameter, view in zip(
-            self.sharded_parameters, values, self.parameters, self.full.views, strict=True
-        ):
-            start, stop = sharded.local_range
-            sharded.to_local().copy_(value.reshape(-1)[start:stop])
+        self._take(values)
+        for parameter, view in zip(self.parameters, self.full.views, strict=True):
             give_memory(parameter, view)
         self.start = Start(values, self.version) if domain.mesh.size() > 1 else None
         """Digests of what this rank sharded, until ranks have compared them."""
@@ -125,29 +125,28 @@ class Bucket:
         # together before.
         self.gather_plan = plan.merged(domain.shard_size) if domain.divides_copies else plan
         gathered = self.gather_plan.shard_numels[domain.shard_rank]
-        self._travels = (plan.numel - gathered) * self.full.flat.element_size()
+        self._travels = (
+            sum(self.gather_plan.shard_numels) - gathered
+        ) * self.full.flat.element_size()
         dtype = plan.specs[0].dtype
         self.shard = self._at_rest(device, plan.shard_numels[rank], dtype).zero_()
-        self.sharded_parameters: list[ShardedTensor] = []
-        for spec, offset, item, model in zip(
-            plan.specs, plan.offsets, self.owned, like, strict=True
-        ):
-            start, stop = next(
-                ((start, stop) for r, start, stop in plan.ranges(spec.fqn) if r == rank), (0, 0)
-            )
-            first = offset + start - plan.shard_starts[rank] if stop > start else 0
-            tensor = ShardedTensor.wrap(
-                self.shard[first : first + stop - start],
-                domain.spec(item.parameter, plan, spec.fqn),
-                self.edits,
-            )
+        parameters = [item.parameter for item in self.owned]
+        self.sharded_parameters: list[Sharded] = []
+        forms = sharded_forms(plan, self.shard, parameters, domain, self.edits)
+        for tensor, model in zip(forms, like, strict=True):
             sharded = nn.Parameter(tensor, requires_grad=model.requires_grad)
             vars(sharded).update(attributes_of(model))
-            # isinstance() takes it for a Parameter, and its type is ShardedTensor.
-            self.sharded_parameters.append(cast(ShardedTensor, sharded))
+            # isinstance() takes it for a Parameter, and its type is that of the tensor.
+            self.sharded_parameters.append(cast(Sharded, sharded))
         self.edits.trainability = 0
         self.places = Places(self.owned, self.parameters, self.sharded_parameters)
         self.places.use_sharded()
+
+    def _take(self, wholes: Sequence[torch.Tensor]) -> None:
+        """Copies this rank's part of the whole parameters into the shard."""
+        parts = own_parts(self.plan, wholes, self.domain.plan_rank)
+        for sharded, part in zip(self.sharded_parameters, parts, strict=True):
+            sharded._local_tensor.copy_(part)
 
     def _at_rest(self, device: torch.device, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory for a shard or its gradient in a bucket whose full buffer is on ``device``."""
@@ -208,14 +207,13 @@ class Bucket:
         order = [names.index(spec.fqn) for spec in plan.specs]
         sharded = [self.sharded_parameters[index] for index in order]
         # All are gathered before anything changes: a collective may fail.
-        tiles = [] if self.is_meta else [each.full_tile() for each in sharded]
+        tiles = [] if self.is_meta else [cast(ShardedTensor, each).full_tile() for each in sharded]
         self.plan = plan
         self.owned = [self.owned[index] for index in order]
         self.parameters = [self.parameters[index] for index in order]
         self._allocate(self.device, sharded)
-        for tile, new in zip(tiles, self.sharded_parameters, strict=not self.is_meta):
-            start, stop = new.local_range
-            new.to_local().copy_(tile.flatten()[start:stop])
+        if tiles:
+            self._take(tiles)
         for parameter, view in zip(self.parameters, self.full.views, strict=True):
             give_memory(parameter, view)
         if self.start is not None:
@@ -242,19 +240,28 @@ class Bucket:
             group = domain.group_of_neighbours(part_size)
             among = self.plan.merged(part_size)
             self.part = KeptPart(among, choose(device_type, group, among), group)
-        self.collectives = choose(device_type, groups.gather, self.gather_plan)
-        if domain.shard_size > 1:
-            if settings.comms != CustomComms():
-                self.collectives = CustomCollectives(settings.comms, self.collectives)
-            elif settings.uses_symmetric_memory:
-                memory = domain.symmetric_memory
-                memory.reserve(self.gather_plan, self.compute_dtype, reduce_dtype)
-                self.collectives = SymmetricCollectives(memory)
+        self.collectives = self._choose_collectives(settings, reduce_dtype)
         if domain.divides_copies:
             assert groups.across is not None
             first = domain.shard_rank * domain.copies
             parts = BucketPlan((), (), self.plan.shard_numels[first : first + domain.copies])
             self.divided = DividedShard(self, parts, choose(device_type, groups.across, parts))
+
+    def _choose_collectives(self, settings: Settings, reduce_dtype: torch.dtype) -> Any:
+        """The collectives of the user, or in the memory that the user chose, or the fastest."""
+        domain, plan, group = self.domain, self.gather_plan, self.groups.gather
+        flat = plan.packed if isinstance(plan, RowsPlan) else plan
+        found: Collectives[BucketPlan] = choose(domain.device_type, group, flat)
+        if domain.shard_size == 1:
+            return found
+        if settings.comms != CustomComms():
+            found = CustomCollectives(settings.comms, found)
+        elif settings.uses_symmetric_memory:
+            domain.symmetric_memory.reserve(plan, self.compute_dtype, reduce_dtype)
+            found = SymmetricCollectives(domain.symmetric_memory)
+        elif isinstance(plan, RowsPlan):
+            return choose_for_rows(domain.device_type, group, plan)
+        return PackedRows(found) if isinstance(plan, RowsPlan) else found
 
     def signature(self, dtype: torch.dtype) -> int:
         """A number that is the same on ranks which planned the bucket alike, and have as many

@@ -27,7 +27,7 @@ from fsdp_overlap.deciding.stats import Stats
 from fsdp_overlap.layout import BucketPlan, LayoutRule
 from fsdp_overlap.runtime.tiles import beside
 from fsdp_overlap.runtime.unit_plans import UnitPlans
-from fsdp_overlap.tensor.placement import RangeShard, range_spec
+from fsdp_overlap.tensor.placement import RangeShard, contiguous_spec
 from fsdp_overlap.tensor.sharded_tensor import ShardEdits
 from fsdp_overlap.torch_internals import DTensorSpec
 
@@ -175,21 +175,29 @@ class Domain:
         ranks = dist.get_process_group_ranks(self.tensor_mesh.get_group())
         return [ranks.index(rank_at[place]) for place in range(len(ranks))]
 
-    def spec(self, parameter: torch.Tensor, plan: BucketPlan, fqn: str) -> DTensorSpec:
-        """How the sharded form of ``parameter`` lies over :attr:`tensor_mesh`, and over its own
-        mesh too if it is a DTensor. ``fqn`` is its name in ``plan``."""
+    def range_shard(self, plan: BucketPlan, fqn: str) -> RangeShard:
+        """Which rank of :attr:`tensor_mesh` holds which range of the parameter ``fqn`` of
+        ``plan``."""
         ranges = plan.ranges(fqn)
         if self.divides_copies:
             ranges = [(self._divided_ranks[rank], start, stop) for rank, start, stop in ranges]
+        return RangeShard(tuple(ranges))
+
+    def spec(
+        self, parameter: torch.Tensor, placement: Placement, dtype: torch.dtype
+    ) -> DTensorSpec:
+        """How the sharded form of ``parameter`` lies over :attr:`tensor_mesh`, and over its own
+        mesh too if it is a DTensor. ``placement`` is that along the dimension of the mesh that
+        shards."""
         mesh = self.tensor_mesh
         copies = (Replicate(),) if mesh.ndim == 2 else ()
-        placements: tuple[Placement, ...] = (*copies, RangeShard(tuple(ranges)))
+        placements: tuple[Placement, ...] = (*copies, placement)
         if isinstance(parameter, DTensor):
             other = parameter.device_mesh
             if other not in self._with_other:
                 self._with_other[other] = beside(mesh, other)
             mesh, placements = self._with_other[other], (*placements, *parameter.placements)
-        return range_spec(mesh, placements, parameter.shape, plan.specs[0].dtype)
+        return contiguous_spec(mesh, placements, parameter.shape, dtype)
 
     def register(self, bucket: Member, parameters: int) -> tuple[int, int]:
         """Takes in ``bucket``, which has so many ``parameters``. Call it in the same order on every

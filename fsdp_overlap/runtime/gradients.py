@@ -13,9 +13,9 @@ from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.copies_reduction import Accept, CopiesReduction
 from fsdp_overlap.runtime.landing import Landing
 from fsdp_overlap.runtime.reduce_options import ReduceOptions
+from fsdp_overlap.runtime.sharded_forms import give_gradients
 from fsdp_overlap.runtime.tiles import is_placed_like, placed_like, tile_in
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
-from fsdp_overlap.tensor.sharded_tensor import give_grads
 
 # Gradients of at least this size may move to the reduce input as soon as they arrive. Smaller ones
 # are cheaper to copy together.
@@ -38,7 +38,8 @@ class BucketGradients:
         self.input = FlatBuffer(bucket.plan, reduce_dtype, bucket.full.flat.device)
         self.input.memory = bucket.full.memory
         reduced = bucket.gather_plan.shard_numels[bucket.domain.shard_rank]
-        self._travels = (bucket.plan.numel - reduced) * reduce_dtype.itemsize
+        sent = sum(bucket.gather_plan.shard_numels)
+        self._travels = (sent - reduced) * reduce_dtype.itemsize
         count = len(bucket.parameters)
         self.filled = [False] * count
         self.is_in_flight = False
@@ -66,7 +67,7 @@ class BucketGradients:
         pieces = []
         end = 0
         for parameter in self.bucket.sharded_parameters:
-            local = parameter.to_local()
+            local = parameter._local_tensor
             if not local.numel():
                 pieces.append(-1)
                 continue
@@ -225,20 +226,20 @@ class BucketGradients:
         pieces = [*mean.split_with_sizes(sizes), self._empty]
         parameters = self.bucket.sharded_parameters
         if doubtful is None:
-            give_grads(parameters, [pieces[piece] for piece in own])
+            give_gradients(parameters, [pieces[piece] for piece in own])
             return
         for index, piece in enumerate(own):
             if doubtful[index]:
                 self.doubtful.append((index, pieces[piece]))
             else:
-                give_grads([parameters[index]], [pieces[piece]])
+                give_gradients([parameters[index]], [pieces[piece]])
 
     def settle_doubts(self, has_gradient: Sequence[int]) -> None:
         """Gives doubtful gradients to the parameters for which some rank had one, and drops the
         others. ``has_gradient``: the flags of the domain. See Note [no gradient]."""
         for index, local in self.doubtful:
             if has_gradient[self.bucket.first_flag + index]:
-                give_grads([self.bucket.sharded_parameters[index]], [local])
+                give_gradients([self.bucket.sharded_parameters[index]], [local])
         self.doubtful.clear()
 
     def drop(self) -> None:

@@ -23,6 +23,7 @@ class OwnedParameter:
     """``(module._parameters, name)``; more than one for a tied parameter."""
     is_embedding: bool = False
     keeps_dtype: bool = False
+    cut_dim: int = 0
 
     @property
     def spec(self) -> ParamSpec:
@@ -35,6 +36,7 @@ class OwnedParameter:
             parameter.requires_grad,
             self.is_embedding,
             self.keeps_dtype,
+            self.cut_dim,
         )
 
 

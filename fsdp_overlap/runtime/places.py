@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from fsdp_overlap.runtime.ownership import OwnedParameter
-from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
+from fsdp_overlap.tensor.row_tensor import Sharded
 
-Place = tuple[dict[str, Any], str, torch.Tensor, ShardedTensor]
+Place = tuple[dict[str, Any], str, torch.Tensor, Sharded]
 """A module's ``_parameters``, the name in it, the unsharded parameter and the sharded one."""
 
 
@@ -21,7 +21,7 @@ class Places:
         self,
         owned: Sequence[OwnedParameter],
         parameters: Sequence[torch.Tensor],
-        sharded: Sequence[ShardedTensor],
+        sharded: Sequence[Sharded],
     ) -> None:
         self._indices = {id(each): index for index, each in enumerate(sharded)}
         self._all: list[Place] = [

@@ -8,7 +8,7 @@ from itertools import zip_longest
 
 import torch.distributed as dist
 
-from fsdp_overlap.layout import BucketPlan
+from fsdp_overlap.layout import Plan
 from fsdp_overlap.runtime.domain import Domain
 from fsdp_overlap.runtime.unit import Unit
 
@@ -41,5 +41,5 @@ def compare_plans(units: Sequence[Unit], domain: Domain) -> None:
                 )
 
 
-def _digest(plans: list[BucketPlan]) -> str:
+def _digest(plans: list[Plan]) -> str:
     return sha256(repr(plans).encode()).hexdigest()

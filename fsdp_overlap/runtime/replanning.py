@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from fsdp_overlap.agreement.order_check import greatest
-from fsdp_overlap.layout import BucketPlan
+from fsdp_overlap.layout import BucketPlan, Plan
 from fsdp_overlap.runtime.context import FsdpContext
 from fsdp_overlap.runtime.digests import number_of
 from fsdp_overlap.runtime.domain import Domain
 from fsdp_overlap.runtime.ownership import mark_replaced
 from fsdp_overlap.runtime.unit import Unit
 
-NewPlans = Mapping[nn.Module, Sequence[BucketPlan]]
+NewPlans = Mapping[nn.Module, Sequence[Plan]]
 """The new plans of units, by their first modules."""
 
 
@@ -68,11 +68,13 @@ def _ranks_agree(domain: Domain, units: Sequence[Unit], plans: NewPlans) -> bool
     return is_as_sharded and most == ~least
 
 
-def _lay_out(unit: Unit, domain: Domain, plans: Sequence[BucketPlan]) -> bool:
+def _lay_out(unit: Unit, domain: Domain, plans: Sequence[Plan]) -> bool:
     """Lays out the buckets of ``unit`` that are in ``domain``. Returns whether any changed."""
     buckets = [bucket for bucket in unit.buckets if bucket.domain is domain]
     changed = [
-        (bucket, plan) for bucket, plan in zip(buckets, plans, strict=False) if plan != bucket.plan
+        (bucket, plan)
+        for bucket, plan in zip(buckets, plans, strict=False)
+        if isinstance(plan, BucketPlan) and plan != bucket.plan
     ]
     for bucket, plan in changed:
         replaced = bucket.sharded_parameters

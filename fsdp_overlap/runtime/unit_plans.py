@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from fsdp_overlap.layout import BucketPlan, LayoutRule, ParamSpec
+from fsdp_overlap.layout import LayoutRule, ParamSpec, Plan
 from fsdp_overlap.layout.planner import Planner
 from fsdp_overlap.runtime.ownership import kind_of, owned_parameters
 
@@ -23,7 +23,7 @@ class UnitPlans:
         self._world_size = world_size
         self._layout = layout
         self._planner = Planner(world_size, layout)
-        self._ahead: weakref.WeakKeyDictionary[nn.Module, list[BucketPlan]]
+        self._ahead: weakref.WeakKeyDictionary[nn.Module, list[Plan]]
         self._ahead = weakref.WeakKeyDictionary()
         self._one_by_one: weakref.WeakKeyDictionary[nn.Module, Sequence[ParamSpec]]
         self._one_by_one = weakref.WeakKeyDictionary()
@@ -46,12 +46,12 @@ class UnitPlans:
         for unit, plans in zip(units, planned, strict=True):
             self.place(unit, plans)
 
-    def place(self, modules: Sequence[nn.Module], plans: list[BucketPlan]) -> None:
+    def place(self, modules: Sequence[nn.Module], plans: list[Plan]) -> None:
         """Notes how ``modules`` are to be laid out when they become a unit."""
         self._has_plans_ahead = True
         self._ahead[modules[0]] = [*self._ahead.get(modules[0], []), *plans]
 
-    def take(self, modules: Sequence[nn.Module], specs: Sequence[ParamSpec]) -> list[BucketPlan]:
+    def take(self, modules: Sequence[nn.Module], specs: Sequence[ParamSpec]) -> list[Plan]:
         """The plans for ``modules``, which are becoming a unit of the parameters ``specs``. They
         are made now unless they were made ahead.
 
@@ -75,7 +75,7 @@ class UnitPlans:
         del self._ahead[modules[0]]
         return plans
 
-    def plan_again(self) -> dict[nn.Module, list[BucketPlan]]:
+    def plan_again(self) -> dict[nn.Module, list[Plan]]:
         """Plans the units together that were planned one by one. Returns the new plans of each
         unit, by its first module. Returns nothing if that would gain little, or if the user planned
         some units ahead."""

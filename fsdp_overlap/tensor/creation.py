@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp_overlap.layout import Flat, ParamSpec, plan_units
+from fsdp_overlap.layout import BucketPlan, Flat, ParamSpec, plan_units
 from fsdp_overlap.tensor.carried import as_carried
 from fsdp_overlap.tensor.operands import own_elements
-from fsdp_overlap.tensor.placement import RangeShard, range_dim, range_spec, tile_of
+from fsdp_overlap.tensor.placement import RangeShard, contiguous_spec, range_dim, tile_of
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
 from fsdp_overlap.torch_internals import DTensorSpec, teach_state_dicts
 
@@ -46,7 +46,7 @@ def distribute_tensor(
     if placements is None:
         placements = [_equal_ranges(tensor, device_mesh)]
     _check_placements(placements, device_mesh)
-    spec = range_spec(device_mesh, tuple(placements), tensor.shape, tensor.dtype)
+    spec = contiguous_spec(device_mesh, tuple(placements), tensor.shape, tensor.dtype)
     _check_ranges(spec)
     whole = tensor.detach()
     if isinstance(whole, DTensor):
@@ -70,6 +70,7 @@ def _equal_ranges(tensor: torch.Tensor, mesh: DeviceMesh) -> RangeShard:
         )
     spec = ParamSpec("tensor", tuple(tensor.shape), tensor.dtype)
     [plan] = plan_units([[spec]], mesh.size(), Flat())
+    assert isinstance(plan, BucketPlan)
     return RangeShard(tuple(plan.ranges("tensor")))
 
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from fsdp_overlap.layout import BucketPlan
+from fsdp_overlap.layout import Plan
 from fsdp_overlap.torch_internals import allow_access, refuse_access
 
 
@@ -29,7 +29,7 @@ class FlatBuffer:
     :attr:`when_freed`.
     """
 
-    def __init__(self, plan: BucketPlan, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, plan: Plan, dtype: torch.dtype, device: torch.device) -> None:
         self.plan = plan
         # A tensor that is made in inference mode can never take part in autograd.
         with torch.inference_mode(False), torch.no_grad():

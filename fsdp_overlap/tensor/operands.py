@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.tensor.boxes import boxes
 from fsdp_overlap.tensor.placement import local_range, tile_of
+from fsdp_overlap.tensor.row_tensor import Sharded
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, raise_unsupported
 from fsdp_overlap.torch_internals import DisableTorchFunctionSubclass, DTensorSpec
 
@@ -160,6 +161,6 @@ def note_edit(tensor: ShardedTensor) -> None:
 def note_edits(tensors: Iterable[torch.Tensor]) -> None:
     """:func:`note_edit` for many tensors. The parameters of a bucket share a counter, which counts
     once."""
-    for edits in {tensor.edits for tensor in tensors if isinstance(tensor, ShardedTensor)}:
+    for edits in {tensor.edits for tensor in tensors if isinstance(tensor, Sharded)}:
         if edits is not None:
             edits.note_values()

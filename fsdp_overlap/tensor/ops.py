@@ -187,6 +187,13 @@ def _set_requires_grad(name: str, func: Any, args: tuple[Any, ...], kwargs: dict
     return result
 
 
+def _register_hook(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    handle = _metadata(name, func, args, kwargs)
+    if args[0].edits is not None:
+        args[0].edits.has_hooks = True
+    return handle
+
+
 def _factory(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """Runs ``new_zeros`` and the like. As with a DTensor, the result is sharded if it has the shape
     of the tensor, else plain."""
@@ -216,6 +223,7 @@ TABLE: list[tuple[Collection[str], Handler]] = [
     (("data_ptr",), _data_ptr),
     (("_has_compatible_shallow_copy_type",), _refuse_move),
     (("detach", "alias", "data"), _alias),
+    (("register_post_accumulate_grad_hook",), _register_hook),
     (("copy_",), pointwise.copy),
     (("__setitem__",), pointwise.set_item),
     (("to", "type_as"), pointwise.convert),

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Shard
 
-from fsdp_overlap.torch_internals import DTensorSpec, TensorMeta
+from fsdp_overlap.torch_internals import DTensorSpec, StridedShard, TensorMeta
 
 
 class RangeShard(Placement):
@@ -48,11 +49,11 @@ class RangeShard(Placement):
         return f"RangeShard({held}{more})"
 
 
-def range_spec(
+def contiguous_spec(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype
 ) -> DTensorSpec:
-    """The DTensor spec of a tensor of ``shape`` over ``mesh``. ``placements`` has an entry for each
-    dimension of the mesh, and one of them is a :class:`RangeShard`."""
+    """The DTensor spec of a contiguous tensor of ``shape`` over ``mesh``. ``placements`` has an
+    entry for each dimension of the mesh."""
     stride = torch.empty(shape, device="meta").stride()
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
 
@@ -89,19 +90,25 @@ def tile_of(spec: DTensorSpec) -> Tile:
 
 def tile_at(spec: DTensorSpec, coordinate: Sequence[int]) -> Tile:
     """The tile of the rank at ``coordinate`` of the mesh. Dimensions of the mesh cut in turn, each
-    as ``torch.chunk`` does."""
+    as ``torch.chunk`` does, and those by which rows of tiles are cut come last."""
     meta = spec.tensor_meta
     assert meta is not None
     shape = list(meta.shape)
     offsets = [0] * len(shape)
-    for dim, placement in enumerate(spec.placements):
-        if isinstance(placement, Shard):
+    placements: list[tuple[int, Any]] = list(enumerate(spec.placements))
+    for dim, placement in sorted(placements, key=lambda each: isinstance(each[1], StridedShard)):
+        if is_cut(placement):
             size = shape[placement.dim]
             chunk = -(-size // spec.mesh.size(dim))
             start = min(chunk * coordinate[dim], size)
             offsets[placement.dim] += start
             shape[placement.dim] = min(chunk, size - start)
     return Tile(tuple(offsets), tuple(shape))
+
+
+def is_cut(placement: Placement) -> bool:
+    """Whether ranks have chunks along a dimension of the tensor."""
+    return isinstance(placement, (Shard, StridedShard))
 
 
 def range_dim(spec: DTensorSpec) -> int:
@@ -151,4 +158,4 @@ def with_range(
     """``spec`` with other ranges, of another shape and dtype, over the same ranks."""
     dim = range_dim(spec)
     placements = (*spec.placements[:dim], placement, *spec.placements[dim + 1 :])
-    return range_spec(spec.mesh, placements, shape, dtype)
+    return contiguous_spec(spec.mesh, placements, shape, dtype)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
-from operator import attrgetter
-from sys import getrefcount
 from typing import Any, ClassVar, NoReturn, cast
 
 import torch
@@ -23,13 +21,14 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from fsdp_overlap.tensor.carried import as_carried
 from fsdp_overlap.tensor.chunks import all_of_a_storage, chunks_of
+from fsdp_overlap.tensor.held_gradient import HoldsGradient
 from fsdp_overlap.tensor.placement import (
     RangeShard,
+    contiguous_spec,
     has_tiles,
     is_on_mesh,
     local_range,
     range_dim,
-    range_spec,
     tile_of,
     with_range,
 )
@@ -39,32 +38,23 @@ from fsdp_overlap.torch_internals import DisableTorchFunctionSubclass, DTensorSp
 class ShardEdits:
     """Counts the edits of one bucket's shards, so that stale full buffers are noticed.
 
-    A shard changes through ops on its :class:`ShardedTensor` parameters. Autograd's version
-    counters alone do not tell of these, because fused optimizers do not bump them.
+    A shard changes through ops on its sharded parameters. Autograd's version counters alone do not
+    tell of these, because fused optimizers do not bump them. ``has_hooks``: whether somebody asked
+    to be told when a gradient is there.
     """
 
-    __slots__ = ("trainability", "values")
+    __slots__ = ("has_hooks", "trainability", "values")
 
     def __init__(self) -> None:
         self.values = 0
         self.trainability = 0
+        self.has_hooks = False
 
     def note_values(self) -> None:
         self.values += 1
 
 
-def _count_references() -> int:
-    probe = object()
-    return getrefcount(probe)
-
-
-# The count of an object to which one variable refers. It depends on the Python version.
-_UNSHARED = _count_references()
-
-_NOTHING = torch.empty(0)
-
-
-class ShardedTensor(DTensor):
+class ShardedTensor(HoldsGradient, DTensor):
     """A tensor of which each rank of a mesh holds one contiguous range, flattened.
 
     It is a :class:`~torch.distributed.tensor.DTensor` to ``isinstance``, ``device_mesh`` and
@@ -79,9 +69,6 @@ class ShardedTensor(DTensor):
 
     edits: ShardEdits | None = None
     """Set on parameters. ``None`` on gradients and optimizer states, which nobody gathers."""
-
-    _gradient: ShardedTensor | None = None
-    _spare_gradient: ShardedTensor | None = None
 
     @classmethod
     def wrap(
@@ -118,37 +105,14 @@ class ShardedTensor(DTensor):
     ) -> NoReturn:
         raise_unsupported(str(func))
 
-    # Autograd never accumulates into a sharded tensor, so its gradient is an attribute of ours.
-    # torch's own would go through __torch_function__ for every parameter in every step.
+    # Autograd never accumulates into a sharded tensor, so it has no other gradient than ours.
 
-    def _set_grad(self, gradient: torch.Tensor | None) -> None:
-        if gradient is None:
-            dropped = self._gradient
-            self._gradient = None
-            # Making a wrapper takes longer than all else that is done for a gradient. So one that
-            # nobody else holds is kept for the next gradient, without its memory.
-            if dropped is None or dropped._spec is not self._spec:
-                return
-            if getrefcount(dropped) == _UNSHARED:
-                dropped._local_tensor = _NOTHING
-                self._spare_gradient = dropped
-        elif (
+    def _fits(self, gradient: torch.Tensor) -> bool:
+        return (
             isinstance(gradient, ShardedTensor)
             and gradient.placement == self.placement
             and gradient._shape == self._shape
-        ):
-            self._gradient = gradient
-        else:
-            raise TypeError(
-                f"the gradient of {self!r} must be a ShardedTensor of the same layout or None, "
-                f"got a {type(gradient).__name__}"
-            )
-
-    def _delete_grad(self) -> None:
-        self._set_grad(None)
-
-    # attrgetter is a getter without a Python frame.
-    grad = property(attrgetter("_gradient"), _set_grad, _delete_grad)
+        )
 
     @property
     def placement(self) -> RangeShard:
@@ -329,7 +293,15 @@ def raise_unsupported(op: str) -> NoReturn:
 
 # The names that a sharded tensor itself has in its __dict__. All others are the user's.
 _OWN_ATTRIBUTES = frozenset(
-    {"_local_tensor", "_spec", "_is_param", "edits", "_gradient", "_spare_gradient"}
+    {
+        "_local_tensor",
+        "_spec",
+        "_is_param",
+        "edits",
+        "is_watched",
+        "_gradient",
+        "_spare_gradient",
+    }
 )
 
 
@@ -347,7 +319,7 @@ def rebuild_sharded_tensor(
     is_parameter: bool,
 ) -> ShardedTensor:
     """Makes the sharded tensor that was pickled."""
-    spec = range_spec(mesh, placements, torch.Size(shape), local.dtype)
+    spec = contiguous_spec(mesh, placements, torch.Size(shape), local.dtype)
     tensor = ShardedTensor.wrap(local, spec)
     if is_parameter:
         return cast(ShardedTensor, nn.Parameter(tensor, requires_grad))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.tensor.carried import CARRIED
 from fsdp_overlap.tensor.operands import check_no_gradient, local_operand
@@ -53,7 +54,7 @@ def foreach_norm(name: str, func: Call, args: Args, kwargs: Kwargs) -> list[torc
 
 
 def norms(
-    tensors: Sequence[ShardedTensor], order: float, dtype: torch.dtype | None = None
+    tensors: Sequence[DTensor], order: float, dtype: torch.dtype | None = None
 ) -> list[torch.Tensor]:
     """The norm of each whole tensor, with one all-reduce for all that are cut among the same ranks.
     Collective over their meshes.
@@ -62,7 +63,7 @@ def norms(
         RuntimeError: some tensor is not sharded, or a gradient would have to flow.
     """
     check_no_gradient("norm", tensors)
-    if not all(isinstance(tensor, ShardedTensor) for tensor in tensors):
+    if not all(isinstance(tensor, DTensor) for tensor in tensors):
         raise RuntimeError(
             "norms of tensors of which some are not sharded: take their norms apart, or use "
             "fsdp_overlap.optim.clip_grad_norm_"
@@ -79,7 +80,7 @@ def norms(
     return found
 
 
-def by_cut(tensors: Iterable[ShardedTensor]) -> list[tuple[DTensorSpec, list[int]]]:
+def by_cut(tensors: Iterable[DTensor]) -> list[tuple[DTensorSpec, list[int]]]:
     """Groups ``tensors`` that are cut among the same ranks. A group is the spec of its first tensor
     and the positions of its tensors in ``tensors``. The order of groups is the order of their first
     tensors, and so the same on all ranks."""

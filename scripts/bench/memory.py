@@ -5,6 +5,10 @@ A sample is how far the resident memory of a rank peaks in forward and backward 
 before, less the gradient shards that stay, in units of one block's parameters: of the full
 buffers, reduce inputs and copies that exist at once. Batches are tiny, so that activations do not
 count. Freed blocks go back to the system at once. A sample is that of the rank with the most.
+
+With `--steps`, a sample is the peak of a whole step with plain SGD, gradient shards included: of
+parameters that are all stepped after backward, and of parameters that are stepped in it, each as
+soon as its gradient is there, by hooks that drop the gradient.
 """
 
 from __future__ import annotations
@@ -25,7 +29,18 @@ from host_overhead import build, shard_fsdp2, shard_ours
 
 ROWS = 4
 PEAK, FSDP2 = "peak", "FSDP2"
-OURS = {"ours, prefetch 0": 0, "ours, prefetch 1": 1}
+OURS = {
+    "ours, prefetch 0": 0,
+    "ours, prefetch 1": 1,
+    "ours in rows, prefetch 0": 0,
+    "ours in rows, prefetch 1": 1,
+}
+STEPS = {
+    f"{system}, stepped {when}": (system, when)
+    for system in ("ours", "ours in rows", FSDP2)
+    for when in ("after backward", "in backward")
+}
+AT_MOST = {"ours in rows, prefetch 0": 1.0}  # of FSDP2's, which gathers nothing ahead on a CPU
 TARGETS = {"ours, prefetch 0": 3.1, "ours, prefetch 1": 4.0}  # blocks
 
 
@@ -45,6 +60,48 @@ def weighed(model: nn.Module, device: str, width: int, unit: int) -> Callable[[]
     return sample
 
 
+def stepped(model: nn.Module, when: str, width: int, unit: int) -> Callable[[], float]:
+    """A sample: units above rest, in a whole step."""
+    batch = torch.linspace(-1.0, 1.0, ROWS * width).view(ROWS, width)
+    parameters = list(model.parameters())
+    optimizers = [torch.optim.SGD([parameter], lr=1e-9) for parameter in parameters]
+    of = dict(zip(parameters, optimizers, strict=True))
+
+    def step(parameter: torch.Tensor) -> None:
+        of[parameter].step()
+        of[parameter].zero_grad()
+
+    if when == "in backward":
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(step)
+
+    def sample() -> float:
+        gc.collect()
+        dist.barrier()
+        with peaks.PeakMemory() as peak:
+            model(batch).square().mean().backward()
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    step(parameter)
+        return peak.nbytes / unit
+
+    return sample
+
+
+def step_samplers(mesh: DeviceMesh, blocks: int, width: int) -> dict[str, Callable[[], float]]:
+    """Those of each way to step."""
+    found = {}
+    for name, (system, when) in STEPS.items():
+        model = build(blocks, width)
+        unit = sum(parameter.nbytes for parameter in model[0].parameters())
+        if system == FSDP2:
+            shard_fsdp2(model, mesh)
+        else:
+            shard_ours(model, mesh, prefetch=1, in_rows="rows" in system)
+        found[name] = stepped(model, when, width, unit)
+    return found
+
+
 def samplers(mesh: DeviceMesh, blocks: int, width: int) -> dict[str, Callable[[], float]]:
     """Those of each system, with a model of its own on the mesh's device."""
     found = {}
@@ -54,7 +111,7 @@ def samplers(mesh: DeviceMesh, blocks: int, width: int) -> dict[str, Callable[[]
         if name == FSDP2:
             shard_fsdp2(model, mesh)
         else:
-            shard_ours(model, mesh, OURS[name])
+            shard_ours(model, mesh, OURS[name], in_rows="rows" in name)
         found[name] = weighed(model, mesh.device_type, width, unit)
     return found
 
@@ -62,7 +119,8 @@ def samplers(mesh: DeviceMesh, blocks: int, width: int) -> dict[str, Callable[[]
 def run_rank(args: argparse.Namespace) -> None:
     rank, world_size = processes.join_ranks(timeout_s=args.timeout)
     mesh = init_device_mesh("cpu", (world_size,))
-    mine = turns.alternate(samplers(mesh, args.blocks, args.width), args.rounds, warmup=2)
+    make = step_samplers if args.steps else samplers
+    mine = turns.alternate(make(mesh, args.blocks, args.width), args.rounds, warmup=2)
     most = processes.of_slowest_rank(mine)
     if rank == 0:
         processes.report(most)
@@ -78,6 +136,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--rate", default="2gbit", help="of the link, in tc's words")
     parser.add_argument("--no-limit", action="store_true", help="plain loopback, needs no root")
+    parser.add_argument("--steps", action="store_true", help="of whole steps, see above")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds, for the whole run")
     output.add_outputs(parser)
     return parser.parse_args()
@@ -87,7 +146,8 @@ def measurement_of(args: argparse.Namespace, samples: dict[str, list[float]]) ->
     link = "unlimited loopback" if args.no_limit else f"{args.rate} link"
     about = (
         f"torch {torch.__version__}, {args.ranks} ranks, {link}, {args.blocks} blocks of width "
-        f"{args.width}; peak above rest and gradient shards, {args.rounds} rounds"
+        f"{args.width}; peak above rest{'' if args.steps else ' and gradient shards'}, "
+        f"{args.rounds} rounds"
     )
     settings = {
         "torch": torch.__version__,
@@ -96,13 +156,22 @@ def measurement_of(args: argparse.Namespace, samples: dict[str, list[float]]) ->
         "blocks": args.blocks,
         "width": args.width,
         "rounds": args.rounds,
+        "steps": args.steps,
     }
     return Measurement(
         about,
         settings,
         output.repeated_argv(),
-        output.figures_of(PEAK, "blocks", samples, at_most=TARGETS),
-        [Ratio.between(PEAK, name, FSDP2, samples) for name in OURS],
+        output.figures_of(PEAK, "blocks", samples, at_most={} if args.steps else TARGETS),
+        [
+            Ratio.between(PEAK, f"{system}, stepped in backward", to, samples)
+            for system in ("ours", "ours in rows")
+            for to in (f"{system}, stepped after backward", f"{FSDP2}, stepped in backward")
+        ]
+        if args.steps
+        else [
+            Ratio.between(PEAK, name, FSDP2, samples, at_most=AT_MOST.get(name)) for name in OURS
+        ],
     )
 
 

@@ -18,8 +18,9 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.internal.conjecture.engine import ConjectureRunner
 
-from fsdp_overlap import Blocks, Flat
+from fsdp_overlap import Blocks, Flat, Rows
 from fsdp_overlap import Whole as WholeMatrices
+from fsdp_overlap.layout import LayoutRule
 from fsdp_overlap.modelled import Issued, ModelledDevice, compare_issued, running
 from support import nccl_like
 from support.fuzz_errors import PLACES, EditTooSoon, Fail, FailAlone, Reset, Stray
@@ -52,7 +53,7 @@ from support.fuzz_training import (
 from support.random_models import Node, around_one, trees
 from support.ranks import run_ranks
 
-LAYOUTS = (Flat(), WholeMatrices(), Blocks(rows=2))
+LAYOUTS: tuple[LayoutRule, ...] = (Flat(), WholeMatrices(), Blocks(rows=2), Rows())
 
 
 @dataclass(frozen=True)
@@ -186,6 +187,11 @@ def meshes(world_size: int) -> st.SearchStrategy[tuple[tuple[int, ...] | None, b
     return plain | st.tuples(copies, st.booleans())
 
 
+def layouts_for(divide_copies: bool) -> list[LayoutRule]:
+    """Copies cannot divide rows."""
+    return [layout for layout in LAYOUTS if not (divide_copies and isinstance(layout, Rows))]
+
+
 CONFIRMS = "needs the confirmations of a CPU"
 WAITS = "other ranks wait in collectives of the model's own, where nobody tells them"
 
@@ -229,7 +235,7 @@ def programs(draw: st.DrawFn, device: str) -> Program:
     setup = Setup(
         node=node,
         prefetch=draw(st.integers(0, 2)),
-        layout=draw(st.sampled_from(LAYOUTS)),
+        layout=draw(st.sampled_from(layouts_for(divide_copies))),
         ends=draw(st.booleans()),
         mesh=mesh,
         divide_copies=divide_copies,

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from fsdp_overlap import ShardedTensor
 from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.runtime.unit import Unit, unit_of
-from fsdp_overlap.tensor.operands import own_elements
 from support.fuzz_setup import Setup
+from support.held import held_of
 from support.random_models import Whole
 from support.twins import Twins, same
 
@@ -99,8 +99,7 @@ class Run(Twins):
         losses = self.losses(tokens, targets)
         self.check_loss(*losses)
         assert losses[0].requires_grad == losses[1].requires_grad
-        self.by_hand = False
-        self.at_rest = not (torch.is_grad_enabled() or self.open or self.keeps)
+        self.at_rest = not (torch.is_grad_enabled() or self.open or self.keeps or self.by_hand)
         return losses
 
     def evaluate(self, model: nn.Module | None = None) -> None:
@@ -108,11 +107,12 @@ class Run(Twins):
         tokens, _ = next(self.data)
         same((model or self.model)(tokens), self.twin(tokens), "evaluation")
         if model is None:
-            self.by_hand = False
-            self.at_rest = not (self.open or self.keeps)
+            self.at_rest = not (self.open or self.keeps or self.by_hand)
 
     def backward_of(self, losses: Losses, retain: bool = False) -> None:
         losses[0].backward(retain_graph=retain)
+        if all(told.completes for told in self.told.values()):
+            self.by_hand = False
         self.add(self.gradients_of(losses[1], retain))
         self.at_rest = not (self.open or self.keeps or self.by_hand)
 
@@ -208,18 +208,18 @@ class Run(Twins):
     def check(self) -> None:
         parameters = zip(self.names, self.sharded, self.whole, self.owners, strict=True)
         for name, sharded, whole, unit in parameters:
-            assert isinstance(sharded, ShardedTensor)
+            assert isinstance(sharded, DTensor)
             assert sharded.requires_grad == whole.requires_grad, name
             # Each rank's own elements, which takes no collective.
-            same(sharded.detach().to_local(), own_elements(whole.detach(), sharded._spec), name)
+            same(sharded.detach().to_local().flatten(), held_of(whole.detach(), sharded), name)
             gradient = sharded.grad
             if self.gives_zeros(unit) and gradient is not None and whole.grad is None:
                 whole.grad = torch.zeros_like(whole)
             assert (gradient is None) == (whole.grad is None), f"{name}: {gradient}, {whole.grad}"
             if gradient is not None:
                 assert isinstance(whole.grad, torch.Tensor)
-                expected = own_elements(whole.grad, sharded._spec)
-                same(gradient.to_local(), expected, f"gradient of {name}")
+                expected = held_of(whole.grad, sharded)
+                same(gradient.to_local().flatten(), expected, f"gradient of {name}")
         if not self.by_hand:
             registered = list(self.model.parameters())
             assert all(a is b for a, b in zip(registered, self.sharded, strict=True))

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
 
-from fsdp_overlap import ShardedTensor, distribute_tensor
 from fsdp_overlap.checkpoint import SafeFileSystemReader, SafeFileSystemWriter
-from fsdp_overlap.layout import LayoutRule
+from fsdp_overlap.layout import LayoutRule, Rows
 from fsdp_overlap.runtime.unit import unit_of
+from fsdp_overlap.tensor.creation import with_range_shards
 from fsdp_overlap.tensor.placement import has_tiles
 from support.fuzz_run import Run
 from support.fuzz_training import Operation
@@ -106,6 +107,8 @@ class Rebuild(Operation):
 
     def run(self, run: Run) -> bool:
         setup = run.setup
+        if setup.divide_copies and isinstance(self.layout, Rows):
+            return False  # copies cannot divide rows
         setup = replace(
             setup,
             node=with_units(setup.node, self.units),
@@ -146,12 +149,13 @@ def moved(old: torch.optim.Optimizer, new: torch.optim.Optimizer) -> dict[str, A
     state = old.state_dict()
     targets = [parameter for group in new.param_groups for parameter in group["params"]]
     placed: dict[Any, Any] = {}
+    distribute = with_range_shards(torch.distributed.tensor.distribute_tensor)
     for index, values in state["state"].items():
         placed[index] = {
-            key: distribute_tensor(
+            key: distribute(
                 value.full_tensor(), targets[index].device_mesh, targets[index].placements
             )
-            if isinstance(value, ShardedTensor)
+            if isinstance(value, DTensor)
             else value
             for key, value in values.items()
         }

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_overlap import ShardedTensor
 from fsdp_overlap.optim import clip_grad_norm_
+from fsdp_overlap.tensor.row_tensor import RowTensor
 from support.fuzz_run import Run
 from support.twins import same
 
@@ -80,7 +81,7 @@ class Penalize(Operation):
         mine = [i for i, owner in enumerate(run.owners) if owner is unit]
         if not any(run.whole[i].requires_grad for i in mine):
             return False
-        was_at_rest = run.at_rest
+        was_at_rest, was_by_hand = run.at_rest, run.by_hand
         run.module_of(unit).unshard()
         registered = dict(run.model.named_parameters())
         weights = [registered[run.names[i]] for i in mine]
@@ -90,7 +91,8 @@ class Penalize(Operation):
         )
         run.backward_of((loss, twin_loss))  # type: ignore[arg-type]
         run.module_of(unit).reshard()
-        run.at_rest = was_at_rest and not run.keeps
+        # This backward passes no other unit.
+        run.at_rest, run.by_hand = was_at_rest and not run.keeps, was_by_hand
         return True
 
 
@@ -212,7 +214,7 @@ class Unshard(Operation):
         registered = dict(run.model.named_parameters())
         for name, owner, whole in zip(run.names, run.owners, run.whole, strict=True):
             if owner is unit:
-                assert not isinstance(registered[name], ShardedTensor)
+                assert not isinstance(registered[name], (ShardedTensor, RowTensor))
                 same(full(registered[name].detach()), whole.detach(), name)
         run.at_rest, run.by_hand = False, True
         return unit in run.owners

@@ -13,7 +13,16 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_overlap.comm import collectives
-from fsdp_overlap.layout import Blocks, BucketPlan, Flat, LayoutRule, ParamSpec, Whole, sections
+from fsdp_overlap.layout import (
+    Blocks,
+    BucketPlan,
+    Flat,
+    LayoutRule,
+    ParamSpec,
+    Rows,
+    Whole,
+    sections,
+)
 from fsdp_overlap.runtime import bucket
 from support.twins import Twins
 from support.zoo import VOCABULARY, shard_root_only
@@ -25,10 +34,15 @@ def mixed(fqn: str, spec: ParamSpec) -> Flat | Blocks | Whole:
     return Whole() if "down" in fqn else Flat()
 
 
+def in_rows(fqn: str, spec: ParamSpec) -> Flat | Rows:
+    return Rows() if spec.shape else Flat()  # a scalar has none
+
+
 LAYOUTS: dict[str, LayoutRule] = {
     "flat": Flat(),
     "blocks": Blocks(rows=3),
-    "rows": Blocks(rows=1),
+    "rows": in_rows,
+    "single rows": Blocks(rows=1),
     "whole": Whole(),
     "padded": Whole(padding=inf),
     "mixed": mixed,

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from fsdp_overlap import FsdpContext, fully_shard
-from fsdp_overlap.layout import Blocks, Flat, LayoutRule, Whole
+from fsdp_overlap.layout import Blocks, Flat, LayoutRule, Rows, Whole
 from fsdp_overlap.modelled import Stream, current_stream, stream
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_, exchange
 from fsdp_overlap.runtime import gradients
@@ -22,7 +22,12 @@ from support.modelled import Program, fake_ranks, trained
 from support.tensor_parallel import LENGTH, WORDS, Transformer, loss_of, parallelize, shard
 from support.zoo import ZOO, Model
 
-LAYOUTS: dict[str, LayoutRule] = {"flat": Flat(), "blocks": Blocks(rows=2), "whole": Whole()}
+LAYOUTS: dict[str, LayoutRule] = {
+    "flat": Flat(),
+    "blocks": Blocks(rows=2),
+    "whole": Whole(),
+    "rows": Rows(),
+}
 LOW = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 OFFLOAD = {"offload_policy": CPUOffloadPolicy()}
 

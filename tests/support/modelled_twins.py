@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from support.held import held_of
 from support.nccl_like import unseen
 from support.twins import Twins, same
 
@@ -36,8 +37,7 @@ class Trained(Twins):
 
 def compare(pairs: list[tuple[Any, torch.Tensor, torch.Tensor]]) -> None:
     """Compares what a rank holds. Each pair is a parameter, what is held, and the whole tensor."""
-    places = [slice(*parameter.local_range) for parameter, _, _ in pairs]
     with unseen(), torch.no_grad():
         held = [local.flatten() for _, local, _ in pairs]
-        expected = [w.flatten()[place] for (_, _, w), place in zip(pairs, places, strict=True)]
+        expected = [held_of(whole, parameter) for parameter, _, whole in pairs]
         same(torch.cat(held), torch.cat(expected), "what this rank holds")

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
-from fsdp_overlap import FsdpContext, MeshGroups, ShardedTensor
+from fsdp_overlap import FsdpContext, MeshGroups
 from fsdp_overlap.comm import watch
 from fsdp_overlap.layout import Flat, LayoutRule
 from fsdp_overlap.optim import Muon
@@ -115,13 +116,13 @@ class Twins:
         for (name, parameter), twin in self.pairs():
             assert (parameter.grad is None) == (twin.grad is None), f"{name}: {parameter.grad}"
             if parameter.grad is not None:
-                assert isinstance(parameter.grad, ShardedTensor)
+                assert isinstance(parameter.grad, DTensor)
                 same(parameter.grad.full_tensor(), twin.grad, f"gradient of {name}")
 
     def check_parameters(self) -> None:
         for (name, parameter), twin in self.pairs():
             assert isinstance(parameter, nn.Parameter), name
-            assert isinstance(parameter, ShardedTensor), name
+            assert isinstance(parameter, DTensor), name
             same(parameter.full_tensor(), twin.detach(), name)
 
     def check_rest(self) -> None:

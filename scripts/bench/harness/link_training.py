@@ -24,14 +24,19 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 import fsdp_overlap
 from fsdp_overlap.comm.collectives import Issued, choose
 from fsdp_overlap.deciding.reductions import MAX_INPUTS
-from fsdp_overlap.layout import Blocks, BucketPlan, Flat, Layout, ParamSpec, Whole, plan_units
+from fsdp_overlap.layout import Blocks, BucketPlan, Flat, Layout, ParamSpec, Rows, Whole, plan_units
 from fsdp_overlap.optim import AdamW, Muon
 from harness.optimizers import ADAMW, LR, torchs
 
 WIDTH = 512
 HEADS = 8
 SEQUENCE = 64
-LAYOUTS: dict[str, Layout] = {"flat": Flat(), "blocks": Blocks(rows=128), "whole": Whole()}
+LAYOUTS: dict[str, Layout] = {
+    "flat": Flat(),
+    "rows": Rows(),
+    "blocks": Blocks(rows=128),
+    "whole": Whole(),
+}
 
 
 class Sleep(torch.autograd.Function):

@@ -1,0 +1,253 @@
+"""How a bucket in rows is gathered and reduced.
+
+A rank has a chunk of each parameter. In a shard the chunks of one rank follow each other, and in a
+flat buffer the chunks of one parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import inf, prod
+
+import torch
+import torch.distributed as dist
+
+from fsdp_overlap.comm.collectives import (
+    AVG,
+    GATHER,
+    REDUCE_SCATTER,
+    SUM,
+    Collectives,
+    Issued,
+    as_real,
+    choose,
+    divide_early,
+    divided,
+    end,
+)
+from fsdp_overlap.comm.group_facts import backend_name
+from fsdp_overlap.layout import BucketPlan, RowsPlan
+from fsdp_overlap.tensor.carried import as_carried
+
+# Parameters of at least this size travel by themselves. The collectives of smaller ones take longer
+# than a copy.
+LARGE_BYTES = 256 * 1024
+
+
+class InPlaceRows:
+    """For NCCL, which runs many collectives as one: a collective for each parameter, in place in
+    the flat buffer."""
+
+    def __init__(self) -> None:
+        self._regions = _Views(_regions)
+
+    def all_gather(
+        self, full: torch.Tensor, shard: torch.Tensor, plan: RowsPlan, group: dist.ProcessGroup
+    ) -> Issued:
+        regions = self._regions.of(full, plan)
+        own = [region[group.rank()] for region in regions]
+        torch._foreach_copy_(own, _chunks_of(shard, plan), non_blocking=True)
+        received = [as_carried(region.view(-1)) for region in regions]
+        sent = [as_carried(chunk) for chunk in own]
+        end(group.allgather_into_tensor_coalesced(received, sent, GATHER))
+        return Issued((), lambda: full)
+
+    def reduce_scatter(
+        self,
+        gradients: torch.Tensor,
+        plan: RowsPlan,
+        group: dist.ProcessGroup,
+        divisor: float | None = None,
+    ) -> Issued:
+        left = divide_early(gradients, divisor)
+        own = _new(gradients, plan.shard_numels[group.rank()], plan)
+        received = [as_real(chunk) for chunk in _chunks_of(own, plan)]
+        sent = [as_real(region.view(-1)) for region in self._regions.of(gradients, plan)]
+        options = REDUCE_SCATTER[AVG if divisor is None else SUM]
+        end(group.reduce_scatter_tensor_coalesced(received, sent, options))
+        return Issued((), lambda: divided(own, left))
+
+
+class PackedRows:
+    """For any backend: ``others`` gather into a packed buffer, where shards follow each other, and
+    reduce one. Chunks are copied between it and the flat buffer.
+
+    Parameters of at least ``large_bytes`` are left out of the packed buffer, which would take as
+    much memory again. ``others`` gather and reduce each of them by itself, in place.
+    """
+
+    def __init__(self, others: Collectives[BucketPlan], large_bytes: float = inf) -> None:
+        self._others = others
+        self._large_bytes = large_bytes
+        self._regions = _Views(_regions)
+        self._divisions: dict[int, _Division] = {}
+        """By the size of an element."""
+
+    def all_gather(
+        self, full: torch.Tensor, shard: torch.Tensor, plan: RowsPlan, group: dist.ProcessGroup
+    ) -> Issued:
+        division = self._division(plan, full)
+        regions, chunks = self._regions.of(full, plan), _chunks_of(shard, plan)
+        parts = [
+            self._others.all_gather(regions[index].view(-1), chunks[index], alone, group)
+            for index, alone in division.large
+        ]
+        small = division.small
+        packed = full.new_empty(small.packed.numel)
+        if division.large:
+            shard = packed.view(small.world_size, -1)[group.rank()]
+            torch._foreach_copy_(_chunks_of(shard, small), division.of_small(chunks))
+        parts.append(self._others.all_gather(packed, shard, small.packed, group))
+
+        def finish() -> torch.Tensor:
+            for part in parts:
+                part.finish()
+            targets, sources = division.places.of(full, plan), _packed_chunks(packed, small)
+            torch._foreach_copy_(targets, sources)
+            return full
+
+        return Issued([work for part in parts for work in part.works], finish, group)
+
+    def reduce_scatter(
+        self,
+        gradients: torch.Tensor,
+        plan: RowsPlan,
+        group: dist.ProcessGroup,
+        divisor: float | None = None,
+    ) -> Issued:
+        division = self._division(plan, gradients)
+        regions = self._regions.of(gradients, plan)
+        parts = [
+            self._others.reduce_scatter(regions[index].view(-1), alone, group, divisor)
+            for index, alone in division.large
+        ]
+        small = division.small
+        packed = _new(gradients, small.packed.numel, small)
+        targets, sources = _packed_chunks(packed, small), division.places.of(gradients, plan)
+        torch._foreach_copy_(targets, sources)
+        parts.append(self._others.reduce_scatter(packed, small.packed, group, divisor))
+
+        def finish() -> torch.Tensor:
+            if not division.large:
+                return parts[0].finish()
+            own = _new(gradients, plan.shard_numels[0], plan)
+            chunks = _chunks_of(own, plan)
+            *large, rest = parts
+            for part, (index, _) in zip(large, division.large, strict=True):
+                chunks[index].copy_(part.finish())
+            torch._foreach_copy_(division.of_small(chunks), _chunks_of(rest.finish(), small))
+            return own
+
+        return Issued([work for part in parts for work in part.works], finish, group)
+
+    def _division(self, plan: RowsPlan, flat: torch.Tensor) -> _Division:
+        size = flat.element_size()
+        if size not in self._divisions:
+            self._divisions[size] = _Division(plan, self._large_bytes / size)
+        return self._divisions[size]
+
+
+class _Division:
+    """Which parameters of a bucket travel by themselves: those of at least ``large`` elements. The
+    others are ``small``."""
+
+    def __init__(self, plan: RowsPlan, large: float) -> None:
+        ranks = plan.world_size
+        sizes = list(zip(plan.specs, plan.chunks, strict=True))
+        self.large = [
+            (index, BucketPlan((), (), (chunk,) * ranks))
+            for index, (spec, chunk) in enumerate(sizes)
+            if spec.cut_dim == 0 and chunk * ranks >= large
+        ]
+        """The number of each, and its plan."""
+        alone = {index for index, _ in self.large}
+        self._indices = [index for index in range(len(sizes)) if index not in alone]
+        self.small = RowsPlan(tuple(plan.specs[index] for index in self._indices), ranks)
+        self.places = _Views(partial(_chunks_in, indices=self._indices))
+        """Where the chunks of :func:`_packed_chunks` lie in a flat buffer."""
+
+    def of_small(self, chunks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [chunks[index] for index in self._indices]
+
+
+def choose_for_rows(
+    device_type: str, group: dist.ProcessGroup, plan: RowsPlan
+) -> Collectives[RowsPlan]:
+    """The fastest collectives known for ``plan`` on the backend of ``group`` on ``device_type``."""
+    if plan.is_in_place and backend_name(device_type, group) == "nccl":
+        return InPlaceRows()
+    return PackedRows(choose(device_type, group, plan.packed), LARGE_BYTES)
+
+
+class _Views:
+    """Views of the flat buffers of one bucket, made once for each."""
+
+    def __init__(self, make: Callable[[torch.Tensor, RowsPlan], list[torch.Tensor]]) -> None:
+        self._make = make
+        self._known: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+
+    def of(self, flat: torch.Tensor, plan: RowsPlan) -> list[torch.Tensor]:
+        for known, views in self._known:
+            if known is flat:
+                return views
+        with torch.inference_mode(False), torch.no_grad():
+            views = self._make(flat, plan)
+        self._known.append((flat, views))
+        return views
+
+
+def _new(like: torch.Tensor, numel: int, plan: RowsPlan) -> torch.Tensor:
+    """Memory for gradients. What no parameter fills is zero, because it travels too."""
+    return like.new_empty(numel) if plan.is_even else like.new_zeros(numel)
+
+
+def _regions(flat: torch.Tensor, plan: RowsPlan) -> list[torch.Tensor]:
+    """What each parameter takes of a flat buffer, with a row for each rank's chunk."""
+    ranks = plan.world_size
+    return [
+        flat[offset : offset + ranks * chunk].view(ranks, chunk)
+        for offset, chunk in zip(plan.offsets, plan.chunks, strict=True)
+    ]
+
+
+def _chunks_of(shard: torch.Tensor, plan: RowsPlan) -> list[torch.Tensor]:
+    """The chunks in a shard, flat."""
+    parts = list(shard.split_with_sizes(plan.sizes))
+    return parts[::2] if plan.has_gaps else parts
+
+
+def _chunks_in(flat: torch.Tensor, plan: RowsPlan, indices: Sequence[int]) -> list[torch.Tensor]:
+    """Where the chunks of :func:`_packed_chunks` lie in a flat buffer: those of the parameters
+    ``indices``."""
+    found = []
+    regions = _regions(flat, plan)
+    for index in indices:
+        spec, offset = plan.specs[index], plan.offsets[index]
+        if spec.cut_dim == 0:
+            found.append(regions[index])
+            continue
+        whole = flat[offset : offset + spec.numel].view(spec.shape)
+        for rank in range(plan.world_size):
+            first, last = plan.held(spec, rank)
+            found.append(whole.narrow(spec.cut_dim, first, last - first))
+    return found
+
+
+def _packed_chunks(packed: torch.Tensor, plan: RowsPlan) -> list[torch.Tensor]:
+    """The chunks in a packed buffer: of all ranks together, with a row for each, or one by one if
+    the parameter is not cut along its first dimension."""
+    columns = list(packed.view(plan.world_size, -1).split_with_sizes(plan.sizes, 1))
+    if plan.has_gaps:
+        columns = columns[::2]
+    if plan.is_in_place:
+        return columns
+    found: list[torch.Tensor] = []
+    for spec, column in zip(plan.specs, columns, strict=True):
+        if spec.cut_dim == 0:
+            found.append(column)
+            continue
+        for rank, chunk in enumerate(column):
+            shape = plan.chunk_shape(spec, rank)
+            found.append(chunk[: prod(shape)].view(shape))
+    return found

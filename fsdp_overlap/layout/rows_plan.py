@@ -1,0 +1,145 @@
+"""The plan of a bucket whose parameters are cut into chunks of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from fsdp_overlap.layout.bucket_plan import ALIGN_ELEMENTS, BucketPlan, align
+from fsdp_overlap.layout.spec import ParamSpec
+
+
+@dataclass(frozen=True)
+class RowsPlan:
+    """Where each parameter of a bucket lies if every rank has a chunk of each.
+
+    All numbers are in elements. The chunks of a parameter take as much memory on each rank, also
+    where the last ranks have fewer rows or none. In the flat buffer the chunks of one parameter
+    follow each other: parameter ``i`` begins at ``offsets[i]``, and rank ``r``'s chunk of it ``r *
+    chunks[i]`` later. In a shard the chunks of one rank follow each other, from ``starts[i]`` on.
+
+    A parameter that is cut along another dimension than its first is whole in the flat buffer all
+    the same, so its chunks are no ranges there. The bucket is not :attr:`is_in_place` then.
+
+    ``print(plan)`` says how many rows each rank has.
+    """
+
+    specs: tuple[ParamSpec, ...]
+    world_size: int
+
+    def rows(self, spec: ParamSpec) -> int:
+        """How many rows of a parameter a chunk has room for."""
+        return -(-spec.shape[spec.cut_dim] // self.world_size)
+
+    def held(self, spec: ParamSpec, rank: int) -> tuple[int, int]:
+        """``(first, last)``: ``rank`` has the rows ``[first, last)`` of a parameter."""
+        size, rows = spec.shape[spec.cut_dim], self.rows(spec)
+        return min(rank * rows, size), min((rank + 1) * rows, size)
+
+    def chunk_shape(self, spec: ParamSpec, rank: int) -> tuple[int, ...]:
+        """The shape of what ``rank`` has of a parameter."""
+        first, last = self.held(spec, rank)
+        return (*spec.shape[: spec.cut_dim], last - first, *spec.shape[spec.cut_dim + 1 :])
+
+    @cached_property
+    def chunks(self) -> tuple[int, ...]:
+        return tuple(
+            self.rows(spec) * prod(spec.shape[: spec.cut_dim] + spec.shape[spec.cut_dim + 1 :])
+            for spec in self.specs
+        )
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        return _places(self.chunks)[:-1]
+
+    @cached_property
+    def shard_numels(self) -> tuple[int, ...]:
+        return (_places(self.chunks)[-1],) * self.world_size
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes that split a shard into chunks. If it :attr:`has_gaps`, a chunk and the gap
+        behind it, in turns."""
+        if not self.has_gaps:
+            return self.chunks
+        ends = (*self.starts[1:], self.shard_numels[0])
+        parts = zip(self.chunks, self.starts, ends, strict=True)
+        return tuple(size for chunk, at, end in parts for size in (chunk, end - at - chunk))
+
+    @cached_property
+    def has_gaps(self) -> bool:
+        """Whether some chunks of a shard do not end where the next one begins."""
+        return sum(self.chunks) < self.shard_numels[0]
+
+    @cached_property
+    def is_even(self) -> bool:
+        """Whether all of a shard belongs to parameters, on every rank."""
+        return not self.has_gaps and all(
+            spec.shape[spec.cut_dim] % self.world_size == 0 for spec in self.specs
+        )
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        return _places([chunk * self.world_size for chunk in self.chunks])[:-1]
+
+    @cached_property
+    def numel(self) -> int:
+        """The size of the flat buffer, which any number of neighbours can divide equally."""
+        end = _places([chunk * self.world_size for chunk in self.chunks])[-1]
+        unit = ALIGN_ELEMENTS * self.world_size
+        return -(-end // unit) * unit
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether all shards have the same size."""
+        return True
+
+    @cached_property
+    def is_in_place(self) -> bool:
+        """Whether every chunk is a range of the flat buffer."""
+        return all(spec.cut_dim == 0 for spec in self.specs)
+
+    @cached_property
+    def packed(self) -> BucketPlan:
+        """The plan of a buffer in which shards follow each other, as they travel."""
+        return BucketPlan((), (), self.shard_numels)
+
+    def merged(self, world_size: int) -> BucketPlan:
+        """The flat buffer in equal ranges on fewer ranks.
+
+        Raises:
+            ValueError: ``world_size`` does not divide the number of ranks.
+        """
+        if self.world_size % world_size:
+            raise ValueError(f"{self.world_size} ranks cannot be merged to {world_size}")
+        return BucketPlan((), (), (self.numel // world_size,) * world_size)
+
+    @property
+    def padding(self) -> int:
+        """How many elements of the flat buffer belong to no parameter."""
+        return self.numel - sum(spec.numel for spec in self.specs)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{len(self.specs)} parameters in rows on {self.world_size} ranks, {self.numel:,} "
+            f"elements, {self.padding:,} of them padding"
+        ]
+        for spec in self.specs:
+            size, rows = spec.shape[spec.cut_dim], max(1, self.rows(spec))
+            full, rest = divmod(size, rows)
+            last = f", {rest} on the next" if rest else ""
+            lines.append(
+                f"{spec.fqn} {list(spec.shape)}: {rows} of dimension {spec.cut_dim} on {full} "
+                f"ranks{last}"
+            )
+        return "\n".join(lines)
+
+
+def _places(numels: Sequence[int]) -> tuple[int, ...]:
+    """Where each of several things begins that follow each other, and where the last one ends."""
+    places = [0]
+    for numel in numels:
+        places.append(align(places[-1] + numel))
+    return tuple(places)

@@ -1,0 +1,103 @@
+"""The sharded parameters of a bucket, in the form that its plan gives them: ranges, or rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from fsdp_overlap.layout import BucketPlan, Plan, RowsPlan
+from fsdp_overlap.runtime.domain import Domain
+from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded, call_hooks, give_row_grads
+from fsdp_overlap.tensor.sharded_tensor import ShardEdits, ShardedTensor, give_grads
+from fsdp_overlap.torch_internals import StridedShard
+
+
+def sharded_forms(
+    plan: Plan,
+    shard: torch.Tensor,
+    parameters: Sequence[torch.Tensor],
+    domain: Domain,
+    edits: ShardEdits,
+) -> list[Sharded]:
+    """What ``shard``, this rank's of a bucket, has of each parameter."""
+    dtype = plan.specs[0].dtype
+    if isinstance(plan, RowsPlan):
+        return [
+            RowTensor.wrap(
+                chunk, domain.spec(parameter, _row_shard(parameter, spec.cut_dim), dtype), edits
+            )
+            for chunk, parameter, spec in zip(
+                _chunks(plan, shard, domain.plan_rank), parameters, plan.specs, strict=True
+            )
+        ]
+    return [
+        ShardedTensor.wrap(
+            local, domain.spec(parameter, domain.range_shard(plan, spec.fqn), dtype), edits
+        )
+        for local, parameter, spec in zip(
+            _ranges(plan, shard, domain.plan_rank), parameters, plan.specs, strict=True
+        )
+    ]
+
+
+def _ranges(plan: BucketPlan, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
+    found = []
+    for spec, offset in zip(plan.specs, plan.offsets, strict=True):
+        start, stop = _range(plan, spec.fqn, rank)
+        first = offset + start - plan.shard_starts[rank] if stop > start else 0
+        found.append(shard[first : first + stop - start])
+    return found
+
+
+def _range(plan: BucketPlan, fqn: str, rank: int) -> tuple[int, int]:
+    held = ((start, stop) for owner, start, stop in plan.ranges(fqn) if owner == rank)
+    return next(held, (0, 0))
+
+
+def _chunks(plan: RowsPlan, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
+    shapes = [plan.chunk_shape(spec, rank) for spec in plan.specs]
+    return [
+        shard[start : start + prod(shape)].view(shape)
+        for start, shape in zip(plan.starts, shapes, strict=True)
+    ]
+
+
+def _row_shard(parameter: torch.Tensor, dim: int) -> Placement:
+    """The placement of chunks of a parameter. Where tensor parallelism has cut the same dimension,
+    the chunks of all ranks do not follow each other in the order of the mesh."""
+    factor = 1
+    if isinstance(parameter, DTensor):
+        for other, placement in enumerate(parameter.placements):
+            if isinstance(placement, Shard) and placement.dim == dim:
+                factor *= parameter.device_mesh.size(other)
+    return Shard(dim) if factor == 1 else StridedShard(dim, split_factor=factor)
+
+
+def own_parts(plan: Plan, wholes: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
+    """What ``rank`` has of each of ``wholes``, in the shape that its sharded form has."""
+    if isinstance(plan, BucketPlan):
+        ranges = [_range(plan, spec.fqn, rank) for spec in plan.specs]
+        return [
+            whole.reshape(-1)[start:stop]
+            for whole, (start, stop) in zip(wholes, ranges, strict=True)
+        ]
+    held = [plan.held(spec, rank) for spec in plan.specs]
+    return [
+        whole.narrow(spec.cut_dim, first, last - first)
+        for whole, spec, (first, last) in zip(wholes, plan.specs, held, strict=True)
+    ]
+
+
+def give_gradients(parameters: Sequence[Sharded], locals_: Sequence[torch.Tensor]) -> None:
+    """Gives each sharded parameter of a bucket, or some, the gradient of what this rank has of it.
+    ``locals_`` are flat. Then it calls the hooks that users registered for that."""
+    give: Any = give_row_grads if isinstance(parameters[0], RowTensor) else give_grads
+    give(parameters, locals_)
+    edits = parameters[0].edits
+    if edits is not None and edits.has_hooks:
+        call_hooks(parameters)

@@ -1,0 +1,240 @@
+"""The sharded form of a parameter in rows: a DTensor like any other, whose edits are counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from fsdp_overlap.tensor.held_gradient import HoldsGradient
+from fsdp_overlap.tensor.placement import contiguous_spec
+from fsdp_overlap.tensor.sharded_tensor import ShardEdits, ShardedTensor, attributes_of
+from fsdp_overlap.torch_internals import DisableTorchFunctionSubclass, DTensorSpec, allow_foreach
+
+# Operators that edit. All other functions that do, end in an underscore.
+_EDITING_OPERATORS = frozenset(
+    "__iadd__ __iand__ __idiv__ __ifloordiv__ __ilshift__ __imod__ __imul__ __ior__ __ipow__ "
+    "__irshift__ __isub__ __itruediv__ __ixor__ __setitem__".split()
+)
+
+# Functions whose result shares the memory of their argument.
+_ALIASES = frozenset("alias data detach".split())
+
+_torchs_grad: Any = torch.Tensor.grad
+
+_kinds: dict[Callable[..., Any], str] = {}
+
+
+class RowTensor(HoldsGradient, DTensor):
+    """A sharded parameter of which each rank of a mesh has a chunk of rows.
+
+    torch treats it as the DTensor that it is: all ops are DTensor's, and their results are plain
+    DTensors. The class only counts edits, also those of ``foreach`` and fused ops, which no version
+    counter tells of.
+    """
+
+    edits: ShardEdits | None = None
+    is_watched = False
+    """Whether gradients are taken over that autograd accumulates."""
+
+    @classmethod
+    def wrap(
+        cls, local: torch.Tensor, spec: DTensorSpec, edits: ShardEdits | None = None
+    ) -> RowTensor:
+        """The tensor whose rows on this rank are ``local``, which is not copied."""
+        tensor = cast(RowTensor, _wrap(cls, local, spec))
+        tensor.edits = edits
+        return tensor
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kind = _kinds.get(func)
+        if kind is None:
+            kind = _kinds[func] = _kind_of(func)
+        kwargs = kwargs or {}
+        if kind == "alias":
+            tensor = args[0]
+            return RowTensor.wrap(tensor._local_tensor.detach(), tensor._spec, tensor.edits)
+        if kind == "assignment":
+            raise RuntimeError(
+                "the data of a sharded parameter cannot be replaced, its unit gathers the memory "
+                "that it knows: edit it in place, under torch.no_grad(), as with copy_()"
+            )
+        if kind == "edit":
+            _note_edits(args[0] if args else next(iter(kwargs.values())))
+            if func is torch.Tensor.copy_ and isinstance(args[0], RowTensor):
+                args = (args[0], args[0]._as_dtensor(args[1]), *args[2:])
+        elif kind:
+            _note(kind, args[0])
+        if "out" in kwargs:
+            _note_edits(kwargs["out"])
+        with DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            if kind == "trainability":
+                _watch_autograd(args[0])
+        return result
+
+    def _fits(self, gradient: torch.Tensor) -> bool:
+        return isinstance(gradient, DTensor) and gradient.shape == self._spec.shape
+
+    def wrap_like(self, local: torch.Tensor) -> RowTensor:
+        """A tensor of ``local``'s dtype that lies as this one does. This rank has ``local`` of it,
+        which may be flat."""
+        spec = self._spec
+        meta = spec.tensor_meta
+        assert meta is not None
+        if meta.dtype != local.dtype:
+            spec = contiguous_spec(spec.mesh, spec.placements, meta.shape, local.dtype)
+        rows = local.view(self._local_tensor.shape)
+        return RowTensor.wrap(rows, spec)
+
+    def own_part(self, value: torch.Tensor) -> torch.Tensor:
+        """What this rank has of ``value`` if it is laid out like this tensor. A plain tensor is
+        whole. Collective over the mesh if ``value`` lies over it in another way."""
+        value = self._as_dtensor(value)
+        if value.placements != self.placements:
+            value = value.redistribute(self.device_mesh, self.placements)
+        return value._local_tensor
+
+    def _as_dtensor(self, value: torch.Tensor) -> DTensor:
+        """``value`` as torch's ops take it beside this tensor. Unlike FSDP2's parameters, it may be
+        copied from whole tensors and from those of other layouts, as state dicts have them."""
+        if isinstance(value, ShardedTensor):
+            value = value.full_tensor()
+        if isinstance(value, DTensor):
+            return value
+        whole = value.detach().expand(self._spec.shape).to(self.device_mesh.device_type)
+        return distribute_tensor(whole, self.device_mesh, self.placements, src_data_rank=None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        """A plain DTensor with memory of its own. It lies over the mesh as this one does, and
+        belongs to no unit."""
+        if id(self) in memo:
+            return cast(DTensor, memo[id(self)])
+        duplicate = self._plain(self._local_tensor.detach().clone())
+        vars(duplicate).update(deepcopy(attributes_of(self), memo))
+        memo[id(self)] = duplicate
+        if self._gradient is not None:
+            duplicate.grad = deepcopy(self._gradient, memo)
+        return duplicate
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain(self._local_tensor.detach()).__reduce_ex__(protocol)
+
+    def _plain(self, local: torch.Tensor) -> DTensor:
+        """The same as a plain DTensor of ``local``."""
+        plain = _wrap(DTensor, local, self._spec)
+        if isinstance(self, nn.Parameter):
+            return cast(DTensor, nn.Parameter(plain, self.requires_grad))
+        return plain
+
+
+def _wrap(cls: type[DTensor], local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    # torch saves and copies a DTensor as such only if the local tensor that it was made of begins
+    # where its storage begins.
+    tensor = DTensor.__new__(cls, local.new_empty(0), spec, requires_grad=False)
+    tensor._local_tensor = local
+    return tensor
+
+
+Sharded = ShardedTensor | RowTensor
+"""The sharded form of a parameter: a range, or rows."""
+
+
+def _kind_of(func: Callable[..., Any]) -> str:
+    name = getattr(func, "__name__", "").split(".")[0]
+    if name in ("__get__", "__set__", "__delete__"):
+        attribute = func.__self__.__name__  # type: ignore[attr-defined]
+        if attribute == "data":
+            return "alias" if name == "__get__" else "assignment"
+        return "trainability" if (attribute, name) == ("requires_grad", "__set__") else ""
+    if name in _ALIASES:
+        return "alias"
+    if name == "requires_grad_":
+        return "trainability"
+    if name == "register_post_accumulate_grad_hook":
+        return "hook"
+    is_plain_name = not name.startswith("__")
+    return "edit" if name in _EDITING_OPERATORS or (is_plain_name and name[-1:] == "_") else ""
+
+
+def _note_edits(edited: Any) -> None:
+    for tensor in edited if isinstance(edited, (list, tuple)) else (edited,):
+        if isinstance(tensor, RowTensor) and tensor.edits is not None:
+            tensor.edits.note_values()
+
+
+def _note(kind: str, tensor: Any) -> None:
+    if tensor.edits is None:
+        return
+    if kind == "hook":
+        tensor.edits.has_hooks = True
+    else:
+        tensor.edits.trainability += 1
+
+
+def _watch_autograd(parameter: Any) -> None:
+    """Has gradients taken over that autograd accumulates, because the sharded parameter itself was
+    used, as in a penalty on weights. Call it with torch's own attributes at hand."""
+    if parameter.requires_grad and parameter.edits is not None and not parameter.is_watched:
+        parameter.is_watched = True
+        parameter.register_post_accumulate_grad_hook(_take_accumulated)
+
+
+def _take_accumulated(parameter: RowTensor) -> None:
+    """Adds what autograd has accumulated to the gradient."""
+    accumulated: Any = _torchs_grad.__get__(parameter)
+    _torchs_grad.__set__(parameter, None)
+    _add_gradient(parameter, accumulated)
+
+
+def _add_gradient(parameter: RowTensor, gradient: DTensor) -> None:
+    held = parameter._gradient
+    if held is not None:
+        gradient = held + gradient.redistribute(placements=held.placements)
+    parameter._gradient = gradient
+
+
+def give_row_grads(parameters: Iterable[RowTensor], chunks: Iterable[torch.Tensor]) -> None:
+    """Gives each parameter its gradient. ``chunks`` has this rank's rows of each gradient, flat. If
+    a parameter has a gradient already, the two are added."""
+    for parameter, local in zip(parameters, chunks, strict=True):
+        if parameter._local_tensor.dim() != 1:
+            local = local.view(parameter._local_tensor.shape)
+        gradient = parameter._gradient
+        if gradient is not None:
+            if gradient._spec.placements == parameter._spec.placements:
+                gradient._local_tensor.add_(local)
+            else:  # what autograd left
+                _add_gradient(parameter, parameter.wrap_like(local))
+            continue
+        gradient = parameter._spare_gradient
+        if gradient is None:
+            gradient = _wrap(DTensor, local, parameter._spec)
+        else:
+            parameter._spare_gradient = None
+            gradient._local_tensor = local
+        parameter._gradient = gradient
+
+
+def call_hooks(parameters: Iterable[torch.Tensor]) -> None:
+    """Calls what users gave to ``register_post_accumulate_grad_hook()`` of sharded parameters."""
+    for parameter in parameters:
+        with DisableTorchFunctionSubclass():
+            hooks = parameter._post_accumulate_grad_hooks or {}
+        for hook in list(hooks.values()):
+            if hook is not _take_accumulated:
+                hook(parameter)
+
+
+allow_foreach(RowTensor)
