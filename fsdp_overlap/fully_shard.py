@@ -103,7 +103,8 @@ def fully_shard(
         reshard_after_forward: whether the full parameters are freed between forward and backward.
             ``None`` frees them in all units but the root, whose parameters backward needs first. A
             number keeps them sharded among that many neighbouring ranks, usually the ranks of one
-            machine, and backward gathers them from there.
+            machine, and backward gathers them from there. So 1 keeps them whole, and the number of
+            all ranks frees them.
         shard_placement_fn: gives some parameters a mesh of their own, by returning a
             ``ShardPlacementResult`` of ``torch.distributed.fsdp``. ``None`` and ``Shard(0)`` change
             nothing: the context's ``layout`` decides where parameters are cut.

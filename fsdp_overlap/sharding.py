@@ -63,8 +63,10 @@ def make_unit(
     if ctx.sync_module_states:
         _check_synced(kind, owned)
     by_domain = _by_domain(kind, owned, ctx, mesh, shard_placement_fn)
+    reshard_after_forward = _checked_reshard_after_forward(
+        reshard_after_forward, {domain.shard_size for domain in by_domain}
+    )
     for domain, items in by_domain.items():
-        _check_reshard_after_forward(reshard_after_forward, domain.shard_size)
         for item in items:
             if isinstance(item.parameter, DTensor):
                 tiles.check(_name(kind, item), item.parameter, domain.mesh)
@@ -182,15 +184,20 @@ def _check_synced(kind: str, owned: list[OwnedParameter]) -> None:
             )
 
 
-def _check_reshard_after_forward(value: bool | int | None, ranks: int) -> None:
+def _checked_reshard_after_forward(value: bool | int | None, sizes: set[int]) -> bool | int | None:
+    """``value``, but ``False`` for 1 and ``True`` for all ranks, which mean the same. ``sizes`` has
+    how many ranks the unit's parameters are sharded among."""
     if value is None or isinstance(value, bool):
-        return
-    sizes = [size for size in range(2, ranks) if ranks % size == 0]
-    if value not in sizes:
-        raise ValueError(
-            f"reshard_after_forward={value!r}: use True, False, None or, as parameters are sharded "
-            f"among {ranks} ranks, {' or '.join(map(str, sizes)) or 'no number'}"
-        )
+        return value
+    for size in sizes:
+        if not isinstance(value, int) or value < 1 or size % value:
+            raise ValueError(
+                f"reshard_after_forward={value!r}: use True, False, None or a divisor of {size}, "
+                "the number of ranks that parameters are sharded among"
+            )
+    if value == 1:
+        return False
+    return True if sizes == {value} else value
 
 
 def _by_domain(

@@ -78,7 +78,7 @@ def negative_prefetch() -> None:
 
 
 def integer_reshard() -> None:
-    fully_shard(linear(), FsdpContext(), reshard_after_forward=2)
+    fully_shard(linear(), FsdpContext(), reshard_after_forward=3)
 
 
 def shared_with_inner_unit() -> None:
@@ -164,7 +164,7 @@ CASES: dict[Callable[[], None], tuple[type[Exception], str]] = {
     negative_prefetch: (ValueError, "prefetch=-1 is not a number of all-gathers; use 0 or more"),
     integer_reshard: (
         ValueError,
-        "reshard_after_forward=2: use True, False, None or, as .* among 2 ranks, no number",
+        "reshard_after_forward=3: use True, False, None or a divisor of 2, the number of ranks",
     ),
     shared_with_inner_unit: (
         ValueError,

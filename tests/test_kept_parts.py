@@ -69,6 +69,21 @@ def test_half_of_each_unit_is_kept_until_backward() -> None:
     run_ranks(memory, 4)
 
 
+def bounds() -> None:
+    for number, kept in ((1, True), (2, False)):
+        model, ctx = Model(), FsdpContext()
+        shard_layers(model, ctx, reshard_after_forward=number)
+        loss = forward(model)
+        assert ctx.stats.full_buffers_alive == (len(ctx.units) if kept else 0)
+        assert parts(ctx) == []
+        loss.backward()
+        assert ctx.stats.all_gathers == (1 if kept else 2) * len(ctx.units)
+
+
+def test_one_keeps_all_and_the_number_of_all_ranks_keeps_nothing() -> None:
+    run_ranks(bounds, 2)
+
+
 def destinations() -> None:
     model, ctx = sharded()
     used: list[tuple[int, ...]] = []
@@ -144,7 +159,7 @@ def test_nothing_is_kept_where_no_backward_can_follow() -> None:
 
 
 def refused() -> None:
-    with pytest.raises(ValueError, match=r"reshard_after_forward=3: use .* among 4 ranks, 2$"):
+    with pytest.raises(ValueError, match="reshard_after_forward=3: use .* or a divisor of 4"):
         fully_shard(Model(), reshard_after_forward=3)
 
 
