@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch.distributed.fsdp
@@ -60,6 +60,7 @@ def replacing_fsdp2(ctx: FsdpContext | None = None) -> Iterator[None]:
             "that runs in it; for a context of its own, end the first before"
         )
     shard: Any = partial(_fully_shard_in_rows) if ctx is None else partial(fully_shard, ctx=ctx)
+    update_wrapper(shard, fully_shard)
     shard.state = fsdp.fully_shard.state  # it answers for our modules too
     ours = {
         "FSDPModule": FsdpModule,
@@ -71,7 +72,7 @@ def replacing_fsdp2(ctx: FsdpContext | None = None) -> Iterator[None]:
     }
     found: list[tuple[Any, str, Any]] = [
         (module, name, vars(module)[name])
-        for module in (fsdp, older_fsdp2)
+        for module in (fsdp, *older_fsdp2)
         for name in ours
         if name in vars(module)
     ]

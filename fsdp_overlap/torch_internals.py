@@ -19,6 +19,7 @@ There are three kinds:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -218,8 +219,9 @@ def keep_from_compile(function: Callable[..., Any], reason: str) -> None:
 
 # FSDP2
 
-older_fsdp2 = fsdp
-"""FSDP2's first module, which exports the same names again. ``replacing.py`` replaces both."""
+older_fsdp2 = (fsdp, sys.modules[f"{fsdp.__name__}.fully_shard"])
+"""FSDP2's first module, and the one that it takes the names from, which are those of today's. It
+hides the second behind a function of the same name. ``replacing.py`` replaces all three."""
 
 
 def teach_fully_shard(state_of: Callable[[Any], Any]) -> None:

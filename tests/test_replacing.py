@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from support.ranks import run_ranks
 
 
 def names() -> list[Any]:
-    modules = (fsdp2, older_fsdp2)
+    modules = (fsdp2, older_fsdp2, sys.modules[f"{older_fsdp2.__name__}.fully_shard"])
     exported = ("fully_shard", "FSDPModule", "register_fsdp_forward_method", "UnshardHandle")
     found = [getattr(module, name, None) for module in modules for name in exported]
     return [*found, torch.distributed.tensor.distribute_tensor]
@@ -34,6 +35,8 @@ def replaced() -> None:
         fully_shard(model[0], mesh=None, reshard_after_forward=True)
         fully_shard(model)
         assert FSDPModule is older_fsdp2.FSDPModule is fsdp_overlap.FSDPModule
+        assert FSDPModule is sys.modules[f"{older_fsdp2.__name__}.fully_shard"].FSDPModule
+        assert fully_shard.__name__ == "fully_shard"
         assert all(isinstance(module, FSDPModule) for module in (model, model[0]))
         assert not isinstance(model[1], FSDPModule)
         with pytest.raises(RuntimeError, match=r"replacing_fsdp2\(\) within another"):

@@ -549,9 +549,9 @@ def meshes_can_be_put_together() -> None:
 
 
 @canary("older_fsdp2")
-def fsdp2_has_a_second_name() -> None:
+def fsdp2_has_older_names() -> None:
     """replacing_fsdp2() leaves names of torch's in their place."""
-    assert internals.older_fsdp2.fully_shard is fsdp.fully_shard
+    assert all(older.fully_shard is fsdp.fully_shard for older in internals.older_fsdp2)
 
 
 @canary("AllGather", "ReduceScatter")
