@@ -14,7 +14,7 @@ from fsdp_overlap.fsdp_module import FsdpModule
 from fsdp_overlap.runtime.context import FsdpContext
 from fsdp_overlap.runtime.unit import unit_of
 from fsdp_overlap.sharding import make_unit, plan_late
-from fsdp_overlap.torch_internals import teach_fully_shard
+from fsdp_overlap.torch_internals import note_fully_sharded, teach_fully_shard
 
 if TYPE_CHECKING:
 
@@ -145,6 +145,7 @@ def fully_shard(
     )
     for each in modules:
         each.__class__ = _fsdp_class(type(each))
+        note_fully_sharded(each)
     plan_late(unit, ctx)
     return cast(FsdpModule | Sequence[FsdpModule], module)
 

@@ -73,9 +73,11 @@ class ShardedModule(nn.Module):
         """Frees this unit's full buffers and registers its sharded parameters.
 
         Raises:
-            RuntimeError: the unsharded parameters were edited, and the edit is lost.
+            RuntimeError: a parameter was replaced. Or the unsharded parameters were edited, and the
+                edit is lost.
         """
         unit, context = self._fsdp_unit, context_of(self._fsdp_unit)
+        unit.check_places()
         lost = unit.changed() if unit.is_gathered else None
         unit.use_sharded()
         if unit.is_gathered:
@@ -143,18 +145,18 @@ class ShardedModule(nn.Module):
     def _load_from_state_dict(self, *args: Any) -> None:
         # A unit on the meta device keeps what load_state_dict(assign=True) has registered so far,
         # and waits for the parameters of its other modules.
-        if not self._fsdp_unit.is_meta:
-            self._show_sharded()
+        if not self._fsdp_unit.is_meta and not self._is_in_use():
+            self._fsdp_unit.use_sharded()  # in place of what a load that failed has left
+            self.reshard()
         super()._load_from_state_dict(*args)
 
     def _save_to_state_dict(self, *args: Any) -> None:
-        self._show_sharded()
+        if not self._is_in_use():
+            self.reshard()  # shards are saved, also after an explicit unshard()
         super()._save_to_state_dict(*args)
 
-    def _show_sharded(self) -> None:
-        """Makes a load or a save see the shards, also after an explicit :meth:`unshard`."""
-        if not context_of(self._fsdp_unit).schedule.is_in_use(self._fsdp_unit):
-            self.reshard()
+    def _is_in_use(self) -> bool:
+        return context_of(self._fsdp_unit).schedule.is_in_use(self._fsdp_unit)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """Makes a copy that is sharded in the same way, with memory and a context of its own.

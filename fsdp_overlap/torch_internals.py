@@ -29,13 +29,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import autograd, overrides
+from torch import autograd, nn, overrides
 from torch._C._dynamo import eval_frame
 from torch._subclasses import fake_tensor
 from torch.autograd import Variable
 from torch.distributed import _functional_collectives, _state_dict_utils, _symmetric_memory
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._composable import fsdp
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -236,6 +237,12 @@ def teach_fully_shard(state_of: Callable[[Any], Any]) -> None:
         return torchs_state_of(module) if found is None else found
 
     torchs_fully_shard.state = state
+
+
+def note_fully_sharded(module: nn.Module) -> None:
+    """Notes on ``module`` that ``fully_shard`` was called on it, where torch's other composable
+    calls look. ``replicate()`` on a module around it leaves its parameters alone then."""
+    module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
 
 # DTensors

@@ -159,7 +159,7 @@ def test_nothing_is_kept_where_no_backward_can_follow() -> None:
 
 
 def refused() -> None:
-    with pytest.raises(ValueError, match="reshard_after_forward=3: use .* or a divisor of 4"):
+    with pytest.raises(ValueError, match=r"reshard_after_forward=3: use .* or a divisor of 4"):
         fully_shard(Model(), reshard_after_forward=3)
 
 

@@ -120,6 +120,20 @@ def assign() -> None:
         model(tokens)
 
 
+def replaced_anywhere() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0])  # with a context of its own, until the first forward of the root
+    fully_shard(model)
+    model[0].weight = nn.Parameter(torch.zeros(4, 4))
+    for use in (lambda: model(torch.ones(1, 4)), model.state_dict, model[0].reshard):
+        with pytest.raises(RuntimeError, match=r"'weight' of unit .* was replaced after"):
+            use()
+
+
+def test_a_parameter_that_was_replaced_is_an_error_and_never_lost() -> None:
+    run_ranks(replaced_anywhere, 2)
+
+
 def test_what_is_assigned_is_copied() -> None:
     run_ranks(assign, 2)
 

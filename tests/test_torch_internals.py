@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import _state_dict_utils as state_dict_utils
 from torch.distributed import fsdp
+from torch.distributed._composable import _get_registry
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -552,6 +553,14 @@ def meshes_can_be_put_together() -> None:
 def fsdp2_has_older_names() -> None:
     """replacing_fsdp2() leaves names of torch's in their place."""
     assert all(older.fully_shard is fsdp.fully_shard for older in internals.older_fsdp2)
+
+
+@canary("note_fully_sharded")
+def composable_calls_look_for_each_other() -> None:
+    """replicate() around a unit takes the unit's parameters, and trains them wrong."""
+    module = nn.Linear(1, 1)
+    internals.note_fully_sharded(module)
+    assert "fully_shard" in (_get_registry(module) or {})
 
 
 @canary("AllGather", "ReduceScatter")

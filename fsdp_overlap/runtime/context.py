@@ -314,6 +314,7 @@ class FsdpContext:
                 if other.schedule.awaits_backward:
                     is_complete = False
                     continue
+                unit.check_places()
                 other.rest()
                 unit.context = self
                 unit.index = self.register(unit)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -42,14 +42,19 @@ class Places:
         for registered, name, parameter, sharded in self._all:
             found = registered.get(name)
             if found is not sharded and found is not parameter:
-                raise RuntimeError(
-                    f"parameter {name!r} of unit {label!r} was replaced after fully_shard(), "
-                    "which would not be trained: assign and tie parameters before, and edit them "
-                    "in place, under torch.no_grad(), as with copy_(), after. "
-                    "torch.func.functional_call() replaces them too: call the model itself, or "
-                    "functional_call() with an unsharded copy of it"
-                )
+                _refuse(name, label)
             registered[name] = parameter
+
+    def check(self, label: str) -> None:
+        """Checks that nothing else was registered in the place of a parameter.
+
+        Raises:
+            RuntimeError: something was.
+        """
+        for registered, name, parameter, sharded in self._all:
+            found = registered.get(name)
+            if found is not sharded and found is not parameter:
+                _refuse(name, label)
 
     @property
     def are_sharded(self) -> bool:
@@ -78,3 +83,12 @@ class Places:
             and isinstance(found, torch.Tensor)
             and not found.is_meta
         }
+
+
+def _refuse(name: str, label: str) -> NoReturn:
+    raise RuntimeError(
+        f"parameter {name!r} of unit {label!r} was replaced after fully_shard(), which would not "
+        "be trained: assign and tie parameters before, and edit them in place, under "
+        "torch.no_grad(), as with copy_(), after. torch.func.functional_call() replaces them too: "
+        "call the model itself, or functional_call() with an unsharded copy of it"
+    )

@@ -266,6 +266,15 @@ class Unit:
         for bucket in self.buckets:
             bucket.places.use_unsharded(bucket.label)
 
+    def check_places(self) -> None:
+        """Checks that nobody has replaced a parameter.
+
+        Raises:
+            RuntimeError: somebody has.
+        """
+        for bucket in self.buckets:
+            bucket.places.check(bucket.label)
+
     def use_sharded(self) -> None:
         self.shows_unsharded = False
         for bucket in self.buckets:
