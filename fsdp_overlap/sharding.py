@@ -216,7 +216,7 @@ def _by_domain(
             own_mesh, wanted = mesh_info.mesh, wanted.placement
         domain = ctx.domain_of(own_mesh)
         if isinstance(wanted, Shard):
-            item.cut_dim = wanted.dim % max(1, item.parameter.ndim)
+            item.cut_dim = _cut_dim(kind, item, wanted)
         is_in_rows = isinstance(layout_for(ctx.layout, item.spec), Rows)
         if is_in_rows:
             _check_rows(kind, item, domain)
@@ -228,6 +228,21 @@ def _by_domain(
             )
         found.setdefault(domain, []).append(item)
     return {domain: items for domain, items in found.items() if items or len(found) == 1}
+
+
+def _cut_dim(kind: str, item: OwnedParameter, placement: Shard) -> int:
+    """The dimension that ``placement`` cuts, counted from the first.
+
+    Raises:
+        ValueError: the parameter has no such dimension.
+    """
+    ndim = item.parameter.ndim
+    if not -ndim <= placement.dim < max(1, ndim):
+        raise ValueError(
+            f"shard_placement_fn wants {_name(kind, item)} placed as {placement}, and it has "
+            f"{ndim} dimensions, {tuple(item.parameter.shape)}: choose one of these"
+        )
+    return placement.dim % max(1, ndim)
 
 
 def _check_rows(kind: str, item: OwnedParameter, domain: Domain) -> None:

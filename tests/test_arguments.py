@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from fsdp_overlap import FsdpContext, FsdpModule, Whole, fully_shard
+from fsdp_overlap import FsdpContext, FsdpModule, Rows, Whole, fully_shard
 from fsdp_overlap.layout import ParamSpec
 from fsdp_overlap.runtime.ownership import owned_parameters
 from support.ranks import run_ranks
@@ -63,6 +63,11 @@ def mesh_of_another_device() -> None:
 
 def sharded_by_columns() -> None:
     fully_shard(linear(), shard_placement_fn=lambda parameter: Shard(1))
+
+
+def sharded_by_what_is_not_there() -> None:
+    ctx = FsdpContext(layout=Rows())
+    fully_shard(linear(), ctx, shard_placement_fn=lambda parameter: Shard(1))
 
 
 def spmd_mesh() -> None:
@@ -158,6 +163,10 @@ CASES: dict[Callable[[], None], tuple[type[Exception], str]] = {
     sharded_by_columns: (
         ValueError,
         r"'weight' of Linear placed as S.*1\); .* return None, Shard\(0\) or a Shard",
+    ),
+    sharded_by_what_is_not_there: (
+        ValueError,
+        r"parameter 'bias' of Linear placed as S.*1\), and it has 1 dimensions, \(\d+,\)",
     ),
     spmd_mesh: (ValueError, "dp_mesh_dims=dp is not supported: pass the data-parallel dimensions"),
     no_divide_factor: (ValueError, r"set_gradient_divide_factor\(0\): use a positive number"),
