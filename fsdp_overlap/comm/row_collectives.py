@@ -94,6 +94,8 @@ class PackedRows:
             for index, alone in division.large
         ]
         small = division.small
+        if not small.specs:
+            return _together(parts, lambda: full)
         packed = full.new_empty(small.packed.numel)
         if division.large:
             shard = packed.view(small.world_size, -1)[group.rank()]
@@ -107,7 +109,7 @@ class PackedRows:
             torch._foreach_copy_(targets, sources)
             return full
 
-        return Issued([work for part in parts for work in part.works], finish, group)
+        return _together(parts, finish)
 
     def reduce_scatter(
         self,
@@ -123,29 +125,36 @@ class PackedRows:
             for index, alone in division.large
         ]
         small = division.small
-        packed = _new(gradients, small.packed.numel, small)
-        targets, sources = _packed_chunks(packed, small), division.places.of(gradients, plan)
-        torch._foreach_copy_(targets, sources)
-        parts.append(self._others.reduce_scatter(packed, small.packed, group, divisor))
+        if small.specs:
+            packed = _new(gradients, small.packed.numel, small)
+            targets, sources = _packed_chunks(packed, small), division.places.of(gradients, plan)
+            torch._foreach_copy_(targets, sources)
+            parts.append(self._others.reduce_scatter(packed, small.packed, group, divisor))
 
         def finish() -> torch.Tensor:
             if not division.large:
                 return parts[0].finish()
             own = _new(gradients, plan.shard_numels[0], plan)
             chunks = _chunks_of(own, plan)
-            *large, rest = parts
-            for part, (index, _) in zip(large, division.large, strict=True):
+            for part, (index, _) in zip(parts, division.large, strict=False):
                 chunks[index].copy_(part.finish())
-            torch._foreach_copy_(division.of_small(chunks), _chunks_of(rest.finish(), small))
+            if small.specs:
+                shard = parts[-1].finish()
+                torch._foreach_copy_(division.of_small(chunks), _chunks_of(shard, small))
             return own
 
-        return Issued([work for part in parts for work in part.works], finish, group)
+        return _together(parts, finish)
 
     def _division(self, plan: RowsPlan, flat: torch.Tensor) -> _Division:
         size = flat.element_size()
         if size not in self._divisions:
             self._divisions[size] = _Division(plan, self._large_bytes / size)
         return self._divisions[size]
+
+
+def _together(parts: Sequence[Issued], finish: Callable[[], torch.Tensor]) -> Issued:
+    """Several collectives of one group as one, whose result ``finish`` gives."""
+    return Issued([work for part in parts for work in part.works], finish, parts[0].group)
 
 
 class _Division:
