@@ -88,7 +88,6 @@ COPIES = ["--parallelism.data_parallel_replicate_degree", "2"]
 TENSOR_PARALLEL = ["--parallelism.tensor_parallel_degree", "2"]
 EXPERT_PARALLEL = ["--parallelism.expert_parallel_degree", "2"]
 needs_mesh_dims = pytest.mark.xfail(reason="dp_mesh_dims is refused", strict=True)
-needs_columns = pytest.mark.xfail(reason="Shard(1) is refused", strict=True)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +98,7 @@ needs_columns = pytest.mark.xfail(reason="Shard(1) is refused", strict=True)
         (4, "llama3", [*DTENSORS, *TENSOR_PARALLEL]),
         (2, "qwen3", DTENSORS),
         (4, "deepseek_v3", [*DTENSORS, *EXPERT_PARALLEL]),
-        pytest.param(4, "deepseek_v3_few_experts", DTENSORS, marks=needs_columns),
+        (4, "deepseek_v3_few_experts", DTENSORS),
         pytest.param(2, "llama3", [], marks=needs_mesh_dims),
         pytest.param(4, "deepseek_v3", EXPERT_PARALLEL, marks=needs_mesh_dims),
     ],
