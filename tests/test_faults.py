@@ -478,5 +478,5 @@ def replace_gradient() -> None:
 
 def test_a_plain_tensor_as_gradient_is_an_error() -> None:
     expect_rank_errors(
-        replace_gradient, 1, match="must be a ShardedTensor of the same layout or None, got"
+        replace_gradient, 1, match="must be of the same kind, shape and layout or None, got"
     )

@@ -274,6 +274,6 @@ def try_programs(
         decorated()
 
 
-KINDS = (*OPERATIONS, Program, Setup, Node, Flat, Blocks)
+KINDS = (*OPERATIONS, Program, Setup, Node, Flat, Blocks, Rows)
 NAMES = {kind.__name__: kind for kind in KINDS} | {"Whole": WholeMatrices}
 """For a program as it is printed."""
