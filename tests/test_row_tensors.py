@@ -101,10 +101,10 @@ def edited() -> None:
     model(tokens()).sum().backward()
     parameter = model.layers[0].up.weight
     for number, edit in enumerate(edits(parameter)):
-        for module in (*model.layers, model):
-            module.unshard()
         with torch.no_grad():
             before = model(tokens())
+            for module in (*model.layers, model):
+                module.unshard()
             edit()
             after = model(tokens())
             twin = deep()

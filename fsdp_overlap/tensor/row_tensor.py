@@ -82,7 +82,7 @@ class RowTensor(HoldsGradient, DTensor):
             result = func(*args, **kwargs)
             if kind == "trainability":
                 _watch_autograd(args[0])
-        return result
+        return result if kind else _with_edits(result, args)
 
     def _fits(self, gradient: torch.Tensor) -> bool:
         return isinstance(gradient, DTensor) and gradient.shape == self._spec.shape
@@ -166,6 +166,22 @@ def _kind_of(func: Callable[..., Any]) -> str:
         return "hook"
     is_plain_name = not name.startswith("__")
     return "edit" if name in _EDITING_OPERATORS or (is_plain_name and name[-1:] == "_") else ""
+
+
+def _with_edits(result: Any, args: tuple[Any, ...]) -> Any:
+    """``result``, whose edits are edits of the parameter in ``args`` if it is a view of it. Those
+    that autograd recorded are left alone."""
+    if isinstance(result, (list, tuple)):
+        if not any(type(each) is DTensor for each in result):
+            return result
+        return type(result)(_with_edits(each, args) for each in result)
+    parameter = args[0] if args else None
+    if type(result) is not DTensor or not isinstance(parameter, RowTensor):
+        return result
+    of, local = parameter._local_tensor.untyped_storage(), result._local_tensor
+    if local.untyped_storage()._cdata != of._cdata or result.grad_fn is not None:
+        return result
+    return RowTensor.wrap(local, result._spec, parameter.edits)
 
 
 def _note_edits(edited: Any) -> None:

@@ -37,7 +37,7 @@ OURS = {
 }
 STEPS = {
     f"{system}, stepped {when}": (system, when)
-    for system in ("ours", "ours in rows", FSDP2)
+    for system in (*OURS, FSDP2)
     for when in ("after backward", "in backward")
 }
 AT_MOST = {"ours in rows, prefetch 0": 1.0}  # of FSDP2's, which gathers nothing ahead on a CPU
@@ -97,7 +97,7 @@ def step_samplers(mesh: DeviceMesh, blocks: int, width: int) -> dict[str, Callab
         if system == FSDP2:
             shard_fsdp2(model, mesh)
         else:
-            shard_ours(model, mesh, prefetch=1, in_rows="rows" in system)
+            shard_ours(model, mesh, OURS[system], in_rows="rows" in system)
         found[name] = stepped(model, when, width, unit)
     return found
 
@@ -165,7 +165,7 @@ def measurement_of(args: argparse.Namespace, samples: dict[str, list[float]]) ->
         output.figures_of(PEAK, "blocks", samples, at_most={} if args.steps else TARGETS),
         [
             Ratio.between(PEAK, f"{system}, stepped in backward", to, samples)
-            for system in ("ours", "ours in rows")
+            for system in OURS
             for to in (f"{system}, stepped after backward", f"{FSDP2}, stepped in backward")
         ]
         if args.steps
