@@ -52,7 +52,6 @@ NAMES = [
         ("padded", 3),
         ("mixed", 4),
         ("rows", 3),
-        ("rows", 4),
         ("blocks", 3),
     ],
 )

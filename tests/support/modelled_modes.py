@@ -22,12 +22,7 @@ from support.modelled import Program, fake_ranks, trained
 from support.tensor_parallel import LENGTH, WORDS, Transformer, loss_of, parallelize, shard
 from support.zoo import ZOO, Model
 
-LAYOUTS: dict[str, LayoutRule] = {
-    "flat": Flat(),
-    "blocks": Blocks(rows=2),
-    "whole": Whole(),
-    "rows": Rows(),
-}
+LAYOUTS: dict[str, LayoutRule] = {"flat": Flat(), "blocks": Blocks(rows=2), "whole": Whole()}
 LOW = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 OFFLOAD = {"offload_policy": CPUOffloadPolicy()}
 
@@ -56,6 +51,8 @@ for name, layout in LAYOUTS.items():
     for optimizer in (Muon, torch.optim.AdamW, torch.optim.SGD):
         title = f"{optimizer.__module__.split('.')[0]} {optimizer.__name__}, {name}"
         MODES[title] = trained(optimizer=optimizer, layout=layout)
+MODES["prefetch 1, rows"] = trained(layout=Rows())
+MODES["Muon, rows"] = trained(optimizer=Muon, layout=Rows())
 for dims in ((2, 2), (4, 1), (1, 4)):
     for divides in (False, True):
         for dtype in (None, torch.float64):
