@@ -48,8 +48,8 @@ class FsdpContext:
         separate_groups: whether reduce-scatters get a process group of their own. If they share one
             with the all-gathers, both run one after the other.
         layout: where parameters may be cut: ``Flat()`` anywhere, ``Blocks(rows=...)`` between rows,
-            ``Whole()`` in no matrix. It may also be a function that returns one of these for
-            ``(fqn, spec)``: the parameter's name in its unit, and its
+            ``Whole()`` in no matrix, ``Rows()`` as FSDP2 does. It may also be a function that
+            returns one of these for ``(fqn, spec)``: the parameter's name in its unit, and its
             :class:`~fsdp_overlap.layout.ParamSpec`.
         check_plans: whether ranks compare their plans at the first forward.
         divide_copies: on a mesh ``(replicate, shard)``, whether the ranks that hold copies of a

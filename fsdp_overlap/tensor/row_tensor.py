@@ -63,7 +63,7 @@ class RowTensor(HoldsGradient, DTensor):
             kind = _kinds[func] = _kind_of(func)
         kwargs = kwargs or {}
         if kind == "alias":
-            tensor = args[0]
+            tensor = args[0] if args else kwargs["input"]
             return RowTensor.wrap(tensor._local_tensor.detach(), tensor._spec, tensor.edits)
         if kind == "assignment":
             raise RuntimeError(
