@@ -180,7 +180,8 @@ def _prepare_torchs_helpers(ranks: int, calls: Calls) -> None:
 
     common_distributed.skip_if_lt_x_gpu = partial(_skip_if_fewer, ranks)
     common_distributed.requires_nccl_version = _unchanged
-    common_utils.get_cycles_per_ms = lambda: SLEEP_PER_MS  # `_sleep` above takes milliseconds
+    # `_sleep` above takes milliseconds; torch's function is a cached one.
+    common_utils.get_cycles_per_ms = lambda: SLEEP_PER_MS  # type: ignore[assignment]
     common_cuda.TEST_CUDA = True
     common_fsdp.DEVICE_COUNT = ranks
     for name in PATCHES:
@@ -207,7 +208,7 @@ def _process_group(store: Path, rank: int, size: int, seconds: float) -> Iterato
 
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(str(store), size),  # type: ignore[attr-defined]
+        store=dist.FileStore(str(store), size),
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=seconds),
