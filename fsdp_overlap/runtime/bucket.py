@@ -15,19 +15,12 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap.comm.collectives import (
-    Collectives,
-    CustomCollectives,
-    CustomComms,
-    Issued,
-    choose,
-)
+from fsdp_overlap.comm.collectives import Collectives, Issued, choose
 from fsdp_overlap.comm.groups import LaneGroups
 from fsdp_overlap.comm.lanes import Lane, Mark, Ticket
-from fsdp_overlap.comm.row_collectives import PackedRows, choose_for_rows
 from fsdp_overlap.comm.streams import has_streams, streams_of
-from fsdp_overlap.comm.symmetric_memory import SymmetricCollectives
-from fsdp_overlap.layout import BucketPlan, Plan, RowsPlan
+from fsdp_overlap.layout import BucketPlan, Plan
+from fsdp_overlap.runtime.chosen_collectives import chosen_collectives
 from fsdp_overlap.runtime.digests import Start
 from fsdp_overlap.runtime.divided_shard import DividedShard
 from fsdp_overlap.runtime.domain import BucketEdits, Domain
@@ -240,28 +233,14 @@ class Bucket:
             group = domain.group_of_neighbours(part_size)
             among = self.plan.merged(part_size)
             self.part = KeptPart(among, choose(device_type, group, among), group)
-        self.collectives = self._choose_collectives(settings, reduce_dtype)
+        self.collectives = chosen_collectives(
+            domain, self.gather_plan, groups.gather, settings, self.compute_dtype, reduce_dtype
+        )
         if domain.divides_copies:
             assert groups.across is not None
             first = domain.shard_rank * domain.copies
             parts = BucketPlan((), (), self.plan.shard_numels[first : first + domain.copies])
             self.divided = DividedShard(self, parts, choose(device_type, groups.across, parts))
-
-    def _choose_collectives(self, settings: Settings, reduce_dtype: torch.dtype) -> Any:
-        """The collectives of the user, or in the memory that the user chose, or the fastest."""
-        domain, plan, group = self.domain, self.gather_plan, self.groups.gather
-        flat = plan.packed if isinstance(plan, RowsPlan) else plan
-        found: Collectives[BucketPlan] = choose(domain.device_type, group, flat)
-        if domain.shard_size == 1:
-            return found
-        if settings.comms != CustomComms():
-            found = CustomCollectives(settings.comms, found)
-        elif settings.uses_symmetric_memory:
-            domain.symmetric_memory.reserve(plan, self.compute_dtype, reduce_dtype)
-            found = SymmetricCollectives(domain.symmetric_memory)
-        elif isinstance(plan, RowsPlan):
-            return choose_for_rows(domain.device_type, group, plan)
-        return PackedRows(found) if isinstance(plan, RowsPlan) else found
 
     def signature(self, dtype: torch.dtype) -> int:
         """A number that is the same on ranks which planned the bucket alike, and have as many
