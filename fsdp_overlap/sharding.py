@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from types import NoneType
 from typing import Any
 
@@ -12,12 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_overlap.layout import ParamSpec, Plan, Rows
+from fsdp_overlap.layout import ParamSpec, Plan, Rows, RowsPlan
 from fsdp_overlap.layout.layouts import layout_for
+from fsdp_overlap.layout.wire_plan import check_cuts
 from fsdp_overlap.runtime import hooks, tiles
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.context import FsdpContext
 from fsdp_overlap.runtime.domain import Domain
+from fsdp_overlap.runtime.gather_policy import GatherPolicy
 from fsdp_overlap.runtime.ownership import (
     OwnedParameter,
     Owner,
@@ -46,6 +49,7 @@ def make_unit(
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy,
+    gather_policy: GatherPolicy | None,
     ignored: frozenset[nn.Parameter],
 ) -> Unit:
     """Shards what ``modules`` own and hooks their forwards. Their classes are left to the caller.
@@ -62,6 +66,9 @@ def make_unit(
     _check_gradients(kind, owned, mp_policy)
     if ctx.sync_module_states:
         _check_synced(kind, owned)
+    if gather_policy is not None:
+        for item in owned:
+            item.block = gather_policy.grain(item.spec)
     by_domain = _by_domain(kind, owned, ctx, mesh, shard_placement_fn)
     reshard_after_forward = _checked_reshard_after_forward(
         reshard_after_forward, {domain.shard_size for domain in by_domain}
@@ -76,17 +83,23 @@ def make_unit(
         planned = {
             domain: _plan(modules, items, ctx, domain) for domain, items in by_domain.items()
         }
+        if gather_policy is not None:
+            for plan in chain.from_iterable(planned.values()):
+                _check_blocks(plan, gather_policy)
     # Nothing was changed so far, and nothing is refused from here on.
     if ctx.sync_module_states:
         take_from_first(modules, by_domain, mesh)
     buckets = [
         bucket
         for domain, items in by_domain.items()
-        for bucket in _make_buckets(planned[domain], items, domain, mp_policy, offload)
+        for bucket in _make_buckets(
+            planned[domain], items, domain, mp_policy, offload, gather_policy
+        )
     ]
     unit = Unit(modules, ctx, mesh, buckets, mp_policy, reshard_after_forward)
     unit.ignored = ignored
     unit.offload_policy = offload_policy
+    unit.gather_policy = gather_policy
     _mark_owner(unit)
     move_buffers(modules, ctx.device)
     for each in modules:
@@ -300,12 +313,28 @@ def _plan(
     return domain.plans.take(modules, [item.spec for item in owned])
 
 
+def _check_blocks(plan: Plan, policy: GatherPolicy) -> None:
+    """Checks that a bucket can be gathered as ``policy`` says.
+
+    Raises:
+        ValueError: its plan cuts a block.
+    """
+    if isinstance(plan, RowsPlan):
+        raise ValueError(
+            f"parameter {plan.specs[0].fqn!r} is in Rows(), which travel in the dtype of compute: "
+            "leave out the GatherPolicy, or choose another layout, such as Blocks(rows=1)"
+        )
+    for spec in plan.specs:
+        check_cuts(plan, spec, policy.block_in(spec))
+
+
 def _make_buckets(
     plans: list[Plan],
     owned: list[OwnedParameter],
     domain: Domain,
     mp_policy: MixedPrecisionPolicy,
     offload: CPUOffloadPolicy | None,
+    gather_policy: GatherPolicy | None,
 ) -> list[Bucket]:
     by_fqn = {item.fqn: item for item in owned}
     is_meta = any(item.parameter.is_meta for item in owned)
@@ -317,6 +346,7 @@ def _make_buckets(
             torch.device("meta") if is_meta else domain.device,
             _compute_dtype(plan.specs[0], mp_policy),
             offload,
+            gather_policy,
         )
         for plan in plans
     ]

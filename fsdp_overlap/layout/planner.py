@@ -12,6 +12,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
+from math import lcm
 
 import torch
 
@@ -93,7 +94,7 @@ class Planner:
         for spec in specs:
             rule = layout_for(self.layout, spec)
             padding = getattr(rule, "padding", 0.0)
-            item = Item(spec, rule.grain(spec), rule.work(spec), padding)
+            item = Item(spec, lcm(rule.grain(spec), spec.block), rule.work(spec), padding)
             kind = isinstance(rule, Rows), spec.dtype, spec.keeps_dtype, spec.requires_grad
             found.setdefault(kind, []).append(item)
         world_size = self._loads.world_size

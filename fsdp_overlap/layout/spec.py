@@ -15,7 +15,7 @@ class ParamSpec:
     ``fqn`` is its name relative to its unit. ``is_embedding`` says that it is the weight of an
     ``nn.Embedding`` or ``nn.EmbeddingBag``. ``keeps_dtype`` says that compute uses it in its own
     dtype, whatever the policy of its unit. ``cut_dim`` is the dimension along which ``Rows()`` cuts
-    it.
+    it. ``block`` is how many neighbouring elements no layout may cut, counted from the first one.
     """
 
     fqn: str
@@ -25,6 +25,7 @@ class ParamSpec:
     is_embedding: bool = False
     keeps_dtype: bool = False
     cut_dim: int = 0
+    block: int = 1
 
     @property
     def ndim(self) -> int:

@@ -25,6 +25,7 @@ from fsdp_overlap.runtime.digests import Start
 from fsdp_overlap.runtime.divided_shard import DividedShard
 from fsdp_overlap.runtime.domain import BucketEdits, Domain
 from fsdp_overlap.runtime.engine import is_in_backward
+from fsdp_overlap.runtime.gather_policy import GatherPolicy
 from fsdp_overlap.runtime.landing import Landing
 from fsdp_overlap.runtime.ownership import OwnedParameter
 from fsdp_overlap.runtime.partial_reshard import KeptPart
@@ -73,6 +74,7 @@ class Bucket:
         device: torch.device,
         compute_dtype: torch.dtype,
         offload: CPUOffloadPolicy | None = None,
+        gather_policy: GatherPolicy | None = None,
     ) -> None:
         self.plan = plan
         self.owned = list(owned)
@@ -87,6 +89,7 @@ class Bucket:
         self.groups: LaneGroups
         self.collectives: Collectives[Any]
         self.compute_dtype = compute_dtype
+        self.gather_policy = gather_policy
         self.offload = offload
         """Set if the shard and its gradient rest on the host, and another device computes."""
         self.parameters = [item.parameter for item in owned]
@@ -117,10 +120,10 @@ class Bucket:
         # The plan among the ranks that gather. The ranks that hold parts of one shard put it
         # together before.
         self.gather_plan = plan.merged(domain.shard_size) if domain.divides_copies else plan
-        gathered = self.gather_plan.shard_numels[domain.shard_rank]
-        self._travels = (
-            sum(self.gather_plan.shard_numels) - gathered
-        ) * self.full.flat.element_size()
+        sent = self._sent_sizes()
+        self.gathered_nbytes = sum(sent)
+        """What an all-gather brings together, on all ranks."""
+        self._travels = self.gathered_nbytes - sent[domain.shard_rank]
         dtype = plan.specs[0].dtype
         self.shard = self._at_rest(device, plan.shard_numels[rank], dtype).zero_()
         parameters = [item.parameter for item in self.owned]
@@ -140,6 +143,13 @@ class Bucket:
         parts = own_parts(self.plan, wholes, self.domain.plan_rank)
         for sharded, part in zip(self.sharded_parameters, parts, strict=True):
             sharded._local_tensor.copy_(part)
+
+    def _sent_sizes(self) -> list[int]:
+        """How many bytes each rank sends in an all-gather."""
+        plan, policy = self.gather_plan, self.gather_policy
+        if policy is None or not isinstance(plan, BucketPlan):
+            return [numel * self.compute_dtype.itemsize for numel in plan.shard_numels]
+        return [*policy.wire(plan, self.compute_dtype).packed.shard_numels]
 
     def _at_rest(self, device: torch.device, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory for a shard or its gradient in a bucket whose full buffer is on ``device``."""
@@ -234,7 +244,13 @@ class Bucket:
             among = self.plan.merged(part_size)
             self.part = KeptPart(among, choose(device_type, group, among), group)
         self.collectives = chosen_collectives(
-            domain, self.gather_plan, groups.gather, settings, self.compute_dtype, reduce_dtype
+            domain,
+            self.gather_plan,
+            groups.gather,
+            settings,
+            self.gather_policy,
+            self.compute_dtype,
+            reduce_dtype,
         )
         if domain.divides_copies:
             assert groups.across is not None
@@ -245,7 +261,8 @@ class Bucket:
     def signature(self, dtype: torch.dtype) -> int:
         """A number that is the same on ranks which planned the bucket alike, and have as many
         buckets and parameters in the domain. ``dtype`` is what a collective sends."""
-        return zlib.crc32(f"{self.plan} {dtype} {self.domain.signature}".encode())
+        facts = f"{self.plan} {dtype} {self.gather_policy} {self.domain.signature}"
+        return zlib.crc32(facts.encode())
 
     @property
     def device(self) -> torch.device:

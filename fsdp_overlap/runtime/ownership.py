@@ -24,6 +24,7 @@ class OwnedParameter:
     is_embedding: bool = False
     keeps_dtype: bool = False
     cut_dim: int = 0
+    block: int = 1
 
     @property
     def spec(self) -> ParamSpec:
@@ -37,6 +38,7 @@ class OwnedParameter:
             self.is_embedding,
             self.keeps_dtype,
             self.cut_dim,
+            self.block,
         )
 
 

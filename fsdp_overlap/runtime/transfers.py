@@ -80,7 +80,7 @@ class Transfers:
                 continue
             bucket.domain.note_gather(bucket)
             stats.all_gathers += 1
-            stats.all_gather_bytes += bucket.full.nbytes
+            stats.all_gather_bytes += bucket.gathered_nbytes
             if not bucket.full.allocated:
                 stats.count_full_buffer(1)
             if bucket.divided is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from torch import nn
 
@@ -62,7 +63,9 @@ class UnitPlans:
         if plans is None:
             self._one_by_one[modules[0]] = specs
             return self._planner.plan([specs])[0]
-        different = {spec for plan in plans for spec in plan.specs} ^ set(specs)
+        # Units are planned ahead without their policies, which say how blocks are quantized.
+        wanted = {replace(spec, block=1) for spec in specs}
+        different = {spec for plan in plans for spec in plan.specs} ^ wanted
         if different:
             names = sorted({spec.fqn for spec in different})
             more = ", ..." if len(names) > 3 else ""

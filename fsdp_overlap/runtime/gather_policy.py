@@ -1,0 +1,101 @@
+"""What the user asks of gathers: to travel in fewer bits than compute has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+
+from fsdp_overlap.layout import BucketPlan, ParamSpec
+from fsdp_overlap.layout.wire_plan import Block, BlockSize, WirePlan, block_in, grain_of
+from fsdp_overlap.tensor.quantization import LARGEST, POWERS_OF_TWO, scale_dtype_for
+
+
+@dataclass(frozen=True)
+class GatherPolicy:
+    """Gathers the matrices of a unit in 8 bits.
+
+    A rank quantizes its shard, codes and scales travel, and compute sees what these stand for, in
+    the dtype that it wants. Sharded parameters, gradients, optimizer states and checkpoints keep
+    their full precision. Gradients are those of the quantized weights, and are given to the sharded
+    parameters as they are. Values do not depend on the number of ranks.
+
+    Parameters of less than two dimensions, and those that are no floating-point numbers, travel in
+    the dtype of compute, in the same collective.
+
+    Args:
+        gather_dtype: the dtype of codes: ``torch.float8_e4m3fn``, ``torch.float8_e5m2`` or
+            ``torch.int8``.
+        block: how many rows and columns of a matrix share a scale; ``None`` stands for all. ``(1,
+            None)`` is a scale for each row, ``(1, 32)`` for 32 neighbours in a row. Rows lie along
+            the last dimension, also of a stack of matrices. Parameters are cut between blocks
+            alone, whatever else the layout allows. A scale for a whole matrix, ``(None, None)``,
+            takes a layout that cuts none: ``Whole()``.
+        powers_of_two: whether scales are powers of two, in a byte each, as in the MX formats. Else
+            they have the dtype of compute.
+        keep: which matrices travel in the dtype of compute all the same: names, as in the unit, or
+            patterns of the shell, such as ``"*.router.weight"``.
+
+    Raises:
+        ValueError: there are no codes of that dtype, or no blocks of that size.
+        TypeError: ``keep`` is not a tuple of strings.
+    """
+
+    gather_dtype: torch.dtype = torch.float8_e4m3fn
+    block: Block = (1, None)
+    powers_of_two: bool = False
+    keep: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.gather_dtype not in LARGEST:
+            raise ValueError(
+                f"GatherPolicy(gather_dtype={self.gather_dtype}): use one of "
+                f"{', '.join(map(str, LARGEST))}; to gather in another dtype of floating-point "
+                "numbers, use MixedPrecisionPolicy(param_dtype=...)"
+            )
+        sizes = self.block if type(self.block) is tuple and len(self.block) == 2 else ("?", "?")
+        if any(size is not None and (type(size) is not int or size < 1) for size in sizes):
+            raise ValueError(
+                f"GatherPolicy(block={self.block!r}): name the rows and the columns that share a "
+                "scale, each a number of at least 1 or None for all, such as (1, None) or (1, 32)"
+            )
+        if type(self.keep) is not tuple or any(type(each) is not str for each in self.keep):
+            raise TypeError(f"GatherPolicy(keep={self.keep!r}): use a tuple of names or patterns")
+
+    def block_in(self, spec: ParamSpec) -> BlockSize | None:
+        """The rows and columns that share a scale. ``None`` if the parameter keeps its dtype.
+
+        Raises:
+            ValueError: the parameter cannot be divided into such blocks.
+        """
+        if spec.ndim < 2 or not spec.numel or not spec.dtype.is_floating_point:
+            return None
+        if any(fnmatchcase(spec.fqn, pattern) for pattern in self.keep):
+            return None
+        return block_in(spec, self.block)
+
+    def grain(self, spec: ParamSpec) -> int:
+        """The number of elements that no layout may cut. 1 if a block has all rows: then cuts are
+        left to the layout, and checked."""
+        size = self.block_in(spec)
+        if size is None or self.block[0] is None:
+            return 1
+        return grain_of(spec, size)
+
+    def wire(self, plan: BucketPlan, compute_dtype: torch.dtype) -> WirePlan:
+        """What ranks send of a bucket.
+
+        Raises:
+            ValueError: the plan cuts a block.
+        """
+        return WirePlan(
+            plan,
+            tuple(map(self.block_in, plan.specs)),
+            self.scale_dtype(compute_dtype).itemsize,
+            compute_dtype.itemsize,
+        )
+
+    def scale_dtype(self, compute_dtype: torch.dtype) -> torch.dtype:
+        """The dtype of scales."""
+        return POWERS_OF_TWO if self.powers_of_two else scale_dtype_for(compute_dtype)
