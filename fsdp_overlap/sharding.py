@@ -13,9 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_overlap.layout import ParamSpec, Plan, Rows, RowsPlan
+from fsdp_overlap.layout import ParamSpec, Plan, Rows
 from fsdp_overlap.layout.layouts import layout_for
-from fsdp_overlap.layout.wire_plan import check_cuts
 from fsdp_overlap.runtime import hooks, tiles
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.context import FsdpContext
@@ -85,7 +84,7 @@ def make_unit(
         }
         if gather_policy is not None:
             for plan in chain.from_iterable(planned.values()):
-                _check_blocks(plan, gather_policy)
+                gather_policy.wire(plan, torch.float32)  # raises where a block is cut
     # Nothing was changed so far, and nothing is refused from here on.
     if ctx.sync_module_states:
         take_from_first(modules, by_domain, mesh)
@@ -311,21 +310,6 @@ def _plan(
             "mesh in ctx.plan(..., meshes={module: mesh})"
         )
     return domain.plans.take(modules, [item.spec for item in owned])
-
-
-def _check_blocks(plan: Plan, policy: GatherPolicy) -> None:
-    """Checks that a bucket can be gathered as ``policy`` says.
-
-    Raises:
-        ValueError: its plan cuts a block.
-    """
-    if isinstance(plan, RowsPlan):
-        raise ValueError(
-            f"parameter {plan.specs[0].fqn!r} is in Rows(), which travel in the dtype of compute: "
-            "leave out the GatherPolicy, or choose another layout, such as Blocks(rows=1)"
-        )
-    for spec in plan.specs:
-        check_cuts(plan, spec, policy.block_in(spec))
 
 
 def _make_buckets(

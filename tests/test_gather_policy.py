@@ -14,9 +14,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_overlap import Blocks, Flat, GatherPolicy, Whole
+from fsdp_overlap import Blocks, Flat, GatherPolicy, Rows, Whole
 from fsdp_overlap.comm.collectives import Issued
-from fsdp_overlap.comm.quantized_gather import QuantizedCollectives
+from fsdp_overlap.comm.quantized_gather import QuantizedCollectives, Wire
 from fsdp_overlap.layout import BucketPlan, LayoutRule, ParamSpec, plan_units
 from support.quantized import LARGEST, as_gathered, quantize_twin
 from support.ranks import run_ranks
@@ -34,6 +34,9 @@ class Meeting:
 
     def __init__(self) -> None:
         self.sent: list[torch.Tensor] = []
+
+    def reduce_scatter(self, *arguments: Any) -> Issued:
+        raise NotImplementedError
 
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: Any
@@ -58,7 +61,8 @@ def gathered(
     wire, scale_dtype = policy.wire(plan, dtype), policy.scale_dtype(dtype)
     issued = []
     for rank, shard in enumerate(flat.split(plan.shard_numels)):
-        collectives = QuantizedCollectives(wire, rank, policy.gather_dtype, scale_dtype, meeting)
+        travels = Wire(wire, wire.segment(rank), policy.gather_dtype, scale_dtype, meeting)
+        collectives = QuantizedCollectives(travels, meeting)
         group = cast(dist.ProcessGroup, SimpleNamespace(rank=lambda rank=rank: rank))
         full = torch.full([plan.numel], math.nan, dtype=dtype)
         issued.append(collectives.all_gather(full, shard, plan, group))
@@ -152,6 +156,10 @@ def train(policy: GatherPolicy, options: dict[str, Any], unit_options: dict[str,
         (4, GatherPolicy(torch.float8_e5m2, (2, None)), {}, {"reshard_after_forward": 2}),
         (3, GatherPolicy(block=(None, None), keep=("embedding.weight",)), {"layout": Whole()}, {}),
         (4, GatherPolicy(), {**COPIES}, {}),
+        (1, GatherPolicy(), {"layout": Rows()}, {}),
+        (2, GatherPolicy(torch.int8, (1, 3)), {"layout": Rows()}, {}),
+        (3, GatherPolicy(powers_of_two=True), {"layout": Rows()}, {}),
+        (4, GatherPolicy(), {"layout": Rows(), **COPIES}, {}),
         (4, GatherPolicy(), {**COPIES, "divide_copies": True}, {}),
     ],
 )

@@ -1,101 +1,139 @@
-"""Gathers that travel in 8 bits: each rank sends codes of its shard, and their scales."""
+"""Gathers that travel in 8 bits: each rank sends codes of its shard, and their scales.
+
+What ranks send travels in a buffer of its own, from which the full buffer is filled. So there is a
+pass over the shard before the collective, and two over the full buffer after it.
+"""
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
 import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import Collectives, Issued, own_range
-from fsdp_overlap.layout import BucketPlan
-from fsdp_overlap.layout.wire_plan import Run, WirePlan
+from fsdp_overlap.comm.row_collectives import regions_of
+from fsdp_overlap.layout import BucketPlan, RowsPlan
+from fsdp_overlap.layout.wire_plan import Run, Segment, WirePlan
 from fsdp_overlap.tensor.quantization import decode_into, encode, multiply
 
 
-class QuantizedCollectives:
-    """Gathers a bucket as ``wire`` says, in codes of ``code_dtype`` with scales of ``scale_dtype``.
-    ``others`` carry the bytes, and reduce.
+@dataclass(frozen=True)
+class Wire:
+    """How the shards of a bucket travel: where things lie, and in which dtypes. ``own`` is this
+    rank's segment. ``others`` carry the segments."""
 
-    Segments travel in a buffer of their own, from which the full buffer is filled. So there is a
-    pass over the shard before the collective, and two over the full buffer after it.
-    """
+    plan: WirePlan
+    own: Segment
+    codes: torch.dtype
+    scales: torch.dtype
+    others: Collectives[BucketPlan]
 
-    def __init__(
+    def gather(
         self,
-        wire: WirePlan,
-        rank: int,
-        code_dtype: torch.dtype,
-        scale_dtype: torch.dtype,
-        others: Collectives[BucketPlan],
-    ) -> None:
-        self._wire = wire
-        self._rank = rank
-        self._code_dtype = code_dtype
-        self._scale_dtype = scale_dtype
-        self._others = others
-        self._own_runs = wire.runs(rank)
-        self._own_kept = wire.kept(rank)
-
-    def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
+        full: torch.Tensor,
+        shard: torch.Tensor,
+        segments: BucketPlan,
+        group: dist.ProcessGroup,
+        decode: Callable[[torch.Tensor, torch.Tensor], None],
     ) -> Issued:
-        packed = self._wire.packed
-        segments = torch.empty(packed.numel, dtype=torch.uint8, device=full.device)
-        own = own_range(segments, packed, group)
+        """Gathers the segments of all ranks into a buffer of the plan ``segments``, from which
+        ``decode`` fills ``full``."""
+        gathered = torch.empty(segments.numel, dtype=torch.uint8, device=full.device)
+        own = own_range(gathered, segments, group)
         self._encode(shard.to(full.device, non_blocking=True), own, full.dtype)
-        issued = self._others.all_gather(segments, own, packed, group)
+        issued = self.others.all_gather(gathered, own, segments, group)
 
         def finish() -> torch.Tensor:
             issued.finish()
-            self._decode(segments, full)
+            decode(gathered, full)
             return full
 
         return Issued(issued.works, finish, issued.group)
 
-    def reduce_scatter(
-        self,
-        gradients: torch.Tensor,
-        plan: BucketPlan,
-        group: dist.ProcessGroup,
-        divisor: float | None = None,
-    ) -> Issued:
-        return self._others.reduce_scatter(gradients, plan, group, divisor)
-
     def _encode(self, shard: torch.Tensor, segment: torch.Tensor, kept_dtype: torch.dtype) -> None:
-        codes, _, scales, _, kept, _ = segment.split_with_sizes(self._wire.parts[self._rank])
-        codes, scales = codes.view(self._code_dtype), scales.view(self._scale_dtype)
-        for run in self._own_runs:
+        codes, _, scales, _, kept, _ = segment.split_with_sizes(self.own.parts)
+        codes, scales = codes.view(self.codes), scales.view(self.scales)
+        for run in self.own.runs:
             encode(_blocks(shard, run), _blocks(codes, run), _scales(scales, run))
-        if self._own_kept:
-            sizes = [stop - start for start, stop in self._own_kept]
-            targets = list(kept.view(kept_dtype).split_with_sizes(sizes))
-            torch._foreach_copy_(targets, [shard[start:stop] for start, stop in self._own_kept])
+        if self.own.kept:
+            sources = [shard[place.start : place.stop] for place in self.own.kept]
+            sizes = [place.numel for place in self.own.kept]
+            torch._foreach_copy_(list(kept.view(kept_dtype).split_with_sizes(sizes)), sources)
+
+
+class QuantizedCollectives:
+    """Gathers a bucket of ranges in few bits. ``others`` reduce it."""
+
+    def __init__(self, wire: Wire, others: Collectives[BucketPlan]) -> None:
+        self._wire = wire
+        self._sizes = list(chain.from_iterable(wire.plan.parts))
+        self.reduce_scatter = others.reduce_scatter
+
+    def all_gather(
+        self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
+    ) -> Issued:
+        wire = self._wire
+        return wire.gather(full, shard, wire.plan.packed, group, self._decode)
 
     def _decode(self, segments: torch.Tensor, full: torch.Tensor) -> None:
-        wire, numels = self._wire, self._wire.plan.shard_numels
+        wire, plan = self._wire, self._wire.plan
+        numels = plan.plan.shard_numels
         parts = segments.split_with_sizes(self._sizes)
-        if wire.plan.is_equal:
+        if plan.plan.is_equal:
             shards = [full.view(len(numels), -1)]
             codes = [segments.view(len(numels), -1)[:, : numels[0]]]
         else:
             shards, codes = list(full.split_with_sizes(numels)), list(parts[0::6])
         for values, code in zip(shards, codes, strict=True):
-            decode_into(values, code.view(self._code_dtype))
-        scales = torch.cat(parts[2::6]).view(self._scale_dtype)
-        for run in wire.all_runs:
+            decode_into(values, code.view(wire.codes))
+        scales = torch.cat(parts[2::6]).view(wire.scales)
+        for run in plan.all_runs:
             multiply(_blocks(full, run), _scales(scales, run))
-        if wire.all_kept:
+        if plan.all_kept:
             kept = torch.cat(parts[4::6]).view(full.dtype)
-            sizes = [stop - start for start, stop in wire.all_kept]
-            targets = [full[start:stop] for start, stop in wire.all_kept]
+            targets = [full[place.start : place.stop] for place in plan.all_kept]
+            sizes = [place.numel for place in plan.all_kept]
             torch._foreach_copy_(targets, list(kept.split_with_sizes(sizes)))
 
-    @cached_property
-    def _sizes(self) -> list[int]:
-        """What splits the buffer of all segments into their parts."""
-        return list(chain.from_iterable(self._wire.parts))
+
+class QuantizedRows:
+    """Gathers a bucket of rows in few bits. ``others`` reduce it. The plan of ``wire`` is that of
+    one rank, because all are alike: in a shard each chunk has room for as many rows."""
+
+    def __init__(self, wire: Wire, others: Collectives[RowsPlan]) -> None:
+        self._wire = wire
+        self.reduce_scatter = others.reduce_scatter
+
+    def all_gather(
+        self, full: torch.Tensor, shard: torch.Tensor, plan: RowsPlan, group: dist.ProcessGroup
+    ) -> Issued:
+        segments = BucketPlan((), (), self._wire.plan.packed.shard_numels * plan.world_size)
+
+        def decode(gathered: torch.Tensor, full: torch.Tensor) -> None:
+            self._decode(gathered.view(plan.world_size, -1), full, plan)
+
+        return self._wire.gather(full, shard, segments, group, decode)
+
+    def _decode(self, segments: torch.Tensor, full: torch.Tensor, plan: RowsPlan) -> None:
+        wire = self._wire
+        codes, _, scales, _, kept, _ = segments.split_with_sizes(wire.own.parts, 1)
+        codes, scales = codes.view(wire.codes), scales.view(wire.scales)
+        kept = kept.view(full.dtype)
+        regions = regions_of(full, plan)
+        for run in wire.own.runs:
+            first = run.start - plan.starts[run.index]
+            values = regions[run.index][:, first : first + run.numel]
+            decode_into(values, codes[:, run.start : run.start + run.numel])
+            rows, _, blocks, _ = run.shape
+            of_run = scales[:, run.scale : run.scale + run.scales].unflatten(1, (rows, blocks))
+            multiply(values.unflatten(1, run.shape), of_run)
+        at = 0
+        for place in wire.own.kept:
+            regions[place.index].copy_(kept[:, at : at + place.numel])
+            at += place.numel
 
 
 def _blocks(flat: torch.Tensor, run: Run) -> torch.Tensor:

@@ -40,7 +40,7 @@ class InPlaceRows:
     the flat buffer."""
 
     def __init__(self) -> None:
-        self._regions = _Views(_regions)
+        self._regions = _Views(regions_of)
 
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, plan: RowsPlan, group: dist.ProcessGroup
@@ -80,7 +80,7 @@ class PackedRows:
     def __init__(self, others: Collectives[BucketPlan], large_bytes: float = inf) -> None:
         self._others = others
         self._large_bytes = large_bytes
-        self._regions = _Views(_regions)
+        self._regions = _Views(regions_of)
         self._divisions: dict[int, _Division] = {}
         """By the size of an element."""
 
@@ -211,7 +211,7 @@ def _new(like: torch.Tensor, numel: int, plan: RowsPlan) -> torch.Tensor:
     return like.new_empty(numel) if plan.is_even else like.new_zeros(numel)
 
 
-def _regions(flat: torch.Tensor, plan: RowsPlan) -> list[torch.Tensor]:
+def regions_of(flat: torch.Tensor, plan: RowsPlan) -> list[torch.Tensor]:
     """What each parameter takes of a flat buffer, with a row for each rank's chunk."""
     ranks = plan.world_size
     return [
@@ -230,7 +230,7 @@ def _chunks_in(flat: torch.Tensor, plan: RowsPlan, indices: Sequence[int]) -> li
     """Where the chunks of :func:`_packed_chunks` lie in a flat buffer: those of the parameters
     ``indices``."""
     found = []
-    regions = _regions(flat, plan)
+    regions = regions_of(flat, plan)
     for index in indices:
         spec, offset = plan.specs[index], plan.offsets[index]
         if spec.cut_dim == 0:

@@ -1,14 +1,14 @@
-"""Where a bucket lies while it travels in few bits: codes, their scales, and what keeps its
-dtype."""
+"""How a bucket lies while it travels in few bits: codes, their scales, and what keeps its dtype."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
 from fsdp_overlap.layout.bucket_plan import BucketPlan
+from fsdp_overlap.layout.rows_plan import RowsPlan
 from fsdp_overlap.layout.spec import ParamSpec
 
 ALIGN_BYTES = 16
@@ -29,13 +29,13 @@ def block_in(spec: ParamSpec, block: Block) -> BlockSize:
     rows, columns = prod(spec.shape[:-1]), spec.shape[-1]
     height = rows if block[0] is None else min(block[0], rows)
     width = columns if block[1] is None else block[1]
-    if width and columns % width:
+    if columns % width:
         raise ValueError(
             f"parameter {spec.fqn!r} of shape {tuple(spec.shape)} has rows of {columns} elements, "
             f"which are no multiple of the {width} that share a scale: use block=(1, None), a "
             f"width that divides {columns}, or name the parameter in keep=(...)"
         )
-    return max(1, height), max(1, width)
+    return height, width
 
 
 def grain_of(spec: ParamSpec, size: BlockSize) -> int:
@@ -46,12 +46,14 @@ def grain_of(spec: ParamSpec, size: BlockSize) -> int:
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring elements of a flat buffer that are whole blocks of one size.
+    """Neighbouring elements of parameter ``index`` in a flat buffer, which are whole blocks of one
+    size.
 
     From ``start`` on they have ``shape``: rows of blocks, rows of a block, blocks in a row, columns
     of a block. Their scales are those from ``scale`` on.
     """
 
+    index: int
     start: int
     shape: tuple[int, int, int, int]
     scale: int
@@ -64,6 +66,29 @@ class Run:
     def scales(self) -> int:
         """How many scales it has."""
         return self.shape[0] * self.shape[2]
+
+
+@dataclass(frozen=True)
+class Place:
+    """The elements ``[start, stop)`` of a flat buffer, which are of parameter ``index``."""
+
+    index: int
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Segment:
+    """What a rank sends: the codes and scales of ``runs``, and what is ``kept`` in its dtype.
+    ``parts``: see :attr:`WirePlan.parts`."""
+
+    runs: tuple[Run, ...]
+    kept: tuple[Place, ...]
+    parts: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -87,67 +112,30 @@ class WirePlan:
         for spec, size in zip(self.plan.specs, self.blocks, strict=True):
             check_cuts(self.plan, spec, size)
 
-    def runs(self, rank: int) -> list[Run]:
-        """The blocks in a rank's shard. Starts are counted from the shard's, scales from 0."""
-        found: list[Run] = []
-        for index, first, start, stop in self._pieces[rank]:
-            size = self.blocks[index]
-            if size is not None:
-                found += _runs(first, stop - start, self.plan.specs[index], size, _scales(found))
-        return found
+    def segment(self, rank: int) -> Segment:
+        """What a rank sends. Starts are counted from that of its shard, scales from 0."""
+        places = self._places()[rank]
+        return Segment(tuple(self._runs_in(places)), tuple(self._kept_in(places)), self.parts[rank])
 
     @cached_property
     def all_runs(self) -> list[Run]:
         """The blocks in the flat buffer. Scales are counted over all ranks."""
-        found: list[Run] = []
-        for spec, offset, size in zip(self.plan.specs, self.plan.offsets, self.blocks, strict=True):
-            if size is not None:
-                found += _runs(offset, spec.numel, spec, size, _scales(found))
-        return found
-
-    def kept(self, rank: int) -> list[tuple[int, int]]:
-        """Where in a rank's shard the elements lie that keep their dtype: ``(start, stop)``."""
-        return [
-            (first, first + stop - start)
-            for index, first, start, stop in self._pieces[rank]
-            if self.blocks[index] is None
-        ]
+        return self._runs_in(self._all_places)
 
     @cached_property
-    def all_kept(self) -> list[tuple[int, int]]:
-        """Where in the flat buffer the parameters lie that keep their dtype."""
-        return [
-            (offset, offset + spec.numel)
-            for spec, offset, size in zip(
-                self.plan.specs, self.plan.offsets, self.blocks, strict=True
-            )
-            if size is None
-        ]
-
-    @cached_property
-    def scale_counts(self) -> tuple[int, ...]:
-        """How many scales each rank has."""
-        return tuple(_scales(self.runs(rank)) for rank in range(self.plan.world_size))
-
-    @cached_property
-    def kept_counts(self) -> tuple[int, ...]:
-        """How many elements of each rank keep their dtype."""
-        return tuple(
-            sum(stop - start for start, stop in self.kept(rank))
-            for rank in range(self.plan.world_size)
-        )
+    def all_kept(self) -> list[Place]:
+        """Where in the flat buffer the elements lie that keep their dtype."""
+        return self._kept_in(self._all_places)
 
     @cached_property
     def parts(self) -> list[tuple[int, ...]]:
         """What each rank's segment consists of, in bytes: codes, a gap, scales, a gap, what keeps
         its dtype, and a gap."""
         found = []
-        for rank, codes in enumerate(self.plan.shard_numels):
-            numels = (
-                codes,
-                self.scale_counts[rank] * self.scale_bytes,
-                self.kept_counts[rank] * self.kept_bytes,
-            )
+        for codes, places in zip(self.plan.shard_numels, self._places(), strict=True):
+            scales = sum(run.scales for run in self._runs_in(places))
+            kept = sum(place.numel for place in self._kept_in(places))
+            numels = codes, scales * self.scale_bytes, kept * self.kept_bytes
             found.append([size for numel in numels for size in (numel, -numel % ALIGN_BYTES)])
         if self.plan.is_equal:
             most = max(map(sum, found))
@@ -160,17 +148,60 @@ class WirePlan:
         """The plan of the buffer of bytes in which segments follow each other."""
         return BucketPlan((), (), tuple(map(sum, self.parts)))
 
-    @cached_property
-    def _pieces(self) -> list[list[tuple[int, int, int, int]]]:
-        """For each rank what it has of parameters: their number, where it begins in the shard, and
-        which elements ``[start, stop)`` it is."""
+    def _places(self) -> list[list[Place]]:
+        """What each rank has of parameters, in its shard."""
         plan = self.plan
-        found: list[list[tuple[int, int, int, int]]] = [[] for _ in range(plan.world_size)]
+        found: list[list[Place]] = [[] for _ in range(plan.world_size)]
         for index, (spec, offset) in enumerate(zip(plan.specs, plan.offsets, strict=True)):
             for rank, start, stop in plan.ranges(spec.fqn):
-                first = offset + start - plan.shard_starts[rank]
-                found[rank].append((index, first, start, stop))
+                before = offset - plan.shard_starts[rank]
+                found[rank].append(Place(index, before + start, before + stop))
         return found
+
+    @cached_property
+    def _all_places(self) -> list[Place]:
+        plan = self.plan
+        return [
+            Place(index, offset, offset + spec.numel)
+            for index, (spec, offset) in enumerate(zip(plan.specs, plan.offsets, strict=True))
+        ]
+
+    def _kept_in(self, places: Sequence[Place]) -> list[Place]:
+        return [place for place in places if self.blocks[place.index] is None]
+
+    def _runs_in(self, places: Sequence[Place]) -> list[Run]:
+        found: list[Run] = []
+        scale = 0
+        for place in places:
+            size, columns = self.blocks[place.index], self.plan.specs[place.index].shape[-1:]
+            start = place.start
+            for shape in _shapes(place.numel, size, *columns) if size is not None else ():
+                found.append(Run(place.index, start, shape, scale))
+                start, scale = start + found[-1].numel, scale + found[-1].scales
+        return found
+
+
+def one_rank(plan: RowsPlan, blocks: Sequence[BlockSize | None]) -> BucketPlan:
+    """Where the chunks of any one rank lie in its shard.
+
+    Raises:
+        ValueError: a chunk begins or ends within a block.
+    """
+    specs: list[ParamSpec] = []
+    for spec, size in zip(plan.specs, blocks, strict=True):
+        rows = plan.rows(spec)
+        shape = (rows, *spec.shape[1:]) if spec.cut_dim == 0 else (plan.chunks[len(specs)],)
+        specs.append(replace(spec, shape=shape))
+        if size is None or plan.world_size == 1:
+            continue
+        if spec.cut_dim or prod(shape[:-1]) % size[0]:
+            raise ValueError(
+                f"parameter {spec.fqn!r} of shape {tuple(spec.shape)} is cut into chunks of {rows} "
+                f"along dimension {spec.cut_dim}, and {size[0]} of its rows share a scale: use "
+                "block=(1, None) and Shard(0), another layout than Rows(), or name the parameter "
+                "in keep=(...)"
+            )
+    return BucketPlan(tuple(specs), plan.starts, plan.shard_numels[:1])
 
 
 def check_cuts(plan: BucketPlan, spec: ParamSpec, size: BlockSize | None) -> None:
@@ -190,19 +221,12 @@ def check_cuts(plan: BucketPlan, spec: ParamSpec, size: BlockSize | None) -> Non
             )
 
 
-def _runs(start: int, numel: int, spec: ParamSpec, size: BlockSize, scale: int) -> list[Run]:
+def _shapes(numel: int, size: BlockSize, columns: int) -> list[tuple[int, int, int, int]]:
+    """How blocks lie in ``numel`` elements of a matrix: those of full height, and those of the
+    last rows."""
     height, width = size
     if height == 1:
-        return [Run(start, (numel // width, 1, 1, width), scale)] if numel else []
-    columns = spec.shape[-1]
-    found = []
+        return [(numel // width, 1, 1, width)] if numel else []
     full, left = divmod(numel // columns, height)
-    for shape in ((full, height, columns // width, width), (1, left, columns // width, width)):
-        if prod(shape):
-            found.append(Run(start, shape, scale))
-            start, scale = start + found[-1].numel, scale + found[-1].scales
-    return found
-
-
-def _scales(runs: Sequence[Run]) -> int:
-    return runs[-1].scale + runs[-1].scales if runs else 0
+    shapes = (full, height, columns // width, width), (1, left, columns // width, width)
+    return [shape for shape in shapes if prod(shape)]

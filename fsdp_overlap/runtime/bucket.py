@@ -147,9 +147,10 @@ class Bucket:
     def _sent_sizes(self) -> list[int]:
         """How many bytes each rank sends in an all-gather."""
         plan, policy = self.gather_plan, self.gather_policy
-        if policy is None or not isinstance(plan, BucketPlan):
+        if policy is None:
             return [numel * self.compute_dtype.itemsize for numel in plan.shard_numels]
-        return [*policy.wire(plan, self.compute_dtype).packed.shard_numels]
+        sizes = policy.wire(plan, self.compute_dtype).packed.shard_numels
+        return [*sizes] * (plan.world_size // len(sizes))  # all are alike in rows
 
     def _at_rest(self, device: torch.device, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory for a shard or its gradient in a bucket whose full buffer is on ``device``."""

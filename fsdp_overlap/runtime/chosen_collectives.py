@@ -8,8 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.comm.collectives import Collectives, CustomCollectives, CustomComms, choose
-from fsdp_overlap.comm.quantized_gather import QuantizedCollectives
+from fsdp_overlap.comm.collectives import (
+    Collectives,
+    CustomCollectives,
+    CustomComms,
+    LocalCollectives,
+    choose,
+)
+from fsdp_overlap.comm.quantized_gather import QuantizedCollectives, QuantizedRows, Wire
 from fsdp_overlap.comm.row_collectives import PackedRows, choose_for_rows
 from fsdp_overlap.comm.symmetric_memory import SymmetricCollectives
 from fsdp_overlap.layout import BucketPlan, Plan, RowsPlan
@@ -29,32 +35,25 @@ def chosen_collectives(
 ) -> Collectives[Any]:
     """How a bucket of ``plan`` travels among the ranks of ``group``: in ``reduce_dtype`` when it is
     reduced, and when it is gathered as ``policy`` says, or else in ``compute_dtype``."""
-    found = _in_full(domain, plan, group, settings, compute_dtype, reduce_dtype)
-    if policy is None:
-        return found
-    assert isinstance(plan, BucketPlan)
-    wire, scale_dtype = policy.wire(plan, compute_dtype), policy.scale_dtype(compute_dtype)
-    return QuantizedCollectives(wire, group.rank(), policy.gather_dtype, scale_dtype, found)
-
-
-def _in_full(
-    domain: Domain,
-    plan: Plan,
-    group: dist.ProcessGroup,
-    settings: Settings,
-    compute_dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
-) -> Collectives[Any]:
-    """How it travels in the dtypes that were asked for."""
     flat = plan.packed if isinstance(plan, RowsPlan) else plan
-    found: Collectives[BucketPlan] = choose(domain.device_type, group, flat)
-    if domain.shard_size == 1:
-        return found
-    if settings.comms != CustomComms():
-        found = CustomCollectives(settings.comms, found)
-    elif settings.uses_symmetric_memory:
+    ranges: Collectives[BucketPlan] = choose(domain.device_type, group, flat)
+    is_custom = settings.comms != CustomComms()
+    if domain.shard_size > 1 and is_custom:
+        ranges = CustomCollectives(settings.comms, ranges)
+    elif domain.shard_size > 1 and settings.uses_symmetric_memory:
         domain.symmetric_memory.reserve(plan, compute_dtype, reduce_dtype)
-        found = SymmetricCollectives(domain.symmetric_memory)
-    elif isinstance(plan, RowsPlan):
-        return choose_for_rows(domain.device_type, group, plan)
-    return PackedRows(found) if isinstance(plan, RowsPlan) else found
+        ranges = SymmetricCollectives(domain.symmetric_memory)
+    wire = None
+    if policy is not None:
+        travels = policy.wire(plan, compute_dtype)
+        own = travels.segment(0 if isinstance(plan, RowsPlan) else group.rank())
+        scales = policy.scale_dtype(compute_dtype)
+        wire = Wire(travels, own, policy.gather_dtype, scales, ranges)
+    if not isinstance(plan, RowsPlan):
+        return ranges if wire is None else QuantizedCollectives(wire, ranges)
+    rows: Collectives[RowsPlan] = PackedRows(ranges)
+    if domain.shard_size == 1:
+        rows = LocalCollectives()
+    elif not is_custom and not settings.uses_symmetric_memory:
+        rows = choose_for_rows(domain.device_type, group, plan)
+    return rows if wire is None else QuantizedRows(wire, rows)

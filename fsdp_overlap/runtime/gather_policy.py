@@ -7,8 +7,15 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from fsdp_overlap.layout import BucketPlan, ParamSpec
-from fsdp_overlap.layout.wire_plan import Block, BlockSize, WirePlan, block_in, grain_of
+from fsdp_overlap.layout import ParamSpec, Plan, RowsPlan
+from fsdp_overlap.layout.wire_plan import (
+    Block,
+    BlockSize,
+    WirePlan,
+    block_in,
+    grain_of,
+    one_rank,
+)
 from fsdp_overlap.tensor.quantization import LARGEST, POWERS_OF_TWO, scale_dtype_for
 
 
@@ -83,15 +90,16 @@ class GatherPolicy:
             return 1
         return grain_of(spec, size)
 
-    def wire(self, plan: BucketPlan, compute_dtype: torch.dtype) -> WirePlan:
-        """What ranks send of a bucket.
+    def wire(self, plan: Plan, compute_dtype: torch.dtype) -> WirePlan:
+        """What ranks send of a bucket. If it is in rows, what one rank sends.
 
         Raises:
             ValueError: the plan cuts a block.
         """
+        blocks = tuple(map(self.block_in, plan.specs))
         return WirePlan(
-            plan,
-            tuple(map(self.block_in, plan.specs)),
+            one_rank(plan, blocks) if isinstance(plan, RowsPlan) else plan,
+            blocks,
             self.scale_dtype(compute_dtype).itemsize,
             compute_dtype.itemsize,
         )

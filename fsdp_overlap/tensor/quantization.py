@@ -82,7 +82,8 @@ def decode_into(values: torch.Tensor, codes: torch.Tensor) -> None:
 
 
 def multiply(values: torch.Tensor, scales: torch.Tensor) -> None:
-    """Multiplies ``values`` in place, of the shape that blocks have, by the blocks' scales."""
+    """Multiplies ``values`` in place by their blocks' scales. Shapes end as those of
+    :func:`encode`."""
     if scales.dtype != values.dtype:
         scales = scales.to(scale_dtype_for(values.dtype))
-    values.mul_(scales[:, None, :, None])
+    values.mul_(scales[..., :, None, :, None])
