@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 from functools import partial
@@ -13,13 +14,16 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
 
-from fsdp_overlap import Blocks, Flat, GatherPolicy, Rows, Whole
+from fsdp_overlap import Blocks, Flat, FsdpContext, GatherPolicy, Rows, Whole, fully_shard
 from fsdp_overlap.comm.collectives import Issued
 from fsdp_overlap.comm.quantized_gather import QuantizedCollectives, Wire
 from fsdp_overlap.layout import BucketPlan, LayoutRule, ParamSpec, plan_units
 from support.quantized import LARGEST, as_gathered, quantize_twin
-from support.ranks import run_ranks
+from support.ranks import RankError, run_ranks
 from support.twins import COPIES, Twins
 from support.zoo import Model, shard_layers
 
@@ -167,3 +171,106 @@ def test_training_equals_that_of_quantized_weights(
     ranks: int, policy: GatherPolicy, options: dict[str, Any], unit_options: dict[str, Any]
 ) -> None:
     run_ranks(train, ranks, policy, options, unit_options)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"gather_dtype": torch.bfloat16},
+            "use one of torch.float8_e4m3fn, .*MixedPrecisionPolicy",
+        ),
+        ({"gather_dtype": torch.float8_e8m0fnu}, "use one of"),
+        ({"block": 32}, r"block=32\): name the rows and the columns"),
+        ({"block": (0, None)}, "a number of at least 1"),
+        ({"block": (1, 2.0)}, "a number of at least 1"),
+        ({"keep": "embedding.weight"}, "use a tuple of names"),
+    ],
+)
+def test_policies_that_say_nothing_sensible(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        GatherPolicy(**options)
+
+
+def refuse(layout: LayoutRule, options: dict[str, Any], message: str, planned: bool) -> None:
+    model = Model(layers=1)
+    before = dict(model.named_parameters())
+    ctx = FsdpContext(layout=layout)
+    if planned:
+        ctx.plan([model])
+    with pytest.raises(ValueError, match=message):
+        fully_shard(model, ctx, **options)
+    assert dict(model.named_parameters()) == before
+    fully_shard(model, ctx)  # nothing was changed
+
+
+@pytest.mark.parametrize(
+    ("layout", "policy", "message", "planned"),
+    [
+        (Flat(), GatherPolicy(block=(1, 4)), "no multiple of the 4 that share a scale", False),
+        (Flat(), GatherPolicy(block=(None, None)), "inside of the .* Whole", False),
+        (Flat(), GatherPolicy(), "inside of the .* Blocks", True),
+        (Rows(), GatherPolicy(block=(2, None)), "cut into chunks of 5 along dimension 0", False),
+    ],
+)
+def test_blocks_that_parameters_cannot_have(
+    layout: LayoutRule, policy: GatherPolicy, message: str, planned: bool
+) -> None:
+    run_ranks(refuse, 3, layout, {"gather_policy": policy}, message, planned)
+
+
+def columns(parameter: nn.Parameter) -> Shard | None:
+    return Shard(1) if parameter.ndim == 2 else None
+
+
+def test_rows_that_are_cut_along_their_columns() -> None:
+    options = {"gather_policy": GatherPolicy(), "shard_placement_fn": columns}
+    run_ranks(refuse, 2, Rows(), options, "along dimension 1", False)
+
+
+def disagree() -> None:
+    policy = GatherPolicy() if dist.get_rank() else None
+    model = Model(layers=1)
+    fully_shard(model, FsdpContext(check_plans=True), gather_policy=policy)
+    model(torch.zeros(1, 2, dtype=torch.int64))
+
+
+def test_ranks_with_other_policies_get_an_error() -> None:
+    with pytest.raises(RankError, match="planned"):
+        run_ranks(disagree, 2)
+
+
+# What stays as it is
+
+
+def keep_precision() -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    torch.manual_seed(0)
+    model = Model(layers=2)
+    wholes = {name: whole.detach().clone() for name, whole in model.named_parameters()}
+    shard_layers(model, FsdpContext(), mp_policy=policy, gather_policy=GatherPolicy())
+    seen = {}
+
+    def look(module: nn.Module, _: object) -> None:
+        for name, parameter in module.named_parameters(recurse=False):
+            seen[module, name] = parameter.detach().clone()
+
+    for module in (model.embedding, model.head, *model.layers.modules()):
+        module.register_forward_pre_hook(look)
+    model(torch.zeros(1, 2, dtype=torch.int64))
+    for (module, name), values in seen.items():
+        [fqn] = [
+            f"{path}.{name}".strip(".") for path, each in model.named_modules() if each is module
+        ]
+        assert torch.equal(values, as_gathered(wholes[fqn], GatherPolicy(), torch.bfloat16)), fqn
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.full_tensor(), wholes[name])
+    tokens = torch.ones(2, 3, dtype=torch.int64)
+    assert torch.equal(copy.deepcopy(model)(tokens), model(tokens))
+
+
+def test_shards_keep_their_precision_and_compute_sees_the_rest_in_its_own_dtype() -> None:
+    run_ranks(keep_precision, 2)

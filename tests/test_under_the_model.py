@@ -15,6 +15,7 @@ import torch
 
 from fsdp_overlap.agreement.order_check import OrderCheck
 from fsdp_overlap.comm.lanes import StreamLane, StreamTicket
+from fsdp_overlap.comm.quantized_gather import Wire
 from fsdp_overlap.comm.row_collectives import PackedRows
 from fsdp_overlap.deciding.gathers import Gathers
 from fsdp_overlap.deciding.reductions import Reductions
@@ -77,8 +78,12 @@ HOOKS = "hooks on another stream"
 EXCHANGED = "Muon in rounds"
 ROWS = "prefetch 1, rows"
 COPIED = "torch._foreach_copy_(targets, sources)"
-# The same on a stream that waits for nobody.
-ASIDE = "with (m := torch.get_device_module({}.device)).stream(m.Stream()): " + COPIED
+BITS = "gathered in 8 bits, flat"
+DECODED = "decode(gathered, full)"
+ENCODED = "self._encode(shard.to(full.device, non_blocking=True), own, full.dtype)"
+# On a stream that waits for nobody.
+ON_ANOTHER_STREAM = "with (m := torch.get_device_module({}.device)).stream(m.Stream()): "
+ASIDE = ON_ANOTHER_STREAM + COPIED
 
 # Every line of the lanes, tickets and releases that orders something.
 DEFECTS = [
@@ -190,6 +195,8 @@ DEFECTS = [
     Defect(Exchange, "finish", "self._ticket.wait()", EXCHANGED),
     Defect(PackedRows, "all_gather", COPIED, ROWS, new=ASIDE.format("full")),
     Defect(PackedRows, "reduce_scatter", COPIED, ROWS, new=ASIDE.format("gradients")),
+    Defect(Wire, "gather", DECODED, BITS, new=ON_ANOTHER_STREAM.format("full") + DECODED),
+    Defect(Wire, "gather", ENCODED, BITS, new=ON_ANOTHER_STREAM.format("full") + ENCODED),
     Defect(Domain, "finish_reading", "self.reading.wait_on_host()", OFFLOADED),
     Defect(
         Transfers,

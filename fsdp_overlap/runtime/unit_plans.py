@@ -63,9 +63,9 @@ class UnitPlans:
         if plans is None:
             self._one_by_one[modules[0]] = specs
             return self._planner.plan([specs])[0]
-        # Units are planned ahead without their policies, which say how blocks are quantized.
-        wanted = {replace(spec, block=1) for spec in specs}
-        different = {spec for plan in plans for spec in plan.specs} ^ wanted
+        different = _unquantized(spec for plan in plans for spec in plan.specs) ^ _unquantized(
+            specs
+        )
         if different:
             names = sorted({spec.fqn for spec in different})
             more = ", ..." if len(names) > 3 else ""
@@ -103,6 +103,11 @@ class UnitPlans:
             self._has_plans_ahead = has_plans_ahead
 
         return go_back
+
+
+def _unquantized(specs: Iterable[ParamSpec]) -> set[ParamSpec]:
+    """``specs`` without blocks, because ahead of a unit nobody knows how it will be gathered."""
+    return {replace(spec, block=1) for spec in specs}
 
 
 @contextmanager
