@@ -16,7 +16,7 @@ from fsdp_overlap.fully_shard import fully_shard
 from fsdp_overlap.layout import Blocks, Flat, Rows, Whole
 from fsdp_overlap.replacing import replacing_fsdp2
 from fsdp_overlap.runtime.context import FsdpContext
-from fsdp_overlap.runtime.gather_policy import GatherPolicy
+from fsdp_overlap.runtime.wire_policy import WirePolicy
 from fsdp_overlap.tensor.creation import distribute_tensor
 from fsdp_overlap.tensor.placement import RangeShard
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
@@ -31,7 +31,6 @@ __all__ = [
     "Flat",
     "FsdpContext",
     "FsdpModule",
-    "GatherPolicy",
     "GradientReductionHandle",
     "MeshGroups",
     "MixedPrecisionPolicy",
@@ -42,6 +41,7 @@ __all__ = [
     "Stats",
     "UnshardHandle",
     "Whole",
+    "WirePolicy",
     "distribute_tensor",
     "find_blocks",
     "fully_shard",

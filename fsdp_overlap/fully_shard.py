@@ -12,8 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from fsdp_overlap.fsdp2_state import state_of
 from fsdp_overlap.fsdp_module import FsdpModule
 from fsdp_overlap.runtime.context import FsdpContext
-from fsdp_overlap.runtime.gather_policy import GatherPolicy
 from fsdp_overlap.runtime.unit import unit_of
+from fsdp_overlap.runtime.wire_policy import WirePolicy
 from fsdp_overlap.sharding import make_unit, plan_late
 from fsdp_overlap.torch_internals import note_fully_sharded, teach_fully_shard
 
@@ -43,7 +43,7 @@ def fully_shard(
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
-    gather_policy: GatherPolicy | None = None,
+    wire_policy: WirePolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: object | None = None,
 ) -> Sharded: ...
@@ -57,7 +57,7 @@ def fully_shard(
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
-    gather_policy: GatherPolicy | None = None,
+    wire_policy: WirePolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: object | None = None,
 ) -> Sequence[Sharded]: ...
@@ -70,7 +70,7 @@ def fully_shard(
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008, frozen
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008, frozen
-    gather_policy: GatherPolicy | None = None,
+    wire_policy: WirePolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: object | None = None,
 ) -> FsdpModule | Sequence[FsdpModule]:
@@ -122,7 +122,7 @@ def fully_shard(
             host's memory. Shards are copied to the device when they are gathered. Gradients are
             copied back when they are reduced, and backward ends when they have arrived. On a CPU
             the policy changes nothing.
-        gather_policy: gathers matrices in 8 bits. By default parameters travel in the dtype of
+        wire_policy: gathers matrices in 8 bits. By default parameters travel in the dtype of
             compute.
         ignored_params: the parameters to leave as they are.
         dp_mesh_dims: not supported; pass the data-parallel dimensions as ``mesh``.
@@ -149,7 +149,7 @@ def fully_shard(
         shard_placement_fn=shard_placement_fn,
         mp_policy=mp_policy,
         offload_policy=offload_policy,
-        gather_policy=gather_policy,
+        wire_policy=wire_policy,
         ignored=frozenset(ignored_params or ()),
     )
     for each in modules:

@@ -212,7 +212,7 @@ class ShardedModule(nn.Module):
             shard_placement_fn=meshes.__getitem__,
             mp_policy=_keeping_dtypes(unit.mp_policy, kept),
             offload_policy=unit.offload_policy,
-            gather_policy=unit.gather_policy,
+            wire_policy=unit.wire_policy,
             ignored=frozenset(deepcopy(parameter, memo) for parameter in unit.ignored),
         )
         for module, duplicate in zip(originals, duplicates, strict=True):

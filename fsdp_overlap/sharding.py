@@ -19,7 +19,6 @@ from fsdp_overlap.runtime import hooks, tiles
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.context import FsdpContext
 from fsdp_overlap.runtime.domain import Domain
-from fsdp_overlap.runtime.gather_policy import GatherPolicy
 from fsdp_overlap.runtime.ownership import (
     OwnedParameter,
     Owner,
@@ -35,6 +34,7 @@ from fsdp_overlap.runtime.stale_optimizers import note_replacement
 from fsdp_overlap.runtime.starts import take_from_first
 from fsdp_overlap.runtime.unit import Unit, reduce_dtype
 from fsdp_overlap.runtime.unit_plans import all_or_none
+from fsdp_overlap.runtime.wire_policy import WirePolicy
 from fsdp_overlap.tensor.carried import SUMMED
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
 
@@ -48,7 +48,7 @@ def make_unit(
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy,
-    gather_policy: GatherPolicy | None,
+    wire_policy: WirePolicy | None,
     ignored: frozenset[nn.Parameter],
 ) -> Unit:
     """Shards what ``modules`` own and hooks their forwards. Their classes are left to the caller.
@@ -65,9 +65,9 @@ def make_unit(
     _check_gradients(kind, owned, mp_policy)
     if ctx.sync_module_states:
         _check_synced(kind, owned)
-    if gather_policy is not None:
+    if wire_policy is not None:
         for item in owned:
-            item.block = gather_policy.grain(item.spec)
+            item.block = wire_policy.grain(item.spec)
     by_domain = _by_domain(kind, owned, ctx, mesh, shard_placement_fn)
     reshard_after_forward = _checked_reshard_after_forward(
         reshard_after_forward, {domain.shard_size for domain in by_domain}
@@ -82,23 +82,21 @@ def make_unit(
         planned = {
             domain: _plan(modules, items, ctx, domain) for domain, items in by_domain.items()
         }
-        if gather_policy is not None:
+        if wire_policy is not None:
             for plan in chain.from_iterable(planned.values()):
-                gather_policy.wire(plan, torch.float32)  # raises where a block is cut
+                wire_policy.wire(plan, torch.float32)  # raises where a block is cut
     # Nothing was changed so far, and nothing is refused from here on.
     if ctx.sync_module_states:
         take_from_first(modules, by_domain, mesh)
     buckets = [
         bucket
         for domain, items in by_domain.items()
-        for bucket in _make_buckets(
-            planned[domain], items, domain, mp_policy, offload, gather_policy
-        )
+        for bucket in _make_buckets(planned[domain], items, domain, mp_policy, offload, wire_policy)
     ]
     unit = Unit(modules, ctx, mesh, buckets, mp_policy, reshard_after_forward)
     unit.ignored = ignored
     unit.offload_policy = offload_policy
-    unit.gather_policy = gather_policy
+    unit.wire_policy = wire_policy
     _mark_owner(unit)
     move_buffers(modules, ctx.device)
     for each in modules:
@@ -318,7 +316,7 @@ def _make_buckets(
     domain: Domain,
     mp_policy: MixedPrecisionPolicy,
     offload: CPUOffloadPolicy | None,
-    gather_policy: GatherPolicy | None,
+    wire_policy: WirePolicy | None,
 ) -> list[Bucket]:
     by_fqn = {item.fqn: item for item in owned}
     is_meta = any(item.parameter.is_meta for item in owned)
@@ -330,7 +328,7 @@ def _make_buckets(
             torch.device("meta") if is_meta else domain.device,
             _compute_dtype(plan.specs[0], mp_policy),
             offload,
-            gather_policy,
+            wire_policy,
         )
         for plan in plans
     ]

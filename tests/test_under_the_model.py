@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from fsdp_overlap.agreement.order_check import OrderCheck
+from fsdp_overlap.comm import quantized
 from fsdp_overlap.comm.lanes import StreamLane, StreamTicket
-from fsdp_overlap.comm.quantized_gather import Wire
+from fsdp_overlap.comm.quantized import QuantizedReduction
 from fsdp_overlap.comm.row_collectives import PackedRows
 from fsdp_overlap.deciding.gathers import Gathers
 from fsdp_overlap.deciding.reductions import Reductions
@@ -52,7 +53,8 @@ def test_nothing_is_left_unordered(name: str) -> None:
 class Defect(NamedTuple):
     """`method` with `new` in place of `old`, and a mode that shows the difference."""
 
-    owner: type
+    owner: Any
+    """A class or a module."""
     method: str
     old: str
     mode: str
@@ -80,7 +82,10 @@ ROWS = "prefetch 1, rows"
 COPIED = "torch._foreach_copy_(targets, sources)"
 BITS = "gathered in 8 bits, flat"
 DECODED = "decode(gathered, full)"
-ENCODED = "self._encode(shard.to(full.device, non_blocking=True), own, full.dtype)"
+ENCODED = "wire.encode(shard.to(full.device, non_blocking=True), own, full.dtype)"
+BITS_BACK = "reduced in 8 bits"
+SUMMED = "total = self._sum(received.view(len(sizes), -1), mine, rank)"
+SENT = "sent = self._encode(gradients)"
 # On a stream that waits for nobody.
 ON_ANOTHER_STREAM = "with (m := torch.get_device_module({}.device)).stream(m.Stream()): "
 ASIDE = ON_ANOTHER_STREAM + COPIED
@@ -195,8 +200,22 @@ DEFECTS = [
     Defect(Exchange, "finish", "self._ticket.wait()", EXCHANGED),
     Defect(PackedRows, "all_gather", COPIED, ROWS, new=ASIDE.format("full")),
     Defect(PackedRows, "reduce_scatter", COPIED, ROWS, new=ASIDE.format("gradients")),
-    Defect(Wire, "gather", DECODED, BITS, new=ON_ANOTHER_STREAM.format("full") + DECODED),
-    Defect(Wire, "gather", ENCODED, BITS, new=ON_ANOTHER_STREAM.format("full") + ENCODED),
+    Defect(quantized, "_gather", DECODED, BITS, new=ON_ANOTHER_STREAM.format("full") + DECODED),
+    Defect(quantized, "_gather", ENCODED, BITS, new=ON_ANOTHER_STREAM.format("full") + ENCODED),
+    Defect(
+        QuantizedReduction,
+        "reduce_scatter",
+        SUMMED,
+        BITS_BACK,
+        new=ON_ANOTHER_STREAM.format("mine") + SUMMED,
+    ),
+    Defect(
+        QuantizedReduction,
+        "reduce_scatter",
+        SENT,
+        BITS_BACK,
+        new=ON_ANOTHER_STREAM.format("gradients") + SENT,
+    ),
     Defect(Domain, "finish_reading", "self.reading.wait_on_host()", OFFLOADED),
     Defect(
         Transfers,

@@ -143,6 +143,11 @@ class WirePlan:
                 part[-1] += most - sum(part)
         return [tuple(part) for part in found]
 
+    @property
+    def scales(self) -> int:
+        """How many scales there are, on all ranks together."""
+        return sum(run.scales for run in self.all_runs)
+
     @cached_property
     def packed(self) -> BucketPlan:
         """The plan of the buffer of bytes in which segments follow each other."""

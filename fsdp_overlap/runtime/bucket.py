@@ -25,7 +25,6 @@ from fsdp_overlap.runtime.digests import Start
 from fsdp_overlap.runtime.divided_shard import DividedShard
 from fsdp_overlap.runtime.domain import BucketEdits, Domain
 from fsdp_overlap.runtime.engine import is_in_backward
-from fsdp_overlap.runtime.gather_policy import GatherPolicy
 from fsdp_overlap.runtime.landing import Landing
 from fsdp_overlap.runtime.ownership import OwnedParameter
 from fsdp_overlap.runtime.partial_reshard import KeptPart
@@ -37,6 +36,7 @@ from fsdp_overlap.runtime.tiles import (
     parameter_like,
     tile_in,
 )
+from fsdp_overlap.runtime.wire_policy import WirePolicy, sent_sizes
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 from fsdp_overlap.tensor.row_tensor import Sharded
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, attributes_of
@@ -74,7 +74,7 @@ class Bucket:
         device: torch.device,
         compute_dtype: torch.dtype,
         offload: CPUOffloadPolicy | None = None,
-        gather_policy: GatherPolicy | None = None,
+        wire_policy: WirePolicy | None = None,
     ) -> None:
         self.plan = plan
         self.owned = list(owned)
@@ -89,7 +89,7 @@ class Bucket:
         self.groups: LaneGroups
         self.collectives: Collectives[Any]
         self.compute_dtype = compute_dtype
-        self.gather_policy = gather_policy
+        self.wire_policy = wire_policy
         self.offload = offload
         """Set if the shard and its gradient rest on the host, and another device computes."""
         self.parameters = [item.parameter for item in owned]
@@ -120,7 +120,9 @@ class Bucket:
         # The plan among the ranks that gather. The ranks that hold parts of one shard put it
         # together before.
         self.gather_plan = plan.merged(domain.shard_size) if domain.divides_copies else plan
-        sent = self._sent_sizes()
+        policy = self.wire_policy
+        quantized = policy if policy is not None and policy.gather_dtype is not None else None
+        sent = sent_sizes(self.gather_plan, self.compute_dtype, quantized)
         self.gathered_nbytes = sum(sent)
         """What an all-gather brings together, on all ranks."""
         self._travels = self.gathered_nbytes - sent[domain.shard_rank]
@@ -143,14 +145,6 @@ class Bucket:
         parts = own_parts(self.plan, wholes, self.domain.plan_rank)
         for sharded, part in zip(self.sharded_parameters, parts, strict=True):
             sharded._local_tensor.copy_(part)
-
-    def _sent_sizes(self) -> list[int]:
-        """How many bytes each rank sends in an all-gather."""
-        plan, policy = self.gather_plan, self.gather_policy
-        if policy is None:
-            return [numel * self.compute_dtype.itemsize for numel in plan.shard_numels]
-        sizes = policy.wire(plan, self.compute_dtype).packed.shard_numels
-        return [*sizes] * (plan.world_size // len(sizes))  # all are alike in rows
 
     def _at_rest(self, device: torch.device, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory for a shard or its gradient in a bucket whose full buffer is on ``device``."""
@@ -249,7 +243,7 @@ class Bucket:
             self.gather_plan,
             groups.gather,
             settings,
-            self.gather_policy,
+            self.wire_policy,
             self.compute_dtype,
             reduce_dtype,
         )
@@ -262,7 +256,7 @@ class Bucket:
     def signature(self, dtype: torch.dtype) -> int:
         """A number that is the same on ranks which planned the bucket alike, and have as many
         buckets and parameters in the domain. ``dtype`` is what a collective sends."""
-        facts = f"{self.plan} {dtype} {self.gather_policy} {self.domain.signature}"
+        facts = f"{self.plan} {dtype} {self.wire_policy} {self.domain.signature}"
         return zlib.crc32(facts.encode())
 
     @property

@@ -3,6 +3,8 @@ in few bits or not."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,16 +14,30 @@ from fsdp_overlap.comm.collectives import (
     Collectives,
     CustomCollectives,
     CustomComms,
+    Issued,
     LocalCollectives,
     choose,
 )
-from fsdp_overlap.comm.quantized_gather import QuantizedCollectives, QuantizedRows, Wire
+from fsdp_overlap.comm.quantized import (
+    QuantizedGather,
+    QuantizedReduction,
+    QuantizedRowsGather,
+    Wire,
+)
 from fsdp_overlap.comm.row_collectives import PackedRows, choose_for_rows
 from fsdp_overlap.comm.symmetric_memory import SymmetricCollectives
 from fsdp_overlap.layout import BucketPlan, Plan, RowsPlan
 from fsdp_overlap.runtime.domain import Domain
-from fsdp_overlap.runtime.gather_policy import GatherPolicy
 from fsdp_overlap.runtime.settings import Settings
+from fsdp_overlap.runtime.wire_policy import WirePolicy
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The collectives of a bucket. See :class:`~fsdp_overlap.comm.collectives.Collectives`."""
+
+    all_gather: Callable[..., Issued]
+    reduce_scatter: Callable[..., Issued]
 
 
 def chosen_collectives(
@@ -29,31 +45,42 @@ def chosen_collectives(
     plan: Plan,
     group: dist.ProcessGroup,
     settings: Settings,
-    policy: GatherPolicy | None,
+    policy: WirePolicy | None,
     compute_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
-) -> Collectives[Any]:
-    """How a bucket of ``plan`` travels among the ranks of ``group``: in ``reduce_dtype`` when it is
-    reduced, and when it is gathered as ``policy`` says, or else in ``compute_dtype``."""
+) -> Chosen:
+    """How a bucket of ``plan`` travels among the ranks of ``group``: in ``compute_dtype`` when it
+    is gathered and in ``reduce_dtype`` when it is reduced, or else as ``policy`` says."""
     flat = plan.packed if isinstance(plan, RowsPlan) else plan
     ranges: Collectives[BucketPlan] = choose(domain.device_type, group, flat)
+    is_alone = domain.shard_size == 1
     is_custom = settings.comms != CustomComms()
-    if domain.shard_size > 1 and is_custom:
+    if is_custom and not is_alone:
         ranges = CustomCollectives(settings.comms, ranges)
-    elif domain.shard_size > 1 and settings.uses_symmetric_memory:
+    elif settings.uses_symmetric_memory and not is_alone:
         domain.symmetric_memory.reserve(plan, compute_dtype, reduce_dtype)
         ranges = SymmetricCollectives(domain.symmetric_memory)
-    wire = None
-    if policy is not None:
-        travels = policy.wire(plan, compute_dtype)
-        own = travels.segment(0 if isinstance(plan, RowsPlan) else group.rank())
-        scales = policy.scale_dtype(compute_dtype)
-        wire = Wire(travels, own, policy.gather_dtype, scales, ranges)
-    if not isinstance(plan, RowsPlan):
-        return ranges if wire is None else QuantizedCollectives(wire, ranges)
-    rows: Collectives[RowsPlan] = PackedRows(ranges)
-    if domain.shard_size == 1:
-        rows = LocalCollectives()
-    elif not is_custom and not settings.uses_symmetric_memory:
-        rows = choose_for_rows(domain.device_type, group, plan)
-    return rows if wire is None else QuantizedRows(wire, rows)
+    found: Any = ranges
+    if isinstance(plan, RowsPlan) and is_alone:
+        found = LocalCollectives()
+    elif isinstance(plan, RowsPlan):
+        is_free = not is_custom and not settings.uses_symmetric_memory
+        fastest = choose_for_rows(domain.device_type, group, plan)
+        found = fastest if is_free else PackedRows(ranges)
+    gather, reduce = found.all_gather, found.reduce_scatter
+    if policy is not None and policy.gather_dtype is not None:
+        wire = _wire(policy, plan, compute_dtype, policy.gather_dtype, group.rank())
+        in_rows = isinstance(plan, RowsPlan)
+        gather = (QuantizedRowsGather if in_rows else QuantizedGather)(wire, ranges).all_gather
+    if policy is not None and policy.reduce_dtype is not None and not is_alone:
+        wire = _wire(policy, plan, reduce_dtype, policy.reduce_dtype, group.rank())
+        reduce = QuantizedReduction(wire).reduce_scatter
+    return Chosen(gather, reduce)
+
+
+def _wire(
+    policy: WirePolicy, plan: Plan, dtype: torch.dtype, codes: torch.dtype, rank: int
+) -> Wire:
+    travels = policy.wire(plan, dtype)
+    own = travels.segment(0 if isinstance(plan, RowsPlan) else rank)
+    return Wire(travels, own, codes, policy.scale_dtype(dtype))

@@ -15,6 +15,7 @@ from fsdp_overlap.runtime.landing import Landing
 from fsdp_overlap.runtime.reduce_options import ReduceOptions
 from fsdp_overlap.runtime.sharded_forms import give_gradients
 from fsdp_overlap.runtime.tiles import is_placed_like, placed_like, tile_in
+from fsdp_overlap.runtime.wire_policy import sent_sizes
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 
 # Gradients of at least this size may move to the reduce input as soon as they arrive. Smaller ones
@@ -37,9 +38,12 @@ class BucketGradients:
         self.copies = CopiesReduction(bucket) if bucket.domain.copies > 1 else None
         self.input = FlatBuffer(bucket.plan, reduce_dtype, bucket.full.flat.device)
         self.input.memory = bucket.full.memory
-        reduced = bucket.gather_plan.shard_numels[bucket.domain.shard_rank]
-        sent = sum(bucket.gather_plan.shard_numels)
-        self._travels = (sent - reduced) * reduce_dtype.itemsize
+        policy = bucket.wire_policy
+        quantized = policy if policy is not None and policy.reduce_dtype is not None else None
+        sent = sent_sizes(bucket.gather_plan, reduce_dtype, quantized)
+        self.reduced_nbytes = sum(sent)
+        """What a reduce-scatter divides among the ranks."""
+        self._travels = self.reduced_nbytes - sent[bucket.domain.shard_rank]
         count = len(bucket.parameters)
         self.filled = [False] * count
         self.is_in_flight = False

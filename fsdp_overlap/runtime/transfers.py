@@ -147,7 +147,7 @@ class Transfers:
         if self._across:
             self._bound_sums()
         self._stats.reduce_scatters += 1
-        self._stats.reduce_scatter_bytes += gradients.input.nbytes
+        self._stats.reduce_scatter_bytes += gradients.reduced_nbytes
         bucket, across = gradients.bucket, gradients.goes_across
         bucket.domain.note_reduction(bucket, gradients.input.flat.dtype, across)
         return gradients.reduce(self.reduce_lane, self.copies_lane if across else None)

@@ -19,12 +19,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from fsdp_overlap.comm.lanes import Lane
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.engine import is_to_accumulate
-from fsdp_overlap.runtime.gather_policy import GatherPolicy
 from fsdp_overlap.runtime.gradients import BucketGradients
 from fsdp_overlap.runtime.ownership import kind_of, modules_outside_units
 from fsdp_overlap.runtime.settings import Settings
 from fsdp_overlap.runtime.unsharded_edits import FREED, UnshardedEdits
 from fsdp_overlap.runtime.untraced import untraced
+from fsdp_overlap.runtime.wire_policy import WirePolicy
 
 _grad = attrgetter("grad")
 
@@ -77,7 +77,7 @@ class Unit:
         """The units that the user wants gathered when this one runs, instead of those predicted."""
         self.ignored: frozenset[nn.Parameter] = frozenset()
         self.offload_policy = OffloadPolicy()
-        self.gather_policy: GatherPolicy | None = None
+        self.wire_policy: WirePolicy | None = None
         self.is_offloaded = any(bucket.offload is not None for bucket in buckets)
         self.has_copies = any(bucket.domain.copies > 1 for bucket in buckets)
         self.has_unreduced = False

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from fsdp_overlap import FsdpContext, GatherPolicy, fully_shard
+from fsdp_overlap import FsdpContext, WirePolicy, fully_shard
 from fsdp_overlap.layout import Blocks, Flat, LayoutRule, Rows, Whole
 from fsdp_overlap.modelled import Stream, current_stream, stream
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_, exchange
@@ -66,10 +66,13 @@ MODES["parts kept, ragged"] = trained(shard_options={"reshard_after_forward": 2}
 MODES["kept between forward and backward"] = trained(shard_options={"reshard_after_forward": False})
 for name, layout in {**LAYOUTS, "rows": Rows()}.items():
     MODES[f"gathered in 8 bits, {name}"] = trained(
-        shard_options={"gather_policy": GatherPolicy()}, layout=layout
+        shard_options={"wire_policy": WirePolicy(torch.float8_e4m3fn)}, layout=layout
     )
+MODES["reduced in 8 bits"] = trained(
+    shard_options={"wire_policy": WirePolicy(reduce_dtype=torch.float8_e5m2)}
+)
 MODES["gathered in 8 bits, offloaded"] = trained(
-    shard_options={"gather_policy": GatherPolicy(torch.int8), **OFFLOAD}
+    shard_options={"wire_policy": WirePolicy(torch.int8), **OFFLOAD}
 )
 MODES["in bfloat16"] = trained(shard_options={"mp_policy": LOW})
 MODES["offloaded"] = trained(shard_options=dict(OFFLOAD))

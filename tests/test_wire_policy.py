@@ -1,4 +1,4 @@
-"""``GatherPolicy``: parameters are gathered in 8 bits, and compute sees what these stand for."""
+"""``WirePolicy``: what travels takes 8 bits, and nothing else does."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
-from fsdp_overlap import Blocks, Flat, FsdpContext, GatherPolicy, Rows, Whole, fully_shard
+from fsdp_overlap import Blocks, Flat, FsdpContext, Rows, Whole, WirePolicy, fully_shard
 from fsdp_overlap.comm.collectives import Issued
-from fsdp_overlap.comm.quantized_gather import QuantizedCollectives, Wire
+from fsdp_overlap.comm.quantized import QuantizedGather, Wire
 from fsdp_overlap.layout import BucketPlan, LayoutRule, ParamSpec, plan_units
 from support.quantized import LARGEST, as_gathered, quantize_twin
 from support.ranks import RankError, run_ranks
-from support.twins import COPIES, Twins
-from support.zoo import Model, shard_layers
+from support.twins import COPIES, NAMES, Twins
+from support.zoo import VOCABULARY, Model, shard_layers
 
 DTYPES = [*LARGEST]
+KEPT = ("embedding.weight",)
+FP8 = WirePolicy(torch.float8_e4m3fn)
 
 
 # Exact against a plain program
@@ -55,7 +58,7 @@ class Meeting:
 
 
 def gathered(
-    wholes: list[torch.Tensor], plan: BucketPlan, policy: GatherPolicy, dtype: torch.dtype
+    wholes: list[torch.Tensor], plan: BucketPlan, policy: WirePolicy, dtype: torch.dtype
 ) -> list[list[torch.Tensor]]:
     """What each rank sees of each parameter."""
     flat = torch.full([plan.numel], math.nan, dtype=wholes[0].dtype)
@@ -65,8 +68,8 @@ def gathered(
     wire, scale_dtype = policy.wire(plan, dtype), policy.scale_dtype(dtype)
     issued = []
     for rank, shard in enumerate(flat.split(plan.shard_numels)):
-        travels = Wire(wire, wire.segment(rank), policy.gather_dtype, scale_dtype, meeting)
-        collectives = QuantizedCollectives(travels, meeting)
+        travels = Wire(wire, wire.segment(rank), policy.gather_dtype, scale_dtype)
+        collectives = QuantizedGather(travels, meeting)
         group = cast(dist.ProcessGroup, SimpleNamespace(rank=lambda rank=rank: rank))
         full = torch.full([plan.numel], math.nan, dtype=dtype)
         issued.append(collectives.all_gather(full, shard, plan, group))
@@ -90,8 +93,9 @@ shapes = st.tuples(st.integers(0, 9), st.integers(0, 3).map(lambda n: 8 * n)) | 
     ranks=st.integers(1, 7),
     layout=st.sampled_from([Flat(), Blocks(2), Whole(), Whole(padding=math.inf)]),
     policy=st.builds(
-        GatherPolicy,
+        WirePolicy,
         st.sampled_from(DTYPES),
+        st.none(),
         st.sampled_from([(1, None), (1, 8), (1, 4), (2, None), (3, 4), (100, 8)]),
         st.booleans(),
     ),
@@ -102,7 +106,7 @@ def test_values_are_those_of_a_plain_program(
     some: list[tuple[int, ...]],
     ranks: int,
     layout: LayoutRule,
-    policy: GatherPolicy,
+    policy: WirePolicy,
     dtype: torch.dtype,
     seed: int,
 ) -> None:
@@ -125,7 +129,7 @@ def test_values_are_those_of_a_plain_program(
 def test_blocks_of_extreme_numbers(
     code: torch.dtype, powers_of_two: bool, dtype: torch.dtype
 ) -> None:
-    policy = GatherPolicy(code, powers_of_two=powers_of_two)
+    policy = WirePolicy(code, powers_of_two=powers_of_two)
     whole = torch.tensor(
         [[0.0] * 8, [1e-45] * 8, [3e38, *[1.0] * 7], [math.inf, *[1.0] * 7], [math.nan] + [0.0] * 7]
     )
@@ -140,8 +144,8 @@ def test_blocks_of_extreme_numbers(
 # Training
 
 
-def train(policy: GatherPolicy, options: dict[str, Any], unit_options: dict[str, Any]) -> None:
-    shard = partial(shard_layers, gather_policy=policy, **unit_options)
+def train(policy: WirePolicy, options: dict[str, Any], unit_options: dict[str, Any]) -> None:
+    shard = partial(shard_layers, wire_policy=policy, **unit_options)
     twins = quantize_twin(Twins(Model, shard, **options), policy)
     twins.train(3)
     sent = twins.ctx.stats.all_gather_bytes
@@ -153,24 +157,87 @@ def train(policy: GatherPolicy, options: dict[str, Any], unit_options: dict[str,
 @pytest.mark.parametrize(
     ("ranks", "policy", "options", "unit_options"),
     [
-        (1, GatherPolicy(), {}, {}),
-        (2, GatherPolicy(), {}, {}),
-        (3, GatherPolicy(torch.int8), {"layout": Blocks(2)}, {}),
-        (2, GatherPolicy(block=(1, 2), powers_of_two=True), {}, {"reshard_after_forward": False}),
-        (4, GatherPolicy(torch.float8_e5m2, (2, None)), {}, {"reshard_after_forward": 2}),
-        (3, GatherPolicy(block=(None, None), keep=("embedding.weight",)), {"layout": Whole()}, {}),
-        (4, GatherPolicy(), {**COPIES}, {}),
-        (1, GatherPolicy(), {"layout": Rows()}, {}),
-        (2, GatherPolicy(torch.int8, (1, 3)), {"layout": Rows()}, {}),
-        (3, GatherPolicy(powers_of_two=True), {"layout": Rows()}, {}),
-        (4, GatherPolicy(), {"layout": Rows(), **COPIES}, {}),
-        (4, GatherPolicy(), {**COPIES, "divide_copies": True}, {}),
+        (1, FP8, {}, {}),
+        (2, FP8, {}, {}),
+        (3, WirePolicy(torch.int8), {"layout": Blocks(2)}, {}),
+        (
+            2,
+            replace(FP8, block=(1, 2), powers_of_two=True),
+            {},
+            {"reshard_after_forward": False},
+        ),
+        (4, WirePolicy(torch.float8_e5m2, block=(2, None)), {}, {"reshard_after_forward": 2}),
+        (
+            3,
+            replace(FP8, block=(None, None), keep=("embedding.weight",)),
+            {"layout": Whole()},
+            {},
+        ),
+        (4, FP8, {**COPIES}, {}),
+        (1, FP8, {"layout": Rows()}, {}),
+        (2, WirePolicy(torch.int8, block=(1, 3)), {"layout": Rows()}, {}),
+        (3, replace(FP8, powers_of_two=True), {"layout": Rows()}, {}),
+        (4, FP8, {"layout": Rows(), **COPIES}, {}),
+        (4, FP8, {**COPIES, "divide_copies": True}, {}),
     ],
 )
 def test_training_equals_that_of_quantized_weights(
-    ranks: int, policy: GatherPolicy, options: dict[str, Any], unit_options: dict[str, Any]
+    ranks: int, policy: WirePolicy, options: dict[str, Any], unit_options: dict[str, Any]
 ) -> None:
     run_ranks(train, ranks, policy, options, unit_options)
+
+
+# Reductions
+
+
+def held_by(ctx: FsdpContext, parameter: nn.Parameter) -> torch.Tensor:
+    """For each rank that shards are spread over, which elements it holds."""
+    for bucket in (bucket for unit in ctx.units for bucket in unit.buckets):
+        for spec, each in zip(bucket.plan.specs, bucket.sharded_parameters, strict=True):
+            if each is parameter:
+                held = torch.zeros(bucket.plan.world_size, spec.numel, dtype=torch.bool)
+                for rank, start, stop in bucket.plan.ranges(spec.fqn):
+                    held[rank, start:stop] = True
+                return held.view(-1, *spec.shape)
+    raise AssertionError("no bucket has it")
+
+
+def reduce_some(policy: WirePolicy, layout: LayoutRule, mesh: tuple[int, ...]) -> None:
+    """One backward, against a plain program: each rank's gradients quantized, and then summed."""
+    device_mesh = init_device_mesh("cpu", mesh, mesh_dim_names=NAMES[-len(mesh) :])
+    torch.manual_seed(0)
+    model = Model(layers=2)
+    plain = copy.deepcopy(model)
+    ctx = FsdpContext(device_mesh, layout=layout)
+    shard_layers(model, ctx, wire_policy=policy)
+    ranks = dist.get_world_size()
+    as_gather = replace(policy, gather_dtype=policy.reduce_dtype)
+    tokens = torch.randint(VOCABULARY, (ranks, 2, 5), generator=torch.Generator().manual_seed(1))
+    model(tokens[dist.get_rank()]).square().mean().backward()
+    of_ranks = []
+    for of_rank in tokens:
+        plain.zero_grad()
+        plain(of_rank).square().mean().backward()
+        of_ranks.append({name: p.grad.clone() for name, p in plain.named_parameters()})
+    for name, parameter in model.named_parameters():
+        exact = torch.stack([each[name] for each in of_ranks])
+        sent = torch.stack([as_gathered(each[name], as_gather) for each in of_ranks])
+        found = parameter.grad.full_tensor()
+        held = held_by(ctx, parameter)[torch.arange(ranks) % mesh[-1]]
+        expected = torch.where(held, exact, sent).mean(0)  # what does not travel is exact
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7, msg=name)
+    assert ctx.stats.reduce_scatter_bytes < 0.7 * 4 * sum(p.numel() for p in plain.parameters())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("ranks", "layout"), [((2,), Flat()), ((3,), Blocks(2)), ((3,), Whole()), ((2, 2), Flat())]
+)
+def test_gradients_are_quantized_once_and_summed_in_full(
+    dtype: torch.dtype, ranks: tuple[int, ...], layout: LayoutRule
+) -> None:
+    policy = WirePolicy(reduce_dtype=dtype)
+    run_ranks(reduce_some, math.prod(ranks), policy, layout, ranks)
 
 
 # What is refused
@@ -184,15 +251,17 @@ def test_training_equals_that_of_quantized_weights(
             "use one of torch.float8_e4m3fn, .*MixedPrecisionPolicy",
         ),
         ({"gather_dtype": torch.float8_e8m0fnu}, "use one of"),
-        ({"block": 32}, r"block=32\): name the rows and the columns"),
-        ({"block": (0, None)}, "a number of at least 1"),
-        ({"block": (1, 2.0)}, "a number of at least 1"),
-        ({"keep": "embedding.weight"}, "use a tuple of names"),
+        ({"gather_dtype": torch.int8, "block": 32}, r"block=32\): name the rows and the columns"),
+        ({"gather_dtype": torch.int8, "block": (0, None)}, "a number of at least 1"),
+        ({"gather_dtype": torch.int8, "block": (1, 2.0)}, "a number of at least 1"),
+        ({"gather_dtype": torch.int8, "keep": "head.weight"}, "use a tuple of names"),
+        ({}, "name a gather_dtype or a reduce_dtype"),
+        ({"reduce_dtype": torch.float16}, "MixedPrecisionPolicy"),
     ],
 )
 def test_policies_that_say_nothing_sensible(options: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
-        GatherPolicy(**options)
+        WirePolicy(**options)
 
 
 def refuse(layout: LayoutRule, options: dict[str, Any], message: str, planned: bool) -> None:
@@ -210,16 +279,31 @@ def refuse(layout: LayoutRule, options: dict[str, Any], message: str, planned: b
 @pytest.mark.parametrize(
     ("layout", "policy", "message", "planned"),
     [
-        (Flat(), GatherPolicy(block=(1, 4)), "no multiple of the 4 that share a scale", False),
-        (Flat(), GatherPolicy(block=(None, None)), "inside of the .* Whole", False),
-        (Flat(), GatherPolicy(), "inside of the .* Blocks", True),
-        (Rows(), GatherPolicy(block=(2, None)), "cut into chunks of 5 along dimension 0", False),
+        (
+            Flat(),
+            replace(FP8, block=(1, 4)),
+            "no multiple of the 4 that share a scale",
+            False,
+        ),
+        (
+            Flat(),
+            replace(FP8, block=(None, None)),
+            "inside of the .* Whole",
+            False,
+        ),
+        (Flat(), FP8, "inside of the .* Blocks", True),
+        (
+            Rows(),
+            replace(FP8, block=(2, None)),
+            "cut into chunks of 5 along dimension 0",
+            False,
+        ),
     ],
 )
 def test_blocks_that_parameters_cannot_have(
-    layout: LayoutRule, policy: GatherPolicy, message: str, planned: bool
+    layout: LayoutRule, policy: WirePolicy, message: str, planned: bool
 ) -> None:
-    run_ranks(refuse, 3, layout, {"gather_policy": policy}, message, planned)
+    run_ranks(refuse, 3, layout, {"wire_policy": policy}, message, planned)
 
 
 def columns(parameter: nn.Parameter) -> Shard | None:
@@ -227,14 +311,14 @@ def columns(parameter: nn.Parameter) -> Shard | None:
 
 
 def test_rows_that_are_cut_along_their_columns() -> None:
-    options = {"gather_policy": GatherPolicy(), "shard_placement_fn": columns}
+    options = {"wire_policy": FP8, "shard_placement_fn": columns}
     run_ranks(refuse, 2, Rows(), options, "along dimension 1", False)
 
 
 def disagree() -> None:
-    policy = GatherPolicy() if dist.get_rank() else None
+    policy = FP8 if dist.get_rank() else None
     model = Model(layers=1)
-    fully_shard(model, FsdpContext(check_plans=True), gather_policy=policy)
+    fully_shard(model, FsdpContext(check_plans=True), wire_policy=policy)
     model(torch.zeros(1, 2, dtype=torch.int64))
 
 
@@ -251,7 +335,7 @@ def keep_precision() -> None:
     torch.manual_seed(0)
     model = Model(layers=2)
     wholes = {name: whole.detach().clone() for name, whole in model.named_parameters()}
-    shard_layers(model, FsdpContext(), mp_policy=policy, gather_policy=GatherPolicy())
+    shard_layers(model, FsdpContext(), mp_policy=policy, wire_policy=FP8)
     seen = {}
 
     def look(module: nn.Module, _: object) -> None:
@@ -265,7 +349,7 @@ def keep_precision() -> None:
         [fqn] = [
             f"{path}.{name}".strip(".") for path, each in model.named_modules() if each is module
         ]
-        assert torch.equal(values, as_gathered(wholes[fqn], GatherPolicy(), torch.bfloat16)), fqn
+        assert torch.equal(values, as_gathered(wholes[fqn], FP8, torch.bfloat16)), fqn
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.full_tensor(), wholes[name])
     tokens = torch.ones(2, 3, dtype=torch.int64)
