@@ -18,10 +18,7 @@ from fsdp_overlap.comm.collectives import Collectives, Issued, all_to_all, divid
 from fsdp_overlap.comm.row_collectives import regions_of
 from fsdp_overlap.layout import BucketPlan, RowsPlan
 from fsdp_overlap.layout.wire_plan import Place, Run, Segment, WirePlan
-from fsdp_overlap.tensor.quantization import decode_into, encode, multiply
-
-# How many elements a reduction decodes at once, of all ranks together.
-_AT_ONCE = 4 * 1024 * 1024
+from fsdp_overlap.tensor.quantization import at_once, decode_into, encode, multiply
 
 
 @dataclass(frozen=True)
@@ -169,7 +166,7 @@ class QuantizedReduction:
         total = torch.zeros_like(mine)
         for run in wire.own.runs:
             rows, height, blocks, width = run.shape
-            step = max(1, _AT_ONCE // (ranks * height * blocks * width))
+            step = max(1, at_once(mine) // (ranks * height * blocks * width))
             for first in range(0, rows, step):
                 count = min(step, rows - first)
                 shape = count, height, blocks, width

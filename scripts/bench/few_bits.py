@@ -1,0 +1,172 @@
+"""Training with parameters and gradients sent in few bits, over a slow link.
+
+Gloo ranks on loopback, limited to `--rate` in a network namespace made for the run (needs root and
+`tc`), train one model with shards in float32 and compute in bfloat16. Systems take turns round by
+round in the same processes: ours with gathers in bfloat16, in 8 bits, and with reductions in 8 bits
+too, and FSDP2 with gathers in bfloat16. Without 8 bits, gradients are reduced in bfloat16.
+
+A block sleeps `--sleep` milliseconds in forward and twice as long in backward. That takes time and
+no core, as a GPU's compute does. But quantizing takes the cores that a GPU would do it beside.
+
+A step is forward, loss, backward and zero_grad. A sample is the mean of `--steps` steps, from a
+barrier to the end of the slowest rank. Bytes are those that the kernel counts on the interface
+during the samples, of all ranks together: what their collectives sent, and TCP's headers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import fsdp as fsdp2
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, WirePolicy, fully_shard
+from harness import link_training, output, processes, slow_link, turns
+from harness.measurement import Measurement, Ratio
+
+FSDP2, BF16 = "FSDP2, bfloat16", "ours, bfloat16"
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+POLICIES = {
+    BF16: None,
+    "ours, gathers in float8": WirePolicy(E4M3),
+    "ours, gathers in int8": WirePolicy(torch.int8),
+    "ours, all in float8": WirePolicy(E4M3, E5M2),
+    "ours, all in int8": WirePolicy(torch.int8, torch.int8),
+}
+STEP, SENT = "step", "sent"
+STEP_TARGET, SENT_TARGET = 0.62, 0.51
+PRECISION = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+INTERFACE, SENT_BYTES = "lo", 8  # the column in the kernel's table
+
+
+def shard(args: argparse.Namespace, name: str) -> torch.nn.Module:
+    model = link_training.build(args.blocks, args.sleep)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if name == FSDP2:
+        for module in (*model, model):
+            fsdp2.fully_shard(module, mesh=mesh, mp_policy=PRECISION)
+        return model
+    ctx = FsdpContext(mesh)
+    for module in (*model, model):
+        fully_shard(module, ctx, mp_policy=PRECISION, wire_policy=POLICIES[name])
+    return model
+
+
+def bytes_sent() -> int:
+    """What has left this network namespace, also by other processes."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, columns = line.partition(":")
+        if name.strip() == INTERFACE:
+            return int(columns.split()[SENT_BYTES])
+    raise RuntimeError(f"no interface {INTERFACE}")
+
+
+def timed(run: Callable[[], float], steps: int, sent: list[float]) -> Callable[[], float]:
+    """A sample: milliseconds per step on this rank. Adds the megabytes of a step to ``sent``."""
+
+    def sample() -> float:
+        dist.barrier()
+        before, start = bytes_sent(), time.perf_counter()
+        for _ in range(steps):
+            run()
+        elapsed = time.perf_counter() - start
+        dist.barrier()
+        sent.append((bytes_sent() - before) / steps / 1e6)
+        return elapsed / steps * 1e3
+
+    return sample
+
+
+def run_rank(args: argparse.Namespace) -> None:
+    rank, _ = processes.join_ranks(timeout_s=args.timeout)
+    sent: dict[str, list[float]] = {name: [] for name in (FSDP2, *POLICIES)}
+    samplers = {}
+    losses = {}
+    for name, megabytes in sent.items():
+        step = link_training.make_step(shard(args, name), rank, args.rows)
+        losses[name] = step()
+        samplers[name] = timed(step, args.steps, megabytes)
+    low, high = min(losses.values()), max(losses.values())
+    if high - low > 0.05 * high:
+        output.fail(f"the systems compute different losses: {losses}", code=1)
+    with turns.quiet_gc():
+        mine = turns.alternate(samplers, args.rounds, 1)
+    slowest = processes.of_slowest_rank(mine)
+    if rank == 0:
+        warm = {name: values[-args.rounds :] for name, values in sent.items()}
+        processes.report({STEP: slowest, SENT: warm})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rate", type=slow_link.checked_rate, default="2gbit", help="of the link")
+    parser.add_argument("--no-limit", action="store_true", help="plain loopback, needs no root")
+    parser.add_argument("--rows", type=int, default=64, help="of each rank's batch")
+    parser.add_argument(
+        "--sleep", type=float, default=12.0, metavar="MS", help="of a block in forward, see above"
+    )
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=2, help="steps per sample")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds, for the whole run")
+    output.add_outputs(parser)
+    return parser.parse_args()
+
+
+def measurement_of(
+    args: argparse.Namespace, samples: dict[str, dict[str, list[float]]]
+) -> Measurement:
+    link = "unlimited loopback" if args.no_limit else f"{args.rate} link"
+    about = (
+        f"torch {torch.__version__}, {args.ranks} ranks, {link}, {args.blocks} blocks of "
+        f"12*{link_training.WIDTH}^2, {args.rows} rows a rank, a block sleeps {args.sleep:g} ms in "
+        f"forward, {2 * args.sleep:g} in backward; {args.rounds} rounds of {args.steps} steps"
+    )
+    settings = {
+        "torch": torch.__version__,
+        "rate": None if args.no_limit else args.rate,
+        "ranks": args.ranks,
+        "blocks": args.blocks,
+        "rows": args.rows,
+        "sleep_ms": args.sleep,
+        "rounds": args.rounds,
+        "steps": args.steps,
+    }
+    quantized = [name for name, policy in POLICIES.items() if policy is not None]
+    ratios = [Ratio.between(STEP, BF16, FSDP2, samples[STEP])]
+    for name in quantized:
+        in_all = "all" in name
+        for quantity, at_most in ((STEP, STEP_TARGET), (SENT, SENT_TARGET)):
+            target = at_most if in_all else None
+            ratios.append(Ratio.between(quantity, name, BF16, samples[quantity], at_most=target))
+    return Measurement(
+        about,
+        settings,
+        output.repeated_argv(),
+        [
+            *output.figures_of(STEP, "ms", samples[STEP]),
+            *output.figures_of(SENT, "MB", samples[SENT]),
+        ],
+        ratios,
+    )
+
+
+def main() -> None:
+    args = parse()
+    if processes.is_rank():
+        return run_rank(args)
+    samples = slow_link.launch_on_link(args, sys.argv[1:])
+    output.publish(measurement_of(args, samples), args.json, args.plot)
+
+
+if __name__ == "__main__":
+    main()
