@@ -14,7 +14,7 @@ from fsdp_overlap.fsdp_module import FsdpModule
 from fsdp_overlap.runtime.context import FsdpContext
 from fsdp_overlap.runtime.unit import unit_of
 from fsdp_overlap.sharding import make_unit, plan_late
-from fsdp_overlap.torch_internals import note_fully_sharded, teach_fully_shard
+from fsdp_overlap.torch_internals import is_replicated, note_fully_sharded, teach_fully_shard
 
 if TYPE_CHECKING:
 
@@ -180,6 +180,11 @@ def _check_module(module: nn.Module) -> None:
     if unit_of(module) is not None:
         raise ValueError(
             f"{type(module).__name__} is a unit already; call fully_shard once on each module"
+        )
+    if is_replicated(module):
+        raise ValueError(
+            f"replicate() was called on {type(module).__name__}, so it trains the parameters: call "
+            "one of the two, or fully_shard() over a mesh (replicate, shard) for both"
         )
     is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
     if is_container and type(module).forward is nn.Module.forward:

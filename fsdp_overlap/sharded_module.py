@@ -15,6 +15,8 @@ from torch.distributed.tensor import Shard
 
 from fsdp_overlap.runtime import hooks
 from fsdp_overlap.runtime.bucket import Bucket
+from fsdp_overlap.runtime.casting import cast as cast_bucket
+from fsdp_overlap.runtime.casting import refusal
 from fsdp_overlap.runtime.context import context_of
 from fsdp_overlap.runtime.domain import Domain
 from fsdp_overlap.runtime.late_memory import announce_unsharded, materialize
@@ -92,25 +94,20 @@ class ShardedModule(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> ShardedModule:
         """Does the work of ``to_empty()``, ``to()`` and the like. A unit on the meta device gets
-        memory. A unit that is where it should be stays as it is.
+        memory. A unit that has not run yet may be cast. A unit that is where it should be stays as
+        it is.
 
         Raises:
-            RuntimeError: the shards would change dtype or device. Nothing was changed then.
+            RuntimeError: the shards would move to another device, or would be cast after a forward.
+                Nothing was changed then.
         """
+        for unit in self._units(recurse):
+            _check_apply(unit, fn)
         shards = self._shards()
         with torch.no_grad():
             applied = [fn(shard) for _, shard in shards]
         context = context_of(self._fsdp_unit)
         device = context.device
-        for (bucket, shard), result in zip(shards, applied, strict=True):
-            is_moved = result.device != shard.device
-            is_given_memory = bucket.is_meta and result.device.type == bucket.rest_device.type
-            if result.dtype != shard.dtype or (is_moved and not is_given_memory):
-                raise RuntimeError(
-                    f"{type(self).__name__} is sharded, its shards are {shard.dtype} on "
-                    f"{shard.device}: move or cast a module (to(), cuda(), half(), ...) "
-                    f"before fully_shard(); from meta, to_empty(device={bucket.rest_device.type!r})"
-                )
         with hidden(self._fsdp_unit.buckets):
             super()._apply(fn, recurse)
         if self._fsdp_unit.is_offloaded:  # shards stay on the host, buffers do not
@@ -122,8 +119,10 @@ class ShardedModule(nn.Module):
             materialize(self._fsdp_unit, device)
             context.unsettle()
         else:
-            for (_, shard), result in zip(shards, applied, strict=True):
-                if result is not shard:
+            for (bucket, shard), result in zip(shards, applied, strict=True):
+                if result.dtype != shard.dtype:
+                    cast_bucket(self._fsdp_unit, bucket, result)
+                elif result is not shard:
                     shard.copy_(result)
         announce_unsharded(self._fsdp_unit)
         return self
@@ -237,6 +236,20 @@ class ShardedModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(f"{type(self).__name__} cannot be pickled: save its state_dict()")
+
+
+def _check_apply(unit: Unit, fn: Any) -> None:
+    """Checks that ``fn``, which ``_apply()`` is to call, leaves shards where they can be.
+
+    Raises:
+        RuntimeError: it does not.
+    """
+    has_run = context_of(unit).was_settled
+    for bucket in unit.buckets:
+        with torch.no_grad():
+            result = fn(bucket.shard.new_empty(0))
+        if (refused := refusal(unit, bucket, result, has_run)) is not None:
+            raise RuntimeError(refused)
 
 
 def plain_class(cls: type) -> Any:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_overlap.layout import ParamSpec, Plan, Rows
+from fsdp_overlap.layout import Plan, Rows
 from fsdp_overlap.layout.layouts import layout_for
 from fsdp_overlap.runtime import hooks, tiles
 from fsdp_overlap.runtime.bucket import Bucket
@@ -31,7 +31,7 @@ from fsdp_overlap.runtime.ownership import (
 from fsdp_overlap.runtime.replanning import plan_again
 from fsdp_overlap.runtime.stale_optimizers import note_replacement
 from fsdp_overlap.runtime.starts import take_from_first
-from fsdp_overlap.runtime.unit import Unit, reduce_dtype
+from fsdp_overlap.runtime.unit import Unit, compute_dtype, reduce_dtype
 from fsdp_overlap.runtime.unit_plans import all_or_none
 from fsdp_overlap.tensor.carried import SUMMED
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
@@ -315,17 +315,11 @@ def _make_buckets(
             [by_fqn[spec.fqn] for spec in plan.specs],
             domain,
             torch.device("meta") if is_meta else domain.device,
-            _compute_dtype(plan.specs[0], mp_policy),
+            compute_dtype(plan.specs[0], mp_policy),
             offload,
         )
         for plan in plans
     ]
-
-
-def _compute_dtype(spec: ParamSpec, mp_policy: MixedPrecisionPolicy) -> torch.dtype:
-    if mp_policy.param_dtype is None or spec.keeps_dtype or not spec.dtype.is_floating_point:
-        return spec.dtype
-    return mp_policy.param_dtype
 
 
 def _mark_owner(unit: Unit) -> None:

@@ -245,6 +245,11 @@ def note_fully_sharded(module: nn.Module) -> None:
     module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
 
+def is_replicated(module: nn.Module) -> bool:
+    """Whether ``replicate()`` was called on ``module``, which trains the parameters in it then."""
+    return "replicate" in module.__dict__.get(REGISTRY_KEY, ())
+
+
 # DTensors
 
 DTensorSpec = _dtensor_spec.DTensorSpec

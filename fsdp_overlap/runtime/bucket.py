@@ -100,7 +100,7 @@ class Bucket:
         self.is_tensor_parallel = any(isinstance(p, DTensor) for p in self.parameters)
         """Whether some parameters are DTensors. Their gradients are DTensors then."""
         values = [tile_in(parameter).detach() for parameter in self.parameters]
-        self._allocate(device, self.parameters)
+        self.allocate(device, self.parameters)
         self._take(values)
         for parameter, view in zip(self.parameters, self.full.views, strict=True):
             give_memory(parameter, view)
@@ -113,7 +113,7 @@ class Bucket:
         self._ticket: Ticket | None = None
         self._gathered_version = -1
 
-    def _allocate(self, device: torch.device, like: Sequence[torch.Tensor]) -> None:
+    def allocate(self, device: torch.device, like: Sequence[torch.Tensor]) -> None:
         """Makes the buffers and the sharded parameters, and registers these parameters in the
         modules. They take their attributes from ``like``."""
         plan = self.plan
@@ -131,15 +131,20 @@ class Bucket:
         dtype = plan.specs[0].dtype
         self.shard = self._at_rest(device, plan.shard_numels[rank], dtype).zero_()
         parameters = [item.parameter for item in self.owned]
-        self.sharded_parameters: list[Sharded] = []
+        made: list[Sharded] = []
         forms = sharded_forms(plan, self.shard, parameters, domain, self.edits)
         for tensor, model in zip(forms, like, strict=True):
             sharded = nn.Parameter(tensor, requires_grad=model.requires_grad)
             vars(sharded).update(attributes_of(model))
             # isinstance() takes it for a Parameter, and its type is that of the tensor.
-            self.sharded_parameters.append(cast(Sharded, sharded))
+            made.append(cast(Sharded, sharded))
         self.edits.trainability = 0
-        self.places = Places(self.owned, self.parameters, self.sharded_parameters)
+        self.register(made)
+
+    def register(self, sharded: list[Sharded]) -> None:
+        """Makes ``sharded`` the sharded parameters, and registers them in the modules."""
+        self.sharded_parameters = sharded
+        self.places = Places(self.owned, self.parameters, sharded)
         self.places.use_sharded()
 
     def _take(self, wholes: Sequence[torch.Tensor]) -> None:
@@ -180,7 +185,7 @@ class Bucket:
         """Gives memory on ``device`` to a bucket of the meta device: its shard is zeros, and its
         parameters are new objects."""
         memory = self.full.memory
-        self._allocate(device, self.sharded_parameters)
+        self.allocate(device, self.sharded_parameters)
         self.full.memory = memory
         fresh = []
         for parameter, sharded, view in zip(
@@ -211,7 +216,7 @@ class Bucket:
         self.plan = plan
         self.owned = [self.owned[index] for index in order]
         self.parameters = [self.parameters[index] for index in order]
-        self._allocate(self.device, sharded)
+        self.allocate(self.device, sharded)
         if tiles:
             self._take(tiles)
         for parameter, view in zip(self.parameters, self.full.views, strict=True):

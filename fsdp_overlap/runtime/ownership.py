@@ -11,6 +11,7 @@ from torch import nn
 
 from fsdp_overlap.layout import ParamSpec
 from fsdp_overlap.runtime.tiles import tile_in
+from fsdp_overlap.torch_internals import is_replicated
 
 
 @dataclass
@@ -73,7 +74,8 @@ def modules_outside_units(
 ) -> Iterable[tuple[str, nn.Module]]:
     """``(name, module)`` for each module in the subtrees of ``modules`` that no inner unit holds,
     parents first, each module once. If ``modules`` are several, a name begins with the place of its
-    subtree among them, as in ``1.norm``.
+    subtree among them, as in ``1.norm``. What lies within a module that torch's ``replicate()``
+    trains is left out.
 
     ``units``: modules that count as units, because they will be.
     """
@@ -84,7 +86,7 @@ def modules_outside_units(
     while pending:
         prefix, current = pending.pop()
         is_unit = "_fsdp_unit" in current.__dict__ or current in units
-        if id(current) in seen or (is_unit and id(current) not in tops):
+        if id(current) in seen or (is_unit and id(current) not in tops) or is_replicated(current):
             continue
         seen.add(id(current))
         yield prefix, current

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp_overlap.comm.lanes import Lane
+from fsdp_overlap.layout import ParamSpec
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.engine import is_to_accumulate
 from fsdp_overlap.runtime.gradients import BucketGradients
@@ -351,6 +352,13 @@ class Unit:
                     unit.context.gradient_arrived(unit, gradients, index)
 
             parameter.register_post_accumulate_grad_hook(arrived)
+
+
+def compute_dtype(spec: ParamSpec, mp_policy: MixedPrecisionPolicy) -> torch.dtype:
+    """The dtype that compute uses a parameter in."""
+    if mp_policy.param_dtype is None or spec.keeps_dtype or not spec.dtype.is_floating_point:
+        return spec.dtype
+    return mp_policy.param_dtype
 
 
 def reduce_dtype(dtype: torch.dtype, mp_policy: MixedPrecisionPolicy) -> torch.dtype:
