@@ -107,7 +107,7 @@ def fully_shard(
             machine, and backward gathers them from there. So 1 keeps them whole, and the number of
             all ranks frees them.
         shard_placement_fn: gives some parameters a mesh of their own, by returning a
-            ``ShardPlacementResult`` of ``torch.distributed.fsdp``. ``None`` and ``Shard(0)`` change
+            ``ShardPlacementResult``, as FSDP2's own take it. ``None`` and ``Shard(0)`` change
             nothing: the context's ``layout`` decides where parameters are cut. Under ``Rows()``,
             ``Shard(d)`` chooses the dimension.
         mp_policy: the dtypes of compute, of the reduction, of inputs and of outputs. Sharded
