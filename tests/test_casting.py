@@ -10,9 +10,18 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, Rows, Whole, fully_shard
+from fsdp_overlap import (
+    FsdpContext,
+    MixedPrecisionPolicy,
+    Rows,
+    ShardedTensor,
+    Whole,
+    fully_shard,
+)
 from fsdp_overlap.layout import Flat
+from fsdp_overlap.tensor.row_tensor import RowTensor
 from support.ranks import run_ranks
 from support.rows import tokens
 from support.zoo import Model, shard_layers
@@ -232,3 +241,52 @@ def cast_on_one_rank() -> None:
 
 def test_a_cast_on_some_ranks_alone_is_an_error() -> None:
     run_ranks(cast_on_one_rank, 2)
+
+
+def parts(layout: Any) -> None:
+    model = build()
+    shard_layers(model, FsdpContext(layout=layout))
+    linear = model.layers[0].up
+    for change in (half, to_meta, nn.Module.float):
+        with pytest.raises(RuntimeError, match=r"before fully_shard\(\), or cast its unit"):
+            change(linear)
+    assert isinstance(linear.weight, (ShardedTensor, RowTensor))
+    assert linear.weight.dtype == torch.float32
+    torch.testing.assert_close(model(tokens()), build()(tokens()))
+
+
+@pytest.mark.parametrize("layout", [Flat(), Rows()])
+def test_a_part_of_a_unit_is_not_cast_or_moved_alone(layout: Any) -> None:
+    run_ranks(parts, 2, layout)
+
+
+def assigned(layout: Any, device: str) -> None:
+    state = build(BF16).state_dict()
+    found = []
+    for shard in (partial(fully_shard, ctx=FsdpContext(layout=layout)), torchs_fully_shard):
+        model = build(device=device)
+        for module in (*model.layers, model):
+            shard(module)
+        given = {}
+        for name, value in state.items():
+            mine = model.state_dict()[name]
+            is_theirs = type(mine) is DTensor
+            given[name] = (
+                distribute_tensor(value, mine.device_mesh, mine.placements) if is_theirs else value
+            )
+        model.load_state_dict(given, assign=True)
+        assert {parameter.dtype for parameter in model.parameters()} == {BF16}
+        train(model, optimizer_of(model))
+        found.append([parameter.full_tensor() for parameter in model.parameters()])
+        if shard is not torchs_fully_shard:
+            later = {name: value.half() for name, value in state.items()}
+            with pytest.raises(RuntimeError, match=r"as torch\.float16, and it is sharded as"):
+                model.load_state_dict(later, assign=True)
+    for mine, its in zip(*found, strict=True):
+        same_as(its, mine)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("layout", [Flat(), Rows()])
+def test_a_state_dict_in_another_dtype_is_assigned_as_in_fsdp2(layout: Any, device: str) -> None:
+    run_ranks(assigned, 2, layout, device)

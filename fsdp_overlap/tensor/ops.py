@@ -16,7 +16,7 @@ import torch
 
 from fsdp_overlap.tensor import creation, pointwise, sums_and_norms, views
 from fsdp_overlap.tensor.operands import own_elements
-from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, raise_unsupported
+from fsdp_overlap.tensor.sharded_tensor import CANNOT_MOVE, ShardedTensor, raise_unsupported
 from fsdp_overlap.torch_internals import DisableTorchFunctionSubclass
 
 Handler = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -154,10 +154,7 @@ def _refuse_derivative(
 
 def _refuse_move(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
     # nn.Module.to() and the like ask this before they replace a parameter.
-    raise RuntimeError(
-        "a sharded parameter cannot be replaced, its unit gathers the shard it knows: move or cast "
-        "a module (to(), cuda(), half(), ...) before fully_shard()"
-    )
+    raise RuntimeError(CANNOT_MOVE)
 
 
 def _metadata(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -12,7 +12,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_overlap.tensor.held_gradient import HoldsGradient
 from fsdp_overlap.tensor.placement import contiguous_spec
-from fsdp_overlap.tensor.sharded_tensor import ShardEdits, ShardedTensor, attributes_of
+from fsdp_overlap.tensor.sharded_tensor import (
+    CANNOT_MOVE,
+    ShardEdits,
+    ShardedTensor,
+    attributes_of,
+)
 from fsdp_overlap.torch_internals import DisableTorchFunctionSubclass, DTensorSpec, allow_foreach
 
 # Operators that edit. All other functions that do, end in an underscore.
@@ -65,6 +70,8 @@ class RowTensor(HoldsGradient, DTensor):
         if kind == "alias":
             tensor = args[0] if args else kwargs["input"]
             return RowTensor.wrap(tensor._local_tensor.detach(), tensor._spec, tensor.edits)
+        if kind == "move":
+            raise RuntimeError(CANNOT_MOVE)
         if kind == "assignment":
             raise RuntimeError(
                 "the data of a sharded parameter cannot be replaced, its unit gathers the memory "
@@ -162,6 +169,8 @@ def _kind_of(func: Callable[..., Any]) -> str:
         return "alias"
     if name == "requires_grad_":
         return "trainability"
+    if name == "_has_compatible_shallow_copy_type":
+        return "move"
     if name == "register_post_accumulate_grad_hook":
         return "hook"
     is_plain_name = not name.startswith("__")
