@@ -248,7 +248,7 @@ def parts(layout: Any) -> None:
     shard_layers(model, FsdpContext(layout=layout))
     linear = model.layers[0].up
     for change in (half, to_meta, nn.Module.float):
-        with pytest.raises(RuntimeError, match=r"before fully_shard\(\), or cast its unit"):
+        with pytest.raises(RuntimeError, match=r"before fully_shard\(\), or cast a unit"):
             change(linear)
     assert isinstance(linear.weight, (ShardedTensor, RowTensor))
     assert linear.weight.dtype == torch.float32

@@ -76,8 +76,8 @@ LOCAL_METADATA = frozenset(
 # These concern the whole tensor or its place in autograd, and need no values.
 METADATA = frozenset(
     """
-    __len__ _backward_hooks _base _is_view _post_accumulate_grad_hooks _version dim grad grad_dtype
-    grad_fn has_names is_contiguous is_leaf is_same_size is_tensor name names nbytes ndim
+    __len__ _backward_hooks _base _is_view _post_accumulate_grad_hooks _version dim grad grad_fn
+    has_names is_contiguous is_leaf is_same_size is_tensor name names nbytes ndim
     ndimension nelement numel output_nr requires_grad retains_grad shape size stride
     """.split()
 )
@@ -162,6 +162,12 @@ def _metadata(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         return func(*args, **kwargs)
 
 
+def _grad_dtype(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func.__name__ == "__set__":
+        args[0]._check_grad_dtype(args[1])
+    return _metadata(name, func, args, kwargs)
+
+
 def _local_metadata(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0] if args else kwargs["input"]
     return func(tensor._local_tensor)
@@ -215,6 +221,7 @@ def _redistribute(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 # The first row that has an op's name says who runs it. Point-wise ops come after all rows.
 TABLE: list[tuple[Collection[str], Handler]] = [
+    (("grad_dtype",), _grad_dtype),
     (LOCAL_METADATA, _local_metadata),
     (METADATA, _metadata),
     (("data_ptr",), _data_ptr),

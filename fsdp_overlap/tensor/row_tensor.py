@@ -70,6 +70,8 @@ class RowTensor(HoldsGradient, DTensor):
         if kind == "alias":
             tensor = args[0] if args else kwargs["input"]
             return RowTensor.wrap(tensor._local_tensor.detach(), tensor._spec, tensor.edits)
+        if kind == "grad dtype":
+            args[0]._check_grad_dtype(args[1])
         if kind == "move":
             raise RuntimeError(CANNOT_MOVE)
         if kind == "assignment":
@@ -81,7 +83,7 @@ class RowTensor(HoldsGradient, DTensor):
             _note_edits(args[0] if args else next(iter(kwargs.values())))
             if func is torch.Tensor.copy_ and isinstance(args[0], RowTensor):
                 args = (args[0], args[0]._as_dtensor(args[1]), *args[2:])
-        elif kind:
+        elif kind in ("hook", "trainability"):
             _note(kind, args[0])
         if "out" in kwargs:
             _note_edits(kwargs["out"])
@@ -162,6 +164,8 @@ def _kind_of(func: Callable[..., Any]) -> str:
     name = getattr(func, "__name__", "").split(".")[0]
     if name in ("__get__", "__set__", "__delete__"):
         attribute = func.__self__.__name__  # type: ignore[attr-defined]
+        if (attribute, name) == ("grad_dtype", "__set__"):
+            return "grad dtype"
         if attribute == "data":
             return "alias" if name == "__get__" else "assignment"
         return "trainability" if (attribute, name) == ("requires_grad", "__set__") else ""

@@ -282,7 +282,7 @@ def _summary(values: torch.Tensor) -> str:
 
 CANNOT_MOVE = (
     "a sharded parameter cannot be replaced, its unit gathers the shard that it knows: move or "
-    "cast a module (to(), cuda(), half(), ...) before fully_shard(), or cast its unit before it runs"
+    "cast a module (to(), cuda(), half(), ...) before fully_shard(), or cast a unit before it runs"
 )
 """Why nn.Module.to() and the like cannot work on a part of a unit, and what to do."""
 
