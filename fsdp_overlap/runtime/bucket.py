@@ -308,7 +308,7 @@ class Bucket:
         if self.is_meta:
             raise RuntimeError(
                 f"unit {self.label!r} is on the meta device: call to_empty(device=...) on the "
-                "model, then initialize it or load a checkpoint"
+                "model, then initialize it or load a checkpoint; or load_state_dict(assign=True)"
             )
         if self.state is BucketState.GATHERING:
             self.wait()
