@@ -105,20 +105,21 @@ def test_a_model_that_is_cast_before_it_runs_trains_as_fsdp2s(
     run_ranks(cast_and_train, 2, layout, begin, end, options)
 
 
+def growing() -> Any:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 40))
+
+
 def cast_between_units() -> None:
     """Units of whole matrices, which the outermost unit would plan anew."""
-    torch.manual_seed(1)
-    model: Any = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
-    ctx = FsdpContext(layout=Whole())
+    model, ctx = growing(), FsdpContext(layout=Whole())
     for layer in model:
         fully_shard(layer, ctx)
     model.double()
     fully_shard(model, ctx)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.double}
     x = torch.ones(2, 8, dtype=torch.double)
-    torch.manual_seed(1)
-    twin = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))).double()
-    torch.testing.assert_close(model(x), twin(x))
+    torch.testing.assert_close(model(x), growing().double()(x))
 
 
 def test_units_may_be_cast_before_the_unit_around_them_is_made() -> None:
