@@ -63,7 +63,7 @@ ATTRIBUTES = {
     "Module._parameters": "changes between sharded and unsharded parameters",
     "Module._buffers": "walked without those of submodules",
     "Module._modules": "walked without what they hold",
-    "Module._apply": "overridden, to see to_empty() and refuse moves",
+    "Module._apply": "overridden, to see to_empty() and casts, and to refuse moves",
     "Module._forward_hooks": "without our hooks in a copy that is sharded anew",
     "Module._forward_hooks_with_kwargs": "how each hook is called",
     "Module._forward_hooks_always_called": "how each hook is called",
