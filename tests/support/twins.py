@@ -84,34 +84,43 @@ class Twins:
     def losses(
         self, tokens: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss of this rank's rows and the mean over ranks of the twin's losses.
-
-        The twin runs on each rank's rows apart, so that branches on data fall as they do there.
-        """
+        """The loss of this rank's rows and the mean over ranks of the twin's losses."""
         loss = loss_of(self.model(self.mine(tokens)), self.mine(targets))
+        return loss, self.twin_loss(tokens, targets)
+
+    def twin_loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The twin sees each rank's rows apart, so that branches on data fall as they do there."""
         iteration = getattr(self.twin, "iteration", 0)
         twin_losses = []
         for rows, wanted in zip(tokens.split(ROWS), targets.split(ROWS), strict=True):
             if hasattr(self.twin, "iteration"):
                 self.twin.iteration = iteration
             twin_losses.append(loss_of(self.twin(rows), wanted))
-        return loss, torch.stack(twin_losses).mean()
+        return torch.stack(twin_losses).mean()
 
     def backward(self, tokens: torch.Tensor, targets: torch.Tensor) -> None:
         loss, twin_loss = self.losses(tokens, targets)
         loss.backward()
-        twin_loss.backward()
+        self.twin_backward(twin_loss)
         self.check_loss(loss, twin_loss)
+
+    def twin_backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
 
     def check_loss(self, loss: torch.Tensor, twin_loss: torch.Tensor) -> None:
         mean = loss.detach().clone()
         dist.all_reduce(mean)
-        torch.testing.assert_close(mean / dist.get_world_size(), twin_loss.detach())
+        expected = twin_loss.detach().to(mean.device)
+        torch.testing.assert_close(mean / dist.get_world_size(), expected)
 
     def step(self) -> None:
-        for optimizer in (self.optimizer, self.twin_optimizer):
-            optimizer.step()
-            optimizer.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.twin_step()
+
+    def twin_step(self) -> None:
+        self.twin_optimizer.step()
+        self.twin_optimizer.zero_grad()
 
     def check_gradients(self, whole: bool = False) -> None:
         """Each rank compares what it holds of them, or puts them together and compares all."""
