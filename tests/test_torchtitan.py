@@ -87,7 +87,6 @@ DTENSORS = ["--parallelism.spmd_backend", "partial_dtensor"]
 COPIES = ["--parallelism.data_parallel_replicate_degree", "2"]
 TENSOR_PARALLEL = ["--parallelism.tensor_parallel_degree", "2"]
 EXPERT_PARALLEL = ["--parallelism.expert_parallel_degree", "2"]
-needs_mesh_dims = pytest.mark.xfail(reason="dp_mesh_dims is refused", strict=True)
 
 
 @pytest.mark.parametrize(
@@ -99,8 +98,10 @@ needs_mesh_dims = pytest.mark.xfail(reason="dp_mesh_dims is refused", strict=Tru
         (2, "qwen3", DTENSORS),
         (4, "deepseek_v3", [*DTENSORS, *EXPERT_PARALLEL]),
         (4, "deepseek_v3_few_experts", DTENSORS),
-        pytest.param(2, "llama3", [], marks=needs_mesh_dims),
-        pytest.param(4, "deepseek_v3", EXPERT_PARALLEL, marks=needs_mesh_dims),
+        (2, "llama3", []),
+        (4, "llama3", COPIES),
+        (4, "llama3", TENSOR_PARALLEL),
+        (4, "deepseek_v3", EXPERT_PARALLEL),
     ],
 )
 def test_losses_equal_fsdp2s(
