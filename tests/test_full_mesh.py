@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_init
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from fsdp_overlap import (
@@ -24,100 +27,14 @@ from fsdp_overlap import (
     replacing_fsdp2,
 )
 from fsdp_overlap.layout import Flat, LayoutRule, Whole
-from fsdp_overlap.optim import AdamW, clip_grad_norm_
-from fsdp_overlap.runtime.full_mesh import full_mesh
+from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
+from fsdp_overlap.runtime.full_mesh import OnFullMesh, full_mesh
 from support import annotated
+from support.full_mesh import WIDTH, distributed, loss_of, plain, shard
 from support.ranks import run_ranks
 from support.rows import check_alike
 
-# Uneven over the ranks, but for what FSDP2's tiles must divide.
-WIDTH, HIDDEN, LENGTH, BATCH = 6, 10, 4, 8
-
 Dims = dict[str, Any]
-
-
-class Layer(nn.Module):
-    """Its first matrix is cut by columns over tensor parallelism, its second by rows. The scale is
-    applied to a part of the sequence, so its gradient is a part of a sum there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.rand(WIDTH) + 1)
-        self.up = nn.Parameter(torch.randn(HIDDEN, WIDTH))
-        self.bias = nn.Parameter(torch.randn(HIDDEN))
-        self.down = nn.Parameter(torch.randn(WIDTH, HIDDEN))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scaled = placed(placed(x, Shard(1)) * self.scale, Replicate())
-        hidden = torch.tanh(scaled @ self.up.t() + self.bias)
-        return x + placed(hidden @ self.down.t(), Replicate())
-
-
-CUTS = {"up": Shard(0), "bias": Shard(0), "down": Shard(1)}
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
-        self.head = nn.Parameter(torch.randn(WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return (x * self.head).sum(-1)
-
-
-def plain() -> Model:
-    torch.manual_seed(3)
-    return Model().double()
-
-
-def placed(x: torch.Tensor, along_tp: Placement) -> torch.Tensor:
-    """``x`` with another placement along tensor parallelism, if it has that."""
-    if not isinstance(x, DTensor) or "tp" not in (x.device_mesh.mesh_dim_names or ()):
-        return x
-    dim = x.device_mesh.mesh_dim_names.index("tp")
-    return x.redistribute(placements=[*x.placements[:dim], along_tp, *x.placements[dim + 1 :]])
-
-
-def distributed(mesh: DeviceMesh) -> Model:
-    """The model over all of ``mesh``, as tensor parallelism and nothing else cuts it."""
-    model = plain()
-    for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
-            assert parameter is not None
-            placements = [
-                CUTS.get(name, Replicate()) if dim == "tp" else Replicate()
-                for dim in mesh.mesh_dim_names or ()
-            ]
-            spread = distribute_tensor(parameter.detach(), mesh, placements)
-            module._parameters[name] = nn.Parameter(spread)
-    return model
-
-
-def loss_of(model: nn.Module, mesh: DeviceMesh | None, data: DeviceMesh, step: int) -> Any:
-    """The loss on this rank's rows, or on all without a ``mesh``."""
-    generator = torch.Generator().manual_seed(step)
-    batch = torch.randn(BATCH, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
-    if mesh is None:
-        return model(batch).square().mean()
-    coordinate, rank = data.get_coordinate(), 0
-    for place, size in zip(coordinate or (), data.shape, strict=True):
-        rank = rank * size + place
-    own = batch.chunk(data.size())[rank]
-    # Each rank's rows are its own, and those of tensor parallelism are the same.
-    names = mesh.mesh_dim_names or ()
-    cut = [Replicate() if name == "tp" else Shard(0) for name in names]
-    out = model(DTensor.from_local(own, mesh, cut))
-    return out.to_local().square().mean()
-
-
-def shard(model: Model, with_: Callable[..., Any]) -> Any:
-    for layer in model.layers:
-        with_(layer)
-    with_(model)
-    return model
 
 
 def grads_alike(ours: nn.Module, theirs: nn.Module) -> None:
@@ -173,20 +90,82 @@ MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...], Dims]] = {
 }
 
 
+needs_torchs = pytest.mark.skipif(
+    not hasattr(fsdp, "DataParallelMeshDims"), reason="torch 2.11 has no dp_mesh_dims"
+)
+
+
+@needs_torchs
 @pytest.mark.parametrize("case", MESHES)
 def test_parameters_lie_and_train_as_fsdp2s(case: str) -> None:
     run_ranks(beside_fsdp2, 4, *MESHES[case])
 
 
+class Experts(nn.Module):
+    """Each rank along ``ep`` has its experts, of which each ``efsdp`` has copies."""
+
+    def __init__(self, dense: DeviceMesh, sparse: DeviceMesh) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        copied, cut = [Replicate(), Replicate()], [Replicate(), Shard(0)]
+        self.scale = nn.Parameter(distribute_tensor(torch.rand(WIDTH).double(), dense, copied))
+        self.experts = nn.Parameter(distribute_tensor(torch.rand(8, WIDTH).double(), sparse, cut))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts: Any = self.scale  # each rank of tensor parallelism has other rows
+        scale = parts.to_local(grad_placements=[Partial(), Partial()])
+        local: Any = self.experts
+        return (x * scale) @ local.to_local().tanh().t()
+
+
+def two_meshes() -> None:
+    dense = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    sparse = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    infos = {
+        dense: _fsdp_init._get_mesh_info(dense, DataParallelMeshDims(shard="dp")),
+        sparse: _fsdp_init._get_mesh_info(sparse, DataParallelMeshDims(shard="efsdp")),
+    }
+
+    def place(parameter: Any) -> Any:
+        return _fsdp_common.ShardPlacementResult(Shard(0), infos[parameter.device_mesh])
+
+    options: Any = {
+        "mesh": dense,
+        "dp_mesh_dims": DataParallelMeshDims(shard="dp"),
+        "shard_placement_fn": place,
+    }
+    theirs: Any = torchs_fully_shard(Experts(dense, sparse), **options)
+    ours: Any = fully_shard(
+        Experts(dense, sparse), FsdpContext(dense["dp"], layout=Rows()), **options
+    )
+    check_alike(ours, theirs, beside_others=True)
+    x = torch.rand(3, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank())).double()
+    for each in (theirs, ours, copy.deepcopy(ours)):
+        each(x).square().mean().backward()
+        grads_alike(each, theirs)
+
+
+@needs_torchs
+def test_parameters_of_a_unit_may_lie_over_several_full_meshes() -> None:
+    run_ranks(two_meshes, 4)
+
+
 def beside_unsharded(
-    shape: tuple[int, ...], names: tuple[str, ...], dims: Dims, layout: LayoutRule, **options: Any
+    shape: tuple[int, ...],
+    names: tuple[str, ...],
+    dims: Dims,
+    layout: LayoutRule,
+    kept: bool | int | None = None,
+    **options: Any,
 ) -> None:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     named = DataParallelMeshDims(**dims)
     found = full_mesh(mesh, named)
     assert found is not None
     ctx = FsdpContext(found.data, layout=layout, **options)
-    shard_it = partial(fully_shard, ctx=ctx, mesh=mesh, dp_mesh_dims=named)
+    shard_it = partial(
+        fully_shard, ctx=ctx, mesh=mesh, dp_mesh_dims=named, reshard_after_forward=kept
+    )
     first = shard(distributed(mesh), shard_it)
     # A copy lies as the original does, and a model without memory as one with.
     with torch.device("meta"):
@@ -194,17 +173,24 @@ def beside_unsharded(
     hollow = shard(hollow, partial(fully_shard, mesh=mesh, dp_mesh_dims=named))
     hollow.to_empty(device="cpu")
     hollow.load_state_dict(plain_state(first), strict=True)
-    for model in (first, copy.deepcopy(first), hollow):
-        trains_as_the_twin(model, mesh, found.data)
+    steps_of: list[Callable[[nn.Module], Any]] = [
+        lambda model: AdamW(model.parameters(), lr=0.05),
+        lambda model: torch.optim.AdamW(model.parameters(), lr=0.05, foreach=True),
+        lambda model: Muon(model, lr=0.05, ns_dtype=torch.float64),
+    ]
+    for model, optimizer in zip((first, copy.deepcopy(first), hollow), steps_of, strict=True):
+        trains_as_the_twin(model, mesh, found.data, optimizer)
 
 
 def plain_state(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.full_tensor() for name, value in model.state_dict().items()}
 
 
-def trains_as_the_twin(model: Any, mesh: DeviceMesh, data: DeviceMesh) -> None:
+def trains_as_the_twin(
+    model: Any, mesh: DeviceMesh, data: DeviceMesh, steps_of: Callable[[nn.Module], Any]
+) -> None:
     twin = plain()
-    steps = [AdamW(model.parameters(), lr=0.05), AdamW(twin.parameters(), lr=0.05)]
+    steps = [steps_of(each) for each in (model, twin)]
     for step in range(2):
         loss_of(model, mesh, data, step).backward()
         loss_of(twin, None, data, step).backward()
@@ -227,6 +213,10 @@ def same(model: nn.Module, twin: nn.Module, of: Callable[[Any], Any]) -> None:
 @pytest.mark.parametrize("case", ["tp first", "copies and tp", "two dimensions and tp"])
 def test_training_equals_unsharded_training(case: str, layout: LayoutRule) -> None:
     run_ranks(beside_unsharded, 4, *MESHES[case], layout)
+
+
+def test_parameters_can_be_kept_among_neighbours() -> None:
+    run_ranks(beside_unsharded, 4, *MESHES["no tp"], Flat(), 2)
 
 
 def divided() -> None:
@@ -341,6 +331,18 @@ def noted_wrongly(kinds: dict[str, Any]) -> None:
         fully_shard(linear, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
 
 
+def gradient_placed_wrongly(of_another_kind: bool) -> None:
+    mesh = mesh_of_two()
+    found = full_mesh(mesh, DataParallelMeshDims(shard="dp"))
+    assert found is not None
+    lies = OnFullMesh(found, (Replicate(), Replicate()), torch.Size([4, 4]))
+    gradient = torch.ones(4, 4)
+    if not of_another_kind:
+        gradient = distribute_tensor(gradient, mesh, [Shard(0), Replicate()])
+    assert not lies.has_tile(gradient)
+    lies.summed(gradient, torch.float32)
+
+
 CASES: dict[str, tuple[Callable[[], None], type[Exception], str]] = {
     "no class": (
         named_by_a_string,
@@ -367,6 +369,16 @@ CASES: dict[str, tuple[Callable[[], None], type[Exception], str]] = {
         "'weight' of Linear is a DTensor over .*tp.* is for those",
     ),
     "cut": (cut_by_data_parallelism, ValueError, "gives 'dp' to data parallelism: place it as Rep"),
+    "gradient without a mesh": (
+        partial(gradient_placed_wrongly, True),
+        RuntimeError,
+        "the gradient of a parameter over .* is a Tensor over no mesh",
+    ),
+    "gradient that is cut": (
+        partial(gradient_placed_wrongly, False),
+        RuntimeError,
+        "is placed as .*, cut along a dimension of data parallelism",
+    ),
     "not noted": (
         partial(noted_wrongly, {"dp": annotated.Kind.R}),
         ValueError,

@@ -115,11 +115,12 @@ def test_losses_equal_fsdp2s(
     assert ours[-1][0] < 0.95 * ours[0][0]
 
 
+@pytest.mark.parametrize("back_end", [DTENSORS, []])
 def test_training_goes_on_where_it_stopped_also_on_the_other_library(
-    tmp_path: Path, seed: Callable[[str], Path]
+    tmp_path: Path, seed: Callable[[str], Path], back_end: list[str]
 ) -> None:
     folder = tmp_path / "run"
-    arguments = [*DTENSORS, "--config", "qwen3", "--checkpoint.interval", "2"]
+    arguments = [*back_end, "--config", "qwen3", "--checkpoint.interval", "2"]
     arguments += ["--checkpoint.initial_load_path", str(seed("qwen3"))]
     whole = losses(folder, 2, *arguments)
     for library in ([], ["--fsdp2"]):
