@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from fsdp_overlap.fsdp2_state import state_of
 from fsdp_overlap.fsdp_module import FsdpModule
 from fsdp_overlap.runtime.context import FsdpContext
+from fsdp_overlap.runtime.full_mesh import DataParallelMeshDims, full_mesh
 from fsdp_overlap.runtime.unit import unit_of
 from fsdp_overlap.sharding import make_unit, plan_late
 from fsdp_overlap.torch_internals import is_replicated, note_fully_sharded, teach_fully_shard
@@ -43,7 +44,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: object | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> Sharded: ...
 @overload
 def fully_shard(
@@ -56,7 +57,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: object | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> Sequence[Sharded]: ...
 def fully_shard(
     module: nn.Module | Sequence[nn.Module],
@@ -68,7 +69,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008, frozen
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008, frozen
     ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: object | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> FsdpModule | Sequence[FsdpModule]:
     """Makes ``module`` a unit: shards its parameters, gradients and optimizer states over a mesh.
 
@@ -76,9 +77,10 @@ def fully_shard(
     the parameters of ``module``'s subtree that no inner unit owns. They become ``ShardedTensor``
     parameters, in place, or under the layout ``Rows()`` DTensors as FSDP2's are. A parameter may be
     a DTensor already, over another dimension of the mesh, as tensor parallelism makes it. It then
-    lies over both dimensions, and compute sees the DTensor. Every rank must hold the same values
-    before, and must call this in the same order. A model that was built on the meta device gets
-    memory by ``model.to_empty(device=...)`` afterwards, and only for its shards. If the layout
+    lies over both dimensions, and compute sees the DTensor. Or it lies over all dimensions of the
+    mesh, of which ``dp_mesh_dims`` names those of data parallelism. Every rank must hold the same
+    values before, and must call this in the same order. A model that was built on the meta device
+    gets memory by ``model.to_empty(device=...)`` afterwards, and only for its shards. If the layout
     keeps matrices whole and :meth:`FsdpContext.plan` was not called, the call on the module around
     all units plans them together. It may move shards, which makes it collective, and their
     parameters new objects: make the optimizer after it.
@@ -119,7 +121,12 @@ def fully_shard(
             copied back when they are reduced, and backward ends when they have arrived. On a CPU
             the policy changes nothing.
         ignored_params: the parameters to leave as they are.
-        dp_mesh_dims: not supported; pass the data-parallel dimensions as ``mesh``.
+        dp_mesh_dims: which dimensions of ``mesh`` to shard and to copy along, by name. Several of a
+            kind become one. ``mesh`` may have others, as those of tensor parallelism. Parameters
+            lie over all of it, with ``Replicate()`` along the named dimensions: as DTensors, or as
+            plain tensors that ``spmd_types`` has annotated. What autograd leaves on the latter is
+            summed over the other dimensions where the annotation is ``R``. A context made for such
+            units takes the named dimensions alone, as ``FsdpContext(mesh["dp"])``.
 
     Returns:
         ``module`` itself. Its class, or the class of each module of a list, is now a subclass of
@@ -131,7 +138,10 @@ def fully_shard(
             then.
     """
     modules = _modules_of(module)
-    _check_arguments(ctx, dp_mesh_dims)
+    _check_context(ctx)
+    full = full_mesh(mesh, dp_mesh_dims)
+    if full is not None:
+        mesh = full.data
     if ctx is None:
         ctx = FsdpContext(mesh)
         ctx.is_implicit = True
@@ -144,6 +154,7 @@ def fully_shard(
         mp_policy=mp_policy,
         offload_policy=offload_policy,
         ignored=frozenset(ignored_params or ()),
+        full=full,
     )
     for each in modules:
         each.__class__ = _fsdp_class(type(each))
@@ -194,12 +205,7 @@ def _check_module(module: nn.Module) -> None:
         )
 
 
-def _check_arguments(ctx: FsdpContext | None, dp_mesh_dims: object | None) -> None:
-    if dp_mesh_dims is not None:
-        raise ValueError(
-            f"dp_mesh_dims={dp_mesh_dims} is not supported: pass the data-parallel dimensions "
-            "alone as the mesh, as mesh['dp'], and parameters that are DTensors over the others"
-        )
+def _check_context(ctx: FsdpContext | None) -> None:
     if ctx is not None and not isinstance(ctx, FsdpContext):
         raise TypeError(
             f"ctx is a {type(ctx).__name__}, not an FsdpContext; pass a mesh as mesh=..."

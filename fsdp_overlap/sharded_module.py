@@ -10,6 +10,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
@@ -18,7 +19,7 @@ from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.casting import cast as cast_bucket
 from fsdp_overlap.runtime.casting import refusal
 from fsdp_overlap.runtime.context import context_of
-from fsdp_overlap.runtime.domain import Domain
+from fsdp_overlap.runtime.full_mesh import FullMesh
 from fsdp_overlap.runtime.late_memory import announce_unsharded, materialize
 from fsdp_overlap.runtime.ownership import modules_outside_units, move_buffers
 from fsdp_overlap.runtime.tiles import parameter_like
@@ -52,11 +53,18 @@ def _keeping_dtypes(
 
 
 @dataclass(frozen=True)
+class _MeshInfo:
+    mesh: DeviceMesh
+    spmd_mesh: DeviceMesh | None = None
+    dp_mesh_dims: FullMesh | None = None
+
+
+@dataclass(frozen=True)
 class _On:
     """Says over which mesh a parameter is sharded and how, in the form that ``shard_placement_fn``
     uses."""
 
-    mesh_info: Domain
+    mesh_info: _MeshInfo
     placement: Shard
 
 
@@ -202,7 +210,10 @@ class ShardedModule(nn.Module):
             domain = context.domain_of(bucket.domain.mesh)
             domain.plans.place(duplicates, [bucket.plan])
             for item in bucket.owned:
-                meshes[memo[id(item.parameter)]] = _On(domain, Shard(item.cut_dim))
+                mesh_info = _MeshInfo(domain.mesh)
+                if (lies := item.on_full_mesh) is not None:
+                    mesh_info = _MeshInfo(domain.mesh, lies.full.mesh, lies.full)
+                meshes[memo[id(item.parameter)]] = _On(mesh_info, Shard(item.cut_dim))
         copied_unit = make_unit(
             duplicates,
             context,

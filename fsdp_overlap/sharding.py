@@ -18,6 +18,7 @@ from fsdp_overlap.runtime import hooks, tiles
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.context import FsdpContext
 from fsdp_overlap.runtime.domain import Domain
+from fsdp_overlap.runtime.full_mesh import FullMesh, full_mesh_of, lie_over
 from fsdp_overlap.runtime.ownership import (
     OwnedParameter,
     Owner,
@@ -47,11 +48,13 @@ def make_unit(
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy,
     ignored: frozenset[nn.Parameter],
+    full: FullMesh | None = None,
 ) -> Unit:
     """Shards what ``modules`` own and hooks their forwards. Their classes are left to the caller.
 
     The arguments mean what they mean to :func:`fully_shard`. Parameters are sharded over ``mesh``
-    unless ``shard_placement_fn`` gives them another.
+    unless ``shard_placement_fn`` gives them another. ``full``: the mesh that they lie over, if it
+    has more dimensions.
 
     Raises:
         TypeError, ValueError: a parameter cannot be sharded. Nothing was changed then.
@@ -62,14 +65,16 @@ def make_unit(
     _check_gradients(kind, owned, mp_policy)
     if ctx.sync_module_states:
         _check_synced(kind, owned)
-    by_domain = _by_domain(kind, owned, ctx, mesh, shard_placement_fn)
+    by_domain = _by_domain(kind, owned, ctx, mesh, full, shard_placement_fn)
     reshard_after_forward = _checked_reshard_after_forward(
         reshard_after_forward, {domain.shard_size for domain in by_domain}
     )
     for domain, items in by_domain.items():
         for item in items:
             if isinstance(item.parameter, DTensor):
-                tiles.check(_name(kind, item), item.parameter, domain.mesh)
+                tiles.check(_name(kind, item), item.parameter)
+                if item.on_full_mesh is None:
+                    tiles.check_beside(_name(kind, item), item.parameter, domain.mesh)
     _note_kept_dtypes(kind, owned, mp_policy)
     offload = _offload_on(ctx.device, offload_policy)
     with all_or_none(domain.plans for domain in by_domain):
@@ -205,16 +210,20 @@ def _by_domain(
     owned: list[OwnedParameter],
     ctx: FsdpContext,
     mesh: DeviceMesh,
+    full: FullMesh | None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
 ) -> dict[Domain, list[OwnedParameter]]:
     """Sorts the unit's parameters by the mesh that they are sharded over."""
     found: dict[Domain, list[OwnedParameter]] = {ctx.domain_of(mesh): []}
     for item in owned:
         wanted: Any = None if shard_placement_fn is None else shard_placement_fn(item.parameter)
-        own_mesh = mesh
+        own_mesh, own_full = mesh, full
         if mesh_info := getattr(wanted, "mesh_info", None):
             own_mesh, wanted = mesh_info.mesh, wanted.placement
+            own_full = full_mesh_of(mesh_info)
         domain = ctx.domain_of(own_mesh)
+        if own_full is not None:
+            item.on_full_mesh = lie_over(_name(kind, item), item.parameter, own_full)
         if isinstance(wanted, Shard):
             item.cut_dim = _cut_dim(kind, item, wanted)
         is_in_rows = isinstance(layout_for(ctx.layout, item.spec), Rows)

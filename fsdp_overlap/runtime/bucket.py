@@ -13,7 +13,6 @@ from weakref import ref
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.comm.collectives import (
     Collectives,
@@ -38,11 +37,7 @@ from fsdp_overlap.runtime.partial_reshard import KeptPart
 from fsdp_overlap.runtime.places import Places
 from fsdp_overlap.runtime.settings import Settings
 from fsdp_overlap.runtime.sharded_forms import own_parts, sharded_forms
-from fsdp_overlap.runtime.tiles import (
-    give_memory,
-    parameter_like,
-    tile_in,
-)
+from fsdp_overlap.runtime.tiles import give_memory, parameter_like, tile_in
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 from fsdp_overlap.tensor.row_tensor import Sharded
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, attributes_of
@@ -97,8 +92,8 @@ class Bucket:
         self.offload = offload
         """Set if the shard and its gradient rest on the host, and another device computes."""
         self.parameters = [item.parameter for item in owned]
-        self.is_tensor_parallel = any(isinstance(p, DTensor) for p in self.parameters)
-        """Whether some parameters are DTensors. Their gradients are DTensors then."""
+        self.is_tensor_parallel = any(item.is_tensor_parallel for item in owned)
+        """Whether some gradients are DTensors, or parts of a sum over tensor parallelism."""
         values = [tile_in(parameter).detach() for parameter in self.parameters]
         self.allocate(device, self.parameters)
         self._take(values)
@@ -130,9 +125,8 @@ class Bucket:
         ) * self.full.flat.element_size()
         dtype = plan.specs[0].dtype
         self.shard = self._at_rest(device, plan.shard_numels[rank], dtype).zero_()
-        parameters = [item.parameter for item in self.owned]
         made: list[Sharded] = []
-        forms = sharded_forms(plan, self.shard, parameters, domain, self.edits)
+        forms = sharded_forms(plan, self.shard, self.owned, domain, self.edits)
         for tensor, model in zip(forms, like, strict=True):
             sharded = nn.Parameter(tensor, requires_grad=model.requires_grad)
             vars(sharded).update(attributes_of(model))

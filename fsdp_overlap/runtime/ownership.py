@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.layout import ParamSpec
+from fsdp_overlap.runtime.full_mesh import OnFullMesh
 from fsdp_overlap.runtime.tiles import tile_in
 from fsdp_overlap.torch_internals import is_replicated
 
@@ -25,6 +27,14 @@ class OwnedParameter:
     is_embedding: bool = False
     keeps_dtype: bool = False
     cut_dim: int = 0
+    on_full_mesh: OnFullMesh | None = None
+    """How it lies over the mesh of all parallelism, if the user named dimensions of that."""
+
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """Whether its gradient is a DTensor, or a part of a sum over tensor parallelism."""
+        is_part = self.on_full_mesh is not None and self.on_full_mesh.sums_plain
+        return is_part or isinstance(self.parameter, DTensor)
 
     @property
     def spec(self) -> ParamSpec:
