@@ -110,6 +110,7 @@ class ShardedModule(nn.Module):
                 Nothing was changed then.
         """
         for unit in self._units(recurse):
+            unit.follow_ties()
             _check_apply(unit, fn)
         shards = self._shards()
         with torch.no_grad():
@@ -153,6 +154,7 @@ class ShardedModule(nn.Module):
         # A unit on the meta device keeps what load_state_dict(assign=True) has registered so far,
         # and waits for the parameters of its other modules.
         if not self._fsdp_unit.is_meta and not self._is_in_use():
+            self._fsdp_unit.follow_ties()
             self._fsdp_unit.use_sharded()  # in place of what a load that failed has left
             self.reshard()
         super()._load_from_state_dict(*args)

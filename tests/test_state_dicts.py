@@ -218,8 +218,8 @@ def test_assigning_gives_memory_to_units_on_the_meta_device() -> None:
 
 def replaced() -> None:
     model, _ = pair()
-    model.head.weight = model.embedding.weight
-    with pytest.raises(RuntimeError, match="'weight' of unit 'Model' was replaced"):
+    model.layers[0].norm.weight = model.layers[1].norm.weight
+    with pytest.raises(RuntimeError, match=r"'weight' of unit 'layers.0' was replaced"):
         model(torch.zeros(1, 2, dtype=torch.int64))
     with pytest.raises(RuntimeError, match=r"move or cast a module .* before fully_shard"):
         model.layers[0].up.to(torch.float64)

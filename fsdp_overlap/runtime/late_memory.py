@@ -40,6 +40,7 @@ def take_assigned(unit: Unit, device: torch.device, has_run: bool) -> bool:
         RuntimeError: an assigned parameter has another dtype, and its bucket cannot be cast. The
             unit is as before then.
     """
+    unit.follow_ties()
     assigned = [bucket.places.assigned() for bucket in unit.buckets]
     is_meta = unit.is_meta
     counts = [len(bucket.parameters) for bucket in unit.buckets]

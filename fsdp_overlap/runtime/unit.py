@@ -268,13 +268,33 @@ class Unit:
             bucket.places.use_unsharded(bucket.label)
 
     def check_places(self) -> None:
-        """Checks that nobody has replaced a parameter.
+        """Checks that nobody has replaced a parameter, except by another of the unit.
 
         Raises:
             RuntimeError: somebody has.
         """
+        self.follow_ties()
         for bucket in self.buckets:
             bucket.places.check(bucket.label)
+
+    def follow_ties(self) -> None:
+        """Uses one parameter of the unit where modules registered it in place of another. The other
+        keeps its memory and travels, as in FSDP2, but nothing computes with it."""
+        items = [item for bucket in self.buckets for item in bucket.owned]
+        sharded = [each for bucket in self.buckets for each in bucket.sharded_parameters]
+        by_parameter = dict(zip(map(id, sharded), items, strict=True))
+        has_ties = False
+        for item in items:
+            for place in [*item.places]:
+                registered, name = place
+                found = by_parameter.get(id(registered.get(name)), item)
+                if found is not item:
+                    item.places.remove(place)
+                    found.places.append(place)
+                    has_ties = True
+        if has_ties:
+            for bucket in self.buckets:
+                bucket.register(bucket.sharded_parameters)
 
     def use_sharded(self) -> None:
         self.shows_unsharded = False
