@@ -87,9 +87,6 @@ DTENSORS = ["--parallelism.spmd_backend", "partial_dtensor"]
 COPIES = ["--parallelism.data_parallel_replicate_degree", "2"]
 TENSOR_PARALLEL = ["--parallelism.tensor_parallel_degree", "2"]
 EXPERT_PARALLEL = ["--parallelism.expert_parallel_degree", "2"]
-ties_late = pytest.mark.xfail(
-    reason="the default back end ties weights after fully_shard()", strict=True
-)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +99,7 @@ ties_late = pytest.mark.xfail(
         (4, "deepseek_v3", [*DTENSORS, *EXPERT_PARALLEL]),
         (4, "deepseek_v3_few_experts", DTENSORS),
         (2, "llama3", []),
-        pytest.param(2, "qwen3", [], marks=ties_late),
+        (2, "qwen3", []),
         (4, "llama3", COPIES),
         (4, "llama3", TENSOR_PARALLEL),
         (4, "deepseek_v3", EXPERT_PARALLEL),
