@@ -16,6 +16,7 @@ from fsdp_overlap.fully_shard import fully_shard
 from fsdp_overlap.layout import Blocks, Flat, Rows, Whole
 from fsdp_overlap.replacing import replacing_fsdp2
 from fsdp_overlap.runtime.context import FsdpContext
+from fsdp_overlap.runtime.full_mesh import DataParallelMeshDims
 from fsdp_overlap.runtime.wire_policy import WirePolicy
 from fsdp_overlap.tensor.creation import distribute_tensor
 from fsdp_overlap.tensor.placement import RangeShard
@@ -27,6 +28,7 @@ FSDPModule = FsdpModule
 __all__ = [
     "Blocks",
     "CPUOffloadPolicy",
+    "DataParallelMeshDims",
     "FSDPModule",
     "Flat",
     "FsdpContext",

@@ -12,10 +12,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from fsdp_overlap.fsdp2_state import state_of
 from fsdp_overlap.fsdp_module import FsdpModule
 from fsdp_overlap.runtime.context import FsdpContext
+from fsdp_overlap.runtime.full_mesh import DataParallelMeshDims, full_mesh
 from fsdp_overlap.runtime.unit import unit_of
 from fsdp_overlap.runtime.wire_policy import WirePolicy
 from fsdp_overlap.sharding import make_unit, plan_late
-from fsdp_overlap.torch_internals import note_fully_sharded, teach_fully_shard
+from fsdp_overlap.torch_internals import is_replicated, note_fully_sharded, teach_fully_shard
 
 if TYPE_CHECKING:
 
@@ -45,7 +46,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = ...,
     wire_policy: WirePolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: object | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> Sharded: ...
 @overload
 def fully_shard(
@@ -59,7 +60,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = ...,
     wire_policy: WirePolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: object | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> Sequence[Sharded]: ...
 def fully_shard(
     module: nn.Module | Sequence[nn.Module],
@@ -72,7 +73,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008, frozen
     wire_policy: WirePolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: object | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> FsdpModule | Sequence[FsdpModule]:
     """Makes ``module`` a unit: shards its parameters, gradients and optimizer states over a mesh.
 
@@ -80,9 +81,10 @@ def fully_shard(
     the parameters of ``module``'s subtree that no inner unit owns. They become ``ShardedTensor``
     parameters, in place, or under the layout ``Rows()`` DTensors as FSDP2's are. A parameter may be
     a DTensor already, over another dimension of the mesh, as tensor parallelism makes it. It then
-    lies over both dimensions, and compute sees the DTensor. Every rank must hold the same values
-    before, and must call this in the same order. A model that was built on the meta device gets
-    memory by ``model.to_empty(device=...)`` afterwards, and only for its shards. If the layout
+    lies over both dimensions, and compute sees the DTensor. Or it lies over all dimensions of the
+    mesh, of which ``dp_mesh_dims`` names those of data parallelism. Every rank must hold the same
+    values before, and must call this in the same order. A model that was built on the meta device
+    gets memory by ``model.to_empty(device=...)`` afterwards, and only for its shards. If the layout
     keeps matrices whole and :meth:`FsdpContext.plan` was not called, the call on the module around
     all units plans them together. It may move shards, which makes it collective, and their
     parameters new objects: make the optimizer after it.
@@ -111,7 +113,7 @@ def fully_shard(
             machine, and backward gathers them from there. So 1 keeps them whole, and the number of
             all ranks frees them.
         shard_placement_fn: gives some parameters a mesh of their own, by returning a
-            ``ShardPlacementResult`` of ``torch.distributed.fsdp``. ``None`` and ``Shard(0)`` change
+            ``ShardPlacementResult``, as FSDP2's own take it. ``None`` and ``Shard(0)`` change
             nothing: the context's ``layout`` decides where parameters are cut. Under ``Rows()``,
             ``Shard(d)`` chooses the dimension.
         mp_policy: the dtypes of compute, of the reduction, of inputs and of outputs. Sharded
@@ -125,7 +127,12 @@ def fully_shard(
         wire_policy: gathers matrices in 8 bits. By default parameters travel in the dtype of
             compute.
         ignored_params: the parameters to leave as they are.
-        dp_mesh_dims: not supported; pass the data-parallel dimensions as ``mesh``.
+        dp_mesh_dims: which dimensions of ``mesh`` to shard and to copy along, by name. Several of a
+            kind become one. ``mesh`` may have others, as those of tensor parallelism. Parameters
+            lie over all of it, with ``Replicate()`` along the named dimensions: as DTensors, or as
+            plain tensors that ``spmd_types`` has annotated. What autograd leaves on the latter is
+            summed over the other dimensions where the annotation is ``R``. A context made for such
+            units takes the named dimensions alone, as ``FsdpContext(mesh["dp"])``.
 
     Returns:
         ``module`` itself. Its class, or the class of each module of a list, is now a subclass of
@@ -137,7 +144,10 @@ def fully_shard(
             then.
     """
     modules = _modules_of(module)
-    _check_arguments(ctx, dp_mesh_dims)
+    _check_context(ctx)
+    full = full_mesh(mesh, dp_mesh_dims)
+    if full is not None:
+        mesh = full.data
     if ctx is None:
         ctx = FsdpContext(mesh)
         ctx.is_implicit = True
@@ -151,6 +161,7 @@ def fully_shard(
         offload_policy=offload_policy,
         wire_policy=wire_policy,
         ignored=frozenset(ignored_params or ()),
+        full=full,
     )
     for each in modules:
         each.__class__ = _fsdp_class(type(each))
@@ -188,6 +199,11 @@ def _check_module(module: nn.Module) -> None:
         raise ValueError(
             f"{type(module).__name__} is a unit already; call fully_shard once on each module"
         )
+    if is_replicated(module):
+        raise ValueError(
+            f"replicate() was called on {type(module).__name__}, so it trains the parameters: call "
+            "one of the two, or fully_shard() over a mesh (replicate, shard) for both"
+        )
     is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
     if is_container and type(module).forward is nn.Module.forward:
         raise ValueError(
@@ -196,12 +212,7 @@ def _check_module(module: nn.Module) -> None:
         )
 
 
-def _check_arguments(ctx: FsdpContext | None, dp_mesh_dims: object | None) -> None:
-    if dp_mesh_dims is not None:
-        raise ValueError(
-            f"dp_mesh_dims={dp_mesh_dims} is not supported: pass the data-parallel dimensions "
-            "alone as the mesh, as mesh['dp'], and parameters that are DTensors over the others"
-        )
+def _check_context(ctx: FsdpContext | None) -> None:
     if ctx is not None and not isinstance(ctx, FsdpContext):
         raise TypeError(
             f"ctx is a {type(ctx).__name__}, not an FsdpContext; pass a mesh as mesh=..."

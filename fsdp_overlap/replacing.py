@@ -21,15 +21,23 @@ from fsdp_overlap.fsdp_module import (
 from fsdp_overlap.fully_shard import fully_shard
 from fsdp_overlap.layout import Rows
 from fsdp_overlap.runtime.context import FsdpContext
+from fsdp_overlap.runtime.full_mesh import DataParallelMeshDims, full_mesh
 from fsdp_overlap.tensor.creation import with_range_shards
 from fsdp_overlap.torch_internals import older_fsdp2
 
 
-def _fully_shard_in_rows(module: Any, *, mesh: DeviceMesh | None = None, **options: Any) -> Any:
+def _fully_shard_in_rows(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    **options: Any,
+) -> Any:
     """:func:`fully_shard` without a context, whose sharded parameters are placed as FSDP2's."""
-    ctx = FsdpContext(mesh, layout=Rows())
+    full = full_mesh(mesh, dp_mesh_dims)
+    ctx = FsdpContext(mesh if full is None else full.data, layout=Rows())
     ctx.is_implicit = True
-    return fully_shard(module, ctx, mesh=mesh, **options)
+    return fully_shard(module, ctx, mesh=mesh, dp_mesh_dims=dp_mesh_dims, **options)
 
 
 @contextmanager

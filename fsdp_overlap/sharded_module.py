@@ -10,13 +10,16 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 from fsdp_overlap.runtime import hooks
 from fsdp_overlap.runtime.bucket import Bucket
+from fsdp_overlap.runtime.casting import cast as cast_bucket
+from fsdp_overlap.runtime.casting import refusal
 from fsdp_overlap.runtime.context import context_of
-from fsdp_overlap.runtime.domain import Domain
+from fsdp_overlap.runtime.full_mesh import FullMesh
 from fsdp_overlap.runtime.late_memory import announce_unsharded, materialize
 from fsdp_overlap.runtime.ownership import modules_outside_units, move_buffers
 from fsdp_overlap.runtime.tiles import parameter_like
@@ -50,11 +53,18 @@ def _keeping_dtypes(
 
 
 @dataclass(frozen=True)
+class _MeshInfo:
+    mesh: DeviceMesh
+    spmd_mesh: DeviceMesh | None = None
+    dp_mesh_dims: FullMesh | None = None
+
+
+@dataclass(frozen=True)
 class _On:
     """Says over which mesh a parameter is sharded and how, in the form that ``shard_placement_fn``
     uses."""
 
-    mesh_info: Domain
+    mesh_info: _MeshInfo
     placement: Shard
 
 
@@ -92,25 +102,21 @@ class ShardedModule(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> ShardedModule:
         """Does the work of ``to_empty()``, ``to()`` and the like. A unit on the meta device gets
-        memory. A unit that is where it should be stays as it is.
+        memory. A unit that has not run yet may be cast. A unit that is where it should be stays as
+        it is.
 
         Raises:
-            RuntimeError: the shards would change dtype or device. Nothing was changed then.
+            RuntimeError: the shards would move to another device, or would be cast after a forward.
+                Nothing was changed then.
         """
+        for unit in self._units(recurse):
+            unit.follow_ties()
+            _check_apply(unit, fn)
         shards = self._shards()
         with torch.no_grad():
             applied = [fn(shard) for _, shard in shards]
         context = context_of(self._fsdp_unit)
         device = context.device
-        for (bucket, shard), result in zip(shards, applied, strict=True):
-            is_moved = result.device != shard.device
-            is_given_memory = bucket.is_meta and result.device.type == bucket.rest_device.type
-            if result.dtype != shard.dtype or (is_moved and not is_given_memory):
-                raise RuntimeError(
-                    f"{type(self).__name__} is sharded, its shards are {shard.dtype} on "
-                    f"{shard.device}: move or cast a module (to(), cuda(), half(), ...) "
-                    f"before fully_shard(); from meta, to_empty(device={bucket.rest_device.type!r})"
-                )
         with hidden(self._fsdp_unit.buckets):
             super()._apply(fn, recurse)
         if self._fsdp_unit.is_offloaded:  # shards stay on the host, buffers do not
@@ -122,8 +128,10 @@ class ShardedModule(nn.Module):
             materialize(self._fsdp_unit, device)
             context.unsettle()
         else:
-            for (_, shard), result in zip(shards, applied, strict=True):
-                if result is not shard:
+            for (bucket, shard), result in zip(shards, applied, strict=True):
+                if result.dtype != shard.dtype:
+                    cast_bucket(self._fsdp_unit, bucket, result)
+                elif result is not shard:
                     shard.copy_(result)
         announce_unsharded(self._fsdp_unit)
         return self
@@ -146,6 +154,7 @@ class ShardedModule(nn.Module):
         # A unit on the meta device keeps what load_state_dict(assign=True) has registered so far,
         # and waits for the parameters of its other modules.
         if not self._fsdp_unit.is_meta and not self._is_in_use():
+            self._fsdp_unit.follow_ties()
             self._fsdp_unit.use_sharded()  # in place of what a load that failed has left
             self.reshard()
         super()._load_from_state_dict(*args)
@@ -203,7 +212,10 @@ class ShardedModule(nn.Module):
             domain = context.domain_of(bucket.domain.mesh)
             domain.plans.place(duplicates, [bucket.plan])
             for item in bucket.owned:
-                meshes[memo[id(item.parameter)]] = _On(domain, Shard(item.cut_dim))
+                mesh_info = _MeshInfo(domain.mesh)
+                if (lies := item.on_full_mesh) is not None:
+                    mesh_info = _MeshInfo(domain.mesh, lies.full.mesh, lies.full)
+                meshes[memo[id(item.parameter)]] = _On(mesh_info, Shard(item.cut_dim))
         copied_unit = make_unit(
             duplicates,
             context,
@@ -238,6 +250,20 @@ class ShardedModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(f"{type(self).__name__} cannot be pickled: save its state_dict()")
+
+
+def _check_apply(unit: Unit, fn: Any) -> None:
+    """Checks that ``fn``, which ``_apply()`` is to call, leaves shards where they can be.
+
+    Raises:
+        RuntimeError: it does not.
+    """
+    has_run = context_of(unit).was_settled
+    for bucket in unit.buckets:
+        with torch.no_grad():
+            result = fn(bucket.shard.new_empty(0))
+        if (refused := refusal(unit, bucket, result, has_run)) is not None:
+            raise RuntimeError(refused)
 
 
 def plain_class(cls: type) -> Any:

@@ -13,12 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_overlap.layout import ParamSpec, Plan, Rows
+from fsdp_overlap.layout import Plan, Rows
 from fsdp_overlap.layout.layouts import layout_for
 from fsdp_overlap.runtime import hooks, tiles
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.context import FsdpContext
 from fsdp_overlap.runtime.domain import Domain
+from fsdp_overlap.runtime.full_mesh import FullMesh, full_mesh_of, lie_over
 from fsdp_overlap.runtime.ownership import (
     OwnedParameter,
     Owner,
@@ -32,7 +33,7 @@ from fsdp_overlap.runtime.ownership import (
 from fsdp_overlap.runtime.replanning import plan_again
 from fsdp_overlap.runtime.stale_optimizers import note_replacement
 from fsdp_overlap.runtime.starts import take_from_first
-from fsdp_overlap.runtime.unit import Unit, reduce_dtype
+from fsdp_overlap.runtime.unit import Unit, compute_dtype, reduce_dtype
 from fsdp_overlap.runtime.unit_plans import all_or_none
 from fsdp_overlap.runtime.wire_policy import WirePolicy
 from fsdp_overlap.tensor.carried import SUMMED
@@ -50,11 +51,13 @@ def make_unit(
     offload_policy: OffloadPolicy,
     wire_policy: WirePolicy | None,
     ignored: frozenset[nn.Parameter],
+    full: FullMesh | None = None,
 ) -> Unit:
     """Shards what ``modules`` own and hooks their forwards. Their classes are left to the caller.
 
     The arguments mean what they mean to :func:`fully_shard`. Parameters are sharded over ``mesh``
-    unless ``shard_placement_fn`` gives them another.
+    unless ``shard_placement_fn`` gives them another. ``full``: the mesh that they lie over, if it
+    has more dimensions.
 
     Raises:
         TypeError, ValueError: a parameter cannot be sharded. Nothing was changed then.
@@ -68,14 +71,16 @@ def make_unit(
     if wire_policy is not None:
         for item in owned:
             item.block = wire_policy.grain(item.spec)
-    by_domain = _by_domain(kind, owned, ctx, mesh, shard_placement_fn)
+    by_domain = _by_domain(kind, owned, ctx, mesh, full, shard_placement_fn)
     reshard_after_forward = _checked_reshard_after_forward(
         reshard_after_forward, {domain.shard_size for domain in by_domain}
     )
     for domain, items in by_domain.items():
         for item in items:
             if isinstance(item.parameter, DTensor):
-                tiles.check(_name(kind, item), item.parameter, domain.mesh)
+                tiles.check(_name(kind, item), item.parameter)
+                if item.on_full_mesh is None:
+                    tiles.check_beside(_name(kind, item), item.parameter, domain.mesh)
     _note_kept_dtypes(kind, owned, mp_policy)
     offload = _offload_on(ctx.device, offload_policy)
     with all_or_none(domain.plans for domain in by_domain):
@@ -215,16 +220,20 @@ def _by_domain(
     owned: list[OwnedParameter],
     ctx: FsdpContext,
     mesh: DeviceMesh,
+    full: FullMesh | None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
 ) -> dict[Domain, list[OwnedParameter]]:
     """Sorts the unit's parameters by the mesh that they are sharded over."""
     found: dict[Domain, list[OwnedParameter]] = {ctx.domain_of(mesh): []}
     for item in owned:
         wanted: Any = None if shard_placement_fn is None else shard_placement_fn(item.parameter)
-        own_mesh = mesh
+        own_mesh, own_full = mesh, full
         if mesh_info := getattr(wanted, "mesh_info", None):
             own_mesh, wanted = mesh_info.mesh, wanted.placement
+            own_full = full_mesh_of(mesh_info)
         domain = ctx.domain_of(own_mesh)
+        if own_full is not None:
+            item.on_full_mesh = lie_over(_name(kind, item), item.parameter, own_full)
         if isinstance(wanted, Shard):
             item.cut_dim = _cut_dim(kind, item, wanted)
         is_in_rows = isinstance(layout_for(ctx.layout, item.spec), Rows)
@@ -326,18 +335,12 @@ def _make_buckets(
             [by_fqn[spec.fqn] for spec in plan.specs],
             domain,
             torch.device("meta") if is_meta else domain.device,
-            _compute_dtype(plan.specs[0], mp_policy),
+            compute_dtype(plan.specs[0], mp_policy),
             offload,
             wire_policy,
         )
         for plan in plans
     ]
-
-
-def _compute_dtype(spec: ParamSpec, mp_policy: MixedPrecisionPolicy) -> torch.dtype:
-    if mp_policy.param_dtype is None or spec.keeps_dtype or not spec.dtype.is_floating_point:
-        return spec.dtype
-    return mp_policy.param_dtype
 
 
 def _mark_owner(unit: Unit) -> None:

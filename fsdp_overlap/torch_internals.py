@@ -63,7 +63,7 @@ ATTRIBUTES = {
     "Module._parameters": "changes between sharded and unsharded parameters",
     "Module._buffers": "walked without those of submodules",
     "Module._modules": "walked without what they hold",
-    "Module._apply": "overridden, to see to_empty() and refuse moves",
+    "Module._apply": "overridden, to see to_empty() and casts, and to refuse moves",
     "Module._forward_hooks": "without our hooks in a copy that is sharded anew",
     "Module._forward_hooks_with_kwargs": "how each hook is called",
     "Module._forward_hooks_always_called": "how each hook is called",
@@ -243,6 +243,11 @@ def note_fully_sharded(module: nn.Module) -> None:
     """Notes on ``module`` that ``fully_shard`` was called on it, where torch's other composable
     calls look. ``replicate()`` on a module around it leaves its parameters alone then."""
     module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Whether ``replicate()`` was called on ``module``, which trains the parameters in it then."""
+    return "replicate" in module.__dict__.get(REGISTRY_KEY, ())
 
 
 # DTensors

@@ -70,10 +70,6 @@ def sharded_by_what_is_not_there() -> None:
     fully_shard(linear(), ctx, shard_placement_fn=lambda parameter: Shard(1))
 
 
-def spmd_mesh() -> None:
-    fully_shard(linear(), dp_mesh_dims="dp")
-
-
 def no_divide_factor() -> None:
     fully_shard(linear(), FsdpContext()).set_gradient_divide_factor(0)
 
@@ -141,10 +137,6 @@ def not_contiguous() -> None:
     fully_shard(module, FsdpContext())
 
 
-def cast_after() -> None:
-    fully_shard(linear(), FsdpContext()).half()
-
-
 def pickled() -> None:
     pickle.dumps(fully_shard(linear(), FsdpContext()))
 
@@ -168,7 +160,6 @@ CASES: dict[Callable[[], None], tuple[type[Exception], str]] = {
         ValueError,
         r"parameter 'bias' of Linear placed as S.*1\), and it has 1 dimensions, \(\d+,\)",
     ),
-    spmd_mesh: (ValueError, "dp_mesh_dims=dp is not supported: pass the data-parallel dimensions"),
     no_divide_factor: (ValueError, r"set_gradient_divide_factor\(0\): use a positive number"),
     negative_prefetch: (ValueError, "prefetch=-1 is not a number of all-gathers; use 0 or more"),
     integer_reshard: (
@@ -193,7 +184,6 @@ CASES: dict[Callable[[], None], tuple[type[Exception], str]] = {
         "'weight' of Linear is a Quantized; only plain",
     ),
     not_contiguous: (ValueError, r"not contiguous \(shape \(4, 2\), strides \(1, 8\)\)"),
-    cast_after: (RuntimeError, r"FSDPLinear is sharded, its shards are .*: move or cast .* before"),
     pickled: (TypeError, r"FSDPLinear cannot be pickled: save its state_dict\(\)"),
 }
 

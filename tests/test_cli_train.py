@@ -25,20 +25,7 @@ from support.program import Program
 
 TINY = "--steps 4 --eval-every 2 --log-every 1 --batch-size 4 --seq-len 32".split()
 TINY += "--layers 3 --width 32 --heads 2".split()
-TRAIN = ["-m", "fsdp_overlap.cli", "train", "--device", "cpu"]
-
-
-def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {k: v for k, v in os.environ.items() if k not in names}
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
+TRAIN = ["train", "--device", "cpu", *TINY, "--out", "run"]
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +43,18 @@ def read_metrics(folder: Path) -> list[dict[str, float]]:
 def finished(
     tmp_path_factory: pytest.TempPathFactory, text_file: Path
 ) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """Where a run on two ranks was started, with its folder `run`, and how it ended."""
+    """Where a run on two ranks was started, with its folder `run`, and how it ended. It alone is
+    started as a shell would, by new interpreters."""
     path = tmp_path_factory.mktemp("cwd")
-    done = run(*TRAIN, *TINY, "--data", str(text_file), "--out", "run", cwd=path)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdp_overlap.cli", *TRAIN, "--data", str(text_file)],
+        cwd=path,
+        env={name: value for name, value in os.environ.items() if name not in names},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
     assert done.returncode == 0, done.stderr
     return path, done
 
@@ -115,10 +111,10 @@ def test_torchrun_gives_the_same_run(
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
-    arguments = [*TRAIN, *TINY, "--data", str(text_file), "--out", "run"]
-    done = run(*torchrun, *arguments, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    torchrun = ["--nproc-per-node", "2", "--master-port", str(port)]
+    process = Program(tmp_path, [*TRAIN, "--data", str(text_file)], torchrun)
+    _, err = process.communicate(timeout=150)
+    assert process.returncode == 0, err
     timeless = ("step", "loss", "val_loss", "lr")
     assert [[m.get(k) for k in timeless] for m in read_metrics(tmp_path / "run")] == [
         [m.get(k) for k in timeless] for m in read_metrics(finished[0] / "run")
@@ -129,8 +125,8 @@ def test_torchrun_gives_the_same_run(
 def test_how_many_ranks_share_a_batch_does_not_change_the_run(
     tmp_path: Path, text_file: Path, finished: tuple[Path, subprocess.CompletedProcess[str]]
 ) -> None:
-    alone = ["--ranks", "1", "--batch-size", "8", "--data", str(text_file), "--out", "run"]
-    process = Program(tmp_path, ["train", "--device", "cpu", *TINY, *alone])
+    alone = ["--ranks", "1", "--batch-size", "8", "--data", str(text_file)]
+    process = Program(tmp_path, [*TRAIN, *alone])
     _, err = process.communicate(timeout=150)
     assert process.returncode == 0, err
     one, two = (read_metrics(path / "run") for path in (tmp_path, finished[0]))
@@ -142,9 +138,10 @@ def test_how_many_ranks_share_a_batch_does_not_change_the_run(
 def test_a_failing_rank_fails_the_command_readably(tmp_path: Path, text_file: Path) -> None:
     # More sequences than any memory holds.
     huge = ["--batch-size", str(1 << 50), "--data", str(text_file)]
-    done = run(*TRAIN, *TINY, *huge, cwd=tmp_path)
-    assert done.returncode == 1
-    assert re.match(r"error: rank [01] failed: RuntimeError: ", done.stderr.splitlines()[-1])
+    process = Program(tmp_path, [*TRAIN, *huge])
+    _, err = process.communicate(timeout=150)
+    assert process.returncode == 1
+    assert re.match(r"error: rank [01] failed: RuntimeError: ", err.splitlines()[-1])
 
 
 @pytest.mark.parametrize(
@@ -185,10 +182,11 @@ def test_bad_input_is_one_line_and_leaves_nothing(
 
 
 def test_bad_input_is_exit_code_two(tmp_path: Path) -> None:
-    done = run(*TRAIN, "--data", "nowhere", cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr == "error: --data nowhere: No such file or directory\n"
+    process = Program(tmp_path, ["train", "--device", "cpu", "--data", "nowhere"])
+    out, err = process.communicate(timeout=150)
+    assert process.returncode == 2
+    assert out == ""
+    assert err == "error: --data nowhere: No such file or directory\n"
     assert list(tmp_path.iterdir()) == []
 
 

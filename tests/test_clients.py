@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import signal
 import subprocess
@@ -22,7 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fsdp_overlap
-from fsdp_overlap import FsdpContext, ShardedTensor, replacing_fsdp2
+from fsdp_overlap import FsdpContext, replacing_fsdp2
+from support.clients import check_alike, check_whose, example, forget_accelerators, whole
 from support.examples import EXAMPLES
 from support.ranks import close_pool, run_ranks
 
@@ -34,33 +34,7 @@ def _ranks_of_their_own() -> Iterator[None]:
     close_pool()
 
 
-# ---- in ranks ----
-
-
-@contextlib.contextmanager
-def example(name: str) -> Iterator[Any]:
-    """An example program, in a rank that looks as if torchrun had started it."""
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    variables = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "GROUP_RANK": "0",
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "29500",
-        "TORCHELASTIC_RUN_ID": "tests",
-        "OMP_NUM_THREADS": "1",
-    }
-    # Clients leave variables behind by which they know each other. These ranks talk by gloo, so
-    # that programs must not find GPUs.
-    with (
-        mock.patch.dict(os.environ, variables),
-        mock.patch.object(sys, "path", list(sys.path)),
-        mock.patch.object(torch.cuda, "is_available", return_value=False),
-    ):
-        sys.path.insert(0, str(EXAMPLES))
-        yield importlib.import_module(name)
+# ---- accelerate ----
 
 
 @contextlib.contextmanager
@@ -71,40 +45,6 @@ def accelerate_example() -> Iterator[Any]:
             yield program
         finally:
             forget_accelerators()
-
-
-def forget_accelerators() -> None:
-    """Of one process accelerate expects one configuration."""
-    from accelerate.state import AcceleratorState, GradientState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-
-
-def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
-
-
-def check_alike(ours: nn.Module, theirs: nn.Module) -> None:
-    values, expected = whole(ours), whole(theirs)
-    assert values.keys() == expected.keys()
-    for name, value in values.items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5, msg=name)
-
-
-def check_whose(ours: nn.Module, theirs: nn.Module) -> None:
-    """Each has its units where the other has them, and is of its library alone."""
-    units = [
-        [name for name, module in model.named_modules() if isinstance(module, cls)]
-        for model, cls in ((ours, fsdp_overlap.FSDPModule), (theirs, fsdp2.FSDPModule))
-    ]
-    assert units[0] == units[1] != []
-    assert not any(isinstance(module, fsdp_overlap.FSDPModule) for module in theirs.modules())
-    assert all(isinstance(parameter, ShardedTensor) for parameter in ours.parameters())
-    assert not any(isinstance(parameter, ShardedTensor) for parameter in theirs.parameters())
-
-
-# ---- accelerate ----
 
 
 def trainings(program: Any, folder: str, *args: Any, **options: Any) -> tuple[Any, Any]:

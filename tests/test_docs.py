@@ -6,9 +6,8 @@ import ast
 import contextlib
 import inspect
 import re
+import runpy
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -101,12 +100,16 @@ def test_the_commands_on_checkpoints_run(tmp_path: Path) -> None:
     assert (tmp_path / "small.safetensors").exists()
 
 
+def formulas_and_measurements() -> dict[str, list[list[int]]]:
+    script = runpy.run_path(str(ROOT / "scripts" / "draw" / "memory.py"))
+    return script["compared"](dist.get_rank(), dist.get_world_size())
+
+
 def test_the_formulas_of_memory_are_what_ranks_allocate() -> None:
-    script = ROOT / "scripts" / "draw" / "memory.py"
-    done = subprocess.run(
-        [sys.executable, script, "--check"], capture_output=True, text=True, timeout=150
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    found = run_ranks(formulas_and_measurements, 2)[0]
+    assert len(found) == 2 * 2 * 3  # ranks, optimizers and stages
+    for name, pairs in found.items():
+        assert all(formula == measured for formula, measured in pairs), (name, pairs)
 
 
 def test_every_fault_names_tests_that_exist() -> None:

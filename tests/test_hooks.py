@@ -217,8 +217,41 @@ def functional_call_of_shards() -> None:
     torch.func.functional_call(model, weights, (X,))
 
 
+def functional_calls_beside_fsdp2() -> None:
+    call = torch.func.functional_call
+    found = []
+    for shard in (fully_shard, fsdp2.fully_shard):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        shard(model)
+        results = []
+        for _ in range(2):
+            own, copies = model.state_dict(), {"1.running_mean": torch.full((4,), 3.0)}
+            results.append(call(model, dict(model.named_parameters()), (X,)))
+            results[-1].square().sum().backward()
+            model.eval()
+            results.append(call(model, copies, (X,)))
+            model.train()
+            assert torch.equal(copies["1.running_mean"], torch.full((4,), 3.0))
+            assert model.state_dict().keys() == own.keys()
+        results += [parameter.grad.full_tensor() for parameter in model.parameters()]
+        if shard is fully_shard:
+            others = {name: value.detach() for name, value in model.named_parameters()}
+            with pytest.raises(RuntimeError, match="was replaced"):
+                call(model, others, (X,))
+            results += [model(X), results[0]]
+        found.append(results)
+    for ours, theirs in zip(*found, strict=False):
+        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(*found[0][-2:])  # what was refused left nothing behind
+
+
+def test_functional_calls_take_a_models_own_parameters_and_any_buffers_as_in_fsdp2() -> None:
+    run_ranks(functional_calls_beside_fsdp2, 2)
+
+
 @pytest.mark.parametrize("way", [functional_call, functional_call_of_shards])
-def test_a_functional_call_is_refused(way: Callable[[], None]) -> None:
+def test_a_functional_call_with_other_parameters_is_refused(way: Callable[[], None]) -> None:
     expect_rank_errors(way, 2, match=r"functional_call\(\) with an unsharded copy")
 
 

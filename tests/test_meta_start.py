@@ -206,10 +206,8 @@ def on_meta() -> None:
         model.load_state_dict(state)
     with pytest.raises(NotImplementedError, match="to_empty"):
         model.to("cpu")
-    with pytest.raises(RuntimeError, match=r"to_empty\(device='cpu'\)"):
-        model.half()
     model.to_empty(device="cpu")
-    with pytest.raises(RuntimeError, match=r"its shards are .* on cpu: move or cast"):
+    with pytest.raises(RuntimeError, match=r"its shards are on cpu and cannot move to meta"):
         model.to_empty(device="meta")
     model.to("cpu").load_state_dict(state)
     model.layers[0].requires_grad_(False)

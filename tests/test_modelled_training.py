@@ -141,7 +141,9 @@ def reduced_in_float32(**twins: Any) -> None:
         assert parameter.grad is not None
         assert parameter.grad.dtype == torch.double, name
         assert twin.grad is not None
-        torch.testing.assert_close(parameter.grad.full_tensor(), twin.grad, rtol=1e-5, atol=1e-6)
+        whole = parameter.grad.full_tensor()
+        expected = twin.grad.to(whole.device)
+        torch.testing.assert_close(whole, expected, rtol=1e-5, atol=1e-6)
 
 
 for name, options in {"copies": COPIES, "divided copies": DIVIDED}.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,6 +34,36 @@ class CheckpointedNormed(Normed):
         return checkpoint(layer, x, use_reentrant=False)
 
 
+class ReadsHead(Normed):
+    """Its forward reads the head's parameters, and never runs the head."""
+
+    is_norm_trained = True
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.chunks = True
+        x = super().forward(tokens)
+        if not self.is_norm_trained:
+            x = x.detach()
+        return nn.functional.linear(x, self.head.weight, self.head.bias)
+
+
+class ReadsTiedHead(ReadsHead):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embedding.weight
+
+
+class TrainsOnlyHead(ReadsHead):
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in [
+            *self.embedding.parameters(),
+            *self.layers.parameters(),
+            *self.norm.parameters(),
+        ]:
+            parameter.requires_grad_(False)
+
+
 def shard_last_two(model: Normed, ctx: FsdpContext, **options: Any) -> None:
     for layer in model.layers:
         fully_shard(layer, ctx, **options)
@@ -58,6 +89,17 @@ CASES = {
     "ends": (Normed, shard_ends),
     "ends that share their weight": (TiedEnds, shard_ends),
     "checkpointed between": (CheckpointedNormed, shard_ends),
+    "head that others read": (ReadsHead, shard_last_two),
+    "head that others read, kept": (
+        ReadsHead,
+        partial(shard_last_two, reshard_after_forward=False),
+    ),
+    "head that others read, freed": (
+        ReadsHead,
+        partial(shard_last_two, reshard_after_forward=True),
+    ),
+    "tied head that others read": (ReadsTiedHead, shard_ends),
+    "only a head that others read": (TrainsOnlyHead, shard_last_two),
 }
 
 

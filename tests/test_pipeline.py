@@ -123,13 +123,13 @@ class Pipeline:
             optimizer.step()
             optimizer.zero_grad()
 
-    def run(self, x: torch.Tensor, target: torch.Tensor) -> None:
+    def run(self, x: torch.Tensor, target: torch.Tensor, **options: bool) -> None:
         self.losses.clear()
         arguments = (x,) if 0 in self.own else ()
         if self.count - 1 in self.own:
-            self.schedule.step(*arguments, target=target, losses=self.losses)
+            self.schedule.step(*arguments, target=target, losses=self.losses, **options)
         else:
-            self.schedule.step(*arguments)
+            self.schedule.step(*arguments, **options)
 
     def compare(self) -> None:
         for module, index in zip(self.modules, self.own, strict=True):
@@ -200,6 +200,49 @@ DEFERS = "defer_reduce_grad_wait" in signature(ScheduleInterleaved1F1B).paramete
 @pytest.mark.skipif(not DEFERS, reason="torch 2.15 has it")
 def test_reductions_of_one_stage_run_under_the_compute_of_another() -> None:
     run_ranks(train, 4, "Interleaved1F1B", None, 2, "deferred")
+
+
+DEFERS_ALL = "finalize_gradients" in signature(ScheduleInterleaved1F1B.step).parameters
+
+
+def step_twice(fully_shard: Any, kind: str, reshard: bool | None, chunks: int) -> None:
+    """Runs a schedule twice before gradients are reduced."""
+    pipeline = Pipeline(fully_shard, kind, reshard, chunks)
+    for _ in range(2):
+        expected = []
+        for is_last in (False, True):
+            inputs, targets = torch.randn(2, 2, 2 * MICROBATCHES, WIDTH, dtype=torch.double)
+            for x, target in zip(
+                inputs.flatten(0, 1).chunk(2 * MICROBATCHES),
+                targets.flatten(0, 1).chunk(2 * MICROBATCHES),
+                strict=True,
+            ):
+                expected.append(mean_square(pipeline.whole(x), target))
+            replica = pipeline.replica
+            pipeline.run(inputs[replica], targets[replica], finalize_gradients=is_last)
+        # The mean over ranks and over the microbatches of one run, as torch documents it.
+        (torch.stack(expected).sum() / (2 * MICROBATCHES)).backward()
+        pipeline.compare()
+        for optimizer in pipeline.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    if fully_shard is fsdp_overlap.fully_shard:
+        for module in pipeline.modules:
+            stats = module._fsdp_unit.context.stats
+            assert stats.reduce_scatters == 2 * 3
+            assert stats.full_buffers_alive == 0
+
+
+@pytest.mark.skipif(not DEFERS_ALL, reason="torch 2.15 has it")
+@pytest.mark.parametrize(
+    ("kind", "chunks", "reshard"),
+    [("1F1B", 1, True), ("Interleaved1F1B", 2, None), ("InterleavedZeroBubble", 2, False)],
+)
+def test_gradients_of_several_runs_are_reduced_once(
+    kind: str, chunks: int, reshard: bool | None
+) -> None:
+    for fully_shard in (fsdp_overlap.fully_shard, fsdp2.fully_shard):
+        run_ranks(step_twice, 4, fully_shard, kind, reshard, chunks)
 
 
 def compute_apart(fully_shard: Any, reshard: bool | None) -> list[str]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_overlap import FsdpContext, fully_shard
@@ -67,3 +71,20 @@ def shared_and_separate() -> None:
 
 def test_reductions_can_share_the_group_of_gathers() -> None:
     run_ranks(shared_and_separate, 2)
+
+
+def deprecated_name() -> None:
+    found = []
+    for shard in (fully_shard, fsdp2.fully_shard):
+        torch.manual_seed(0)
+        model: Any = shard(nn.Linear(3, 3).double())
+        model.set_force_sum_reduction_for_comms(True)  # FSDP2 on gloo needs it
+        with pytest.warns(DeprecationWarning, match="set_gradient_divide_factor"):
+            model.set_reduce_scatter_divide_factor(5.0)
+        model(torch.ones(2, 3).double() * dist.get_rank()).square().sum().backward()
+        found.append([parameter.grad.full_tensor() for parameter in model.parameters()])
+    torch.testing.assert_close(*found)
+
+
+def test_the_divide_factor_has_its_deprecated_name() -> None:
+    run_ranks(deprecated_name, 2)

@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
-from fsdp_overlap import FsdpContext, Rows, fully_shard
+from fsdp_overlap import FsdpContext, Rows, ShardedTensor, fully_shard
+from fsdp_overlap import distribute_tensor as ours
 from fsdp_overlap.layout import Flat
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 from support.ranks import run_ranks
@@ -170,24 +171,43 @@ def test_gradients_may_be_set() -> None:
 # State
 
 
-def loaded_as_fsdp2s_tutorial_does(on_meta: bool) -> None:
-    """torch's ``distribute_tensor``, and parameters that are assigned."""
-    full = deep().state_dict()
-    with torch.device("meta" if on_meta else "cpu"):
-        model = Model(layers=3).double()
-    shard_layers(model, FsdpContext(layout=Rows()))
+def load_as_fsdp2s_tutorial_does(model: nn.Module, distribute: Callable[..., DTensor]) -> None:
     sharded = {}
-    for name, value in full.items():
-        mine = model.state_dict()[name]
-        sharded[name] = nn.Parameter(distribute_tensor(value, mine.device_mesh, mine.placements))
+    meta = model.state_dict()
+    for name, value in deep().state_dict().items():
+        mine: Any = meta[name]
+        sharded[name] = nn.Parameter(distribute(value, mine.device_mesh, mine.placements))
     model.load_state_dict(sharded, assign=True)
-    same(model(tokens()), deep()(tokens()), "output")
-    model(tokens()).sum().backward()
 
 
+def loaded_as_fsdp2s_tutorial_does(layout: Any, on_meta: bool) -> None:
+    found = []
+    for shard in (partial(fully_shard, ctx=FsdpContext(layout=layout)), torchs):
+        with torch.device("meta" if on_meta else "cpu"):
+            model = Model(layers=3).double()
+        for module in (*model.layers, model):
+            shard(module)
+        is_in_ranges = any(isinstance(each, ShardedTensor) for each in model.parameters())
+        if is_in_ranges:
+            with pytest.raises(
+                RuntimeError,
+                match=r"unsupported placements RangeShard.*from fsdp_overlap import "
+                r"distribute_tensor, .* or shard with FsdpContext\(layout=Rows\(\)\)",
+            ):
+                load_as_fsdp2s_tutorial_does(model, distribute_tensor)
+        load_as_fsdp2s_tutorial_does(model, ours if is_in_ranges else distribute_tensor)
+        found.append(model(tokens()))
+        found[-1].sum().backward()
+        found.extend(p.grad.full_tensor() for p in model.parameters())
+    half = len(found) // 2
+    for mine, its in zip(found[:half], found[half:], strict=True):
+        same(mine, its, "output or gradient")
+
+
+@pytest.mark.parametrize("layout", [Rows(), Flat()])
 @pytest.mark.parametrize("on_meta", [False, True])
-def test_a_full_state_dict_is_loaded_as_fsdp2s_tutorial_does(on_meta: bool) -> None:
-    run_ranks(loaded_as_fsdp2s_tutorial_does, 3, on_meta)
+def test_a_full_state_dict_is_loaded_as_fsdp2s_tutorial_does(layout: Any, on_meta: bool) -> None:
+    run_ranks(loaded_as_fsdp2s_tutorial_does, 3, layout, on_meta)
 
 
 def copied_and_pickled() -> None:

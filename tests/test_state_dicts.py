@@ -7,6 +7,7 @@ import io
 import operator
 import tempfile
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 
-from fsdp_overlap import FsdpContext, ShardedTensor, fully_shard
+from fsdp_overlap import FsdpContext, Rows, ShardedTensor, distribute_tensor, fully_shard
 from support.ranks import run_ranks
 from support.twins import Twins, same
 from support.zoo import ZOO, Model, shard_layers
@@ -108,6 +110,7 @@ def assign() -> None:
         assert all(map(operator.is_, model.parameters(), parameters))  # an optimizer has these
         state[f"{prefix}head.weight"].zero_()  # whose memory it was and is
         torch.testing.assert_close(model(tokens), plain(tokens))
+    assert model._fsdp_unit.context.was_settled
     half = {key: value.half() for key, value in plain.state_dict().items()}
     before = values(model)
     with pytest.raises(RuntimeError, match=r"'norm.weight' of Block as torch.float16, and"):
@@ -132,6 +135,40 @@ def replaced_anywhere() -> None:
 
 def test_a_parameter_that_was_replaced_is_an_error_and_never_lost() -> None:
     run_ranks(replaced_anywhere, 2)
+
+
+def assigned_one_by_one() -> None:
+    """FSDP2 takes over what is assigned before the first forward. Its optimizer has these."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x = torch.ones(1, 4)
+    shards: list[Any] = [
+        fully_shard,
+        partial(fully_shard, ctx=FsdpContext()),
+        partial(fully_shard, ctx=FsdpContext(layout=Rows())),
+        torchs_fully_shard,
+    ]
+    for shard in shards:
+        with torch.device("meta"):
+            model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for module in (*model, model):
+            shard(module)
+        for mine, its in zip(model, plain, strict=True):
+            for name, parameter in list(mine.named_parameters()):
+                value = its.get_parameter(name).detach()
+                is_rows = not isinstance(parameter, ShardedTensor)
+                distribute = torch_distribute_tensor if is_rows else distribute_tensor
+                whole = distribute(value, parameter.device_mesh, parameter.placements)
+                setattr(mine, name, nn.Parameter(whole))
+        if shard is not torchs_fully_shard:
+            with pytest.raises(RuntimeError, match=r"load_state_dict\(assign=True\)"):
+                model(x)
+            model.load_state_dict(plain.state_dict(), assign=True)
+        torch.testing.assert_close(model(x), plain(x))
+
+
+def test_parameters_assigned_one_by_one_to_the_meta_device_are_an_error() -> None:
+    run_ranks(assigned_one_by_one, 2)
 
 
 def test_what_is_assigned_is_copied() -> None:
@@ -181,8 +218,8 @@ def test_assigning_gives_memory_to_units_on_the_meta_device() -> None:
 
 def replaced() -> None:
     model, _ = pair()
-    model.head.weight = model.embedding.weight
-    with pytest.raises(RuntimeError, match="'weight' of unit 'Model' was replaced"):
+    model.layers[0].norm.weight = model.layers[1].norm.weight
+    with pytest.raises(RuntimeError, match=r"'weight' of unit 'layers.0' was replaced"):
         model(torch.zeros(1, 2, dtype=torch.int64))
     with pytest.raises(RuntimeError, match=r"move or cast a module .* before fully_shard"):
         model.layers[0].up.to(torch.float64)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import _state_dict_utils as state_dict_utils
 from torch.distributed import fsdp
-from torch.distributed._composable import _get_registry
+from torch.distributed._composable import _get_registry, replicate
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -561,6 +561,16 @@ def composable_calls_look_for_each_other() -> None:
     module = nn.Linear(1, 1)
     internals.note_fully_sharded(module)
     assert "fully_shard" in (_get_registry(module) or {})
+
+
+@canary("is_replicated")
+def replicated_modules_are_noted() -> None:
+    """A unit takes the parameters of a module within it that replicate() trains."""
+    module = nn.Linear(1, 1)
+    assert not internals.is_replicated(module)
+    with one_rank("gloo"):
+        replicate(module)
+    assert internals.is_replicated(module)
 
 
 @canary("AllGather", "ReduceScatter")

@@ -87,7 +87,6 @@ DTENSORS = ["--parallelism.spmd_backend", "partial_dtensor"]
 COPIES = ["--parallelism.data_parallel_replicate_degree", "2"]
 TENSOR_PARALLEL = ["--parallelism.tensor_parallel_degree", "2"]
 EXPERT_PARALLEL = ["--parallelism.expert_parallel_degree", "2"]
-needs_mesh_dims = pytest.mark.xfail(reason="dp_mesh_dims is refused", strict=True)
 
 
 @pytest.mark.parametrize(
@@ -99,8 +98,11 @@ needs_mesh_dims = pytest.mark.xfail(reason="dp_mesh_dims is refused", strict=Tru
         (2, "qwen3", DTENSORS),
         (4, "deepseek_v3", [*DTENSORS, *EXPERT_PARALLEL]),
         (4, "deepseek_v3_few_experts", DTENSORS),
-        pytest.param(2, "llama3", [], marks=needs_mesh_dims),
-        pytest.param(4, "deepseek_v3", EXPERT_PARALLEL, marks=needs_mesh_dims),
+        (2, "llama3", []),
+        (2, "qwen3", []),
+        (4, "llama3", COPIES),
+        (4, "llama3", TENSOR_PARALLEL),
+        (4, "deepseek_v3", EXPERT_PARALLEL),
     ],
 )
 def test_losses_equal_fsdp2s(
@@ -114,12 +116,13 @@ def test_losses_equal_fsdp2s(
     assert ours[-1][0] < 0.95 * ours[0][0]
 
 
+@pytest.mark.parametrize(("config", "back_end"), [("qwen3", DTENSORS), ("llama3", [])])
 def test_training_goes_on_where_it_stopped_also_on_the_other_library(
-    tmp_path: Path, seed: Callable[[str], Path]
+    tmp_path: Path, seed: Callable[[str], Path], config: str, back_end: list[str]
 ) -> None:
     folder = tmp_path / "run"
-    arguments = [*DTENSORS, "--config", "qwen3", "--checkpoint.interval", "2"]
-    arguments += ["--checkpoint.initial_load_path", str(seed("qwen3"))]
+    arguments = [*back_end, "--config", config, "--checkpoint.interval", "2"]
+    arguments += ["--checkpoint.initial_load_path", str(seed(config))]
     whole = losses(folder, 2, *arguments)
     for library in ([], ["--fsdp2"]):
         shutil.rmtree(folder / "checkpoint" / f"step-{STEPS}")

@@ -78,7 +78,8 @@ class Finalization:
         if not self.is_manual:
             raise RuntimeError(
                 "finalize_backward() without manual finalization: call "
-                "set_manual_backward_finalization(True) before forward"
+                "set_manual_backward_finalization(True) before forward. In a pipeline, each "
+                "stage takes an FsdpContext of its own"
             )
         if self._engine.is_in_backward():
             raise RuntimeError("finalize_backward() during backward: call it after backward()")

@@ -54,7 +54,8 @@ class Unit(Protocol):
     is_list: bool
     """Whether it has several modules."""
     to_run: set[int]
-    """In a unit of several modules, the ids of those that have yet to run before its release."""
+    """In a unit of several modules, the ids of those that have yet to run in the forward under
+    way."""
     shows_unsharded: bool
     """Whether its unsharded parameters stay registered until the full buffers are freed."""
     seen_version: int

@@ -67,8 +67,11 @@ class Schedule:
         self._pass = ForwardPass()
         self._is_pass_over = True
         self._unfinished: list[Unit] = []
-        """Units of several modules that stay gathered, because not all of their modules have run in
-        this pass. See Note [several modules]."""
+        """Units of several modules that stay whole, because not all of their modules have run in
+        the forward under way. See Note [several modules]."""
+        self._read_by_others: set[UnitIndex] = set()
+        """Units of which a module did not run, so that others may have read its parameters. They
+        stay gathered until a backward is over."""
         self._open_passes: deque[ForwardPass] = deque(maxlen=MAX_OPEN_PASSES)
         self._backward: Backward | None = None
         self._backwards = 0
@@ -108,16 +111,17 @@ class Schedule:
         if backward is not None:
             return backward.after_recompute(unit, start, end, self.is_in_use(unit))
         self._pass.note(unit.index, start, end)
-        if (raised or unit.reshards_after_forward()) and not self.is_in_use(unit):
-            if not unit.to_run:
-                self.gathers.release(unit)
-            elif running and not raised:
+        if unit.is_list and unit in self._unfinished:
+            self._unfinished.remove(unit)
+        if not self.is_in_use(unit):
+            if unit.to_run and running and not raised:
                 self._unfinished.append(unit)
             else:
                 unit.to_run.clear()
-                self.gathers.release(unit)
+                if raised or unit.reshards_after_forward():
+                    self.gathers.release(unit)
         if self._unfinished and not running:
-            self._release_unfinished()
+            self._end_unfinished(raised)
         if unit.is_root and not running:
             self._is_pass_over = True
             self.gathers.finish_pass(before_backward=self._engine.is_grad_enabled() and not raised)
@@ -130,7 +134,9 @@ class Schedule:
 
     def is_in_use(self, unit: Unit) -> bool:
         """Whether a forward or backward of ``unit`` is under way. A module may call itself, and
-        backward may run a forward again."""
+        backward may run a forward again. A list of modules is in use until all of them have run."""
+        if unit in self._unfinished:
+            return True
         backward = self._backward
         if backward is not None and (
             backward.is_open(unit) or _is_among(unit, backward.recomputing)
@@ -152,12 +158,19 @@ class Schedule:
         """Notes that backward will come back to ``call``."""
         call.forward_pass.calls.append(call)
 
-    def _release_unfinished(self) -> None:
-        """Releases the units that waited for some of their modules. The outermost unit has run, so
-        these modules will not run in this pass."""
-        for unit in dict.fromkeys(self._unfinished):
+    def _end_unfinished(self, raised: bool) -> None:
+        """Ends the wait of units for some of their modules. The outermost unit has run, so these
+        modules will not run in this pass. Other modules may have read their parameters, and no call
+        tells when backward reads them again. So with gradients the units stay gathered."""
+        is_kept = self._engine.is_grad_enabled() and not raised
+        for unit in self._unfinished:
             unit.to_run.clear()
-            self.gathers.release(unit)
+            if not unit.shows_unsharded:
+                self._transfers.use_sharded(unit)
+            if is_kept:
+                self._read_by_others.add(unit.index)
+            elif raised or unit.reshards_after_forward():
+                self.gathers.release(unit)
         self._unfinished.clear()
 
     def _starts_pass(self, unit: Unit) -> bool:
@@ -243,6 +256,7 @@ class Schedule:
             return
         try:
             backward.finish()
+            self._release_read_by_others()
             self.gathers.finish_pass()
             for unit in self._units():
                 if unit.keeps_part:
@@ -255,6 +269,13 @@ class Schedule:
             self._backward_order = backward.order
             self._is_pass_over = True
             self._open_passes.clear()
+
+    def _release_read_by_others(self) -> None:
+        for index in sorted(self._read_by_others):
+            unit = self._unit_at(index)
+            if unit is not None and unit.settings.reshard_after_backward:
+                self.gathers.release(unit)
+        self._read_by_others.clear()
 
     # Between passes
 
@@ -297,6 +318,7 @@ class Schedule:
         self._backward = None
         self._is_pass_over = True
         self._unfinished.clear()
+        self._read_by_others.clear()
         self._open_passes.clear()
 
     def _tick(self) -> int:

@@ -13,7 +13,6 @@ from weakref import ref
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.comm.collectives import Collectives, Issued, choose
 from fsdp_overlap.comm.groups import LaneGroups
@@ -31,11 +30,7 @@ from fsdp_overlap.runtime.partial_reshard import KeptPart
 from fsdp_overlap.runtime.places import Places
 from fsdp_overlap.runtime.settings import Settings
 from fsdp_overlap.runtime.sharded_forms import own_parts, sharded_forms
-from fsdp_overlap.runtime.tiles import (
-    give_memory,
-    parameter_like,
-    tile_in,
-)
+from fsdp_overlap.runtime.tiles import give_memory, parameter_like, tile_in
 from fsdp_overlap.runtime.wire_policy import WirePolicy, sent_sizes
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 from fsdp_overlap.tensor.row_tensor import Sharded
@@ -93,10 +88,10 @@ class Bucket:
         self.offload = offload
         """Set if the shard and its gradient rest on the host, and another device computes."""
         self.parameters = [item.parameter for item in owned]
-        self.is_tensor_parallel = any(isinstance(p, DTensor) for p in self.parameters)
-        """Whether some parameters are DTensors. Their gradients are DTensors then."""
+        self.is_tensor_parallel = any(item.is_tensor_parallel for item in owned)
+        """Whether some gradients are DTensors, or parts of a sum over tensor parallelism."""
         values = [tile_in(parameter).detach() for parameter in self.parameters]
-        self._allocate(device, self.parameters)
+        self.allocate(device, self.parameters)
         self._take(values)
         for parameter, view in zip(self.parameters, self.full.views, strict=True):
             give_memory(parameter, view)
@@ -109,7 +104,7 @@ class Bucket:
         self._ticket: Ticket | None = None
         self._gathered_version = -1
 
-    def _allocate(self, device: torch.device, like: Sequence[torch.Tensor]) -> None:
+    def allocate(self, device: torch.device, like: Sequence[torch.Tensor]) -> None:
         """Makes the buffers and the sharded parameters, and registers these parameters in the
         modules. They take their attributes from ``like``."""
         plan = self.plan
@@ -128,16 +123,20 @@ class Bucket:
         self._travels = self.gathered_nbytes - sent[domain.shard_rank]
         dtype = plan.specs[0].dtype
         self.shard = self._at_rest(device, plan.shard_numels[rank], dtype).zero_()
-        parameters = [item.parameter for item in self.owned]
-        self.sharded_parameters: list[Sharded] = []
-        forms = sharded_forms(plan, self.shard, parameters, domain, self.edits)
+        made: list[Sharded] = []
+        forms = sharded_forms(plan, self.shard, self.owned, domain, self.edits)
         for tensor, model in zip(forms, like, strict=True):
             sharded = nn.Parameter(tensor, requires_grad=model.requires_grad)
             vars(sharded).update(attributes_of(model))
             # isinstance() takes it for a Parameter, and its type is that of the tensor.
-            self.sharded_parameters.append(cast(Sharded, sharded))
+            made.append(cast(Sharded, sharded))
         self.edits.trainability = 0
-        self.places = Places(self.owned, self.parameters, self.sharded_parameters)
+        self.register(made)
+
+    def register(self, sharded: list[Sharded]) -> None:
+        """Makes ``sharded`` the sharded parameters, and registers them in the modules."""
+        self.sharded_parameters = sharded
+        self.places = Places(self.owned, self.parameters, sharded)
         self.places.use_sharded()
 
     def _take(self, wholes: Sequence[torch.Tensor]) -> None:
@@ -178,7 +177,7 @@ class Bucket:
         """Gives memory on ``device`` to a bucket of the meta device: its shard is zeros, and its
         parameters are new objects."""
         memory = self.full.memory
-        self._allocate(device, self.sharded_parameters)
+        self.allocate(device, self.sharded_parameters)
         self.full.memory = memory
         fresh = []
         for parameter, sharded, view in zip(
@@ -209,7 +208,7 @@ class Bucket:
         self.plan = plan
         self.owned = [self.owned[index] for index in order]
         self.parameters = [self.parameters[index] for index in order]
-        self._allocate(self.device, sharded)
+        self.allocate(self.device, sharded)
         if tiles:
             self._take(tiles)
         for parameter, view in zip(self.parameters, self.full.views, strict=True):
@@ -294,7 +293,7 @@ class Bucket:
         if self.is_meta:
             raise RuntimeError(
                 f"unit {self.label!r} is on the meta device: call to_empty(device=...) on the "
-                "model, then initialize it or load a checkpoint"
+                "model, then initialize it or load a checkpoint; or load_state_dict(assign=True)"
             )
         if self.state is BucketState.GATHERING:
             self.wait()

@@ -287,6 +287,7 @@ class FsdpContext:
         is_complete = not self.is_implicit or self._adopt_trees()
         name_units(self.units)
         for unit in self.units:
+            unit.follow_ties()
             unit.connect()
         self.follow_reduce_inputs()
         if self.check_plans:

@@ -25,6 +25,7 @@ from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.comm.symmetric_memory import SymmetricMemory
 from fsdp_overlap.deciding.stats import Stats
 from fsdp_overlap.layout import BucketPlan, LayoutRule
+from fsdp_overlap.runtime.ownership import OwnedParameter
 from fsdp_overlap.runtime.tiles import beside
 from fsdp_overlap.runtime.unit_plans import UnitPlans
 from fsdp_overlap.tensor.placement import RangeShard, contiguous_spec
@@ -97,7 +98,7 @@ class Domain:
         self.faults = faults
         self._stats = stats
         self._members: list[weakref.ref[Member]] = []
-        self._with_other: dict[DeviceMesh, DeviceMesh] = {}  # by the mesh of tensor parallelism
+        self._with_other: dict[DeviceMesh, DeviceMesh] = {}  # by the parameter's own mesh
         self._memories: dict[tuple[str, str], GroupMemory] = {}
         self._flags = 0
         self._has_gradient = bytearray()
@@ -183,15 +184,18 @@ class Domain:
             ranges = [(self._divided_ranks[rank], start, stop) for rank, start, stop in ranges]
         return RangeShard(tuple(ranges))
 
-    def spec(
-        self, parameter: torch.Tensor, placement: Placement, dtype: torch.dtype
-    ) -> DTensorSpec:
-        """How the sharded form of ``parameter`` lies over :attr:`tensor_mesh`, and over its own
-        mesh too if it is a DTensor. ``placement`` is that along the dimension of the mesh that
-        shards."""
-        mesh = self.tensor_mesh
+    def spec(self, item: OwnedParameter, placement: Placement, dtype: torch.dtype) -> DTensorSpec:
+        """How the sharded form of a parameter lies over :attr:`tensor_mesh`, and over its own mesh
+        too if it has one. ``placement`` is that along the dimension of the mesh that shards."""
+        mesh, parameter = self.tensor_mesh, item.parameter
+        if (lies := item.on_full_mesh) is not None:
+            placements = lies.sharded_placements(mesh, placement)
+            whole = lies.full.mesh
+            if whole not in self._with_other:
+                self._with_other[whole] = lies.full.sharded_mesh(mesh)
+            return contiguous_spec(self._with_other[whole], placements, lies.shape, dtype)
         copies = (Replicate(),) if mesh.ndim == 2 else ()
-        placements: tuple[Placement, ...] = (*copies, placement)
+        placements = (*copies, placement)
         if isinstance(parameter, DTensor):
             other = parameter.device_mesh
             if other not in self._with_other:

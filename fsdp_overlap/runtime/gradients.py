@@ -51,6 +51,7 @@ class BucketGradients:
         self.is_large = [
             spec.numel * reduce_dtype.itemsize >= LARGE_BYTES for spec in bucket.plan.specs
         ]
+        self._on_full_mesh = [item.on_full_mesh for item in bucket.owned]
         # Reduced gradients of parameters that have none on this rank. They are kept until it is
         # known whether another rank has one.
         self.doubtful: list[tuple[int, torch.Tensor]] = []
@@ -99,8 +100,9 @@ class BucketGradients:
         """
         if not self.is_large[index] or not self.bucket.is_tensor_parallel:
             return self.is_large[index]
-        parameter = self.bucket.parameters[index]
-        return parameter.grad is None or is_placed_like(parameter, parameter.grad)
+        parameter, on_full_mesh = self.bucket.parameters[index], self._on_full_mesh[index]
+        gradient = parameter.grad
+        return gradient is None or is_placed_like(parameter, gradient, on_full_mesh)
 
     def absorb_all(self) -> None:
         """Moves every gradient that autograd holds into the reduce input."""
@@ -149,8 +151,8 @@ class BucketGradients:
 
     def _tile(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
         """This rank's tile of a gradient, placed as its parameter is: all of a plain gradient."""
-        dtype = self.input.flat.dtype
-        return tile_in(placed_like(self.bucket.parameters[index], gradient, dtype))
+        parameter, on_full_mesh = self.bucket.parameters[index], self._on_full_mesh[index]
+        return tile_in(placed_like(parameter, gradient, on_full_mesh, self.input.flat.dtype))
 
     @property
     def goes_across(self) -> bool:

@@ -198,7 +198,7 @@ def after_load(unit: Unit, module: nn.Module, keys: Any) -> None:
     """Runs when ``load_state_dict()`` has loaded ``module`` and all in it: takes over parameters
     that it assigned."""
     context = context_of(unit)
-    if take_assigned(unit, context.device):
+    if take_assigned(unit, context.device, context.was_settled):
         context.unsettle()
 
 

@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
+from fsdp_overlap.runtime.bucket import Bucket
+from fsdp_overlap.runtime.casting import cast, refusal
 from fsdp_overlap.runtime.ownership import mark_replaced, modules_outside_units
 from fsdp_overlap.runtime.stale_optimizers import note_replacement
 from fsdp_overlap.runtime.unit import Unit
@@ -24,31 +28,31 @@ def materialize(unit: Unit, device: torch.device) -> None:
     unit.forget_parameters()
 
 
-def take_assigned(unit: Unit, device: torch.device) -> bool:
+def take_assigned(unit: Unit, device: torch.device, has_run: bool) -> bool:
     """Copies what ``load_state_dict(assign=True)`` registered into the shards, and registers the
     sharded parameters again.
 
     A unit on the meta device waits until all its parameters were assigned. Then it first gets
-    memory on ``device``. Returns whether it got memory.
+    memory on ``device``. A bucket whose parameters were all assigned in another dtype is cast,
+    unless units of its context have run, as ``has_run`` says. Returns whether the unit got memory.
 
     Raises:
-        RuntimeError: an assigned parameter has another dtype. The unit is as before then.
+        RuntimeError: an assigned parameter has another dtype, and its bucket cannot be cast. The
+            unit is as before then.
     """
+    unit.follow_ties()
     assigned = [bucket.places.assigned() for bucket in unit.buckets]
     is_meta = unit.is_meta
     counts = [len(bucket.parameters) for bucket in unit.buckets]
     if not any(assigned) or (is_meta and list(map(len, assigned)) != counts):
         return False
-    for bucket, values in zip(unit.buckets, assigned, strict=True):
-        for index, value in values.items():
-            if value.dtype != bucket.shard.dtype:
-                unit.use_sharded()
-                raise RuntimeError(
-                    f"load_state_dict(assign=True) gives parameter "
-                    f"{bucket.plan.specs[index].fqn!r} of {unit.module_kind} as {value.dtype}, "
-                    f"and it is sharded as {bucket.shard.dtype}: cast the state dict, or the "
-                    "module before fully_shard()"
-                )
+    dtypes = [
+        _dtype_for(unit, bucket, values, has_run)
+        for bucket, values in zip(unit.buckets, assigned, strict=True)
+    ]
+    for bucket, dtype in zip(unit.buckets, dtypes, strict=True):
+        if dtype != bucket.shard.dtype:
+            cast(unit, bucket, bucket.shard.to(dtype))
     if is_meta:
         materialize(unit, device)
     with torch.no_grad():
@@ -59,6 +63,31 @@ def take_assigned(unit: Unit, device: torch.device) -> bool:
     if is_meta:
         announce_unsharded(unit)
     return is_meta
+
+
+def _dtype_for(
+    unit: Unit, bucket: Bucket, values: Mapping[int, torch.Tensor], has_run: bool
+) -> torch.dtype:
+    """The dtype that a bucket rests in when it has taken ``values``, by the index of the parameter.
+
+    Raises:
+        RuntimeError: it cannot take them.
+    """
+    dtype, found = bucket.shard.dtype, {value.dtype for value in values.values()}
+    if found <= {dtype}:
+        return dtype
+    if len(values) == len(bucket.parameters) and len(found) == 1:
+        other = found.pop()
+        example = bucket.shard.new_empty(0, dtype=other)
+        if refusal(unit, bucket, example, has_run) is None:
+            return other
+    unit.use_sharded()
+    [index, *_] = [index for index, value in values.items() if value.dtype != dtype]
+    raise RuntimeError(
+        f"load_state_dict(assign=True) gives parameter {bucket.plan.specs[index].fqn!r} of "
+        f"{unit.module_kind} as {values[index].dtype}, and it is sharded as {dtype}: cast the "
+        "state dict, or the module before fully_shard()"
+    )
 
 
 def announce_unsharded(unit: Unit) -> None:

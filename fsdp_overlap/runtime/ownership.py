@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.layout import ParamSpec
+from fsdp_overlap.runtime.full_mesh import OnFullMesh
 from fsdp_overlap.runtime.tiles import tile_in
+from fsdp_overlap.torch_internals import is_replicated
 
 
 @dataclass
@@ -25,6 +28,14 @@ class OwnedParameter:
     keeps_dtype: bool = False
     cut_dim: int = 0
     block: int = 1
+    on_full_mesh: OnFullMesh | None = None
+    """How it lies over the mesh of all parallelism, if the user named dimensions of that."""
+
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """Whether its gradient is a DTensor, or a part of a sum over tensor parallelism."""
+        is_part = self.on_full_mesh is not None and self.on_full_mesh.sums_plain
+        return is_part or isinstance(self.parameter, DTensor)
 
     @property
     def spec(self) -> ParamSpec:
@@ -75,7 +86,8 @@ def modules_outside_units(
 ) -> Iterable[tuple[str, nn.Module]]:
     """``(name, module)`` for each module in the subtrees of ``modules`` that no inner unit holds,
     parents first, each module once. If ``modules`` are several, a name begins with the place of its
-    subtree among them, as in ``1.norm``.
+    subtree among them, as in ``1.norm``. What lies within a module that torch's ``replicate()``
+    trains is left out.
 
     ``units``: modules that count as units, because they will be.
     """
@@ -86,7 +98,7 @@ def modules_outside_units(
     while pending:
         prefix, current = pending.pop()
         is_unit = "_fsdp_unit" in current.__dict__ or current in units
-        if id(current) in seen or (is_unit and id(current) not in tops):
+        if id(current) in seen or (is_unit and id(current) not in tops) or is_replicated(current):
             continue
         seen.add(id(current))
         yield prefix, current

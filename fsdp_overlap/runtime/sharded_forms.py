@@ -12,6 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_overlap.layout import BucketPlan, Plan, RowsPlan
 from fsdp_overlap.runtime.domain import Domain
+from fsdp_overlap.runtime.ownership import OwnedParameter
 from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded, call_hooks, give_row_grads
 from fsdp_overlap.tensor.sharded_tensor import ShardEdits, ShardedTensor, give_grads
 from fsdp_overlap.torch_internals import StridedShard
@@ -20,7 +21,7 @@ from fsdp_overlap.torch_internals import StridedShard
 def sharded_forms(
     plan: Plan,
     shard: torch.Tensor,
-    parameters: Sequence[torch.Tensor],
+    owned: Sequence[OwnedParameter],
     domain: Domain,
     edits: ShardEdits,
 ) -> list[Sharded]:
@@ -28,19 +29,17 @@ def sharded_forms(
     dtype = plan.specs[0].dtype
     if isinstance(plan, RowsPlan):
         return [
-            RowTensor.wrap(
-                chunk, domain.spec(parameter, _row_shard(parameter, spec.cut_dim), dtype), edits
-            )
-            for chunk, parameter, spec in zip(
-                _chunks(plan, shard, domain.plan_rank), parameters, plan.specs, strict=True
+            RowTensor.wrap(chunk, domain.spec(item, _row_shard(item, spec.cut_dim), dtype), edits)
+            for chunk, item, spec in zip(
+                _chunks(plan, shard, domain.plan_rank), owned, plan.specs, strict=True
             )
         ]
     return [
         ShardedTensor.wrap(
-            local, domain.spec(parameter, domain.range_shard(plan, spec.fqn), dtype), edits
+            local, domain.spec(item, domain.range_shard(plan, spec.fqn), dtype), edits
         )
-        for local, parameter, spec in zip(
-            _ranges(plan, shard, domain.plan_rank), parameters, plan.specs, strict=True
+        for local, item, spec in zip(
+            _ranges(plan, shard, domain.plan_rank), owned, plan.specs, strict=True
         )
     ]
 
@@ -67,11 +66,13 @@ def _chunks(plan: RowsPlan, shard: torch.Tensor, rank: int) -> list[torch.Tensor
     ]
 
 
-def _row_shard(parameter: torch.Tensor, dim: int) -> Placement:
+def _row_shard(item: OwnedParameter, dim: int) -> Placement:
     """The placement of chunks of a parameter. Where tensor parallelism has cut the same dimension,
     the chunks of all ranks do not follow each other in the order of the mesh."""
-    factor = 1
-    if isinstance(parameter, DTensor):
+    factor, parameter = 1, item.parameter
+    if item.on_full_mesh is not None:
+        factor = item.on_full_mesh.cuts_after(dim)
+    elif isinstance(parameter, DTensor):
         for other, placement in enumerate(parameter.placements):
             if isinstance(placement, Shard) and placement.dim == dim:
                 factor *= parameter.device_mesh.size(other)

@@ -1,4 +1,5 @@
-"""Parameters that are DTensors already, over the ranks of tensor parallelism.
+"""Parameters that are DTensors already, over the ranks of tensor parallelism, or over those of all
+parallelism.
 
 What each of these ranks holds is the parameter's tile. The tile is sharded among the ranks of data
 parallelism, and compute sees the DTensor.
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fsdp_overlap.runtime.full_mesh import OnFullMesh
 from fsdp_overlap.tensor.placement import tile_of
 from fsdp_overlap.torch_internals import AsyncCollectiveTensor, DTensorSpec, TensorMeta
 
@@ -25,14 +27,13 @@ def tile_in(parameter: torch.Tensor) -> torch.Tensor:
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
-def check(where: str, parameter: DTensor, mesh: DeviceMesh) -> None:
-    """Checks ``parameter`` before it is sharded over ``mesh``. ``where`` names it in errors.
+def check(where: str, parameter: DTensor) -> None:
+    """Checks ``parameter`` before its tile is sharded. ``where`` names it in errors.
 
     Raises:
         TypeError: it is placed otherwise than by ``Shard`` and ``Replicate``, or cut in another
             order than that of its mesh's dimensions.
-        ValueError: it is not cut as ``distribute_tensor`` cuts, or its mesh does not go together
-            with ``mesh``.
+        ValueError: it is not cut as ``distribute_tensor`` cuts.
     """
     for placement in parameter.placements:
         if type(placement) not in (Shard, Replicate):
@@ -53,6 +54,15 @@ def check(where: str, parameter: DTensor, mesh: DeviceMesh) -> None:
             f"{parameter.placements}, of which this rank holds {held} and not {expected}: cut it "
             "by torch.distributed.tensor.distribute_tensor"
         )
+
+
+def check_beside(where: str, parameter: DTensor, mesh: DeviceMesh) -> None:
+    """Checks that ``parameter``, which lies over the ranks of tensor parallelism, can be sharded
+    over ``mesh`` as well. ``where`` names it in errors.
+
+    Raises:
+        ValueError: the two meshes do not go together.
+    """
     try:
         beside(mesh, parameter.device_mesh)
     except (RuntimeError, TypeError) as error:
@@ -60,7 +70,8 @@ def check(where: str, parameter: DTensor, mesh: DeviceMesh) -> None:
             f"{where} is a DTensor over {parameter.device_mesh}, which does not go together with "
             f"{mesh}, over which it is to be sharded: make one mesh, as init_device_mesh("
             f'{mesh.device_type!r}, (2, 4), mesh_dim_names=("dp", "tp")), and use mesh["tp"] for '
-            'tensor parallelism and mesh["dp"] here'
+            'tensor parallelism and mesh["dp"] here. For DTensors over all of it, use '
+            'dp_mesh_dims=DataParallelMeshDims(shard="dp")'
         ) from error
 
 
@@ -104,15 +115,22 @@ def _wrap(tile: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return DTensor.__new__(DTensor, tile, spec, requires_grad=False)
 
 
-def is_placed_like(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+def is_placed_like(
+    parameter: torch.Tensor, gradient: torch.Tensor, on_full_mesh: OnFullMesh | None
+) -> bool:
     """Whether a rank's tile of ``gradient`` is the gradient of its tile of ``parameter``."""
+    if on_full_mesh is not None:
+        return on_full_mesh.has_tile(gradient)
     if not isinstance(parameter, DTensor):
         return True
     return isinstance(gradient, DTensor) and gradient.placements == parameter.placements
 
 
 def placed_like(
-    parameter: torch.Tensor, gradient: torch.Tensor, dtype: torch.dtype
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    on_full_mesh: OnFullMesh | None,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """``gradient``, placed as ``parameter`` is. Autograd may have left it placed otherwise, as
     parts of a sum on the ranks of tensor parallelism. Then it is brought there in ``dtype``, which
@@ -121,8 +139,10 @@ def placed_like(
     Raises:
         RuntimeError: it is no DTensor, though ``parameter`` is one, or lies over another mesh.
     """
-    if is_placed_like(parameter, gradient):
+    if is_placed_like(parameter, gradient, on_full_mesh):
         return gradient
+    if on_full_mesh is not None:
+        return on_full_mesh.summed(gradient, dtype)
     assert isinstance(parameter, DTensor)
     if not isinstance(gradient, DTensor) or gradient.device_mesh != parameter.device_mesh:
         raise RuntimeError(

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp_overlap.comm.lanes import Lane
+from fsdp_overlap.layout import ParamSpec
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.engine import is_to_accumulate
 from fsdp_overlap.runtime.gradients import BucketGradients
@@ -62,7 +63,7 @@ class Unit:
         self.is_list = len(modules) > 1
         """Whether it has several modules. It is whole from the first that runs to the last."""
         self.to_run: set[int] = set()
-        """The ids of a list's modules that have yet to run before the unit is released."""
+        """The ids of a list's modules that have yet to run in the forward under way."""
         self.buckets = buckets
         self.has_parameters = bool(buckets)
         self.mp_policy = mp_policy
@@ -269,13 +270,33 @@ class Unit:
             bucket.places.use_unsharded(bucket.label)
 
     def check_places(self) -> None:
-        """Checks that nobody has replaced a parameter.
+        """Checks that nobody has replaced a parameter, except by another of the unit.
 
         Raises:
             RuntimeError: somebody has.
         """
+        self.follow_ties()
         for bucket in self.buckets:
             bucket.places.check(bucket.label)
+
+    def follow_ties(self) -> None:
+        """Uses one parameter of the unit where modules registered it in place of another. The other
+        keeps its memory and travels, as in FSDP2, but nothing computes with it."""
+        items = [item for bucket in self.buckets for item in bucket.owned]
+        sharded = [each for bucket in self.buckets for each in bucket.sharded_parameters]
+        by_parameter = dict(zip(map(id, sharded), items, strict=True))
+        has_ties = False
+        for item in items:
+            for place in [*item.places]:
+                registered, name = place
+                found = by_parameter.get(id(registered.get(name)), item)
+                if found is not item:
+                    item.places.remove(place)
+                    found.places.append(place)
+                    has_ties = True
+        if has_ties:
+            for bucket in self.buckets:
+                bucket.register(bucket.sharded_parameters)
 
     def use_sharded(self) -> None:
         self.shows_unsharded = False
@@ -353,6 +374,13 @@ class Unit:
                     unit.context.gradient_arrived(unit, gradients, index)
 
             parameter.register_post_accumulate_grad_hook(arrived)
+
+
+def compute_dtype(spec: ParamSpec, mp_policy: MixedPrecisionPolicy) -> torch.dtype:
+    """The dtype that compute uses a parameter in."""
+    if mp_policy.param_dtype is None or spec.keeps_dtype or not spec.dtype.is_floating_point:
+        return spec.dtype
+    return mp_policy.param_dtype
 
 
 def reduce_dtype(dtype: torch.dtype, mp_policy: MixedPrecisionPolicy) -> torch.dtype:

@@ -93,6 +93,11 @@ class UnitPlans:
         self._planner = planner
         return dict(zip(units, plans, strict=True))
 
+    def keep(self) -> None:
+        """Keeps the plans of units that are made: one was cast since, of which :meth:`plan_again`
+        does not know."""
+        self._has_plans_ahead = True
+
     def way_back(self) -> Callable[[], None]:
         """A function that takes back what is planned between now and its call."""
         planner, ahead, alone = self._planner.copy(), self._ahead.copy(), self._one_by_one.copy()

@@ -55,7 +55,8 @@ class UnshardedEdits:
         self._counted: list[torch.Tensor] = [*bucket.parameters]
         if bucket.is_tensor_parallel:
             # A DTensor does not count what is done to its local tensor.
-            self._counted += self._tiles
+            pairs = zip(self._tiles, bucket.parameters, strict=True)
+            self._counted += [tile for tile, parameter in pairs if tile is not parameter]
         self._versions = list(map(_version, self._counted))
         places = bucket.places
         self._places = [table for table, *_ in places], [name for _, name, *_ in places]

@@ -92,7 +92,7 @@ def _check_ranges(spec: DTensorSpec) -> None:
     held = sum(stop - start for _, start, stop in placement.ranges)
     if held != tile.numel or any(rank >= ranks for rank, _, _ in placement.ranges):
         raise ValueError(
-            f"{placement} places {held} elements, not the {tile.numel} of a tensor of shape "
+            f"{placement!r} places {held} elements, not the {tile.numel} of a tensor of shape "
             f"{tile.shape} over {ranks} ranks"
         )
 
@@ -117,7 +117,7 @@ def redistribute(
     for placement in placements:
         if not isinstance(placement, (Replicate, Shard, RangeShard)):
             raise RuntimeError(
-                f"redistribute to {placement} is not supported: use Replicate(), Shard(dim) or "
+                f"redistribute to {placement!r} is not supported: use Replicate(), Shard(dim) or "
                 "RangeShard(...)"
             )
     whole = tensor.full_tensor()

@@ -33,6 +33,20 @@ class HoldsGradient:
         """Whether ``gradient`` may be the gradient of this tensor."""
         raise NotImplementedError
 
+    def _check_grad_dtype(self, dtype: torch.dtype | None) -> None:
+        """Checks what somebody sets ``grad_dtype`` to.
+
+        Raises:
+            RuntimeError: it is another dtype than the parameter's own.
+        """
+        own = self._spec.tensor_meta.dtype
+        if dtype != own:
+            raise RuntimeError(
+                f"grad_dtype = {dtype} on a sharded parameter of {own}: sharded gradients have the "
+                "dtype of their parameters; for the dtype they are reduced in, use "
+                "MixedPrecisionPolicy(reduce_dtype=...)"
+            )
+
     def _set_grad(self, gradient: torch.Tensor | None) -> None:
         if gradient is None:
             dropped = self._gradient

@@ -16,7 +16,7 @@ import torch
 
 from fsdp_overlap.tensor import creation, pointwise, sums_and_norms, views
 from fsdp_overlap.tensor.operands import own_elements
-from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, raise_unsupported
+from fsdp_overlap.tensor.sharded_tensor import CANNOT_MOVE, ShardedTensor, raise_unsupported
 from fsdp_overlap.torch_internals import DisableTorchFunctionSubclass
 
 Handler = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -76,8 +76,8 @@ LOCAL_METADATA = frozenset(
 # These concern the whole tensor or its place in autograd, and need no values.
 METADATA = frozenset(
     """
-    __len__ _backward_hooks _base _is_view _post_accumulate_grad_hooks _version dim grad grad_dtype
-    grad_fn has_names is_contiguous is_leaf is_same_size is_tensor name names nbytes ndim
+    __len__ _backward_hooks _base _is_view _post_accumulate_grad_hooks _version dim grad grad_fn
+    has_names is_contiguous is_leaf is_same_size is_tensor name names nbytes ndim
     ndimension nelement numel output_nr requires_grad retains_grad shape size stride
     """.split()
 )
@@ -154,15 +154,18 @@ def _refuse_derivative(
 
 def _refuse_move(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
     # nn.Module.to() and the like ask this before they replace a parameter.
-    raise RuntimeError(
-        "a sharded parameter cannot be replaced, its unit gathers the shard it knows: move or cast "
-        "a module (to(), cuda(), half(), ...) before fully_shard()"
-    )
+    raise RuntimeError(CANNOT_MOVE)
 
 
 def _metadata(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
+
+
+def _grad_dtype(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func.__name__ == "__set__":
+        args[0]._check_grad_dtype(args[1])
+    return _metadata(name, func, args, kwargs)
 
 
 def _local_metadata(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -218,6 +221,7 @@ def _redistribute(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 # The first row that has an op's name says who runs it. Point-wise ops come after all rows.
 TABLE: list[tuple[Collection[str], Handler]] = [
+    (("grad_dtype",), _grad_dtype),
     (LOCAL_METADATA, _local_metadata),
     (METADATA, _metadata),
     (("data_ptr",), _data_ptr),

@@ -13,6 +13,12 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 
 from fsdp_overlap.torch_internals import DTensorSpec, StridedShard, TensorMeta
 
+FOR_TORCH = (
+    "from fsdp_overlap import distribute_tensor, in place of torch's, or shard with "
+    "FsdpContext(layout=Rows())"
+)
+"""What to do where a function of torch does not know :class:`RangeShard`."""
+
 
 class RangeShard(Placement):
     """Each rank holds one contiguous range of the flattened tensor, possibly empty.
@@ -42,6 +48,10 @@ class RangeShard(Placement):
     def __reduce__(self) -> tuple[type[RangeShard], tuple[object, ...]]:
         # The base class is written in C++ and cannot be pickled.
         return RangeShard, (self.ranges,)
+
+    def __str__(self) -> str:
+        # Functions of torch that know no placement but DTensor's own put it into their error.
+        return f"{self!r} of fsdp_overlap ({FOR_TORCH})"
 
     def __repr__(self) -> str:
         held = ", ".join(f"{rank}: {start}-{stop}" for rank, start, stop in self.ranges[:4])

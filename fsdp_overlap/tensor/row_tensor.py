@@ -12,7 +12,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_overlap.tensor.held_gradient import HoldsGradient
 from fsdp_overlap.tensor.placement import contiguous_spec
-from fsdp_overlap.tensor.sharded_tensor import ShardEdits, ShardedTensor, attributes_of
+from fsdp_overlap.tensor.sharded_tensor import (
+    CANNOT_MOVE,
+    ShardEdits,
+    ShardedTensor,
+    attributes_of,
+)
 from fsdp_overlap.torch_internals import DisableTorchFunctionSubclass, DTensorSpec, allow_foreach
 
 # Operators that edit. All other functions that do, end in an underscore.
@@ -65,6 +70,10 @@ class RowTensor(HoldsGradient, DTensor):
         if kind == "alias":
             tensor = args[0] if args else kwargs["input"]
             return RowTensor.wrap(tensor._local_tensor.detach(), tensor._spec, tensor.edits)
+        if kind == "grad dtype":
+            args[0]._check_grad_dtype(args[1])
+        if kind == "move":
+            raise RuntimeError(CANNOT_MOVE)
         if kind == "assignment":
             raise RuntimeError(
                 "the data of a sharded parameter cannot be replaced, its unit gathers the memory "
@@ -74,7 +83,7 @@ class RowTensor(HoldsGradient, DTensor):
             _note_edits(args[0] if args else next(iter(kwargs.values())))
             if func is torch.Tensor.copy_ and isinstance(args[0], RowTensor):
                 args = (args[0], args[0]._as_dtensor(args[1]), *args[2:])
-        elif kind:
+        elif kind in ("hook", "trainability"):
             _note(kind, args[0])
         if "out" in kwargs:
             _note_edits(kwargs["out"])
@@ -155,6 +164,8 @@ def _kind_of(func: Callable[..., Any]) -> str:
     name = getattr(func, "__name__", "").split(".")[0]
     if name in ("__get__", "__set__", "__delete__"):
         attribute = func.__self__.__name__  # type: ignore[attr-defined]
+        if (attribute, name) == ("grad_dtype", "__set__"):
+            return "grad dtype"
         if attribute == "data":
             return "alias" if name == "__get__" else "assignment"
         return "trainability" if (attribute, name) == ("requires_grad", "__set__") else ""
@@ -162,6 +173,8 @@ def _kind_of(func: Callable[..., Any]) -> str:
         return "alias"
     if name == "requires_grad_":
         return "trainability"
+    if name == "_has_compatible_shallow_copy_type":
+        return "move"
     if name == "register_post_accumulate_grad_hook":
         return "hook"
     is_plain_name = not name.startswith("__")

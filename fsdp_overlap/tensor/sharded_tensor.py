@@ -280,6 +280,13 @@ def _summary(values: torch.Tensor) -> str:
     return f"[{', '.join(shown)}]"
 
 
+CANNOT_MOVE = (
+    "a sharded parameter cannot be replaced, its unit gathers the shard that it knows: move or "
+    "cast a module (to(), cuda(), half(), ...) before fully_shard(), or cast a unit before it runs"
+)
+"""Why nn.Module.to() and the like cannot work on a part of a unit, and what to do."""
+
+
 def raise_unsupported(op: str) -> NoReturn:
     """Raises an error which says that ``op`` is not supported, and what to do instead."""
     # Python's operators would replace a TypeError by one of their own, which does not say why.

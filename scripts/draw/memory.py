@@ -134,9 +134,8 @@ def measure(optimizer: str, stage: int) -> tuple[Memory, list[BucketPlan]]:
     return found, [bucket.plan for bucket in buckets]
 
 
-def run_rank() -> None:
-    """Compares on this rank; rank 0 reports formula and measurement of each part of all ranks."""
-    rank, world_size = processes.join_ranks()
+def compared(rank: int, world_size: int) -> dict[str, list[list[int]]]:
+    """Formula and measurement of each part, by optimizer, stage and rank, of all ranks."""
     mine = {}
     for optimizer in LAYOUTS:
         for stage in STAGES:
@@ -147,8 +146,15 @@ def run_rank() -> None:
             ]
     everyone: list[dict[str, list[list[int]]]] = [{}] * world_size
     dist.all_gather_object(everyone, mine)
+    return {name: pairs for of_rank in everyone for name, pairs in of_rank.items()}
+
+
+def run_rank() -> None:
+    """Compares on this rank; rank 0 reports what all have found."""
+    rank, world_size = processes.join_ranks()
+    found = compared(rank, world_size)
     if rank == 0:
-        processes.report({name: pairs for of_rank in everyone for name, pairs in of_rank.items()})
+        processes.report(found)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -40,8 +40,11 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 T = TypeVar("T")
 
-# What nearly every test imports, and what takes a worker seconds to import by itself.
-PRELOAD = ["torch.distributed.fsdp", "torch.distributed.tensor.debug", "pytest"]
+# What nearly every test imports, and what takes a worker seconds to import by itself; then what
+# runs of the program import (support/program.py).
+PRELOAD = "torch.distributed.fsdp torch.distributed.tensor.debug pytest".split()
+PRELOAD += "fsdp_overlap.cli.main fsdp_overlap.cli.train plotly.graph_objs._figure".split()
+PRELOAD += "matplotlib.figure matplotlib.backends.backend_agg".split()
 STARTUP_SECONDS = 180.0  # importing torch on a busy machine
 GRACE_SECONDS = 3.0  # for the other ranks, once one has failed
 CLEAN_UP_SECONDS = 3.0  # for destroying the process groups after the call

@@ -17,8 +17,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fsdp_overlap import FsdpContext, fully_shard
+from fsdp_overlap import FsdpContext, ShardedTensor, fully_shard
 from fsdp_overlap.optim import AdamW, clip_grad_norm_
+from support.held import held_of
 
 # Not even over two ranks: so are the embedding and the head.
 WORDS = 11
@@ -151,14 +152,29 @@ def whole(tensor: torch.Tensor | None) -> torch.Tensor:
 
 
 def same(actual: nn.Module, expected: nn.Module, what: str, of: Any = lambda p: p) -> None:
+    """Each rank compares what it holds of ranges; to put them together takes longer than a step."""
     for (name, one), other in zip(actual.named_parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(
-            whole(of(one)),
-            whole(of(other)),
-            rtol=1e-9,
-            atol=1e-11,
-            msg=lambda text, name=name: f"{what} of {name}: {text}",
-        )
+        mine, theirs = of(one), of(other)
+        if isinstance(mine, ShardedTensor) and not isinstance(theirs, DTensor):
+            assert isinstance(theirs, torch.Tensor)
+            theirs = held_of(theirs.detach(), mine)
+            mine = mine.detach().to_local().flatten()
+        close(mine, theirs, f"{what} of {name}")
+
+
+def same_together(actual: nn.Module, expected: nn.Module) -> None:
+    for (name, one), other in zip(actual.named_parameters(), expected.parameters(), strict=True):
+        close(one, other, name)
+
+
+def close(actual: torch.Tensor | None, expected: torch.Tensor | None, what: str) -> None:
+    torch.testing.assert_close(
+        whole(actual),
+        whole(expected),
+        rtol=1e-9,
+        atol=1e-11,
+        msg=lambda text: f"{what}: {text}",
+    )
 
 
 def grad(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -195,6 +211,7 @@ def train(
             each.step()
             each.zero_grad()
         same(model, twin, "value")
+    same_together(model, twin)
 
 
 def adamw(parameters: Any) -> Any:

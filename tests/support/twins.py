@@ -18,6 +18,7 @@ from fsdp_overlap import FsdpContext, MeshGroups
 from fsdp_overlap.comm import watch
 from fsdp_overlap.layout import Flat, LayoutRule
 from fsdp_overlap.optim import Muon
+from support.held import held_of
 from support.zoo import ROWS, VOCABULARY, ZOO, Shard
 
 LENGTH = 5
@@ -83,47 +84,63 @@ class Twins:
     def losses(
         self, tokens: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss of this rank's rows and the mean over ranks of the twin's losses.
-
-        The twin runs on each rank's rows apart, so that branches on data fall as they do there.
-        """
+        """The loss of this rank's rows and the mean over ranks of the twin's losses."""
         loss = loss_of(self.model(self.mine(tokens)), self.mine(targets))
+        return loss, self.twin_loss(tokens, targets)
+
+    def twin_loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The twin sees each rank's rows apart, so that branches on data fall as they do there."""
         iteration = getattr(self.twin, "iteration", 0)
         twin_losses = []
         for rows, wanted in zip(tokens.split(ROWS), targets.split(ROWS), strict=True):
             if hasattr(self.twin, "iteration"):
                 self.twin.iteration = iteration
             twin_losses.append(loss_of(self.twin(rows), wanted))
-        return loss, torch.stack(twin_losses).mean()
+        return torch.stack(twin_losses).mean()
 
     def backward(self, tokens: torch.Tensor, targets: torch.Tensor) -> None:
         loss, twin_loss = self.losses(tokens, targets)
         loss.backward()
-        twin_loss.backward()
+        self.twin_backward(twin_loss)
         self.check_loss(loss, twin_loss)
+
+    def twin_backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
 
     def check_loss(self, loss: torch.Tensor, twin_loss: torch.Tensor) -> None:
         mean = loss.detach().clone()
         dist.all_reduce(mean)
-        torch.testing.assert_close(mean / dist.get_world_size(), twin_loss.detach())
+        expected = twin_loss.detach().to(mean.device)
+        torch.testing.assert_close(mean / dist.get_world_size(), expected)
 
     def step(self) -> None:
-        for optimizer in (self.optimizer, self.twin_optimizer):
-            optimizer.step()
-            optimizer.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.twin_step()
 
-    def check_gradients(self) -> None:
+    def twin_step(self) -> None:
+        self.twin_optimizer.step()
+        self.twin_optimizer.zero_grad()
+
+    def check_gradients(self, whole: bool = False) -> None:
+        """Each rank compares what it holds of them, or puts them together and compares all."""
         for (name, parameter), twin in self.pairs():
             assert (parameter.grad is None) == (twin.grad is None), f"{name}: {parameter.grad}"
             if parameter.grad is not None:
                 assert isinstance(parameter.grad, DTensor)
-                same(parameter.grad.full_tensor(), twin.grad, f"gradient of {name}")
+                self.compare(parameter.grad, twin.grad, f"gradient of {name}", whole)
 
-    def check_parameters(self) -> None:
+    def check_parameters(self, whole: bool = False) -> None:
         for (name, parameter), twin in self.pairs():
             assert isinstance(parameter, nn.Parameter), name
             assert isinstance(parameter, DTensor), name
-            same(parameter.full_tensor(), twin.detach(), name)
+            self.compare(parameter.detach(), twin.detach(), name, whole)
+
+    def compare(self, sharded: DTensor, twin: Any, what: str, whole: bool) -> None:
+        if whole:
+            same(sharded.full_tensor(), twin, what)
+        else:
+            same(sharded.to_local().flatten(), held_of(twin, sharded), what)
 
     def check_rest(self) -> None:
         """Nothing is left unsharded or in flight."""
@@ -139,13 +156,16 @@ class Twins:
         return zip(self.model.named_parameters(), self.twin.parameters(), strict=True)
 
     def train(self, iterations: int) -> None:
-        """Trains both and compares everything at every step."""
-        for tokens, targets in self.batches(iterations):
+        """Trains both and compares everything at every step.
+
+        Whole tensors only in the last: to put them together takes longer than all the rest.
+        """
+        for step, (tokens, targets) in enumerate(self.batches(iterations), 1):
             self.backward(tokens, targets)
-            self.check_gradients()
+            self.check_gradients(whole=step == iterations)
             self.check_rest()
             self.step()
-            self.check_parameters()
+            self.check_parameters(whole=step == iterations)
 
 
 @contextmanager
