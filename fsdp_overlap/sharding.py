@@ -89,7 +89,7 @@ def make_unit(
         }
         if wire_policy is not None:
             for plan in chain.from_iterable(planned.values()):
-                wire_policy.wire(plan, torch.float32)  # raises where a block is cut
+                wire_policy.check(plan)
     # Nothing was changed so far, and nothing is refused from here on.
     if ctx.sync_module_states:
         take_from_first(modules, by_domain, mesh)

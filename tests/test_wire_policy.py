@@ -298,6 +298,7 @@ def refuse(layout: LayoutRule, options: dict[str, Any], message: str, planned: b
             "cut into chunks of 5 along dimension 0",
             False,
         ),
+        (Rows(), WirePolicy(reduce_dtype=torch.int8), "gradients travel in full", False),
     ],
 )
 def test_blocks_that_parameters_cannot_have(

@@ -100,6 +100,19 @@ class WirePolicy:
             return 1
         return grain_of(spec, size)
 
+    def check(self, plan: Plan) -> None:
+        """Checks that a bucket can travel so.
+
+        Raises:
+            ValueError: the plan cuts a block, or it is in rows, whose gradients travel in full.
+        """
+        self.wire(plan, torch.float32)
+        if self.reduce_dtype is not None and isinstance(plan, RowsPlan):
+            raise ValueError(
+                f"parameter {plan.specs[0].fqn!r} is in Rows(), of which gradients travel in full: "
+                "leave out WirePolicy(reduce_dtype=...), or choose another layout"
+            )
+
     def wire(self, plan: Plan, dtype: torch.dtype) -> WirePlan:
         """What ranks send of a bucket whose elements have ``dtype``. If it is in rows, what one
         rank sends.
