@@ -124,8 +124,8 @@ def fully_shard(
             host's memory. Shards are copied to the device when they are gathered. Gradients are
             copied back when they are reduced, and backward ends when they have arrived. On a CPU
             the policy changes nothing.
-        wire_policy: gathers matrices in 8 bits. By default parameters travel in the dtype of
-            compute.
+        wire_policy: sends matrices, their gradients or both in 8 bits. By default they travel in
+            the dtypes of ``mp_policy``.
         ignored_params: the parameters to leave as they are.
         dp_mesh_dims: which dimensions of ``mesh`` to shard and to copy along, by name. Several of a
             kind become one. ``mesh`` may have others, as those of tensor parallelism. Parameters

@@ -153,8 +153,8 @@ class ShardedModule(nn.Module):
     def _load_from_state_dict(self, *args: Any) -> None:
         # A unit on the meta device keeps what load_state_dict(assign=True) has registered so far,
         # and waits for the parameters of its other modules.
+        self._fsdp_unit.follow_ties()
         if not self._fsdp_unit.is_meta and not self._is_in_use():
-            self._fsdp_unit.follow_ties()
             self._fsdp_unit.use_sharded()  # in place of what a load that failed has left
             self.reshard()
         super()._load_from_state_dict(*args)
@@ -196,6 +196,11 @@ class ShardedModule(nn.Module):
                 memo[id(parameter)] = memo[id(sharded)] = copied
                 if spec.keeps_dtype:
                     kept.add(copied)
+        if any(not item.places for bucket in unit.buckets for item in bucket.owned):
+            raise RuntimeError(
+                f"{unit.name!r} has weights that were tied after fully_shard(), and cannot be "
+                "copied: tie them before"
+            )
         originals = unit.modules
         duplicates = []
         for module in originals:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -83,9 +84,50 @@ def tied_across_units() -> None:
     for module in (model.embedding, model.head, *model.layers, model):
         fully_shard(module, ctx)
     tie(model)
-    with pytest.raises(RuntimeError, match=r"tie parameters before, or within one unit"):
+    with pytest.raises(RuntimeError, match=r"tie those of one unit before the first forward"):
         model(torch.zeros(1, 2, dtype=torch.int64))
 
 
 def test_weights_of_two_units_are_not_tied_late() -> None:
     run_ranks(tied_across_units, 2)
+
+
+def tied_and_more() -> None:
+    model = build()
+    shard(model, FsdpContext())
+    tie(model)
+    model.layers[0].norm.weight = nn.Parameter(torch.full((6,), 5.0, dtype=torch.float64))
+    with pytest.raises(RuntimeError, match=r"'weight' of unit 'layers.0' was replaced"):
+        model(torch.zeros(1, 2, dtype=torch.int64))
+    model = build()
+    ctx = FsdpContext()
+    fully_shard([model.embedding, model.head, model.layers[0].norm], ctx)
+    fully_shard(model, ctx)
+    tie(model)
+    model.layers[0].norm.weight = nn.Parameter(torch.full((6,), 5.0, dtype=torch.float64))
+    with pytest.raises(RuntimeError, match="was replaced after"):
+        model(torch.zeros(1, 2, dtype=torch.int64))
+    with pytest.raises(RuntimeError, match=r"tied after fully_shard.*tie them before"):
+        copy.deepcopy(model)
+
+
+def test_a_tie_does_not_hide_what_else_was_replaced() -> None:
+    run_ranks(tied_and_more, 2)
+
+
+def loaded_without_the_tied_name() -> None:
+    """As safetensors has it: the name of a weight that is tied is not there."""
+    with torch.device("meta"):
+        model = build()
+    shard(model, FsdpContext())
+    tie(model)
+    plain = tie(build())
+    state = {name: value for name, value in plain.state_dict().items() if "head" not in name}
+    model.load_state_dict(state, assign=True, strict=False)
+    assert model.embedding.weight is model.head.weight
+    tokens = torch.arange(4)[None]
+    torch.testing.assert_close(model(tokens), plain(tokens))
+
+
+def test_a_model_on_meta_loads_a_state_without_the_name_that_is_tied() -> None:
+    run_ranks(loaded_without_the_tied_name, 2)

@@ -18,7 +18,7 @@ from support.module_lists import Normed, shard_ends
 from support.ranks import run_ranks
 from support.recorded import GATHER, REDUCE
 from support.twins import LENGTH, Twins, loss_of, same
-from support.zoo import ROWS, VOCABULARY, Block
+from support.zoo import ROWS, VOCABULARY, WIDTH, Block
 
 
 class TiedEnds(Normed):
@@ -286,6 +286,45 @@ def test_a_list_is_planned_as_a_list() -> None:
     run_ranks(planned_together, 2)
 
 
+def several_graphs(between: str) -> None:
+    """A head's weight is read by others in two forwards, before the backwards of both."""
+    twins = Twins(ReadsHead, shard_last_two)
+    for _ in range(2):
+        (first, second) = [twins.losses(*batch) for batch in twins.batches(2)]
+        for batch in twins.batches(1):
+            if between == "evaluation":
+                with torch.no_grad():
+                    twins.model(twins.mine(batch[0]))
+            elif between == "the whole list":
+                with torch.no_grad():
+                    twins.model.head(twins.model.norm(torch.ones(1, WIDTH, dtype=torch.float64)))
+        for loss, twin_loss in (first, second):
+            loss.backward()
+            twin_loss.backward()
+        twins.check_gradients()
+        twins.check_rest()
+        twins.step()
+        twins.check_parameters()
+
+
+@pytest.mark.parametrize("between", ["nothing", "evaluation", "the whole list"])
+def test_graphs_that_read_a_head_that_did_not_run_may_all_be_alive(between: str) -> None:
+    run_ranks(several_graphs, 2, between)
+
+
+def freed_early() -> None:
+    twins = Twins(ReadsHead, shard_last_two)
+    [batch] = twins.batches(1)
+    loss, _ = twins.losses(*batch)
+    twins.model.state_dict()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_graph_that_reads_what_was_freed_is_an_error() -> None:
+    run_ranks(freed_early, 2)
+
+
 def chunked(chunks: int, backward: str) -> None:
     """The model runs up to its norm, then the head on one chunk after the other."""
     twins = Recorded(Normed, shard_last_two)
@@ -314,9 +353,10 @@ def chunked(chunks: int, backward: str) -> None:
         if step:
             gathers = twins.count("enqueue", "head, norm")
             reductions = twins.count("enqueue", "head, norm", REDUCE)
-            # With a backward for each chunk, the first chunk finds it whole from the model's
-            # forward, and the norm's own backward comes last.
-            assert gathers == (1 if backward == "summed" else chunks + 1), twins.log
+            # With a backward for each chunk, the first two find it whole from the model's forward:
+            # until a backward has come back to that, others may read the head's weight. The norm's
+            # own backward comes last.
+            assert gathers == (1 if backward == "summed" else chunks), twins.log
             assert reductions == (1 if backward == "summed" else chunks + 1), twins.log
             # One for each layer and the root in forward; the root is kept for backward.
             layers = [twins.count("enqueue", f"layers.{index}") for index in range(3)]

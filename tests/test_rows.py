@@ -21,7 +21,7 @@ from fsdp_overlap.comm import row_collectives
 from fsdp_overlap.comm.row_collectives import InPlaceRows
 from fsdp_overlap.layout import Flat, ParamSpec, RowsPlan, Whole, plan_units
 from fsdp_overlap.optim import AdamW, Muon
-from fsdp_overlap.runtime import bucket
+from fsdp_overlap.runtime import chosen_collectives
 from support import tensor_parallel
 from support.ranks import run_ranks
 from support.rows import check_alike, deep, tokens, torchs
@@ -174,7 +174,7 @@ def test_training_with_copies_and_kept_parts_and_beside_other_layouts() -> None:
 def train_in_place() -> None:
     """With the collectives that NCCL gets. Gloo has them too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bucket, "choose_for_rows", lambda *_: InPlaceRows())
+        patch.setattr(chosen_collectives, "choose_for_rows", lambda *_: InPlaceRows())
         patch.setattr(row_collectives, "AVG", dist.ReduceOp.SUM)  # gloo has no means
         patch.setattr(row_collectives, "divided", lambda total, _: total / dist.get_world_size())
         Twins(deep, shard_layers, layout=Rows()).train(2)

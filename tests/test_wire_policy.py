@@ -240,6 +240,32 @@ def test_gradients_are_quantized_once_and_summed_in_full(
     run_ranks(reduce_some, math.prod(ranks), policy, layout, ranks)
 
 
+def reduce_halves() -> None:
+    """Large gradients in float16, of which the sum would overflow, on a rank that holds nothing."""
+    model = nn.Linear(8, 8, bias=False).half()
+    policy = WirePolicy(reduce_dtype=torch.int8)
+    fully_shard(model, FsdpContext(layout=Whole()), wire_policy=policy)
+    (40000.0 * model(torch.ones(1, 8).half())).sum().backward()
+    assert model.weight.grad.full_tensor().eq(40000).all()
+
+
+def test_sums_in_half_precision_do_not_overflow_and_a_rank_may_hold_nothing() -> None:
+    run_ranks(reduce_halves, 3)
+
+
+def train_small_types() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    frozen = torch.ones(8, 8).to(torch.float8_e4m3fn)
+    model.register_parameter("codes", nn.Parameter(frozen, requires_grad=False))
+    fully_shard(model, FsdpContext(), wire_policy=FP8)
+    model(torch.ones(1, 8)).sum().backward()
+    assert model.codes.full_tensor().view(torch.uint8).equal(frozen.view(torch.uint8))
+
+
+def test_what_has_eight_bits_travels_as_it_is() -> None:
+    run_ranks(train_small_types, 2)
+
+
 # What is refused
 
 
@@ -285,17 +311,12 @@ def refuse(layout: LayoutRule, options: dict[str, Any], message: str, planned: b
             "no multiple of the 4 that share a scale",
             False,
         ),
-        (
-            Flat(),
-            replace(FP8, block=(None, None)),
-            "inside of the .* Whole",
-            False,
-        ),
+        (Flat(), replace(FP8, block=(None, None)), "inside of the .* Whole", True),
         (Flat(), FP8, "inside of the .* Blocks", True),
         (
             Rows(),
             replace(FP8, block=(2, None)),
-            "cut into chunks of 5 along dimension 0",
+            "chunks of 5 along dimension 0",
             False,
         ),
         (Rows(), WirePolicy(reduce_dtype=torch.int8), "gradients travel in full", False),
@@ -316,16 +337,17 @@ def test_rows_that_are_cut_along_their_columns() -> None:
     run_ranks(refuse, 2, Rows(), options, "along dimension 1", False)
 
 
-def disagree() -> None:
-    policy = FP8 if dist.get_rank() else None
+def disagree(other: WirePolicy | None) -> None:
+    policy = FP8 if dist.get_rank() else other
     model = Model(layers=1)
     fully_shard(model, FsdpContext(check_plans=True), wire_policy=policy)
     model(torch.zeros(1, 2, dtype=torch.int64))
 
 
-def test_ranks_with_other_policies_get_an_error() -> None:
+@pytest.mark.parametrize("other", [None, WirePolicy(torch.float8_e5m2)])
+def test_ranks_with_other_policies_get_an_error(other: WirePolicy | None) -> None:
     with pytest.raises(RankError, match="planned"):
-        run_ranks(disagree, 2)
+        run_ranks(disagree, 2, other)
 
 
 # What stays as it is

@@ -14,7 +14,14 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.comm.collectives import Collectives, Issued, all_to_all, divided, own_range
+from fsdp_overlap.comm.collectives import (
+    Collectives,
+    Issued,
+    all_to_all,
+    divide_early,
+    divided,
+    own_range,
+)
 from fsdp_overlap.comm.row_collectives import regions_of
 from fsdp_overlap.layout import BucketPlan, RowsPlan
 from fsdp_overlap.layout.wire_plan import Place, Run, Segment, WirePlan
@@ -33,6 +40,7 @@ class Wire:
 
     def encode(self, shard: torch.Tensor, segment: torch.Tensor, dtype: torch.dtype) -> None:
         """Fills this rank's segment. ``dtype`` is that of what is not quantized."""
+        segment.zero_()  # gaps travel, too
         codes, _, scales, _, kept, _ = segment.split_with_sizes(self.own.parts)
         _encode(shard, self.own.runs, codes.view(self.codes), scales.view(self.scales))
         _copy_out(shard, self.own.kept, kept.view(dtype))
@@ -126,6 +134,7 @@ class QuantizedReduction:
         divisor: float | None = None,
     ) -> Issued:
         sizes, rank = self._wire.plan.packed.shard_numels, group.rank()
+        left = divide_early(gradients, len(sizes) if divisor is None else divisor)
         sent = self._encode(gradients)
         arriving = [sizes[rank]] * len(sizes)
         received = sent.new_empty(sum(arriving))
@@ -133,17 +142,19 @@ class QuantizedReduction:
         mine = own_range(gradients, plan, group)
 
         def finish() -> torch.Tensor:
-            total = self._sum(received.view(len(sizes), -1), mine, rank)
-            return divided(total, len(sizes) if divisor is None else divisor)
+            total = torch.zeros_like(mine)
+            if len(mine):
+                self._sum(received.view(len(sizes), -1), mine, rank, total)
+            return divided(total, left)
 
         return Issued(issued.works, finish, issued.group)
 
     def _encode(self, gradients: torch.Tensor) -> torch.Tensor:
         """The segments for all ranks."""
         wire, plan = self._wire, self._wire.plan
-        segments = torch.empty(plan.packed.numel, dtype=torch.uint8, device=gradients.device)
+        segments = torch.zeros(plan.packed.numel, dtype=torch.uint8, device=gradients.device)
         parts = segments.split_with_sizes(self._sizes)
-        codes = torch.empty_like(gradients, dtype=wire.codes)
+        codes = torch.zeros_like(gradients, dtype=torch.uint8).view(wire.codes)
         scales = torch.empty(plan.scales, dtype=wire.scales, device=gradients.device)
         kept = gradients.new_empty(sum(place.numel for place in plan.all_kept))
         _encode(gradients, plan.all_runs, codes, scales)
@@ -154,8 +165,11 @@ class QuantizedReduction:
             torch._foreach_copy_(list(targets), list(sources))
         return segments
 
-    def _sum(self, segments: torch.Tensor, mine: torch.Tensor, rank: int) -> torch.Tensor:
-        """The sum over ``segments``, a row of each rank, with ``mine`` in place of this rank's."""
+    def _sum(
+        self, segments: torch.Tensor, mine: torch.Tensor, rank: int, total: torch.Tensor
+    ) -> None:
+        """Fills ``total`` with the sum over ``segments``, a row of each rank, and ``mine`` in place
+        of this rank's."""
         wire, ranks = self._wire, len(segments)
         codes, _, scales, _, kept, _ = segments.split_with_sizes(wire.own.parts, 1)
         codes, scales, kept = (
@@ -163,28 +177,33 @@ class QuantizedReduction:
             scales.view(wire.scales),
             kept.view(mine.dtype),
         )
-        total = torch.zeros_like(mine)
         for run in wire.own.runs:
             rows, height, blocks, width = run.shape
-            step = max(1, at_once(mine) // (ranks * height * blocks * width))
+            numel = height * blocks * width
+            some = min(ranks, max(1, at_once(mine) // numel))  # ranks at once
+            step = max(1, at_once(mine) // (some * numel))  # rows of blocks at once
             for first in range(0, rows, step):
                 count = min(step, rows - first)
-                shape = count, height, blocks, width
-                start = run.start + first * height * blocks * width
-                stop = start + count * height * blocks * width
-                scale = run.scale + first * blocks
-                values = mine.new_empty(ranks, stop - start)
-                decode_into(values, codes[:, start:stop])
-                of_these = scales[:, scale : scale + count * blocks].unflatten(1, (count, blocks))
-                multiply(values.unflatten(1, shape), of_these)
-                values[rank] = mine[start:stop]
-                torch.sum(values, 0, out=total[start:stop])
+                start, scale = run.start + first * numel, run.scale + first * blocks
+                here = slice(start, start + count * numel)
+                of_these = scales[:, scale : scale + count * blocks]
+                for lowest in range(0, ranks, some):
+                    senders = slice(lowest, lowest + some)
+                    values = torch.empty_like(codes[senders, here], dtype=mine.dtype)
+                    decode_into(values, codes[senders, here])
+                    multiply(
+                        values.unflatten(1, (count, height, blocks, width)),
+                        of_these[senders].unflatten(1, (count, blocks)),
+                    )
+                    if lowest <= rank < lowest + some:
+                        values[rank - lowest] = mine[here]
+                    total[here] += values.sum(0)
         at = 0
         for place in wire.own.kept:
             values = kept[:, at : at + place.numel]
+            values[rank] = mine[place.start : place.stop]
             torch.sum(values, 0, out=total[place.start : place.stop])
             at += place.numel
-        return total
 
 
 def _gather(

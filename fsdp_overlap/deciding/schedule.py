@@ -71,7 +71,7 @@ class Schedule:
         the forward under way. See Note [several modules]."""
         self._read_by_others: set[UnitIndex] = set()
         """Units of which a module did not run, so that others may have read its parameters. They
-        stay gathered until a backward is over."""
+        stay gathered while a graph may read them."""
         self._open_passes: deque[ForwardPass] = deque(maxlen=MAX_OPEN_PASSES)
         self._backward: Backward | None = None
         self._backwards = 0
@@ -169,6 +169,7 @@ class Schedule:
                 self._transfers.use_sharded(unit)
             if is_kept:
                 self._read_by_others.add(unit.index)
+                self.gathers.in_graphs.setdefault(unit.index, self._pass.spans[unit.index][0])
             elif raised or unit.reshards_after_forward():
                 self.gathers.release(unit)
         self._unfinished.clear()
@@ -255,8 +256,10 @@ class Schedule:
         if backward is None:
             return
         try:
+            reached = set(backward.remaining)
             backward.finish()
-            self._release_read_by_others()
+            if all(forward_pass in reached for forward_pass in self._open_passes):
+                self._release_read_by_others()
             self.gathers.finish_pass()
             for unit in self._units():
                 if unit.keeps_part:
@@ -271,9 +274,12 @@ class Schedule:
             self._open_passes.clear()
 
     def _release_read_by_others(self) -> None:
+        """Releases the units that others may have read, when backward has come back to all passes:
+        no graph is left to read them."""
         for index in sorted(self._read_by_others):
             unit = self._unit_at(index)
             if unit is not None and unit.settings.reshard_after_backward:
+                self.gathers.in_graphs.pop(index, None)
                 self.gathers.release(unit)
         self._read_by_others.clear()
 

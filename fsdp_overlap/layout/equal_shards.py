@@ -21,7 +21,8 @@ def equal_sections(items: Sequence[Item], most_padding: float, loads: Loads) -> 
     There can be no padding inside of a parameter. So each rank that does not hold the end of a
     parameter is full to the element. Where that is impossible, nothing is cut.
     """
-    most = (1 + most_padding) * sum(item.numel for item in items) / loads.world_size
+    numel = sum(item.numel for item in items)
+    most = (1 + most_padding) * numel / loads.world_size if numel else 0.0
     bins = _in_bins(items, loads.world_size)
     largest = max(map(_size, bins))
     lumps = [item for item in items if not item.is_cut]

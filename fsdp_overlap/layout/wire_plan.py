@@ -195,16 +195,19 @@ def one_rank(plan: RowsPlan, blocks: Sequence[BlockSize | None]) -> BucketPlan:
     specs: list[ParamSpec] = []
     for spec, size in zip(plan.specs, blocks, strict=True):
         rows = plan.rows(spec)
-        shape = (rows, *spec.shape[1:]) if spec.cut_dim == 0 else (plan.chunks[len(specs)],)
-        specs.append(replace(spec, shape=shape))
-        if size is None or plan.world_size == 1:
-            continue
-        if spec.cut_dim or prod(shape[:-1]) % size[0]:
+        specs.append(replace(spec, shape=(rows, *spec.shape[1:])))
+        if spec.cut_dim:
+            raise ValueError(
+                f"parameter {spec.fqn!r} of shape {tuple(spec.shape)} is cut along dimension "
+                f"{spec.cut_dim}, and what travels in few bits is cut into rows: use Shard(0), or "
+                "another layout than Rows()"
+            )
+        height = 1 if size is None else size[0]
+        if plan.world_size > 1 and prod(specs[-1].shape[:-1]) % height:
             raise ValueError(
                 f"parameter {spec.fqn!r} of shape {tuple(spec.shape)} is cut into chunks of {rows} "
-                f"along dimension {spec.cut_dim}, and {size[0]} of its rows share a scale: use "
-                "block=(1, None) and Shard(0), another layout than Rows(), or name the parameter "
-                "in keep=(...)"
+                f"along dimension 0, and {height} of its rows share a scale: use block=(1, None), "
+                "another layout than Rows(), or name the parameter in keep=(...)"
             )
     return BucketPlan(tuple(specs), plan.starts, plan.shard_numels[:1])
 

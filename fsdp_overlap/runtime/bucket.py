@@ -136,8 +136,12 @@ class Bucket:
     def register(self, sharded: list[Sharded]) -> None:
         """Makes ``sharded`` the sharded parameters, and registers them in the modules."""
         self.sharded_parameters = sharded
-        self.places = Places(self.owned, self.parameters, sharded)
+        self.look_for_places()
         self.places.use_sharded()
+
+    def look_for_places(self) -> None:
+        """Notes where modules have the parameters registered now."""
+        self.places = Places(self.owned, self.parameters, self.sharded_parameters)
 
     def _take(self, wholes: Sequence[torch.Tensor]) -> None:
         """Copies this rank's part of the whole parameters into the shard."""

@@ -55,6 +55,13 @@ def chosen_collectives(
     ranges: Collectives[BucketPlan] = choose(domain.device_type, group, flat)
     is_alone = domain.shard_size == 1
     is_custom = settings.comms != CustomComms()
+    if policy is not None and not policy.applies_to(plan):
+        policy = None
+    if policy is not None and policy.reduce_dtype is not None and settings.comms.reduce_scatter:
+        raise ValueError(
+            "set_custom_reduce_scatter() and WirePolicy(reduce_dtype=...): gradients in few bits "
+            "are sent by an all-to-all and summed after; leave one of the two out"
+        )
     if is_custom and not is_alone:
         ranges = CustomCollectives(settings.comms, ranges)
     elif settings.uses_symmetric_memory and not is_alone:

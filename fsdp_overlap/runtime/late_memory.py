@@ -43,7 +43,7 @@ def take_assigned(unit: Unit, device: torch.device, has_run: bool) -> bool:
     unit.follow_ties()
     assigned = [bucket.places.assigned() for bucket in unit.buckets]
     is_meta = unit.is_meta
-    counts = [len(bucket.parameters) for bucket in unit.buckets]
+    counts = [_count(bucket) for bucket in unit.buckets]
     if not any(assigned) or (is_meta and list(map(len, assigned)) != counts):
         return False
     dtypes = [
@@ -65,6 +65,12 @@ def take_assigned(unit: Unit, device: torch.device, has_run: bool) -> bool:
     return is_meta
 
 
+def _count(bucket: Bucket) -> int:
+    """How many parameters modules have. One that was replaced by another of its unit has no place
+    left."""
+    return sum(bool(item.places) for item in bucket.owned)
+
+
 def _dtype_for(
     unit: Unit, bucket: Bucket, values: Mapping[int, torch.Tensor], has_run: bool
 ) -> torch.dtype:
@@ -76,7 +82,7 @@ def _dtype_for(
     dtype, found = bucket.shard.dtype, {value.dtype for value in values.values()}
     if found <= {dtype}:
         return dtype
-    if len(values) == len(bucket.parameters) and len(found) == 1:
+    if len(values) == _count(bucket) and len(found) == 1:
         other = found.pop()
         example = bucket.shard.new_empty(0, dtype=other)
         if refusal(unit, bucket, example, has_run) is None:

@@ -8,7 +8,6 @@ from itertools import zip_longest
 
 import torch.distributed as dist
 
-from fsdp_overlap.layout import Plan
 from fsdp_overlap.runtime.domain import Domain
 from fsdp_overlap.runtime.unit import Unit
 
@@ -22,7 +21,13 @@ def compare_plans(units: Sequence[Unit], domain: Domain) -> None:
     mine = [
         (f"{unit.name!r} ({unit.module_kind})", _digest(plans))
         for unit in units
-        if (plans := [bucket.plan for bucket in unit.buckets if bucket.domain is domain])
+        if (
+            plans := [
+                f"{bucket.plan!r} {bucket.wire_policy}"
+                for bucket in unit.buckets
+                if bucket.domain is domain
+            ]
+        )
     ]
     of_all = {dist.get_rank(): mine}
     # The plans of all ranks are collected first, so that every rank finds the same difference.
@@ -41,5 +46,5 @@ def compare_plans(units: Sequence[Unit], domain: Domain) -> None:
                 )
 
 
-def _digest(plans: list[Plan]) -> str:
+def _digest(plans: list[str]) -> str:
     return sha256(repr(plans).encode()).hexdigest()

@@ -296,7 +296,9 @@ class Unit:
                     has_ties = True
         if has_ties:
             for bucket in self.buckets:
-                bucket.register(bucket.sharded_parameters)
+                bucket.look_for_places()
+            for edits in self.edits:
+                edits.look_for_places()
 
     def use_sharded(self) -> None:
         self.shows_unsharded = False

@@ -54,17 +54,19 @@ class UnshardedEdits:
         self._tiles = list(map(tile_in, bucket.parameters))
         self._counted: list[torch.Tensor] = [*bucket.parameters]
         if bucket.is_tensor_parallel:
-            # A DTensor does not count what is done to its local tensor.
-            pairs = zip(self._tiles, bucket.parameters, strict=True)
-            self._counted += [tile for tile, parameter in pairs if tile is not parameter]
+            self._counted += self._tiles  # a DTensor does not count what is done to its own
         self._versions = list(map(_version, self._counted))
-        places = bucket.places
-        self._places = [table for table, *_ in places], [name for _, name, *_ in places]
-        self._placed = [parameter for *_, parameter, _ in places]
+        self.look_for_places()
         self._tables = tables
         self._registered = sum(map(len, tables))
         self._forwards = 0
         self._digest: torch.Tensor | None = None
+
+    def look_for_places(self) -> None:
+        """Notes where modules have the parameters registered now."""
+        places = self._bucket.places
+        self._places = [table for table, *_ in places], [name for _, name, *_ in places]
+        self._placed = [parameter for *_, parameter, _ in places]
 
     def begin_comparison(self) -> None:
         """Takes digests of the parameters, which are whole, before a forward runs."""

@@ -43,10 +43,11 @@ class WirePolicy:
         block: how many rows and columns of a matrix share a scale; ``None`` stands for all. ``(1,
             None)`` is a scale for each row, ``(1, 32)`` for 32 neighbours in a row. Rows lie along
             the last dimension, also of a stack of matrices. Parameters are cut between blocks
-            alone, whatever else the layout allows. A scale for a whole matrix, ``(None, None)``,
-            takes a layout that cuts none: ``Whole()``.
+            alone, whatever else the layout allows. With one scale for a whole matrix, ``(None,
+            None)``, none is cut, as under ``Whole()``.
         powers_of_two: whether scales are powers of two, in a byte each, as in the MX formats. Else
-            they have the dtype of what is quantized.
+            they have the dtype of compute or of the reduction, if that is float32 or bfloat16, and
+            float32 for others.
         keep: which matrices travel in full all the same: names, as in the unit, or patterns of the
             shell, such as ``"*.router.weight"``.
 
@@ -88,17 +89,16 @@ class WirePolicy:
         """
         if spec.ndim < 2 or not spec.numel or not spec.dtype.is_floating_point:
             return None
+        if spec.dtype.itemsize == 1:
+            return None
         if any(fnmatchcase(spec.fqn, pattern) for pattern in self.keep):
             return None
         return block_in(spec, self.block)
 
     def grain(self, spec: ParamSpec) -> int:
-        """The number of elements that no layout may cut. 1 if a block has all rows: then cuts are
-        left to the layout, and checked."""
+        """The number of neighbouring elements that no layout may cut."""
         size = self.block_in(spec)
-        if size is None or self.block[0] is None:
-            return 1
-        return grain_of(spec, size)
+        return 1 if size is None else grain_of(spec, size)
 
     def check(self, plan: Plan) -> None:
         """Checks that a bucket can travel so.
@@ -112,6 +112,10 @@ class WirePolicy:
                 f"parameter {plan.specs[0].fqn!r} is in Rows(), of which gradients travel in full: "
                 "leave out WirePolicy(reduce_dtype=...), or choose another layout"
             )
+
+    def applies_to(self, plan: Plan) -> bool:
+        """Whether any parameter of a bucket is quantized."""
+        return any(self.block_in(spec) is not None for spec in plan.specs)
 
     def wire(self, plan: Plan, dtype: torch.dtype) -> WirePlan:
         """What ranks send of a bucket whose elements have ``dtype``. If it is in rows, what one
@@ -136,7 +140,7 @@ class WirePolicy:
 def sent_sizes(plan: Plan, dtype: torch.dtype, policy: WirePolicy | None) -> list[int]:
     """How many bytes each rank sends of a bucket, or gets of its gradients. ``policy``: by which it
     is quantized, if it is."""
-    if policy is None:
+    if policy is None or not policy.applies_to(plan):
         return [numel * dtype.itemsize for numel in plan.shard_numels]
     sizes = policy.wire(plan, dtype).packed.shard_numels
     return [*sizes] * (plan.world_size // len(sizes))  # all are alike in rows

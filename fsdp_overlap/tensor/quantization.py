@@ -19,6 +19,9 @@ POWERS_OF_TWO = torch.float8_e8m0fnu
 
 _PIECE, _CPU_PIECE = 4 * 1024 * 1024, 128 * 1024
 
+# Zero plus this is zero where the processor was told to flush denormals.
+_denormal = torch.tensor(2.0**-140)
+
 _EXPONENT = {torch.float32: 23, torch.bfloat16: 7}  # where the exponent begins, in bits
 _INTEGER = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
@@ -41,9 +44,7 @@ def encode(blocks: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> N
     ``blocks`` and ``codes`` have shape ``[rows of blocks, rows, blocks, columns]``, ``scales``
     ``[rows of blocks, blocks]``.
     """
-    step = len(blocks)
-    if blocks.is_cpu:
-        step = max(1, at_once(blocks) * step // max(1, blocks.numel()))
+    step = max(1, at_once(blocks) * len(blocks) // max(1, blocks.numel()))
     for first in range(0, len(blocks), step):
         piece = slice(first, first + step)
         _encode(blocks[piece], codes[piece], scales[piece])
@@ -78,7 +79,8 @@ def decode_into(values: torch.Tensor, codes: torch.Tensor) -> None:
         values.copy_(upper.view(torch.float16))
         return
     exponent = _EXPONENT.get(values.dtype)
-    if exponent is None or codes.dtype != torch.float8_e4m3fn or not values.is_cpu:
+    is_slow = codes.dtype == torch.float8_e4m3fn and values.is_cpu
+    if exponent is None or not is_slow or not _denormal.add(0).item():
         values.copy_(codes)
         return
     # The bits are put where the wider format has its own, and the difference of the exponents'

@@ -23,7 +23,7 @@ from fsdp_overlap.layout import (
     Whole,
     sections,
 )
-from fsdp_overlap.runtime import bucket
+from fsdp_overlap.runtime import chosen_collectives
 from support.twins import Twins
 from support.zoo import VOCABULARY, shard_root_only
 
@@ -87,5 +87,5 @@ def forced_shards(padding: float, tensor_collectives: bool) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(sections, "MOST_PADDING", padding))
         if tensor_collectives:
-            stack.enter_context(patch.object(bucket, "choose", choose))
+            stack.enter_context(patch.object(chosen_collectives, "choose", choose))
         yield
