@@ -5,6 +5,7 @@ A sample is how far the resident memory of a rank peaks in forward and backward 
 before, less the gradient shards that stay, in units of one block's parameters: of the full
 buffers, reduce inputs and copies that exist at once. Batches are tiny, so that activations do not
 count. Freed blocks go back to the system at once. A sample is that of the rank with the most.
+FSDP2 on a CPU gathers nothing ahead in forward unless told to, and waits for each reduction.
 
 With `--steps`, a sample is the peak of a whole step with plain SGD, gradient shards included: of
 parameters that are all stepped after backward, and of parameters that are stepped in it, each as
@@ -17,6 +18,7 @@ import argparse
 import gc
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -28,7 +30,7 @@ from harness.measurement import Measurement, Ratio
 from host_overhead import build, shard_fsdp2, shard_ours
 
 ROWS = 4
-PEAK, FSDP2 = "peak", "FSDP2"
+PEAK, FSDP2, FSDP2_AHEAD = "peak", "FSDP2", "FSDP2, prefetch 1"
 OURS = {
     "ours, prefetch 0": 0,
     "ours, prefetch 1": 1,
@@ -42,6 +44,14 @@ STEPS = {
 }
 AT_MOST = {"ours in rows, prefetch 0": 1.0}  # of FSDP2's, which gathers nothing ahead on a CPU
 TARGETS = {"ours, prefetch 0": 3.1, "ours, prefetch 1": 4.0}  # blocks
+
+
+def gather_ahead(model: nn.Sequential) -> None:
+    """Has FSDP2 gather each block under the one before it, in forward too and on a CPU too."""
+    for block, following in pairwise(model):
+        block.set_modules_to_forward_prefetch([following])
+    for block in model:
+        block._set_unshard_async_op(True)  # else a CPU waits for each gather at once
 
 
 def weighed(model: nn.Module, device: str, width: int, unit: int) -> Callable[[], float]:
@@ -105,13 +115,15 @@ def step_samplers(mesh: DeviceMesh, blocks: int, width: int) -> dict[str, Callab
 def samplers(mesh: DeviceMesh, blocks: int, width: int) -> dict[str, Callable[[], float]]:
     """Those of each system, with a model of its own on the mesh's device."""
     found = {}
-    for name in (*OURS, FSDP2):
+    for name in (*OURS, FSDP2, FSDP2_AHEAD):
         model = build(blocks, width).to(mesh.device_type)
         unit = sum(parameter.nbytes for parameter in model[0].parameters())
-        if name == FSDP2:
-            shard_fsdp2(model, mesh)
-        else:
+        if name in OURS:
             shard_ours(model, mesh, OURS[name], in_rows="rows" in name)
+        else:
+            shard_fsdp2(model, mesh)
+        if name == FSDP2_AHEAD:
+            gather_ahead(model)
         found[name] = weighed(model, mesh.device_type, width, unit)
     return found
 
@@ -137,7 +149,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rate", default="2gbit", help="of the link, in tc's words")
     parser.add_argument("--no-limit", action="store_true", help="plain loopback, needs no root")
     parser.add_argument("--steps", action="store_true", help="of whole steps, see above")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds, for the whole run")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds, for the whole run")
     output.add_outputs(parser)
     return parser.parse_args()
 
@@ -170,7 +182,9 @@ def measurement_of(args: argparse.Namespace, samples: dict[str, list[float]]) ->
         ]
         if args.steps
         else [
-            Ratio.between(PEAK, name, FSDP2, samples, at_most=AT_MOST.get(name)) for name in OURS
+            Ratio.between(PEAK, name, to, samples, at_most=AT_MOST.get(name))
+            for name, ahead in OURS.items()
+            for to in ([FSDP2, FSDP2_AHEAD] if ahead else [FSDP2])
         ],
     )
 
