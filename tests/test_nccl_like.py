@@ -23,12 +23,13 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_overlap import FsdpContext, fully_shard
+from fsdp_overlap import FsdpContext, WirePolicy, fully_shard
 from fsdp_overlap.layout import Blocks, Flat, LayoutRule, Whole
 from fsdp_overlap.optim import Muon, clip_grad_norm_, exchange
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 from support import experts, layouts, reducing, tensor_parallel
 from support.nccl_like import BACKEND, NcclLikeGroup, checking_nan
+from support.quantized import quantize_twin
 from support.ranks import run_ranks
 from support.twins import COPIES, Twins
 from support.zoo import Model, shard_layers
@@ -200,6 +201,23 @@ def train(name: str, wanted: str, /, **options: Any) -> None:
     assert wanted in {type(bucket.collectives).__name__ for bucket in buckets}
 
 
+def train_in_few_bits(layout: LayoutRule) -> None:
+    policy = WirePolicy(torch.float8_e4m3fn)
+    twins = Twins(Model, partial(shard_layers, wire_policy=policy), layout=layout)
+    quantize_twin(twins, policy).train(2)
+
+
+def reduce_in_few_bits(layout: LayoutRule) -> None:
+    policy = WirePolicy(reduce_dtype=torch.int8)
+    twins = Twins(Model, partial(shard_layers, wire_policy=policy), layout=layout)
+    twins.backward(*next(twins.batches(1)))
+    for (name, parameter), twin in twins.pairs():
+        assert parameter.grad is not None
+        assert twin.grad is not None
+        found, most = parameter.grad.full_tensor(), twin.grad.abs().max().item()
+        torch.testing.assert_close(found, twin.grad, rtol=0.0, atol=most / 100, msg=name)
+
+
 def train_copies() -> None:
     log: list[str] = []
     with noted(log):
@@ -315,6 +333,11 @@ TRAINING = [
     partial(train, "layers", RAGGED, layout=Whole()),
     partial(train, "unused on some ranks", RAGGED, layout=Blocks(rows=3)),
     partial(layouts.train, "whole", "giant"),  # ranks that hold nothing
+    *(
+        partial(claim, layout)
+        for claim in (train_in_few_bits, reduce_in_few_bits)
+        for layout in (Flat(), Whole())
+    ),
     partial(train_from_parts, Flat()),
     partial(train_from_parts, Whole()),
     train_copies,

@@ -84,7 +84,7 @@ BITS = "gathered in 8 bits, flat"
 DECODED = "decode(gathered, full)"
 ENCODED = "wire.encode(shard.to(full.device, non_blocking=True), own, full.dtype)"
 BITS_BACK = "reduced in 8 bits"
-SUMMED = "total = self._sum(received.view(len(sizes), -1), mine, rank)"
+SUMMED = "self._sum(received.view(len(sizes), -1), mine, rank, total)"
 SENT = "sent = self._encode(gradients)"
 # On a stream that waits for nobody.
 ON_ANOTHER_STREAM = "with (m := torch.get_device_module({}.device)).stream(m.Stream()): "

@@ -33,8 +33,9 @@ from fsdp_overlap.runtime.wire_policy import WirePolicy
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """The collectives of a bucket. See :class:`~fsdp_overlap.comm.collectives.Collectives`."""
+class InFewBits:
+    """Gathers and reduces a bucket, one of the two or both in few bits. See
+    :class:`~fsdp_overlap.comm.collectives.Collectives`."""
 
     all_gather: Callable[..., Issued]
     reduce_scatter: Callable[..., Issued]
@@ -48,7 +49,7 @@ def chosen_collectives(
     policy: WirePolicy | None,
     compute_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
-) -> Chosen:
+) -> Collectives[Any]:
     """How a bucket of ``plan`` travels among the ranks of ``group``: in ``compute_dtype`` when it
     is gathered and in ``reduce_dtype`` when it is reduced, or else as ``policy`` says."""
     flat = plan.packed if isinstance(plan, RowsPlan) else plan
@@ -74,15 +75,17 @@ def chosen_collectives(
         is_free = not is_custom and not settings.uses_symmetric_memory
         fastest = choose_for_rows(domain.device_type, group, plan)
         found = fastest if is_free else PackedRows(ranges)
+    if policy is None:
+        return found
     gather, reduce = found.all_gather, found.reduce_scatter
-    if policy is not None and policy.gather_dtype is not None:
+    if policy.gather_dtype is not None:
         wire = _wire(policy, plan, compute_dtype, policy.gather_dtype, group.rank())
         in_rows = isinstance(plan, RowsPlan)
         gather = (QuantizedRowsGather if in_rows else QuantizedGather)(wire, ranges).all_gather
-    if policy is not None and policy.reduce_dtype is not None and not is_alone:
+    if policy.reduce_dtype is not None and not is_alone:
         wire = _wire(policy, plan, reduce_dtype, policy.reduce_dtype, group.rank())
         reduce = QuantizedReduction(wire).reduce_scatter
-    return Chosen(gather, reduce)
+    return InFewBits(gather, reduce)
 
 
 def _wire(
