@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from fsdp_overlap import FsdpContext, fully_shard
+from fsdp_overlap import FsdpContext, WirePolicy, fully_shard
 from fsdp_overlap.layout import Whole
 from support.ranks import run_ranks
 from support.twins import Twins
@@ -177,3 +177,15 @@ def memory_of_others() -> None:
 
 def test_memory_of_others_is_refused() -> None:
     run_ranks(memory_of_others, 1)
+
+
+def reduce_in_few_bits() -> None:
+    policy = WirePolicy(reduce_dtype=torch.int8)
+    model = fully_shard(nn.Linear(8, 8, bias=False), FsdpContext(), wire_policy=policy)
+    model.set_custom_reduce_scatter(KeepingReduce())
+    with pytest.raises(ValueError, match="leave one of the two out"):
+        model(torch.ones(1, 8))
+
+
+def test_a_custom_reduction_beside_one_in_few_bits_is_refused() -> None:
+    run_ranks(reduce_in_few_bits, 2)

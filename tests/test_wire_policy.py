@@ -332,8 +332,9 @@ def columns(parameter: nn.Parameter) -> Shard | None:
     return Shard(1) if parameter.ndim == 2 else None
 
 
-def test_rows_that_are_cut_along_their_columns() -> None:
-    options = {"wire_policy": FP8, "shard_placement_fn": columns}
+@pytest.mark.parametrize("policy", [FP8, replace(FP8, keep=("*",))])
+def test_rows_that_are_cut_along_their_columns(policy: WirePolicy) -> None:
+    options = {"wire_policy": policy, "shard_placement_fn": columns}
     run_ranks(refuse, 2, Rows(), options, "along dimension 1", False)
 
 
