@@ -44,7 +44,9 @@ def adapters(folder: str, half: bool) -> None:
         theirs, expected = program.run(Path(folder) / "theirs", STEPS, is_fsdp2=True, dtype=dtype)
         check_whose(ours.model, theirs.model)
         assert losses == pytest.approx(expected, rel=1e-3 if half else 1e-5)
-        assert losses[-1] < losses[0]
+        trained = [value for name, value in whole(ours.model).items() if "lora_B" in name]
+        assert trained
+        assert all(map(torch.any, trained))  # they begin as zeros
         check_frozen(ours.model, first, dtype)
         check_traffic(ours, dtype.itemsize)
         dist.barrier()  # until the first rank has written

@@ -93,6 +93,7 @@ BENCHMARKS = (
     Benchmark("collectives", "collectives.py", "", "--rounds 3 --warmup 1"),
     Benchmark("layouts", "layouts.py", "", "--model Llama-3"),
     Benchmark("ragged", "link.py", "--layout whole", "--layout whole --rounds 2 --steps 1"),
+    Benchmark("few_bits", "few_bits.py", "", "--rounds 1 --steps 1 --blocks 3"),
     Benchmark("soak", "soak.py", "", "--steps 200"),
 )
 
