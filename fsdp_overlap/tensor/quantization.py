@@ -17,6 +17,7 @@ LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 1
 POWERS_OF_TWO = torch.float8_e8m0fnu
 """The dtype of scales that are powers of two, which multiply without rounding."""
 
+# See at_once().
 _PIECE, _CPU_PIECE = 4 * 1024 * 1024, 128 * 1024
 
 # Zero plus this is zero where the processor was told to flush denormals.
