@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_overlap import FsdpContext, WirePolicy, fully_shard
-from fsdp_overlap.layout import Blocks, Flat, LayoutRule, Whole
+from fsdp_overlap.layout import Blocks, Flat, LayoutRule, Rows, Whole
 from fsdp_overlap.optim import Muon, clip_grad_norm_, exchange
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 from support import experts, layouts, reducing, tensor_parallel
@@ -336,7 +336,7 @@ TRAINING = [
     *(
         partial(claim, layout)
         for claim in (train_in_few_bits, reduce_in_few_bits)
-        for layout in (Flat(), Whole())
+        for layout in (Flat(), Whole(), Rows())
     ),
     partial(train_from_parts, Flat()),
     partial(train_from_parts, Whole()),

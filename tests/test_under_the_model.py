@@ -16,7 +16,7 @@ import torch
 from fsdp_overlap.agreement.order_check import OrderCheck
 from fsdp_overlap.comm import quantized
 from fsdp_overlap.comm.lanes import StreamLane, StreamTicket
-from fsdp_overlap.comm.quantized import QuantizedReduction
+from fsdp_overlap.comm.quantized import QuantizedReduction, QuantizedRowsReduction
 from fsdp_overlap.comm.row_collectives import PackedRows
 from fsdp_overlap.deciding.gathers import Gathers
 from fsdp_overlap.deciding.reductions import Reductions
@@ -82,10 +82,12 @@ ROWS = "prefetch 1, rows"
 COPIED = "torch._foreach_copy_(targets, sources)"
 BITS = "gathered in 8 bits, flat"
 DECODED = "decode(gathered, full)"
-ENCODED = "wire.encode(shard.to(full.device, non_blocking=True), own, full.dtype)"
-BITS_BACK = "reduced in 8 bits"
-SUMMED = "self._sum(received.view(len(sizes), -1), mine, rank, total)"
+ENCODED = "wire.encode_own(shard.to(full.device, non_blocking=True), own, full.dtype)"
+BITS_BACK = "reduced in torch.float8_e5m2, flat"
+ROWS_BACK = "reduced in torch.float8_e5m2, rows"
+SUMMED = "wire.add_up(received.view(len(sizes), -1), mine, rank, total)"
 SENT = "sent = self._encode(gradients)"
+SENT_ROWS = "sent = self._encode(gradients, regions, plan)"
 # On a stream that waits for nobody.
 ON_ANOTHER_STREAM = "with (m := torch.get_device_module({}.device)).stream(m.Stream()): "
 ASIDE = ON_ANOTHER_STREAM + COPIED
@@ -202,12 +204,14 @@ DEFECTS = [
     Defect(PackedRows, "reduce_scatter", COPIED, ROWS, new=ASIDE.format("gradients")),
     Defect(quantized, "_gather", DECODED, BITS, new=ON_ANOTHER_STREAM.format("full") + DECODED),
     Defect(quantized, "_gather", ENCODED, BITS, new=ON_ANOTHER_STREAM.format("full") + ENCODED),
+    Defect(quantized, "_reduce", SUMMED, BITS_BACK, new=ON_ANOTHER_STREAM.format("mine") + SUMMED),
+    Defect(quantized, "_reduce", SUMMED, ROWS_BACK, new=ON_ANOTHER_STREAM.format("mine") + SUMMED),
     Defect(
-        QuantizedReduction,
+        QuantizedRowsReduction,
         "reduce_scatter",
-        SUMMED,
-        BITS_BACK,
-        new=ON_ANOTHER_STREAM.format("mine") + SUMMED,
+        SENT_ROWS,
+        ROWS_BACK,
+        new=ON_ANOTHER_STREAM.format("gradients") + SENT_ROWS,
     ),
     Defect(
         QuantizedReduction,

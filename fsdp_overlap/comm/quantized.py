@@ -1,4 +1,4 @@
-"""Gathers and reductions that travel in 8 bits: codes, and their scales.
+"""Gathers and reductions that travel in few bits: codes, and their scales.
 
 What ranks send travels in a buffer of its own. A gather takes a pass over the shard before the
 collective, and two over the full buffer after it. A reduction takes a pass over the reduce input
@@ -7,9 +7,7 @@ before, and one over as much memory after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -22,28 +20,10 @@ from fsdp_overlap.comm.collectives import (
     divided,
     own_range,
 )
-from fsdp_overlap.comm.row_collectives import regions_of
+from fsdp_overlap.comm.row_collectives import chunks_of, regions_of
+from fsdp_overlap.comm.wire import Segments, Wire, copy_all, scales_of
 from fsdp_overlap.layout import BucketPlan, RowsPlan
-from fsdp_overlap.layout.wire_plan import Place, Run, Segment, WirePlan
-from fsdp_overlap.tensor.quantization import at_once, decode_into, encode, multiply
-
-
-@dataclass(frozen=True)
-class Wire:
-    """How the shards of a bucket travel: where things lie, and in which dtypes. ``own`` is this
-    rank's segment."""
-
-    plan: WirePlan
-    own: Segment
-    codes: torch.dtype
-    scales: torch.dtype
-
-    def encode(self, shard: torch.Tensor, segment: torch.Tensor, dtype: torch.dtype) -> None:
-        """Fills this rank's segment. ``dtype`` is that of what is not quantized."""
-        segment.zero_()  # gaps travel, too
-        codes, _, scales, _, kept, _ = segment.split_with_sizes(self.own.parts)
-        _encode(shard, self.own.runs, codes.view(self.codes), scales.view(self.scales))
-        _copy_out(shard, self.own.kept, kept.view(dtype))
+from fsdp_overlap.tensor.quantization import decode_into, multiply
 
 
 class QuantizedGather:
@@ -51,7 +31,7 @@ class QuantizedGather:
 
     def __init__(self, wire: Wire, others: Collectives[BucketPlan]) -> None:
         self._wire = wire
-        self._sizes = list(chain.from_iterable(wire.plan.parts))
+        self._segments = Segments(wire)
         self._others = others
 
     def all_gather(
@@ -60,62 +40,45 @@ class QuantizedGather:
         segments = self._wire.plan.packed
         return _gather(self._wire, full, shard, segments, group, self._others, self._decode)
 
-    def _decode(self, segments: torch.Tensor, full: torch.Tensor) -> None:
-        wire, plan = self._wire, self._wire.plan
-        numels = plan.plan.shard_numels
-        parts = segments.split_with_sizes(self._sizes)
-        if plan.plan.is_equal:
-            shards = [full.view(len(numels), -1)]
-            codes = [segments.view(len(numels), -1)[:, : numels[0]]]
-        else:
-            shards, codes = list(full.split_with_sizes(numels)), list(parts[0::6])
-        for values, code in zip(shards, codes, strict=True):
-            decode_into(values, code.view(wire.codes))
-        scales = torch.cat(parts[2::6]).view(wire.scales)
-        for run in plan.all_runs:
-            multiply(_blocks(full, run), _scales(scales, run))
-        if plan.all_kept:
-            kept = torch.cat(parts[4::6]).view(full.dtype)
-            targets = [full[place.start : place.stop] for place in plan.all_kept]
-            sizes = [place.numel for place in plan.all_kept]
-            torch._foreach_copy_(targets, list(kept.split_with_sizes(sizes)))
+    def _decode(self, gathered: torch.Tensor, full: torch.Tensor) -> None:
+        segments = self._segments
+        for values, codes in zip(segments.shards(full), segments.codes(gathered), strict=True):
+            decode_into(values, codes)
+        scales = segments.scales(gathered)
+        for run in self._wire.plan.all_runs:
+            values = full[run.start : run.start + run.numel]
+            multiply(values.view(run.shape), scales_of(scales, run))
+        copy_all(segments.kept_in(full), segments.kept(gathered, full.dtype))
 
 
 class QuantizedRowsGather:
     """Gathers a bucket of rows in few bits. ``others`` carry the bytes. The plan of ``wire`` is
     that of one rank, because all are alike: in a shard each chunk has room for as many rows."""
 
-    def __init__(self, wire: Wire, others: Collectives[BucketPlan]) -> None:
+    def __init__(self, wire: Wire, others: Collectives[BucketPlan], ranks: int) -> None:
         self._wire = wire
+        self._packed = BucketPlan((), (), wire.plan.packed.shard_numels * ranks)
         self._others = others
 
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, plan: RowsPlan, group: dist.ProcessGroup
     ) -> Issued:
-        segments = BucketPlan((), (), self._wire.plan.packed.shard_numels * plan.world_size)
-
         def decode(gathered: torch.Tensor, full: torch.Tensor) -> None:
             self._decode(gathered.view(plan.world_size, -1), full, plan)
 
-        return _gather(self._wire, full, shard, segments, group, self._others, decode)
+        return _gather(self._wire, full, shard, self._packed, group, self._others, decode)
 
     def _decode(self, segments: torch.Tensor, full: torch.Tensor, plan: RowsPlan) -> None:
         wire = self._wire
-        codes, _, scales, _, kept, _ = segments.split_with_sizes(wire.own.parts, 1)
-        codes, scales = codes.view(wire.codes), scales.view(wire.scales)
-        kept = kept.view(full.dtype)
+        codes, scales, kept = wire.parts_of(segments, full.dtype)
         regions = regions_of(full, plan)
         for run in wire.own.runs:
             first = run.start - plan.starts[run.index]
             values = regions[run.index][:, first : first + run.numel]
             decode_into(values, codes[:, run.start : run.start + run.numel])
-            rows, _, blocks, _ = run.shape
-            of_run = scales[:, run.scale : run.scale + run.scales].unflatten(1, (rows, blocks))
-            multiply(values.unflatten(1, run.shape), of_run)
-        at = 0
-        for place in wire.own.kept:
-            regions[place.index].copy_(kept[:, at : at + place.numel])
-            at += place.numel
+            multiply(values.unflatten(1, run.shape), scales_of(scales, run))
+        targets = [regions[place.index] for place in wire.own.kept]
+        copy_all(targets, [kept[:, place.at : place.at + place.numel] for place in wire.own.kept])
 
 
 class QuantizedReduction:
@@ -124,7 +87,7 @@ class QuantizedReduction:
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
-        self._sizes = list(chain.from_iterable(wire.plan.parts))
+        self._segments = Segments(wire)
 
     def reduce_scatter(
         self,
@@ -133,77 +96,68 @@ class QuantizedReduction:
         group: dist.ProcessGroup,
         divisor: float | None = None,
     ) -> Issued:
-        sizes, rank = self._wire.plan.packed.shard_numels, group.rank()
+        sizes = list(self._wire.plan.packed.shard_numels)
         left = divide_early(gradients, len(sizes) if divisor is None else divisor)
         sent = self._encode(gradients)
-        arriving = [sizes[rank]] * len(sizes)
-        received = sent.new_empty(sum(arriving))
-        issued = all_to_all(received, sent, arriving, list(sizes), group)
         mine = own_range(gradients, plan, group)
-
-        def finish() -> torch.Tensor:
-            total = torch.zeros_like(mine)
-            if len(mine):
-                self._sum(received.view(len(sizes), -1), mine, rank, total)
-            return divided(total, left)
-
-        return Issued(issued.works, finish, issued.group)
+        return _reduce(self._wire, sent, sizes, mine, group, left)
 
     def _encode(self, gradients: torch.Tensor) -> torch.Tensor:
         """The segments for all ranks."""
-        wire, plan = self._wire, self._wire.plan
-        segments = torch.zeros(plan.packed.numel, dtype=torch.uint8, device=gradients.device)
-        parts = segments.split_with_sizes(self._sizes)
-        codes = torch.zeros_like(gradients, dtype=torch.uint8).view(wire.codes)
-        scales = torch.empty(plan.scales, dtype=wire.scales, device=gradients.device)
-        kept = gradients.new_empty(sum(place.numel for place in plan.all_kept))
-        _encode(gradients, plan.all_runs, codes, scales)
-        _copy_out(gradients, plan.all_kept, kept)
-        for number, source in enumerate((codes, scales, kept)):
-            targets = parts[2 * number :: 6]
-            sources = source.view(torch.uint8).split_with_sizes([len(part) for part in targets])
-            torch._foreach_copy_(list(targets), list(sources))
-        return segments
+        wire, plan, segments = self._wire, self._wire.plan, self._segments
+        sent = torch.zeros(plan.packed.numel, dtype=torch.uint8, device=gradients.device)
+        codes = torch.empty_like(gradients, dtype=wire.codes)
+        scales = gradients.new_empty(sum(plan.scales_of_ranks), dtype=wire.scales or torch.uint8)
+        wire.encode(gradients, plan.all_runs, codes, scales)
+        copy_all(segments.codes(sent), segments.shards(codes))
+        if wire.scales is not None:
+            segments.put_scales(sent, scales)
+        copy_all(segments.kept(sent, gradients.dtype), segments.kept_in(gradients))
+        return sent
 
-    def _sum(
-        self, segments: torch.Tensor, mine: torch.Tensor, rank: int, total: torch.Tensor
-    ) -> None:
-        """Fills ``total`` with the sum over ``segments``, a row of each rank, and ``mine`` in place
-        of this rank's."""
-        wire, ranks = self._wire, len(segments)
-        codes, _, scales, _, kept, _ = segments.split_with_sizes(wire.own.parts, 1)
-        codes, scales, kept = (
-            codes.view(wire.codes),
-            scales.view(wire.scales),
-            kept.view(mine.dtype),
-        )
+
+class QuantizedRowsReduction:
+    """Reduces a bucket of rows as :class:`QuantizedReduction` does one of ranges. The plan of
+    ``wire`` is that of one rank."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+
+    def reduce_scatter(
+        self,
+        gradients: torch.Tensor,
+        plan: RowsPlan,
+        group: dist.ProcessGroup,
+        divisor: float | None = None,
+    ) -> Issued:
+        ranks = plan.world_size
+        left = divide_early(gradients, ranks if divisor is None else divisor)
+        regions = regions_of(gradients, plan)
+        sent = self._encode(gradients, regions, plan)
+        mine = gradients.new_zeros(plan.shard_numels[0])
+        own = [region[group.rank()] for region in regions]
+        torch._foreach_copy_(chunks_of(mine, plan), own)
+        return _reduce(self._wire, sent.flatten(), [sent.shape[1]] * ranks, mine, group, left)
+
+    def _encode(
+        self, gradients: torch.Tensor, regions: list[torch.Tensor], plan: RowsPlan
+    ) -> torch.Tensor:
+        """The segments for all ranks, with a row for each."""
+        wire = self._wire
+        # What no gradient fills may share a block with what one fills.
+        bounds = zip(plan.specs, plan.offsets, plan.chunks, strict=True)
+        for spec, offset, chunk in bounds:
+            gradients[offset + spec.numel : offset + plan.world_size * chunk].zero_()
+        size = wire.plan.packed.numel
+        sent = gradients.new_zeros((plan.world_size, size), dtype=torch.uint8)
+        codes, scales, kept = wire.parts_of(sent, gradients.dtype)
         for run in wire.own.runs:
-            rows, height, blocks, width = run.shape
-            numel = height * blocks * width
-            some = min(ranks, max(1, at_once(mine) // numel))  # ranks at once
-            step = max(1, at_once(mine) // (some * numel))  # rows of blocks at once
-            for first in range(0, rows, step):
-                count = min(step, rows - first)
-                start, scale = run.start + first * numel, run.scale + first * blocks
-                here = slice(start, start + count * numel)
-                of_these = scales[:, scale : scale + count * blocks]
-                for lowest in range(0, ranks, some):
-                    senders = slice(lowest, lowest + some)
-                    values = torch.empty_like(codes[senders, here], dtype=mine.dtype)
-                    decode_into(values, codes[senders, here])
-                    multiply(
-                        values.unflatten(1, (count, height, blocks, width)),
-                        of_these[senders].unflatten(1, (count, blocks)),
-                    )
-                    if lowest <= rank < lowest + some:
-                        values[rank - lowest] = mine[here]
-                    total[here] += values.sum(0)
-        at = 0
-        for place in wire.own.kept:
-            values = kept[:, at : at + place.numel]
-            values[rank] = mine[place.start : place.stop]
-            torch.sum(values, 0, out=total[place.start : place.stop])
-            at += place.numel
+            first = run.start - plan.starts[run.index]
+            values = regions[run.index][:, first : first + run.numel]
+            wire.encode_run(values, run, codes[:, run.start : run.start + run.numel], scales)
+        targets = [kept[:, place.at : place.at + place.numel] for place in wire.own.kept]
+        copy_all(targets, [regions[place.index] for place in wire.own.kept])
+        return sent
 
 
 def _gather(
@@ -219,7 +173,7 @@ def _gather(
     fills ``full``."""
     gathered = torch.empty(segments.numel, dtype=torch.uint8, device=full.device)
     own = own_range(gathered, segments, group)
-    wire.encode(shard.to(full.device, non_blocking=True), own, full.dtype)
+    wire.encode_own(shard.to(full.device, non_blocking=True), own, full.dtype)
     issued = others.all_gather(gathered, own, segments, group)
 
     def finish() -> torch.Tensor:
@@ -230,25 +184,25 @@ def _gather(
     return Issued(issued.works, finish, issued.group)
 
 
-def _encode(
-    flat: torch.Tensor, runs: Sequence[Run], codes: torch.Tensor, scales: torch.Tensor
-) -> None:
-    for run in runs:
-        encode(_blocks(flat, run), _blocks(codes, run), _scales(scales, run))
+def _reduce(
+    wire: Wire,
+    sent: torch.Tensor,
+    sizes: list[int],
+    mine: torch.Tensor,
+    group: dist.ProcessGroup,
+    divisor: float | None,
+) -> Issued:
+    """Sends each rank its segment of ``sent``, which have ``sizes``, and sums those that arrive
+    with ``mine``. The sum is divided by ``divisor``."""
+    rank = group.rank()
+    arriving = [sizes[rank]] * len(sizes)
+    received = sent.new_empty(sum(arriving))
+    issued = all_to_all(received, sent, arriving, sizes, group)
 
+    def finish() -> torch.Tensor:
+        total = torch.zeros_like(mine)
+        if len(mine):
+            wire.add_up(received.view(len(sizes), -1), mine, rank, total)
+        return divided(total, divisor)
 
-def _copy_out(flat: torch.Tensor, places: Sequence[Place], target: torch.Tensor) -> None:
-    """Fills ``target`` with what lies in ``places`` of ``flat``, one after the other."""
-    if places:
-        sources = [flat[place.start : place.stop] for place in places]
-        sizes = [place.numel for place in places]
-        torch._foreach_copy_(list(target.split_with_sizes(sizes)), sources)
-
-
-def _blocks(flat: torch.Tensor, run: Run) -> torch.Tensor:
-    return flat[run.start : run.start + run.numel].view(run.shape)
-
-
-def _scales(scales: torch.Tensor, run: Run) -> torch.Tensor:
-    rows, _, blocks, _ = run.shape
-    return scales[run.scale : run.scale + run.scales].view(rows, blocks)
+    return Issued(issued.works, finish, issued.group)

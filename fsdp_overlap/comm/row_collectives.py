@@ -47,7 +47,7 @@ class InPlaceRows:
     ) -> Issued:
         regions = self._regions.of(full, plan)
         own = [region[group.rank()] for region in regions]
-        torch._foreach_copy_(own, _chunks_of(shard, plan), non_blocking=True)
+        torch._foreach_copy_(own, chunks_of(shard, plan), non_blocking=True)
         received = [as_carried(region.view(-1)) for region in regions]
         sent = [as_carried(chunk) for chunk in own]
         end(group.allgather_into_tensor_coalesced(received, sent, GATHER))
@@ -62,7 +62,7 @@ class InPlaceRows:
     ) -> Issued:
         left = divide_early(gradients, divisor)
         own = _new(gradients, plan.shard_numels[group.rank()], plan)
-        received = [as_real(chunk) for chunk in _chunks_of(own, plan)]
+        received = [as_real(chunk) for chunk in chunks_of(own, plan)]
         sent = [as_real(region.view(-1)) for region in self._regions.of(gradients, plan)]
         options = REDUCE_SCATTER[AVG if divisor is None else SUM]
         end(group.reduce_scatter_tensor_coalesced(received, sent, options))
@@ -88,7 +88,7 @@ class PackedRows:
         self, full: torch.Tensor, shard: torch.Tensor, plan: RowsPlan, group: dist.ProcessGroup
     ) -> Issued:
         division = self._division(plan, full)
-        regions, chunks = self._regions.of(full, plan), _chunks_of(shard, plan)
+        regions, chunks = self._regions.of(full, plan), chunks_of(shard, plan)
         parts = [
             self._others.all_gather(regions[index].view(-1), chunks[index], alone, group)
             for index, alone in division.large
@@ -99,7 +99,7 @@ class PackedRows:
         packed = full.new_empty(small.packed.numel)
         if division.large:
             shard = packed.view(small.world_size, -1)[group.rank()]
-            torch._foreach_copy_(_chunks_of(shard, small), division.of_small(chunks))
+            torch._foreach_copy_(chunks_of(shard, small), division.of_small(chunks))
         parts.append(self._others.all_gather(packed, shard, small.packed, group))
 
         def finish() -> torch.Tensor:
@@ -135,12 +135,12 @@ class PackedRows:
             if not division.large:
                 return parts[0].finish()
             own = _new(gradients, plan.shard_numels[0], plan)
-            chunks = _chunks_of(own, plan)
+            chunks = chunks_of(own, plan)
             for part, (index, _) in zip(parts, division.large, strict=False):
                 chunks[index].copy_(part.finish())
             if small.specs:
                 shard = parts[-1].finish()
-                torch._foreach_copy_(division.of_small(chunks), _chunks_of(shard, small))
+                torch._foreach_copy_(division.of_small(chunks), chunks_of(shard, small))
             return own
 
         return _together(parts, finish)
@@ -220,7 +220,7 @@ def regions_of(flat: torch.Tensor, plan: RowsPlan) -> list[torch.Tensor]:
     ]
 
 
-def _chunks_of(shard: torch.Tensor, plan: RowsPlan) -> list[torch.Tensor]:
+def chunks_of(shard: torch.Tensor, plan: RowsPlan) -> list[torch.Tensor]:
     """The chunks in a shard, flat."""
     parts = list(shard.split_with_sizes(plan.sizes))
     return parts[::2] if plan.has_gaps else parts

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from math import prod
 
 from fsdp_overlap.layout.bucket_plan import BucketPlan
@@ -69,16 +70,18 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Place:
-    """The elements ``[start, stop)`` of a flat buffer, which are of parameter ``index``."""
+class Kept:
+    """The ``numel`` elements from ``start`` on in a flat buffer, of parameter ``index``, which
+    travel in full. In that part of a rank's segment they are the elements from ``at`` on."""
 
     index: int
     start: int
-    stop: int
+    numel: int
+    at: int
 
     @property
-    def numel(self) -> int:
-        return self.stop - self.start
+    def stop(self) -> int:
+        return self.start + self.numel
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class Segment:
     ``parts``: see :attr:`WirePlan.parts`."""
 
     runs: tuple[Run, ...]
-    kept: tuple[Place, ...]
+    kept: tuple[Kept, ...]
     parts: tuple[int, ...]
 
 
@@ -95,9 +98,10 @@ class Segment:
 class WirePlan:
     """What each rank sends of a bucket that is laid out by ``plan``.
 
-    A rank's segment has a byte for each element of its shard, the scales of its blocks, and the
-    elements of parameters that have no block (``None`` in ``blocks``), in their own dtype. A scale
-    takes ``scale_bytes``, such an element ``kept_bytes``. Segments are equal if shards are.
+    A rank's segment has a code for each element of its shard, the scales of its blocks, and the
+    elements of parameters that have no block (``None`` in ``blocks``), in their own dtype. A code
+    takes ``code_bytes``, a scale ``scale_bytes``, which is 0 if there are none, and such an element
+    ``kept_bytes``. If shards are equal, segments are, and so are the places of their parts.
 
     Raises:
         ValueError: a block lies on two ranks.
@@ -105,6 +109,7 @@ class WirePlan:
 
     plan: BucketPlan
     blocks: tuple[BlockSize | None, ...]
+    code_bytes: int
     scale_bytes: int
     kept_bytes: int
 
@@ -114,74 +119,78 @@ class WirePlan:
 
     def segment(self, rank: int) -> Segment:
         """What a rank sends. Starts are counted from that of its shard, scales from 0."""
-        places = self._places()[rank]
+        places = self._places[rank]
         return Segment(tuple(self._runs_in(places)), tuple(self._kept_in(places)), self.parts[rank])
 
     @cached_property
     def all_runs(self) -> list[Run]:
         """The blocks in the flat buffer. Scales are counted over all ranks."""
-        return self._runs_in(self._all_places)
+        plan = self.plan
+        places = zip(plan.specs, plan.offsets, strict=True)
+        return self._runs_in(
+            [(index, offset, spec.numel) for index, (spec, offset) in enumerate(places)]
+        )
 
     @cached_property
-    def all_kept(self) -> list[Place]:
-        """Where in the flat buffer the elements lie that keep their dtype."""
-        return self._kept_in(self._all_places)
+    def kept_of_ranks(self) -> list[tuple[int, Kept]]:
+        """What each rank sends in full: its number, and what. Starts are those in the flat
+        buffer."""
+        starts = self.plan.shard_starts
+        return [
+            (rank, replace(kept, start=starts[rank] + kept.start))
+            for rank, places in enumerate(self._places)
+            for kept in self._kept_in(places)
+        ]
+
+    @cached_property
+    def scales_of_ranks(self) -> list[int]:
+        """How many scales each rank sends."""
+        if not self.scale_bytes:
+            return [0] * self.plan.world_size
+        return [sum(run.scales for run in self._runs_in(places)) for places in self._places]
 
     @cached_property
     def parts(self) -> list[tuple[int, ...]]:
         """What each rank's segment consists of, in bytes: codes, a gap, scales, a gap, what keeps
         its dtype, and a gap."""
-        found = []
-        for codes, places in zip(self.plan.shard_numels, self._places(), strict=True):
-            scales = sum(run.scales for run in self._runs_in(places))
-            kept = sum(place.numel for place in self._kept_in(places))
-            numels = codes, scales * self.scale_bytes, kept * self.kept_bytes
-            found.append([size for numel in numels for size in (numel, -numel % ALIGN_BYTES)])
+        kept = [sum(each.numel for each in self._kept_in(places)) for places in self._places]
+        numels = list(zip(self.plan.shard_numels, self.scales_of_ranks, kept, strict=True))
         if self.plan.is_equal:
-            most = max(map(sum, found))
-            for part in found:
-                part[-1] += most - sum(part)
-        return [tuple(part) for part in found]
-
-    @property
-    def scales(self) -> int:
-        """How many scales there are, on all ranks together."""
-        return sum(run.scales for run in self.all_runs)
+            numels = [tuple(map(max, zip(*numels, strict=True)))] * len(numels)
+        widths = self.code_bytes, self.scale_bytes, self.kept_bytes
+        sizes = [[n * width for n, width in zip(each, widths, strict=True)] for each in numels]
+        return [
+            tuple(part for size in each for part in (size, -size % ALIGN_BYTES)) for each in sizes
+        ]
 
     @cached_property
     def packed(self) -> BucketPlan:
         """The plan of the buffer of bytes in which segments follow each other."""
         return BucketPlan((), (), tuple(map(sum, self.parts)))
 
-    def _places(self) -> list[list[Place]]:
-        """What each rank has of parameters, in its shard."""
+    @cached_property
+    def _places(self) -> list[list[tuple[int, int, int]]]:
+        """What each rank has of parameters: which one, where in its shard, and how many
+        elements."""
         plan = self.plan
-        found: list[list[Place]] = [[] for _ in range(plan.world_size)]
+        found: list[list[tuple[int, int, int]]] = [[] for _ in range(plan.world_size)]
         for index, (spec, offset) in enumerate(zip(plan.specs, plan.offsets, strict=True)):
             for rank, start, stop in plan.ranges(spec.fqn):
-                before = offset - plan.shard_starts[rank]
-                found[rank].append(Place(index, before + start, before + stop))
+                found[rank].append((index, offset - plan.shard_starts[rank] + start, stop - start))
         return found
 
-    @cached_property
-    def _all_places(self) -> list[Place]:
-        plan = self.plan
-        return [
-            Place(index, offset, offset + spec.numel)
-            for index, (spec, offset) in enumerate(zip(plan.specs, plan.offsets, strict=True))
-        ]
+    def _kept_in(self, places: Sequence[tuple[int, int, int]]) -> list[Kept]:
+        kept = [place for place in places if self.blocks[place[0]] is None]
+        before = accumulate((numel for _, _, numel in kept), initial=0)
+        return [Kept(*place, at) for place, at in zip(kept, before, strict=False)]
 
-    def _kept_in(self, places: Sequence[Place]) -> list[Place]:
-        return [place for place in places if self.blocks[place.index] is None]
-
-    def _runs_in(self, places: Sequence[Place]) -> list[Run]:
+    def _runs_in(self, places: Sequence[tuple[int, int, int]]) -> list[Run]:
         found: list[Run] = []
         scale = 0
-        for place in places:
-            size, columns = self.blocks[place.index], self.plan.specs[place.index].shape[-1:]
-            start = place.start
-            for shape in _shapes(place.numel, size, *columns) if size is not None else ():
-                found.append(Run(place.index, start, shape, scale))
+        for index, start, numel in places:
+            size, columns = self.blocks[index], self.plan.specs[index].shape[-1:]
+            for shape in _shapes(numel, size, *columns) if size is not None else ():
+                found.append(Run(index, start, shape, scale))
                 start, scale = start + found[-1].numel, scale + found[-1].scales
         return found
 

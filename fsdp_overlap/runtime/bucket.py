@@ -116,8 +116,8 @@ class Bucket:
         # together before.
         self.gather_plan = plan.merged(domain.shard_size) if domain.divides_copies else plan
         policy = self.wire_policy
-        quantized = policy if policy is not None and policy.gather_dtype is not None else None
-        sent = sent_sizes(self.gather_plan, self.compute_dtype, quantized)
+        codes = policy.gather_dtype if policy is not None else None
+        sent = sent_sizes(self.gather_plan, self.compute_dtype, policy, codes)
         self.gathered_nbytes = sum(sent)
         """What an all-gather brings together, on all ranks."""
         self._travels = self.gathered_nbytes - sent[domain.shard_rank]

@@ -22,10 +22,11 @@ from fsdp_overlap.comm.quantized import (
     QuantizedGather,
     QuantizedReduction,
     QuantizedRowsGather,
-    Wire,
+    QuantizedRowsReduction,
 )
 from fsdp_overlap.comm.row_collectives import PackedRows, choose_for_rows
 from fsdp_overlap.comm.symmetric_memory import SymmetricCollectives
+from fsdp_overlap.comm.wire import Wire
 from fsdp_overlap.layout import BucketPlan, Plan, RowsPlan
 from fsdp_overlap.runtime.domain import Domain
 from fsdp_overlap.runtime.settings import Settings
@@ -78,19 +79,21 @@ def chosen_collectives(
     if policy is None:
         return found
     gather, reduce = found.all_gather, found.reduce_scatter
+    in_rows = isinstance(plan, RowsPlan)
+
+    def wire(dtype: torch.dtype, codes: torch.dtype) -> Wire:
+        travels = policy.wire(plan, dtype, codes)
+        own = travels.segment(0 if in_rows else group.rank())
+        return Wire(travels, own, codes, policy.scale_dtype(dtype, codes))
+
     if policy.gather_dtype is not None:
-        wire = _wire(policy, plan, compute_dtype, policy.gather_dtype, group.rank())
-        in_rows = isinstance(plan, RowsPlan)
-        gather = (QuantizedRowsGather if in_rows else QuantizedGather)(wire, ranges).all_gather
+        own = wire(compute_dtype, policy.gather_dtype)
+        gather = (
+            QuantizedRowsGather(own, ranges, group.size())
+            if in_rows
+            else QuantizedGather(own, ranges)
+        ).all_gather
     if policy.reduce_dtype is not None and not is_alone:
-        wire = _wire(policy, plan, reduce_dtype, policy.reduce_dtype, group.rank())
-        reduce = QuantizedReduction(wire).reduce_scatter
+        own = wire(reduce_dtype, policy.reduce_dtype)
+        reduce = (QuantizedRowsReduction if in_rows else QuantizedReduction)(own).reduce_scatter
     return InFewBits(gather, reduce)
-
-
-def _wire(
-    policy: WirePolicy, plan: Plan, dtype: torch.dtype, codes: torch.dtype, rank: int
-) -> Wire:
-    travels = policy.wire(plan, dtype)
-    own = travels.segment(0 if isinstance(plan, RowsPlan) else rank)
-    return Wire(travels, own, codes, policy.scale_dtype(dtype))

@@ -39,8 +39,8 @@ class BucketGradients:
         self.input = FlatBuffer(bucket.plan, reduce_dtype, bucket.full.flat.device)
         self.input.memory = bucket.full.memory
         policy = bucket.wire_policy
-        quantized = policy if policy is not None and policy.reduce_dtype is not None else None
-        sent = sent_sizes(bucket.gather_plan, reduce_dtype, quantized)
+        codes = policy.reduce_dtype if policy is not None else None
+        sent = sent_sizes(bucket.gather_plan, reduce_dtype, policy, codes)
         self.reduced_nbytes = sum(sent)
         """What a reduce-scatter divides among the ranks."""
         self._travels = self.reduced_nbytes - sent[bucket.domain.shard_rank]

@@ -18,6 +18,15 @@ from fsdp_overlap.layout.wire_plan import (
 )
 from fsdp_overlap.tensor.quantization import LARGEST, POWERS_OF_TWO, scale_dtype_for
 
+SCALED = tuple(LARGEST)
+"""The dtypes of codes that have scales."""
+
+ROUNDED = (torch.bfloat16,)
+"""Those of codes that are numbers by themselves."""
+
+_NUMBER = (1, 1)
+"""The rows and columns of a block of one number."""
+
 
 @dataclass(frozen=True)
 class WirePolicy:
@@ -31,7 +40,8 @@ class WirePolicy:
 
     A rank quantizes what others get of its gradients, too. They arrive one by one and are summed in
     the dtype in which gradients are reduced, so that an error is made once for each rank and never
-    in a sum.
+    in a sum. With ``reduce_dtype=torch.bfloat16`` they are rounded, and nothing else: half the
+    bytes of float32, without the errors of sums in bfloat16.
 
     Parameters of less than two dimensions, and those that are no floating-point numbers, travel in
     full, in the same collective.
@@ -39,7 +49,7 @@ class WirePolicy:
     Args:
         gather_dtype: the dtype of codes of weights: ``torch.float8_e4m3fn``,
             ``torch.float8_e5m2`` or ``torch.int8``. ``None``: gathers stay as they are.
-        reduce_dtype: the same for gradients.
+        reduce_dtype: the same for gradients, or ``torch.bfloat16``, which needs no scales.
         block: how many rows and columns of a matrix share a scale; ``None`` stands for all. ``(1,
             None)`` is a scale for each row, ``(1, 32)`` for 32 neighbours in a row. Rows lie along
             the last dimension, also of a stack of matrices. Parameters are cut between blocks
@@ -65,10 +75,11 @@ class WirePolicy:
     def __post_init__(self) -> None:
         dtypes = {"gather_dtype": self.gather_dtype, "reduce_dtype": self.reduce_dtype}
         for name, dtype in dtypes.items():
-            if dtype is not None and dtype not in LARGEST:
+            allowed = {"gather_dtype": SCALED, "reduce_dtype": (*SCALED, *ROUNDED)}[name]
+            if dtype is not None and dtype not in allowed:
                 raise ValueError(
-                    f"WirePolicy({name}={dtype}): use one of {', '.join(map(str, LARGEST))}; for "
-                    "wider floating-point numbers, use MixedPrecisionPolicy"
+                    f"WirePolicy({name}={dtype}): use one of {', '.join(map(str, allowed))}; for "
+                    "other floating-point numbers, use MixedPrecisionPolicy"
                 )
         if not any(dtypes.values()):
             raise ValueError("WirePolicy() says nothing: name a gather_dtype or a reduce_dtype")
@@ -93,7 +104,7 @@ class WirePolicy:
             return None
         if any(fnmatchcase(spec.fqn, pattern) for pattern in self.keep):
             return None
-        return block_in(spec, self.block)
+        return block_in(spec, self.block) if self._has_scales else _NUMBER
 
     def grain(self, spec: ParamSpec) -> int:
         """The number of neighbouring elements that no layout may cut."""
@@ -104,43 +115,52 @@ class WirePolicy:
         """Checks that a bucket can travel so.
 
         Raises:
-            ValueError: the plan cuts a block, or it is in rows, whose gradients travel in full.
+            ValueError: the plan cuts a block.
         """
-        self.wire(plan, torch.float32)
-        if self.reduce_dtype is not None and isinstance(plan, RowsPlan):
-            raise ValueError(
-                f"parameter {plan.specs[0].fqn!r} is in Rows(), of which gradients travel in full: "
-                "leave out WirePolicy(reduce_dtype=...), or choose another layout"
-            )
+        for codes in (self.gather_dtype, self.reduce_dtype):
+            if codes is not None:
+                self.wire(plan, torch.float32, codes)
 
     def applies_to(self, plan: Plan) -> bool:
         """Whether any parameter of a bucket is quantized."""
         return any(self.block_in(spec) is not None for spec in plan.specs)
 
-    def wire(self, plan: Plan, dtype: torch.dtype) -> WirePlan:
-        """What ranks send of a bucket whose elements have ``dtype``. If it is in rows, what one
-        rank sends.
+    def wire(self, plan: Plan, dtype: torch.dtype, codes: torch.dtype) -> WirePlan:
+        """What ranks send of a bucket whose elements have ``dtype``, as ``codes``. If it is in
+        rows, what one rank sends.
 
         Raises:
             ValueError: the plan cuts a block.
         """
         blocks = tuple(map(self.block_in, plan.specs))
+        if codes in ROUNDED:
+            blocks = tuple(None if size is None else _NUMBER for size in blocks)
+        scales = self.scale_dtype(dtype, codes)
         return WirePlan(
             one_rank(plan, blocks) if isinstance(plan, RowsPlan) else plan,
             blocks,
-            self.scale_dtype(dtype).itemsize,
+            codes.itemsize,
+            0 if scales is None else scales.itemsize,
             dtype.itemsize,
         )
 
-    def scale_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of scales of elements of ``dtype``."""
+    def scale_dtype(self, dtype: torch.dtype, codes: torch.dtype) -> torch.dtype | None:
+        """The dtype of scales of elements of ``dtype``, if they have any as ``codes``."""
+        if codes in ROUNDED:
+            return None
         return POWERS_OF_TWO if self.powers_of_two else scale_dtype_for(dtype)
 
+    @property
+    def _has_scales(self) -> bool:
+        return self.gather_dtype is not None or self.reduce_dtype not in ROUNDED
 
-def sent_sizes(plan: Plan, dtype: torch.dtype, policy: WirePolicy | None) -> list[int]:
-    """How many bytes each rank sends of a bucket, or gets of its gradients. ``policy``: by which it
-    is quantized, if it is."""
-    if policy is None or not policy.applies_to(plan):
+
+def sent_sizes(
+    plan: Plan, dtype: torch.dtype, policy: WirePolicy | None, codes: torch.dtype | None
+) -> list[int]:
+    """How many bytes each rank sends of a bucket of ``dtype``, or gets of its gradients, if they
+    travel as ``codes`` by ``policy``. ``None``: they travel as they are."""
+    if policy is None or codes is None or not policy.applies_to(plan):
         return [numel * dtype.itemsize for numel in plan.shard_numels]
-    sizes = policy.wire(plan, dtype).packed.shard_numels
+    sizes = policy.wire(plan, dtype, codes).packed.shard_numels
     return [*sizes] * (plan.world_size // len(sizes))  # all are alike in rows

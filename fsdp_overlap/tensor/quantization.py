@@ -43,8 +43,12 @@ def encode(blocks: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> N
     """Fills ``codes`` and ``scales`` from ``blocks``.
 
     ``blocks`` and ``codes`` have shape ``[rows of blocks, rows, blocks, columns]``, ``scales``
-    ``[rows of blocks, blocks]``.
+    ``[rows of blocks, blocks]``. All three may have one more dimension before these.
     """
+    if blocks.ndim > 4 and blocks[0].numel() > at_once(blocks):
+        for each in zip(blocks, codes, scales, strict=True):
+            encode(*each)
+        return
     step = max(1, at_once(blocks) * len(blocks) // max(1, blocks.numel()))
     for first in range(0, len(blocks), step):
         piece = slice(first, first + step)
@@ -53,13 +57,13 @@ def encode(blocks: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> N
 
 def _encode(blocks: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
     values = blocks.to(torch.float32)
-    most = values.abs().amax((1, 3))
+    most = values.abs().amax((-3, -1))
     # A block of zeros, or of the smallest numbers, has a scale that one can divide by.
     exact = most.div_(LARGEST[codes.dtype]).clamp_(min=torch.finfo(torch.float32).tiny)
     if scales.dtype == POWERS_OF_TWO:
         exact = _next_power_of_two(exact)
     scales.copy_(torch.where(exact.isfinite(), exact, math.nan))
-    values = values / scales.to(torch.float32)[:, None, :, None]
+    values = values / scales.to(torch.float32)[..., :, None, :, None]
     if codes.dtype == torch.int8:
         values.round_()
     codes.copy_(values)

@@ -68,9 +68,11 @@ for name, layout in {**LAYOUTS, "rows": Rows()}.items():
     MODES[f"gathered in 8 bits, {name}"] = trained(
         shard_options={"wire_policy": WirePolicy(torch.float8_e4m3fn)}, layout=layout
     )
-MODES["reduced in 8 bits"] = trained(
-    shard_options={"wire_policy": WirePolicy(reduce_dtype=torch.float8_e5m2)}
-)
+for name, layout in {"flat": Flat(), "rows": Rows()}.items():
+    for codes in (torch.float8_e5m2, torch.bfloat16):
+        MODES[f"reduced in {codes}, {name}"] = trained(
+            shard_options={"wire_policy": WirePolicy(reduce_dtype=codes)}, layout=layout
+        )
 MODES["gathered in 8 bits, offloaded"] = trained(
     shard_options={"wire_policy": WirePolicy(torch.int8), **OFFLOAD}
 )
