@@ -205,6 +205,10 @@ def test_bad_input_is_exit_code_two(tmp_path: Path) -> None:
         ({"prefetch": -1}, "--prefetch -1: must not be negative"),
         ({"lr": math.nan}, "--lr nan: must be a positive number"),
         ({"dtype": "int8"}, "--dtype int8: use float32 or bfloat16"),
+        (
+            {"gather_dtype": "float16"},
+            "--gather-dtype float16: use float8_e4m3fn, float8_e5m2, int8",
+        ),
         ({"optimizer": "sgd"}, "--optimizer sgd: use adamw or muon"),
         ({"width": 12, "heads": 5}, "heads that fit this width: 1, 2, 3, 6"),
         ({"width": 7, "heads": 1}, "use an even width"),

@@ -7,6 +7,7 @@ from fsdp_overlap.cli.errors import BadInput
 
 # The peak learning rate that trains the default model best, to within a factor of two.
 BEST_LR = {"adamw": 3e-3, "muon": 1e-2}
+GATHER_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,8 @@ class TrainConfig:
     zero_stage: what is sharded between steps, as in `set_zero_stage`.
     microbatches: equal parts of a rank's sequences, each with a forward and backward of its own.
     prefetch: how many all-gathers may run ahead of compute.
+    gather_dtype: the codes of weights in all-gathers, one of GATHER_DTYPES; None for those of
+        compute.
     eval_every: steps between validations. log_every: steps between lines of metrics.
     save_every: steps between checkpoints. keep: how many of them are kept.
     """
@@ -39,6 +42,7 @@ class TrainConfig:
     microbatches: int = 1
     prefetch: int = 1
     dtype: str = "float32"
+    gather_dtype: str | None = None
     eval_every: int = 40
     log_every: int = 5
     save_every: int = 40
@@ -81,6 +85,8 @@ class TrainConfig:
             raise BadInput(f"--lr {lr}: must be a positive number")
         if self.dtype not in ("float32", "bfloat16"):
             raise BadInput(f"--dtype {self.dtype}: use float32 or bfloat16")
+        if self.gather_dtype not in (None, *GATHER_DTYPES):
+            raise BadInput(f"--gather-dtype {self.gather_dtype}: use {', '.join(GATHER_DTYPES)}")
         if self.width % (2 * self.heads):
             fits = [h for h in range(1, self.width // 2 + 1) if self.width % (2 * h) == 0]
             advice = (

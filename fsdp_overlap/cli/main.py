@@ -72,6 +72,12 @@ def train(
     ] = 3,
     prefetch: Annotated[int, typer.Option(help="All-gathers that may run ahead of compute.")] = 1,
     dtype: Annotated[str, typer.Option(help="Compute in float32 or bfloat16.")] = "float32",
+    gather_dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Gather matrices in float8_e4m3fn, float8_e5m2 or int8 [default: as computed in]."
+        ),
+    ] = None,
     eval_every: Annotated[int, typer.Option(help="Steps between validations.")] = 40,
     log_every: Annotated[int, typer.Option(help="Steps between lines of metrics.")] = 5,
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 40,
@@ -114,6 +120,7 @@ def train(
         zero_stage=zero_stage,
         prefetch=prefetch,
         dtype=dtype,
+        gather_dtype=gather_dtype,
         eval_every=eval_every,
         log_every=log_every,
         save_every=save_every,

@@ -1,0 +1,91 @@
+"""The losses of the main job whose weights are gathered in 8 bits, against bfloat16.
+
+For each seed, `fsdp-overlap train` runs once with gathers as compute has them, and once each in
+float8 and int8. Compute is in bfloat16 in all of them. A seed draws weights and batches. The exit
+code is 1 unless, at the last step, the validation loss in 8 bits is within the spread of seeds: its
+mean differs from that in bfloat16 by no more than the largest from the smallest of the latter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from harness import output
+from harness.measurement import Claim, Measurement
+
+PLAIN = "bfloat16"
+SYSTEMS: dict[str, list[str]] = {
+    PLAIN: [],
+    "float8_e4m3fn": ["--gather-dtype", "float8_e4m3fn"],
+    "int8": ["--gather-dtype", "int8"],
+}
+QUANTITY = "validation loss"
+
+
+def validations(args: argparse.Namespace, system: str, seed: int, folder: Path) -> dict[int, float]:
+    """The validation losses of a run, by step."""
+    command = [sys.executable, "-m", "fsdp_overlap.cli", "train", "--dtype", "bfloat16"]
+    command += [*SYSTEMS[system], "--seed", str(seed), "--steps", str(args.steps)]
+    command += ["--out", str(folder), "--save-every", str(args.steps)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=args.timeout)
+    if done.returncode:
+        output.fail(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}", code=1)
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["val_loss"] for line in lines if "val_loss" in line}
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds, for one run")
+    output.add_outputs(parser)
+    return parser.parse_args()
+
+
+def claim_of(system: str, found: list[float], plain: list[float]) -> Claim:
+    apart = abs(statistics.fmean(found) - statistics.fmean(plain))
+    spread = max(plain) - min(plain)
+    return Claim(
+        f"{QUANTITY} in {system} is within the spread of seeds",
+        apart <= spread,
+        f"means {apart:.4f} apart, seeds {spread:.4f}",
+    )
+
+
+def main() -> None:
+    args = parse()
+    samples: dict[int, dict[str, list[float]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in range(args.seeds):
+            for system in SYSTEMS:
+                found = validations(args, system, seed, Path(folder, f"{system}-{seed}"))
+                for step, loss in found.items():
+                    samples.setdefault(step, {}).setdefault(system, []).append(loss)
+                losses = ", ".join(f"{loss:.4f}" for loss in found.values())
+                print(f"seed {seed}, {system}: {losses}", flush=True)
+    last = samples[args.steps]
+    measurement = Measurement(
+        f"torch {torch.__version__}, {args.seeds} seeds, {args.steps} steps of the main job",
+        {"torch": torch.__version__, "seeds": args.seeds, "steps": args.steps},
+        output.repeated_argv(),
+        [
+            figure
+            for step, of_step in samples.items()
+            for figure in output.figures_of(QUANTITY, "nats/byte", of_step, at=step)
+        ],
+        claims=[claim_of(name, last[name], last[PLAIN]) for name in SYSTEMS if name != PLAIN],
+    )
+    output.publish(measurement, args.json, args.plot)
+
+
+if __name__ == "__main__":
+    main()
