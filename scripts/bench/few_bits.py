@@ -10,7 +10,8 @@ no core, as a GPU's compute does. But quantizing takes the cores that a GPU woul
 
 A step is forward, loss, backward and zero_grad. A sample is the mean of `--steps` steps, from a
 barrier to the end of the slowest rank. Bytes are those that the kernel counts on the interface
-during the samples, of all ranks together: what their collectives sent, and TCP's headers.
+during the samples, of all ranks together: what their collectives sent, and TCP's headers. The exit
+code is 1 unless they are what `ctx.stats` counts of collectives, to within a hundredth.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, WirePolicy, fully_shard
 from harness import link_training, output, processes, slow_link, turns
-from harness.measurement import Measurement, Ratio
+from harness.measurement import Claim, Measurement, Ratio, Spread
 
 FSDP2, BF16 = "FSDP2, bfloat16", "ours, bfloat16"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -39,23 +40,23 @@ POLICIES = {
     "ours, all in float8": WirePolicy(E4M3, E5M2),
     "ours, all in int8": WirePolicy(torch.int8, torch.int8),
 }
-STEP, SENT = "step", "sent"
+STEP, SENT, COUNTED = "step", "sent", "counted by the library"
 STEP_TARGET, SENT_TARGET = 0.62, 0.51
 PRECISION = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 INTERFACE, SENT_BYTES = "lo", 8  # the column in the kernel's table
 
 
-def shard(args: argparse.Namespace, name: str) -> torch.nn.Module:
+def shard(args: argparse.Namespace, name: str) -> tuple[torch.nn.Module, FsdpContext | None]:
     model = link_training.build(args.blocks, args.sleep)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     if name == FSDP2:
         for module in (*model, model):
             fsdp2.fully_shard(module, mesh=mesh, mp_policy=PRECISION)
-        return model
+        return model, None
     ctx = FsdpContext(mesh)
     for module in (*model, model):
         fully_shard(module, ctx, mp_policy=PRECISION, wire_policy=POLICIES[name])
-    return model
+    return model, ctx
 
 
 def bytes_sent() -> int:
@@ -65,6 +66,14 @@ def bytes_sent() -> int:
         if name.strip() == INTERFACE:
             return int(columns.split()[SENT_BYTES])
     raise RuntimeError(f"no interface {INTERFACE}")
+
+
+def bytes_counted(ctx: FsdpContext | None) -> int:
+    """What collectives have sent so far, of all ranks together. FSDP2 counts nothing."""
+    if ctx is None:
+        return 0
+    to = dist.get_world_size() - 1  # each range goes to, or comes from, all other ranks
+    return to * (ctx.stats.all_gather_bytes + ctx.stats.reduce_scatter_bytes)
 
 
 def timed(run: Callable[[], float], steps: int, sent: list[float]) -> Callable[[], float]:
@@ -87,10 +96,15 @@ def run_rank(args: argparse.Namespace) -> None:
     rank, _ = processes.join_ranks(timeout_s=args.timeout)
     sent: dict[str, list[float]] = {name: [] for name in (FSDP2, *POLICIES)}
     samplers = {}
-    losses = {}
+    losses, counted = {}, {}
     for name, megabytes in sent.items():
-        step = link_training.make_step(shard(args, name), rank, args.rows)
+        model, ctx = shard(args, name)
+        step = link_training.make_step(model, rank, args.rows)
         losses[name] = step()
+        step()  # the first one gathers more, for want of an order
+        before = bytes_counted(ctx)
+        step()
+        counted[name] = [(bytes_counted(ctx) - before) / 1e6]
         samplers[name] = timed(step, args.steps, megabytes)
     low, high = min(losses.values()), max(losses.values())
     if high - low > 0.05 * high:
@@ -100,7 +114,8 @@ def run_rank(args: argparse.Namespace) -> None:
     slowest = processes.of_slowest_rank(mine)
     if rank == 0:
         warm = {name: values[-args.rounds :] for name, values in sent.items()}
-        processes.report({STEP: slowest, SENT: warm})
+        del counted[FSDP2]
+        processes.report({STEP: slowest, SENT: warm, COUNTED: counted})
     dist.barrier()
     dist.destroy_process_group()
 
@@ -148,6 +163,15 @@ def measurement_of(
         for quantity, at_most in ((STEP, STEP_TARGET), (SENT, SENT_TARGET)):
             target = at_most if in_all else None
             ratios.append(Ratio.between(quantity, name, BF16, samples[quantity], at_most=target))
+    apart = {
+        name: abs(Spread.of(samples[SENT][name]).median / megabytes - 1)
+        for name, [megabytes] in samples[COUNTED].items()
+    }
+    claim = Claim(
+        "the library counts what the network carries, to within a hundredth",
+        max(apart.values()) < 0.01,
+        ", ".join(f"{name} {share:.4f}" for name, share in apart.items()),
+    )
     return Measurement(
         about,
         settings,
@@ -155,8 +179,10 @@ def measurement_of(
         [
             *output.figures_of(STEP, "ms", samples[STEP]),
             *output.figures_of(SENT, "MB", samples[SENT]),
+            *output.figures_of(COUNTED, "MB", samples[COUNTED]),
         ],
         ratios,
+        claims=[claim],
     )
 
 
