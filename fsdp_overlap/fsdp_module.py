@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed import fsdp as fsdp2
 
-from fsdp_overlap.comm.collectives import CustomComms
+from fsdp_overlap.comm.custom_collectives import CustomComms
 from fsdp_overlap.comm.group_memory import check_memory
 from fsdp_overlap.comm.symmetric_memory import use_symmetric_memory
 from fsdp_overlap.fsdp2_state import Fsdp2State

@@ -28,7 +28,7 @@ from fsdp_overlap.layout import Blocks, Flat, LayoutRule, Rows, Whole
 from fsdp_overlap.optim import Muon, clip_grad_norm_, exchange
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 from support import experts, layouts, reducing, tensor_parallel
-from support.nccl_like import BACKEND, NcclLikeGroup, checking_nan
+from support.nccl_like import BACKEND, NcclLikeGroup, checking_nan, chosen_as_for_nccl
 from support.quantized import quantize_twin
 from support.ranks import run_ranks
 from support.twins import COPIES, Twins
@@ -174,8 +174,9 @@ def test_the_group_does_what_nccl_does_and_refuses_what_it_refuses() -> None:
 
 
 def in_turn(claims: list[Callable[[], None]]) -> None:
-    for claim in claims:
-        claim()
+    with chosen_as_for_nccl():
+        for claim in claims:
+            claim()
 
 
 def with_nan_in_memory(claims: list[Callable[[], None]]) -> None:
@@ -216,6 +217,33 @@ def reduce_in_few_bits(layout: LayoutRule) -> None:
         assert twin.grad is not None
         found, most = parameter.grad.full_tensor(), twin.grad.abs().max().item()
         torch.testing.assert_close(found, twin.grad, rtol=0.0, atol=most / 100, msg=name)
+
+
+class OfManyDtypes(nn.Module):
+    """A unit of four buckets: wide and narrow, frozen and not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Parameter(torch.ones(7))
+        self.narrow = nn.Parameter(torch.ones(9, dtype=torch.bfloat16))
+        self.frozen = nn.Parameter(torch.ones(5, 3), requires_grad=False)
+        self.codes = nn.Parameter(torch.arange(11, dtype=torch.uint8), requires_grad=False)
+
+    def forward(self) -> torch.Tensor:
+        return sum(p.float().sum() for p in self.parameters()) * self.wide[0]
+
+
+def gather_as_one(layout: LayoutRule) -> None:
+    model = OfManyDtypes()
+    expected = model().item()
+    ctx = FsdpContext(layout=layout)
+    fully_shard(model, ctx)
+    launch = NcclLikeGroup.allgather_into_tensor_coalesced
+    with patch.object(NcclLikeGroup, "allgather_into_tensor_coalesced", autospec=True) as launched:
+        launched.side_effect = launch
+        assert model().item() == expected
+    assert launched.call_count == 1
+    assert ctx.stats.all_gathers == 1
 
 
 def train_copies() -> None:
@@ -327,7 +355,7 @@ def noted(log: list[str]) -> Iterator[None]:
         yield
 
 
-EQUAL, RAGGED = "TensorCollectives", "RaggedTensorCollectives"
+EQUAL, RAGGED = "NcclCollectives", "RaggedTensorCollectives"
 TRAINING = [
     partial(train, "layers", EQUAL),
     partial(train, "layers", RAGGED, layout=Whole()),
@@ -340,6 +368,7 @@ TRAINING = [
     ),
     partial(train_from_parts, Flat()),
     partial(train_from_parts, Whole()),
+    *(partial(gather_as_one, layout) for layout in (Flat(), Rows())),
     train_copies,
     partial(train, "layers", RAGGED, layout=Blocks(rows=5), **COPIES),
     partial(train, "layers", EQUAL, divide_copies=True, **COPIES),

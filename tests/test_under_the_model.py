@@ -24,6 +24,7 @@ from fsdp_overlap.layout import Whole
 from fsdp_overlap.modelled import ModelledDevice, active, running
 from fsdp_overlap.optim import Muon, clip_grad_norm_
 from fsdp_overlap.optim.exchange import Exchange
+from fsdp_overlap.runtime import gathering
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.copies_reduction import CopiesReduction
 from fsdp_overlap.runtime.divided_shard import DividedShard
@@ -71,6 +72,11 @@ class Defect(NamedTuple):
         return patch.object(self.owner, self.method, planted[self.method])
 
 
+def aside(tensor: str, call: str) -> str:
+    """``call`` on a stream of the device of ``tensor`` that waits for nobody."""
+    return f"with (m := torch.get_device_module({tensor}.device)).stream(m.Stream()): {call}"
+
+
 PLAIN = "prefetch 1, flat"
 OFFLOADED = "edits after an evaluation of offloaded weights"
 COPIES = "many units with copies"
@@ -80,6 +86,8 @@ HOOKS = "hooks on another stream"
 EXCHANGED = "Muon in rounds"
 ROWS = "prefetch 1, rows"
 COPIED = "torch._foreach_copy_(targets, sources)"
+IN_ONE = "one launch, odd parameters"
+TOGETHER = "gather_pieces((received, sent), group)"
 BITS = "gathered in 8 bits, flat"
 DECODED = "decode(gathered, full)"
 ENCODED = "wire.encode_own(shard.to(full.device, non_blocking=True), own, full.dtype)"
@@ -87,10 +95,7 @@ BITS_BACK = "reduced in torch.float8_e5m2, flat"
 ROWS_BACK = "reduced in torch.float8_e5m2, rows"
 SUMMED = "wire.add_up(received.view(len(sizes), -1), mine, rank, total)"
 SENT = "sent = self._encode(gradients)"
-SENT_ROWS = "sent = self._encode(gradients, regions, plan)"
-# On a stream that waits for nobody.
-ON_ANOTHER_STREAM = "with (m := torch.get_device_module({}.device)).stream(m.Stream()): "
-ASIDE = ON_ANOTHER_STREAM + COPIED
+SENT_ROWS = "sent = self._encode(regions, plan)"
 
 # Every line of the lanes, tickets and releases that orders something.
 DEFECTS = [
@@ -158,8 +163,15 @@ DEFECTS = [
         "a backward that raised and a reset",
         new="self.free(lane, None)",
     ),
-    Defect(Bucket, "_all_gather", "divided.wait()", DIVIDED),
-    Defect(Bucket, "gather", "self.domain.reading = self._ticket", OFFLOADED),
+    Defect(Bucket, "_gathered_shard", "self.divided.wait()", DIVIDED),
+    Defect(Bucket, "is_filled_by", "self.domain.reading = ticket", OFFLOADED),
+    Defect(
+        gathering,
+        "_issue",
+        TOGETHER,
+        IN_ONE,
+        new=aside("received[0]", TOGETHER),
+    ),
     Defect(DividedShard, "gather", "lane.after_compute()", DIVIDED),
     Defect(CopiesReduction, "start", "lane.after_compute()", COPIES),
     Defect(
@@ -200,25 +212,25 @@ DEFECTS = [
     Defect(Exchange, "_enqueue", "self._sent = source", EXCHANGED),
     Defect(Exchange, "receive", "self._ticket.wait()", EXCHANGED),
     Defect(Exchange, "finish", "self._ticket.wait()", EXCHANGED),
-    Defect(PackedRows, "all_gather", COPIED, ROWS, new=ASIDE.format("full")),
-    Defect(PackedRows, "reduce_scatter", COPIED, ROWS, new=ASIDE.format("gradients")),
-    Defect(quantized, "_gather", DECODED, BITS, new=ON_ANOTHER_STREAM.format("full") + DECODED),
-    Defect(quantized, "_gather", ENCODED, BITS, new=ON_ANOTHER_STREAM.format("full") + ENCODED),
-    Defect(quantized, "_reduce", SUMMED, BITS_BACK, new=ON_ANOTHER_STREAM.format("mine") + SUMMED),
-    Defect(quantized, "_reduce", SUMMED, ROWS_BACK, new=ON_ANOTHER_STREAM.format("mine") + SUMMED),
+    Defect(PackedRows, "all_gather", COPIED, ROWS, new=aside("full", COPIED)),
+    Defect(PackedRows, "reduce_scatter", COPIED, ROWS, new=aside("gradients", COPIED)),
+    Defect(quantized, "_gather", DECODED, BITS, new=aside("full", DECODED)),
+    Defect(quantized, "_gather", ENCODED, BITS, new=aside("full", ENCODED)),
+    Defect(quantized, "_reduce", SUMMED, BITS_BACK, new=aside("mine", SUMMED)),
+    Defect(quantized, "_reduce", SUMMED, ROWS_BACK, new=aside("mine", SUMMED)),
     Defect(
         QuantizedRowsReduction,
         "reduce_scatter",
         SENT_ROWS,
         ROWS_BACK,
-        new=ON_ANOTHER_STREAM.format("gradients") + SENT_ROWS,
+        new=aside("gradients", SENT_ROWS),
     ),
     Defect(
         QuantizedReduction,
         "reduce_scatter",
         SENT,
         BITS_BACK,
-        new=ON_ANOTHER_STREAM.format("gradients") + SENT,
+        new=aside("gradients", SENT),
     ),
     Defect(Domain, "finish_reading", "self.reading.wait_on_host()", OFFLOADED),
     Defect(

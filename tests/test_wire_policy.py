@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard
 
 from fsdp_overlap import Blocks, Flat, FsdpContext, Rows, Whole, WirePolicy, fully_shard
 from fsdp_overlap.comm.collectives import Issued
-from fsdp_overlap.comm.quantized import QuantizedGather, QuantizedRowsReduction
+from fsdp_overlap.comm.quantized import QuantizedGather
 from fsdp_overlap.comm.wire import Wire
 from fsdp_overlap.layout import BucketPlan, LayoutRule, ParamSpec, Plan, RowsPlan, plan_units
 from fsdp_overlap.layout.wire_plan import Block
@@ -288,23 +288,15 @@ def test_as_many_bytes_travel_as_codes_and_scales_take(layout: LayoutRule) -> No
 
 
 def reduce_padded() -> None:
-    """Ten rows on four ranks: the last has one, which shares a scale with the memory behind it."""
+    """Ten rows on four ranks: the last has one, which shares a scale with what nobody fills."""
+    model = nn.Linear(8, 10, bias=False)
     policy = WirePolicy(reduce_dtype=torch.int8, block=(3, None))
-    plan = RowsPlan((ParamSpec("p", (10, 8), torch.float32),), 4)
-    travels = policy.wire(plan, torch.float32, torch.int8)
-    wire = Wire(travels, travels.segment(0), torch.int8, torch.float32)
-    gradients = torch.full([plan.numel], math.nan)
-    gradients[:80] = 1.0
-    group = dist.group.WORLD
-    assert group is not None
-    issued = QuantizedRowsReduction(wire).reduce_scatter(gradients, plan, group)
-    for work in issued.works:
-        work.wait()
-    numel = math.prod(plan.chunk_shape(plan.specs[0], dist.get_rank()))
-    torch.testing.assert_close(issued.finish()[:numel], torch.ones(numel))
+    fully_shard(model, FsdpContext(layout=Rows()), wire_policy=policy)
+    model(torch.ones(1, 8)).sum().backward()
+    torch.testing.assert_close(model.weight.grad.full_tensor(), torch.ones(10, 8))
 
 
-def test_memory_behind_the_last_row_does_not_count() -> None:
+def test_a_chunk_may_end_before_its_last_block_does() -> None:
     run_ranks(reduce_padded, 4)
 
 

@@ -7,7 +7,6 @@ measurements behind the choices.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -18,7 +17,7 @@ from fsdp_overlap.comm.group_facts import backend_name
 from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.layout import BucketPlan, Plan
 from fsdp_overlap.tensor.carried import as_carried, carried_ranges
-from fsdp_overlap.torch_internals import AllGather, AllgatherOptions, ReduceScatter
+from fsdp_overlap.torch_internals import AllgatherOptions
 
 AVG, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
 
@@ -99,6 +98,20 @@ class Collectives(Protocol[P]):
         ...
 
 
+Pieces = tuple[list[torch.Tensor], list[torch.Tensor]]
+"""What gathers in place fill, and what this rank sends for each. Flat."""
+
+
+class GathersInPlace:
+    """Collectives for NCCL, which runs many as one: a gather is one of each of its pieces."""
+
+    def pieces(
+        self, full: torch.Tensor, shard: torch.Tensor, plan: Any, group: dist.ProcessGroup
+    ) -> Pieces:
+        """See :meth:`Collectives.all_gather`."""
+        raise NotImplementedError
+
+
 class LocalCollectives:
     """One rank: nothing travels."""
 
@@ -119,15 +132,22 @@ class LocalCollectives:
 
 
 class TensorCollectives:
-    """For equal shards on NCCL: one collective over the flat tensors."""
+    """For equal shards on a device with streams: one collective over the flat tensors."""
 
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
     ) -> Issued:
+        [received], [sent] = self.pieces(full, shard, plan, group)
+        end(group._allgather_base(received, sent, GATHER))
+        return Issued((), lambda: full)
+
+    def pieces(
+        self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
+    ) -> Pieces:
+        """See :meth:`GathersInPlace.pieces`."""
         if shard.dtype != full.dtype or shard.is_cpu != full.is_cpu:
             shard = own_range(full, plan, group).copy_(shard, non_blocking=True)
-        end(group._allgather_base(as_carried(full), as_carried(shard), GATHER))
-        return Issued((), lambda: full)
+        return [as_carried(full)], [as_carried(shard)]
 
     def reduce_scatter(
         self,
@@ -140,6 +160,10 @@ class TensorCollectives:
         own = gradients.new_empty(plan.shard_numels[group.rank()])
         reduce_into(own, gradients, group, AVG if divisor is None else SUM)
         return Issued((), lambda: divided(own, left))
+
+
+class NcclCollectives(TensorCollectives, GathersInPlace):
+    """For equal shards on NCCL."""
 
 
 class RaggedTensorCollectives:
@@ -236,63 +260,6 @@ class GlooCollectives:
         return Issued(works, finish, group)
 
 
-@dataclass(frozen=True)
-class CustomComms:
-    """A user's collectives, with FSDP2's interfaces. ``None`` stands for the library's own."""
-
-    all_gather: AllGather | None = None
-    reduce_scatter: ReduceScatter | None = None
-
-
-class CustomCollectives:
-    """For equal shards: the collectives of ``comms``, and those of ``others`` where it has none.
-
-    The user's objects work on memory that they allocate, and may use it again for their next call.
-    Parameters and gradients are views of other memory, so what travels is copied. On a CPU each
-    collective is waited for at once.
-    """
-
-    def __init__(self, comms: CustomComms, others: Collectives[BucketPlan]) -> None:
-        self._comms = comms
-        self._others = others
-
-    def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
-    ) -> Issued:
-        comm = self._comms.all_gather
-        if comm is None:
-            return self._others.all_gather(full, shard, plan, group)
-        gathered = comm.allocate(full.shape, dtype=full.dtype, device=full.device)
-        own = own_range(gathered, plan, group).copy_(shard, non_blocking=True)
-        sent, received = as_carried(own), as_carried(gathered)
-        end(comm(output_tensor=received, input_tensor=sent, group=group, async_op=False))
-        full.copy_(gathered)
-        return Issued((), lambda: full)
-
-    def reduce_scatter(
-        self,
-        gradients: torch.Tensor,
-        plan: BucketPlan,
-        group: dist.ProcessGroup,
-        divisor: float | None = None,
-    ) -> Issued:
-        comm = self._comms.reduce_scatter
-        if comm is None:
-            return self._others.reduce_scatter(gradients, plan, group, divisor)
-        left = divide_early(gradients, divisor)
-        source, own = (
-            comm.allocate((numel,), dtype=gradients.dtype, device=gradients.device)
-            for numel in (plan.numel, plan.shard_numels[group.rank()])
-        )
-        source.copy_(gradients)
-        op = AVG if divisor is None else SUM
-        sent, received = as_real(source), as_real(own)
-        work = comm(output_tensor=received, input_tensor=sent, group=group, op=op, async_op=False)
-        end(work)
-        mean = divided(own.clone(), left)
-        return Issued((), lambda: mean)
-
-
 def all_to_all(
     output: torch.Tensor,
     source: torch.Tensor,
@@ -332,7 +299,16 @@ def choose(device_type: str, group: dist.ProcessGroup, plan: BucketPlan) -> Coll
         return LocalCollectives()
     if device_type == "cpu" and backend_name(device_type, group) == "gloo":
         return GlooCollectives()
-    return TensorCollectives() if plan.is_equal else RaggedTensorCollectives()
+    if not plan.is_equal:
+        return RaggedTensorCollectives()
+    is_nccl = backend_name(device_type, group) == "nccl"
+    return NcclCollectives() if is_nccl else TensorCollectives()
+
+
+def gather_pieces(pieces: Pieces, group: dist.ProcessGroup) -> None:
+    """Fills what ``pieces`` say, in one launch. Collective over ``group``."""
+    received, sent = pieces
+    end(group.allgather_into_tensor_coalesced(received, sent, GATHER))
 
 
 def reduce_into(

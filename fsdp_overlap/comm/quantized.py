@@ -133,24 +133,18 @@ class QuantizedRowsReduction:
         ranks = plan.world_size
         left = divide_early(gradients, ranks if divisor is None else divisor)
         regions = regions_of(gradients, plan)
-        sent = self._encode(gradients, regions, plan)
+        sent = self._encode(regions, plan)
         mine = gradients.new_zeros(plan.shard_numels[0])
         own = [region[group.rank()] for region in regions]
         torch._foreach_copy_(chunks_of(mine, plan), own)
         return _reduce(self._wire, sent.flatten(), [sent.shape[1]] * ranks, mine, group, left)
 
-    def _encode(
-        self, gradients: torch.Tensor, regions: list[torch.Tensor], plan: RowsPlan
-    ) -> torch.Tensor:
+    def _encode(self, regions: list[torch.Tensor], plan: RowsPlan) -> torch.Tensor:
         """The segments for all ranks, with a row for each."""
         wire = self._wire
-        # What no gradient fills may share a block with what one fills.
-        bounds = zip(plan.specs, plan.offsets, plan.chunks, strict=True)
-        for spec, offset, chunk in bounds:
-            gradients[offset + spec.numel : offset + plan.world_size * chunk].zero_()
         size = wire.plan.packed.numel
-        sent = gradients.new_zeros((plan.world_size, size), dtype=torch.uint8)
-        codes, scales, kept = wire.parts_of(sent, gradients.dtype)
+        sent = regions[0].new_zeros((plan.world_size, size), dtype=torch.uint8)
+        codes, scales, kept = wire.parts_of(sent, regions[0].dtype)
         for run in wire.own.runs:
             first = run.start - plan.starts[run.index]
             values = regions[run.index][:, first : first + run.numel]

@@ -15,16 +15,18 @@ import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import (
     AVG,
-    GATHER,
     REDUCE_SCATTER,
     SUM,
     Collectives,
+    GathersInPlace,
     Issued,
+    Pieces,
     as_real,
     choose,
     divide_early,
     divided,
     end,
+    gather_pieces,
 )
 from fsdp_overlap.comm.group_facts import backend_name
 from fsdp_overlap.layout import BucketPlan, RowsPlan
@@ -35,7 +37,7 @@ from fsdp_overlap.tensor.carried import as_carried
 LARGE_BYTES = 256 * 1024
 
 
-class InPlaceRows:
+class InPlaceRows(GathersInPlace):
     """For NCCL, which runs many collectives as one: a collective for each parameter, in place in
     the flat buffer."""
 
@@ -45,13 +47,17 @@ class InPlaceRows:
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, plan: RowsPlan, group: dist.ProcessGroup
     ) -> Issued:
+        gather_pieces(self.pieces(full, shard, plan, group), group)
+        return Issued((), lambda: full)
+
+    def pieces(
+        self, full: torch.Tensor, shard: torch.Tensor, plan: RowsPlan, group: dist.ProcessGroup
+    ) -> Pieces:
         regions = self._regions.of(full, plan)
         own = [region[group.rank()] for region in regions]
         torch._foreach_copy_(own, chunks_of(shard, plan), non_blocking=True)
         received = [as_carried(region.view(-1)) for region in regions]
-        sent = [as_carried(chunk) for chunk in own]
-        end(group.allgather_into_tensor_coalesced(received, sent, GATHER))
-        return Issued((), lambda: full)
+        return received, [as_carried(chunk) for chunk in own]
 
     def reduce_scatter(
         self,

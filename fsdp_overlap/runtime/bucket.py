@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from weakref import ref
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from fsdp_overlap.comm.collectives import Collectives, Issued, choose
+from fsdp_overlap.comm.collectives import Collectives, GathersInPlace, Issued, Pieces, choose
 from fsdp_overlap.comm.groups import LaneGroups
 from fsdp_overlap.comm.lanes import Lane, Mark, Ticket
 from fsdp_overlap.comm.streams import has_streams, streams_of
@@ -35,6 +35,14 @@ from fsdp_overlap.runtime.wire_policy import WirePolicy, sent_sizes
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 from fsdp_overlap.tensor.row_tensor import Sharded
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, attributes_of
+
+
+class Travel(NamedTuple):
+    """What :meth:`~fsdp_overlap.comm.lanes.Lane.enqueue` takes of an all-gather."""
+
+    issue: Callable[[], Issued]
+    accept: Callable[[torch.Tensor], None] | None
+    nbytes: int
 
 
 class BucketState(StrEnum):  # states are looked up often, and a string caches its hash
@@ -287,58 +295,63 @@ class Bucket:
         """Whether it is gathered and the shard was not edited since."""
         return self.state is not BucketState.SHARDED and self._gathered_version == self.version
 
-    def gather(self, lane: Lane) -> None:
-        """Enqueues the all-gather into the full buffer, from the neighbours' parts if they were
-        kept. Collective over the mesh.
-
-        Raises:
-            RuntimeError: the bucket is on the meta device.
+    def check_memory(self) -> None:
+        """Raises:
+        RuntimeError: the bucket is on the meta device.
         """
         if self.is_meta:
             raise RuntimeError(
                 f"unit {self.label!r} is on the meta device: call to_empty(device=...) on the "
                 "model, then initialize it or load a checkpoint; or load_state_dict(assign=True)"
             )
-        if self.state is BucketState.GATHERING:
-            self.wait()
-        before, version = self.state, self.version
-        self._become(BucketState.GATHERING)
-        try:
-            if not self.full.allocated:
-                lane.allocate(self.label, self.full)
-            if self.part is None:
-                self._ticket = lane.enqueue(
-                    "all_gather", self.label, self._all_gather, nbytes=self._travels
-                )
-            else:
-                self._ticket = self._gather_with_part(lane, self.part, version)
-        except BaseException:
-            self.state = before  # nothing was gathered, for example for lack of memory
-            raise
-        self._gathered_version = version
-        if self.offload is not None:
-            self.domain.reading = self._ticket
 
-    def _gather_with_part(self, lane: Lane, part: KeptPart, version: int) -> Ticket:
+    def begin_gather(self, lane: Lane) -> None:
+        """Gives the full buffer memory. :meth:`is_filled_by` comes next."""
+        self._become(BucketState.GATHERING)
+        if not self.full.allocated:
+            lane.allocate(self.label, self.full)
+
+    def is_filled_by(self, ticket: Ticket) -> None:
+        """Notes what fills the full buffer."""
+        self._ticket = ticket
+        self._gathered_version = self.version
+        if self.offload is not None:
+            self.domain.reading = ticket
+
+    def travel(self) -> Travel:
+        """How the full buffer is filled: by an all-gather, or from the neighbours' parts if they
+        were kept. Collective over the mesh."""
+        part, version = self.part, self.version
+        if part is None:
+            return Travel(self._all_gather, None, self._travels)
         is_kept = part.holds(version)
         # Backward uses the part up, and without gradients no backward will need it.
         keeps = torch.is_grad_enabled() and not is_in_backward()
-        return lane.enqueue(
-            "all_gather",
-            self.label,
+        return Travel(
             partial(part.all_gather, self.full.flat) if is_kept else self._all_gather,
             part.keeper(version) if keeps else part.drop,
-            nbytes=part.nbytes_of_others(self.full.flat) if is_kept else self._travels,
+            part.nbytes_of_others(self.full.flat) if is_kept else self._travels,
+        )
+
+    def pieces(self) -> Pieces | None:
+        """What :meth:`travel` sends and fills, if that is in place. Buckets of one group can do it
+        in one collective then."""
+        if self.part is not None or not isinstance(self.collectives, GathersInPlace):
+            return None
+        return self.collectives.pieces(
+            self.full.flat, self._gathered_shard(), self.gather_plan, self.groups.gather
         )
 
     def _all_gather(self) -> Issued:
-        shard, divided = self.shard, self.divided
-        if divided is not None:
-            divided.wait()
-            shard = divided.whole.flat
         return self.collectives.all_gather(
-            self.full.flat, shard, self.gather_plan, self.groups.gather
+            self.full.flat, self._gathered_shard(), self.gather_plan, self.groups.gather
         )
+
+    def _gathered_shard(self) -> torch.Tensor:
+        if self.divided is None:
+            return self.shard
+        self.divided.wait()
+        return self.divided.whole.flat
 
     def wait(self) -> None:
         """Makes compute wait for the all-gather, if one is under way."""

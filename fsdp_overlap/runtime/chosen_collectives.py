@@ -12,12 +12,11 @@ import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import (
     Collectives,
-    CustomCollectives,
-    CustomComms,
     Issued,
     LocalCollectives,
     choose,
 )
+from fsdp_overlap.comm.custom_collectives import CustomCollectives, CustomComms
 from fsdp_overlap.comm.quantized import (
     QuantizedGather,
     QuantizedReduction,

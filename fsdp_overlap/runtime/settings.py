@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fsdp_overlap.comm.collectives import CustomComms
+from fsdp_overlap.comm.custom_collectives import CustomComms
 from fsdp_overlap.runtime.reduce_options import ReduceOptions
 
 

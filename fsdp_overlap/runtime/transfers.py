@@ -14,6 +14,7 @@ from fsdp_overlap.comm.spans import span
 from fsdp_overlap.deciding.stats import Stats
 from fsdp_overlap.runtime.copies_reduction import CopiesReduction
 from fsdp_overlap.runtime.domain import Domain
+from fsdp_overlap.runtime.gathering import gather, gathers_of
 from fsdp_overlap.runtime.gradients import BucketGradients
 from fsdp_overlap.runtime.unit import Unit
 
@@ -75,17 +76,16 @@ class Transfers:
 
     def gather(self, unit: Unit) -> None:
         stats = self._stats
-        for bucket in unit.buckets:
-            if bucket.is_whole:
-                continue
-            bucket.domain.note_gather(bucket)
+        for label, buckets in gathers_of(unit):
+            for bucket in buckets:
+                bucket.domain.note_gather(bucket)
+                stats.all_gather_bytes += bucket.gathered_nbytes
+                if not bucket.full.allocated:
+                    stats.count_full_buffer(1)
+                if bucket.divided is not None:
+                    bucket.divided.gather(self.copies_lane)
             stats.all_gathers += 1
-            stats.all_gather_bytes += bucket.gathered_nbytes
-            if not bucket.full.allocated:
-                stats.count_full_buffer(1)
-            if bucket.divided is not None:
-                bucket.divided.gather(self.copies_lane)
-            bucket.gather(self.gather_lane)
+            gather(buckets, self.gather_lane, label)
 
     def put_together(self, unit: Unit) -> None:
         for bucket in unit.buckets:

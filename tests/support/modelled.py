@@ -54,6 +54,11 @@ class Nobody(dist.ProcessGroup):
     def _allgather_base(self, output: Any, input: Any, opts: object = None) -> dist.Work:
         return self._issue("all_gather", output, input)
 
+    def allgather_into_tensor_coalesced(
+        self, outputs: Any, inputs: Any, opts: object = None
+    ) -> dist.Work:
+        return self._issue("all_gather", outputs, inputs)
+
     def _reduce_scatter_base(self, output: Any, input: Any, opts: object = None) -> dist.Work:
         return self._issue("reduce_scatter", output, input)
 
@@ -79,9 +84,16 @@ class Nobody(dist.ProcessGroup):
     def barrier(self, opts: object = None) -> dist.Work:
         return _finished()
 
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: Any, inputs: Any, opts: object = None
+    ) -> dist.Work:
+        return self._issue("reduce_scatter", outputs, inputs)
+
     # What later releases of torch call some of them.
     all_gather_single = _allgather_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
     all_to_all_single = alltoall_base
 
 

@@ -19,6 +19,7 @@ from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_, exchange
 from fsdp_overlap.runtime import gradients
 from support.experts import ROWS, WIDTH, Moe
 from support.modelled import Program, fake_ranks, trained
+from support.nccl_like import chosen_as_for_nccl
 from support.tensor_parallel import LENGTH, WORDS, Transformer, loss_of, parallelize, shard
 from support.zoo import ZOO, Model
 
@@ -41,6 +42,11 @@ def Muon_in_rounds() -> None:
             Program(dims=dims, optimizer=Muon, build=partial(Model, layers=6)).train(1)
 
 
+def as_nccl(program: Callable[[], object]) -> None:
+    with chosen_as_for_nccl():
+        program()
+
+
 for name in ZOO:
     if name != "without a context":  # whose mesh is that of all ranks
         MODES[f"the model of {name}"] = trained(name=name)
@@ -51,6 +57,11 @@ for name, layout in LAYOUTS.items():
     for optimizer in (Muon, torch.optim.AdamW, torch.optim.SGD):
         title = f"{optimizer.__module__.split('.')[0]} {optimizer.__name__}, {name}"
         MODES[title] = trained(optimizer=optimizer, layout=layout)
+MODES["one launch, odd parameters"] = partial(as_nccl, trained(name="odd parameters"))
+for title, layout in {"flat": Flat(), "rows": Rows()}.items():
+    MODES[f"one launch, frozen parameters, {title}"] = partial(
+        as_nccl, trained(name="frozen and partly frozen units", layout=layout)
+    )
 MODES["prefetch 1, rows"] = trained(layout=Rows())
 MODES["Muon, rows"] = trained(optimizer=Muon, layout=Rows())
 for dims in ((2, 2), (4, 1), (1, 4)):

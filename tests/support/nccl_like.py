@@ -28,11 +28,13 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import reduce
 from typing import Any, ClassVar, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fsdp_overlap.comm import collectives, row_collectives
 from fsdp_overlap.modelled import torch_module as streams
 
 # As NCCL's name is spoken. Written, it would stand for a GPU.
@@ -499,6 +501,20 @@ def _of(work: dist.Work, message: torch.Tensor) -> Arrival:
         return [message]
 
     return Arrival(wait, work.is_completed)
+
+
+@contextmanager
+def chosen_as_for_nccl() -> Iterator[None]:
+    """The library chooses the collectives that it chooses for NCCL."""
+
+    def nccl(*arguments: object) -> str:
+        return "nccl"
+
+    with (
+        patch.object(collectives, "backend_name", nccl),
+        patch.object(row_collectives, "backend_name", nccl),
+    ):
+        yield
 
 
 def _together(works: Sequence[dist.Work]) -> dist.Work:

@@ -1,0 +1,78 @@
+"""Enqueues the all-gathers of a unit. Its buckets travel as one where they have the same ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+
+from fsdp_overlap.comm.collectives import Issued, gather_pieces
+from fsdp_overlap.comm.lanes import Lane
+from fsdp_overlap.runtime.bucket import Bucket, BucketState
+from fsdp_overlap.runtime.unit import Unit
+
+
+def gathers_of(unit: Unit) -> list[tuple[str, list[Bucket]]]:
+    """What is to be gathered: the name of each collective, and its buckets. A bucket that kept a
+    part travels among other ranks than the rest, so it goes alone."""
+    waiting = [bucket for bucket in unit.buckets if not bucket.is_whole]
+    if len(waiting) < 2:
+        return [(bucket.label, [bucket]) for bucket in waiting]
+    together: dict[dist.ProcessGroup | Bucket, list[Bucket]] = {}
+    for bucket in waiting:
+        key = bucket.groups.gather if bucket.part is None else bucket
+        together.setdefault(key, []).append(bucket)
+    return [
+        (buckets[0].label if len(buckets) == 1 else unit.name, buckets)
+        for buckets in together.values()
+    ]
+
+
+def gather(buckets: Sequence[Bucket], lane: Lane, label: str) -> None:
+    """Enqueues the all-gather of ``buckets`` into their full buffers. Collective over their mesh.
+
+    Raises:
+        RuntimeError: one of them is on the meta device.
+    """
+    for bucket in buckets:
+        bucket.check_memory()
+        if bucket.state is BucketState.GATHERING:
+            bucket.wait()
+    before = [bucket.state for bucket in buckets]
+    try:
+        for bucket in buckets:
+            bucket.begin_gather(lane)
+        if len(buckets) == 1:
+            ticket = lane.enqueue("all_gather", label, *buckets[0].travel())
+        else:
+            issue, nbytes = partial(_issue, buckets), sum(b.travel().nbytes for b in buckets)
+            ticket = lane.enqueue("all_gather", label, issue, nbytes=nbytes)
+    except BaseException:
+        for bucket, state in zip(buckets, before, strict=True):
+            bucket.state = state  # nothing was gathered, for example for lack of memory
+        raise
+    for bucket in buckets:
+        bucket.is_filled_by(ticket)
+
+
+def _issue(buckets: Sequence[Bucket]) -> Issued:
+    """Gathers buckets of one group: in one launch those that can, and each of the others."""
+    found = [(bucket, bucket.pieces()) for bucket in buckets]
+    group = buckets[0].groups.gather
+    if pieces := [each for _, each in found if each is not None]:
+        received, sent = (
+            [piece.view(torch.uint8) for piece in chain.from_iterable(each)]  # dtypes may differ
+            for each in zip(*pieces, strict=True)
+        )
+        gather_pieces((received, sent), group)
+    others = [bucket.travel().issue() for bucket, each in found if each is None]
+
+    def finish() -> torch.Tensor:
+        for other in others:
+            other.finish()
+        return buckets[0].full.flat
+
+    return Issued([work for other in others for work in other.works], finish, group)
