@@ -86,6 +86,8 @@ ENCODED = "wire.encode(shard.to(full.device, non_blocking=True), own, full.dtype
 BITS_BACK = "reduced in 8 bits"
 SUMMED = "self._sum(received.view(len(sizes), -1), mine, rank, total)"
 SENT = "sent = self._encode(gradients)"
+KEPT_LOW = "gradients kept in bfloat16"
+CAST = "mean = mean.to(self.bucket.grad_dtype)"
 # On a stream that waits for nobody.
 ON_ANOTHER_STREAM = "with (m := torch.get_device_module({}.device)).stream(m.Stream()): "
 ASIDE = ON_ANOTHER_STREAM + COPIED
@@ -216,6 +218,7 @@ DEFECTS = [
         BITS_BACK,
         new=ON_ANOTHER_STREAM.format("gradients") + SENT,
     ),
+    Defect(BucketGradients, "_accept", CAST, KEPT_LOW, new=ON_ANOTHER_STREAM.format("mean") + CAST),
     Defect(Domain, "finish_reading", "self.reading.wait_on_host()", OFFLOADED),
     Defect(
         Transfers,

@@ -123,13 +123,17 @@ class Bucket:
         self._travels = self.gathered_nbytes - sent[domain.shard_rank]
         dtype = plan.specs[0].dtype
         self.shard = self._at_rest(device, plan.shard_numels[rank], dtype).zero_()
+        self.grad_dtype = plan.specs[0].grad_dtype or dtype
+        """The dtype of sharded gradients."""
         made: list[Sharded] = []
         forms = sharded_forms(plan, self.shard, self.owned, domain, self.edits)
-        for tensor, model in zip(forms, like, strict=True):
-            sharded = nn.Parameter(tensor, requires_grad=model.requires_grad)
-            vars(sharded).update(attributes_of(model))
+        for tensor, model, spec in zip(forms, like, plan.specs, strict=True):
+            parameter = nn.Parameter(tensor, requires_grad=model.requires_grad)
+            vars(parameter).update(attributes_of(model))
             # isinstance() takes it for a Parameter, and its type is that of the tensor.
-            made.append(cast(Sharded, sharded))
+            sharded = cast(Sharded, parameter)
+            sharded.keep_gradients_in(getattr(model, "_given_grad_dtype", spec.grad_dtype))
+            made.append(sharded)
         self.edits.trainability = 0
         self.register(made)
 
@@ -159,8 +163,10 @@ class Bucket:
     def dtypes(self) -> str:
         """Names the dtypes at rest and in compute, and says if it was frozen when it was made."""
         dtypes = dict.fromkeys((self.shard.dtype, self.compute_dtype))
-        frozen = "" if self.plan.specs[0].requires_grad else ", frozen"
-        return " as ".join(str(each).removeprefix("torch.") for each in dtypes) + frozen
+        spec = self.plan.specs[0]
+        frozen = "" if spec.requires_grad else ", frozen"
+        gradients = "" if spec.grad_dtype is None else f", gradients {spec.grad_dtype}"
+        return f"{' as '.join(map(str, dtypes))}{gradients}{frozen}".replace("torch.", "")
 
     @property
     def rest_device(self) -> torch.device:
@@ -234,6 +240,7 @@ class Bucket:
         if nobody keeps one. ``reduce_dtype``: what gradients travel in.
         """
         domain, device_type = self.domain, self.domain.device_type
+        self.edits.has_run = True
         self.groups = groups = domain.groups_for(settings.separates_reductions)
         self.full.memory = domain.memory_for(groups) if settings.uses_group_memory else None
         self.part = None
