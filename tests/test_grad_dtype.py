@@ -199,6 +199,26 @@ def test_gradients_are_fsdp2s_to_the_bit(
     run_ranks(beside_fsdp2, 2 * len(dims), kept, dims, is_set_after)
 
 
+def what_fsdp2_does() -> None:
+    layer: Any = nn.Linear(4, 4)
+    layer.weight.grad_dtype = BF16
+    torchs_fully_shard(layer)
+    x = torch.ones(1, 4)
+    layer(x).sum().backward()
+    assert layer.weight.grad.dtype is (BF16 if TORCH >= (2, 15) else FP32)
+    layer = torchs_fully_shard(nn.Linear(4, 4))
+    if TORCH >= (2, 15):
+        layer(x).sum().backward()
+        layer.zero_grad()
+    layer.weight.grad_dtype = BF16
+    with pytest.raises(RuntimeError, match=r"assign a gradient with dtype|gradient with dtype"):
+        layer(x).sum().backward()
+
+
+def test_fsdp2_does_what_the_table_says() -> None:
+    run_ranks(what_fsdp2_does, 1)
+
+
 # ---- set on sharded parameters ----
 
 
