@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap.runtime.bucket import Bucket, BucketState
+from fsdp_overlap.runtime.bucket import Bucket
+from fsdp_overlap.runtime.bucket_state import BucketState
 from fsdp_overlap.runtime.unit import unit_of
 from fsdp_overlap.runtime.unsharded_edits import FREED, INSTEAD
 from fsdp_overlap.torch_internals import TorchDispatchMode

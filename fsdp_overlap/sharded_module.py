@@ -20,6 +20,7 @@ from fsdp_overlap.runtime.casting import cast as cast_bucket
 from fsdp_overlap.runtime.casting import refusal
 from fsdp_overlap.runtime.context import context_of
 from fsdp_overlap.runtime.full_mesh import FullMesh
+from fsdp_overlap.runtime.grad_dtypes import follow_grad_dtypes
 from fsdp_overlap.runtime.late_memory import announce_unsharded, materialize
 from fsdp_overlap.runtime.ownership import modules_outside_units, move_buffers
 from fsdp_overlap.runtime.tiles import parameter_like
@@ -182,6 +183,7 @@ class ShardedModule(nn.Module):
                 f"unit {unit.name!r} is of several modules, of which one was deleted, and cannot "
                 "be copied without it: keep, and copy, the module that holds all of them"
             )
+        follow_grad_dtypes(unit.buckets)
         kept = set()
         for bucket in unit.buckets:
             for spec, parameter, sharded in zip(
@@ -190,6 +192,8 @@ class ShardedModule(nn.Module):
                 # make_unit() takes this over. Of its values only the shard is copied, below.
                 empty = torch.empty(spec.shape, dtype=spec.dtype, device=bucket.shard.device)
                 copied = parameter_like(parameter, empty, spec.requires_grad)
+                if spec.grad_dtype is not None:
+                    copied.grad_dtype = spec.grad_dtype
                 attributes = attributes_of(parameter) | attributes_of(sharded)
                 vars(copied).update(deepcopy(attributes, memo))
                 del copied.__dict__["_fsdp_owner"]

@@ -37,6 +37,7 @@ from fsdp_overlap.runtime.unit import Unit, compute_dtype, reduce_dtype
 from fsdp_overlap.runtime.unit_plans import all_or_none
 from fsdp_overlap.runtime.wire_policy import WirePolicy
 from fsdp_overlap.tensor.carried import SUMMED
+from fsdp_overlap.tensor.held_gradient import refused_grad_dtype
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
 
 
@@ -137,11 +138,10 @@ def _check_parameters(
                 f"{where} is not contiguous (shape {tuple(held.shape)}, strides "
                 f"{held.stride()}); replace its data by .contiguous() first"
             )
-        if getattr(parameter, "grad_dtype", parameter.dtype) != parameter.dtype:
+        grad_dtype = parameter.grad_dtype
+        if (refused := refused_grad_dtype(parameter.dtype, grad_dtype)) is not None:
             raise ValueError(
-                f"{where} is {parameter.dtype} and its grad_dtype {parameter.grad_dtype}: sharded "
-                "gradients have the dtype of their parameters; for the dtype they are reduced in, "
-                "use MixedPrecisionPolicy(reduce_dtype=...)"
+                f"{where} is {parameter.dtype} and its grad_dtype {grad_dtype}: {refused}"
             )
         if parameter.layout is not torch.strided:
             raise TypeError(f"{where} has layout {parameter.layout}; only strided is supported")
@@ -180,7 +180,7 @@ def _check_gradients(
     kind: str, owned: list[OwnedParameter], mp_policy: MixedPrecisionPolicy
 ) -> None:
     for item in owned:
-        dtype = reduce_dtype(item.parameter.dtype, mp_policy)
+        dtype = reduce_dtype(item.spec.grad_dtype or item.parameter.dtype, mp_policy)
         if item.parameter.requires_grad and dtype not in SUMMED:
             raise ValueError(
                 f"gradients of {_name(kind, item)} would be reduced in {dtype}, in which nothing "

@@ -245,6 +245,17 @@ def note_fully_sharded(module: nn.Module) -> None:
     module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
 
+def given_grad_dtype(parameter: torch.Tensor) -> torch.dtype | None:
+    """What somebody set as the ``grad_dtype`` of ``parameter``. ``None`` if nobody did: gradients
+    then have the parameter's dtype, also after a cast. Up to torch 2.14 a parameter does not tell
+    whether its own dtype was set, and counts as one that follows casts."""
+    if hasattr(parameter, "_has_grad_dtype_override"):
+        is_given: bool = parameter._has_grad_dtype_override
+    else:
+        is_given = parameter.grad_dtype != parameter.dtype
+    return parameter.grad_dtype if is_given else None
+
+
 def is_replicated(module: nn.Module) -> bool:
     """Whether ``replicate()`` was called on ``module``, which trains the parameters in it then."""
     return "replicate" in module.__dict__.get(REGISTRY_KEY, ())

@@ -14,8 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, Rows, fully_shard
-from fsdp_overlap.layout import Flat
+from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, fully_shard
 from support.ranks import run_ranks
 from support.twins import loss_of
 from support.zoo import Model
@@ -178,48 +177,6 @@ def complex_gradients() -> None:
 
 def test_a_reduce_dtype_does_not_take_the_imaginary_part_of_gradients() -> None:
     run_ranks(complex_gradients, 2)
-
-
-def a_grad_dtype() -> None:
-    layer = nn.Linear(4, 4)
-    layer.weight.grad_dtype = BF16
-    with pytest.raises(
-        ValueError, match=r"'weight' of Linear is .*float32 and its grad_dtype .*16"
-    ):
-        fully_shard(layer, FsdpContext())
-    assert type(layer.weight) is nn.Parameter
-    theirs: Any = torch_fully_shard(layer)
-    theirs(torch.ones(1, 4)).sum().backward()
-    follows = TORCH >= (2, 15)
-    assert theirs.weight.grad.dtype == (BF16 if follows else torch.float32)
-
-
-def test_a_grad_dtype_is_refused() -> None:
-    run_ranks(a_grad_dtype, 1)
-
-
-def a_grad_dtype_after(layout: Any) -> None:
-    layer = fully_shard(nn.Linear(4, 4), FsdpContext(layout=layout))
-    for dtype in (BF16, None):
-        with pytest.raises(RuntimeError, match=r"on a sharded parameter of .*reduce_dtype"):
-            layer.weight.grad_dtype = dtype
-    layer.weight.grad_dtype = torch.float32
-    assert layer.weight.grad_dtype == torch.float32
-    layer(torch.ones(1, 4)).sum().backward()
-    assert layer.weight.grad.dtype == torch.float32
-    theirs: Any = torch_fully_shard(nn.Linear(4, 4))
-    theirs.weight.grad_dtype = BF16
-    if TORCH >= (2, 15):
-        theirs(torch.ones(1, 4)).sum().backward()
-        assert theirs.weight.grad.dtype == BF16
-    else:
-        with pytest.raises(RuntimeError, match="gradient with dtype 'float' to a tensor with"):
-            theirs(torch.ones(1, 4)).sum().backward()
-
-
-@pytest.mark.parametrize("layout", [Flat(), Rows()])
-def test_a_grad_dtype_of_a_sharded_parameter_is_refused(layout: Any) -> None:
-    run_ranks(a_grad_dtype_after, 2, layout)
 
 
 # param_dtype_override_fn, of torch 2.15.

@@ -563,6 +563,18 @@ def composable_calls_look_for_each_other() -> None:
     assert "fully_shard" in (_get_registry(module) or {})
 
 
+@canary("given_grad_dtype")
+def a_grad_dtype_that_was_set_is_known() -> None:
+    """Gradients of parameters with a grad_dtype have the parameters' own dtype."""
+    parameter = nn.Parameter(torch.ones(1))
+    assert internals.given_grad_dtype(parameter) is None
+    parameter.grad_dtype = torch.bfloat16
+    assert internals.given_grad_dtype(parameter) is torch.bfloat16
+    parameter.grad_dtype = torch.float32
+    tells = hasattr(parameter, "_has_grad_dtype_override")
+    assert internals.given_grad_dtype(parameter) is (torch.float32 if tells else None)
+
+
 @canary("is_replicated")
 def replicated_modules_are_noted() -> None:
     """A unit takes the parameters of a module within it that replicate() trains."""

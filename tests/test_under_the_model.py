@@ -96,6 +96,8 @@ ROWS_BACK = "reduced in torch.float8_e5m2, rows"
 SUMMED = "wire.add_up(received.view(len(sizes), -1), mine, rank, total)"
 SENT = "sent = self._encode(gradients)"
 SENT_ROWS = "sent = self._encode(regions, plan)"
+KEPT_LOW = "gradients kept in bfloat16"
+CAST = "mean = mean.to(self.bucket.grad_dtype)"
 
 # Every line of the lanes, tickets and releases that orders something.
 DEFECTS = [
@@ -232,6 +234,7 @@ DEFECTS = [
         BITS_BACK,
         new=aside("gradients", SENT),
     ),
+    Defect(BucketGradients, "_accept", CAST, KEPT_LOW, new=aside("mean", CAST)),
     Defect(Domain, "finish_reading", "self.reading.wait_on_host()", OFFLOADED),
     Defect(
         Transfers,

@@ -16,6 +16,8 @@ class ParamSpec:
     ``nn.Embedding`` or ``nn.EmbeddingBag``. ``keeps_dtype`` says that compute uses it in its own
     dtype, whatever the policy of its unit. ``cut_dim`` is the dimension along which ``Rows()`` cuts
     it. ``block`` is how many neighbouring elements no layout may cut, counted from the first one.
+    ``grad_dtype`` is what its user set as the dtype of its gradients. ``None`` if nobody did: they
+    have its own then.
     """
 
     fqn: str
@@ -26,6 +28,7 @@ class ParamSpec:
     keeps_dtype: bool = False
     cut_dim: int = 0
     block: int = 1
+    grad_dtype: torch.dtype | None = None
 
     @property
     def ndim(self) -> int:

@@ -23,6 +23,8 @@ class AdamW(torch.optim.AdamW):
         moment_dtype: the dtype of the moments. The default is the dtype of each parameter.
             ``torch.bfloat16`` halves the memory of float32 moments. It keeps 8 bits, so the second
             moment cannot decay if ``betas[1]`` is above 0.998: use 0.99 or less with it.
+
+    A step is computed in the widest dtype of parameter, gradient and moments.
     """
 
     def __init__(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -17,8 +18,8 @@ from fsdp_overlap.torch_internals import fused_adamw_
 
 State = Mapping[torch.Tensor, dict[str, Any]]
 
-# How many elements are widened at once if moments have another dtype than their parameters: enough
-# to fill an accelerator, and no more than a CPU's cache holds.
+# How many elements are widened at once if gradients or moments have another dtype than their
+# parameters: enough to fill an accelerator, and no more than a CPU's cache holds.
 _ACCELERATOR_CHUNK = 1 << 25
 _CPU_CHUNK = 1 << 20
 
@@ -194,13 +195,14 @@ def _run_kernel(
 ) -> None:
     """Runs the kernel. ``columns`` are parameters, gradients and moments. Each column has a flat
     tensor for each run."""
-    if all(tensor.dtype == columns[0][0].dtype for column in columns for tensor in column[:1]):
+    dtypes = {column[0].dtype for column in columns} | {gradient.dtype for gradient in columns[1]}
+    if len(dtypes) == 1:
         empty: list[list[torch.Tensor]] = [] if options["amsgrad"] else [[]]
         fused_adamw_(*columns, *empty, counts, **options)  # type: ignore[call-overload]
         return
     # The kernel knows one dtype, so a part at a time is widened, stepped and rounded again.
     for *row, count in zip(*columns, counts, strict=True):
-        wide = torch.promote_types(row[0].dtype, row[2].dtype)
+        wide = reduce(torch.promote_types, (tensor.dtype for tensor in row))
         for parts in zip(*map(_chunks, row), strict=True):
             widened = [part.to(wide) for part in parts]
             _run_kernel([[part] for part in widened], [count], options)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from enum import StrEnum
 from functools import partial
 from typing import Any, NamedTuple, cast
 from weakref import ref
@@ -19,6 +18,7 @@ from fsdp_overlap.comm.groups import LaneGroups
 from fsdp_overlap.comm.lanes import Lane, Mark, Ticket
 from fsdp_overlap.comm.streams import has_streams, streams_of
 from fsdp_overlap.layout import BucketPlan, Plan
+from fsdp_overlap.runtime.bucket_state import ALLOWED, BucketState
 from fsdp_overlap.runtime.chosen_collectives import chosen_collectives
 from fsdp_overlap.runtime.digests import Start
 from fsdp_overlap.runtime.divided_shard import DividedShard
@@ -45,23 +45,8 @@ class Travel(NamedTuple):
     nbytes: int
 
 
-class BucketState(StrEnum):  # states are looked up often, and a string caches its hash
-    SHARDED = "sharded"
-    GATHERING = "gathering"
-    UNSHARDED = "unsharded"
-
-
-# The allowed changes of state. Any other change is a mistake of the schedule.
-ALLOWED = {
-    BucketState.SHARDED: {BucketState.GATHERING},
-    BucketState.GATHERING: {BucketState.UNSHARDED, BucketState.SHARDED},
-    # A bucket is gathered again, in place, if its shard was edited since.
-    BucketState.UNSHARDED: {BucketState.GATHERING, BucketState.SHARDED},
-}
-
-
 class Bucket:
-    """The parameters of a unit that travel together.
+    """The parameters of a unit that lie together.
 
     The module's original parameters become views into the full buffer, once. Each has a version
     counter of its own, so autograd's saved tensors do not notice that gathering writes underneath.
@@ -131,13 +116,17 @@ class Bucket:
         self._travels = self.gathered_nbytes - sent[domain.shard_rank]
         dtype = plan.specs[0].dtype
         self.shard = self._at_rest(device, plan.shard_numels[rank], dtype).zero_()
+        self.grad_dtype = plan.specs[0].grad_dtype or dtype
+        """The dtype of sharded gradients."""
         made: list[Sharded] = []
         forms = sharded_forms(plan, self.shard, self.owned, domain, self.edits)
-        for tensor, model in zip(forms, like, strict=True):
-            sharded = nn.Parameter(tensor, requires_grad=model.requires_grad)
-            vars(sharded).update(attributes_of(model))
+        for tensor, model, spec in zip(forms, like, plan.specs, strict=True):
+            parameter = nn.Parameter(tensor, requires_grad=model.requires_grad)
+            vars(parameter).update(attributes_of(model))
             # isinstance() takes it for a Parameter, and its type is that of the tensor.
-            made.append(cast(Sharded, sharded))
+            sharded = cast(Sharded, parameter)
+            sharded.keep_gradients_in(getattr(model, "_given_grad_dtype", spec.grad_dtype))
+            made.append(sharded)
         self.edits.trainability = 0
         self.register(made)
 
@@ -167,8 +156,10 @@ class Bucket:
     def dtypes(self) -> str:
         """Names the dtypes at rest and in compute, and says if it was frozen when it was made."""
         dtypes = dict.fromkeys((self.shard.dtype, self.compute_dtype))
-        frozen = "" if self.plan.specs[0].requires_grad else ", frozen"
-        return " as ".join(str(each).removeprefix("torch.") for each in dtypes) + frozen
+        spec = self.plan.specs[0]
+        frozen = "" if spec.requires_grad else ", frozen"
+        gradients = "" if spec.grad_dtype is None else f", gradients {spec.grad_dtype}"
+        return f"{' as '.join(map(str, dtypes))}{gradients}{frozen}".replace("torch.", "")
 
     @property
     def rest_device(self) -> torch.device:
@@ -242,6 +233,7 @@ class Bucket:
         if nobody keeps one. ``reduce_dtype``: what gradients travel in.
         """
         domain, device_type = self.domain, self.domain.device_type
+        self.edits.has_run = True
         self.groups = groups = domain.groups_for(settings.separates_reductions)
         self.full.memory = domain.memory_for(groups) if settings.uses_group_memory else None
         self.part = None

@@ -34,9 +34,10 @@ def refusal(unit: Unit, bucket: Bucket, result: torch.Tensor, has_run: bool) -> 
             f"{cast} {when}: cast it before fully_shard(); for the dtype of compute alone, use "
             "MixedPrecisionPolicy(param_dtype=...)"
         )
+    grad_dtype = bucket.plan.specs[0].grad_dtype or result.dtype
     is_trained = any(parameter.requires_grad for parameter in bucket.sharded_parameters)
     if not (shard.is_floating_point() and result.is_floating_point()) or (
-        is_trained and reduce_dtype(result.dtype, unit.mp_policy) not in SUMMED
+        is_trained and reduce_dtype(grad_dtype, unit.mp_policy) not in SUMMED
     ):
         return f"{cast}: parameters stay floating, in a dtype in which gradients can be summed"
     return None
@@ -57,12 +58,11 @@ def cast(unit: Unit, bucket: Bucket, values: torch.Tensor) -> None:
     for parameter, form in zip(old, bucket.sharded_parameters, strict=True):
         gradient = parameter.grad
         parameter.grad = None
-        parameter._spare_gradient = None
         with DisableTorchFunctionSubclass():
             parameter.data = form  # sets its dtype alone
         parameter._local_tensor, parameter._spec = form._local_tensor, form._spec
-        if gradient is not None:
-            parameter.grad = gradient.to(values.dtype)
+        parameter.keep_gradients_in(parameter._given_grad_dtype)
+        parameter.grad = gradient  # cast, if its dtype follows the parameter's
     bucket.register(old)
     for unsharded, view in zip(bucket.parameters, bucket.full.views, strict=True):
         give_memory(unsharded, view)

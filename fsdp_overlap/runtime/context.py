@@ -25,6 +25,7 @@ from fsdp_overlap.runtime import engine
 from fsdp_overlap.runtime.default_mesh import default_mesh
 from fsdp_overlap.runtime.description import describe
 from fsdp_overlap.runtime.domain import Domain, Domains, check_mesh
+from fsdp_overlap.runtime.grad_dtypes import follow_grad_dtypes
 from fsdp_overlap.runtime.gradients import BucketGradients
 from fsdp_overlap.runtime.plan_comparison import compare_plans
 from fsdp_overlap.runtime.starts import compare_starts
@@ -279,15 +280,16 @@ class FsdpContext:
         """Completes the context before a forward. It takes in the units of the tree that were given
         no context, finds the root, names units as users know them, connects buckets to process
         groups, and compares what ranks start from. Does nothing once that is done, and nothing
-        within a backward. Collective over the meshes.
-        """
+        within a backward. Collective over the meshes."""
         if self.is_settled or engine.is_in_backward():
             return
-        self.was_settled = True
         is_complete = not self.is_implicit or self._adopt_trees()
         name_units(self.units)
         for unit in self.units:
             unit.follow_ties()
+        follow_grad_dtypes([bucket for unit in self.units for bucket in unit.buckets])
+        self.was_settled = True
+        for unit in self.units:
             unit.connect()
         self.follow_reduce_inputs()
         if self.check_plans:
@@ -347,8 +349,7 @@ class FsdpContext:
         self.schedule.start_param_sync()
 
     def finish_param_sync(self) -> None:
-        """Enqueues the same all-gathers as :meth:`start_param_sync`, and makes compute wait for all
-        full buffers."""
+        """Does :meth:`start_param_sync`, and makes compute wait for all full buffers."""
         self.settle()
         self.schedule.finish_param_sync()
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import Issued, gather_pieces
 from fsdp_overlap.comm.lanes import Lane
-from fsdp_overlap.runtime.bucket import Bucket, BucketState
+from fsdp_overlap.runtime.bucket import Bucket
+from fsdp_overlap.runtime.bucket_state import BucketState
 from fsdp_overlap.runtime.unit import Unit
 
 

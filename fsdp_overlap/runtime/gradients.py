@@ -44,6 +44,10 @@ class BucketGradients:
         self.reduced_nbytes = sum(sent)
         """What a reduce-scatter divides among the ranks."""
         self._travels = self.reduced_nbytes - sent[bucket.domain.shard_rank]
+        if bucket.plan.specs[0].grad_dtype is not None:
+            # Autograd rounds gradients to the grad_dtype of what it accumulates into.
+            for parameter in bucket.parameters:
+                parameter.grad_dtype = reduce_dtype
         count = len(bucket.parameters)
         self.filled = [False] * count
         self.is_in_flight = False
@@ -62,7 +66,7 @@ class BucketGradients:
         # The gradient of a parameter of which this rank holds nothing. The first forward may run in
         # inference mode, and in-place ops refuse tensors made in it ever after.
         with torch.inference_mode(False):
-            self._empty = bucket.shard.new_empty(0)
+            self._empty = bucket.shard.new_empty(0, dtype=bucket.grad_dtype)
 
     def _plan_pieces(self) -> tuple[list[int], list[int]]:
         """Returns the sizes, in elements, that split a shard into ranges of parameters and the gaps
@@ -213,8 +217,8 @@ class BucketGradients:
     def _accept(self, mean: torch.Tensor, doubtful: Sequence[bool] | None) -> None:
         if self._options.hook is not None:
             self._options.call_hook(self._options.hook, mean)
-        if mean.dtype != self.bucket.shard.dtype:
-            mean = mean.to(self.bucket.shard.dtype)
+        if mean.dtype != self.bucket.grad_dtype:
+            mean = mean.to(self.bucket.grad_dtype)
         if self.bucket.offload is not None:
             self.landing.append((self.bucket.to_host(mean), doubtful))
             return

@@ -12,6 +12,7 @@ from fsdp_overlap.runtime.casting import cast, refusal
 from fsdp_overlap.runtime.ownership import mark_replaced, modules_outside_units
 from fsdp_overlap.runtime.stale_optimizers import note_replacement
 from fsdp_overlap.runtime.unit import Unit
+from fsdp_overlap.torch_internals import given_grad_dtype
 
 
 def materialize(unit: Unit, device: torch.device) -> None:
@@ -37,8 +38,8 @@ def take_assigned(unit: Unit, device: torch.device, has_run: bool) -> bool:
     unless units of its context have run, as ``has_run`` says. Returns whether the unit got memory.
 
     Raises:
-        RuntimeError: an assigned parameter has another dtype, and its bucket cannot be cast. The
-            unit is as before then.
+        RuntimeError: an assigned parameter has another dtype, and its bucket cannot be cast. Or it
+            has another ``grad_dtype``. The unit is as before then.
     """
     unit.follow_ties()
     assigned = [bucket.places.assigned() for bucket in unit.buckets]
@@ -46,6 +47,8 @@ def take_assigned(unit: Unit, device: torch.device, has_run: bool) -> bool:
     counts = [_count(bucket) for bucket in unit.buckets]
     if not any(assigned) or (is_meta and list(map(len, assigned)) != counts):
         return False
+    for bucket, values in zip(unit.buckets, assigned, strict=True):
+        _check_grad_dtypes(unit, bucket, values)
     dtypes = [
         _dtype_for(unit, bucket, values, has_run)
         for bucket, values in zip(unit.buckets, assigned, strict=True)
@@ -69,6 +72,18 @@ def _count(bucket: Bucket) -> int:
     """How many parameters modules have. One that was replaced by another of its unit has no place
     left."""
     return sum(bool(item.places) for item in bucket.owned)
+
+
+def _check_grad_dtypes(unit: Unit, bucket: Bucket, values: Mapping[int, torch.Tensor]) -> None:
+    for index, value in values.items():
+        its, given = bucket.sharded_parameters[index], given_grad_dtype(value)
+        if given not in (None, its._grad_dtype):
+            unit.use_sharded()
+            raise RuntimeError(
+                f"load_state_dict(assign=True) gives parameter {bucket.plan.specs[index].fqn!r} of "
+                f"{unit.module_kind} the grad_dtype {given}, and gradients of the sharded one are "
+                f"{its._grad_dtype}: set the grad_dtype of sharded parameters before that"
+            )
 
 
 def _dtype_for(

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_overlap.layout import ParamSpec
 from fsdp_overlap.runtime.full_mesh import OnFullMesh
 from fsdp_overlap.runtime.tiles import tile_in
-from fsdp_overlap.torch_internals import is_replicated
+from fsdp_overlap.torch_internals import given_grad_dtype, is_replicated
 
 
 @dataclass
@@ -50,6 +50,7 @@ class OwnedParameter:
             self.keeps_dtype,
             self.cut_dim,
             self.block,
+            given_grad_dtype(parameter),
         )
 
 

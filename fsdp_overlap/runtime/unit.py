@@ -110,7 +110,7 @@ class Unit:
         """Chooses the groups, collectives and memory of its buckets. Collective over their meshes
         at the first call."""
         for bucket in self.buckets:
-            reduced_in = reduce_dtype(bucket.shard.dtype, self.mp_policy)
+            reduced_in = reduce_dtype(bucket.grad_dtype, self.mp_policy)
             bucket.connect(self.part_size, self.settings, reduced_in)
         for gradients in self._known_gradients.values():
             gradients.input.memory = gradients.bucket.full.memory
@@ -336,7 +336,7 @@ class Unit:
             gradients = self._known_gradients.get(bucket)
             if any(parameter.requires_grad for parameter in bucket.parameters):
                 if gradients is None:
-                    dtype = reduce_dtype(bucket.shard.dtype, self.mp_policy)
+                    dtype = reduce_dtype(bucket.grad_dtype, self.mp_policy)
                     gradients = BucketGradients(bucket, dtype, self.settings.reduce_options)
                     self._known_gradients[bucket] = gradients
                 self.gradients.append(gradients)
@@ -386,7 +386,7 @@ def compute_dtype(spec: ParamSpec, mp_policy: MixedPrecisionPolicy) -> torch.dty
 
 
 def reduce_dtype(dtype: torch.dtype, mp_policy: MixedPrecisionPolicy) -> torch.dtype:
-    """The dtype that gradients of ``dtype`` parameters are reduced in. Complex ones keep theirs."""
+    """The dtype that gradients kept in ``dtype`` are reduced in. Complex ones keep theirs."""
     return (mp_policy.reduce_dtype or dtype) if dtype.is_floating_point else dtype
 
 

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+from fsdp_overlap.tensor.carried import SUMMED
+from fsdp_overlap.tensor.placement import contiguous_spec
+
 
 def _count_references() -> int:
     probe = object()
@@ -20,12 +23,35 @@ _UNSHARED = _count_references()
 _NOTHING = torch.empty(0)
 
 
+def refused_grad_dtype(dtype: torch.dtype, grad_dtype: torch.dtype | None) -> str | None:
+    """Why gradients of a ``dtype`` parameter cannot be kept in ``grad_dtype``. ``None`` if they
+    can."""
+    if grad_dtype == dtype:
+        return None
+    if grad_dtype is None:
+        return (
+            "gradients of any dtype cannot be reduced, because ranks may have different ones; name "
+            "a dtype"
+        )
+    kind, its_kind = ((each.is_floating_point, each.is_complex) for each in (dtype, grad_dtype))
+    if kind != its_kind or grad_dtype not in SUMMED:
+        return (
+            "gradients are kept in a dtype of the parameter's kind in which they can be summed, "
+            "such as torch.float32"
+        )
+    return None
+
+
 class HoldsGradient:
     """A sharded parameter. Reduced gradients are given to it, and optimizers read and write its
     ``.grad`` in every step. torch's own attribute would go through ``__torch_function__`` for each.
     """
 
+    edits: Any = None
     _spec: Any
+    _given_grad_dtype: torch.dtype | None = None
+    _grad_spec: Any = None
+    """The spec of gradients that a unit gives to its parameter."""
     _gradient: Any = None
     _spare_gradient: Any = None
 
@@ -33,19 +59,38 @@ class HoldsGradient:
         """Whether ``gradient`` may be the gradient of this tensor."""
         raise NotImplementedError
 
-    def _check_grad_dtype(self, dtype: torch.dtype | None) -> None:
-        """Checks what somebody sets ``grad_dtype`` to.
+    @property
+    def _grad_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self._given_grad_dtype or self._spec.tensor_meta.dtype
+        return dtype
+
+    def _set_grad_dtype(self, dtype: torch.dtype | None) -> None:
+        """Takes what somebody sets ``grad_dtype`` to.
 
         Raises:
-            RuntimeError: it is another dtype than the parameter's own.
+            RuntimeError: gradients cannot be kept in it. Or they are kept in another, because there
+                is one, or because the unit has run.
         """
         own = self._spec.tensor_meta.dtype
-        if dtype != own:
-            raise RuntimeError(
-                f"grad_dtype = {dtype} on a sharded parameter of {own}: sharded gradients have the "
-                "dtype of their parameters; for the dtype they are reduced in, use "
-                "MixedPrecisionPolicy(reduce_dtype=...)"
-            )
+        refused = refused_grad_dtype(own, dtype)
+        if refused is None and dtype != self._grad_dtype:
+            if self._gradient is not None:
+                refused = f"it has a gradient of {self._grad_dtype}; set its grad to None first"
+            elif self.edits is not None and self.edits.has_run:
+                refused = "its unit has run; set it before the first forward, or fully_shard()"
+        if refused is not None:
+            raise RuntimeError(f"grad_dtype = {dtype} on a sharded parameter of {own}: {refused}")
+        self.keep_gradients_in(dtype)
+
+    def keep_gradients_in(self, dtype: torch.dtype | None) -> None:
+        """Gives gradients ``dtype`` from now on. ``None`` stands for the parameter's own."""
+        spec = self._spec
+        self._given_grad_dtype = dtype
+        self._spare_gradient = None
+        self._grad_spec = spec
+        if self._grad_dtype != spec.tensor_meta.dtype:
+            shape = spec.tensor_meta.shape
+            self._grad_spec = contiguous_spec(spec.mesh, spec.placements, shape, self._grad_dtype)
 
     def _set_grad(self, gradient: torch.Tensor | None) -> None:
         if gradient is None:
@@ -53,13 +98,15 @@ class HoldsGradient:
             self._gradient = None
             # Making a wrapper takes longer than all else that is done for a gradient. So one that
             # nobody else holds is kept for the next gradient, without its memory.
-            if dropped is None or dropped._spec is not self._spec:
+            if dropped is None or dropped._spec is not self._grad_spec:
                 return
             if getrefcount(dropped) == _UNSHARED:
                 dropped._local_tensor = _NOTHING
                 self._spare_gradient = dropped
         elif self._fits(gradient):
-            self._gradient = gradient
+            # As autograd does with what it accumulates. torch's set_optimizer_state_dict() gives a
+            # parameter a gradient of the parameter's own dtype.
+            self._gradient = gradient.to(self._grad_dtype)
         else:
             raise TypeError(
                 f"the gradient of {self!r} must be of the same kind, shape and layout or None, got "

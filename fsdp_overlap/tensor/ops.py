@@ -76,8 +76,9 @@ LOCAL_METADATA = frozenset(
 # These concern the whole tensor or its place in autograd, and need no values.
 METADATA = frozenset(
     """
-    __len__ _backward_hooks _base _is_view _post_accumulate_grad_hooks _version dim grad grad_fn
-    has_names is_contiguous is_leaf is_same_size is_tensor name names nbytes ndim
+    __len__ _backward_hooks _base _has_grad_dtype_override _is_view
+    _post_accumulate_grad_hooks _version dim grad grad_fn has_names
+    is_contiguous is_leaf is_same_size is_tensor name names nbytes ndim
     ndimension nelement numel output_nr requires_grad retains_grad shape size stride
     """.split()
 )
@@ -164,8 +165,8 @@ def _metadata(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _grad_dtype(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func.__name__ == "__set__":
-        args[0]._check_grad_dtype(args[1])
-    return _metadata(name, func, args, kwargs)
+        return args[0]._set_grad_dtype(args[1])
+    return args[0]._grad_dtype
 
 
 def _local_metadata(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -71,7 +71,7 @@ class RowTensor(HoldsGradient, DTensor):
             tensor = args[0] if args else kwargs["input"]
             return RowTensor.wrap(tensor._local_tensor.detach(), tensor._spec, tensor.edits)
         if kind == "grad dtype":
-            args[0]._check_grad_dtype(args[1])
+            return args[0]._set_grad_dtype(args[1])
         if kind == "move":
             raise RuntimeError(CANNOT_MOVE)
         if kind == "assignment":
@@ -92,6 +92,12 @@ class RowTensor(HoldsGradient, DTensor):
             if kind == "trainability":
                 _watch_autograd(args[0])
         return result if kind else _with_edits(result, args)
+
+    def keep_gradients_in(self, dtype: torch.dtype | None) -> None:
+        super().keep_gradients_in(dtype)
+        if dtype is not None:
+            with DisableTorchFunctionSubclass():
+                self.grad_dtype = dtype  # torch's own, of what autograd accumulates
 
     def _fits(self, gradient: torch.Tensor) -> bool:
         return isinstance(gradient, DTensor) and gradient.shape == self._spec.shape
@@ -133,6 +139,8 @@ class RowTensor(HoldsGradient, DTensor):
         duplicate = self._plain(self._local_tensor.detach().clone())
         vars(duplicate).update(deepcopy(attributes_of(self), memo))
         memo[id(self)] = duplicate
+        if self._given_grad_dtype is not None:
+            duplicate.grad_dtype = self._given_grad_dtype
         if self._gradient is not None:
             duplicate.grad = deepcopy(self._gradient, memo)
         return duplicate
@@ -249,7 +257,7 @@ def give_row_grads(parameters: Iterable[RowTensor], chunks: Iterable[torch.Tenso
             continue
         gradient = parameter._spare_gradient
         if gradient is None:
-            gradient = _wrap(DTensor, local, parameter._spec)
+            gradient = _wrap(DTensor, local, parameter._grad_spec)
         else:
             parameter._spare_gradient = None
             gradient._local_tensor = local

@@ -40,15 +40,16 @@ class ShardEdits:
 
     A shard changes through ops on its sharded parameters. Autograd's version counters alone do not
     tell of these, because fused optimizers do not bump them. ``has_hooks``: whether somebody asked
-    to be told when a gradient is there.
+    to be told when a gradient is there. ``has_run``: whether the dtype of gradients is settled.
     """
 
-    __slots__ = ("has_hooks", "trainability", "values")
+    __slots__ = ("has_hooks", "has_run", "trainability", "values")
 
     def __init__(self) -> None:
         self.values = 0
         self.trainability = 0
         self.has_hooks = False
+        self.has_run = False
 
     def note_values(self) -> None:
         self.values += 1
@@ -216,6 +217,7 @@ class ShardedTensor(HoldsGradient, DTensor):
             duplicate = cast(ShardedTensor, nn.Parameter(duplicate, self.requires_grad))
         vars(duplicate).update(deepcopy(attributes_of(self), memo))
         memo[id(self)] = duplicate
+        duplicate.keep_gradients_in(self._given_grad_dtype)
         if self._gradient is not None:
             duplicate.grad = deepcopy(self._gradient, memo)
         return duplicate
@@ -306,6 +308,8 @@ _OWN_ATTRIBUTES = frozenset(
         "_is_param",
         "edits",
         "is_watched",
+        "_given_grad_dtype",
+        "_grad_spec",
         "_gradient",
         "_spare_gradient",
     }
@@ -343,7 +347,7 @@ def give_grads(parameters: Iterable[ShardedTensor], ranges: Iterable[torch.Tenso
             continue
         gradient = parameter._spare_gradient
         if gradient is None:
-            gradient = ShardedTensor.wrap(local, parameter._spec)
+            gradient = ShardedTensor.wrap(local, parameter._grad_spec)
         else:
             parameter._spare_gradient = None
             gradient._local_tensor = local

@@ -133,6 +133,26 @@ MODES["accumulation among shards, divided"] = partial(
 )
 
 
+def kept_in_bfloat16(**options: Any) -> None:
+    program = Program(reduce_dtype=torch.float32, **options)
+    for parameter in program.model.parameters():
+        parameter.grad_dtype = torch.bfloat16
+    for _ in range(3):
+        for is_last in (False, True):
+            program.model.set_requires_gradient_sync(is_last)
+            program.backward()
+        clip_grad_norm_(program.model.parameters(), 1.0)
+        program.step()
+
+
+MODES["gradients kept in bfloat16"] = kept_in_bfloat16
+MODES["gradients kept in bfloat16, rows"] = partial(kept_in_bfloat16, layout=Rows())
+MODES["gradients kept in bfloat16, copies"] = partial(kept_in_bfloat16, dims=(2, 2))
+MODES["gradients kept in bfloat16, offloaded"] = partial(
+    kept_in_bfloat16, shard_options=dict(OFFLOAD)
+)
+
+
 @mode
 def large_gradients_leave_at_once() -> None:
     with patch.object(gradients, "LARGE_BYTES", 0):
