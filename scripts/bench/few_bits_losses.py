@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from harness import output
-from harness.measurement import Claim, Measurement
+from harness.measurement import Claim, Measurement, Sweep
 
 PLAIN = "bfloat16"
 SYSTEMS: dict[str, list[str]] = {
@@ -82,6 +82,7 @@ def main() -> None:
             for step, of_step in samples.items()
             for figure in output.figures_of(QUANTITY, "nats/byte", of_step, at=step)
         ],
+        sweep=Sweep("step"),
         claims=[claim_of(name, last[name], last[PLAIN]) for name in SYSTEMS if name != PLAIN],
     )
     output.publish(measurement, args.json, args.plot)
