@@ -39,7 +39,7 @@ def plan_units(
 ) -> list[Plan]:
     """Plans the buckets of ``units``, in order. Parameters of a unit share a bucket if they have
     the same dtype at rest, the same dtype in compute and the same trainability, and if all of them
-    or none are in ``Rows()``.
+    or none are opaque, and in ``Rows()``.
 
     Loads are balanced over all units. The same input gives the same plan on every rank.
 
@@ -90,13 +90,13 @@ class Planner:
         ]
 
     def _buckets(self, specs: Sequence[ParamSpec]) -> list[_Bucket | RowsPlan]:
-        found: dict[tuple[bool, torch.dtype, bool, bool], list[Item]] = {}
+        found: dict[tuple[bool, torch.dtype, bool, bool, bool], list[Item]] = {}
         for spec in specs:
             rule = layout_for(self.layout, spec)
             padding = getattr(rule, "padding", 0.0)
             item = Item(spec, lcm(rule.grain(spec), spec.block), rule.work(spec), padding)
-            kind = isinstance(rule, Rows), spec.dtype, spec.keeps_dtype, spec.requires_grad
-            found.setdefault(kind, []).append(item)
+            numbers = spec.dtype, spec.keeps_dtype, spec.is_opaque, spec.requires_grad
+            found.setdefault((isinstance(rule, Rows), *numbers), []).append(item)
         world_size = self._loads.world_size
         return [
             RowsPlan(tuple(item.spec for item in items), world_size) if in_rows else _Bucket(items)

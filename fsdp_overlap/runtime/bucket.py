@@ -25,6 +25,7 @@ from fsdp_overlap.runtime.divided_shard import DividedShard
 from fsdp_overlap.runtime.domain import BucketEdits, Domain
 from fsdp_overlap.runtime.engine import is_in_backward
 from fsdp_overlap.runtime.landing import Landing
+from fsdp_overlap.runtime.opaque import plain, share_attributes
 from fsdp_overlap.runtime.ownership import OwnedParameter
 from fsdp_overlap.runtime.partial_reshard import KeptPart
 from fsdp_overlap.runtime.places import Places
@@ -90,11 +91,10 @@ class Bucket:
         self.parameters = [item.parameter for item in owned]
         self.is_tensor_parallel = any(item.is_tensor_parallel for item in owned)
         """Whether some gradients are DTensors, or parts of a sum over tensor parallelism."""
-        values = [tile_in(parameter).detach() for parameter in self.parameters]
+        values = [plain(tile_in(parameter)) for parameter in self.parameters]
         self.allocate(device, self.parameters)
         self._take(values)
-        for parameter, view in zip(self.parameters, self.full.views, strict=True):
-            give_memory(parameter, view)
+        self._give_memory()
         self.start = Start(values, self.version) if domain.mesh.size() > 1 else None
         """Digests of what this rank sharded, until ranks have compared them."""
         self.part: KeptPart | None = None
@@ -125,9 +125,11 @@ class Bucket:
         self.shard = self._at_rest(device, plan.shard_numels[rank], dtype).zero_()
         made: list[Sharded] = []
         forms = sharded_forms(plan, self.shard, self.owned, domain, self.edits)
-        for tensor, model in zip(forms, like, strict=True):
+        for tensor, model, item in zip(forms, like, self.owned, strict=True):
             sharded = nn.Parameter(tensor, requires_grad=model.requires_grad)
             vars(sharded).update(attributes_of(model))
+            if item.is_opaque:
+                share_attributes(sharded, item.parameter, item.aliases)
             # isinstance() takes it for a Parameter, and its type is that of the tensor.
             made.append(cast(Sharded, sharded))
         self.edits.trainability = 0
@@ -149,11 +151,21 @@ class Bucket:
         for sharded, part in zip(self.sharded_parameters, parts, strict=True):
             sharded._local_tensor.copy_(part)
 
+    def _give_memory(self) -> None:
+        """Makes the unsharded parameters views of the full buffer."""
+        for item, view in zip(self.owned, self.full.views, strict=True):
+            give_memory(item.parameter, view, item.aliases.values())
+
     def _at_rest(self, device: torch.device, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory for a shard or its gradient in a bucket whose full buffer is on ``device``."""
         if self.offload is None or device.type == "meta":
             return torch.empty(numel, dtype=dtype, device=device)
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self.offload.pin_memory)
+
+    @property
+    def is_opaque(self) -> bool:
+        """Whether nobody may cast its elements, because their class alone knows what they are."""
+        return self.plan.specs[0].is_opaque
 
     @property
     def dtypes(self) -> str:
@@ -215,8 +227,7 @@ class Bucket:
         self.allocate(self.device, sharded)
         if tiles:
             self._take(tiles)
-        for parameter, view in zip(self.parameters, self.full.views, strict=True):
-            give_memory(parameter, view)
+        self._give_memory()
         if self.start is not None:
             self.start.move(order, version, self.version)
 

@@ -308,6 +308,7 @@ _OWN_ATTRIBUTES = frozenset(
         "is_watched",
         "_gradient",
         "_spare_gradient",
+        "unsharded_form",
     }
 )
 
