@@ -19,7 +19,6 @@ import torch.distributed as dist
 import torch.distributed.fsdp as fsdp2
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, Qwen3Config
 
@@ -101,10 +100,12 @@ class Training:
 
     def save(self, folder: Path) -> None:
         """The adapters alone. Every rank takes part, the first one writes."""
-        options = StateDictOptions(
-            full_state_dict=True, cpu_offload=True, ignore_frozen_params=True
-        )
-        adapters = get_model_state_dict(self.model, options=options)
+        # get_model_state_dict() of torch does not know all keys that bitsandbytes adds.
+        adapters = {
+            name: each.full_tensor().cpu()
+            for name, each in self.model.named_parameters()
+            if each.requires_grad
+        }
         if dist.get_rank() == 0:
             self.model.save_pretrained(folder, state_dict=adapters)
 

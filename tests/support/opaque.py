@@ -138,6 +138,11 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bytes that are stored as numbers may be those of a NaN."""
+    return torch.equal(*(each.detach().view(-1).view(torch.uint8) for each in (one, other)))
+
+
 def check_same(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert ours.keys() == expected.keys()
     for name, value in ours.items():
