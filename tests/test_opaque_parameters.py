@@ -398,6 +398,21 @@ def test_what_is_done_later_is_refused_and_can_be_undone() -> None:
     run_ranks(refuse_later, 2)
 
 
+class Returns(FourBits):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight
+
+
+def returned() -> None:
+    model = shard(nn.Sequential(Returns(torch.uint8)))
+    with pytest.raises(RuntimeError, match="unit '0' returned a parameter of its own"):
+        model(inputs())
+
+
+def test_a_parameter_that_leaves_its_unit_is_an_error() -> None:
+    run_ranks(returned, 2)
+
+
 class Repacks(FourBits):
     """In evaluation it gives the parameter other memory, as kernels with a format of their own."""
 

@@ -22,7 +22,7 @@ def is_opaque(value: Any) -> bool:
     cls = type(value)
     if cls is nn.Parameter or nn.Parameter not in cls.__mro__ or nn.parameter.is_lazy(value):
         return False
-    return bool(cls.__torch_dispatch__ is nn.Parameter.__torch_dispatch__)
+    return bool(cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__)
 
 
 def plain(parameter: torch.Tensor) -> torch.Tensor:
@@ -63,14 +63,16 @@ def aliases_of(where: str, parameter: torch.Tensor, module: nn.Module) -> dict[i
     Raises:
         ValueError: a tensor there has a part of the parameter's memory, or another shape.
     """
-    first, last = _extent(parameter)
-    found = {}
+    found: dict[int, torch.Tensor] = {}
+    if not _is_plain(parameter):
+        return found
+    storage, (first, last) = parameter.untyped_storage()._cdata, _extent(parameter)
     for holder in (parameter, module, *vars(module).values()):
         for name, value in getattr(holder, "__dict__", {}).items():
-            if not isinstance(value, torch.Tensor) or value is parameter or value.is_meta:
+            if not isinstance(value, torch.Tensor) or value is parameter or not _is_plain(value):
                 continue
             start, stop = _extent(value)
-            if start >= last or stop <= first:
+            if value.untyped_storage()._cdata != storage or start >= last or stop <= first:
                 continue
             if (start, stop, value.shape) != (first, last, parameter.shape):
                 raise ValueError(
@@ -81,13 +83,19 @@ def aliases_of(where: str, parameter: torch.Tensor, module: nn.Module) -> dict[i
     return found
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` has a storage in which its elements are."""
+    has_elements = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return has_elements and tensor.layout is torch.strided and not tensor.is_meta
+
+
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses of the first element and behind the last one. Both 0 if it has no elements."""
-    if not tensor.numel():
-        return 0, 0
+    """Where its storage has its first element, in bytes, and where the last one ends. The same if
+    it has no elements."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    numel = 1 + sum((size - 1) * stride for size, stride in steps)
-    return tensor.data_ptr(), tensor.data_ptr() + numel * tensor.element_size()
+    numel = 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    return start, start + numel * tensor.element_size()
 
 
 class _Attribute:

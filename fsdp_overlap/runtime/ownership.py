@@ -31,7 +31,7 @@ class OwnedParameter:
     block: int = 1
     is_opaque: bool = False
     aliases: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Other tensors that are the elements of a opaque parameter, by their ids."""
+    """Other tensors that are the elements of an opaque parameter, by their ids."""
     on_full_mesh: OnFullMesh | None = None
     """How it lies over the mesh of all parallelism, if the user named dimensions of that."""
 
@@ -132,7 +132,7 @@ def owned_parameters(
     those that are ``ignored``. ``units``: modules that will be units.
 
     Raises:
-        ValueError: another tensor has a part of a opaque parameter's memory.
+        ValueError: another tensor has a part of an opaque parameter's memory.
     """
     ignored_ids = {id(parameter) for parameter in ignored}
     found: dict[int, OwnedParameter] = {}
