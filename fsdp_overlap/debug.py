@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.bucket_state import BucketState
+from fsdp_overlap.runtime.opaque import is_opaque
 from fsdp_overlap.runtime.unit import unit_of
 from fsdp_overlap.runtime.unsharded_edits import FREED, INSTEAD
 from fsdp_overlap.torch_internals import TorchDispatchMode
@@ -75,7 +76,7 @@ class _Checks(TorchDispatchMode):
 def _plain_tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, DTensor):
         value = value._local_tensor
-    if type(value) in (torch.Tensor, nn.Parameter):
+    if type(value) in (torch.Tensor, nn.Parameter) or is_opaque(value):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:

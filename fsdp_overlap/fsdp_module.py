@@ -222,7 +222,19 @@ class FsdpModule(GradientVerbs, fsdp2.FSDPModule):
         """Whether this unit is gathered for its backward. An embedding, for example, need not be:
         its backward reads no parameters. A backward that does read them raises a RuntimeError that
         says so. The unit is gathered all the same if other code handles what autograd saves, as
-        checkpointing does."""
+        checkpointing does.
+
+        Raises:
+            RuntimeError: the unit has opaque parameters, which backward reads past autograd.
+        """
+        opaque = [bucket for bucket in self._fsdp_unit.buckets if bucket.is_opaque]
+        if opaque and not unshard_in_backward:
+            kind = type(opaque[0].parameters[0]).__name__
+            raise RuntimeError(
+                f"set_unshard_in_backward(False) on unit {self._fsdp_unit.name!r}, which has a "
+                f"parameter {opaque[0].plan.specs[0].fqn!r} that is a {kind}: its backward reads "
+                "what autograd does not know of, so leave it at True"
+            )
         self._fsdp_unit.settings.unshard_in_backward = unshard_in_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[fsdp2.FSDPModule]) -> None:

@@ -104,7 +104,7 @@ class ShardedModule(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> ShardedModule:
         """Does the work of ``to_empty()``, ``to()`` and the like. A unit on the meta device gets
         memory. A unit that has not run yet may be cast. A unit that is where it should be stays as
-        it is.
+        it is. Opaque parameters always stay as they are.
 
         Raises:
             RuntimeError: the shards would move to another device, or would be cast after a forward.
@@ -138,15 +138,17 @@ class ShardedModule(nn.Module):
         return self
 
     def _shards(self) -> list[tuple[Bucket, torch.Tensor]]:
-        """The tensors that :meth:`_apply` works on: the shards of the unit. If the unit has several
-        modules, each of them is called, and works on the ranges of its own parameters."""
+        """The tensors that :meth:`_apply` works on: the shards of the unit, without what is opaque.
+        If the unit has several modules, each of them is called, and works on the ranges of its own
+        parameters."""
         unit = self._fsdp_unit
+        buckets = [bucket for bucket in unit.buckets if not bucket.is_opaque]
         if not unit.is_list:
-            return [(bucket, bucket.shard) for bucket in unit.buckets]
+            return [(bucket, bucket.shard) for bucket in buckets]
         mine = {id(module._parameters) for _, module in modules_outside_units([self])}
         return [
             (bucket, sharded._local_tensor)
-            for bucket in unit.buckets
+            for bucket in buckets
             for item, sharded in zip(bucket.owned, bucket.sharded_parameters, strict=True)
             if any(id(registered) in mine for registered, _ in item.places)
         ]
@@ -186,18 +188,17 @@ class ShardedModule(nn.Module):
         follow_grad_dtypes(unit.buckets)
         kept = set()
         for bucket in unit.buckets:
-            for spec, parameter, sharded in zip(
-                bucket.plan.specs, bucket.parameters, bucket.sharded_parameters, strict=True
+            device = bucket.device if bucket.is_opaque else bucket.shard.device
+            for spec, item, sharded in zip(
+                bucket.plan.specs, bucket.owned, bucket.sharded_parameters, strict=True
             ):
                 # make_unit() takes this over. Of its values only the shard is copied, below.
-                empty = torch.empty(spec.shape, dtype=spec.dtype, device=bucket.shard.device)
-                copied = parameter_like(parameter, empty, spec.requires_grad)
+                empty = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+                copied = parameter_like(item.parameter, empty, spec.requires_grad)
                 if spec.grad_dtype is not None:
                     copied.grad_dtype = spec.grad_dtype
-                attributes = attributes_of(parameter) | attributes_of(sharded)
-                vars(copied).update(deepcopy(attributes, memo))
-                del copied.__dict__["_fsdp_owner"]
-                memo[id(parameter)] = memo[id(sharded)] = copied
+                memo[id(item.parameter)] = memo[id(sharded)] = copied
+                memo.update((alias, empty.view_as(empty)) for alias in item.aliases)
                 if spec.keeps_dtype:
                     kept.add(copied)
         if any(not item.places for bucket in unit.buckets for item in bucket.owned):
@@ -211,6 +212,14 @@ class ShardedModule(nn.Module):
             plain = plain_class(type(module))
             memo[id(module)] = duplicate = plain.__new__(plain)
             duplicates.append(duplicate)
+        for bucket in unit.buckets:
+            # Not before, because attributes may lead to modules and other parameters.
+            for parameter, sharded in zip(
+                bucket.parameters, bucket.sharded_parameters, strict=True
+            ):
+                attributes = attributes_of(parameter) | attributes_of(sharded)
+                del attributes["_fsdp_owner"]
+                vars(memo[id(parameter)]).update(deepcopy(attributes, memo))
         for module, duplicate in zip(originals, duplicates, strict=True):
             state = hooks.without_hooks(module.__getstate__())
             del state["_fsdp_unit"]
@@ -271,6 +280,8 @@ def _check_apply(unit: Unit, fn: Any) -> None:
     for bucket in unit.buckets:
         with torch.no_grad():
             result = fn(bucket.shard.new_empty(0))
+        if bucket.is_opaque:  # left alone, whatever fn does to numbers
+            result = result.to(bucket.shard.dtype)
         if (refused := refusal(unit, bucket, result, has_run)) is not None:
             raise RuntimeError(refused)
 

@@ -127,10 +127,12 @@ def _check_parameters(
         _check_no_owner(modules, item, where)
         if isinstance(parameter, nn.UninitializedParameter):
             raise ValueError(f"{where} is not initialized; run a forward before fully_shard()")
-        if type(parameter) not in (nn.Parameter, DTensor):
+        if item.is_opaque:
+            _check_opaque(where, parameter, device)
+        elif type(parameter) not in (nn.Parameter, DTensor):
             raise TypeError(
-                f"{where} is a {type(parameter).__name__}; only plain torch.nn.Parameter and "
-                "DTensors of tensor parallelism are supported"
+                f"{where} is a {type(parameter).__name__}; only plain torch.nn.Parameter, frozen "
+                "ones of a class derived from it, and DTensors of tensor parallelism are supported"
             )
         held = tiles.tile_in(parameter)
         if not held.is_contiguous():
@@ -156,6 +158,28 @@ def _check_parameters(
                 f"{owned[0].parameter.device}: put all parameters of a unit on the meta device, or "
                 "none"
             )
+
+
+def _check_opaque(where: str, parameter: nn.Parameter, device: torch.device) -> None:
+    """Checks that a parameter of a class of its own can be sharded with what its class knows.
+
+    Raises:
+        TypeError, ValueError: it cannot.
+    """
+    kind = type(parameter).__name__
+    if parameter.requires_grad:
+        raise TypeError(
+            f"{where} is a {kind} that requires grad; parameters of a class of their own are "
+            "supported if they are frozen, and are then never cast: call requires_grad_(False), or "
+            "use a plain torch.nn.Parameter"
+        )
+    is_there = parameter.device.type == device.type
+    if not is_there or (device.index is not None and parameter.device.index != device.index):
+        raise ValueError(
+            f"{where} is a {kind} on {parameter.device}, and the unit computes on {device}: move "
+            "the module there first, because what the class holds beside the elements, such as "
+            "scales, would stay behind"
+        )
 
 
 def _check_no_owner(modules: Sequence[nn.Module], item: OwnedParameter, where: str) -> None:
@@ -196,6 +220,12 @@ def _check_synced(kind: str, owned: list[OwnedParameter]) -> None:
                 f"{_name(kind, item)} is on the meta device, and sync_module_states=True takes it "
                 "from the first rank: build the model with memory on every rank, or leave the "
                 "argument out and load the weights after to_empty()"
+            )
+        if item.is_opaque:
+            raise ValueError(
+                f"{_name(kind, item)} is a {type(item.parameter).__name__}, and "
+                "sync_module_states=True takes elements alone from the first rank, without what "
+                "the class holds beside them: quantize the same weights on every rank"
             )
 
 

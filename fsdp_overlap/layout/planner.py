@@ -37,7 +37,7 @@ def plan_units(
 ) -> list[Plan]:
     """Plans the buckets of ``units``, in order. Parameters of a unit share a bucket if they have
     the same dtype at rest, the same dtype in compute and the same trainability, and if all of them
-    or none are in ``Rows()``.
+    or none are opaque, and in ``Rows()``.
 
     Loads are balanced over all units. The same input gives the same plan on every rank.
 
@@ -93,7 +93,7 @@ class Planner:
             rule = layout_for(self.layout, spec)
             padding = getattr(rule, "padding", 0.0)
             item = Item(spec, lcm(rule.grain(spec), spec.block), rule.work(spec), padding)
-            dtypes = spec.dtype, spec.keeps_dtype, spec.grad_dtype
+            dtypes = spec.dtype, spec.keeps_dtype, spec.is_opaque, spec.grad_dtype
             kind = isinstance(rule, Rows), dtypes, spec.requires_grad
             found.setdefault(kind, []).append(item)
         world_size = self._loads.world_size

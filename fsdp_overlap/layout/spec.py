@@ -18,6 +18,7 @@ class ParamSpec:
     it. ``block`` is how many neighbouring elements no layout may cut, counted from the first one.
     ``grad_dtype`` is what its user set as the dtype of its gradients. ``None`` if nobody did: they
     have its own then.
+    ``is_opaque`` says that its elements are no numbers: nothing may cast or quantize them.
     """
 
     fqn: str
@@ -29,6 +30,7 @@ class ParamSpec:
     cut_dim: int = 0
     block: int = 1
     grad_dtype: torch.dtype | None = None
+    is_opaque: bool = False
 
     @property
     def ndim(self) -> int:

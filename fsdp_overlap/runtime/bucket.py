@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, cast
 from weakref import ref
 
 import torch
-from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from fsdp_overlap.comm.collectives import Collectives, GathersInPlace, Issued, Pieces, choose
@@ -25,11 +24,12 @@ from fsdp_overlap.runtime.divided_shard import DividedShard
 from fsdp_overlap.runtime.domain import BucketEdits, Domain
 from fsdp_overlap.runtime.engine import is_in_backward
 from fsdp_overlap.runtime.landing import Landing
+from fsdp_overlap.runtime.opaque import plain
 from fsdp_overlap.runtime.ownership import OwnedParameter
 from fsdp_overlap.runtime.partial_reshard import KeptPart
 from fsdp_overlap.runtime.places import Places
 from fsdp_overlap.runtime.settings import Settings
-from fsdp_overlap.runtime.sharded_forms import own_parts, sharded_forms
+from fsdp_overlap.runtime.sharded_forms import own_parts, sharded_parameters
 from fsdp_overlap.runtime.tiles import give_memory, parameter_like, tile_in
 from fsdp_overlap.runtime.wire_policy import WirePolicy, sent_sizes
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
@@ -83,11 +83,10 @@ class Bucket:
         self.parameters = [item.parameter for item in owned]
         self.is_tensor_parallel = any(item.is_tensor_parallel for item in owned)
         """Whether some gradients are DTensors, or parts of a sum over tensor parallelism."""
-        values = [tile_in(parameter).detach() for parameter in self.parameters]
+        values = [plain(tile_in(parameter)) for parameter in self.parameters]
         self.allocate(device, self.parameters)
         self._take(values)
-        for parameter, view in zip(self.parameters, self.full.views, strict=True):
-            give_memory(parameter, view)
+        self._give_memory()
         self.start = Start(values, self.version) if domain.mesh.size() > 1 else None
         """Digests of what this rank sharded, until ranks have compared them."""
         self.part: KeptPart | None = None
@@ -118,15 +117,7 @@ class Bucket:
         self.shard = self._at_rest(device, plan.shard_numels[rank], dtype).zero_()
         self.grad_dtype = plan.specs[0].grad_dtype or dtype
         """The dtype of sharded gradients."""
-        made: list[Sharded] = []
-        forms = sharded_forms(plan, self.shard, self.owned, domain, self.edits)
-        for tensor, model, spec in zip(forms, like, plan.specs, strict=True):
-            parameter = nn.Parameter(tensor, requires_grad=model.requires_grad)
-            vars(parameter).update(attributes_of(model))
-            # isinstance() takes it for a Parameter, and its type is that of the tensor.
-            sharded = cast(Sharded, parameter)
-            sharded.keep_gradients_in(getattr(model, "_given_grad_dtype", spec.grad_dtype))
-            made.append(sharded)
+        made = sharded_parameters(plan, self.shard, self.owned, domain, self.edits, like)
         self.edits.trainability = 0
         self.register(made)
 
@@ -146,11 +137,21 @@ class Bucket:
         for sharded, part in zip(self.sharded_parameters, parts, strict=True):
             sharded._local_tensor.copy_(part)
 
+    def _give_memory(self) -> None:
+        """Makes the unsharded parameters views of the full buffer."""
+        for item, view in zip(self.owned, self.full.views, strict=True):
+            give_memory(item.parameter, view, item.aliases.values())
+
     def _at_rest(self, device: torch.device, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory for a shard or its gradient in a bucket whose full buffer is on ``device``."""
         if self.offload is None or device.type == "meta":
             return torch.empty(numel, dtype=dtype, device=device)
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self.offload.pin_memory)
+
+    @property
+    def is_opaque(self) -> bool:
+        """Whether nobody may cast its elements, because their class alone knows what they are."""
+        return self.plan.specs[0].is_opaque
 
     @property
     def dtypes(self) -> str:
@@ -214,8 +215,7 @@ class Bucket:
         self.allocate(self.device, sharded)
         if tiles:
             self._take(tiles)
-        for parameter, view in zip(self.parameters, self.full.views, strict=True):
-            give_memory(parameter, view)
+        self._give_memory()
         if self.start is not None:
             self.start.move(order, version, self.version)
 

@@ -27,6 +27,8 @@ def refusal(unit: Unit, bucket: Bucket, result: torch.Tensor, has_run: bool) -> 
     if result.dtype == shard.dtype:
         return None
     cast = f"{kind} is sharded, its shards are {shard.dtype} and cannot become {result.dtype}"
+    if bucket.is_opaque:
+        return f"{cast}: their class alone knows what their elements stand for"
     if has_run or unit.is_list or is_given_memory:
         when = "when it has run" if has_run else "as one of several modules of a unit"
         when = "while it gets memory" if is_given_memory else when

@@ -24,6 +24,7 @@ from fsdp_overlap.deciding.schedule import Schedule
 from fsdp_overlap.runtime.context import FsdpContext, context_of
 from fsdp_overlap.runtime.engine import is_in_backward
 from fsdp_overlap.runtime.late_memory import take_assigned
+from fsdp_overlap.runtime.opaque import is_opaque
 from fsdp_overlap.runtime.saved_tensors import end_note, note_saved
 from fsdp_overlap.runtime.trees import map_tensors, may_hide_tensors, tensors_in
 from fsdp_overlap.runtime.unit import Unit
@@ -207,7 +208,8 @@ def _check_no_parameter_leaves(unit: Unit, tensors: Sequence[torch.Tensor]) -> N
     for tensor in tensors:
         if type(tensor) is DTensor:
             tensor = tensor._local_tensor
-        if type(tensor) in (torch.Tensor, nn.Parameter) and unit.holds(tensor):
+        is_read = type(tensor) in (torch.Tensor, nn.Parameter) or is_opaque(tensor)
+        if is_read and unit.holds(tensor):
             raise RuntimeError(
                 f"unit {unit.name!r} returned a parameter of its own, or a view of one, whose "
                 "memory is freed after forward: return a clone(), or make the module that uses it "

@@ -104,10 +104,17 @@ def _dtype_for(
             return other
     unit.use_sharded()
     [index, *_] = [index for index, value in values.items() if value.dtype != dtype]
+    name, given = bucket.plan.specs[index].fqn, values[index].dtype
+    what = f"load_state_dict(assign=True) gives parameter {name!r} of {unit.module_kind} as {given}"
+    if bucket.is_opaque:
+        kind = type(bucket.parameters[index]).__name__
+        raise RuntimeError(
+            f"{what}, and it is a {kind}, whose elements are no numbers to be cast: load what was "
+            f"stored as {dtype}"
+        )
     raise RuntimeError(
-        f"load_state_dict(assign=True) gives parameter {bucket.plan.specs[index].fqn!r} of "
-        f"{unit.module_kind} as {values[index].dtype}, and it is sharded as {dtype}: cast the "
-        "state dict, or the module before fully_shard()"
+        f"{what}, and it is sharded as {dtype}: cast the state dict, or the module before "
+        "fully_shard()"
     )
 
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.layout import ParamSpec
 from fsdp_overlap.runtime.full_mesh import OnFullMesh
+from fsdp_overlap.runtime.opaque import aliases_of, is_opaque
 from fsdp_overlap.runtime.tiles import tile_in
 from fsdp_overlap.torch_internals import given_grad_dtype, is_replicated
 
@@ -28,6 +29,9 @@ class OwnedParameter:
     keeps_dtype: bool = False
     cut_dim: int = 0
     block: int = 1
+    is_opaque: bool = False
+    aliases: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Other tensors that are the elements of an opaque parameter, by their ids."""
     on_full_mesh: OnFullMesh | None = None
     """How it lies over the mesh of all parallelism, if the user named dimensions of that."""
 
@@ -51,6 +55,7 @@ class OwnedParameter:
             self.cut_dim,
             self.block,
             given_grad_dtype(parameter),
+            self.is_opaque,
         )
 
 
@@ -125,7 +130,11 @@ def owned_parameters(
     units: Collection[nn.Module] = (),
 ) -> list[OwnedParameter]:
     """The parameters that a unit of ``modules`` owns, each once, in registration order, without
-    those that are ``ignored``. ``units``: modules that will be units."""
+    those that are ``ignored``. ``units``: modules that will be units.
+
+    Raises:
+        ValueError: another tensor has a part of an opaque parameter's memory.
+    """
     ignored_ids = {id(parameter) for parameter in ignored}
     found: dict[int, OwnedParameter] = {}
     for prefix, owner in modules_outside_units(modules, units):
@@ -136,6 +145,10 @@ def owned_parameters(
             item = found.setdefault(id(parameter), OwnedParameter(fqn, parameter))
             item.places.append((owner._parameters, name))
             item.is_embedding |= isinstance(owner, (nn.Embedding, nn.EmbeddingBag))
+            if is_opaque(parameter):
+                item.is_opaque = True
+                where = f"parameter {item.fqn!r} of {kind_of(modules)}"
+                item.aliases |= aliases_of(where, parameter, owner)
     return list(found.values())
 
 

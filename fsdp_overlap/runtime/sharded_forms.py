@@ -4,21 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_overlap.layout import BucketPlan, Plan, RowsPlan
 from fsdp_overlap.runtime.domain import Domain
+from fsdp_overlap.runtime.opaque import share_attributes
 from fsdp_overlap.runtime.ownership import OwnedParameter
 from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded, call_hooks, give_row_grads
-from fsdp_overlap.tensor.sharded_tensor import ShardEdits, ShardedTensor, give_grads
+from fsdp_overlap.tensor.sharded_tensor import ShardEdits, ShardedTensor, attributes_of, give_grads
 from fsdp_overlap.torch_internals import StridedShard
 
 
-def sharded_forms(
+def sharded_parameters(
+    plan: Plan,
+    shard: torch.Tensor,
+    owned: Sequence[OwnedParameter],
+    domain: Domain,
+    edits: ShardEdits,
+    like: Sequence[torch.Tensor],
+) -> list[Sharded]:
+    """The sharded parameters of a bucket, as parts of ``shard``. They take their attributes from
+    ``like``."""
+    found: list[Sharded] = []
+    forms = _forms(plan, shard, owned, domain, edits)
+    for form, model, spec, item in zip(forms, like, plan.specs, owned, strict=True):
+        parameter = nn.Parameter(form, requires_grad=model.requires_grad)
+        vars(parameter).update(attributes_of(model))
+        if item.is_opaque:
+            share_attributes(parameter, item.parameter, item.aliases)
+        # isinstance() takes it for a Parameter, and its type is that of the form.
+        sharded = cast(Sharded, parameter)
+        sharded.keep_gradients_in(getattr(model, "_given_grad_dtype", spec.grad_dtype))
+        found.append(sharded)
+    return found
+
+
+def _forms(
     plan: Plan,
     shard: torch.Tensor,
     owned: Sequence[OwnedParameter],

@@ -7,6 +7,7 @@ parallelism, and compute sees the DTensor.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_overlap.runtime.full_mesh import OnFullMesh
+from fsdp_overlap.runtime.opaque import is_opaque, opaque_like
 from fsdp_overlap.tensor.placement import tile_of
 from fsdp_overlap.torch_internals import AsyncCollectiveTensor, DTensorSpec, TensorMeta
 
@@ -87,15 +89,22 @@ def beside(mesh: DeviceMesh, tensor_parallel: DeviceMesh) -> DeviceMesh:
 def parameter_like(
     parameter: torch.Tensor, tile: torch.Tensor, requires_grad: bool
 ) -> nn.Parameter:
-    """A new parameter that lies over the ranks of tensor parallelism as ``parameter`` does. This
-    rank has ``tile`` of it."""
+    """A new parameter that lies over the ranks of tensor parallelism as ``parameter`` does, and has
+    its class. This rank has ``tile`` of it."""
+    if is_opaque(parameter):
+        return opaque_like(parameter, tile)
     if isinstance(parameter, DTensor):
         return nn.Parameter(_wrap(tile, parameter._spec), requires_grad)
     return nn.Parameter(tile, requires_grad)
 
 
-def give_memory(parameter: nn.Parameter, view: torch.Tensor) -> None:
-    """Makes ``view`` this rank's tile of ``parameter``, with a version counter of its own."""
+def give_memory(
+    parameter: nn.Parameter, view: torch.Tensor, aliases: Iterable[torch.Tensor] = ()
+) -> None:
+    """Makes ``view`` this rank's tile of ``parameter``, with a version counter of its own.
+    ``aliases`` are other tensors that are its elements, and stay so."""
+    for alias in aliases:
+        alias.data = view
     if not isinstance(parameter, DTensor):
         parameter.data = view
         return

@@ -21,6 +21,7 @@ from fsdp_overlap.layout import ParamSpec
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.engine import is_to_accumulate
 from fsdp_overlap.runtime.gradients import BucketGradients
+from fsdp_overlap.runtime.opaque import check_frozen
 from fsdp_overlap.runtime.ownership import kind_of, modules_outside_units
 from fsdp_overlap.runtime.settings import Settings
 from fsdp_overlap.runtime.unsharded_edits import FREED, UnshardedEdits
@@ -326,6 +327,9 @@ class Unit:
             edits += bucket.edits.trainability
         if edits == self._trainability:
             return
+        for bucket in self.buckets:
+            if bucket.is_opaque:
+                check_frozen(bucket.label, bucket.parameters, bucket.sharded_parameters)
         self._trainability = edits
         self.gradients = []
         for bucket in self.buckets:
@@ -380,9 +384,8 @@ class Unit:
 
 def compute_dtype(spec: ParamSpec, mp_policy: MixedPrecisionPolicy) -> torch.dtype:
     """The dtype that compute uses a parameter in."""
-    if mp_policy.param_dtype is None or spec.keeps_dtype or not spec.dtype.is_floating_point:
-        return spec.dtype
-    return mp_policy.param_dtype
+    is_cast = spec.dtype.is_floating_point and not (spec.keeps_dtype or spec.is_opaque)
+    return (mp_policy.param_dtype or spec.dtype) if is_cast else spec.dtype
 
 
 def reduce_dtype(dtype: torch.dtype, mp_policy: MixedPrecisionPolicy) -> torch.dtype:

@@ -11,6 +11,7 @@ from torch.autograd.graph import increment_version
 
 from fsdp_overlap.layout.bucket_plan import align
 from fsdp_overlap.runtime.bucket import Bucket
+from fsdp_overlap.runtime.opaque import plain
 from fsdp_overlap.runtime.tiles import tile_in
 
 _version = attrgetter("_version")
@@ -52,7 +53,9 @@ class UnshardedEdits:
     def __init__(self, bucket: Bucket, tables: Sequence[dict[str, Any]]) -> None:
         self._bucket = bucket
         self._tiles = list(map(tile_in, bucket.parameters))
-        self._counted: list[torch.Tensor] = [*bucket.parameters]
+        # Opaque parameters have slow attributes, and share their counters with plain tensors.
+        is_opaque = bucket.is_opaque
+        self._counted = [*map(plain, bucket.parameters)] if is_opaque else [*bucket.parameters]
         if bucket.is_tensor_parallel:
             self._counted += self._tiles  # a DTensor does not count what is done to its own
         self._versions = list(map(_version, self._counted))
@@ -71,6 +74,7 @@ class UnshardedEdits:
     def begin_comparison(self) -> None:
         """Takes digests of the parameters, which are whole, before a forward runs."""
         self._digest = self._digest_now()
+        self._forwards = 0  # so that changed() looks for everything
 
     def end_comparison(self, uncompared: Uncompared) -> None:
         """Compares with the digests after the forward. The result goes to ``uncompared``."""
@@ -98,7 +102,7 @@ class UnshardedEdits:
             found = self._replaced()
             if found is not None:
                 return found
-        # What the checks below find lasts, so forwards 1, 2, 4, 8 ... are enough to look in.
+        # What the checks below find lasts, so forwards 1, 2, 4, 8 ... of a mode are enough.
         self._forwards += 1
         if self._forwards & (self._forwards - 1):
             return None

@@ -100,7 +100,7 @@ class WirePolicy:
         """
         if spec.ndim < 2 or not spec.numel or not spec.dtype.is_floating_point:
             return None
-        if spec.dtype.itemsize == 1:
+        if spec.dtype.itemsize == 1 or spec.is_opaque:
             return None
         if any(fnmatchcase(spec.fqn, pattern) for pattern in self.keep):
             return None

@@ -312,6 +312,7 @@ _OWN_ATTRIBUTES = frozenset(
         "_grad_spec",
         "_gradient",
         "_spare_gradient",
+        "unsharded_form",
     }
 )
 
