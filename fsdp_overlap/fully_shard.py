@@ -124,7 +124,7 @@ def fully_shard(
             host's memory. Shards are copied to the device when they are gathered. Gradients are
             copied back when they are reduced, and backward ends when they have arrived. On a CPU
             the policy changes nothing.
-        wire_policy: sends matrices, their gradients or both in 8 bits. By default they travel in
+        wire_policy: sends matrices, their gradients or both in few bits. By default they travel in
             the dtypes of ``mp_policy``.
         ignored_params: the parameters to leave as they are.
         dp_mesh_dims: which dimensions of ``mesh`` to shard and to copy along, by name. Several of a

@@ -72,6 +72,7 @@ def make_unit(
     if wire_policy is not None:
         for item in owned:
             item.block = wire_policy.grain(item.spec)
+            item.is_kept = wire_policy.keeps(item.spec)
     by_domain = _by_domain(kind, owned, ctx, mesh, full, shard_placement_fn)
     reshard_after_forward = _checked_reshard_after_forward(
         reshard_after_forward, {domain.shard_size for domain in by_domain}

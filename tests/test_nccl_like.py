@@ -368,6 +368,7 @@ TRAINING = [
     ),
     partial(train_from_parts, Flat()),
     partial(train_from_parts, Whole()),
+    partial(train_from_parts, Rows()),
     *(partial(gather_as_one, layout) for layout in (Flat(), Rows())),
     train_copies,
     partial(train, "layers", RAGGED, layout=Blocks(rows=5), **COPIES),

@@ -282,6 +282,21 @@ def count_bytes(layout: LayoutRule) -> None:
         assert ctx.stats.reduce_scatter_bytes == of_reduction
 
 
+def count_bytes_of_kept(layout: LayoutRule) -> None:
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 96, bias=False))
+    policy = WirePolicy(torch.int8, torch.int8, keep=("1.weight",))
+    ctx = FsdpContext(layout=layout)
+    fully_shard(model, ctx, wire_policy=policy, reshard_after_forward=False)
+    model(torch.ones(1, 64)).sum().backward()
+    assert ctx.stats.all_gather_bytes == 64 * (64 + 4) + 96 * 64 * 4
+    assert ctx.stats.reduce_scatter_bytes == 64 * (64 + 4) + 96 * 64 * 4
+
+
+@pytest.mark.parametrize("layout", [Flat(), Rows()])
+def test_a_matrix_that_is_kept_takes_what_it_takes_alone(layout: LayoutRule) -> None:
+    run_ranks(count_bytes_of_kept, 2, layout)
+
+
 @pytest.mark.parametrize("layout", [Flat(), Rows()])
 def test_as_many_bytes_travel_as_codes_and_scales_take(layout: LayoutRule) -> None:
     run_ranks(count_bytes, 2, layout)

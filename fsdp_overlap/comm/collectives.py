@@ -105,10 +105,11 @@ Pieces = tuple[list[torch.Tensor], list[torch.Tensor]]
 class GathersInPlace:
     """Collectives for NCCL, which runs many as one: a gather is one of each of its pieces."""
 
-    def pieces(
+    def make_pieces(
         self, full: torch.Tensor, shard: torch.Tensor, plan: Any, group: dist.ProcessGroup
     ) -> Pieces:
-        """See :meth:`Collectives.all_gather`."""
+        """Puts this rank's shard where it is sent from, and says what is to be gathered. The
+        arguments are those of :meth:`Collectives.all_gather`."""
         raise NotImplementedError
 
 
@@ -137,14 +138,14 @@ class TensorCollectives:
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
     ) -> Issued:
-        [received], [sent] = self.pieces(full, shard, plan, group)
+        [received], [sent] = self.make_pieces(full, shard, plan, group)
         end(group._allgather_base(received, sent, GATHER))
         return Issued((), lambda: full)
 
-    def pieces(
+    def make_pieces(
         self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
     ) -> Pieces:
-        """See :meth:`GathersInPlace.pieces`."""
+        """See :meth:`GathersInPlace.make_pieces`."""
         if shard.dtype != full.dtype or shard.is_cpu != full.is_cpu:
             shard = own_range(full, plan, group).copy_(shard, non_blocking=True)
         return [as_carried(full)], [as_carried(shard)]

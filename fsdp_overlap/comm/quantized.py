@@ -1,8 +1,8 @@
 """Gathers and reductions that travel in few bits: codes, and their scales.
 
 What ranks send travels in a buffer of its own. A gather takes a pass over the shard before the
-collective, and two over the full buffer after it. A reduction takes a pass over the reduce input
-before, and one over as much memory after it.
+collective, and two over the full buffer after it. A reduction of ranges takes two passes over the
+reduce input before, one of rows takes one; both take one over as much memory after it.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class QuantizedReduction:
         """The segments for all ranks."""
         wire, plan, segments = self._wire, self._wire.plan, self._segments
         sent = torch.zeros(plan.packed.numel, dtype=torch.uint8, device=gradients.device)
-        codes = torch.empty_like(gradients, dtype=wire.codes)
+        codes = torch.zeros_like(gradients, dtype=wire.codes)
         scales = gradients.new_empty(sum(plan.scales_of_ranks), dtype=wire.scales or torch.uint8)
         wire.encode(gradients, plan.all_runs, codes, scales)
         copy_all(segments.codes(sent), segments.shards(codes))

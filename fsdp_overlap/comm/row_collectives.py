@@ -47,10 +47,10 @@ class InPlaceRows(GathersInPlace):
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, plan: RowsPlan, group: dist.ProcessGroup
     ) -> Issued:
-        gather_pieces(self.pieces(full, shard, plan, group), group)
+        gather_pieces(self.make_pieces(full, shard, plan, group), group)
         return Issued((), lambda: full)
 
-    def pieces(
+    def make_pieces(
         self, full: torch.Tensor, shard: torch.Tensor, plan: RowsPlan, group: dist.ProcessGroup
     ) -> Pieces:
         regions = self._regions.of(full, plan)

@@ -95,11 +95,10 @@ class Wire:
 
 
 class Segments:
-    """Where in a buffer of all ranks' segments, one after the other, that lies which makes a flat
-    buffer of ranges.
+    """Finds codes, scales and what is kept in a buffer that holds all ranks' segments.
 
-    Each method takes the whole buffer, of bytes or flat. What a step does takes no longer on more
-    ranks, if shards are equal and no matrix that is kept is cut.
+    Each method takes that whole buffer, or the whole flat buffer. None takes longer on more ranks
+    if shards are equal and no matrix that is kept is cut.
     """
 
     def __init__(self, wire: Wire) -> None:
@@ -123,8 +122,9 @@ class Segments:
         self._real: torch.Tensor | None = None
         counts = plan.scales_of_ranks
         if self._is_equal and min(counts) < max(counts):
-            room = torch.arange(max(counts)).expand(len(counts), -1)
-            self._real = (room < torch.tensor(counts)[:, None]).flatten().nonzero().squeeze(1)
+            room = torch.arange(max(counts), device="cpu").expand(len(counts), -1)
+            is_real = room < torch.tensor(counts, device="cpu")[:, None]
+            self._real = is_real.flatten().nonzero().squeeze(1)
 
     def shards(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The shards, flat, or all in one tensor with a row for each."""

@@ -16,9 +16,10 @@ class ParamSpec:
     ``nn.Embedding`` or ``nn.EmbeddingBag``. ``keeps_dtype`` says that compute uses it in its own
     dtype, whatever the policy of its unit. ``cut_dim`` is the dimension along which ``Rows()`` cuts
     it. ``block`` is how many neighbouring elements no layout may cut, counted from the first one.
+    ``is_kept`` says that it travels in full where others of its unit travel in few bits.
     ``grad_dtype`` is what its user set as the dtype of its gradients. ``None`` if nobody did: they
-    have its own then.
-    ``is_opaque`` says that its elements are no numbers: nothing may cast or quantize them.
+    have its own then. ``is_opaque`` says that its elements are no numbers: nothing may cast or
+    quantize them.
     """
 
     fqn: str
@@ -29,6 +30,7 @@ class ParamSpec:
     keeps_dtype: bool = False
     cut_dim: int = 0
     block: int = 1
+    is_kept: bool = False
     grad_dtype: torch.dtype | None = None
     is_opaque: bool = False
 

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 from weakref import ref
 
 import torch
@@ -16,7 +16,7 @@ from fsdp_overlap.comm.collectives import Collectives, GathersInPlace, Issued, P
 from fsdp_overlap.comm.groups import LaneGroups
 from fsdp_overlap.comm.lanes import Lane, Mark, Ticket
 from fsdp_overlap.comm.streams import has_streams, streams_of
-from fsdp_overlap.layout import BucketPlan, Plan
+from fsdp_overlap.layout import BucketPlan, Plan, RowsPlan
 from fsdp_overlap.runtime.bucket_state import ALLOWED, BucketState
 from fsdp_overlap.runtime.chosen_collectives import chosen_collectives
 from fsdp_overlap.runtime.digests import Start
@@ -36,13 +36,9 @@ from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 from fsdp_overlap.tensor.row_tensor import Sharded
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, attributes_of
 
-
-class Travel(NamedTuple):
-    """What :meth:`~fsdp_overlap.comm.lanes.Lane.enqueue` takes of an all-gather."""
-
-    issue: Callable[[], Issued]
-    accept: Callable[[torch.Tensor], None] | None
-    nbytes: int
+Travel = tuple[Callable[[], Issued], Callable[[torch.Tensor], None] | None, int]
+"""How :meth:`~fsdp_overlap.comm.lanes.Lane.enqueue` issues an all-gather and accepts its result,
+and how many bytes travel."""
 
 
 class Bucket:
@@ -112,7 +108,7 @@ class Bucket:
         sent = sent_sizes(self.gather_plan, self.compute_dtype, policy, codes)
         self.gathered_nbytes = sum(sent)
         """What an all-gather brings together, on all ranks."""
-        self._travels = self.gathered_nbytes - sent[domain.shard_rank]
+        self.travels_nbytes = self.gathered_nbytes - sent[domain.shard_rank]
         dtype = plan.specs[0].dtype
         self.shard = self._at_rest(device, plan.shard_numels[rank], dtype).zero_()
         self.grad_dtype = plan.specs[0].grad_dtype or dtype
@@ -227,7 +223,7 @@ class Bucket:
 
     def connect(self, part_size: int | None, settings: Settings, reduce_dtype: torch.dtype) -> None:
         """Chooses the groups, collectives and memory that gather and reduce the bucket. Call it
-        before the first :meth:`gather`. Collective over the mesh at the first call.
+        before the first all-gather. Collective over the mesh at the first call.
 
         ``part_size``: how many neighbours keep a part each between forward and backward. ``None``
         if nobody keeps one. ``reduce_dtype``: what gradients travel in.
@@ -240,7 +236,8 @@ class Bucket:
         if part_size is not None:
             group = domain.group_of_neighbours(part_size)
             among = self.plan.merged(part_size)
-            self.part = KeptPart(among, choose(device_type, group, among), group)
+            gaps = self.full.gaps if isinstance(self.plan, RowsPlan) else ()
+            self.part = KeptPart(among, choose(device_type, group, among), group, gaps)
         self.collectives = chosen_collectives(
             domain,
             self.gather_plan,
@@ -287,15 +284,19 @@ class Bucket:
         """Whether it is gathered and the shard was not edited since."""
         return self.state is not BucketState.SHARDED and self._gathered_version == self.version
 
-    def check_memory(self) -> None:
-        """Raises:
-        RuntimeError: the bucket is on the meta device.
+    def settle(self) -> None:
+        """Waits for an all-gather that is under way. The next one may begin then.
+
+        Raises:
+            RuntimeError: the bucket is on the meta device.
         """
         if self.is_meta:
             raise RuntimeError(
                 f"unit {self.label!r} is on the meta device: call to_empty(device=...) on the "
                 "model, then initialize it or load a checkpoint; or load_state_dict(assign=True)"
             )
+        if self.state is BucketState.GATHERING:
+            self.wait()
 
     def begin_gather(self, lane: Lane) -> None:
         """Gives the full buffer memory. :meth:`is_filled_by` comes next."""
@@ -313,24 +314,25 @@ class Bucket:
     def travel(self) -> Travel:
         """How the full buffer is filled: by an all-gather, or from the neighbours' parts if they
         were kept. Collective over the mesh."""
-        part, version = self.part, self.version
+        part = self.part
         if part is None:
-            return Travel(self._all_gather, None, self._travels)
+            return self._all_gather, None, self.travels_nbytes
+        version = self.version
         is_kept = part.holds(version)
         # Backward uses the part up, and without gradients no backward will need it.
         keeps = torch.is_grad_enabled() and not is_in_backward()
-        return Travel(
+        return (
             partial(part.all_gather, self.full.flat) if is_kept else self._all_gather,
             part.keeper(version) if keeps else part.drop,
-            part.nbytes_of_others(self.full.flat) if is_kept else self._travels,
+            part.nbytes_of_others(self.full.flat) if is_kept else self.travels_nbytes,
         )
 
-    def pieces(self) -> Pieces | None:
-        """What :meth:`travel` sends and fills, if that is in place. Buckets of one group can do it
-        in one collective then."""
+    def make_pieces(self) -> Pieces | None:
+        """Does what comes before the all-gather of :meth:`travel` if that is in place: buckets of
+        one group can do the rest in one collective. Else ``None``. Call it in the lane's order."""
         if self.part is not None or not isinstance(self.collectives, GathersInPlace):
             return None
-        return self.collectives.pieces(
+        return self.collectives.make_pieces(
             self.full.flat, self._gathered_shard(), self.gather_plan, self.groups.gather
         )
 

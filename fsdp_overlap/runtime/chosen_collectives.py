@@ -86,13 +86,13 @@ def chosen_collectives(
         return Wire(travels, own, codes, policy.scale_dtype(dtype, codes))
 
     if policy.gather_dtype is not None:
-        own = wire(compute_dtype, policy.gather_dtype)
+        sent = wire(compute_dtype, policy.gather_dtype)
         gather = (
-            QuantizedRowsGather(own, ranges, group.size())
+            QuantizedRowsGather(sent, ranges, group.size())
             if in_rows
-            else QuantizedGather(own, ranges)
+            else QuantizedGather(sent, ranges)
         ).all_gather
     if policy.reduce_dtype is not None and not is_alone:
-        own = wire(reduce_dtype, policy.reduce_dtype)
-        reduce = (QuantizedRowsReduction if in_rows else QuantizedReduction)(own).reduce_scatter
+        sent = wire(reduce_dtype, policy.reduce_dtype)
+        reduce = (QuantizedRowsReduction if in_rows else QuantizedReduction)(sent).reduce_scatter
     return InFewBits(gather, reduce)

@@ -12,13 +12,12 @@ import torch.distributed as dist
 from fsdp_overlap.comm.collectives import Issued, gather_pieces
 from fsdp_overlap.comm.lanes import Lane
 from fsdp_overlap.runtime.bucket import Bucket
-from fsdp_overlap.runtime.bucket_state import BucketState
 from fsdp_overlap.runtime.unit import Unit
 
 
 def gathers_of(unit: Unit) -> list[tuple[str, list[Bucket]]]:
-    """What is to be gathered: the name of each collective, and its buckets. A bucket that kept a
-    part travels among other ranks than the rest, so it goes alone."""
+    """What is to be gathered: the name of each collective, and its buckets. A bucket that is asked
+    to keep a part goes alone, because it may travel among other ranks than the rest."""
     waiting = [bucket for bucket in unit.buckets if not bucket.is_whole]
     if len(waiting) < 2:
         return [(bucket.label, [bucket]) for bucket in waiting]
@@ -39,9 +38,7 @@ def gather(buckets: Sequence[Bucket], lane: Lane, label: str) -> None:
         RuntimeError: one of them is on the meta device.
     """
     for bucket in buckets:
-        bucket.check_memory()
-        if bucket.state is BucketState.GATHERING:
-            bucket.wait()
+        bucket.settle()
     before = [bucket.state for bucket in buckets]
     try:
         for bucket in buckets:
@@ -49,8 +46,8 @@ def gather(buckets: Sequence[Bucket], lane: Lane, label: str) -> None:
         if len(buckets) == 1:
             ticket = lane.enqueue("all_gather", label, *buckets[0].travel())
         else:
-            issue, nbytes = partial(_issue, buckets), sum(b.travel().nbytes for b in buckets)
-            ticket = lane.enqueue("all_gather", label, issue, nbytes=nbytes)
+            nbytes = sum(bucket.travels_nbytes for bucket in buckets)
+            ticket = lane.enqueue("all_gather", label, partial(_issue, buckets), nbytes=nbytes)
     except BaseException:
         for bucket, state in zip(buckets, before, strict=True):
             bucket.state = state  # nothing was gathered, for example for lack of memory
@@ -61,15 +58,14 @@ def gather(buckets: Sequence[Bucket], lane: Lane, label: str) -> None:
 
 def _issue(buckets: Sequence[Bucket]) -> Issued:
     """Gathers buckets of one group: in one launch those that can, and each of the others."""
-    found = [(bucket, bucket.pieces()) for bucket in buckets]
+    found = [(bucket, bucket.make_pieces()) for bucket in buckets]
     group = buckets[0].groups.gather
     if pieces := [each for _, each in found if each is not None]:
-        received, sent = (
-            [piece.view(torch.uint8) for piece in chain.from_iterable(each)]  # dtypes may differ
-            for each in zip(*pieces, strict=True)
-        )
+        received, sent = (list(chain.from_iterable(each)) for each in zip(*pieces, strict=True))
+        if len({piece.dtype for piece in sent}) > 1:
+            received, sent = ([p.view(torch.uint8) for p in each] for each in (received, sent))
         gather_pieces((received, sent), group)
-    others = [bucket.travel().issue() for bucket, each in found if each is None]
+    others = [bucket.travel()[0]() for bucket, each in found if each is None]
 
     def finish() -> torch.Tensor:
         for other in others:

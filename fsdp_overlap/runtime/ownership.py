@@ -29,6 +29,7 @@ class OwnedParameter:
     keeps_dtype: bool = False
     cut_dim: int = 0
     block: int = 1
+    is_kept: bool = False
     is_opaque: bool = False
     aliases: dict[int, torch.Tensor] = field(default_factory=dict)
     """Other tensors that are the elements of an opaque parameter, by their ids."""
@@ -54,6 +55,7 @@ class OwnedParameter:
             self.keeps_dtype,
             self.cut_dim,
             self.block,
+            self.is_kept,
             given_grad_dtype(parameter),
             self.is_opaque,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from weakref import ref
 
 import torch
@@ -18,13 +18,18 @@ class KeptPart:
 
     Each of ``size`` neighbours, usually the ranks of one machine, keeps ``1 / size`` of the buffer.
     Backward gathers it from them alone. ``plan`` is the bucket's plan, merged to ``size`` ranks
-    (:meth:`BucketPlan.merged`).
+    (:meth:`BucketPlan.merged`). ``gaps`` are the parts of the buffer that no gather fills.
     """
 
     def __init__(
-        self, plan: BucketPlan, collectives: Collectives, group: dist.ProcessGroup
+        self,
+        plan: BucketPlan,
+        collectives: Collectives,
+        group: dist.ProcessGroup,
+        gaps: Sequence[torch.Tensor],
     ) -> None:
         self.plan = plan
+        self._gaps = list(gaps)
         self._collectives = collectives
         self._group = ref(group)
         rank = group.rank()
@@ -50,6 +55,8 @@ class KeptPart:
         shards of ``version``."""
 
         def keep(full: torch.Tensor) -> None:
+            if self._gaps:
+                torch._foreach_zero_(self._gaps)  # they travel too
             self._values = full.narrow(0, self._start, self._numel).clone()
             self._version = version
 

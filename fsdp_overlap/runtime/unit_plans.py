@@ -111,8 +111,8 @@ class UnitPlans:
 
 
 def _unquantized(specs: Iterable[ParamSpec]) -> set[ParamSpec]:
-    """``specs`` without blocks, because ahead of a unit nobody knows how it will be gathered."""
-    return {replace(spec, block=1) for spec in specs}
+    """``specs`` without what travels how, because ahead of a unit nobody knows that."""
+    return {replace(spec, block=1, is_kept=False) for spec in specs}
 
 
 @contextmanager

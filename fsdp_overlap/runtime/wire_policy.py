@@ -30,7 +30,7 @@ _NUMBER = (1, 1)
 
 @dataclass(frozen=True)
 class WirePolicy:
-    """Sends the matrices of a unit in 8 bits: when they are gathered, when their gradients are
+    """Sends the matrices of a unit in few bits: when they are gathered, when their gradients are
     reduced, or both.
 
     A rank quantizes its shard, codes and scales travel, and compute sees what these stand for, in
@@ -59,7 +59,8 @@ class WirePolicy:
             they have the dtype of compute or of the reduction, if that is float32 or bfloat16, and
             float32 for others.
         keep: which matrices travel in full all the same: names, as in the unit, or patterns of the
-            shell, such as ``"*.router.weight"``.
+            shell, such as ``"*.router.weight"``. They are a bucket of their own, unless the unit
+            was planned ahead.
 
     Raises:
         ValueError: there are no codes of that dtype, or no blocks of that size.
@@ -102,9 +103,13 @@ class WirePolicy:
             return None
         if spec.dtype.itemsize == 1 or spec.is_opaque:
             return None
-        if any(fnmatchcase(spec.fqn, pattern) for pattern in self.keep):
+        if self.keeps(spec):
             return None
         return block_in(spec, self.block) if self._has_scales else _NUMBER
+
+    def keeps(self, spec: ParamSpec) -> bool:
+        """Whether the user asked that a matrix travels in full."""
+        return spec.ndim > 1 and any(fnmatchcase(spec.fqn, pattern) for pattern in self.keep)
 
     def grain(self, spec: ParamSpec) -> int:
         """The number of neighbouring elements that no layout may cut."""
