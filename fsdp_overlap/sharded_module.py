@@ -22,7 +22,7 @@ from fsdp_overlap.runtime.context import context_of
 from fsdp_overlap.runtime.full_mesh import FullMesh
 from fsdp_overlap.runtime.late_memory import announce_unsharded, materialize
 from fsdp_overlap.runtime.ownership import modules_outside_units, move_buffers
-from fsdp_overlap.runtime.tiles import parameter_like
+from fsdp_overlap.runtime.tiles import parameter_like, tile_in
 from fsdp_overlap.runtime.unit import Unit, unit_of
 from fsdp_overlap.runtime.units import unit_names
 from fsdp_overlap.sharding import make_unit
@@ -138,14 +138,15 @@ class ShardedModule(nn.Module):
 
     def _shards(self) -> list[tuple[Bucket, torch.Tensor]]:
         """The tensors that :meth:`_apply` works on: the shards of the unit. If the unit has several
-        modules, each of them is called, and works on the ranges of its own parameters."""
+        modules, each of them is called, and works on the ranges of its own parameters. So it does
+        if they are of a class of their own."""
         unit = self._fsdp_unit
-        if not unit.is_list:
-            return [(bucket, bucket.shard) for bucket in unit.buckets]
         mine = {id(module._parameters) for _, module in modules_outside_units([self])}
-        return [
+        flat = [] if unit.is_list else [each for each in unit.buckets if not each.is_extension]
+        return [(bucket, bucket.shard) for bucket in flat] + [
             (bucket, sharded._local_tensor)
             for bucket in unit.buckets
+            if bucket not in flat
             for item, sharded in zip(bucket.owned, bucket.sharded_parameters, strict=True)
             if any(id(registered) in mine for registered, _ in item.places)
         ]
@@ -189,9 +190,13 @@ class ShardedModule(nn.Module):
             ):
                 # make_unit() takes this over. Of its values only the shard is copied, below.
                 empty = torch.empty(spec.shape, dtype=spec.dtype, device=bucket.shard.device)
+                if bucket.is_extension:
+                    empty = sharded._local_tensor.new_zeros(spec.shape)
                 copied = parameter_like(parameter, empty, spec.requires_grad)
                 attributes = attributes_of(parameter) | attributes_of(sharded)
-                vars(copied).update(deepcopy(attributes, memo))
+                own = vars(tile_in(copied))
+                given = {key: value for key, value in attributes.items() if key not in own}
+                vars(copied).update(deepcopy(given, memo))
                 del copied.__dict__["_fsdp_owner"]
                 memo[id(parameter)] = memo[id(sharded)] = copied
                 if spec.keeps_dtype:

@@ -14,8 +14,6 @@ from dataclasses import replace
 from functools import cached_property
 from math import lcm
 
-import torch
-
 from fsdp_overlap.layout.balance import Item, Loads, assign, assign_together
 from fsdp_overlap.layout.bucket_plan import BucketPlan, align
 from fsdp_overlap.layout.equal_shards import equal_sections
@@ -90,12 +88,13 @@ class Planner:
         ]
 
     def _buckets(self, specs: Sequence[ParamSpec]) -> list[_Bucket | RowsPlan]:
-        found: dict[tuple[bool, torch.dtype, bool, bool], list[Item]] = {}
+        found: dict[tuple[object, ...], list[Item]] = {}
         for spec in specs:
             rule = layout_for(self.layout, spec)
             padding = getattr(rule, "padding", 0.0)
             item = Item(spec, lcm(rule.grain(spec), spec.block), rule.work(spec), padding)
-            kind = isinstance(rule, Rows), spec.dtype, spec.keeps_dtype, spec.requires_grad
+            travels = spec.is_extension, spec.dtype, spec.keeps_dtype, spec.requires_grad
+            kind = isinstance(rule, Rows), *travels
             found.setdefault(kind, []).append(item)
         world_size = self._loads.world_size
         return [

@@ -16,6 +16,7 @@ class ParamSpec:
     ``nn.Embedding`` or ``nn.EmbeddingBag``. ``keeps_dtype`` says that compute uses it in its own
     dtype, whatever the policy of its unit. ``cut_dim`` is the dimension along which ``Rows()`` cuts
     it. ``block`` is how many neighbouring elements no layout may cut, counted from the first one.
+    ``is_extension`` says that its tensor is of a class that says itself how it is gathered.
     """
 
     fqn: str
@@ -26,6 +27,7 @@ class ParamSpec:
     keeps_dtype: bool = False
     cut_dim: int = 0
     block: int = 1
+    is_extension: bool = False
 
     @property
     def ndim(self) -> int:

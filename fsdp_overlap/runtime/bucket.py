@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from fsdp_overlap.comm.collectives import Collectives, Issued, choose
+from fsdp_overlap.comm.extension_gather import ExtensionGather
 from fsdp_overlap.comm.groups import LaneGroups
 from fsdp_overlap.comm.lanes import Lane, Mark, Ticket
 from fsdp_overlap.comm.streams import has_streams, streams_of
@@ -32,9 +33,10 @@ from fsdp_overlap.runtime.settings import Settings
 from fsdp_overlap.runtime.sharded_forms import own_parts, sharded_forms
 from fsdp_overlap.runtime.tiles import give_memory, parameter_like, tile_in
 from fsdp_overlap.runtime.wire_policy import WirePolicy, sent_sizes
+from fsdp_overlap.tensor.extension import GatheredTensors
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 from fsdp_overlap.tensor.row_tensor import Sharded
-from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, attributes_of
+from fsdp_overlap.tensor.sharded_tensor import attributes_of, users_attributes
 
 
 class BucketState(StrEnum):  # states are looked up often, and a string caches its hash
@@ -61,6 +63,9 @@ class Bucket:
     backward runs.
     """
 
+    is_extension = False
+    """Whether its parameters say themselves how they are gathered."""
+
     def __init__(
         self,
         plan: Plan,
@@ -83,6 +88,7 @@ class Bucket:
         self.domain = domain
         self.groups: LaneGroups
         self.collectives: Collectives[Any]
+        self.extensions: ExtensionGather | None = None
         self.compute_dtype = compute_dtype
         self.wire_policy = wire_policy
         self.offload = offload
@@ -91,10 +97,10 @@ class Bucket:
         self.is_tensor_parallel = any(item.is_tensor_parallel for item in owned)
         """Whether some gradients are DTensors, or parts of a sum over tensor parallelism."""
         values = [tile_in(parameter).detach() for parameter in self.parameters]
+        self.sharded_parameters: list[Sharded] = []
         self.allocate(device, self.parameters)
-        self._take(values)
-        for parameter, view in zip(self.parameters, self.full.views, strict=True):
-            give_memory(parameter, view)
+        self.take(values)
+        self.give_memory()
         self.start = Start(values, self.version) if domain.mesh.size() > 1 else None
         """Digests of what this rank sharded, until ranks have compared them."""
         self.part: KeptPart | None = None
@@ -107,11 +113,8 @@ class Bucket:
     def allocate(self, device: torch.device, like: Sequence[torch.Tensor]) -> None:
         """Makes the buffers and the sharded parameters, and registers these parameters in the
         modules. They take their attributes from ``like``."""
-        plan = self.plan
+        plan, domain = self.plan, self.domain
         self.is_meta = device.type == "meta"
-        self.full = FlatBuffer(plan, self.compute_dtype, device)
-        domain = self.domain
-        rank = domain.plan_rank
         # The plan among the ranks that gather. The ranks that hold parts of one shard put it
         # together before.
         self.gather_plan = plan.merged(domain.shard_size) if domain.divides_copies else plan
@@ -121,17 +124,27 @@ class Bucket:
         self.gathered_nbytes = sum(sent)
         """What an all-gather brings together, on all ranks."""
         self._travels = self.gathered_nbytes - sent[domain.shard_rank]
-        dtype = plan.specs[0].dtype
-        self.shard = self._at_rest(device, plan.shard_numels[rank], dtype).zero_()
         made: list[Sharded] = []
-        forms = sharded_forms(plan, self.shard, self.owned, domain, self.edits)
-        for tensor, model in zip(forms, like, strict=True):
+        for tensor, model in zip(self._make_buffers(device), like, strict=True):
             sharded = nn.Parameter(tensor, requires_grad=model.requires_grad)
-            vars(sharded).update(attributes_of(model))
+            vars(sharded).update(users_attributes(model, tensor._local_tensor))
             # isinstance() takes it for a Parameter, and its type is that of the tensor.
             made.append(cast(Sharded, sharded))
         self.edits.trainability = 0
         self.register(made)
+
+    def _make_buffers(self, device: torch.device) -> Sequence[Sharded]:
+        """Makes the full buffer and the shard, and returns what the shard has of each parameter."""
+        plan, rank = self.plan, self.domain.plan_rank
+        self.full: FlatBuffer | GatheredTensors = FlatBuffer(plan, self.compute_dtype, device)
+        self.shard = self._at_rest(device, plan.shard_numels[rank], plan.specs[0].dtype).zero_()
+        return sharded_forms(plan, self.shard, self.owned, self.domain, self.edits)
+
+    def give_memory(self) -> None:
+        """Makes the unsharded parameters views of the full buffer."""
+        assert isinstance(self.full, FlatBuffer)
+        for parameter, view in zip(self.parameters, self.full.views, strict=True):
+            give_memory(parameter, view)
 
     def register(self, sharded: list[Sharded]) -> None:
         """Makes ``sharded`` the sharded parameters, and registers them in the modules."""
@@ -143,7 +156,7 @@ class Bucket:
         """Notes where modules have the parameters registered now."""
         self.places = Places(self.owned, self.parameters, self.sharded_parameters)
 
-    def _take(self, wholes: Sequence[torch.Tensor]) -> None:
+    def take(self, wholes: Sequence[torch.Tensor]) -> None:
         """Copies this rank's part of the whole parameters into the shard."""
         parts = own_parts(self.plan, wholes, self.domain.plan_rank)
         for sharded, part in zip(self.sharded_parameters, parts, strict=True):
@@ -183,6 +196,7 @@ class Bucket:
         memory = self.full.memory
         self.allocate(device, self.sharded_parameters)
         self.full.memory = memory
+        assert isinstance(self.full, FlatBuffer)
         fresh = []
         for parameter, sharded, view in zip(
             self.parameters, self.sharded_parameters, self.full.views, strict=True
@@ -191,34 +205,14 @@ class Bucket:
             unsharded = parameter_like(parameter, view.data, sharded.requires_grad)
             vars(unsharded).update(attributes_of(parameter))
             fresh.append(unsharded)
-        self.parameters = fresh
-        for item, parameter in zip(self.owned, fresh, strict=True):
+        self.use_parameters(fresh)
+
+    def use_parameters(self, unsharded: list[nn.Parameter]) -> None:
+        """Makes ``unsharded`` the unsharded parameters."""
+        self.parameters = unsharded
+        for item, parameter in zip(self.owned, unsharded, strict=True):
             item.parameter = parameter
-        self.places = Places(self.owned, fresh, self.sharded_parameters)
-
-    @torch.no_grad()
-    def lay_out(self, plan: BucketPlan) -> None:
-        """Lays the same parameters out by another plan. The sharded parameters are new objects.
-
-        Call it before the first :meth:`connect`. Collective over the ranks that the bucket is
-        sharded among, unless it is on the meta device. Not over those of tensor parallelism, which
-        may have other plans, because tiles may differ in size.
-        """
-        version, names = self.version, [spec.fqn for spec in self.plan.specs]
-        order = [names.index(spec.fqn) for spec in plan.specs]
-        sharded = [self.sharded_parameters[index] for index in order]
-        # All are gathered before anything changes: a collective may fail.
-        tiles = [] if self.is_meta else [cast(ShardedTensor, each).full_tile() for each in sharded]
-        self.plan = plan
-        self.owned = [self.owned[index] for index in order]
-        self.parameters = [self.parameters[index] for index in order]
-        self.allocate(self.device, sharded)
-        if tiles:
-            self._take(tiles)
-        for parameter, view in zip(self.parameters, self.full.views, strict=True):
-            give_memory(parameter, view)
-        if self.start is not None:
-            self.start.move(order, version, self.version)
+        self.look_for_places()
 
     def join(self, domain: Domain) -> None:
         """Becomes one of the buckets of ``domain``."""
@@ -249,12 +243,19 @@ class Bucket:
             self.wire_policy,
             self.compute_dtype,
             reduce_dtype,
+            self.extensions,
         )
         if domain.divides_copies:
             assert groups.across is not None
             first = domain.shard_rank * domain.copies
             parts = BucketPlan((), (), self.plan.shard_numels[first : first + domain.copies])
             self.divided = DividedShard(self, parts, choose(device_type, groups.across, parts))
+
+    def make_unsharded(self) -> bool:
+        """Makes the unsharded parameters, if these are what a gather makes, unless it was done
+        before. Returns whether it did. Collective over the mesh then. Call it after
+        :meth:`connect`."""
+        return False
 
     def signature(self, dtype: torch.dtype) -> int:
         """A number that is the same on ranks which planned the bucket alike, and have as many
@@ -271,6 +272,15 @@ class Bucket:
     def version(self) -> int:
         """Grows with every edit of the shard, also through ``to_local()``."""
         return self.edits.values + self.shard._version
+
+    @property
+    def nbytes_at_rest(self) -> int:
+        """The bytes of the shard."""
+        return self.shard.nbytes
+
+    def copy_values_of(self, other: Bucket) -> None:
+        """Copies the shard of ``other``, which lies as this one does."""
+        self.shard.copy_(other.shard)
 
     def outdate(self) -> None:
         """Notes that the full buffer has other values than the shards. Its next use gathers it

@@ -13,9 +13,10 @@ from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.copies_reduction import Accept, CopiesReduction
 from fsdp_overlap.runtime.landing import Landing
 from fsdp_overlap.runtime.reduce_options import ReduceOptions
-from fsdp_overlap.runtime.sharded_forms import give_gradients
+from fsdp_overlap.runtime.sharded_forms import give_gradients, places_in_shard
 from fsdp_overlap.runtime.tiles import is_placed_like, placed_like, tile_in
 from fsdp_overlap.runtime.wire_policy import sent_sizes
+from fsdp_overlap.tensor.extension import is_subclass
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 
 # Gradients of at least this size may move to the reduce input as soon as they arrive. Smaller ones
@@ -71,18 +72,17 @@ class BucketGradients:
         sizes: list[int] = []
         pieces = []
         end = 0
-        for parameter in self.bucket.sharded_parameters:
-            local = parameter._local_tensor
-            if not local.numel():
+        plan, rank = self.bucket.plan, self.bucket.domain.plan_rank
+        for start, size in places_in_shard(plan, rank):
+            if not size:
                 pieces.append(-1)
                 continue
-            gap = int(local.storage_offset()) - end
-            if gap:
-                sizes.append(gap)
+            if start > end:
+                sizes.append(start - end)
             pieces.append(len(sizes))
-            sizes.append(local.numel())
-            end += gap + local.numel()
-        sizes.append(self.bucket.shard.numel() - end)
+            sizes.append(size)
+            end = start + size
+        sizes.append(plan.shard_numels[rank] - end)
         return sizes, pieces
 
     @property
@@ -111,7 +111,7 @@ class BucketGradients:
         if len(gradients) < len(parameters) or any(self.filled):
             self.absorb(range(len(parameters)))
         else:
-            if self.bucket.is_tensor_parallel:
+            if self.bucket.is_tensor_parallel or self.bucket.is_extension:
                 gradients = [self._tile(i, gradient) for i, gradient in enumerate(gradients)]
             try:
                 torch._foreach_copy_(self.input.views, gradients)
@@ -138,7 +138,7 @@ class BucketGradients:
                 gradient = gradient.detach()
             if gradient.layout is not torch.strided:  # by nn.Embedding(sparse=True)
                 gradient = gradient.to_dense()
-            if self.bucket.is_tensor_parallel:
+            if self.bucket.is_tensor_parallel or self.bucket.is_extension:
                 gradient = self._tile(index, gradient)
             if self.filled[index]:
                 self.input.views[index].add_(gradient)
@@ -150,9 +150,13 @@ class BucketGradients:
             torch._foreach_copy_(targets, sources)
 
     def _tile(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        """This rank's tile of a gradient, placed as its parameter is: all of a plain gradient."""
+        """This rank's tile of a gradient, placed as its parameter is: all of a plain gradient. One
+        that is of a class of its own is copied into a plain tensor."""
         parameter, on_full_mesh = self.bucket.parameters[index], self._on_full_mesh[index]
-        return tile_in(placed_like(parameter, gradient, on_full_mesh, self.input.flat.dtype))
+        tile = tile_in(placed_like(parameter, gradient, on_full_mesh, self.input.flat.dtype))
+        if not is_subclass(tile):
+            return tile
+        return torch.empty(tile.shape, dtype=tile.dtype, device=tile.device).copy_(tile)
 
     @property
     def goes_across(self) -> bool:

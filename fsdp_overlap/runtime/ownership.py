@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_overlap.layout import ParamSpec
 from fsdp_overlap.runtime.full_mesh import OnFullMesh
 from fsdp_overlap.runtime.tiles import tile_in
+from fsdp_overlap.tensor.extension import is_subclass
 from fsdp_overlap.torch_internals import is_replicated
 
 
@@ -22,6 +24,8 @@ class OwnedParameter:
 
     fqn: str
     parameter: nn.Parameter
+    module: weakref.ref[nn.Module]
+    """The first module that has it."""
     places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     """``(module._parameters, name)``; more than one for a tied parameter."""
     is_embedding: bool = False
@@ -38,6 +42,11 @@ class OwnedParameter:
         return is_part or isinstance(self.parameter, DTensor)
 
     @property
+    def is_extension(self) -> bool:
+        """Whether its tensor is of a class that says itself how it is gathered."""
+        return is_subclass(tile_in(self.parameter))
+
+    @property
     def spec(self) -> ParamSpec:
         """Describes what this rank has of the parameter."""
         parameter = self.parameter
@@ -50,6 +59,7 @@ class OwnedParameter:
             self.keeps_dtype,
             self.cut_dim,
             self.block,
+            self.is_extension,
         )
 
 
@@ -132,7 +142,9 @@ def owned_parameters(
             if parameter is None or id(parameter) in ignored_ids:
                 continue
             fqn = f"{prefix}.{name}" if prefix else name
-            item = found.setdefault(id(parameter), OwnedParameter(fqn, parameter))
+            item = found.setdefault(
+                id(parameter), OwnedParameter(fqn, parameter, weakref.ref(owner))
+            )
             item.places.append((owner._parameters, name))
             item.is_embedding |= isinstance(owner, (nn.Embedding, nn.EmbeddingBag))
     return list(found.values())

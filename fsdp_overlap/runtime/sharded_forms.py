@@ -29,7 +29,7 @@ def sharded_forms(
     dtype = plan.specs[0].dtype
     if isinstance(plan, RowsPlan):
         return [
-            RowTensor.wrap(chunk, domain.spec(item, _row_shard(item, spec.cut_dim), dtype), edits)
+            RowTensor.wrap(chunk, domain.spec(item, row_shard(item, spec.cut_dim), dtype), edits)
             for chunk, item, spec in zip(
                 _chunks(plan, shard, domain.plan_rank), owned, plan.specs, strict=True
             )
@@ -45,12 +45,7 @@ def sharded_forms(
 
 
 def _ranges(plan: BucketPlan, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
-    found = []
-    for spec, offset in zip(plan.specs, plan.offsets, strict=True):
-        start, stop = _range(plan, spec.fqn, rank)
-        first = offset + start - plan.shard_starts[rank] if stop > start else 0
-        found.append(shard[first : first + stop - start])
-    return found
+    return [shard[first : first + size] for first, size in places_in_shard(plan, rank)]
 
 
 def _range(plan: BucketPlan, fqn: str, rank: int) -> tuple[int, int]:
@@ -59,14 +54,13 @@ def _range(plan: BucketPlan, fqn: str, rank: int) -> tuple[int, int]:
 
 
 def _chunks(plan: RowsPlan, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
-    shapes = [plan.chunk_shape(spec, rank) for spec in plan.specs]
     return [
-        shard[start : start + prod(shape)].view(shape)
-        for start, shape in zip(plan.starts, shapes, strict=True)
+        shard[first : first + size].view(plan.chunk_shape(spec, rank))
+        for spec, (first, size) in zip(plan.specs, places_in_shard(plan, rank), strict=True)
     ]
 
 
-def _row_shard(item: OwnedParameter, dim: int) -> Placement:
+def row_shard(item: OwnedParameter, dim: int) -> Placement:
     """The placement of chunks of a parameter. Where tensor parallelism has cut the same dimension,
     the chunks of all ranks do not follow each other in the order of the mesh."""
     factor, parameter = 1, item.parameter
@@ -92,6 +86,20 @@ def own_parts(plan: Plan, wholes: Sequence[torch.Tensor], rank: int) -> list[tor
         whole.narrow(spec.cut_dim, first, last - first)
         for whole, spec, (first, last) in zip(wholes, plan.specs, held, strict=True)
     ]
+
+
+def places_in_shard(plan: Plan, rank: int) -> list[tuple[int, int]]:
+    """Where in a shard of ``rank`` each parameter begins, and how many elements it has there."""
+    if isinstance(plan, RowsPlan):
+        sizes = [prod(plan.chunk_shape(spec, rank)) for spec in plan.specs]
+        return list(zip(plan.starts, sizes, strict=True))
+    found = []
+    for spec, offset in zip(plan.specs, plan.offsets, strict=True):
+        start, stop = _range(plan, spec.fqn, rank)
+        found.append(
+            (offset + start - plan.shard_starts[rank] if stop > start else 0, stop - start)
+        )
+    return found
 
 
 def give_gradients(parameters: Sequence[Sharded], locals_: Sequence[torch.Tensor]) -> None:

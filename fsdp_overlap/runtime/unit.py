@@ -109,9 +109,13 @@ class Unit:
     def connect(self) -> None:
         """Chooses the groups, collectives and memory of its buckets. Collective over their meshes
         at the first call."""
+        has_new = False
         for bucket in self.buckets:
             reduced_in = reduce_dtype(bucket.shard.dtype, self.mp_policy)
             bucket.connect(self.part_size, self.settings, reduced_in)
+            has_new |= bucket.make_unsharded()
+        if has_new:
+            self.forget_parameters()
         for gradients in self._known_gradients.values():
             gradients.input.memory = gradients.bucket.full.memory
 
@@ -256,7 +260,7 @@ class Unit:
     def copy_to(self, other: Unit) -> None:
         """Copies values, gradients and settings to ``other``, which was sharded likewise."""
         for mine, its in zip(self.buckets, other.buckets, strict=True):
-            its.shard.copy_(mine.shard)
+            its.copy_values_of(mine)
             its.full.keeps_storage = mine.full.keeps_storage
             for parameter, duplicate in zip(
                 mine.sharded_parameters, its.sharded_parameters, strict=True
