@@ -30,7 +30,7 @@ from fsdp_overlap.runtime.ownership import OwnedParameter
 from fsdp_overlap.runtime.partial_reshard import KeptPart
 from fsdp_overlap.runtime.places import Places
 from fsdp_overlap.runtime.settings import Settings
-from fsdp_overlap.runtime.sharded_forms import own_parts, sharded_forms
+from fsdp_overlap.runtime.sharded_forms import own_parts, refuse_methods, sharded_forms
 from fsdp_overlap.runtime.tiles import give_memory, parameter_like, tile_in
 from fsdp_overlap.runtime.wire_policy import WirePolicy, sent_sizes
 from fsdp_overlap.tensor.extension import GatheredTensors
@@ -231,6 +231,7 @@ class Bucket:
         self.groups = groups = domain.groups_for(settings.separates_reductions)
         self.full.memory = domain.memory_for(groups) if settings.uses_group_memory else None
         self.part = None
+        refuse_methods(self.label, self.sharded_parameters)
         if part_size is not None:
             group = domain.group_of_neighbours(part_size)
             among = self.plan.merged(part_size)

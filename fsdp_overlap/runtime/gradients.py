@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.comm.lanes import Lane, Ticket
 from fsdp_overlap.runtime.bucket import Bucket
@@ -111,8 +112,10 @@ class BucketGradients:
         if len(gradients) < len(parameters) or any(self.filled):
             self.absorb(range(len(parameters)))
         else:
-            if self.bucket.is_tensor_parallel or self.bucket.is_extension:
+            if self.bucket.is_tensor_parallel:
                 gradients = [self._tile(i, gradient) for i, gradient in enumerate(gradients)]
+            if self.bucket.is_extension:
+                gradients = list(map(_plain, gradients))
             try:
                 torch._foreach_copy_(self.input.views, gradients)
             except RuntimeError:
@@ -138,8 +141,10 @@ class BucketGradients:
                 gradient = gradient.detach()
             if gradient.layout is not torch.strided:  # by nn.Embedding(sparse=True)
                 gradient = gradient.to_dense()
-            if self.bucket.is_tensor_parallel or self.bucket.is_extension:
+            if self.bucket.is_tensor_parallel:
                 gradient = self._tile(index, gradient)
+            if type(gradient) is not torch.Tensor:
+                gradient = _plain(gradient)
             if self.filled[index]:
                 self.input.views[index].add_(gradient)
             else:
@@ -150,13 +155,9 @@ class BucketGradients:
             torch._foreach_copy_(targets, sources)
 
     def _tile(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        """This rank's tile of a gradient, placed as its parameter is: all of a plain gradient. One
-        that is of a class of its own is copied into a plain tensor."""
+        """This rank's tile of a gradient, placed as its parameter is: all of a plain gradient."""
         parameter, on_full_mesh = self.bucket.parameters[index], self._on_full_mesh[index]
-        tile = tile_in(placed_like(parameter, gradient, on_full_mesh, self.input.flat.dtype))
-        if not is_subclass(tile):
-            return tile
-        return torch.empty(tile.shape, dtype=tile.dtype, device=tile.device).copy_(tile)
+        return tile_in(placed_like(parameter, gradient, on_full_mesh, self.input.flat.dtype))
 
     @property
     def goes_across(self) -> bool:
@@ -263,3 +264,11 @@ class BucketGradients:
             self.copies.drop()
         self.is_in_flight = False
         self.input.free()
+
+
+def _plain(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient of a class of its own, as a plain tensor. It is copied there once, because an op
+    on both may do more: one that consists of two would be added twice."""
+    if isinstance(gradient, DTensor) or not is_subclass(gradient):
+        return gradient
+    return torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device).copy_(gradient)

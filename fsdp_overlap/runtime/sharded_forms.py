@@ -13,6 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 from fsdp_overlap.layout import BucketPlan, Plan, RowsPlan
 from fsdp_overlap.runtime.domain import Domain
 from fsdp_overlap.runtime.ownership import OwnedParameter
+from fsdp_overlap.tensor.extension import is_subclass, missing_methods
 from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded, call_hooks, give_row_grads
 from fsdp_overlap.tensor.sharded_tensor import ShardEdits, ShardedTensor, give_grads
 from fsdp_overlap.torch_internals import StridedShard
@@ -100,6 +101,23 @@ def places_in_shard(plan: Plan, rank: int) -> list[tuple[int, int]]:
             (offset + start - plan.shard_starts[rank] if stop > start else 0, stop - start)
         )
     return found
+
+
+def refuse_methods(label: str, parameters: Sequence[Sharded]) -> None:
+    """Refuses plain parameters that were given the methods of a tensor extension, which would not
+    be called. ``label`` names their unit.
+
+    Raises:
+        TypeError: there is one.
+    """
+    for parameter in parameters:
+        local = parameter._local_tensor
+        if not is_subclass(local) and len(missing_methods(local)) < 2:
+            raise TypeError(
+                f"a parameter of unit {label!r}, of shape {tuple(parameter.shape)}, was given the "
+                "methods of a tensor extension after fully_shard(), and is a plain tensor: make it "
+                "one of a class that has them, before fully_shard()"
+            )
 
 
 def give_gradients(parameters: Sequence[Sharded], locals_: Sequence[torch.Tensor]) -> None:

@@ -41,6 +41,8 @@ def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The plain tensors that ``tensor`` consists of. None if its class does not tell."""
     if not is_subclass(tensor):
         return [tensor]
+    if isinstance(tensor, DTensor):  # its flattening names its mesh, too
+        return inner_tensors(tensor._local_tensor)
     flatten = getattr(tensor, "__tensor_flatten__", None)
     names = flatten()[0] if flatten is not None else ()
     return [inner for name in names for inner in inner_tensors(getattr(tensor, name))]
