@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_overlap import Flat, FsdpContext, Rows, WirePolicy, fully_shard
+from fsdp_overlap.optim import AdamW, Muon
 from support.extensions import TOLD, WIDTH, Net, Rounded, Wrapped, parts
 from support.ranks import run_ranks
 from support.twins import NAMES
@@ -177,7 +179,7 @@ def edits_are_seen() -> None:
     with torch.no_grad():
         ours.layers[0].up.weight._local_tensor.data_inside.mul_(2)
     outputs.append(ours(x))
-    for before, after in zip(outputs, outputs[1:], strict=False):
+    for before, after in pairwise(outputs):
         assert not torch.equal(before, after)
 
 
@@ -234,6 +236,37 @@ def starts_on_meta(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["rounded", "coded"])
 def test_a_unit_may_start_on_the_meta_device(kind: str) -> None:
     run_ranks(partial(starts_on_meta, kind), 2)
+
+
+def steps_as_plain(kind: str) -> None:
+    """Beside plain parameters with the same gradients, by torch's AdamW."""
+    ours, _, _ = both(kind)
+    twin = Net("plain")
+    ctx = FsdpContext(layout=Rows())
+    for module in (*twin.layers, twin):
+        fully_shard(module, ctx)
+    pairs = list(zip(ours.parameters(), twin.parameters(), strict=True))
+    with torch.no_grad():
+        for mine, its in pairs:
+            its._local_tensor.copy_(parts(mine._local_tensor)[0])
+    optimizers = AdamW(ours.parameters()), torch.optim.AdamW(twin.parameters())
+    for batch in batches(3):
+        ours(batch).square().mean().backward()
+        for mine, its in pairs:
+            its.grad = copy.deepcopy(mine.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for mine, its in pairs:
+        for part in parts(mine._local_tensor):
+            torch.testing.assert_close(part, its._local_tensor, rtol=1e-5, atol=1e-6)
+    with pytest.raises(TypeError, match="and Muon computes with plain tensors: give it to AdamW"):
+        Muon(ours)
+
+
+@pytest.mark.parametrize("kind", ["rounded", "pair"])
+def test_own_adamw_steps_them_as_plain_ones(kind: str) -> None:
+    run_ranks(partial(steps_as_plain, kind), 2)
 
 
 def is_copied() -> None:

@@ -15,6 +15,7 @@ import torch
 
 from fsdp_overlap.agreement.order_check import OrderCheck
 from fsdp_overlap.comm import quantized
+from fsdp_overlap.comm.extension_gather import ExtensionGather
 from fsdp_overlap.comm.lanes import StreamLane, StreamTicket
 from fsdp_overlap.comm.quantized import QuantizedReduction
 from fsdp_overlap.comm.row_collectives import PackedRows
@@ -33,7 +34,7 @@ from fsdp_overlap.runtime.landing import Landing
 from fsdp_overlap.runtime.reduce_options import ReduceOptions
 from fsdp_overlap.runtime.transfers import Transfers
 from support.modelled import Program, fake_ranks, run
-from support.modelled_modes import MODES, OFFLOAD
+from support.modelled_modes import EXTENSIONS, MODES, OFFLOAD
 from support.zoo import Model
 
 
@@ -86,6 +87,8 @@ ENCODED = "wire.encode(shard.to(full.device, non_blocking=True), own, full.dtype
 BITS_BACK = "reduced in 8 bits"
 SUMMED = "self._sum(received.view(len(sizes), -1), mine, rank, total)"
 SENT = "sent = self._encode(gradients)"
+EXTENDED = "extensions"
+TAKEN = "_copy(targets, [tensor.reshape(-1) for tensor in chain.from_iterable(inputs)])"
 # On a stream that waits for nobody.
 ON_ANOTHER_STREAM = "with (m := torch.get_device_module({}.device)).stream(m.Stream()): "
 ASIDE = ON_ANOTHER_STREAM + COPIED
@@ -216,6 +219,16 @@ DEFECTS = [
         BITS_BACK,
         new=ON_ANOTHER_STREAM.format("gradients") + SENT,
     ),
+    Defect(
+        ExtensionGather, "_gather", TAKEN, EXTENDED, new=ON_ANOTHER_STREAM.format("full") + TAKEN
+    ),
+    Defect(
+        ExtensionGather,
+        "_gather",
+        "then()",
+        EXTENDED,
+        new=ON_ANOTHER_STREAM.format("full") + "then()",
+    ),
     Defect(Domain, "finish_reading", "self.reading.wait_on_host()", OFFLOADED),
     Defect(
         Transfers,
@@ -281,6 +294,7 @@ STEADY: dict[str, dict[str, Any]] = {
     "divided copies": {"dims": (2, 2), "divide_copies": True},
     "parts kept": {"shard_options": {"reshard_after_forward": 2}},
     "checkpointed": {"name": "checkpointed"},
+    "extensions": EXTENSIONS,
 }
 
 

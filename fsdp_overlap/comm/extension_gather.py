@@ -84,6 +84,7 @@ class ExtensionGather:
         """What this rank sends. Collective if an extension makes it so."""
         return [extension.inputs() for extension in self.extensions]
 
+    @torch.no_grad()
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, plan: RowsPlan, group: dist.ProcessGroup
     ) -> Issued:
@@ -94,6 +95,7 @@ class ExtensionGather:
         self._check(inputs, self._pieces)
         return self._gather(inputs, self._pieces, full, group, self._fill)
 
+    @torch.no_grad()
     def all_gather_first(
         self, inputs: Sequence[Sequence[torch.Tensor]], full: torch.Tensor, group: dist.ProcessGroup
     ) -> Issued:
@@ -126,7 +128,6 @@ class ExtensionGather:
                     "sizes each time"
                 )
 
-    @torch.no_grad()
     def _gather(
         self,
         inputs: Sequence[Sequence[torch.Tensor]],

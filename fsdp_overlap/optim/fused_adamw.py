@@ -119,11 +119,16 @@ class FusedAdamW:
             RuntimeError: the dtype of a parameter is not floating-point.
         """
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-        kinds = {(local.device, local.dtype) for local in map(local_of, parameters)}
+        locals_ = list(map(local_of, parameters))
+        # An op on tensors of a class of its own may run several times, for each of its parts.
+        kinds = {(local.device, local.dtype, type(local)) for local in locals_}
         for kind in kinds:
             alike = parameters
             if len(kinds) > 1:
-                alike = [p for p in parameters if (p.device, p.dtype) == kind]
+                pairs = zip(parameters, locals_, strict=True)
+                alike = [
+                    p for p, local in pairs if (local.device, local.dtype, type(local)) == kind
+                ]
             self._step(state, (index, kind), group, alike, grad_scale, found_inf)
 
     def _step(
@@ -135,7 +140,7 @@ class FusedAdamW:
         grad_scale: torch.Tensor | None,
         found_inf: torch.Tensor | None,
     ) -> None:
-        """Steps parameters of one device and dtype."""
+        """Steps parameters of one device, dtype and class."""
         moments = _moments(group)
         states = [state[parameter] for parameter in parameters]
         if not all(states):

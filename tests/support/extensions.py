@@ -104,6 +104,18 @@ class Rounded(Wrapped):
         return whole, (gathered, whole)
 
 
+class Same(Wrapped):
+    """Travels as it is."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (self.data_inside,), None
+
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        return None if out is not None else (outputs[0], ())
+
+
 class Coded(Wrapped):
     """Travels as codes and, for each row, a scale: two tensors of other dtypes and sizes."""
 
@@ -162,11 +174,21 @@ class Early(Rounded):
 
 
 MAKE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "plain": torch.clone,
     "rounded": Rounded,
     "coded": Coded,
     "pair": lambda weight: Pair(weight, weight.clone()),
     "early": Early,
 }
+
+
+def with_matrices_of(cls: Any, build: Callable[[], nn.Module]) -> nn.Module:
+    """A model in which weights of linear layers are of a class of their own."""
+    model = build()
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(cls(module.weight.detach()))
+    return model
 
 
 class Layer(nn.Module):
