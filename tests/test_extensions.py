@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_overlap import Flat, FsdpContext, Rows, WirePolicy, fully_shard
 from fsdp_overlap.optim import AdamW, Muon
@@ -124,6 +124,34 @@ def test_ranks_may_hold_copies(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["rounded", "coded", "pair"])
 def test_gradients_accumulate(kind: str) -> None:
     run_ranks(partial(trains, kind=kind, micro=3), 2)
+
+
+class Columns(nn.Module):
+    """A linear layer whose rows tensor parallelism has cut."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        tile = torch.randn(12, WIDTH).chunk(2)[mesh.get_local_rank()]
+        whole = DTensor.from_local(Rounded(tile), mesh, [Shard(0)])  # type: ignore[arg-type]
+        self.weight = nn.Parameter(whole)
+        self.mesh = mesh
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        replicated = DTensor.from_local(x, self.mesh, [Replicate()])
+        return nn.functional.linear(replicated, self.weight).full_tensor()
+
+
+def lies_over_both() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    ours, theirs = Columns(mesh["tp"]), Columns(mesh["tp"])
+    fully_shard(ours, FsdpContext(mesh["dp"], layout=Rows()))
+    torchs_fully_shard(theirs, mesh=mesh["dp"])
+    train(ours, theirs)
+
+
+def test_tensor_parallelism_may_have_cut_them() -> None:
+    run_ranks(lies_over_both, 4)
 
 
 def is_told() -> None:

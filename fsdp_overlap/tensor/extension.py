@@ -120,12 +120,14 @@ class Extension:
         self._outputs: list[torch.Tensor] = []
         self._parameter: nn.Parameter | None = None
         self._releases = False
+        self._is_told = False
+        """Whether the first method is told of more than the mesh."""
 
     def check(self) -> None:
         """Checks that the local tensor has both methods, which it may have got after it was made.
 
         Raises:
-            TypeError: it has not.
+            TypeError: it has not, or they take something else.
         """
         local = self._sharded._local_tensor
         if missing := missing_methods(local):
@@ -133,6 +135,13 @@ class Extension:
                 f"{self.name} is a {type(local).__name__} without {' and '.join(missing)}, so "
                 "nobody knows how to gather it: give its class both methods"
             )
+        takes = signature(getattr(local, PRE))
+        if len(takes.parameters) not in (1, 5):
+            raise TypeError(
+                f"{type(local).__name__}.{PRE}{takes}, of {self.name}: it takes either mesh, or "
+                "mesh, outer_size, outer_stride, module and mp_policy"
+            )
+        self._is_told = len(takes.parameters) == 5
 
     def inputs(self) -> list[torch.Tensor]:
         """What this rank sends."""
@@ -141,13 +150,8 @@ class Extension:
             local = local.to(around.device, non_blocking=True)
         pre: Any = getattr(local, PRE)
         arguments: tuple[Any, ...] = (around.mesh,)
-        if (count := len(signature(pre).parameters)) == 5:
+        if self._is_told:
             arguments += around.size, around.stride, around.module(), around.mp_policy
-        elif count != 1:
-            raise TypeError(
-                f"{type(local).__name__}.{PRE}{signature(pre)}, of {self.name}: it takes either "
-                "mesh, or mesh, outer_size, outer_stride, module and mp_policy"
-            )
         given, self._metadata = pre(*arguments)
         self._sizes = [each.size() for each in given]
         return list(given)
@@ -175,7 +179,10 @@ class Extension:
         """Fills the unsharded parameter of what all ranks have sent."""
         parameter, post = self._parameter, getattr(self._sharded._local_tensor, POST)
         assert parameter is not None
-        with keep_version(parameter):  # autograd need not know
+        edited: tuple[torch.Tensor, ...] = (parameter,)
+        if isinstance(parameter, DTensor):
+            edited = parameter, parameter._local_tensor
+        with keep_version(edited):  # autograd need not know
             outputs = tuple(map(self._without_padding, self._shaped(), self._sizes))
             post(outputs, self._metadata, self._around.dtype, out=parameter)
         self._metadata = None

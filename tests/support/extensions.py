@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as keep_version
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import _pytree as pytree
 
@@ -73,6 +74,7 @@ def padded(rows: torch.Tensor, outer: torch.Size, mesh: Any) -> torch.Tensor:
 
 def refill(out: torch.Tensor, whole: torch.Tensor) -> None:
     """FSDP2 wants this to be no edit, as far as autograd knows."""
+    out = out._local_tensor if isinstance(out, DTensor) else out
     with torch.no_grad(), keep_version(out):
         out.copy_(whole)
 
@@ -89,7 +91,6 @@ class Rounded(Wrapped):
         mp_policy: Any,
     ) -> Any:
         TOLD.append((tuple(mesh.mesh.tolist()), outer_size, outer_stride, type(module), mp_policy))
-        assert module.weight.shape == outer_size
         return (padded(self.data_inside, outer_size, mesh).bfloat16(),), outer_size
 
     def fsdp_post_all_gather(
@@ -107,8 +108,10 @@ class Rounded(Wrapped):
 class Same(Wrapped):
     """Travels as it is."""
 
-    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
-        return (self.data_inside,), None
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> Any:
+        return (padded(self.data_inside, outer_size, mesh),), None
 
     def fsdp_post_all_gather(
         self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
