@@ -6,12 +6,15 @@ import copy
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -19,6 +22,9 @@ from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_overlap import Flat, FsdpContext, Rows, WirePolicy, fully_shard
+from fsdp_overlap.comm.collectives import Issued
+from fsdp_overlap.comm.extension_gather import ExtensionGather
+from fsdp_overlap.layout import BucketPlan
 from fsdp_overlap.optim import AdamW, Muon
 from support.extensions import TOLD, WIDTH, Net, Rounded, Wrapped, parts
 from support.ranks import run_ranks
@@ -152,6 +158,56 @@ def lies_over_both() -> None:
 
 def test_tensor_parallelism_may_have_cut_them() -> None:
     run_ranks(lies_over_both, 4)
+
+
+class Meeting:
+    """Stands for the ranks of one process: what each sends is there when all have sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[torch.Tensor] = []
+
+    def all_gather(
+        self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: Any
+    ) -> Issued:
+        assert len(shard) == plan.shard_numels[group.rank()]
+        self.sent.append(shard.clone())
+        return Issued((), lambda: full.copy_(torch.cat(self.sent)))
+
+
+DTYPES = [torch.float64, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.bool, torch.uint8]
+SENT = st.lists(
+    st.lists(st.tuples(st.sampled_from(DTYPES), st.integers(0, 40)), max_size=3),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(SENT, st.integers(1, 3))
+def test_what_is_sent_arrives_in_every_dtype_and_size(
+    sent: list[list[tuple[torch.dtype, int]]], ranks: int
+) -> None:
+    meeting: Any = Meeting()
+    gathers, issued = [], []
+    of_all: list[list[list[torch.Tensor]]] = []
+    for rank in range(ranks):
+        of_all.append(
+            [
+                [torch.randint(0, 2, (size,)).to(dtype) for dtype, size in tensors]
+                for tensors in sent
+            ]
+        )
+        gather = ExtensionGather([])
+        gather.others = meeting
+        group: Any = SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: ranks)
+        issued.append(gather.all_gather_first(of_all[-1], torch.empty(0), group))
+        gathers.append(gather)
+    for gather, each in zip(gathers, issued, strict=True):
+        each.finish()
+        for index, tensors in enumerate(gather.outputs):
+            for number, output in enumerate(tensors):
+                expected = torch.cat([rank[index][number] for rank in of_all])
+                assert output.dtype == expected.dtype
+                assert torch.equal(output.view(torch.uint8), expected.view(torch.uint8))
 
 
 def is_told() -> None:

@@ -88,7 +88,7 @@ BITS_BACK = "reduced in 8 bits"
 SUMMED = "self._sum(received.view(len(sizes), -1), mine, rank, total)"
 SENT = "sent = self._encode(gradients)"
 EXTENDED = "extensions"
-TAKEN = "_copy(targets, [tensor.reshape(-1) for tensor in chain.from_iterable(inputs)])"
+TAKEN = "_copy([own[each.start : each.stop].view(each.dtype) for each in pieces.all], sources)"
 # On a stream that waits for nobody.
 ON_ANOTHER_STREAM = "with (m := torch.get_device_module({}.device)).stream(m.Stream()): "
 ASIDE = ON_ANOTHER_STREAM + COPIED

@@ -54,7 +54,8 @@ class Pieces:
 
     @property
     def all(self) -> list[Piece]:
-        return [piece for pieces in self.of_each for piece in pieces]
+        """The pieces that are not empty."""
+        return [each for pieces in self.of_each for each in pieces if each.stop > each.start]
 
     @property
     def has_gaps(self) -> bool:
@@ -142,18 +143,18 @@ class ExtensionGather:
         own = own_range(gathered, travels, group)
         if pieces.has_gaps:
             own.zero_()  # gaps travel, too
-        targets = [own[piece.start : piece.stop].view(piece.dtype) for piece in pieces.all]
-        _copy(targets, [tensor.reshape(-1) for tensor in chain.from_iterable(inputs)])
+        sources = [each.reshape(-1) for each in chain.from_iterable(inputs) if each.numel()]
+        _copy([own[each.start : each.stop].view(each.dtype) for each in pieces.all], sources)
         issued = self.others.all_gather(gathered, own, travels, group)
 
         @torch.no_grad()
         def finish() -> torch.Tensor:
             issued.finish()
             rows = gathered.view(ranks, -1)
-            outputs = [output.view(ranks, -1) for output in chain.from_iterable(self.outputs)]
+            outputs = [each for each in chain.from_iterable(self.outputs) if each.numel()]
             _copy(
-                outputs,
-                [rows[:, piece.start : piece.stop].view(piece.dtype) for piece in pieces.all],
+                [output.view(ranks, -1) for output in outputs],
+                [rows[:, each.start : each.stop].view(each.dtype) for each in pieces.all],
             )
             then()
             return full
@@ -166,7 +167,7 @@ class ExtensionGather:
 
 
 def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    if not any(map(is_subclass, sources)):
+    if targets and not any(map(is_subclass, sources)):
         torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
         return
     for target, source in zip(targets, sources, strict=True):
