@@ -28,7 +28,7 @@ from fsdp_overlap.runtime.trees import map_tensors, may_hide_tensors, tensors_in
 from fsdp_overlap.runtime.unit import Unit
 from fsdp_overlap.runtime.unsharded_edits import compare
 from fsdp_overlap.runtime.untraced import untraced
-from fsdp_overlap.tensor.extension import inner_tensors, is_subclass
+from fsdp_overlap.tensor.extension import inner_tensors
 from fsdp_overlap.torch_internals import are_functorch_transforms_active
 
 
@@ -205,8 +205,11 @@ def after_load(unit: Unit, module: nn.Module, keys: Any) -> None:
 def _check_no_parameter_leaves(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
     """Refuses an output that lies in a full buffer: it would be read after the buffer is freed."""
     for tensor in tensors:
-        inner = inner_tensors(tensor) if is_subclass(tensor) else (tensor,)
-        if any(map(unit.holds, inner)):
+        if type(tensor) in (torch.Tensor, nn.Parameter):
+            is_held = unit.holds(tensor)
+        else:
+            is_held = any(map(unit.holds, inner_tensors(tensor)))
+        if is_held:
             raise RuntimeError(
                 f"unit {unit.name!r} returned a parameter of its own, or a view of one, whose "
                 "memory is freed after forward: return a clone(), or make the module that uses it "

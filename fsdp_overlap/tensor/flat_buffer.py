@@ -45,6 +45,11 @@ class Buffer:
         self._storages.append(storage)
         self._sizes.append(storage.nbytes())
 
+    @property
+    def nbytes(self) -> int:
+        """The size of all storages while they are there."""
+        return sum(self._sizes)
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in this buffer's storages."""
         mine = tensor.untyped_storage()._cdata
