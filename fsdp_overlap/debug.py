@@ -90,8 +90,7 @@ def _makes_another(func: Any) -> bool:
 
 
 def _name(bucket: Bucket, tensor: torch.Tensor) -> str:
-    plan, start = bucket.plan, int(tensor.storage_offset())
-    for spec, offset in zip(plan.specs, plan.offsets, strict=True):
-        if offset <= start < offset + spec.numel:
-            return f"parameter {spec.fqn!r} of unit {bucket.label!r}"
+    index = bucket.full.index_of(tensor)
+    if index is not None:
+        return f"parameter {bucket.plan.specs[index].fqn!r} of unit {bucket.label!r}"
     return f"the full buffer of unit {bucket.label!r}"

@@ -82,7 +82,8 @@ def fully_shard(
     parameters, in place, or under the layout ``Rows()`` DTensors as FSDP2's are. A parameter may be
     a DTensor already, over another dimension of the mesh, as tensor parallelism makes it. It then
     lies over both dimensions, and compute sees the DTensor. Or it lies over all dimensions of the
-    mesh, of which ``dp_mesh_dims`` names those of data parallelism. Every rank must hold the same
+    mesh, of which ``dp_mesh_dims`` names those of data parallelism. Under ``Rows()`` its class may
+    have FSDP2's ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``. Every rank must hold the same
     values before, and must call this in the same order. A model that was built on the meta device
     gets memory by ``model.to_empty(device=...)`` afterwards, and only for its shards. If the layout
     keeps matrices whole and :meth:`FsdpContext.plan` was not called, the call on the module around

@@ -23,7 +23,7 @@ from fsdp_overlap.runtime.full_mesh import FullMesh
 from fsdp_overlap.runtime.grad_dtypes import follow_grad_dtypes
 from fsdp_overlap.runtime.late_memory import announce_unsharded, materialize
 from fsdp_overlap.runtime.ownership import modules_outside_units, move_buffers
-from fsdp_overlap.runtime.tiles import parameter_like
+from fsdp_overlap.runtime.tiles import parameter_like, tile_in
 from fsdp_overlap.runtime.unit import Unit, unit_of
 from fsdp_overlap.runtime.units import unit_names
 from fsdp_overlap.sharding import make_unit
@@ -140,15 +140,15 @@ class ShardedModule(nn.Module):
     def _shards(self) -> list[tuple[Bucket, torch.Tensor]]:
         """The tensors that :meth:`_apply` works on: the shards of the unit, without what is opaque.
         If the unit has several modules, each of them is called, and works on the ranges of its own
-        parameters."""
+        parameters. So it does if they are of a class of their own."""
         unit = self._fsdp_unit
         buckets = [bucket for bucket in unit.buckets if not bucket.is_opaque]
-        if not unit.is_list:
-            return [(bucket, bucket.shard) for bucket in buckets]
         mine = {id(module._parameters) for _, module in modules_outside_units([self])}
-        return [
+        flat = [] if unit.is_list else [each for each in buckets if not each.is_extension]
+        return [(bucket, bucket.shard) for bucket in flat] + [
             (bucket, sharded._local_tensor)
             for bucket in buckets
+            if bucket not in flat
             for item, sharded in zip(bucket.owned, bucket.sharded_parameters, strict=True)
             if any(id(registered) in mine for registered, _ in item.places)
         ]
@@ -194,6 +194,8 @@ class ShardedModule(nn.Module):
             ):
                 # make_unit() takes this over. Of its values only the shard is copied, below.
                 empty = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+                if bucket.is_extension:
+                    empty = sharded._local_tensor.new_zeros(spec.shape)
                 copied = parameter_like(item.parameter, empty, spec.requires_grad)
                 if spec.grad_dtype is not None:
                     copied.grad_dtype = spec.grad_dtype
@@ -219,7 +221,10 @@ class ShardedModule(nn.Module):
             ):
                 attributes = attributes_of(parameter) | attributes_of(sharded)
                 del attributes["_fsdp_owner"]
-                vars(memo[id(parameter)]).update(deepcopy(attributes, memo))
+                copied = memo[id(parameter)]
+                own = vars(tile_in(copied))  # of its class, if it has one of its own
+                given = {name: value for name, value in attributes.items() if name not in own}
+                vars(copied).update(deepcopy(given, memo))
         for module, duplicate in zip(originals, duplicates, strict=True):
             state = hooks.without_hooks(module.__getstate__())
             del state["_fsdp_unit"]

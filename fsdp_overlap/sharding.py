@@ -13,12 +13,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_overlap.layout import Plan, Rows
+from fsdp_overlap.layout import Plan, Rows, RowsPlan
 from fsdp_overlap.layout.layouts import layout_for
+from fsdp_overlap.parameter_checks import (
+    check_extension,
+    check_gradients,
+    check_kept_parts,
+    check_parameters,
+    check_rows,
+    check_synced,
+    name_of,
+)
 from fsdp_overlap.runtime import hooks, tiles
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.context import FsdpContext
 from fsdp_overlap.runtime.domain import Domain
+from fsdp_overlap.runtime.extension_bucket import ExtensionBucket
 from fsdp_overlap.runtime.full_mesh import FullMesh, full_mesh_of, lie_over
 from fsdp_overlap.runtime.ownership import (
     OwnedParameter,
@@ -28,17 +38,14 @@ from fsdp_overlap.runtime.ownership import (
     mark_replaced,
     move_buffers,
     owned_parameters,
-    owner_of,
 )
+from fsdp_overlap.runtime.policy_dtypes import compute_dtype
 from fsdp_overlap.runtime.replanning import plan_again
 from fsdp_overlap.runtime.stale_optimizers import note_replacement
 from fsdp_overlap.runtime.starts import take_from_first
-from fsdp_overlap.runtime.unit import Unit, compute_dtype, reduce_dtype
+from fsdp_overlap.runtime.unit import Unit
 from fsdp_overlap.runtime.unit_plans import all_or_none
 from fsdp_overlap.runtime.wire_policy import WirePolicy
-from fsdp_overlap.tensor.carried import SUMMED
-from fsdp_overlap.tensor.held_gradient import refused_grad_dtype
-from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
 
 
 def make_unit(
@@ -65,24 +72,29 @@ def make_unit(
     """
     owned = owned_parameters(modules, ignored)
     kind = kind_of(modules)
-    _check_parameters(modules, owned, ctx.device)
-    _check_gradients(kind, owned, mp_policy)
+    check_parameters(modules, owned, ctx.device)
+    check_gradients(kind, owned, mp_policy)
     if ctx.sync_module_states:
-        _check_synced(kind, owned)
+        check_synced(kind, owned)
     if wire_policy is not None:
         for item in owned:
             item.block = wire_policy.grain(item.spec)
             item.is_kept = wire_policy.keeps(item.spec)
     by_domain = _by_domain(kind, owned, ctx, mesh, full, shard_placement_fn)
+    for item in owned:
+        if item.is_extension:
+            is_in_rows = isinstance(layout_for(ctx.layout, item.spec), Rows)
+            check_extension(kind, item, is_in_rows, wire_policy)
     reshard_after_forward = _checked_reshard_after_forward(
         reshard_after_forward, {domain.shard_size for domain in by_domain}
     )
+    check_kept_parts(kind, owned, reshard_after_forward)
     for domain, items in by_domain.items():
         for item in items:
             if isinstance(item.parameter, DTensor):
-                tiles.check(_name(kind, item), item.parameter)
+                tiles.check(name_of(kind, item), item.parameter)
                 if item.on_full_mesh is None:
-                    tiles.check_beside(_name(kind, item), item.parameter, domain.mesh)
+                    tiles.check_beside(name_of(kind, item), item.parameter, domain.mesh)
     _note_kept_dtypes(kind, owned, mp_policy)
     offload = _offload_on(ctx.device, offload_policy)
     with all_or_none(domain.plans for domain in by_domain):
@@ -95,6 +107,7 @@ def make_unit(
     # Nothing was changed so far, and nothing is refused from here on.
     if ctx.sync_module_states:
         take_from_first(modules, by_domain, mesh)
+    originals = [item.parameter for item in owned]
     buckets = [
         bucket
         for domain, items in by_domain.items()
@@ -105,6 +118,8 @@ def make_unit(
     unit.offload_policy = offload_policy
     unit.wire_policy = wire_policy
     _mark_owner(unit)
+    for item, original in zip(owned, originals, strict=True):
+        _mark(original, Owner(unit.module_kind, item.fqn))
     move_buffers(modules, ctx.device)
     for each in modules:
         each.__dict__["_fsdp_unit"] = unit
@@ -116,118 +131,6 @@ def plan_late(unit: Unit, ctx: FsdpContext) -> None:
     """Plans all units of ``ctx`` together if ``unit`` is around them. See :func:`plan_again`."""
     for other in plan_again(ctx, unit):
         _mark_owner(other)
-
-
-def _check_parameters(
-    modules: Sequence[nn.Module], owned: list[OwnedParameter], device: torch.device
-) -> None:
-    kind = kind_of(modules)
-    for item in owned:
-        parameter = item.parameter
-        where = _name(kind, item)
-        _check_no_owner(modules, item, where)
-        if isinstance(parameter, nn.UninitializedParameter):
-            raise ValueError(f"{where} is not initialized; run a forward before fully_shard()")
-        if item.is_opaque:
-            _check_opaque(where, parameter, device)
-        elif type(parameter) not in (nn.Parameter, DTensor):
-            raise TypeError(
-                f"{where} is a {type(parameter).__name__}; only plain torch.nn.Parameter, frozen "
-                "ones of a class derived from it, and DTensors of tensor parallelism are supported"
-            )
-        held = tiles.tile_in(parameter)
-        if not held.is_contiguous():
-            raise ValueError(
-                f"{where} is not contiguous (shape {tuple(held.shape)}, strides "
-                f"{held.stride()}); replace its data by .contiguous() first"
-            )
-        grad_dtype = parameter.grad_dtype
-        if (refused := refused_grad_dtype(parameter.dtype, grad_dtype)) is not None:
-            raise ValueError(
-                f"{where} is {parameter.dtype} and its grad_dtype {grad_dtype}: {refused}"
-            )
-        if parameter.layout is not torch.strided:
-            raise TypeError(f"{where} has layout {parameter.layout}; only strided is supported")
-        if parameter.device.type not in (device.type, "cpu", "meta"):
-            raise ValueError(
-                f"{where} is on {parameter.device}, the mesh on {device.type}; move the module "
-                "first"
-            )
-        if parameter.is_meta != owned[0].parameter.is_meta:
-            raise ValueError(
-                f"{where} is on {parameter.device}, {owned[0].fqn!r} on "
-                f"{owned[0].parameter.device}: put all parameters of a unit on the meta device, or "
-                "none"
-            )
-
-
-def _check_opaque(where: str, parameter: nn.Parameter, device: torch.device) -> None:
-    """Checks that a parameter of a class of its own can be sharded with what its class knows.
-
-    Raises:
-        TypeError, ValueError: it cannot.
-    """
-    kind = type(parameter).__name__
-    if parameter.requires_grad:
-        raise TypeError(
-            f"{where} is a {kind} that requires grad; parameters of a class of their own are "
-            "supported if they are frozen, and are then never cast: call requires_grad_(False), or "
-            "use a plain torch.nn.Parameter"
-        )
-    is_there = parameter.device.type == device.type
-    if not is_there or (device.index is not None and parameter.device.index != device.index):
-        raise ValueError(
-            f"{where} is a {kind} on {parameter.device}, and the unit computes on {device}: move "
-            "the module there first, because what the class holds beside the elements, such as "
-            "scales, would stay behind"
-        )
-
-
-def _check_no_owner(modules: Sequence[nn.Module], item: OwnedParameter, where: str) -> None:
-    owner = owner_of(item.parameter)
-    if owner is None:
-        return
-    name = item.fqn if len(modules) == 1 else item.fqn.partition(".")[2]
-    # A unit around these modules registered its sharded parameter in them. The parameter's name in
-    # that unit is longer, and ends as this one does.
-    if isinstance(item.parameter, ShardedTensor) and owner.fqn.endswith(f".{name}"):
-        raise ValueError(
-            f"{where} was sharded already, as {owner.fqn!r} of the unit {owner.unit} around it: "
-            "call fully_shard on inner modules first, then on the module around them"
-        )
-    raise ValueError(
-        f"{where} is also {owner.fqn!r} of the unit {owner.unit}: a parameter belongs to one unit; "
-        "call fully_shard only on a module that holds both, or on a list of the two"
-    )
-
-
-def _check_gradients(
-    kind: str, owned: list[OwnedParameter], mp_policy: MixedPrecisionPolicy
-) -> None:
-    for item in owned:
-        dtype = reduce_dtype(item.spec.grad_dtype or item.parameter.dtype, mp_policy)
-        if item.parameter.requires_grad and dtype not in SUMMED:
-            raise ValueError(
-                f"gradients of {_name(kind, item)} would be reduced in {dtype}, in which nothing "
-                "can be summed: use MixedPrecisionPolicy(reduce_dtype=torch.float32), or freeze it "
-                "by requires_grad_(False)"
-            )
-
-
-def _check_synced(kind: str, owned: list[OwnedParameter]) -> None:
-    for item in owned:
-        if item.parameter.is_meta:
-            raise ValueError(
-                f"{_name(kind, item)} is on the meta device, and sync_module_states=True takes it "
-                "from the first rank: build the model with memory on every rank, or leave the "
-                "argument out and load the weights after to_empty()"
-            )
-        if item.is_opaque:
-            raise ValueError(
-                f"{_name(kind, item)} is a {type(item.parameter).__name__}, and "
-                "sync_module_states=True takes elements alone from the first rank, without what "
-                "the class holds beside them: quantize the same weights on every rank"
-            )
 
 
 def _checked_reshard_after_forward(value: bool | int | None, sizes: set[int]) -> bool | int | None:
@@ -264,12 +167,12 @@ def _by_domain(
             own_full = full_mesh_of(mesh_info)
         domain = ctx.domain_of(own_mesh)
         if own_full is not None:
-            item.on_full_mesh = lie_over(_name(kind, item), item.parameter, own_full)
+            item.on_full_mesh = lie_over(name_of(kind, item), item.parameter, own_full)
         if isinstance(wanted, Shard):
             item.cut_dim = _cut_dim(kind, item, wanted)
         is_in_rows = isinstance(layout_for(ctx.layout, item.spec), Rows)
         if is_in_rows:
-            _check_rows(kind, item, domain)
+            check_rows(kind, item, domain)
         if type(wanted) not in (Shard, NoneType) or (item.cut_dim and not is_in_rows):
             raise ValueError(
                 f"shard_placement_fn wants parameter {item.fqn!r} of {kind} placed as {wanted}: "
@@ -289,28 +192,10 @@ def _cut_dim(kind: str, item: OwnedParameter, placement: Shard) -> int:
     ndim = item.parameter.ndim
     if not -ndim <= placement.dim < max(1, ndim):
         raise ValueError(
-            f"shard_placement_fn wants {_name(kind, item)} placed as {placement}, and it has "
+            f"shard_placement_fn wants {name_of(kind, item)} placed as {placement}, and it has "
             f"{ndim} dimensions, {tuple(item.parameter.shape)}: choose one of these"
         )
     return placement.dim % max(1, ndim)
-
-
-def _check_rows(kind: str, item: OwnedParameter, domain: Domain) -> None:
-    """Checks that a parameter can be cut into rows.
-
-    Raises:
-        ValueError: it cannot.
-    """
-    if item.parameter.ndim == 0:
-        raise ValueError(
-            f"{_name(kind, item)} is a scalar, of which there are no rows: make it a tensor of one "
-            "dimension, or give it the layout Flat()"
-        )
-    if domain.divides_copies:
-        raise ValueError(
-            f"{_name(kind, item)} is in Rows(), which copies cannot divide: leave out "
-            "divide_copies=True, or choose another layout"
-        )
 
 
 def _note_kept_dtypes(
@@ -360,18 +245,16 @@ def _make_buckets(
 ) -> list[Bucket]:
     by_fqn = {item.fqn: item for item in owned}
     is_meta = any(item.parameter.is_meta for item in owned)
-    return [
-        Bucket(
-            plan,
-            [by_fqn[spec.fqn] for spec in plan.specs],
-            domain,
-            torch.device("meta") if is_meta else domain.device,
-            compute_dtype(plan.specs[0], mp_policy),
-            offload,
-            wire_policy,
-        )
-        for plan in plans
-    ]
+    device = torch.device("meta") if is_meta else domain.device
+    buckets: list[Bucket] = []
+    for plan in plans:
+        items = [by_fqn[spec.fqn] for spec in plan.specs]
+        dtype = compute_dtype(plan.specs[0], mp_policy)
+        if isinstance(plan, RowsPlan) and plan.specs[0].is_extension:
+            buckets.append(ExtensionBucket(plan, items, domain, device, dtype, offload, mp_policy))
+        else:
+            buckets.append(Bucket(plan, items, domain, device, dtype, offload, wire_policy))
+    return buckets
 
 
 def _mark_owner(unit: Unit) -> None:
@@ -380,10 +263,10 @@ def _mark_owner(unit: Unit) -> None:
         for item, sharded in zip(bucket.owned, bucket.sharded_parameters, strict=True):
             owner = Owner(unit.module_kind, item.fqn)
             mark_owner(sharded, owner)
-            mark_owner(item.parameter, owner)
-            mark_replaced(item.parameter, by="fully_shard()")
+            _mark(item.parameter, owner)
     note_replacement()
 
 
-def _name(kind: str, item: OwnedParameter) -> str:
-    return f"parameter {item.fqn!r} of {kind}"
+def _mark(parameter: nn.Parameter, owner: Owner) -> None:
+    mark_owner(parameter, owner)
+    mark_replaced(parameter, by="fully_shard()")

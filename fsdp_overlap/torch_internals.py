@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import autograd, nn, overrides
 from torch._C._dynamo import eval_frame
 from torch._subclasses import fake_tensor
-from torch.autograd import Variable
+from torch.autograd import Variable, grad_mode
 from torch.distributed import _functional_collectives, _state_dict_utils, _symmetric_memory
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._composable import fsdp
@@ -136,6 +136,10 @@ def determinism_checks() -> dict[str, Callable[[torch.Tensor], Any]]:
     """What checkpointing compares when it recomputes a tensor, by name. Modes do not see that."""
     return checkpoint._allowed_determinism_checks_to_fns
 
+
+keep_version = grad_mode._unsafe_preserve_version_counter
+"""Within it edits of a tensor are not counted, as those that gather it anew. torch's own tests of
+tensor extensions use it."""
 
 # Tensor subclasses and modes
 

@@ -122,7 +122,7 @@ def dtensor() -> None:
 
 
 class Quantized(torch.Tensor):
-    """As of libraries that quantize what is gathered, by FSDP2's extensions."""
+    """As of libraries, but without the methods of the extensions of FSDP2."""
 
 
 def tensor_subclass() -> None:
@@ -181,7 +181,7 @@ CASES: dict[Callable[[], None], tuple[type[Exception], str]] = {
     dtensor: (ValueError, "'weight' of Linear is a DTensor over .* make one mesh"),
     tensor_subclass: (
         TypeError,
-        "'weight' of Linear is a Quantized; only plain",
+        "'weight' of Linear is a Quantized without fsdp_pre_all_gather and fsdp_post_all_gather; ",
     ),
     not_contiguous: (ValueError, r"not contiguous \(shape \(4, 2\), strides \(1, 8\)\)"),
     pickled: (TypeError, r"FSDPLinear cannot be pickled: save its state_dict\(\)"),

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp_overlap.layout import Blocks, Flat, LayoutRule, Rows, Whole
 from fsdp_overlap.modelled import Issued, ModelledDevice, compare_issued, running
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
+from support.extensions import Same, with_matrices_of
 from support.modelled_twins import Trained
 from support.nccl_like import BACKEND
 from support.ranks import run_ranks
@@ -130,6 +131,19 @@ for name, options in {"copies": COPIES, "divided copies": DIVIDED}.items():
     PROGRAMS[4][name] = partial(train, **options)
     PROGRAMS[4][f"{name}, ragged"] = partial(train, layout=Whole(), **options)
     PROGRAMS[4][f"{name}, Muon"] = partial(train, layout=Blocks(rows=2), **options, **MUON)
+
+
+def extensions(options: dict[str, Any], **twins: Any) -> None:
+    build = partial(with_matrices_of, Same, Model)
+    Trained(build, partial(shard_layers, **options), layout=Rows(), **twins).train(3)
+
+
+for ranks, meshes in ((2, {}), (4, COPIES)):
+    PROGRAMS[ranks]["extensions"] = partial(extensions, {}, **meshes)
+    PROGRAMS[ranks]["extensions, kept"] = partial(
+        extensions, {"reshard_after_forward": False}, **meshes
+    )
+PROGRAMS[2]["extensions, offloaded"] = partial(extensions, {"offload_policy": CPUOffloadPolicy()})
 
 
 def reduced_in_float32(**twins: Any) -> None:

@@ -225,6 +225,15 @@ def calls_within(context: Any) -> tuple[int, int]:
     return Asked.calls - before, mode.calls
 
 
+@canary("keep_version")
+def edits_can_be_kept_from_autograd() -> None:
+    """Gathering again what a tensor extension has made makes backward fail."""
+    tensor = torch.ones(1)
+    with internals.keep_version(tensor):
+        tensor.add_(1)
+    assert (tensor.item(), tensor._version) == (2, 0)
+
+
 @canary("DisableTorchFunctionSubclass")
 def subclasses_can_be_passed_by() -> None:
     """Sharded tensors ask themselves for ever."""

@@ -15,6 +15,7 @@ import torch
 
 from fsdp_overlap.agreement.order_check import OrderCheck
 from fsdp_overlap.comm import quantized
+from fsdp_overlap.comm.extension_gather import ExtensionGather
 from fsdp_overlap.comm.lanes import StreamLane, StreamTicket
 from fsdp_overlap.comm.quantized import QuantizedReduction, QuantizedRowsReduction
 from fsdp_overlap.comm.row_collectives import PackedRows
@@ -34,7 +35,7 @@ from fsdp_overlap.runtime.landing import Landing
 from fsdp_overlap.runtime.reduce_options import ReduceOptions
 from fsdp_overlap.runtime.transfers import Transfers
 from support.modelled import Program, fake_ranks, run
-from support.modelled_modes import MODES, OFFLOAD
+from support.modelled_modes import EXTENSIONS, MODES, OFFLOAD
 from support.zoo import Model
 
 
@@ -98,6 +99,8 @@ SENT = "sent = self._encode(gradients)"
 SENT_ROWS = "sent = self._encode(regions, plan)"
 KEPT_LOW = "gradients kept in bfloat16"
 CAST = "mean = mean.to(self.bucket.grad_dtype)"
+EXTENDED = "extensions"
+TAKEN = "_copy([own[each.start : each.stop].view(each.dtype) for each in pieces.all], sources)"
 
 # Every line of the lanes, tickets and releases that orders something.
 DEFECTS = [
@@ -235,6 +238,14 @@ DEFECTS = [
         new=aside("gradients", SENT),
     ),
     Defect(BucketGradients, "_accept", CAST, KEPT_LOW, new=aside("mean", CAST)),
+    Defect(ExtensionGather, "_gather", TAKEN, EXTENDED, new=aside("full", TAKEN)),
+    Defect(
+        ExtensionGather,
+        "_gather",
+        "then()",
+        EXTENDED,
+        new=aside("full", "then()"),
+    ),
     Defect(Domain, "finish_reading", "self.reading.wait_on_host()", OFFLOADED),
     Defect(
         Transfers,
@@ -300,6 +311,7 @@ STEADY: dict[str, dict[str, Any]] = {
     "divided copies": {"dims": (2, 2), "divide_copies": True},
     "parts kept": {"shard_options": {"reshard_after_forward": 2}},
     "checkpointed": {"name": "checkpointed"},
+    "extensions": EXTENSIONS,
 }
 
 

@@ -17,10 +17,13 @@ from fsdp_overlap.comm.collectives import Issued
 from fsdp_overlap.comm.spans import span
 from fsdp_overlap.comm.streams import has_streams, streams_of
 from fsdp_overlap.comm.watch import Watch, wait, watch_of
-from fsdp_overlap.tensor.flat_buffer import FlatBuffer
+from fsdp_overlap.tensor.flat_buffer import Buffer
 
 Mark = Any
 """A point in the compute enqueued so far, as :meth:`Lane.mark_compute` gives it."""
+
+Travel = tuple[Callable[[], Issued], Callable[[torch.Tensor], None] | None, int]
+"""What :meth:`Lane.enqueue` runs and gives the result to, and how many bytes travel then."""
 
 
 class Ticket(Protocol):
@@ -75,7 +78,7 @@ class Lane(Protocol):
         """A mark of the compute enqueued so far."""
         ...
 
-    def allocate(self, label: str, buffer: FlatBuffer) -> None:
+    def allocate(self, label: str, buffer: Buffer) -> None:
         """Gives ``buffer`` storage, in the lane's order."""
         ...
 
@@ -91,7 +94,7 @@ class Lane(Protocol):
         many bytes travel to or from this rank, 0 if they were not counted."""
         ...
 
-    def free(self, label: str, buffer: FlatBuffer, after: Mark) -> None:
+    def free(self, label: str, buffer: Buffer, after: Mark) -> None:
         """Frees what this lane allocated, once the compute up to ``after`` is done (None: at
         once)."""
         ...
@@ -183,7 +186,7 @@ class HostLane:
     def mark_compute(self) -> Mark:
         return None
 
-    def allocate(self, label: str, buffer: FlatBuffer) -> None:
+    def allocate(self, label: str, buffer: Buffer) -> None:
         buffer.allocate()
 
     def enqueue(
@@ -197,7 +200,7 @@ class HostLane:
         with span(kind, label, nbytes):
             return HostTicket(kind, label, issue(), accept)
 
-    def free(self, label: str, buffer: FlatBuffer, after: Mark) -> None:
+    def free(self, label: str, buffer: Buffer, after: Mark) -> None:
         buffer.free()
 
 
@@ -248,7 +251,7 @@ class StreamLane:
     def mark_compute(self) -> Mark:
         return self._streams.current_stream().record_event()
 
-    def allocate(self, label: str, buffer: FlatBuffer) -> None:
+    def allocate(self, label: str, buffer: Buffer) -> None:
         with self._streams.stream(self.stream):
             buffer.allocate()
 
@@ -266,7 +269,7 @@ class StreamLane:
                 accept(result)
             return StreamTicket(self.stream.record_event(), self._streams)
 
-    def free(self, label: str, buffer: FlatBuffer, after: Mark) -> None:
+    def free(self, label: str, buffer: Buffer, after: Mark) -> None:
         if after is not None:
             self.stream.wait_event(after)
         # Memory goes back to the stream that it was allocated on, so no record_stream() is needed.

@@ -9,7 +9,7 @@ import torch
 
 from fsdp_overlap.comm.collectives import Issued
 from fsdp_overlap.comm.lanes import HostLane, HostTicket, Mark, Ticket
-from fsdp_overlap.tensor.flat_buffer import FlatBuffer
+from fsdp_overlap.tensor.flat_buffer import Buffer
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class RecordingLane(HostLane):
         self.name = name
         self.log = log
 
-    def allocate(self, label: str, buffer: FlatBuffer) -> None:
+    def allocate(self, label: str, buffer: Buffer) -> None:
         self.log.append(Entry(self.name, "allocate", "", label))
         super().allocate(label, buffer)
 
@@ -61,6 +61,6 @@ class RecordingLane(HostLane):
         ticket.log, ticket.lane = self.log, self.name
         return ticket
 
-    def free(self, label: str, buffer: FlatBuffer, after: Mark) -> None:
+    def free(self, label: str, buffer: Buffer, after: Mark) -> None:
         self.log.append(Entry(self.name, "free", "", label))
         super().free(label, buffer, after)

@@ -93,8 +93,9 @@ class Planner:
             rule = layout_for(self.layout, spec)
             padding = getattr(rule, "padding", 0.0)
             item = Item(spec, lcm(rule.grain(spec), spec.block), rule.work(spec), padding)
-            dtypes = spec.dtype, spec.keeps_dtype, spec.is_opaque, spec.grad_dtype
-            kind = isinstance(rule, Rows), dtypes, spec.requires_grad, spec.is_kept
+            dtypes = spec.dtype, spec.keeps_dtype, spec.grad_dtype
+            travels = spec.is_opaque, spec.is_extension, spec.is_kept, spec.requires_grad
+            kind = isinstance(rule, Rows), dtypes, travels
             found.setdefault(kind, []).append(item)
         world_size = self._loads.world_size
         return [

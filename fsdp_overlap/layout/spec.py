@@ -20,6 +20,7 @@ class ParamSpec:
     ``grad_dtype`` is what its user set as the dtype of its gradients. ``None`` if nobody did: they
     have its own then. ``is_opaque`` says that its elements are no numbers: nothing may cast or
     quantize them.
+    ``is_extension`` says that its tensor is of a class that says itself how it is gathered.
     """
 
     fqn: str
@@ -33,6 +34,7 @@ class ParamSpec:
     is_kept: bool = False
     grad_dtype: torch.dtype | None = None
     is_opaque: bool = False
+    is_extension: bool = False
 
     @property
     def ndim(self) -> int:

@@ -76,6 +76,8 @@ class Calls(TorchFunctionMode):
                 return instead(func, *args, **kwargs)
             if func in self._getters and (inner := _inner(args[0])) is not None:
                 return instead(func, inner)
+            if func == torch.Tensor.to and _inner(args[0]) is not None:
+                return self._to(func, *args, **kwargs)
         if kwargs.get("device") is not None or kwargs.get("pin_memory"):
             return self._make(func, args, kwargs)
         output = func(*args, **kwargs)
@@ -125,7 +127,8 @@ class Calls(TorchFunctionMode):
             )
         copy = kwargs.pop("copy", False)
         target, dtype, non_blocking, memory_format = parse_to(*args, **kwargs)
-        is_here = self.device.is_here(tensor)
+        held = tensor if type(tensor) in PLAIN else _inner(tensor)
+        is_here = held is not None and self.device.is_here(held)
         goes_here = is_here if target is None else target.type == NAME
         if target is not None and target.type not in (NAME, "cpu"):
             return func(tensor, *args, **kwargs, copy=copy)
@@ -244,7 +247,14 @@ _KEY = "fsdp_overlap.modelled"
 
 
 def _inner(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor in memory behind one of torch's own classes; None for any other tensor."""
+    """A tensor in memory behind one of torch's own classes, or of a class that tells what its
+    tensors consist of; None for any other tensor."""
     if isinstance(tensor, DTensor):
-        return tensor._local_tensor
-    return tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else None
+        held: Any = tensor._local_tensor
+    elif isinstance(tensor, AsyncCollectiveTensor):
+        held = tensor.elem
+    else:
+        flatten = getattr(tensor, "__tensor_flatten__", None)
+        names = flatten()[0] if flatten is not None else ()
+        held = getattr(tensor, names[0]) if names else None
+    return held if held is None or type(held) in PLAIN else _inner(held)

@@ -13,6 +13,7 @@ import torch
 from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.optim.runs import find_runs, flatten, local_of, mark_of
 from fsdp_overlap.optim.states import pack
+from fsdp_overlap.tensor.extension import is_subclass
 from fsdp_overlap.tensor.operands import note_edits
 from fsdp_overlap.torch_internals import fused_adamw_
 
@@ -99,6 +100,8 @@ class FusedAdamW:
     def __init__(self, moment_dtype: torch.dtype | None = None) -> None:
         self._moment_dtype = moment_dtype
         self._steps: dict[object, Steps] = {}
+        self._knows_classes = False
+        """Whether some parameters are of a class of their own."""
 
     def load(self, state: State, group: dict[str, Any]) -> None:
         """Takes over the loaded state of ``group``."""
@@ -142,6 +145,12 @@ class FusedAdamW:
         if not all(states):
             self._prepare(state, [p for p in parameters if not state[p]], moments)
         locals_ = [local_of(parameter) for parameter in parameters]
+        if self._knows_classes and len(classes := {type(local) for local in locals_}) > 1:
+            # An op on tensors of a class of its own may run once for each of their parts.
+            for cls in classes:
+                alike = [p for p in parameters if type(local_of(p)) is cls]
+                self._step(state, (key, cls), group, alike, grad_scale, found_inf)
+            return
         device = locals_[0].device
         steps = self._steps.get(key)
         if steps is None or not steps.are([its["step"] for its in states]):
@@ -184,6 +193,7 @@ class FusedAdamW:
     def _prepare(
         self, state: State, parameters: list[torch.Tensor], moments: Sequence[str]
     ) -> None:
+        self._knows_classes |= any(is_subclass(local_of(parameter)) for parameter in parameters)
         pack(state, parameters, moments, self._moment_dtype)
         for parameter in parameters:
             zero = torch.zeros((), dtype=torch.float32, device=local_of(parameter).device)

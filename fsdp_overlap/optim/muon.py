@@ -22,6 +22,7 @@ from fsdp_overlap.optim.runs import local_of
 from fsdp_overlap.optim.states import pack, restore
 from fsdp_overlap.optim.teams import Team, Teams
 from fsdp_overlap.optim.updates import Settings, Update
+from fsdp_overlap.tensor.extension import is_subclass
 from fsdp_overlap.tensor.operands import note_edits
 from fsdp_overlap.tensor.row_tensor import Sharded
 
@@ -306,6 +307,12 @@ def _check_matrices(parameter: torch.Tensor, split: Split) -> None:
             f"Muon orthogonalizes matrices, not a parameter of shape {shape} and "
             f"{parameter.dtype}: give that to AdamW, by the names in algorithms= or in a group "
             'with "algorithm": "adamw"'
+        )
+    if is_subclass(local_of(parameter)):
+        raise TypeError(
+            f"a parameter of shape {shape} is a {type(local_of(parameter)).__name__}, and Muon "
+            "computes with plain tensors: give it to AdamW, by the names in algorithms= or in a "
+            'group with "algorithm": "adamw"'
         )
     is_sharded = isinstance(parameter, Sharded)
     if isinstance(parameter, DTensor) and not is_sharded:

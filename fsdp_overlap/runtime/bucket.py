@@ -3,42 +3,45 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, cast
+from typing import Any
 from weakref import ref
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from fsdp_overlap.comm.collectives import Collectives, GathersInPlace, Issued, Pieces, choose
+from fsdp_overlap.comm.extension_gather import ExtensionGather
 from fsdp_overlap.comm.groups import LaneGroups
-from fsdp_overlap.comm.lanes import Lane, Mark, Ticket
-from fsdp_overlap.comm.streams import has_streams, streams_of
-from fsdp_overlap.layout import BucketPlan, Plan, RowsPlan
+from fsdp_overlap.comm.lanes import Lane, Mark, Ticket, Travel
+from fsdp_overlap.layout import BucketPlan, Plan
 from fsdp_overlap.runtime.bucket_state import ALLOWED, BucketState
 from fsdp_overlap.runtime.chosen_collectives import chosen_collectives
 from fsdp_overlap.runtime.digests import Start
 from fsdp_overlap.runtime.divided_shard import DividedShard
 from fsdp_overlap.runtime.domain import BucketEdits, Domain
 from fsdp_overlap.runtime.engine import is_in_backward
-from fsdp_overlap.runtime.landing import Landing
+from fsdp_overlap.runtime.landing import Landing, land
 from fsdp_overlap.runtime.opaque import plain
 from fsdp_overlap.runtime.ownership import OwnedParameter
 from fsdp_overlap.runtime.partial_reshard import KeptPart
 from fsdp_overlap.runtime.places import Places
 from fsdp_overlap.runtime.settings import Settings
-from fsdp_overlap.runtime.sharded_forms import own_parts, sharded_parameters
+from fsdp_overlap.runtime.sharded_forms import (
+    own_parts,
+    refuse_methods,
+    sharded_forms,
+    sharded_parameters,
+)
 from fsdp_overlap.runtime.tiles import give_memory, parameter_like, tile_in
 from fsdp_overlap.runtime.wire_policy import WirePolicy, sent_sizes
+from fsdp_overlap.tensor.extension import GatheredTensors
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 from fsdp_overlap.tensor.row_tensor import Sharded
-from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, attributes_of
-
-Travel = tuple[Callable[[], Issued], Callable[[torch.Tensor], None] | None, int]
-"""How :meth:`~fsdp_overlap.comm.lanes.Lane.enqueue` issues an all-gather and accepts its result,
-and how many bytes travel."""
+from fsdp_overlap.tensor.sharded_tensor import attributes_of
 
 
 class Bucket:
@@ -49,6 +52,9 @@ class Bucket:
     The module has the sharded parameters registered, except while the unit's own forward or
     backward runs.
     """
+
+    is_extension = False
+    """Whether its parameters say themselves how they are gathered."""
 
     def __init__(
         self,
@@ -72,6 +78,7 @@ class Bucket:
         self.domain = domain
         self.groups: LaneGroups
         self.collectives: Collectives[Any]
+        self.extensions: ExtensionGather | None = None
         self.compute_dtype = compute_dtype
         self.wire_policy = wire_policy
         self.offload = offload
@@ -80,9 +87,10 @@ class Bucket:
         self.is_tensor_parallel = any(item.is_tensor_parallel for item in owned)
         """Whether some gradients are DTensors, or parts of a sum over tensor parallelism."""
         values = [plain(tile_in(parameter)) for parameter in self.parameters]
+        self.sharded_parameters: list[Sharded] = []
         self.allocate(device, self.parameters)
-        self._take(values)
-        self._give_memory()
+        self.take(values)
+        self.give_memory()
         self.start = Start(values, self.version) if domain.mesh.size() > 1 else None
         """Digests of what this rank sharded, until ranks have compared them."""
         self.part: KeptPart | None = None
@@ -95,11 +103,8 @@ class Bucket:
     def allocate(self, device: torch.device, like: Sequence[torch.Tensor]) -> None:
         """Makes the buffers and the sharded parameters, and registers these parameters in the
         modules. They take their attributes from ``like``."""
-        plan = self.plan
+        plan, domain = self.plan, self.domain
         self.is_meta = device.type == "meta"
-        self.full = FlatBuffer(plan, self.compute_dtype, device)
-        domain = self.domain
-        rank = domain.plan_rank
         # The plan among the ranks that gather. The ranks that hold parts of one shard put it
         # together before.
         self.gather_plan = plan.merged(domain.shard_size) if domain.divides_copies else plan
@@ -109,13 +114,24 @@ class Bucket:
         self.gathered_nbytes = sum(sent)
         """What an all-gather brings together, on all ranks."""
         self.travels_nbytes = self.gathered_nbytes - sent[domain.shard_rank]
-        dtype = plan.specs[0].dtype
-        self.shard = self._at_rest(device, plan.shard_numels[rank], dtype).zero_()
-        self.grad_dtype = plan.specs[0].grad_dtype or dtype
+        self.grad_dtype = plan.specs[0].grad_dtype or plan.specs[0].dtype
         """The dtype of sharded gradients."""
-        made = sharded_parameters(plan, self.shard, self.owned, domain, self.edits, like)
+        made = sharded_parameters(self._make_buffers(device), like, plan, self.owned)
         self.edits.trainability = 0
         self.register(made)
+
+    def _make_buffers(self, device: torch.device) -> Sequence[Sharded]:
+        """Makes the full buffer and the shard, and returns what the shard has of each parameter."""
+        plan, rank = self.plan, self.domain.plan_rank
+        self.full: FlatBuffer | GatheredTensors = FlatBuffer(plan, self.compute_dtype, device)
+        self.shard = self._at_rest(device, plan.shard_numels[rank], plan.specs[0].dtype).zero_()
+        return sharded_forms(plan, self.shard, self.owned, self.domain, self.edits)
+
+    def give_memory(self) -> None:
+        """Makes the unsharded parameters views of the full buffer."""
+        assert isinstance(self.full, FlatBuffer)
+        for item, view in zip(self.owned, self.full.views, strict=True):
+            give_memory(item.parameter, view, item.aliases.values())
 
     def register(self, sharded: list[Sharded]) -> None:
         """Makes ``sharded`` the sharded parameters, and registers them in the modules."""
@@ -127,16 +143,11 @@ class Bucket:
         """Notes where modules have the parameters registered now."""
         self.places = Places(self.owned, self.parameters, self.sharded_parameters)
 
-    def _take(self, wholes: Sequence[torch.Tensor]) -> None:
+    def take(self, wholes: Sequence[torch.Tensor]) -> None:
         """Copies this rank's part of the whole parameters into the shard."""
         parts = own_parts(self.plan, wholes, self.domain.plan_rank)
         for sharded, part in zip(self.sharded_parameters, parts, strict=True):
             sharded._local_tensor.copy_(part)
-
-    def _give_memory(self) -> None:
-        """Makes the unsharded parameters views of the full buffer."""
-        for item, view in zip(self.owned, self.full.views, strict=True):
-            give_memory(item.parameter, view, item.aliases.values())
 
     def _at_rest(self, device: torch.device, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory for a shard or its gradient in a bucket whose full buffer is on ``device``."""
@@ -167,11 +178,7 @@ class Bucket:
         """Enqueues the copy of a gradient to the host, where an offloaded shard rests. The copy
         runs after the work that makes ``reduced``."""
         # Fresh memory each time, so that earlier gradients that a user holds stay as they are.
-        host = self._at_rest(reduced.device, reduced.numel(), reduced.dtype)
-        host.copy_(reduced, non_blocking=True)
-        device = reduced.device
-        copied = streams_of(device).current_stream().record_event() if has_streams(device) else None
-        return Landing(host, copied)
+        return land(reduced, self._at_rest(reduced.device, reduced.numel(), reduced.dtype))
 
     def materialize(self, device: torch.device) -> None:
         """Gives memory on ``device`` to a bucket of the meta device: its shard is zeros, and its
@@ -179,6 +186,7 @@ class Bucket:
         memory = self.full.memory
         self.allocate(device, self.sharded_parameters)
         self.full.memory = memory
+        assert isinstance(self.full, FlatBuffer)
         fresh = []
         for parameter, sharded, view in zip(
             self.parameters, self.sharded_parameters, self.full.views, strict=True
@@ -187,33 +195,14 @@ class Bucket:
             unsharded = parameter_like(parameter, view.data, sharded.requires_grad)
             vars(unsharded).update(attributes_of(parameter))
             fresh.append(unsharded)
-        self.parameters = fresh
-        for item, parameter in zip(self.owned, fresh, strict=True):
+        self.use_parameters(fresh)
+
+    def use_parameters(self, unsharded: list[nn.Parameter]) -> None:
+        """Makes ``unsharded`` the unsharded parameters."""
+        self.parameters = unsharded
+        for item, parameter in zip(self.owned, unsharded, strict=True):
             item.parameter = parameter
-        self.places = Places(self.owned, fresh, self.sharded_parameters)
-
-    @torch.no_grad()
-    def lay_out(self, plan: BucketPlan) -> None:
-        """Lays the same parameters out by another plan. The sharded parameters are new objects.
-
-        Call it before the first :meth:`connect`. Collective over the ranks that the bucket is
-        sharded among, unless it is on the meta device. Not over those of tensor parallelism, which
-        may have other plans, because tiles may differ in size.
-        """
-        version, names = self.version, [spec.fqn for spec in self.plan.specs]
-        order = [names.index(spec.fqn) for spec in plan.specs]
-        sharded = [self.sharded_parameters[index] for index in order]
-        # All are gathered before anything changes: a collective may fail.
-        tiles = [] if self.is_meta else [cast(ShardedTensor, each).full_tile() for each in sharded]
-        self.plan = plan
-        self.owned = [self.owned[index] for index in order]
-        self.parameters = [self.parameters[index] for index in order]
-        self.allocate(self.device, sharded)
-        if tiles:
-            self._take(tiles)
-        self._give_memory()
-        if self.start is not None:
-            self.start.move(order, version, self.version)
+        self.look_for_places()
 
     def join(self, domain: Domain) -> None:
         """Becomes one of the buckets of ``domain``."""
@@ -233,11 +222,11 @@ class Bucket:
         self.groups = groups = domain.groups_for(settings.separates_reductions)
         self.full.memory = domain.memory_for(groups) if settings.uses_group_memory else None
         self.part = None
+        refuse_methods(self.label, self.sharded_parameters)
         if part_size is not None:
             group = domain.group_of_neighbours(part_size)
-            among = self.plan.merged(part_size)
-            gaps = self.full.gaps if isinstance(self.plan, RowsPlan) else ()
-            self.part = KeptPart(among, choose(device_type, group, among), group, gaps)
+            assert isinstance(self.full, FlatBuffer)
+            self.part = KeptPart(self.full, part_size, group, device_type)
         self.collectives = chosen_collectives(
             domain,
             self.gather_plan,
@@ -246,12 +235,19 @@ class Bucket:
             self.wire_policy,
             self.compute_dtype,
             reduce_dtype,
+            self.extensions,
         )
         if domain.divides_copies:
             assert groups.across is not None
             first = domain.shard_rank * domain.copies
             parts = BucketPlan((), (), self.plan.shard_numels[first : first + domain.copies])
             self.divided = DividedShard(self, parts, choose(device_type, groups.across, parts))
+
+    def make_unsharded(self) -> bool:
+        """Makes the unsharded parameters, if these are what a gather makes, unless it was done
+        before. Returns whether it did. Collective over the mesh then. Call it after
+        :meth:`connect`."""
+        return False
 
     def signature(self, dtype: torch.dtype) -> int:
         """A number that is the same on ranks which planned the bucket alike, and have as many
@@ -268,6 +264,15 @@ class Bucket:
     def version(self) -> int:
         """Grows with every edit of the shard, also through ``to_local()``."""
         return self.edits.values + self.shard._version
+
+    @property
+    def nbytes_at_rest(self) -> int:
+        """The bytes of the shard."""
+        return self.shard.nbytes
+
+    def copy_values_of(self, other: Bucket) -> None:
+        """Copies the shard of ``other``, which lies as this one does."""
+        self.shard.copy_(other.shard)
 
     def outdate(self) -> None:
         """Notes that the full buffer has other values than the shards. Its next use gathers it

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 
 from fsdp_overlap.runtime.bucket import Bucket
-from fsdp_overlap.runtime.tiles import give_memory
-from fsdp_overlap.runtime.unit import Unit, compute_dtype, reduce_dtype
+from fsdp_overlap.runtime.policy_dtypes import compute_dtype, reduce_dtype
+from fsdp_overlap.runtime.unit import Unit
 from fsdp_overlap.tensor.carried import SUMMED
 from fsdp_overlap.torch_internals import DisableTorchFunctionSubclass
 
@@ -36,6 +36,8 @@ def refusal(unit: Unit, bucket: Bucket, result: torch.Tensor, has_run: bool) -> 
             f"{cast} {when}: cast it before fully_shard(); for the dtype of compute alone, use "
             "MixedPrecisionPolicy(param_dtype=...)"
         )
+    if bucket.is_extension:
+        return f"{cast}, which are of a class of their own: cast it before fully_shard()"
     grad_dtype = bucket.plan.specs[0].grad_dtype or result.dtype
     is_trained = any(parameter.requires_grad for parameter in bucket.sharded_parameters)
     if not (shard.is_floating_point() and result.is_floating_point()) or (
@@ -66,8 +68,7 @@ def cast(unit: Unit, bucket: Bucket, values: torch.Tensor) -> None:
         parameter.keep_gradients_in(parameter._given_grad_dtype)
         parameter.grad = gradient  # cast, if its dtype follows the parameter's
     bucket.register(old)
-    for unsharded, view in zip(bucket.parameters, bucket.full.views, strict=True):
-        give_memory(unsharded, view)
+    bucket.give_memory()
     if bucket.start is not None:
         bucket.start.move(range(len(old)), version, bucket.version)
     bucket.domain.plans.keep()

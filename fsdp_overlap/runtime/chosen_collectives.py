@@ -1,5 +1,5 @@
 """Which collectives a bucket has: the user's, those in memory that the user chose, or the fastest,
-in few bits or not."""
+in few bits or not, or as the class of its parameters says."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from fsdp_overlap.comm.collectives import (
     choose,
 )
 from fsdp_overlap.comm.custom_collectives import CustomCollectives, CustomComms
+from fsdp_overlap.comm.extension_gather import ExtensionGather
 from fsdp_overlap.comm.quantized import (
     QuantizedGather,
     QuantizedReduction,
@@ -33,8 +34,8 @@ from fsdp_overlap.runtime.wire_policy import WirePolicy
 
 
 @dataclass(frozen=True)
-class InFewBits:
-    """Gathers and reduces a bucket, one of the two or both in few bits. See
+class Chosen:
+    """Gathers and reduces a bucket, each of the two in its own way. See
     :class:`~fsdp_overlap.comm.collectives.Collectives`."""
 
     all_gather: Callable[..., Issued]
@@ -49,9 +50,11 @@ def chosen_collectives(
     policy: WirePolicy | None,
     compute_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
+    extensions: ExtensionGather | None = None,
 ) -> Collectives[Any]:
     """How a bucket of ``plan`` travels among the ranks of ``group``: in ``compute_dtype`` when it
-    is gathered and in ``reduce_dtype`` when it is reduced, or else as ``policy`` says."""
+    is gathered and in ``reduce_dtype`` when it is reduced, or else as ``policy`` says, or as the
+    parameters themselves do by ``extensions``."""
     flat = plan.packed if isinstance(plan, RowsPlan) else plan
     ranges: Collectives[BucketPlan] = choose(domain.device_type, group, flat)
     is_alone = domain.shard_size == 1
@@ -75,6 +78,9 @@ def chosen_collectives(
         is_free = not is_custom and not settings.uses_symmetric_memory
         fastest = choose_for_rows(domain.device_type, group, plan)
         found = fastest if is_free else PackedRows(ranges)
+    if extensions is not None:
+        extensions.others = ranges
+        return Chosen(extensions.all_gather, found.reduce_scatter)
     if policy is None:
         return found
     gather, reduce = found.all_gather, found.reduce_scatter
@@ -95,4 +101,4 @@ def chosen_collectives(
     if policy.reduce_dtype is not None and not is_alone:
         sent = wire(reduce_dtype, policy.reduce_dtype)
         reduce = (QuantizedRowsReduction if in_rows else QuantizedReduction)(sent).reduce_scatter
-    return InFewBits(gather, reduce)
+    return Chosen(gather, reduce)

@@ -88,7 +88,7 @@ def _bytes_of(unit: Unit) -> tuple[int, int]:
     whole = sum(
         spec.numel * spec.dtype.itemsize for bucket in unit.buckets for spec in bucket.plan.specs
     )
-    return whole, sum(bucket.shard.nbytes for bucket in unit.buckets)
+    return whole, sum(bucket.nbytes_at_rest for bucket in unit.buckets)
 
 
 def _kept(unit: Unit, is_outermost: bool) -> str:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from hashlib import sha256
 from math import isqrt
+from operator import add
 
 import torch
+
+from fsdp_overlap.tensor.extension import inner_tensors
 
 # Odd, with about as many ones as zeros: a small difference in a factor changes many bits of the
 # product.
@@ -52,7 +56,9 @@ class Start:
     while the shard is still of ``version``."""
 
     def __init__(self, values: Sequence[torch.Tensor], version: int) -> None:
-        self._digests = [] if any(each.is_meta for each in values) else list(map(digest, values))
+        parts = [inner_tensors(each) for each in values]
+        are_known = all(parts) and not any(each.is_meta for each in values)
+        self._digests = [reduce(add, map(digest, each)) for each in parts] if are_known else []
         self._count = len(values)
         self._version = version
 

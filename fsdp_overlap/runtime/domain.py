@@ -114,6 +114,16 @@ class Domain:
         return self.mesh.get_local_rank(self.mesh.ndim - 1)
 
     @cached_property
+    def shard_mesh(self) -> DeviceMesh:
+        """The mesh of one dimension that parameters are sharded over."""
+        mesh = self.mesh
+        if mesh.ndim == 1:
+            return mesh
+        if mesh.mesh_dim_names is not None:
+            return mesh[mesh.mesh_dim_names[-1]]
+        return DeviceMesh.from_group(mesh.get_group(-1), mesh.device_type)
+
+    @cached_property
     def copies(self) -> int:
         """The number of ranks that hold each shard."""
         return self.mesh.size(0) if self.mesh.ndim == 2 else 1
@@ -130,6 +140,12 @@ class Domain:
     def groups_of_all(self) -> list[dist.ProcessGroup]:
         """Groups that together connect all ranks. Empty if :attr:`groups` were not made yet."""
         return self.groups.of_all if "groups" in vars(self) else []
+
+    @property
+    def groups_to_ask(self) -> list[dist.ProcessGroup]:
+        """The groups on which ranks ask each other before the first collective."""
+        groups = self.groups
+        return groups.to_confirm if self.order_check.confirms else groups.of_all
 
     def make_groups(self) -> None:
         """Makes :attr:`groups` if they were not made yet. Collective over the mesh."""

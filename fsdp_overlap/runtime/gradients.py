@@ -7,15 +7,17 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.comm.lanes import Lane, Ticket
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.copies_reduction import Accept, CopiesReduction
 from fsdp_overlap.runtime.landing import Landing
 from fsdp_overlap.runtime.reduce_options import ReduceOptions
-from fsdp_overlap.runtime.sharded_forms import give_gradients
+from fsdp_overlap.runtime.sharded_forms import give_gradients, places_in_shard
 from fsdp_overlap.runtime.tiles import is_placed_like, placed_like, tile_in
 from fsdp_overlap.runtime.wire_policy import sent_sizes
+from fsdp_overlap.tensor.extension import is_subclass
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 
 # Gradients of at least this size may move to the reduce input as soon as they arrive. Smaller ones
@@ -75,18 +77,17 @@ class BucketGradients:
         sizes: list[int] = []
         pieces = []
         end = 0
-        for parameter in self.bucket.sharded_parameters:
-            local = parameter._local_tensor
-            if not local.numel():
+        plan, rank = self.bucket.plan, self.bucket.domain.plan_rank
+        for start, size in places_in_shard(plan, rank):
+            if not size:
                 pieces.append(-1)
                 continue
-            gap = int(local.storage_offset()) - end
-            if gap:
-                sizes.append(gap)
+            if start > end:
+                sizes.append(start - end)
             pieces.append(len(sizes))
-            sizes.append(local.numel())
-            end += gap + local.numel()
-        sizes.append(self.bucket.shard.numel() - end)
+            sizes.append(size)
+            end = start + size
+        sizes.append(plan.shard_numels[rank] - end)
         return sizes, pieces
 
     @property
@@ -117,6 +118,8 @@ class BucketGradients:
         else:
             if self.bucket.is_tensor_parallel:
                 gradients = [self._tile(i, gradient) for i, gradient in enumerate(gradients)]
+            if self.bucket.is_extension:
+                gradients = list(map(_plain, gradients))
             try:
                 torch._foreach_copy_(self.input.views, gradients)
             except RuntimeError:
@@ -144,6 +147,8 @@ class BucketGradients:
                 gradient = gradient.to_dense()
             if self.bucket.is_tensor_parallel:
                 gradient = self._tile(index, gradient)
+            if type(gradient) is not torch.Tensor:
+                gradient = _plain(gradient)
             if self.filled[index]:
                 self.input.views[index].add_(gradient)
             else:
@@ -263,3 +268,11 @@ class BucketGradients:
             self.copies.drop()
         self.is_in_flight = False
         self.input.free()
+
+
+def _plain(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient of a class of its own, as a plain tensor. It is copied there once, because an op
+    on both may do more: one that consists of two would be added twice."""
+    if isinstance(gradient, DTensor) or not is_subclass(gradient):
+        return gradient
+    return torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device).copy_(gradient)

@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.comm.spans import span
 from fsdp_overlap.comm.streams import is_capturing
@@ -30,6 +29,7 @@ from fsdp_overlap.runtime.trees import map_tensors, may_hide_tensors, tensors_in
 from fsdp_overlap.runtime.unit import Unit
 from fsdp_overlap.runtime.unsharded_edits import compare
 from fsdp_overlap.runtime.untraced import untraced
+from fsdp_overlap.tensor.extension import inner_tensors
 from fsdp_overlap.torch_internals import are_functorch_transforms_active
 
 
@@ -206,10 +206,11 @@ def after_load(unit: Unit, module: nn.Module, keys: Any) -> None:
 def _check_no_parameter_leaves(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
     """Refuses an output that lies in a full buffer: it would be read after the buffer is freed."""
     for tensor in tensors:
-        if type(tensor) is DTensor:
-            tensor = tensor._local_tensor
-        is_read = type(tensor) in (torch.Tensor, nn.Parameter) or is_opaque(tensor)
-        if is_read and unit.holds(tensor):
+        if type(tensor) in (torch.Tensor, nn.Parameter) or is_opaque(tensor):
+            is_held = unit.holds(tensor)
+        else:
+            is_held = any(map(unit.holds, inner_tensors(tensor)))
+        if is_held:
             raise RuntimeError(
                 f"unit {unit.name!r} returned a parameter of its own, or a view of one, whose "
                 "memory is freed after forward: return a clone(), or make the module that uses it "

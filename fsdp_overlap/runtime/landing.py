@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from fsdp_overlap.comm.streams import has_streams, streams_of
+
 
 class Landing(NamedTuple):
     """A gradient on its way to the host, to be read after :meth:`wait`."""
@@ -18,3 +20,11 @@ class Landing(NamedTuple):
         if self.copied is not None:
             self.copied.synchronize()
         return self.host
+
+
+def land(source: torch.Tensor, host: torch.Tensor) -> Landing:
+    """Enqueues the copy of ``source`` to ``host``, after the work that makes it."""
+    host.copy_(source, non_blocking=True)
+    device = source.device
+    copied = streams_of(device).current_stream().record_event() if has_streams(device) else None
+    return Landing(host, copied)

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from fsdp_overlap.tensor.extension import missing_methods
 from fsdp_overlap.torch_internals import DisableTorchFunctionSubclass
 
 
@@ -21,6 +22,8 @@ def is_opaque(value: Any) -> bool:
     and holds its elements as a plain tensor does."""
     cls = type(value)
     if cls is nn.Parameter or nn.Parameter not in cls.__mro__ or nn.parameter.is_lazy(value):
+        return False
+    if not missing_methods(value):  # it says itself how it is gathered
         return False
     return bool(cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,6 +15,7 @@ from fsdp_overlap.layout import ParamSpec
 from fsdp_overlap.runtime.full_mesh import OnFullMesh
 from fsdp_overlap.runtime.opaque import aliases_of, is_opaque
 from fsdp_overlap.runtime.tiles import tile_in
+from fsdp_overlap.tensor.extension import is_subclass
 from fsdp_overlap.torch_internals import given_grad_dtype, is_replicated
 
 
@@ -23,6 +25,8 @@ class OwnedParameter:
 
     fqn: str
     parameter: nn.Parameter
+    module: weakref.ref[nn.Module]
+    """The first module that has it."""
     places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     """``(module._parameters, name)``; more than one for a tied parameter."""
     is_embedding: bool = False
@@ -43,6 +47,11 @@ class OwnedParameter:
         return is_part or isinstance(self.parameter, DTensor)
 
     @property
+    def is_extension(self) -> bool:
+        """Whether its tensor is of a class that says itself how it is gathered."""
+        return not self.is_opaque and is_subclass(tile_in(self.parameter))
+
+    @property
     def spec(self) -> ParamSpec:
         """Describes what this rank has of the parameter."""
         parameter = self.parameter
@@ -58,6 +67,7 @@ class OwnedParameter:
             self.is_kept,
             given_grad_dtype(parameter),
             self.is_opaque,
+            self.is_extension,
         )
 
 
@@ -144,7 +154,9 @@ def owned_parameters(
             if parameter is None or id(parameter) in ignored_ids:
                 continue
             fqn = f"{prefix}.{name}" if prefix else name
-            item = found.setdefault(id(parameter), OwnedParameter(fqn, parameter))
+            item = found.setdefault(
+                id(parameter), OwnedParameter(fqn, parameter, weakref.ref(owner))
+            )
             item.places.append((owner._parameters, name))
             item.is_embedding |= isinstance(owner, (nn.Embedding, nn.EmbeddingBag))
             if is_opaque(parameter):

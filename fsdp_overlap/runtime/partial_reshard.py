@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from weakref import ref
 
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.comm.collectives import Collectives, Issued
+from fsdp_overlap.comm.collectives import Issued, choose
 from fsdp_overlap.comm.group_facts import alive
-from fsdp_overlap.layout import BucketPlan
+from fsdp_overlap.layout import RowsPlan
+from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 
 
 class KeptPart:
     """This rank's part of a bucket's full buffer, kept from forward to backward.
 
-    Each of ``size`` neighbours, usually the ranks of one machine, keeps ``1 / size`` of the buffer.
-    Backward gathers it from them alone. ``plan`` is the bucket's plan, merged to ``size`` ranks
-    (:meth:`BucketPlan.merged`). ``gaps`` are the parts of the buffer that no gather fills.
+    Each of ``size`` neighbours, usually the ranks of one machine, keeps ``1 / size`` of the buffer
+    ``full``. Backward gathers it from them alone. ``plan`` is the bucket's plan, merged to ``size``
+    ranks (:meth:`BucketPlan.merged`).
     """
 
     def __init__(
-        self,
-        plan: BucketPlan,
-        collectives: Collectives,
-        group: dist.ProcessGroup,
-        gaps: Sequence[torch.Tensor],
+        self, full: FlatBuffer, size: int, group: dist.ProcessGroup, device_type: str
     ) -> None:
-        self.plan = plan
-        self._gaps = list(gaps)
-        self._collectives = collectives
+        self.plan = plan = full.plan.merged(size)
+        # What no gather fills travels, too.
+        self._gaps = full.gaps if isinstance(full.plan, RowsPlan) else []
+        self._collectives = choose(device_type, group, plan)
         self._group = ref(group)
         rank = group.rank()
         self._start, self._numel = plan.shard_starts[rank], plan.shard_numels[rank]
@@ -56,7 +54,7 @@ class KeptPart:
 
         def keep(full: torch.Tensor) -> None:
             if self._gaps:
-                torch._foreach_zero_(self._gaps)  # they travel too
+                torch._foreach_zero_(self._gaps)
             self._values = full.narrow(0, self._start, self._numel).clone()
             self._version = version
 

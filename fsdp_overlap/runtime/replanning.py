@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import nn
 
 from fsdp_overlap.agreement.order_check import greatest
 from fsdp_overlap.layout import BucketPlan, Plan
+from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.context import FsdpContext
 from fsdp_overlap.runtime.digests import number_of
 from fsdp_overlap.runtime.domain import Domain
 from fsdp_overlap.runtime.ownership import mark_replaced
 from fsdp_overlap.runtime.unit import Unit
+from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
 
 NewPlans = Mapping[nn.Module, Sequence[Plan]]
 """The new plans of units, by their first modules."""
@@ -78,9 +81,33 @@ def _lay_out(unit: Unit, domain: Domain, plans: Sequence[Plan]) -> bool:
     ]
     for bucket, plan in changed:
         replaced = bucket.sharded_parameters
-        bucket.lay_out(plan)
+        _move(bucket, plan)
         for parameter in replaced:
             mark_replaced(parameter, by="fully_shard() of a module around it")
     if changed:
         unit.forget_parameters()
     return bool(changed)
+
+
+@torch.no_grad()
+def _move(bucket: Bucket, plan: BucketPlan) -> None:
+    """Lays the parameters of ``bucket`` out by another plan. The sharded parameters are new
+    objects.
+
+    Collective over the ranks that the bucket is sharded among, unless it is on the meta device. Not
+    over those of tensor parallelism, which may have other plans, because tiles may differ in size.
+    """
+    version, names = bucket.version, [spec.fqn for spec in bucket.plan.specs]
+    order = [names.index(spec.fqn) for spec in plan.specs]
+    sharded = [bucket.sharded_parameters[index] for index in order]
+    # All are gathered before anything changes: a collective may fail.
+    tiles = [] if bucket.is_meta else [cast(ShardedTensor, each).full_tile() for each in sharded]
+    bucket.plan = plan
+    bucket.owned = [bucket.owned[index] for index in order]
+    bucket.parameters = [bucket.parameters[index] for index in order]
+    bucket.allocate(bucket.device, sharded)
+    if tiles:
+        bucket.take(tiles)
+    bucket.give_memory()
+    if bucket.start is not None:
+        bucket.start.move(order, version, bucket.version)

@@ -11,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.unit import Unit
+from fsdp_overlap.tensor.extension import inner_tensors
 from fsdp_overlap.torch_internals import top_saved_tensors_default_hooks
 
 
@@ -43,9 +44,9 @@ def end_note(unit: Unit) -> None:
 
 
 def _pack(buckets: list[Bucket], tensor: torch.Tensor) -> Any:
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+    for inner in inner_tensors(tensor):
         for bucket in buckets:
-            if bucket.full.holds(tensor):
+            if bucket.full.holds(inner):
                 return SavedParameter(tensor, bucket)
     return tensor
 

@@ -15,26 +15,29 @@ from fsdp_overlap.layout import BucketPlan, Plan, RowsPlan
 from fsdp_overlap.runtime.domain import Domain
 from fsdp_overlap.runtime.opaque import share_attributes
 from fsdp_overlap.runtime.ownership import OwnedParameter
+from fsdp_overlap.tensor.extension import is_subclass, missing_methods
 from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded, call_hooks, give_row_grads
-from fsdp_overlap.tensor.sharded_tensor import ShardEdits, ShardedTensor, attributes_of, give_grads
+from fsdp_overlap.tensor.sharded_tensor import (
+    ShardEdits,
+    ShardedTensor,
+    give_grads,
+    users_attributes,
+)
 from fsdp_overlap.torch_internals import StridedShard
 
 
 def sharded_parameters(
-    plan: Plan,
-    shard: torch.Tensor,
-    owned: Sequence[OwnedParameter],
-    domain: Domain,
-    edits: ShardEdits,
+    forms: Sequence[Sharded],
     like: Sequence[torch.Tensor],
+    plan: Plan,
+    owned: Sequence[OwnedParameter],
 ) -> list[Sharded]:
-    """The sharded parameters of a bucket, as parts of ``shard``. They take their attributes from
-    ``like``."""
+    """The sharded parameters of a bucket, of which ``forms`` are the tensors. They take their
+    attributes from ``like``."""
     found: list[Sharded] = []
-    forms = _forms(plan, shard, owned, domain, edits)
     for form, model, spec, item in zip(forms, like, plan.specs, owned, strict=True):
         parameter = nn.Parameter(form, requires_grad=model.requires_grad)
-        vars(parameter).update(attributes_of(model))
+        vars(parameter).update(users_attributes(model, form._local_tensor))
         if item.is_opaque:
             share_attributes(parameter, item.parameter, item.aliases)
         # isinstance() takes it for a Parameter, and its type is that of the form.
@@ -44,7 +47,7 @@ def sharded_parameters(
     return found
 
 
-def _forms(
+def sharded_forms(
     plan: Plan,
     shard: torch.Tensor,
     owned: Sequence[OwnedParameter],
@@ -55,7 +58,7 @@ def _forms(
     dtype = plan.specs[0].dtype
     if isinstance(plan, RowsPlan):
         return [
-            RowTensor.wrap(chunk, domain.spec(item, _row_shard(item, spec.cut_dim), dtype), edits)
+            RowTensor.wrap(chunk, domain.spec(item, row_shard(item, spec.cut_dim), dtype), edits)
             for chunk, item, spec in zip(
                 _chunks(plan, shard, domain.plan_rank), owned, plan.specs, strict=True
             )
@@ -71,12 +74,7 @@ def _forms(
 
 
 def _ranges(plan: BucketPlan, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
-    found = []
-    for spec, offset in zip(plan.specs, plan.offsets, strict=True):
-        start, stop = _range(plan, spec.fqn, rank)
-        first = offset + start - plan.shard_starts[rank] if stop > start else 0
-        found.append(shard[first : first + stop - start])
-    return found
+    return [shard[first : first + size] for first, size in places_in_shard(plan, rank)]
 
 
 def _range(plan: BucketPlan, fqn: str, rank: int) -> tuple[int, int]:
@@ -85,14 +83,13 @@ def _range(plan: BucketPlan, fqn: str, rank: int) -> tuple[int, int]:
 
 
 def _chunks(plan: RowsPlan, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
-    shapes = [plan.chunk_shape(spec, rank) for spec in plan.specs]
     return [
-        shard[start : start + prod(shape)].view(shape)
-        for start, shape in zip(plan.starts, shapes, strict=True)
+        shard[first : first + size].view(plan.chunk_shape(spec, rank))
+        for spec, (first, size) in zip(plan.specs, places_in_shard(plan, rank), strict=True)
     ]
 
 
-def _row_shard(item: OwnedParameter, dim: int) -> Placement:
+def row_shard(item: OwnedParameter, dim: int) -> Placement:
     """The placement of chunks of a parameter. Where tensor parallelism has cut the same dimension,
     the chunks of all ranks do not follow each other in the order of the mesh."""
     factor, parameter = 1, item.parameter
@@ -118,6 +115,37 @@ def own_parts(plan: Plan, wholes: Sequence[torch.Tensor], rank: int) -> list[tor
         whole.narrow(spec.cut_dim, first, last - first)
         for whole, spec, (first, last) in zip(wholes, plan.specs, held, strict=True)
     ]
+
+
+def places_in_shard(plan: Plan, rank: int) -> list[tuple[int, int]]:
+    """Where in a shard of ``rank`` each parameter begins, and how many elements it has there."""
+    if isinstance(plan, RowsPlan):
+        sizes = [prod(plan.chunk_shape(spec, rank)) for spec in plan.specs]
+        return list(zip(plan.starts, sizes, strict=True))
+    found = []
+    for spec, offset in zip(plan.specs, plan.offsets, strict=True):
+        start, stop = _range(plan, spec.fqn, rank)
+        found.append(
+            (offset + start - plan.shard_starts[rank] if stop > start else 0, stop - start)
+        )
+    return found
+
+
+def refuse_methods(label: str, parameters: Sequence[Sharded]) -> None:
+    """Refuses plain parameters that were given the methods of a tensor extension, which would not
+    be called. ``label`` names their unit.
+
+    Raises:
+        TypeError: there is one.
+    """
+    for parameter in parameters:
+        local = parameter._local_tensor
+        if not is_subclass(local) and len(missing_methods(local)) < 2:
+            raise TypeError(
+                f"a parameter of unit {label!r}, of shape {tuple(parameter.shape)}, was given the "
+                "methods of a tensor extension after fully_shard(), and is a plain tensor: make it "
+                "one of a class that has them, before fully_shard()"
+            )
 
 
 def give_gradients(parameters: Sequence[Sharded], locals_: Sequence[torch.Tensor]) -> None:

@@ -17,6 +17,7 @@ from fsdp_overlap.runtime.digests import UNKNOWN, number_of
 from fsdp_overlap.runtime.domain import Domain
 from fsdp_overlap.runtime.ownership import OwnedParameter, modules_outside_units
 from fsdp_overlap.runtime.tiles import tile_in
+from fsdp_overlap.tensor.extension import inner_tensors
 
 # Stands for the summary of a rank's digests, if it is known that some ranks differ.
 DIFFERENT = -1
@@ -55,7 +56,7 @@ def _difference(domain: Domain, buckets: Sequence[Bucket], failure: str) -> str:
         digests += bucket.start.digests(bucket.version)
     shapes = number_of(repr([bucket.plan.specs for bucket in buckets]).encode())
     summary = DIFFERENT if failure else number_of(array("q", digests).tobytes())
-    groups = domain.groups.to_confirm if domain.order_check.confirms else domain.groups.of_all
+    groups = domain.groups_to_ask
     for group in groups:
         # What differs in one group is made known to the next.
         for _, its_shapes, its_summary in domain.order_check.ask([START, shapes, summary], group):
@@ -103,7 +104,8 @@ def take_from_first(
     meshes."""
     for domain, items in by_domain.items():
         for item in items:
-            _take_from_first(tile_in(item.parameter), domain.mesh)
+            for values in inner_tensors(tile_in(item.parameter)):
+                _take_from_first(values, domain.mesh)
     for _, owner in modules_outside_units(modules):
         for buffer in owner._buffers.values():
             if buffer is not None and not buffer.is_meta:

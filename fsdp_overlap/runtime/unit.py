@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp_overlap.comm.lanes import Lane
-from fsdp_overlap.layout import ParamSpec
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.engine import is_to_accumulate
 from fsdp_overlap.runtime.gradients import BucketGradients
 from fsdp_overlap.runtime.opaque import check_frozen
 from fsdp_overlap.runtime.ownership import kind_of, modules_outside_units
+from fsdp_overlap.runtime.policy_dtypes import reduce_dtype
 from fsdp_overlap.runtime.settings import Settings
 from fsdp_overlap.runtime.unsharded_edits import FREED, UnshardedEdits
 from fsdp_overlap.runtime.untraced import untraced
@@ -110,9 +110,13 @@ class Unit:
     def connect(self) -> None:
         """Chooses the groups, collectives and memory of its buckets. Collective over their meshes
         at the first call."""
+        has_new = False
         for bucket in self.buckets:
             reduced_in = reduce_dtype(bucket.grad_dtype, self.mp_policy)
             bucket.connect(self.part_size, self.settings, reduced_in)
+            has_new |= bucket.make_unsharded()
+        if has_new:
+            self.forget_parameters()
         for gradients in self._known_gradients.values():
             gradients.input.memory = gradients.bucket.full.memory
 
@@ -257,7 +261,7 @@ class Unit:
     def copy_to(self, other: Unit) -> None:
         """Copies values, gradients and settings to ``other``, which was sharded likewise."""
         for mine, its in zip(self.buckets, other.buckets, strict=True):
-            its.shard.copy_(mine.shard)
+            its.copy_values_of(mine)
             its.full.keeps_storage = mine.full.keeps_storage
             for parameter, duplicate in zip(
                 mine.sharded_parameters, its.sharded_parameters, strict=True
@@ -380,17 +384,6 @@ class Unit:
                     unit.context.gradient_arrived(unit, gradients, index)
 
             parameter.register_post_accumulate_grad_hook(arrived)
-
-
-def compute_dtype(spec: ParamSpec, mp_policy: MixedPrecisionPolicy) -> torch.dtype:
-    """The dtype that compute uses a parameter in."""
-    is_cast = spec.dtype.is_floating_point and not (spec.keeps_dtype or spec.is_opaque)
-    return (mp_policy.param_dtype or spec.dtype) if is_cast else spec.dtype
-
-
-def reduce_dtype(dtype: torch.dtype, mp_policy: MixedPrecisionPolicy) -> torch.dtype:
-    """The dtype that gradients kept in ``dtype`` are reduced in. Complex ones keep theirs."""
-    return (mp_policy.reduce_dtype or dtype) if dtype.is_floating_point else dtype
 
 
 def unit_of(module: nn.Module) -> Unit | None:

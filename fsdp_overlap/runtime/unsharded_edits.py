@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from fsdp_overlap.layout.bucket_plan import align
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.opaque import plain
 from fsdp_overlap.runtime.tiles import tile_in
@@ -73,13 +72,13 @@ class UnshardedEdits:
 
     def begin_comparison(self) -> None:
         """Takes digests of the parameters, which are whole, before a forward runs."""
-        self._digest = self._digest_now()
+        self._digest = self._bucket.full.digests()
         self._forwards = 0  # so that changed() looks for everything
 
     def end_comparison(self, uncompared: Uncompared) -> None:
         """Compares with the digests after the forward. The result goes to ``uncompared``."""
         if self._digest is not None:
-            uncompared.append((self, self._digest != self._digest_now()))
+            uncompared.append((self, self._digest != self._bucket.full.digests()))
             self._digest = None
 
     def edited(self) -> str | None:
@@ -138,12 +137,7 @@ class UnshardedEdits:
     def _moved(self) -> str | None:
         """Gives parameters that have other memory their own back. Returns what happened, in words,
         or ``None``."""
-        moved = []
-        full = self._bucket.full
-        for index, (tile, view) in enumerate(zip(self._tiles, full.views, strict=True)):
-            if tile.data_ptr() != view.data_ptr():
-                tile.data = view
-                moved.append(index)
+        moved = self._bucket.full.give_back(self._tiles)
         if not moved:
             return None
         return (
@@ -171,13 +165,3 @@ class UnshardedEdits:
     def _name(self, index: int) -> str:
         bucket = self._bucket
         return f"parameter {bucket.plan.specs[index].fqn!r} of unit {bucket.label!r}"
-
-    def _digest_now(self) -> torch.Tensor:
-        """One number for each parameter."""
-        plan, flat = self._bucket.plan, self._bucket.full.flat
-        return torch.stack(
-            [
-                flat[offset : offset + align(spec.numel)].view(torch.int64).sum()
-                for spec, offset in zip(plan.specs, plan.offsets, strict=True)
-            ]
-        )

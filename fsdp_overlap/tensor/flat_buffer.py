@@ -1,13 +1,15 @@
-"""A flat tensor whose storage comes and goes while its views stay."""
+"""Tensors whose storage comes and goes while they stay."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 
 from fsdp_overlap.layout import Plan
+from fsdp_overlap.layout.bucket_plan import align
 from fsdp_overlap.torch_internals import allow_access, refuse_access
 
 
@@ -19,17 +21,82 @@ class Memory(Protocol):
         ...
 
 
-class FlatBuffer:
-    """The flat storage behind a bucket's unsharded parameters or unreduced gradients.
+class Buffer:
+    """Storages that come and go together while the tensors in them stay.
 
-    ``flat`` has shape ``[plan.numel]``, and ``views[i]`` has the shape of ``plan.specs[i]``.
-    ``gaps`` are the parts of ``flat`` that belong to no view, if there are any. All are made once:
-    :meth:`allocate` and :meth:`free` only resize the storage underneath. A view must not be
-    read while :attr:`allocated` is false. Such a read ends the process, unless torch can raise
+    :meth:`allocate` and :meth:`free` only resize storages. A tensor in one must not be read while
+    :attr:`allocated` is false. Such a read ends the process, unless torch can raise
     :attr:`when_freed`.
     """
 
+    def __init__(self) -> None:
+        self._storages: list[torch.UntypedStorage] = []
+        self._sizes: list[int] = []
+        self.allocated = True
+        self.keeps_storage = False
+        """Whether :meth:`free` leaves the storages alone, so that addresses stay the same."""
+        self.memory: Memory | None = None
+        """Where :meth:`allocate` takes memory. ``None``: where torch takes it."""
+        self.when_freed = ""
+        """The text of the error that reading the freed buffer raises. Empty: no error."""
+        self._refuses = False
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        self._storages.append(storage)
+        self._sizes.append(storage.nbytes())
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all storages while they are there."""
+        return sum(self._sizes)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies in this buffer's storages."""
+        mine = tensor.untyped_storage()._cdata
+        for storage in self._storages:  # noqa: SIM110, asked often, and any() makes a generator
+            if storage._cdata == mine:
+                return True
+        return False
+
+    def allocate(self) -> None:
+        """Gives the buffer storage on the current stream; its contents are undefined."""
+        if self._refuses and allow_access is not None:
+            for storage in self._storages:
+                allow_access(storage._cdata)
+            self._refuses = False
+        if self.memory is None:
+            self._resize()
+        else:
+            with self.memory.use():
+                self._resize()
+        self.allocated = True
+
+    def _resize(self) -> None:
+        for storage, nbytes in zip(self._storages, self._sizes, strict=True):
+            storage.resize_(nbytes)
+
+    def free(self) -> None:
+        """Gives the storage back to the current stream's allocator."""
+        if self.keeps_storage or not self.allocated:
+            return
+        for storage in self._storages:
+            storage.resize_(0)
+        self.allocated = False
+        if self.when_freed and refuse_access is not None and allow_access is not None:
+            for storage in self._storages:
+                refuse_access(storage._cdata, self.when_freed)
+            self._refuses = True
+
+
+class FlatBuffer(Buffer):
+    """The flat storage behind a bucket's unsharded parameters or unreduced gradients.
+
+    ``flat`` has shape ``[plan.numel]``, and ``views[i]`` has the shape of ``plan.specs[i]``.
+    ``gaps`` are the parts of ``flat`` that belong to no view, if there are any. All are made once.
+    """
+
     def __init__(self, plan: Plan, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
         self.plan = plan
         # A tensor that is made in inference mode can never take part in autograd.
         with torch.inference_mode(False), torch.no_grad():
@@ -44,16 +111,7 @@ class FlatBuffer:
                 for end, start in zip([0, *ends], [*plan.offsets, plan.numel], strict=True)
                 if end < start
             ]
-        self._storage = self.flat.untyped_storage()
-        self.nbytes = self._storage.nbytes()
-        self.allocated = True
-        self.keeps_storage = False
-        """Whether :meth:`free` leaves the storage alone, so that addresses stay the same."""
-        self.memory: Memory | None = None
-        """Where :meth:`allocate` takes memory. ``None``: where torch takes it."""
-        self.when_freed = ""
-        """The text of the error that reading the freed buffer raises. Empty: no error."""
-        self._refuses = False
+        self._add(self.flat.untyped_storage())
         self.free()
 
     def nbytes_of_others(self, rank: int) -> int:
@@ -61,28 +119,31 @@ class FlatBuffer:
         from it in a reduce-scatter."""
         return (self.plan.numel - self.plan.shard_numels[rank]) * self.flat.element_size()
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies in this buffer's storage."""
-        return tensor.untyped_storage()._cdata == self._storage._cdata
+    def digests(self) -> torch.Tensor:
+        """One number for each view, which tells edits of what it holds."""
+        return torch.stack(
+            [
+                self.flat[offset : offset + align(spec.numel)].view(torch.int64).sum()
+                for spec, offset in zip(self.plan.specs, self.plan.offsets, strict=True)
+            ]
+        )
 
-    def allocate(self) -> None:
-        """Gives the buffer storage on the current stream; its contents are undefined."""
-        if self._refuses and allow_access is not None:
-            allow_access(self._storage._cdata)
-            self._refuses = False
-        if self.memory is None:
-            self._storage.resize_(self.nbytes)
-        else:
-            with self.memory.use():
-                self._storage.resize_(self.nbytes)
-        self.allocated = True
+    def index_of(self, tensor: torch.Tensor) -> int | None:
+        """The number of the view that ``tensor``, which lies in this buffer, begins in."""
+        start = int(tensor.storage_offset())
+        for index, (spec, offset) in enumerate(
+            zip(self.plan.specs, self.plan.offsets, strict=True)
+        ):
+            if offset <= start < offset + spec.numel:
+                return index
+        return None
 
-    def free(self) -> None:
-        """Gives the storage back to the current stream's allocator."""
-        if self.keeps_storage or not self.allocated:
-            return
-        self._storage.resize_(0)
-        self.allocated = False
-        if self.when_freed and refuse_access is not None and allow_access is not None:
-            refuse_access(self._storage._cdata, self.when_freed)
-            self._refuses = True
+    def give_back(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Gives those of ``tensors`` that have other memory than the view of the same number that
+        memory back. Returns their numbers."""
+        moved = []
+        for index, (tensor, view) in enumerate(zip(tensors, self.views, strict=True)):
+            if tensor.data_ptr() != view.data_ptr():
+                tensor.data = view
+                moved.append(index)
+        return moved

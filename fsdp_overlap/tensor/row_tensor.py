@@ -159,7 +159,8 @@ class RowTensor(HoldsGradient, DTensor):
 def _wrap(cls: type[DTensor], local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     # torch saves and copies a DTensor as such only if the local tensor that it was made of begins
     # where its storage begins.
-    tensor = DTensor.__new__(cls, local.new_empty(0), spec, requires_grad=False)
+    empty = torch.empty(0, dtype=local.dtype, device=local.device)
+    tensor = DTensor.__new__(cls, empty, spec, requires_grad=False)
     tensor._local_tensor = local
     return tensor
 

@@ -322,6 +322,13 @@ def attributes_of(parameter: torch.Tensor) -> dict[str, Any]:
     return {key: value for key, value in vars(parameter).items() if key not in _OWN_ATTRIBUTES}
 
 
+def users_attributes(parameter: torch.Tensor, local: torch.Tensor) -> dict[str, Any]:
+    """As :func:`attributes_of`, for a parameter whose part here is ``local``. Without those that
+    every tensor of the class of ``local`` has."""
+    given = attributes_of(parameter)
+    return {key: value for key, value in given.items() if key not in vars(local)}
+
+
 def rebuild_sharded_tensor(
     local: torch.Tensor,
     mesh: DeviceMesh,

@@ -18,6 +18,7 @@ from fsdp_overlap.modelled import Stream, current_stream, stream
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_, exchange
 from fsdp_overlap.runtime import gradients
 from support.experts import ROWS, WIDTH, Moe
+from support.extensions import Rounded, with_matrices_of
 from support.modelled import Program, fake_ranks, trained
 from support.nccl_like import chosen_as_for_nccl
 from support.tensor_parallel import LENGTH, WORDS, Transformer, loss_of, parallelize, shard
@@ -86,6 +87,15 @@ for name, layout in {"flat": Flat(), "rows": Rows()}.items():
         )
 MODES["gathered in 8 bits, offloaded"] = trained(
     shard_options={"wire_policy": WirePolicy(torch.int8), **OFFLOAD}
+)
+
+
+EXTENSIONS: dict[str, Any] = {"build": partial(with_matrices_of, Rounded, Model), "layout": Rows()}
+MODES["extensions"] = trained(**EXTENSIONS)
+MODES["extensions with copies"] = trained(**EXTENSIONS, dims=(2, 2))
+MODES["extensions, offloaded"] = trained(**EXTENSIONS, shard_options=dict(OFFLOAD))
+MODES["extensions in bfloat16, kept"] = trained(
+    **EXTENSIONS, shard_options={"mp_policy": LOW, "reshard_after_forward": False}
 )
 MODES["in bfloat16"] = trained(shard_options={"mp_policy": LOW})
 MODES["offloaded"] = trained(shard_options=dict(OFFLOAD))

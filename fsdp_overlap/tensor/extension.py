@@ -1,0 +1,208 @@
+"""Tensors that say themselves how they are gathered, by the methods of FSDP2's tensor extensions.
+
+``fsdp_pre_all_gather`` gives what a rank sends of a sharded parameter, and ``fsdp_post_all_gather``
+makes the unsharded parameter of what all ranks have sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from inspect import signature
+from operator import add
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdp_overlap.tensor.flat_buffer import Buffer
+from fsdp_overlap.torch_internals import keep_version
+
+PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+
+# Says whether what was gathered can be freed when the unsharded parameter was made of it.
+RELEASES = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
+
+
+def is_subclass(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is of a class of its own."""
+    return type(tensor) not in (torch.Tensor, nn.Parameter)
+
+
+def missing_methods(tensor: torch.Tensor) -> list[str]:
+    """Which of the two methods ``tensor`` does not have."""
+    return [name for name in (PRE, POST) if not hasattr(tensor, name)]
+
+
+def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that ``tensor`` consists of. None if its class does not tell."""
+    if not is_subclass(tensor):
+        return [tensor]
+    if isinstance(tensor, DTensor):  # its flattening names its mesh, too
+        return inner_tensors(tensor._local_tensor)
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    names = flatten()[0] if flatten is not None else ()
+    return [inner for name in names for inner in inner_tensors(getattr(tensor, name))]
+
+
+class GatheredTensors(Buffer):
+    """The storages behind a bucket's unsharded parameters, if tensor extensions made these.
+
+    ``flat`` is empty, and tells the device. Storages are known once the first gather is done.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.flat = torch.empty(0, device=device)
+        self._of_each: list[list[torch.Tensor]] = []
+        self.allocated = False
+
+    def add(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Takes in what holds the next parameter. Some may share their memory."""
+        held = []
+        for tensor in tensors:
+            if tensor.untyped_storage().nbytes() and not self.holds(tensor):
+                self._add(tensor.untyped_storage())
+                held.append(tensor.detach())
+        self._of_each.append(held)
+
+    def digests(self) -> torch.Tensor:
+        """One number for each parameter, which tells edits of what it holds."""
+        zero = torch.zeros((), dtype=torch.int64, device=self.flat.device)
+        return torch.stack([reduce(add, map(_digest, each), zero) for each in self._of_each])
+
+    def index_of(self, tensor: torch.Tensor) -> int | None:
+        """The number of the parameter that ``tensor`` holds a part of."""
+        mine = tensor.untyped_storage()._cdata
+        for index, each in enumerate(self._of_each):
+            if any(held.untyped_storage()._cdata == mine for held in each):
+                return index
+        return None
+
+    def give_back(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Does nothing: whether a tensor of another class has other memory is not known."""
+        return []
+
+
+def _digest(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.untyped_storage().nbytes():  # released early
+        tensor = tensor[:0]
+    return tensor.contiguous().view(-1).view(torch.uint8).sum()
+
+
+@dataclass
+class Surroundings:
+    """What ``fsdp_pre_all_gather`` is told of the parameter it is called for, and of its unit."""
+
+    mesh: DeviceMesh
+    size: torch.Size
+    stride: tuple[int, ...]
+    module: Any
+    """A weak reference to the module that has the parameter."""
+    mp_policy: Any
+    dtype: torch.dtype
+    """What compute wants, if the extension can give it."""
+    device: torch.device
+
+
+class Extension:
+    """Gathers one parameter by the two methods of its sharded form's local tensor."""
+
+    def __init__(self, name: str, sharded: DTensor, surroundings: Surroundings) -> None:
+        self.name = name
+        self._sharded = sharded
+        self._around = surroundings
+        self._metadata: Any = None
+        self._sizes: list[torch.Size] = []
+        self._outputs: list[torch.Tensor] = []
+        self._parameter: nn.Parameter | None = None
+        self._releases = False
+        self._is_told = False
+        """Whether the first method is told of more than the mesh."""
+
+    def check(self) -> None:
+        """Checks that the local tensor has both methods, which it may have got after it was made.
+
+        Raises:
+            TypeError: it has not, or they take something else.
+        """
+        local = self._sharded._local_tensor
+        if missing := missing_methods(local):
+            raise TypeError(
+                f"{self.name} is a {type(local).__name__} without {' and '.join(missing)}, so "
+                "nobody knows how to gather it: give its class both methods"
+            )
+        takes = signature(getattr(local, PRE))
+        if len(takes.parameters) not in (1, 5):
+            raise TypeError(
+                f"{type(local).__name__}.{PRE}{takes}, of {self.name}: it takes either mesh, or "
+                "mesh, outer_size, outer_stride, module and mp_policy"
+            )
+        self._is_told = len(takes.parameters) == 5
+
+    def inputs(self) -> list[torch.Tensor]:
+        """What this rank sends."""
+        local, around = self._sharded._local_tensor, self._around
+        if local.device != around.device:
+            local = local.to(around.device, non_blocking=True)
+        pre: Any = getattr(local, PRE)
+        arguments: tuple[Any, ...] = (around.mesh,)
+        if self._is_told:
+            arguments += around.size, around.stride, around.module(), around.mp_policy
+        given, self._metadata = pre(*arguments)
+        self._sizes = [each.size() for each in given]
+        return list(given)
+
+    def make(self, outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The unsharded tensor of what all ranks have sent, and whose storages it needs while it is
+        used. ``outputs`` are flat, and are written by each later gather."""
+        local = self._sharded._local_tensor
+        self._outputs = [each.data for each in outputs]  # writing them counts as no edit
+        post: Any = getattr(local, POST)
+        whole, inner = post(self._shaped(), self._metadata, self._around.dtype)
+        self._metadata = None
+        releases = getattr(local, RELEASES, None)
+        self._releases = releases is not None and releases()
+        around = self._around
+        whole = torch.as_strided(whole, around.size, around.stride, storage_offset=0)
+        return whole, [*outputs, *inner]
+
+    def use(self, parameter: nn.Parameter) -> None:
+        """Later gathers fill ``parameter``, which was made of what :meth:`make` gave."""
+        self._parameter = parameter
+        self._release()
+
+    def fill(self) -> None:
+        """Fills the unsharded parameter of what all ranks have sent."""
+        parameter, post = self._parameter, getattr(self._sharded._local_tensor, POST)
+        assert parameter is not None
+        edited: tuple[torch.Tensor, ...] = (parameter,)
+        if isinstance(parameter, DTensor):
+            edited = parameter, parameter._local_tensor
+        with keep_version(edited):  # autograd need not know
+            outputs = tuple(map(self._without_padding, self._shaped(), self._sizes))
+            post(outputs, self._metadata, self._around.dtype, out=parameter)
+        self._metadata = None
+        self._release()
+
+    def _shaped(self) -> tuple[torch.Tensor, ...]:
+        return tuple(
+            output.view(-1, *size[1:])
+            for output, size in zip(self._outputs, self._sizes, strict=True)
+        )
+
+    def _without_padding(self, output: torch.Tensor, sent: torch.Size) -> torch.Tensor:
+        """The rows of ``output`` that belong to the parameter, if it has rows of that. ``sent`` is
+        the size of what each rank sent. An extension can copy them into the parameter then, while
+        FSDP2 hands it the padding, too."""
+        rows, ranks = self._around.size[0], self._around.mesh.size()
+        padded = torch.Size((-(-rows // ranks), *self._around.size[1:]))
+        return output[:rows] if sent == padded else output
+
+    def _release(self) -> None:
+        if self._releases:
+            for output in self._outputs:
+                output.untyped_storage().resize_(0)
