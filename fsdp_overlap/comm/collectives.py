@@ -138,17 +138,22 @@ class TensorCollectives:
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
     ) -> Issued:
-        [received], [sent] = self.make_pieces(full, shard, plan, group)
-        end(group._allgather_base(received, sent, GATHER))
+        sent = self._sent(full, shard, plan, group)
+        end(group._allgather_base(as_carried(full), as_carried(sent), GATHER))
         return Issued((), lambda: full)
 
     def make_pieces(
         self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
     ) -> Pieces:
         """See :meth:`GathersInPlace.make_pieces`."""
-        if shard.dtype != full.dtype or shard.is_cpu != full.is_cpu:
-            shard = own_range(full, plan, group).copy_(shard, non_blocking=True)
-        return [as_carried(full)], [as_carried(shard)]
+        return [as_carried(full)], [as_carried(self._sent(full, shard, plan, group))]
+
+    def _sent(
+        self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        if shard.dtype == full.dtype and shard.is_cpu == full.is_cpu:
+            return shard
+        return own_range(full, plan, group).copy_(shard, non_blocking=True)
 
     def reduce_scatter(
         self,

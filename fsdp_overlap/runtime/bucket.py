@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from fsdp_overlap.comm.collectives import Collectives, GathersInPlace, Issued, Pieces, choose
+from fsdp_overlap.comm.collectives import Collectives, GathersInPlace, Issued, Pieces
 from fsdp_overlap.comm.extension_gather import ExtensionGather
 from fsdp_overlap.comm.groups import LaneGroups
 from fsdp_overlap.comm.lanes import Lane, Mark, Ticket, Travel
-from fsdp_overlap.layout import BucketPlan, Plan
+from fsdp_overlap.layout import Plan
 from fsdp_overlap.runtime.bucket_state import ALLOWED, BucketState
 from fsdp_overlap.runtime.chosen_collectives import chosen_collectives
 from fsdp_overlap.runtime.digests import Start
@@ -98,6 +98,7 @@ class Bucket:
         self.divided: DividedShard | None = None
         """The shard, if the ranks that hold copies of it divide it."""
         self._ticket: Ticket | None = None
+        self._before: BucketState | None = None  # the state before a gather that is being issued
         self._gathered_version = -1
 
     def allocate(self, device: torch.device, like: Sequence[torch.Tensor]) -> None:
@@ -217,7 +218,7 @@ class Bucket:
         ``part_size``: how many neighbours keep a part each between forward and backward. ``None``
         if nobody keeps one. ``reduce_dtype``: what gradients travel in.
         """
-        domain, device_type = self.domain, self.domain.device_type
+        domain = self.domain
         self.edits.has_run = True
         self.groups = groups = domain.groups_for(settings.separates_reductions)
         self.full.memory = domain.memory_for(groups) if settings.uses_group_memory else None
@@ -226,7 +227,7 @@ class Bucket:
         if part_size is not None:
             group = domain.group_of_neighbours(part_size)
             assert isinstance(self.full, FlatBuffer)
-            self.part = KeptPart(self.full, part_size, group, device_type)
+            self.part = KeptPart(self.full, part_size, group, domain.device_type)
         self.collectives = chosen_collectives(
             domain,
             self.gather_plan,
@@ -238,10 +239,7 @@ class Bucket:
             self.extensions,
         )
         if domain.divides_copies:
-            assert groups.across is not None
-            first = domain.shard_rank * domain.copies
-            parts = BucketPlan((), (), self.plan.shard_numels[first : first + domain.copies])
-            self.divided = DividedShard(self, parts, choose(device_type, groups.across, parts))
+            self.divided = DividedShard(self, domain)
 
     def make_unsharded(self) -> bool:
         """Makes the unsharded parameters, if these are what a gather makes, unless it was done
@@ -289,8 +287,8 @@ class Bucket:
         """Whether it is gathered and the shard was not edited since."""
         return self.state is not BucketState.SHARDED and self._gathered_version == self.version
 
-    def settle(self) -> None:
-        """Waits for an all-gather that is under way. The next one may begin then.
+    def begin_gather(self, lane: Lane) -> None:
+        """Gives the full buffer memory. :meth:`is_filled_by` or :meth:`cancel_gather` comes next.
 
         Raises:
             RuntimeError: the bucket is on the meta device.
@@ -302,16 +300,20 @@ class Bucket:
             )
         if self.state is BucketState.GATHERING:
             self.wait()
-
-    def begin_gather(self, lane: Lane) -> None:
-        """Gives the full buffer memory. :meth:`is_filled_by` comes next."""
+        self._before = self.state
         self._become(BucketState.GATHERING)
         if not self.full.allocated:
             lane.allocate(self.label, self.full)
 
+    def cancel_gather(self) -> None:
+        """Takes :meth:`begin_gather` back, if it was called: nothing will be gathered."""
+        self.state = self._before or self.state
+        self._before = None
+
     def is_filled_by(self, ticket: Ticket) -> None:
         """Notes what fills the full buffer."""
         self._ticket = ticket
+        self._before = None
         self._gathered_version = self.version
         if self.offload is not None:
             self.domain.reading = ticket
@@ -333,8 +335,8 @@ class Bucket:
         )
 
     def make_pieces(self) -> Pieces | None:
-        """Does what comes before the all-gather of :meth:`travel` if that is in place: buckets of
-        one group can do the rest in one collective. Else ``None``. Call it in the lane's order."""
+        """Does what :meth:`travel` does before its all-gather, if that is in place: buckets of one
+        group can share it. Else ``None``. Call it in the lane's order."""
         if self.part is not None or not isinstance(self.collectives, GathersInPlace):
             return None
         return self.collectives.make_pieces(

@@ -9,10 +9,11 @@ from typing import Protocol
 
 import torch
 
-from fsdp_overlap.comm.collectives import Collectives
+from fsdp_overlap.comm.collectives import choose
 from fsdp_overlap.comm.groups import LaneGroups
 from fsdp_overlap.comm.lanes import Lane, Ticket
-from fsdp_overlap.layout import BucketPlan
+from fsdp_overlap.layout import BucketPlan, Plan
+from fsdp_overlap.runtime.domain import Domain
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 
 
@@ -20,6 +21,7 @@ class Source(Protocol):
     """The bucket that a shard belongs to. ``shard`` is this rank's part."""
 
     label: str
+    plan: Plan
     shard: torch.Tensor
     compute_dtype: torch.dtype
     is_meta: bool
@@ -41,10 +43,14 @@ class DividedShard:
     has no parameters.
     """
 
-    def __init__(self, bucket: Source, plan: BucketPlan, collectives: Collectives) -> None:
+    def __init__(self, bucket: Source, domain: Domain) -> None:
         self.bucket: Source = weakref.proxy(bucket)  # which owns this object
-        self.plan = plan
-        self.collectives = collectives
+        group = bucket.groups.across
+        assert group is not None
+        first = domain.shard_rank * domain.copies
+        numels = bucket.plan.shard_numels[first : first + domain.copies]
+        self.plan = plan = BucketPlan((), (), numels)
+        self.collectives = choose(domain.device_type, group, plan)
         self.whole = FlatBuffer(plan, bucket.compute_dtype, bucket.device)
         self._ticket: Ticket | None = None
         self._version = -1

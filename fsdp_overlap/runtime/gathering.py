@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import Issued, gather_pieces
-from fsdp_overlap.comm.lanes import Lane
+from fsdp_overlap.comm.lanes import Lane, Travel
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.unit import Unit
 
@@ -18,9 +18,10 @@ from fsdp_overlap.runtime.unit import Unit
 def gathers_of(unit: Unit) -> list[tuple[str, list[Bucket]]]:
     """What is to be gathered: the name of each collective, and its buckets. A bucket that is asked
     to keep a part goes alone, because it may travel among other ranks than the rest."""
+    if len(unit.buckets) == 1:
+        [bucket] = unit.buckets
+        return [] if bucket.is_whole else [(bucket.label, unit.buckets)]
     waiting = [bucket for bucket in unit.buckets if not bucket.is_whole]
-    if len(waiting) < 2:
-        return [(bucket.label, [bucket]) for bucket in waiting]
     together: dict[dist.ProcessGroup | Bucket, list[Bucket]] = {}
     for bucket in waiting:
         key = bucket.groups.gather if bucket.part is None else bucket
@@ -37,23 +38,21 @@ def gather(buckets: Sequence[Bucket], lane: Lane, label: str) -> None:
     Raises:
         RuntimeError: one of them is on the meta device.
     """
-    for bucket in buckets:
-        bucket.settle()
-    before = [bucket.state for bucket in buckets]
     try:
         for bucket in buckets:
             bucket.begin_gather(lane)
-        if len(buckets) == 1:
-            ticket = lane.enqueue("all_gather", label, *buckets[0].travel())
-        else:
-            nbytes = sum(bucket.travels_nbytes for bucket in buckets)
-            ticket = lane.enqueue("all_gather", label, partial(_issue, buckets), nbytes=nbytes)
+        travel = buckets[0].travel() if len(buckets) == 1 else _together(buckets)
+        ticket = lane.enqueue("all_gather", label, *travel)
     except BaseException:
-        for bucket, state in zip(buckets, before, strict=True):
-            bucket.state = state  # nothing was gathered, for example for lack of memory
+        for bucket in buckets:
+            bucket.cancel_gather()
         raise
     for bucket in buckets:
         bucket.is_filled_by(ticket)
+
+
+def _together(buckets: Sequence[Bucket]) -> Travel:
+    return partial(_issue, buckets), None, sum(bucket.travels_nbytes for bucket in buckets)
 
 
 def _issue(buckets: Sequence[Bucket]) -> Issued:

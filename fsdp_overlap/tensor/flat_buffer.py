@@ -30,8 +30,8 @@ class Buffer:
     """
 
     def __init__(self) -> None:
-        self._storages: list[torch.UntypedStorage] = []
-        self._sizes: list[int] = []
+        self._storages: list[tuple[torch.UntypedStorage, int]] = []
+        """Each with its size."""
         self.allocated = True
         self.keeps_storage = False
         """Whether :meth:`free` leaves the storages alone, so that addresses stay the same."""
@@ -42,18 +42,17 @@ class Buffer:
         self._refuses = False
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        self._storages.append(storage)
-        self._sizes.append(storage.nbytes())
+        self._storages.append((storage, storage.nbytes()))
 
     @property
     def nbytes(self) -> int:
         """The size of all storages while they are there."""
-        return sum(self._sizes)
+        return sum(nbytes for _, nbytes in self._storages)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in this buffer's storages."""
         mine = tensor.untyped_storage()._cdata
-        for storage in self._storages:  # noqa: SIM110, asked often, and any() makes a generator
+        for storage, _ in self._storages:  # noqa: SIM110, asked often, and any() makes a generator
             if storage._cdata == mine:
                 return True
         return False
@@ -61,7 +60,7 @@ class Buffer:
     def allocate(self) -> None:
         """Gives the buffer storage on the current stream; its contents are undefined."""
         if self._refuses and allow_access is not None:
-            for storage in self._storages:
+            for storage, _ in self._storages:
                 allow_access(storage._cdata)
             self._refuses = False
         if self.memory is None:
@@ -72,18 +71,18 @@ class Buffer:
         self.allocated = True
 
     def _resize(self) -> None:
-        for storage, nbytes in zip(self._storages, self._sizes, strict=True):
+        for storage, nbytes in self._storages:
             storage.resize_(nbytes)
 
     def free(self) -> None:
         """Gives the storage back to the current stream's allocator."""
         if self.keeps_storage or not self.allocated:
             return
-        for storage in self._storages:
+        for storage, _ in self._storages:
             storage.resize_(0)
         self.allocated = False
         if self.when_freed and refuse_access is not None and allow_access is not None:
-            for storage in self._storages:
+            for storage, _ in self._storages:
                 refuse_access(storage._cdata, self.when_freed)
             self._refuses = True
 
