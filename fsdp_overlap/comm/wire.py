@@ -62,9 +62,9 @@ class Wire:
     def add_up(
         self, segments: torch.Tensor, mine: torch.Tensor, rank: int, total: torch.Tensor
     ) -> None:
-        """Adds to ``total`` what ``segments`` stand for, a row of each rank. In place of the row of
-        ``rank``, this rank, ``mine`` is added."""
-        ranks = len(segments)
+        """Fills ``total`` with the sum of what ``segments`` stand for, a row of each rank. In place
+        of the row of ``rank``, this rank, ``mine`` is added. Half precision is added in float32."""
+        ranks, wide = len(segments), torch.promote_types(mine.dtype, torch.float32)
         codes, scales, kept = self.parts_of(segments, mine.dtype)
         for run in self.own.runs:
             rows, height, blocks, width = run.shape
@@ -75,9 +75,10 @@ class Wire:
                 count = min(step, rows - first)
                 start, scale = run.start + first * numel, run.scale + first * blocks
                 here = slice(start, start + count * numel)
+                added = torch.zeros_like(mine[here], dtype=wide)
                 for lowest in range(0, ranks, some):
                     senders = slice(lowest, lowest + some)
-                    values = torch.empty_like(codes[senders, here], dtype=mine.dtype)
+                    values = torch.empty_like(codes[senders, here], dtype=wide)
                     decode_into(values, codes[senders, here])
                     if self.scales is not None:
                         of_these = scales[senders, scale : scale + count * blocks]
@@ -87,11 +88,12 @@ class Wire:
                         )
                     if lowest <= rank < lowest + some:
                         values[rank - lowest] = mine[here]
-                    total[here] += values.sum(0)
+                    added += values.sum(0)
+                total[here] = added
         for place in self.own.kept:
             values = kept[:, place.at : place.at + place.numel]
             values[rank] = mine[place.start : place.stop]
-            total[place.start : place.stop] += values.sum(0)
+            total[place.start : place.stop] = values.sum(0, dtype=wide)
 
 
 class Segments:

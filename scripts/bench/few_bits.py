@@ -124,7 +124,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rate", type=slow_link.checked_rate, default="2gbit", help="of the link")
     parser.add_argument("--no-limit", action="store_true", help="plain loopback, needs no root")
-    parser.add_argument("--rows", type=int, default=64, help="of each rank's batch")
+    parser.add_argument("--rows", type=int, default=4, help="of each rank's batch")
     parser.add_argument(
         "--sleep", type=float, default=12.0, metavar="MS", help="of a block in forward, see above"
     )
