@@ -40,8 +40,9 @@ class WirePolicy:
 
     A rank quantizes what others get of its gradients, too. They arrive one by one and are summed in
     the dtype in which gradients are reduced, or in float32 if that is half precision, so that an
-    error is made once for each rank and never in a sum. With ``reduce_dtype=torch.bfloat16`` they are rounded, and nothing else: half the
-    bytes of float32, without the errors of sums in bfloat16.
+    error is made once for each rank and never in a sum. With ``reduce_dtype=torch.bfloat16`` they
+    are rounded, and nothing else: half the bytes of float32, without the errors of sums in
+    bfloat16.
 
     Parameters of less than two dimensions, and those that are no floating-point numbers, travel in
     full, in the same collective.
