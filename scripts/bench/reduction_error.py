@@ -1,0 +1,92 @@
+"""How far a reduction in few bits is from one in float32.
+
+Gradients of `--ranks` ranks are drawn: normal numbers, whose rows differ in size by a factor of a
+thousand. They are summed as the library does, in this process, and as a ring in bfloat16 does,
+which rounds at each rank. The error is that of the first rank's range, by the norm of the
+difference from the sum in float64 over the norm of that sum.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+import torch
+
+from fsdp_overlap import Blocks, WirePolicy
+from fsdp_overlap.comm.wire import Wire
+from fsdp_overlap.layout import BucketPlan, ParamSpec, plan_units
+from harness import output
+from harness.measurement import Measurement, Sweep
+
+ROWS, COLUMNS = 512, 256
+QUANTITY = "error"
+POLICIES = {
+    "bfloat16, summed in float32": WirePolicy(reduce_dtype=torch.bfloat16),
+    "int8": WirePolicy(reduce_dtype=torch.int8),
+    "float8_e4m3fn": WirePolicy(reduce_dtype=torch.float8_e4m3fn),
+    "float8_e4m3fn, blocks of 32": WirePolicy(
+        reduce_dtype=torch.float8_e4m3fn, block=(1, 32), powers_of_two=True
+    ),
+    "float8_e5m2": WirePolicy(reduce_dtype=torch.float8_e5m2),
+}
+
+
+def draw(ranks: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    size = torch.logspace(-3, 0, ROWS)[torch.randperm(ROWS, generator=generator), None]
+    return [(torch.randn(ROWS, COLUMNS, generator=generator) * size).view(-1) for _ in range(ranks)]
+
+
+def quantized_sum(gradients: list[torch.Tensor], policy: WirePolicy) -> torch.Tensor:
+    """What the first rank gets, in float32. Its own gradients do not travel."""
+    spec = ParamSpec("weight", (ROWS, COLUMNS), torch.float32)
+    [[plan]] = [plan_units([[replace(spec, block=policy.grain(spec))]], len(gradients), Blocks(1))]
+    assert isinstance(plan, BucketPlan)
+    codes = policy.reduce_dtype
+    assert codes is not None
+    travels = policy.wire(plan, torch.float32, codes)
+    wire = Wire(travels, travels.segment(0), codes, policy.scale_dtype(torch.float32, codes))
+    numel, size = plan.shard_numels[0], travels.packed.shard_numels[0]
+    segments = torch.empty(len(gradients), size, dtype=torch.uint8)
+    for segment, gradient in zip(segments, gradients, strict=True):
+        wire.encode_own(gradient[:numel], segment, torch.float32)
+    total = torch.empty(numel)
+    wire.add_up(segments, gradients[0][:numel], 0, total)
+    return total
+
+
+def ring_sum(gradients: list[torch.Tensor], numel: int) -> torch.Tensor:
+    total = gradients[0][:numel].bfloat16()
+    for gradient in gradients[1:]:
+        total = total + gradient[:numel].bfloat16()
+    return total.float()
+
+
+def error(found: torch.Tensor, gradients: list[torch.Tensor]) -> float:
+    exact = torch.stack(gradients)[:, : len(found)].double().sum(0)
+    return ((found - exact).norm() / exact.norm()).item()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 64])
+    output.add_outputs(parser)
+    args = parser.parse_args()
+    figures = []
+    for ranks in args.ranks:
+        gradients = draw(ranks)
+        sums = {name: quantized_sum(gradients, policy) for name, policy in POLICIES.items()}
+        sums["bfloat16, summed by a ring"] = ring_sum(gradients, len(next(iter(sums.values()))))
+        errors = {name: [1e6 * error(found, gradients)] for name, found in sums.items()}
+        figures += output.figures_of(QUANTITY, "millionths", errors, at=ranks)
+    settings = {"torch": torch.__version__, "ranks": args.ranks}
+    about = f"torch {torch.__version__}, a gradient of {ROWS} x {COLUMNS}"
+    measurement = Measurement(
+        about, settings, output.repeated_argv(), figures, sweep=Sweep("ranks", log_y=True)
+    )
+    output.publish(measurement, args.json, args.plot)
+
+
+if __name__ == "__main__":
+    main()
