@@ -28,6 +28,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 WIDTH, INNER = 16, 32
+PACKED = 256  # NF4's scales are in blocks of 256 blocks of 64
 IMPORTING = 180.0  # torchao, on a busy machine
 
 
@@ -95,6 +96,57 @@ def test_training_equals_fsdp2s(precomputes: bool) -> None:
 def test_in_bfloat16_and_kept_until_backward() -> None:
     options = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
     run_ranks(partial(trains, True, reshard_after_forward=False, **options), 2, timeout=IMPORTING)
+
+
+class Adapted(nn.Module):
+    """A frozen weight in four bits, and an adapter on top."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from torchao.quantization import NF4Tensor
+
+        weight = NF4Tensor.from_tensor(torch.randn(2 * PACKED, PACKED) / 8, 64, 256)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.down = nn.Linear(PACKED, 4, bias=False)
+        self.up = nn.Linear(4, 2 * PACKED, bias=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import linear_nf4
+
+        both: torch.Tensor = linear_nf4(inputs, self.weight) + self.up(self.down(inputs))
+        return both[..., :PACKED] * both[..., PACKED:].sigmoid()
+
+
+def trains_adapters() -> None:
+    torch.manual_seed(4)
+    ours = nn.Sequential(*[Adapted() for _ in range(3)])
+    unsharded, theirs = copy.deepcopy(ours), copy.deepcopy(ours)
+    ctx = FsdpContext(layout=Rows())
+    for module in (*ours, ours):
+        fully_shard(module, ctx)
+    for module in (*theirs, theirs):
+        torchs_fully_shard(module)
+    models = ours, theirs, unsharded
+    optimizers = [
+        torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=1e-2)
+        for each in models
+    ]
+    batches = torch.randn(3, 8, PACKED, generator=torch.Generator().manual_seed(5))
+    for batch in batches:  # the same on all ranks, so that the twin's gradients are the mean
+        losses = [model(batch).square().mean() for model in models]
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert losses[0] == losses[1]
+        torch.testing.assert_close(losses[0], losses[2])
+    numel = 2 * PACKED * PACKED
+    [packed] = [b for b in ours[0]._fsdp_unit.buckets if b.is_extension]  # type: ignore[union-attr]
+    assert packed.gathered_nbytes < 0.6 * numel  # four bits each, and scales
+
+
+def test_adapters_train_on_weights_in_four_bits() -> None:
+    run_ranks(trains_adapters, 2, timeout=IMPORTING)
 
 
 def test_with_copies() -> None:
