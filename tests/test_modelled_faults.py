@@ -38,7 +38,7 @@ ALLOCATIONS = {
     ("collectives.py", "reduce_scatter"): "result of a reduction",
     ("order_check.py", "_issue"): "order check",
     ("partial_reshard.py", "keep"): "kept part",
-    ("bucket.py", "gather"): "full buffer",
+    ("bucket.py", "begin_gather"): "full buffer",
 }
 
 
