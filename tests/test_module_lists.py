@@ -390,6 +390,34 @@ def test_the_order_of_a_pass_survives_what_runs_alone() -> None:
     run_ranks(predicted_after_chunks, 2)
 
 
+def resharded_after_chunks() -> None:
+    """As torchtitan does: the head stays whole for its chunks, and is freed before the rest of
+    backward comes to the norm, which is of the same unit."""
+    twins = Twins(Normed, shard_last_two)
+    twins.model.chunks = twins.twin.chunks = True
+    tokens, targets = next(twins.batches(1))
+    for model in (twins.model, twins.twin):
+        hidden = model(tokens)
+        end = hidden.detach().requires_grad_()
+        if model is twins.model:
+            model.head.set_reshard_after_forward(False)
+            model.head.set_reshard_after_backward(False)
+        for piece, wanted in zip(end.chunk(5, 1), targets.chunk(5, 1), strict=True):
+            loss_of(model.head(piece), wanted).backward()
+        if model is twins.model:
+            model.head.set_reshard_after_forward(True)
+            model.head.set_reshard_after_backward(True)
+            model.head.reshard()
+        hidden.backward(end.grad)
+    for (name, parameter), twin in twins.pairs():
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad.full_tensor(), twin.grad, msg=name)
+
+
+def test_a_head_may_be_freed_before_backward_comes_to_the_norm_beside_it() -> None:
+    run_ranks(resharded_after_chunks, 2)
+
+
 def evaluation() -> None:
     twins = Twins(Normed, shard_last_two)
     twins.train(1)

@@ -192,6 +192,7 @@ class Backward:
         if call.needs_parameters or (self.creates_graph and unit.is_gathered):
             self._use(unit, call.forward_pass)
             if self.creates_graph:
+                unit.left_out = set()
                 self._gathers.in_graphs.setdefault(unit.index, self._first_use(call))
                 self._transfers.hook_gradients(unit)
         self._reductions.passed(call.end)

@@ -164,10 +164,12 @@ class Schedule:
         tells when backward reads them again. So with gradients the units stay gathered."""
         is_kept = self._engine.is_grad_enabled() and not raised
         for unit in self._unfinished:
+            left_out = set(unit.to_run)
             unit.to_run.clear()
             if not unit.shows_unsharded:
                 self._transfers.use_sharded(unit)
             if is_kept:
+                unit.left_out = left_out
                 self._read_by_others.add(unit.index)
                 self.gathers.in_graphs.setdefault(unit.index, self._pass.spans[unit.index][0])
             elif raised or unit.reshards_after_forward():

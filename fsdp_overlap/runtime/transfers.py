@@ -108,8 +108,11 @@ class Transfers:
             bucket.drop_part()
 
     def forbid_old_graphs(self, unit: Unit) -> None:
+        # Graphs of modules that ran gather again.
+        inner = (m for each in unit.modules if id(each) in unit.left_out for m in each.modules())
+        tables = {id(module._parameters) for module in inner}
         for edits in unit.edits:
-            edits.forbid_old_graphs()
+            edits.forbid_old_graphs(tables)
 
     def use_unsharded(self, unit: Unit) -> None:
         for bucket in unit.buckets:

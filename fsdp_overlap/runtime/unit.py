@@ -65,6 +65,7 @@ class Unit:
         """Whether it has several modules. It is whole from the first that runs to the last."""
         self.to_run: set[int] = set()
         """The ids of a list's modules that have yet to run in the forward under way."""
+        self.left_out: set[int] = set()
         self.buckets = buckets
         self.has_parameters = bool(buckets)
         self.mp_policy = mp_policy

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from operator import attrgetter, is_
 from typing import Any
 
@@ -117,10 +117,17 @@ class UnshardedEdits:
                 )
         return None
 
-    def forbid_old_graphs(self) -> None:
-        """Makes autograd refuse to read the parameters for a graph that was made before."""
+    def forbid_old_graphs(self, tables: Collection[int]) -> None:
+        """Makes autograd refuse to read the parameters for a graph that was made before: those
+        registered in ``tables``, which are ids, or all if there are none."""
         before = list(map(_version, self._counted))
-        increment_version(self._bucket.parameters)
+        increment_version(
+            [
+                item.parameter
+                for item in self._bucket.owned
+                if not tables or any(id(table) in tables for table, _ in item.places)
+            ]
+        )
         for index, version in enumerate(map(_version, self._counted)):
             self._versions[index] += version - before[index]
 

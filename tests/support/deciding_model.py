@@ -86,6 +86,7 @@ class Unit:
         self.index, self.name, self._rank = index, f"unit {index}", rank
         self.is_root = index == 0
         self.to_run: set[int] = set()
+        self.left_out: set[int] = set()
         self.seen_version = -1
         self.has_unreduced = False
         self.settings = Settings(rank.options.reshard_after_backward)
