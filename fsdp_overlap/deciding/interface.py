@@ -57,8 +57,8 @@ class Unit(Protocol):
     """In a unit of several modules, the ids of those that have yet to run in the forward under
     way."""
     left_out: set[int]
-    """The ids of those that did not run in the last pass, so that others may have read their
-    parameters. Empty if a graph may read the parameters of all."""
+    """The ids of those that did not run in a pass, so that others may have read their parameters
+    for a graph. Empty if a graph may read the parameters of all."""
     shows_unsharded: bool
     """Whether its unsharded parameters stay registered until the full buffers are freed."""
     seen_version: int

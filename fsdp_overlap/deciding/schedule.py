@@ -169,7 +169,10 @@ class Schedule:
             if not unit.shows_unsharded:
                 self._transfers.use_sharded(unit)
             if is_kept:
-                unit.left_out = left_out
+                if unit.index not in self.gathers.in_graphs:
+                    unit.left_out = left_out
+                elif unit.left_out:  # else a graph may read all
+                    unit.left_out |= left_out
                 self._read_by_others.add(unit.index)
                 self.gathers.in_graphs.setdefault(unit.index, self._pass.spans[unit.index][0])
             elif raised or unit.reshards_after_forward():
