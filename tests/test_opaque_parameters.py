@@ -247,7 +247,6 @@ def attributes() -> None:
         model[0].unshard()
         assert type(model[0].base.weight) is Nibbles
         model[0].base.weight.scales.mul_(2)
-        model[0].base.weight.note = "seen"
         model[0].reshard()
         twin[0].base.weight.scales.mul_(2)
         assert torch.equal(loss_of(model), loss_of(twin))

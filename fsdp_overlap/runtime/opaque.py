@@ -120,9 +120,9 @@ class _Attribute:
 def share_attributes(
     sharded: Any, parameter: nn.Parameter, aliases: dict[int, torch.Tensor]
 ) -> None:
-    """Gives ``sharded`` the attributes of ``parameter``, its unsharded form, and what its class
-    computes from them. What is assigned to one of the two is seen in both. ``aliases`` are left
-    out, because they have no memory while the parameter is sharded."""
+    """Gives ``sharded`` the attributes that ``parameter``, its unsharded form, has now, and what
+    its class computes from them. What is assigned to them later is seen in both. ``aliases`` are
+    left out, because they have no memory while the parameter is sharded."""
     found = set()
     for name, value in vars(parameter).items():
         if not name.startswith("_"):
@@ -143,19 +143,19 @@ def takes(sharded: torch.Tensor, dtype: torch.dtype) -> bool:
     return dtype == sharded.dtype or "unsharded_form" not in vars(sharded)
 
 
-def _copy(sharded: Any, source: torch.Tensor, non_blocking: bool = False) -> Any:
+def _copy(sharded: Any, src: torch.Tensor, non_blocking: bool = False) -> Any:
     """``copy_()`` of the sharded form of an opaque parameter.
 
     Raises:
-        RuntimeError: ``source`` has another dtype, and would be cast.
+        RuntimeError: ``src`` has another dtype, and would be cast.
     """
-    if not takes(sharded, source.dtype):
+    if not takes(sharded, src.dtype):
         kind = type(sharded.unsharded_form).__name__
         raise RuntimeError(
-            f"{source.dtype} was to be copied into a {kind} that is stored as {sharded.dtype}, "
+            f"{src.dtype} was to be copied into a {kind} that is stored as {sharded.dtype}, "
             f"whose elements are no numbers to be cast: copy what was stored as {sharded.dtype}"
         )
-    return torch.Tensor.copy_(sharded, source, non_blocking)
+    return torch.Tensor.copy_(sharded, src, non_blocking)
 
 
 @cache

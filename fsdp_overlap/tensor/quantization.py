@@ -1,6 +1,6 @@
 """Numbers in 8 bits: blocks of codes that share a scale.
 
-A block's scale is its largest magnitude over the largest that the codes have, so nothing overflows.
+A block's scale is its largest magnitude over the largest that the codes have, so no code overflows.
 A value is its code times the scale. If a block holds a NaN or an infinity, its scale is NaN, and so
 are all of its values.
 """
