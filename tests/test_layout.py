@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_overlap.layout import (
-    ALIGN_ELEMENTS,
     Blocks,
     BucketPlan,
     Flat,
@@ -38,7 +37,7 @@ def units_of_specs(draw: st.DrawFn) -> list[list[ParamSpec]]:
             ParamSpec(
                 f"p{index}",
                 shape,
-                draw(st.sampled_from([torch.float32, torch.bfloat16])),
+                draw(st.sampled_from([torch.float32, torch.bfloat16, torch.uint8])),
                 draw(st.booleans()),
                 draw(st.booleans()),
             )
@@ -117,9 +116,10 @@ def check_plans(
         check_covered_once(plan)
         check_ranges_invert_to_offsets(plan)
         check_cuts(plan, layout)
-        assert all(offset % ALIGN_ELEMENTS == 0 for offset in plan.offsets)
+        unit = max(8, 16 // plan.specs[0].dtype.itemsize)  # 16 bytes at least
+        assert all(offset % unit == 0 for offset in plan.offsets)
         held = sum(spec.numel for spec in plan.specs)
-        rounding = ALIGN_ELEMENTS * (len(plan.specs) + world_size)
+        rounding = unit * (len(plan.specs) + world_size)
         assert 0 <= plan.padding <= most_padding * (held + rounding) + rounding
         assert plan.is_equal or layout != Whole(padding=inf)
         assert str(plan).count("\n") == world_size
@@ -130,7 +130,7 @@ def test_flat_is_equal_and_pads_less_than_one_alignment_per_parameter_and_rank(
     specs: list[list[ParamSpec]], world_size: int
 ) -> None:
     for plan in plan_units(specs, world_size, Flat()):
-        assert 0 <= plan.padding < ALIGN_ELEMENTS * (len(plan.specs) + world_size)
+        assert 0 <= plan.padding < plan.specs[0].alignment * (len(plan.specs) + world_size)
         assert plan.is_equal
 
 

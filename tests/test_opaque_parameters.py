@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 
 from fsdp_overlap import FsdpContext, Rows, Whole, WirePolicy, debug, fully_shard
+from fsdp_overlap.checkpoint import SafeFileSystemReader
 from fsdp_overlap.layout import Blocks, Flat, LayoutRule
 from support.opaque import (
     WIDTH,
@@ -104,8 +105,9 @@ def check_bytes(model: nn.Module, twin: nn.Module) -> None:
             assert module.state.codes.untyped_storage().nbytes() == 0
 
 
-@pytest.mark.parametrize("storage", [torch.uint8, BF16, torch.float32])
-@pytest.mark.parametrize("layout", ["flat", "rows", "blocks"])
+@pytest.mark.parametrize(
+    ("layout", "storage"), [("flat", BF16), ("rows", torch.uint8), ("blocks", torch.float32)]
+)
 def test_training_equals_unsharded_training_to_the_bit(layout: str, storage: torch.dtype) -> None:
     run_ranks(trained, 2, layout, storage)
 
@@ -245,7 +247,6 @@ def attributes() -> None:
         model[0].unshard()
         assert type(model[0].base.weight) is Nibbles
         model[0].base.weight.scales.mul_(2)
-        model[0].base.weight.note = "seen"
         model[0].reshard()
         twin[0].base.weight.scales.mul_(2)
         assert torch.equal(loss_of(model), loss_of(twin))
@@ -301,9 +302,11 @@ def state_dicts() -> None:
             other[block].base.weight.scales = model[block].base.weight.scales
         assert torch.equal(loss_of(other), loss_of(twin))
         check_bytes(other, twin)
-    wrong = {"0.base.weight": model[0].base.weight.full_tensor().float()}
-    with pytest.raises(RuntimeError, match=r"as torch\.float32, .* stored as torch\.bfloat16"):
-        model.load_state_dict(wrong, strict=False, assign=True)
+    for name, stored in (("0.base.weight", "bfloat16"), ("1.base.weight", "int8")):
+        wrong = {name: model.get_parameter(name).full_tensor().float()}
+        for assign in (False, True):
+            with pytest.raises(RuntimeError, match=rf"float32.* stored as torch\.{stored}"):
+                model.load_state_dict(wrong, strict=False, assign=assign)
     assert torch.equal(loss_of(model), loss_of(twin))
 
 
@@ -333,6 +336,20 @@ def test_what_two_ranks_save_one_and_four_load(tmp_path: Path) -> None:
     run_ranks(save, 2, str(tmp_path))
     run_ranks(load, 1, str(tmp_path), "flat")
     run_ranks(load, 4, str(tmp_path), "rows")
+
+
+def load_of_another_dtype(folder: str) -> None:
+    model, twin = shard(build()), build()
+    saved = model.get_parameter("1.base.weight").full_tensor().float()
+    dcp.save({"1.base.weight": saved}, checkpoint_id=folder)
+    state = {"1.base.weight": model.get_parameter("1.base.weight")}
+    with pytest.raises(dcp.api.CheckpointException, match=r"float32 .* elements of torch\.int8"):
+        dcp.load(state, storage_reader=SafeFileSystemReader(folder))
+    assert torch.equal(loss_of(model), loss_of(twin))
+
+
+def test_our_reader_casts_no_checkpoint_into_them(tmp_path: Path) -> None:
+    run_ranks(load_of_another_dtype, 2, str(tmp_path))
 
 
 # ---- what cannot be right ----

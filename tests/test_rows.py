@@ -49,11 +49,12 @@ def shard_columns(model: Any, ctx: FsdpContext) -> None:
 def test_chunks_are_torchs_and_have_places_of_their_own(
     some: list[tuple[int, ...]], ranks: int, data: st.DataObject
 ) -> None:
+    dtype = data.draw(st.sampled_from([torch.float32, torch.uint8]))
     specs = tuple(
         ParamSpec(
             f"p{number}",
             shape,
-            torch.float32,
+            dtype,
             cut_dim=data.draw(st.integers(0, len(shape) - 1)),
         )
         for number, shape in enumerate(some)
@@ -68,6 +69,7 @@ def test_chunks_are_torchs_and_have_places_of_their_own(
         assert found[: len(sizes)] == sizes
         assert all(shape[spec.cut_dim] == 0 for shape in found[len(sizes) :])
         places = plan.offsets[index], plan.starts[index]
+        assert all(place * dtype.itemsize % 16 == 0 for place in places)
         assert all(place >= end for place, end in zip(places, ends, strict=True))
         assert plan.chunks[index] >= chunks[0].numel()
         ends = places[0] + plan.chunks[index] * ranks, places[1] + plan.chunks[index]

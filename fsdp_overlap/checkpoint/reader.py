@@ -25,6 +25,7 @@ from fsdp_overlap.checkpoint.entries import StoredTensor, plain_value, read_entr
 from fsdp_overlap.checkpoint.errors import CheckpointError, refusing
 from fsdp_overlap.checkpoint.files import opened, refuse_holes
 from fsdp_overlap.checkpoint.metadata import copies, read_metadata
+from fsdp_overlap.runtime.opaque import takes
 from fsdp_overlap.torch_internals import StorageInfo
 
 
@@ -123,6 +124,12 @@ class SafeFileSystemReader(FileSystemReader):
                 raise CheckpointError(
                     f"{self.path}: {fqn!r} is of {item.properties.dtype} in this checkpoint, which "
                     f"torch cannot copy into {target.dtype}"
+                )
+            if not takes(target, item.properties.dtype):
+                raise CheckpointError(
+                    f"{self.path}: {fqn!r} is of {item.properties.dtype} in this checkpoint, and "
+                    f"elements of {target.dtype} in the model that are no numbers to be cast: "
+                    f"load what was stored as {target.dtype}"
                 )
 
     def _by_file(

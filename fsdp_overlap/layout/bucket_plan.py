@@ -9,16 +9,12 @@ from itertools import accumulate
 
 from fsdp_overlap.layout.spec import ParamSpec
 
-# Every parameter and every cut starts on a multiple of this many elements: 16 bytes in the
-# narrowest compute dtype in use (bfloat16), which is what vectorized kernels ask of a pointer.
-ALIGN_ELEMENTS = 8
-
 _PICTURE_COLUMNS = 64
 
 
-def align(numel: int) -> int:
-    """The smallest multiple of :data:`ALIGN_ELEMENTS` that is at least ``numel``."""
-    return -(-numel // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
+def align(numel: int, unit: int) -> int:
+    """The smallest multiple of ``unit`` that is at least ``numel``."""
+    return -(-numel // unit) * unit
 
 
 @dataclass(frozen=True)

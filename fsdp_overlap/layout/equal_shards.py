@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from heapq import heapreplace
 
 from fsdp_overlap.layout.balance import Item, Loads
-from fsdp_overlap.layout.bucket_plan import ALIGN_ELEMENTS, align
+from fsdp_overlap.layout.bucket_plan import align
 from fsdp_overlap.layout.sections import Owned, Sections, step_of
 
 Bins = list[list[Item]]
@@ -33,8 +33,12 @@ def equal_sections(items: Sequence[Item], most_padding: float, loads: Loads) -> 
     return sections
 
 
+def _aligned(item: Item) -> int:
+    return align(item.numel, item.spec.alignment)
+
+
 def _size(items: Iterable[Item]) -> int:
-    return sum(align(item.numel) for item in items)
+    return sum(map(_aligned, items))
 
 
 def _in_bins(items: Iterable[Item], count: int) -> Bins:
@@ -44,7 +48,7 @@ def _in_bins(items: Iterable[Item], count: int) -> Bins:
     for item in sorted(items, key=lambda item: -item.numel):
         size, i = heap[0]
         bins[i].append(item)
-        heapreplace(heap, (size + align(item.numel), i))
+        heapreplace(heap, (size + _aligned(item), i))
     return bins
 
 
@@ -65,14 +69,15 @@ def _in_line(
         return None
     (step,) = steps
     counts = [-(-item.numel // step) for item in cut]
-    if step % ALIGN_ELEMENTS or (step > ALIGN_ELEMENTS and any(item.numel % step for item in cut)):
+    unit = cut[0].spec.alignment
+    if step % unit or (step > unit and any(item.numel % step for item in cut)):
         return None
 
     def ranks_for(each: int) -> int:
         return len(_packed(lumps, each * step)) + -(-sum(counts) // each)
 
     world_size = loads.world_size
-    largest_lump = max((align(item.numel) for item in lumps), default=0)
+    largest_lump = max(map(_aligned, lumps), default=0)
     first = max(1, -(-largest_lump // step), -(-sum(counts) // world_size))
     tried = range(first, most // step + 1)
     found = bisect_left(tried, -world_size, key=lambda each: -ranks_for(each))
@@ -113,7 +118,7 @@ def _packed(items: Iterable[Item], size: int) -> Bins:
     bins: Bins = []
     rooms: list[int] = []
     for item in sorted(items, key=lambda item: -item.numel):
-        numel = align(item.numel)
+        numel = _aligned(item)
         for i, room in enumerate(rooms):
             if numel <= room:
                 bins[i].append(item)

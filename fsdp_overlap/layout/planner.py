@@ -182,12 +182,12 @@ def _give_owners(buckets: Sequence[_Bucket], loads: Loads) -> None:
 def _equal(items: Sequence[Item], loads: Loads) -> BucketPlan:
     """Plans a bucket of nothing but sand on ranks that are even: all shards have the same size."""
     offsets = []
-    end = 0
+    end, unit = 0, items[0].spec.alignment
     for item in items:
-        offsets.append(align(end))
+        offsets.append(align(end, unit))
         end = offsets[-1] + item.numel
     loads.add_to_all(items)
-    shard = align(-(-end // loads.world_size))
+    shard = align(-(-end // loads.world_size), unit)
     return BucketPlan(
         tuple(item.spec for item in items), tuple(offsets), (shard,) * loads.world_size
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from fsdp_overlap.layout.bucket_plan import ALIGN_ELEMENTS, BucketPlan, align
+from fsdp_overlap.layout.bucket_plan import BucketPlan, align
 from fsdp_overlap.layout.spec import ParamSpec
 
 
@@ -52,11 +52,11 @@ class RowsPlan:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        return _places(self.chunks)[:-1]
+        return self._places(self.chunks)[:-1]
 
     @cached_property
     def shard_numels(self) -> tuple[int, ...]:
-        return (_places(self.chunks)[-1],) * self.world_size
+        return (self._places(self.chunks)[-1],) * self.world_size
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -82,14 +82,13 @@ class RowsPlan:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        return _places([chunk * self.world_size for chunk in self.chunks])[:-1]
+        return self._places([chunk * self.world_size for chunk in self.chunks])[:-1]
 
     @cached_property
     def numel(self) -> int:
         """The size of the flat buffer, which any number of neighbours can divide equally."""
-        end = _places([chunk * self.world_size for chunk in self.chunks])[-1]
-        unit = ALIGN_ELEMENTS * self.world_size
-        return -(-end // unit) * unit
+        end = self._places([chunk * self.world_size for chunk in self.chunks])[-1]
+        return align(end, self.specs[0].alignment * self.world_size)
 
     @property
     def is_equal(self) -> bool:
@@ -136,10 +135,9 @@ class RowsPlan:
             )
         return "\n".join(lines)
 
-
-def _places(numels: Sequence[int]) -> tuple[int, ...]:
-    """Where each of several things begins that follow each other, and where the last one ends."""
-    places = [0]
-    for numel in numels:
-        places.append(align(places[-1] + numel))
-    return tuple(places)
+    def _places(self, numels: Sequence[int]) -> tuple[int, ...]:
+        """Where each of several things begins that follow each other, and where the last ends."""
+        unit, places = self.specs[0].alignment, [0]
+        for numel in numels:
+            places.append(align(places[-1] + numel, unit))
+        return tuple(places)

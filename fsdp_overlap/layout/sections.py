@@ -6,7 +6,7 @@ import sys
 from itertools import accumulate
 
 from fsdp_overlap.layout.balance import Item
-from fsdp_overlap.layout.bucket_plan import ALIGN_ELEMENTS, BucketPlan, align
+from fsdp_overlap.layout.bucket_plan import BucketPlan, align
 
 MOST_PADDING = 0.01
 """How much padding equal shards may take, as a fraction of a bucket. Shards that would take more
@@ -29,7 +29,7 @@ def step_of(item: Item) -> int:
     anywhere they are aligned."""
     if not item.is_cut:
         return max(1, item.numel)
-    return item.grain if item.grain > 1 else ALIGN_ELEMENTS
+    return item.grain if item.grain > 1 else item.spec.alignment
 
 
 def plan_of(sections: Sections, most_padding: float = 0.0) -> BucketPlan:
@@ -39,6 +39,7 @@ def plan_of(sections: Sections, most_padding: float = 0.0) -> BucketPlan:
     only if each that ends within a parameter is as large as the largest."""
     specs, offsets, grains, ranks = [], [], [], []
     numels = []
+    unit = next(item.spec.alignment for pieces in sections for item, _, _ in pieces)
     position = 0
     is_inside = False  # of a parameter, where a section ends
     least_inside = sys.maxsize  # the smallest section that ends inside of one
@@ -46,7 +47,7 @@ def plan_of(sections: Sections, most_padding: float = 0.0) -> BucketPlan:
         begin = position
         for item, start, stop in pieces:
             if start == 0:
-                position = align(position)
+                position = align(position, unit)
                 specs.append(item.spec)
                 offsets.append(position)
                 grains.append(item.grain)
@@ -58,11 +59,11 @@ def plan_of(sections: Sections, most_padding: float = 0.0) -> BucketPlan:
         if is_inside:
             least_inside = min(least_inside, position - begin)
         else:
-            position = align(position)
+            position = align(position, unit)
         numels.append(position - begin)
     largest, held = max(numels), sum(numels)
     padding = largest * len(numels) - held
-    is_possible = least_inside >= largest and largest % ALIGN_ELEMENTS == 0
+    is_possible = least_inside >= largest and largest % unit == 0
     if is_possible and padding <= max(MOST_PADDING, most_padding) * held:
         begins = [0, *accumulate(numels[:-1])]
         offsets = [

@@ -7,6 +7,9 @@ from math import prod
 
 import torch
 
+# A parameter starts on a multiple of both. 16 bytes are what vectorized kernels ask of a pointer.
+_ALIGN_ELEMENTS, _ALIGN_BYTES = 8, 16
+
 
 @dataclass(frozen=True)
 class ParamSpec:
@@ -43,3 +46,9 @@ class ParamSpec:
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+    @property
+    def alignment(self) -> int:
+        """It starts on a multiple of this many elements of a flat buffer. Where it may be cut
+        anywhere, cuts do so too."""
+        return max(_ALIGN_ELEMENTS, _ALIGN_BYTES // self.dtype.itemsize)

@@ -120,9 +120,9 @@ class _Attribute:
 def share_attributes(
     sharded: Any, parameter: nn.Parameter, aliases: dict[int, torch.Tensor]
 ) -> None:
-    """Gives ``sharded`` the attributes of ``parameter``, its unsharded form, and what its class
-    computes from them. What is assigned to one of the two is seen in both. ``aliases`` are left
-    out, because they have no memory while the parameter is sharded."""
+    """Gives ``sharded`` the attributes that ``parameter``, its unsharded form, has now, and what
+    its class computes from them. What is assigned to them later is seen in both. ``aliases`` are
+    left out, because they have no memory while the parameter is sharded."""
     found = set()
     for name, value in vars(parameter).items():
         if not name.startswith("_"):
@@ -137,8 +137,30 @@ def share_attributes(
     sharded.__class__ = _with_attributes(cls, frozenset(found.difference(dir(cls))))
 
 
+def takes(sharded: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether elements of ``dtype`` may be copied into a sharded tensor. Into the sharded form of
+    an opaque parameter only those of its own."""
+    return dtype == sharded.dtype or "unsharded_form" not in vars(sharded)
+
+
+def _copy(sharded: Any, src: torch.Tensor, non_blocking: bool = False) -> Any:
+    """``copy_()`` of the sharded form of an opaque parameter.
+
+    Raises:
+        RuntimeError: ``src`` has another dtype, and would be cast.
+    """
+    if not takes(sharded, src.dtype):
+        kind = type(sharded.unsharded_form).__name__
+        raise RuntimeError(
+            f"{src.dtype} was to be copied into a {kind} that is stored as {sharded.dtype}, "
+            f"whose elements are no numbers to be cast: copy what was stored as {sharded.dtype}"
+        )
+    return torch.Tensor.copy_(sharded, src, non_blocking)
+
+
 @cache
 def _with_attributes(cls: type, names: frozenset[str]) -> type:
-    """A class like ``cls``, of the same name, with an :class:`_Attribute` for each of ``names``."""
-    own = {name: _Attribute(name) for name in sorted(names)}
-    return type(cls)(cls.__name__, (cls,), {**own, "__module__": cls.__module__})
+    """A class like ``cls``, of the same name, with an :class:`_Attribute` for each of ``names``. It
+    never casts what it is given."""
+    own: dict[str, Any] = {name: _Attribute(name) for name in sorted(names)}
+    return type(cls)(cls.__name__, (cls,), own | {"copy_": _copy, "__module__": cls.__module__})

@@ -120,11 +120,10 @@ class FlatBuffer(Buffer):
 
     def digests(self) -> torch.Tensor:
         """One number for each view, which tells edits of what it holds."""
+        places = zip(self.plan.specs, self.plan.offsets, strict=True)
+        padded = [(at, at + align(spec.numel, spec.alignment)) for spec, at in places]
         return torch.stack(
-            [
-                self.flat[offset : offset + align(spec.numel)].view(torch.int64).sum()
-                for spec, offset in zip(self.plan.specs, self.plan.offsets, strict=True)
-            ]
+            [self.flat[start:stop].view(torch.int64).sum() for start, stop in padded]
         )
 
     def index_of(self, tensor: torch.Tensor) -> int | None:

@@ -1,6 +1,6 @@
 """Numbers in 8 bits: blocks of codes that share a scale.
 
-A block's scale is its largest magnitude over the largest that the codes have, so nothing overflows.
+A block's scale is its largest magnitude over the largest that the codes have, so no code overflows.
 A value is its code times the scale. If a block holds a NaN or an infinity, its scale is NaN, and so
 are all of its values.
 """
@@ -21,7 +21,7 @@ POWERS_OF_TWO = torch.float8_e8m0fnu
 _PIECE, _CPU_PIECE = 4 * 1024 * 1024, 128 * 1024
 
 # Zero plus this is zero where the processor was told to flush denormals.
-_denormal = torch.tensor(2.0**-140)
+_denormal = torch.tensor(2.0**-140, device="cpu")
 
 _EXPONENT = {torch.float32: 23, torch.bfloat16: 7}  # where the exponent begins, in bits
 _INTEGER = {torch.float32: torch.int32, torch.bfloat16: torch.int16}

@@ -19,9 +19,13 @@ KINDS: dict[str, Any] = {
         quant_type=bits,
         quant_storage=storage,
     )
-    for bits in ("nf4", "fp4")
-    for storage in (torch.uint8, torch.bfloat16, torch.float32)
-    for twice in (False, True)
+    for bits, storage, twice in (
+        ("nf4", torch.uint8, False),
+        ("nf4", torch.uint8, True),
+        ("nf4", torch.bfloat16, False),
+        ("fp4", torch.bfloat16, True),
+        ("fp4", torch.float32, False),
+    )
 }
 KINDS["int8"] = partial(bnb.nn.Linear8bitLt, has_fp16_weights=False)
 KINDS["int8 with outliers"] = partial(bnb.nn.Linear8bitLt, has_fp16_weights=False, threshold=6.0)
