@@ -95,6 +95,9 @@ current_graph_task_id = torch._C._current_graph_task_id
 """The number of the backward under way on this thread, -1 if there is none. Backwards that are
 nested or follow each other have different numbers."""
 
+current_graph_task_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+"""Whether the backward under way leaves its graph to later ones."""
+
 current_autograd_node = torch._C._current_autograd_node
 """The node of autograd's graph that is running. It is asked for in hooks of that node."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,11 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_overlap import FsdpContext, FsdpModule, ShardedTensor, fully_shard
 from fsdp_overlap.comm.recording import Entry, RecordingLane
-from support.module_lists import Normed, shard_ends
+from support.module_lists import Normed, shard_ends, shard_last_two
 from support.ranks import run_ranks
 from support.recorded import GATHER, REDUCE
 from support.twins import LENGTH, Twins, loss_of, same
-from support.zoo import ROWS, VOCABULARY, WIDTH, Block
+from support.zoo import ROWS, VOCABULARY, Block
 
 
 class TiedEnds(Normed):
@@ -32,43 +31,6 @@ class TiedEnds(Normed):
 class CheckpointedNormed(Normed):
     def run(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return checkpoint(layer, x, use_reentrant=False)
-
-
-class ReadsHead(Normed):
-    """Its forward reads the head's parameters, and never runs the head."""
-
-    is_norm_trained = True
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        self.chunks = True
-        x = super().forward(tokens)
-        if not self.is_norm_trained:
-            x = x.detach()
-        return nn.functional.linear(x, self.head.weight, self.head.bias)
-
-
-class ReadsTiedHead(ReadsHead):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head.weight = self.embedding.weight
-
-
-class TrainsOnlyHead(ReadsHead):
-    def __init__(self) -> None:
-        super().__init__()
-        for parameter in [
-            *self.embedding.parameters(),
-            *self.layers.parameters(),
-            *self.norm.parameters(),
-        ]:
-            parameter.requires_grad_(False)
-
-
-def shard_last_two(model: Normed, ctx: FsdpContext, **options: Any) -> None:
-    for layer in model.layers:
-        fully_shard(layer, ctx, **options)
-    fully_shard([model.norm, model.head], ctx, **options)
-    fully_shard(model, ctx, **options)
 
 
 def shard_ends_without_context(model: Normed, _: FsdpContext) -> None:
@@ -89,17 +51,6 @@ CASES = {
     "ends": (Normed, shard_ends),
     "ends that share their weight": (TiedEnds, shard_ends),
     "checkpointed between": (CheckpointedNormed, shard_ends),
-    "head that others read": (ReadsHead, shard_last_two),
-    "head that others read, kept": (
-        ReadsHead,
-        partial(shard_last_two, reshard_after_forward=False),
-    ),
-    "head that others read, freed": (
-        ReadsHead,
-        partial(shard_last_two, reshard_after_forward=True),
-    ),
-    "tied head that others read": (ReadsTiedHead, shard_ends),
-    "only a head that others read": (TrainsOnlyHead, shard_last_two),
 }
 
 
@@ -286,45 +237,6 @@ def test_a_list_is_planned_as_a_list() -> None:
     run_ranks(planned_together, 2)
 
 
-def several_graphs(between: str) -> None:
-    """A head's weight is read by others in two forwards, before the backwards of both."""
-    twins = Twins(ReadsHead, shard_last_two)
-    for _ in range(2):
-        (first, second) = [twins.losses(*batch) for batch in twins.batches(2)]
-        for batch in twins.batches(1):
-            if between == "evaluation":
-                with torch.no_grad():
-                    twins.model(twins.mine(batch[0]))
-            elif between == "the whole list":
-                with torch.no_grad():
-                    twins.model.head(twins.model.norm(torch.ones(1, WIDTH, dtype=torch.float64)))
-        for loss, twin_loss in (first, second):
-            loss.backward()
-            twin_loss.backward()
-        twins.check_gradients()
-        twins.check_rest()
-        twins.step()
-        twins.check_parameters()
-
-
-@pytest.mark.parametrize("between", ["nothing", "evaluation", "the whole list"])
-def test_graphs_that_read_a_head_that_did_not_run_may_all_be_alive(between: str) -> None:
-    run_ranks(several_graphs, 2, between)
-
-
-def freed_early() -> None:
-    twins = Twins(ReadsHead, shard_last_two)
-    [batch] = twins.batches(1)
-    loss, _ = twins.losses(*batch)
-    twins.model.state_dict()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-def test_a_graph_that_reads_what_was_freed_is_an_error() -> None:
-    run_ranks(freed_early, 2)
-
-
 def chunked(chunks: int, backward: str) -> None:
     """The model runs up to its norm, then the head on one chunk after the other."""
     twins = Recorded(Normed, shard_last_two)
@@ -353,10 +265,9 @@ def chunked(chunks: int, backward: str) -> None:
         if step:
             gathers = twins.count("enqueue", "head, norm")
             reductions = twins.count("enqueue", "head, norm", REDUCE)
-            # With a backward for each chunk, the first two find it whole from the model's forward:
-            # until a backward has come back to that, others may read the head's weight. The norm's
-            # own backward comes last.
-            assert gathers == (1 if backward == "summed" else chunks), twins.log
+            # Every chunk finds it whole from the model's forward: until a backward has come back to
+            # that, others may read the head's weight. The norm's own backward comes last.
+            assert gathers == 1, twins.log
             assert reductions == (1 if backward == "summed" else chunks + 1), twins.log
             # One for each layer and the root in forward; the root is kept for backward.
             layers = [twins.count("enqueue", f"layers.{index}") for index in range(3)]

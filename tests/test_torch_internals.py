@@ -78,6 +78,17 @@ def tasks_have_numbers() -> None:
     assert in_a_hook(lambda _: internals.current_graph_task_id()) >= 0
 
 
+@canary("current_graph_task_keeps_graph")
+def a_kept_graph_is_known() -> None:
+    """What a kept graph reads is freed."""
+    output = torch.ones(1, requires_grad=True) * 2
+    seen: list[bool] = []
+    output.register_hook(lambda _: seen.append(internals.current_graph_task_keeps_graph()))
+    output.backward(retain_graph=True)
+    output.backward()
+    assert seen == [True, False]
+
+
 @canary("current_autograd_node")
 def the_running_node_is_known() -> None:
     """A backward for given inputs is taken for one for all leaves."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from fsdp_overlap.deciding.gathers import Gathers
 from fsdp_overlap.deciding.interface import Engine, Transfers, Unit, UnitIndex
@@ -14,6 +14,7 @@ class Backward:
     """What one backward has done so far, and what it does next.
 
     ``serial`` counts backwards from 1. ``open_passes`` are the passes that it may come back to.
+    ``read_by_others`` are the units of which a module did not run, and the passes in which.
     ``order`` predicts which units run next. It is needed for forwards that left no call and run
     again within backward, as reentrant checkpoints do. It is ``None`` until a backward has met one:
     otherwise the calls that remain tell more.
@@ -28,6 +29,7 @@ class Backward:
         engine: Engine,
         unit_at: Callable[[UnitIndex], Unit | None],
         open_passes: Sequence[ForwardPass],
+        read_by_others: Mapping[UnitIndex, Collection[ForwardPass]],
         order: ForwardOrder | None,
     ) -> None:
         self.serial = serial
@@ -41,6 +43,7 @@ class Backward:
         self._engine = engine
         self._unit_at = unit_at
         self._open_passes = open_passes
+        self._read_by_others = read_by_others
         self.under_way: list[ForwardPass] = []
         """Passes that backward is in, each nested in the one before it. Reentrant checkpoints nest:
         the inner one is recomputed in the backward of what the outer one recomputed."""
@@ -59,6 +62,9 @@ class Backward:
         """Units whose forward runs within this backward now, with the tick of that start."""
         self.unfinished: set[UnitIndex] = set()
         """Units of several modules that stay gathered, because some of their calls remain."""
+        self.shown: set[UnitIndex] = set()
+        """Units whose unsharded parameters are registered until this backward ends, because the
+        code of others that read them may run again: see Note [recomputing]."""
         self.lost: str | None = None
         """An edit of unsharded parameters that the shards do not have, in words. It is raised as an
         error when backward ends."""
@@ -97,7 +103,8 @@ class Backward:
             if not forward_pass.is_recompute:
                 self._walk_to_end(forward_pass)
         self.remaining.clear()
-        for index in {*(call.unit for call in self.open_calls), *self.unfinished}:
+        shown, self.shown = self.shown, set()
+        for index in {*(call.unit for call in self.open_calls), *self.unfinished, *shown}:
             self._release_passed(index)
 
     def is_open(self, unit: Unit) -> bool:
@@ -165,6 +172,11 @@ class Backward:
         if forward_pass not in self.remaining:
             self.remaining[forward_pass] = list(forward_pass.calls)
             self._expect((call.unit, self._first_use(call)) for call in forward_pass.calls)
+            for index, passes in self._read_by_others.items():
+                unit = self._unit_at(index)
+                if unit is not None and index in self._gathers.in_graphs and forward_pass in passes:
+                    self._transfers.use_unsharded(unit)
+                    self.shown.add(index)
 
     def _expect(self, first_uses: Iterable[tuple[UnitIndex, int]]) -> None:
         if self.accumulates:
@@ -233,7 +245,8 @@ class Backward:
                 self.unfinished.add(index)
             elif unit.settings.reshard_after_backward:
                 self._gathers.release(unit)
-            if unit.syncs_gradients or not unit.shows_unsharded:
+            is_asked_for = unit.shows_unsharded and not unit.syncs_gradients
+            if index not in self.shown and not is_asked_for:
                 self._transfers.use_sharded(unit)
 
     def _comes_back_to(self, unit: UnitIndex) -> bool:

@@ -241,6 +241,11 @@ class Engine(Protocol):
         """Whether the backward under way is for all leaves, as ``backward()`` is."""
         ...
 
+    def keeps_graph(self) -> bool:
+        """Whether the graph of the backward under way may be walked again, as with
+        ``retain_graph=True``."""
+        ...
+
     def graph_task(self) -> int:
         """The number of the backward under way on this thread, -1 where there is none."""
         ...

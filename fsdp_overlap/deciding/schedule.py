@@ -13,7 +13,7 @@ call's all-gather is enqueued all the same.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from fsdp_overlap.deciding.backward import Backward
 from fsdp_overlap.deciding.finalization import Finalization
@@ -69,9 +69,9 @@ class Schedule:
         self._unfinished: list[Unit] = []
         """Units of several modules that stay whole, because not all of their modules have run in
         the forward under way. See Note [several modules]."""
-        self._read_by_others: set[UnitIndex] = set()
-        """Units of which a module did not run, so that others may have read its parameters. They
-        stay gathered while a graph may read them."""
+        self._read_by_others: dict[UnitIndex, deque[ForwardPass]] = {}
+        """Units of which a module did not run in these passes, so that others may have read its
+        parameters. They stay gathered until a backward has come back to each of the passes."""
         self._open_passes: deque[ForwardPass] = deque(maxlen=MAX_OPEN_PASSES)
         self._backward: Backward | None = None
         self._backwards = 0
@@ -139,7 +139,9 @@ class Schedule:
             return True
         backward = self._backward
         if backward is not None and (
-            backward.is_open(unit) or _is_among(unit, backward.recomputing)
+            backward.is_open(unit)
+            or unit.index in backward.shown
+            or _is_among(unit, backward.recomputing)
         ):
             return True
         return _is_among(unit, self._running)
@@ -161,20 +163,23 @@ class Schedule:
     def _end_unfinished(self, raised: bool) -> None:
         """Ends the wait of units for some of their modules. The outermost unit has run, so these
         modules will not run in this pass. Other modules may have read their parameters, and no call
-        tells when backward reads them again. So with gradients the units stay gathered."""
-        is_kept = self._engine.is_grad_enabled() and not raised
+        tells when backward reads them again. So if there is a graph, the units stay gathered."""
+        has_graph = self._engine.is_grad_enabled() or bool(self._pass.calls)
         for unit in self._unfinished:
             left_out = set(unit.to_run)
             unit.to_run.clear()
             if not unit.shows_unsharded:
                 self._transfers.use_sharded(unit)
-            if is_kept:
-                if unit.index not in self.gathers.in_graphs:
+            if has_graph and not raised:
+                index = unit.index
+                if index not in self.gathers.in_graphs:
+                    self.gathers.in_graphs[index] = self._pass.spans[index][0]
+                    self._read_by_others.pop(index, None)
                     unit.left_out = left_out
                 elif unit.left_out:  # else a graph may read all
                     unit.left_out |= left_out
-                self._read_by_others.add(unit.index)
-                self.gathers.in_graphs.setdefault(unit.index, self._pass.spans[unit.index][0])
+                passes = self._read_by_others.setdefault(index, deque(maxlen=MAX_OPEN_PASSES))
+                passes.append(self._pass)
             elif raised or unit.reshards_after_forward():
                 self.gathers.release(unit)
         self._unfinished.clear()
@@ -251,6 +256,7 @@ class Schedule:
             self._engine,
             self._unit_at,
             self._open_passes,
+            self._read_by_others,
             self._backward_order,
         )
         backward.begin(self._units())
@@ -263,8 +269,8 @@ class Schedule:
         try:
             reached = set(backward.remaining)
             backward.finish()
-            if all(forward_pass in reached for forward_pass in self._open_passes):
-                self._release_read_by_others()
+            if self._read_by_others and not self._engine.keeps_graph():
+                self._release_read_by_others(reached)
             self.gathers.finish_pass()
             for unit in self._units():
                 if unit.keeps_part:
@@ -278,15 +284,20 @@ class Schedule:
             self._is_pass_over = True
             self._open_passes.clear()
 
-    def _release_read_by_others(self) -> None:
-        """Releases the units that others may have read, when backward has come back to all passes:
-        no graph is left to read them."""
-        for index in sorted(self._read_by_others):
+    def _release_read_by_others(self, reached: Collection[ForwardPass]) -> None:
+        """Releases the units of :attr:`_read_by_others` that no graph is left to read, after a
+        backward that came back to the passes ``reached`` and does not keep its graph."""
+        for index, passes in list(self._read_by_others.items()):
+            for forward_pass in [*passes]:
+                if forward_pass in reached or not forward_pass.calls:
+                    passes.remove(forward_pass)
+            if passes:
+                continue
+            del self._read_by_others[index]
             unit = self._unit_at(index)
-            if unit is not None and unit.settings.reshard_after_backward:
-                self.gathers.in_graphs.pop(index, None)
+            if unit is not None and unit.left_out and unit.settings.reshard_after_backward:
+                self.gathers.take_out_of_graphs(unit)
                 self.gathers.release(unit)
-        self._read_by_others.clear()
 
     # Between passes
 

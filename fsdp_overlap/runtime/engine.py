@@ -16,12 +16,14 @@ from fsdp_overlap.runtime.untraced import untraced
 from fsdp_overlap.torch_internals import (
     current_autograd_node,
     current_graph_task_id,
+    current_graph_task_keeps_graph,
     is_checkpoint_valid,
     queue_callback,
     will_engine_execute_node,
 )
 
 is_grad_enabled = torch.is_grad_enabled
+keeps_graph = current_graph_task_keeps_graph
 graph_task = current_graph_task_id
 """The number of the backward under way on this thread, -1 if there is none."""
 

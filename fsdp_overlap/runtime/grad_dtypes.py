@@ -9,8 +9,8 @@ from fsdp_overlap.runtime.bucket import Bucket
 
 
 def follow_grad_dtypes(buckets: Sequence[Bucket]) -> None:
-    """Makes the ``grad_dtype`` of sharded parameters that of their buckets. Does nothing for units
-    that have run.
+    """Makes the ``grad_dtype`` of sharded parameters that of their buckets. It cannot change any
+    more once their unit was gathered.
 
     Raises:
         RuntimeError: the parameters of a bucket have several. No bucket was changed then.
@@ -24,8 +24,11 @@ def follow_grad_dtypes(buckets: Sequence[Bucket]) -> None:
                 "set the same for all of them, or set it before fully_shard()"
             )
     for bucket in buckets:
-        dtype = bucket.sharded_parameters[0]._grad_dtype
-        if dtype != bucket.grad_dtype:
+        # Also the parameters' own dtype if somebody set it: compute may have another, in which
+        # autograd would sum.
+        given = (each._given_grad_dtype for each in bucket.sharded_parameters)
+        dtype = next((each for each in given if each is not None), None)
+        if dtype is not None and dtype != bucket.plan.specs[0].grad_dtype:
             bucket.grad_dtype = dtype
             specs = tuple(replace(spec, grad_dtype=dtype) for spec in bucket.plan.specs)
             bucket.plan = replace(bucket.plan, specs=specs)

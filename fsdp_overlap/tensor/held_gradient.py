@@ -25,8 +25,8 @@ _NOTHING = torch.empty(0)
 
 def refused_grad_dtype(dtype: torch.dtype, grad_dtype: torch.dtype | None) -> str | None:
     """Why gradients of a ``dtype`` parameter cannot be kept in ``grad_dtype``. ``None`` if they
-    can."""
-    if grad_dtype == dtype:
+    can, or if there will be none, because the parameter is of integers."""
+    if grad_dtype == dtype or not (dtype.is_floating_point or dtype.is_complex):
         return None
     if grad_dtype is None:
         return (
@@ -69,18 +69,20 @@ class HoldsGradient:
 
         Raises:
             RuntimeError: gradients cannot be kept in it. Or they are kept in another, because there
-                is one, or because the unit has run.
+                is one, or because the unit was gathered.
         """
+        is_settled = self.edits is not None and self.edits.has_run
         own = self._spec.tensor_meta.dtype
         refused = refused_grad_dtype(own, dtype)
         if refused is None and dtype != self._grad_dtype:
             if self._gradient is not None:
                 refused = f"it has a gradient of {self._grad_dtype}; set its grad to None first"
-            elif self.edits is not None and self.edits.has_run:
-                refused = "its unit has run; set it before the first forward, or fully_shard()"
+            elif is_settled:
+                refused = "its unit was gathered; set it before the first forward, or fully_shard()"
         if refused is not None:
             raise RuntimeError(f"grad_dtype = {dtype} on a sharded parameter of {own}: {refused}")
-        self.keep_gradients_in(dtype)
+        if not is_settled:
+            self.keep_gradients_in(dtype)
 
     def keep_gradients_in(self, dtype: torch.dtype | None) -> None:
         """Gives gradients ``dtype`` from now on. ``None`` stands for the parameter's own."""

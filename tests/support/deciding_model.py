@@ -150,6 +150,9 @@ class Engine:
     def is_for_all_leaves(self) -> bool:
         return True
 
+    def keeps_graph(self) -> bool:
+        return False
+
     def graph_task(self) -> int:
         return self.tasks[-1] if self.tasks else -1
 

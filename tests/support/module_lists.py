@@ -1,4 +1,4 @@
-"""A model whose first and last module are one unit."""
+"""A model of which two modules are one unit: the first and the last, or the last two."""
 
 from __future__ import annotations
 
@@ -32,4 +32,11 @@ def shard_ends(model: Normed, ctx: FsdpContext, **options: Any) -> None:
     for layer in model.layers:
         fully_shard(layer, ctx, **options)
     fully_shard([model.embedding, model.head], ctx, **options)
+    fully_shard(model, ctx, **options)
+
+
+def shard_last_two(model: Normed, ctx: FsdpContext, **options: Any) -> None:
+    for layer in model.layers:
+        fully_shard(layer, ctx, **options)
+    fully_shard([model.norm, model.head], ctx, **options)
     fully_shard(model, ctx, **options)
