@@ -175,6 +175,10 @@ get_current_function_mode_stack = overrides._get_current_function_mode_stack
 FakeTensor = fake_tensor.FakeTensor
 """A tensor without memory, which torch makes to ask for a shape."""
 
+flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
+"""Attention as a GPU computes it. ``F.scaled_dot_product_attention`` chooses among such kernels by
+the device that C++ knows, which for a modelled device without values is none."""
+
 SUPPORTED_NODES = _pytree.SUPPORTED_NODES
 """The classes that are nodes of trees, and how to take them apart. Users register classes, in which
 a forward may hide tensors."""

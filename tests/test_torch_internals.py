@@ -333,6 +333,17 @@ class Node:
         self.tensor = tensor
 
 
+@canary("flash_attention")
+def attention_of_gpus_has_shapes() -> None:
+    """The modelled device without values cannot run models with attention."""
+    query = torch.empty(1, 4, 8, 16, device="meta", requires_grad=True)
+    key = torch.empty(1, 2, 8, 16, device="meta")
+    output = internals.flash_attention(query, key, key, 0.0, True, scale=None)[0]
+    output.sum().backward()
+    assert output.shape == query.shape
+    assert query.grad is not None
+
+
 @canary("SUPPORTED_NODES", "tree_map_only")
 def nodes_of_trees_are_known() -> None:
     """Tensors in registered classes are not found: their units are not gathered for backward."""

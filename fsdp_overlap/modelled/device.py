@@ -40,6 +40,9 @@ class ModelledDevice:
         allocating: is called with the bytes of each allocation, and may raise, like a device that
             has no memory left.
         issuing: is called with the kind of each collective before it is enqueued, and may raise.
+        values: whether tensors that are made on the device have elements. Without, models of any
+            size take no memory, and the host reads zeros. Only ``torch.tensor()`` of whole numbers
+            and what the host moves there keep theirs.
     """
 
     def __init__(
@@ -48,10 +51,12 @@ class ModelledDevice:
         | None = None,
         allocating: Callable[[int], None] | None = None,
         issuing: Callable[[str], None] | None = None,
+        values: bool = True,
     ) -> None:
         self.duration = duration
         self.allocating = allocating
         self.issuing = issuing
+        self.values = values
         self.host = Queue(0, "the host")
         self.queues = [self.host]
         self.default = self.current = self.add_stream("the default stream")

@@ -13,7 +13,12 @@ from torch import nn
 
 from fsdp_overlap.modelled.device import ModelledDevice
 from fsdp_overlap.modelled.findings import place
-from fsdp_overlap.torch_internals import DisableTorchFunction, FakeTensor, TorchDispatchMode
+from fsdp_overlap.torch_internals import (
+    DisableTorchFunction,
+    FakeTensor,
+    TorchDispatchMode,
+    tree_map_only,
+)
 
 PLAIN = (torch.Tensor, nn.Parameter)
 
@@ -125,6 +130,10 @@ class Dispatch(TorchDispatchMode):
                 if w
                 for t in tensors_in(value)
             ]
+            if not self.device.values and are_mixed([*reads, *writes]):
+                return self._run(
+                    about, reads, writes, values, lambda: run_without_values(func, args, kwargs)
+                )
             return self._run(about, reads, writes, values, lambda: func(*args, **kwargs))
 
     def _run(
@@ -141,6 +150,8 @@ class Dispatch(TorchDispatchMode):
         output = call()
         makes = on_device if self.makes_on_device is None else self.makes_on_device
         new = [tensor for tensor in tensors_in(output) if not device.knows(tensor)]
+        if not device.values and any(tensor.is_meta for tensor in new):
+            makes = True  # what C++ makes beside operands without values
         for tensor in new:
             device.place(tensor, makes, self.makes_pinned)
         if about.allocates_only:
@@ -219,3 +230,35 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     if isinstance(value, (list, tuple)):
         return [leaf for each in value for leaf in tensors_in(each)]
     return []
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    with DisableTorchFunction():
+        return not tensor.is_meta
+
+
+def are_mixed(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether some have values and others have none."""
+    return len({tensor.is_meta for tensor in tensors}) > 1
+
+
+def run_without_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What ``func`` returns for operands of which some have no values. What it would write to those
+    that have some is lost."""
+    replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def without_values(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta:
+            return tensor
+        empty = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
+        )
+        replaced[id(empty)] = empty, tensor
+        return empty
+
+    args, kwargs = tree_map_only(torch.Tensor, without_values, (args, kwargs))
+    return tree_map_only(
+        torch.Tensor,
+        lambda tensor: replaced.get(id(tensor), (tensor, tensor))[1],
+        func(*args, **kwargs),
+    )
