@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from fsdp_overlap.modelled.device import ModelledDevice
+from fsdp_overlap.modelled.device import ModelledDevice, Operation
 from fsdp_overlap.modelled.dispatch import PLAIN, Dispatch, has_values, tensors_in
 from fsdp_overlap.modelled.findings import place
 from fsdp_overlap.modelled.queues import Queue
@@ -164,7 +164,7 @@ class Calls(TorchFunctionMode):
         if not self.device.knows(output):
             is_here = self.device.is_here(tensor)
             self.device.place(output, is_here)
-            self.device.run("deepcopy", [tensor], [output], on_host=not is_here)
+            self.device.run(Operation("deepcopy", [tensor], [output]), on_host=not is_here)
         return output
 
     def _pin(self, func: Any, tensor: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -182,7 +182,7 @@ class Calls(TorchFunctionMode):
                     f"numpy() of a tensor on the modelled device ({place()}): use cpu()"
                 )
             device.wait_on_host(device.mark(device.current), func.__name__)
-        device.run(func.__name__, [tensor], [], on_host=True)
+        device.run(Operation(func.__name__, [tensor], []), on_host=True)
         if not has_values(tensor):
             tensor = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
         return func(tensor, *args, **kwargs)
