@@ -295,8 +295,7 @@ ReduceScatter = _fsdp_api.ReduceScatter
 """The interface of a user's own reduce-scatter."""
 
 symmetric_memory = _symmetric_memory
-"""The pool of symmetric memory of a device, and the registration with all ranks of a group. It is
-documented, and only its module is private."""
+"""The pool of symmetric memory of a device, and its registration with all ranks of a group."""
 
 AllgatherOptions = c10d.AllgatherOptions
 """The only options of a collective that ``torch.distributed`` does not export."""
@@ -306,6 +305,9 @@ default_group = c10d._get_default_group
 
 default_store = c10d._get_default_store
 """The store at which all ranks met. Through it they tell each other what collectives cannot."""
+
+name_of_group = c10d._get_process_group_name
+"""The name that torch knows a group by, also one whose class is written in Python."""
 
 default_timeout = c10d._get_default_timeout
 """How long the collectives of a backend may last, if nobody said."""

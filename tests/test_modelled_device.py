@@ -19,11 +19,11 @@ from fsdp_overlap.modelled import (
     Stream,
     compare_issued,
     current_stream,
+    fake_ranks,
     running,
     stream,
 )
 from fsdp_overlap.modelled.queues import Queue
-from support.modelled import fake_ranks
 
 MIB = 1024 * 1024
 HERE = torch.device("modelled", 0)
@@ -396,7 +396,7 @@ def test_a_collective_may_fail_before_it_is_enqueued() -> None:
         raise RuntimeError(f"no {kind}")
 
     device = ModelledDevice(issuing=refuse)
-    with fake_ranks(), running(device), pytest.raises(RuntimeError, match="no all_reduce"):
+    with fake_ranks(4), running(device), pytest.raises(RuntimeError, match="no all_reduce"):
         dist.all_reduce(torch.zeros(8, device=HERE))
     assert device.issued == []
 

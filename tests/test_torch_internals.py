@@ -676,6 +676,14 @@ def the_default_group_is_known() -> None:
         internals.default_group()
 
 
+@canary("name_of_group")
+def groups_have_the_names_that_torch_gave_them() -> None:
+    """Ranks in name only are not found by the meshes that hold them."""
+    with one_rank("gloo"):
+        group = dist.new_group()
+        assert internals.name_of_group(group) == group.group_name
+
+
 @canary("make_group", "is_registered")
 def groups_are_made_by_their_members() -> None:
     """Contexts have no groups of their own, or destroy_process_group() does not end them."""

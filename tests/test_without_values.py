@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from fsdp_overlap.layout import Rows, Whole
-from fsdp_overlap.modelled import ModelledDevice, active, running
+from fsdp_overlap.modelled import ModelledDevice, active, fake_ranks, running
 from fsdp_overlap.optim import AdamW, Muon
-from support.modelled import Program, fake_ranks
+from support.modelled import Program
 from support.zoo import ZOO
 
 HERE = "modelled"
@@ -56,7 +56,7 @@ def train(build: Callable[[], nn.Module], steps: int = 3, **options: Any) -> int
 def seen(name: str, values: bool) -> dict[str, object]:
     options = PROGRAMS[name]
     build, _ = ZOO[options.get("name", "layers")]
-    with fake_ranks(), running(ModelledDevice(values=values)) as device:
+    with fake_ranks(4), running(ModelledDevice(values=values)) as device:
         operations = train(build, **options)
     return {
         "collectives": [(issued.kind, issued.ranks) for issued in device.issued],

@@ -10,6 +10,7 @@ from fsdp_overlap.modelled.device import (
     compare_issued,
 )
 from fsdp_overlap.modelled.findings import Finding, Sync
+from fsdp_overlap.modelled.ranks import fake_ranks
 from fsdp_overlap.modelled.torch_module import (
     Event,
     Stream,
@@ -32,6 +33,7 @@ __all__ = [
     "active",
     "compare_issued",
     "current_stream",
+    "fake_ranks",
     "running",
     "stream",
 ]
