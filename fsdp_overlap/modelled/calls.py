@@ -110,8 +110,9 @@ class Calls(TorchFunctionMode):
         is_ours = target is not None and target.type == NAME
         pinned = bool(kwargs.pop("pin_memory", False))
         if is_ours:
-            is_real = self.device.values or (func is torch.tensor and _are_whole(*args, **kwargs))
-            kwargs["device"] = "cpu" if is_real else "meta"
+            kwargs["device"] = "cpu"
+            if not (self.device.values or (func in _KEPT and _is_whole(func, args, kwargs))):
+                kwargs["device"] = "meta"
         elif target is not None and target.type != "cpu":
             return func(*args, **kwargs)
         return self._with_memory(is_ours, pinned, lambda: func(*args, **kwargs))
@@ -282,9 +283,13 @@ class Calls(TorchFunctionMode):
 _KEY = "fsdp_overlap.modelled"
 
 
-def _are_whole(data: Any, dtype: torch.dtype | None = None, **options: object) -> bool:
-    """Whether ``torch.tensor()`` is given whole numbers, in which ranks tell each other things."""
-    return not torch.tensor(data, dtype=dtype).is_floating_point()
+# What these make of whole numbers has values on any device: ranks tell each other such numbers, and
+# models ask them which position a token has.
+_KEPT = (torch.tensor, torch.arange)
+
+
+def _is_whole(make: Callable[..., torch.Tensor], args: Any, kwargs: dict[str, Any]) -> bool:
+    return not make(*args, **kwargs).is_floating_point()
 
 
 def _inner(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -71,8 +71,8 @@ class ModelledDevice:
             has no memory left.
         issuing: is called with the kind of each collective before it is enqueued, and may raise.
         values: whether tensors that are made on the device have elements. Without, models of any
-            size take no memory, and the host reads zeros. Only ``torch.tensor()`` of whole numbers
-            and what the host moves there keep theirs.
+            size take no memory, and the host reads zeros. Only ``torch.tensor()`` and
+            ``torch.arange()`` of whole numbers, and what the host moves there, have some.
     """
 
     def __init__(
