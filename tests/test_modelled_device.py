@@ -316,7 +316,7 @@ class Seconds:
     def on_host(self, operation: Operation) -> float:
         return self._on_host
 
-    def end(self, operation: Operation, stream: Queue, ready: float) -> float:
+    def end(self, operation: Operation, stream: Queue, enqueued: float, ready: float) -> float:
         return ready + self._seconds.get(operation.name, 0.0)
 
 

@@ -272,9 +272,11 @@ class Calls(TorchFunctionMode):
     def differentiate(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls ``run``, which lets the engine run a backward."""
         device, caller, before = self.device, self.device.current, dict(self._backwards)
+        start = device.host.ends
         try:
             return self.seeing(run, *args, **kwargs)
         finally:
+            device.backwards.append((start, device.host.ends))
             # Also after an error: the engine then calls no callback.
             device.current, self._backwards = caller, before
 

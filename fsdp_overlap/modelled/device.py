@@ -50,8 +50,9 @@ class Timing(Protocol):
         """How long the host is busy with an operation that it runs or enqueues."""
         ...
 
-    def end(self, operation: Operation, stream: Queue, ready: float) -> float:
-        """When ``operation`` ends on ``stream``, which is ready for it at the time ``ready``."""
+    def end(self, operation: Operation, stream: Queue, enqueued: float, ready: float) -> float:
+        """When ``operation`` ends on ``stream``, which is ready for it at the time ``ready``. The
+        host has ``enqueued`` it by then."""
         ...
 
 
@@ -97,6 +98,8 @@ class ModelledDevice:
         self.issued: list[Issued] = []
         """The collectives, in the order in which the host enqueued them."""
         self.operations = 0
+        self.backwards: list[tuple[float, float]] = []
+        """When the host began and ended each backward."""
         self._memories: dict[int, Memory] = {}
         self._blocks: dict[Memory, Block] = {}
 
@@ -136,7 +139,7 @@ class ModelledDevice:
         if not on_host:
             queue.learn(self.host.clock, self.host.ends)
             if timing is not None:
-                queue.ends = timing.end(operation, queue, queue.ends)
+                queue.ends = timing.end(operation, queue, self.host.ends, queue.ends)
         stamp = queue.add()
         self.operations += 1
         where = place()
