@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import resources
 from pathlib import Path
@@ -61,7 +61,7 @@ class Training:
     checkpointing: bool = False
     blocks_a_unit: int = 1
     stage: int = 3
-    layout: LayoutRule = Flat()
+    layout: LayoutRule = field(default_factory=Flat)
     prefetch: int = 1
     param_dtype: torch.dtype = torch.bfloat16
     reduce_dtype: torch.dtype = torch.float32
@@ -108,17 +108,16 @@ class Training:
         return step
 
     def _shard(self, model: nn.Module) -> nn.Module:
-        sizes, names = (self.gpus,), ("shard",)
-        if self.replicate > 1:
-            sizes = (self.replicate, self.gpus // self.replicate)
-            names = ("replicate", "shard")
-        mesh = init_device_mesh(DEVICE, sizes, mesh_dim_names=names)
+        sizes = (self.replicate, self.gpus // self.replicate)
+        mesh = init_device_mesh(DEVICE, sizes, mesh_dim_names=("replicate", "shard"))
+        if self.replicate == 1:
+            mesh = mesh["shard"]
         ctx = FsdpContext(mesh, layout=self.layout, prefetch=self.prefetch)
         policy = MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype)
         blocks = find_blocks(model)
         if self.checkpointing:
             for block in blocks:
-                block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         for first in range(0, len(blocks), self.blocks_a_unit):
             unit = blocks[first : first + self.blocks_a_unit]
             fully_shard(unit if len(unit) > 1 else unit[0], ctx, mp_policy=policy)
