@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.modelled import Operation
 from fsdp_overlap.modelled.queues import Queue
 from fsdp_overlap.optim import AdamW
-from fsdp_overlap.simulating.clock import Clock, Costs, Link
+from fsdp_overlap.simulating.clock import Clock, Link, full_of
 from fsdp_overlap.simulating.simulate import Prediction, Step, simulate
 
 UNITS, WIDTH = 6, 64
@@ -36,6 +37,34 @@ def test_a_link_serves_one_moment_once_and_never_idles_before_who_is_ready(
     assert all(start >= end for end, (start, _) in zip(ends, link.busy, strict=False))
 
 
+@dataclass
+class Seconds:
+    """A product takes `compute` seconds, all else that computes takes none."""
+
+    compute_: float
+    gather: float = 0.0
+    reduce: float = 0.0
+    host: float = 0.0
+    slowdown: float = 0.0
+
+    def on_host(self, operation: Operation) -> float:
+        return self.host
+
+    def compute(self, operation: Operation) -> float:
+        return self.compute_ if operation.name == "mm" else 0.0
+
+    def collective(self, operation: Operation, ranks: Sequence[int]) -> float:
+        assert len(ranks) == 8
+        nbytes = sum(tensor.nbytes for tensor in full_of(operation))
+        if nbytes < LAYER_BYTES:
+            return 0.0  # checks
+        assert nbytes == LAYER_BYTES
+        return {"all_gather": self.gather, "reduce_scatter": self.reduce}[operation.name]
+
+    def link(self, ranks: Sequence[int]) -> str:
+        return "all"
+
+
 @pytest.mark.parametrize(
     ("start", "seconds", "end"),
     [
@@ -53,7 +82,7 @@ def test_compute_is_slower_while_a_collective_is_under_way(
     one.take(2.0, 1.5)
     other.take(2.5, 1.0)
     other.take(5.25, 3.0)
-    costs = Costs(0.0, lambda operation: seconds, lambda *_: 0.0, lambda _: "", slowdown=0.5)
+    costs = Seconds(seconds, slowdown=0.5)
     clock = Clock(costs, links={"one": one, "other": other})
     operation = Operation("mm", [], [])
     assert clock.end(operation, Queue(1, ""), 0.0, start) == pytest.approx(end)
@@ -80,21 +109,7 @@ def program() -> Step:
 
 
 def predict(compute: float, gather: float, reduce: float, host: float = 0.0) -> Prediction:
-    """A product takes ``compute`` seconds, all else that computes takes none."""
-
-    def of_collective(kind: str, nbytes: int, ranks: Sequence[int]) -> float:
-        assert len(ranks) == 8
-        if nbytes < LAYER_BYTES:
-            return 0.0  # checks
-        assert nbytes == LAYER_BYTES
-        return {"all_gather": gather, "reduce_scatter": reduce}[kind]
-
-    costs = Costs(
-        host,
-        lambda operation: compute if operation.name == "mm" else 0.0,
-        of_collective,
-        lambda ranks: "all",
-    )
+    costs = Seconds(compute, gather, reduce, host)
     return simulate(program, 8, costs)
 
 

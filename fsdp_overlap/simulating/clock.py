@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+import torch
 import torch.distributed as dist
 
 from fsdp_overlap.modelled import Operation
@@ -15,24 +16,25 @@ from fsdp_overlap.modelled.queues import Queue
 Interval = tuple[float, float]
 
 
-@dataclass(frozen=True)
-class Costs:
-    """How long things take that nothing else disturbs, in seconds.
+class Costs(Protocol):
+    """How many seconds things take that nothing else disturbs."""
 
-    Args:
-        host: what the host takes to enqueue an operation.
-        compute: an operation of torch.
-        collective: a collective, by its name, the bytes that its group holds together after it or
-            before it, and the ranks of the group.
-        link: names what a group of ranks communicates over. Collectives on one link share it.
-        slowdown: how much longer compute takes while a collective is under way: 0.1 for a tenth.
-    """
+    @property
+    def slowdown(self) -> float:
+        """How much longer compute takes while a collective is under way: 0.1 for a tenth."""
+        ...
 
-    host: float
-    compute: Callable[[Operation], float]
-    collective: Callable[[str, int, Sequence[int]], float]
-    link: Callable[[Sequence[int]], str]
-    slowdown: float = 0.0
+    def on_host(self, operation: Operation) -> float:
+        """What the host takes to enqueue an operation."""
+        ...
+
+    def compute(self, operation: Operation) -> float: ...
+
+    def collective(self, operation: Operation, ranks: Sequence[int]) -> float: ...
+
+    def link(self, ranks: Sequence[int]) -> str:
+        """Names what these ranks communicate over. Collectives on one link share it."""
+        ...
 
 
 class Ran(NamedTuple):
@@ -88,7 +90,7 @@ class Clock:
     links: dict[str, Link] = field(default_factory=dict)
 
     def on_host(self, operation: Operation) -> float:
-        return self.costs.host
+        return self.costs.on_host(operation)
 
     def end(self, operation: Operation, stream: Queue, enqueued: float, ready: float) -> float:
         if operation.group is not None:
@@ -106,12 +108,9 @@ class Clock:
         ready: float,
     ) -> float:
         ranks = dist.get_process_group_ranks(group)
-        nbytes = max(
-            sum(tensor.nbytes for tensor in tensors)
-            for tensors in (operation.reads, operation.writes)
-        )
+        nbytes = sum(tensor.nbytes for tensor in full_of(operation))
         link = self.links.setdefault(self.costs.link(ranks), Link())
-        end = link.take(ready, self.costs.collective(operation.name, nbytes, ranks))
+        end = link.take(ready, self.costs.collective(operation, ranks))
         name = group.group_name
         self.ran.append(Ran(operation.name, stream.index, enqueued, ready, end, name, nbytes))
         return end
@@ -148,6 +147,13 @@ class Clock:
             else:
                 merged.append((begin, end))
         return merged
+
+
+def full_of(operation: Operation) -> Sequence[torch.Tensor]:
+    """What a collective reads or what it writes: the larger of the two."""
+    return max(
+        operation.reads, operation.writes, key=lambda tensors: sum(t.nbytes for t in tensors)
+    )
 
 
 def _end(interval: Interval) -> float:
