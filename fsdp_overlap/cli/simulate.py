@@ -6,27 +6,37 @@ import gzip
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from fsdp_overlap.cli.errors import BadInput
 from fsdp_overlap.cli.report import show_report, write_report
+from fsdp_overlap.layout import Flat, LayoutRule, Rows, Whole
 from fsdp_overlap.profiling import read_report
-from fsdp_overlap.simulating import Costs, Device, Fabric, HardwareError, Training, simulate
+from fsdp_overlap.simulating import Costs, Device, Fabric, Training, simulate
+from fsdp_overlap.simulating.training import model_of
 
 GIB = 1024**3
 
 
-def predict(training: Training, device: str, fabric: str, out: Path | None) -> None:
+LAYOUTS: dict[str, LayoutRule] = {"flat": Flat(), "rows": Rows(), "whole": Whole()}
+
+
+def predict(device: str, fabric: str, out: Path | None, layout: str, **options: Any) -> None:
     """Predicts a step and shows what it found. Writes the trace and its report to ``out``.
+    ``options`` are those of :class:`Training`.
 
     Raises:
-        BadInput: unknown hardware or model; says what there is.
+        BadInput: unknown hardware, model or layout, or numbers that do not go together.
     """
+    if layout not in LAYOUTS:
+        raise BadInput(f"--layout {layout}: must be one of {', '.join(LAYOUTS)}")
     try:
         on, over = Device.read(device), Fabric.read(fabric)
-        training.check()
-    except (HardwareError, ValueError) as error:
+        training = Training(layout=LAYOUTS[layout], **options)
+        model_of(training.model)
+    except ValueError as error:
         raise BadInput(str(error)) from None
     if out is not None and out.exists() and not out.is_dir():
         raise BadInput(f"--out {out} is not a folder")
