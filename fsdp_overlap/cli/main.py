@@ -235,10 +235,10 @@ def simulate(
         ),
     ],
     gpus: Annotated[int, typer.Option(help="Devices, one a rank.")] = 8,
-    device: Annotated[str, typer.Option(help="A device's name, or its TOML file.")] = "h100-sxm",
+    device: Annotated[str, typer.Option(help="A device's name, or its TOML file.")] = "h100_sxm",
     fabric: Annotated[
         str, typer.Option(help="A fabric's name, or its TOML file.")
-    ] = "nvlink-400gb",
+    ] = "nvlink4_400g",
     replicate: Annotated[int, typer.Option(help="Copies of each shard.")] = 1,
     batch: Annotated[int, typer.Option(help="Sequences per rank and microbatch.")] = 1,
     sequence: Annotated[int, typer.Option(help="Tokens per sequence.")] = 8192,
