@@ -46,8 +46,7 @@ class Ran(NamedTuple):
     start: float
     end: float
     group: str = ""
-    """Of a collective."""
-    nbytes: int = 0
+    """The process group of a collective."""
 
 
 class Link:
@@ -108,11 +107,10 @@ class Clock:
         ready: float,
     ) -> float:
         ranks = dist.get_process_group_ranks(group)
-        nbytes = sum(tensor.nbytes for tensor in full_of(operation))
         link = self.links.setdefault(self.costs.link(ranks), Link())
         end = link.take(ready, self.costs.collective(operation, ranks))
         name = group.group_name
-        self.ran.append(Ran(operation.name, stream.index, enqueued, ready, end, name, nbytes))
+        self.ran.append(Ran(operation.name, stream.index, enqueued, ready, end, name))
         return end
 
     def _disturbed(self, start: float, seconds: float) -> float:
