@@ -175,6 +175,10 @@ get_current_function_mode_stack = overrides._get_current_function_mode_stack
 FakeTensor = fake_tensor.FakeTensor
 """A tensor without memory, which torch makes to ask for a shape."""
 
+flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
+"""Attention as a GPU computes it. ``F.scaled_dot_product_attention`` chooses among such kernels by
+the device that C++ knows, which for a modelled device without values is none."""
+
 SUPPORTED_NODES = _pytree.SUPPORTED_NODES
 """The classes that are nodes of trees, and how to take them apart. Users register classes, in which
 a forward may hide tensors."""
@@ -291,8 +295,7 @@ ReduceScatter = _fsdp_api.ReduceScatter
 """The interface of a user's own reduce-scatter."""
 
 symmetric_memory = _symmetric_memory
-"""The pool of symmetric memory of a device, and the registration with all ranks of a group. It is
-documented, and only its module is private."""
+"""The pool of symmetric memory of a device, and its registration with all ranks of a group."""
 
 AllgatherOptions = c10d.AllgatherOptions
 """The only options of a collective that ``torch.distributed`` does not export."""
@@ -302,6 +305,9 @@ default_group = c10d._get_default_group
 
 default_store = c10d._get_default_store
 """The store at which all ranks met. Through it they tell each other what collectives cannot."""
+
+name_of_group = c10d._get_process_group_name
+"""The name that torch knows a group by, also one whose class is written in Python."""
 
 default_timeout = c10d._get_default_timeout
 """How long the collectives of a backend may last, if nobody said."""

@@ -259,6 +259,7 @@ def test_the_installed_program_needs_nothing_of_a_checkout(
         "train",
         "export",
         "report",
+        "simulate",
     ]
     for source in (REPOSITORY / "fsdp_overlap").rglob("*.py"):
         assert "scripts/" not in source.read_text(), source

@@ -62,6 +62,7 @@ def run_blocks(blocks: list[str], name: str) -> None:
         "layouts.md",
         "muon.md",
         "modelled_device.md",
+        "scale.md",
     ],
 )
 def test_the_python_examples_run(page: str) -> None:

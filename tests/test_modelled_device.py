@@ -15,13 +15,15 @@ from fsdp_overlap.modelled import (
     Event,
     Issued,
     ModelledDevice,
+    Operation,
     Stream,
     compare_issued,
     current_stream,
+    fake_ranks,
     running,
     stream,
 )
-from support.modelled import fake_ranks
+from fsdp_overlap.modelled.queues import Queue
 
 MIB = 1024 * 1024
 HERE = torch.device("modelled", 0)
@@ -304,10 +306,22 @@ def test_nodes_of_the_graph_run_where_forward_ran(device: ModelledDevice) -> Non
     assert not device.findings
 
 
+class Seconds:
+    """Operations last as listed by name. The host takes ``on_host`` for each."""
+
+    def __init__(self, seconds: dict[str, float], on_host: float = 0.0) -> None:
+        self._seconds = seconds
+        self._on_host = on_host
+
+    def on_host(self, operation: Operation) -> float:
+        return self._on_host
+
+    def end(self, operation: Operation, stream: Queue, enqueued: float, ready: float) -> float:
+        return ready + self._seconds.get(operation.name, 0.0)
+
+
 def test_operations_and_collectives_have_durations() -> None:
-    with running(
-        ModelledDevice(duration=lambda name, *_: 2.0 if name == "add_" else 0.0)
-    ) as device:
+    with running(ModelledDevice(timing=Seconds({"add_": 2.0}))) as device:
         tensors = [torch.zeros(4, device=HERE) for _ in range(2)]
         side, start = Stream(), Event()
         start.record()
@@ -328,6 +342,20 @@ def test_operations_and_collectives_have_durations() -> None:
         assert there.query()
         assert not end.query()
     assert not device.findings
+
+
+def test_a_slow_host_holds_up_the_device_and_a_fast_one_runs_ahead() -> None:
+    for on_host, end in ((0.5, 11.0), (5.0, 32.0)):
+        with running(ModelledDevice(timing=Seconds({"add_": 2.0}, on_host))) as device:
+            tensor = torch.zeros(4, device=HERE)
+            for _ in range(5):
+                tensor.add_(1)
+            assert device.host.ends == 6 * on_host
+            done = current_stream().record_event()
+            assert not done.query()
+            assert device.current.ends == end
+            done.synchronize()
+            assert device.host.ends == device.current.ends
 
 
 def test_communicators_in_different_orders_are_found() -> None:
@@ -368,7 +396,7 @@ def test_a_collective_may_fail_before_it_is_enqueued() -> None:
         raise RuntimeError(f"no {kind}")
 
     device = ModelledDevice(issuing=refuse)
-    with fake_ranks(), running(device), pytest.raises(RuntimeError, match="no all_reduce"):
+    with fake_ranks(4), running(device), pytest.raises(RuntimeError, match="no all_reduce"):
         dist.all_reduce(torch.zeros(8, device=HERE))
     assert device.issued == []
 

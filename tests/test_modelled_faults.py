@@ -21,9 +21,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 import fsdp_overlap
 from fsdp_overlap.agreement.faults import Faults
 from fsdp_overlap.layout import Whole
-from fsdp_overlap.modelled import Issued, ModelledDevice, compare_issued, running
+from fsdp_overlap.modelled import Issued, ModelledDevice, compare_issued, fake_ranks, running
 from fsdp_overlap.optim import Muon, clip_grad_norm_
-from support.modelled import Program, fake_ranks
+from support.modelled import Program
 from support.modelled_twins import Trained
 from support.nccl_like import BACKEND
 from support.ranks import run_ranks

@@ -333,6 +333,17 @@ class Node:
         self.tensor = tensor
 
 
+@canary("flash_attention")
+def attention_of_gpus_has_shapes() -> None:
+    """The modelled device without values cannot run models with attention."""
+    query = torch.empty(1, 4, 8, 16, device="meta", requires_grad=True)
+    key = torch.empty(1, 2, 8, 16, device="meta")
+    output = internals.flash_attention(query, key, key, 0.0, True, scale=None)[0]
+    output.sum().backward()
+    assert output.shape == query.shape
+    assert query.grad is not None
+
+
 @canary("SUPPORTED_NODES", "tree_map_only")
 def nodes_of_trees_are_known() -> None:
     """Tensors in registered classes are not found: their units are not gathered for backward."""
@@ -663,6 +674,14 @@ def the_default_group_is_known() -> None:
         assert isinstance(internals.default_timeout(dist.Backend("gloo")), timedelta)
     with pytest.raises(ValueError, match="not been initialized"):
         internals.default_group()
+
+
+@canary("name_of_group")
+def groups_have_the_names_that_torch_gave_them() -> None:
+    """Ranks in name only are not found by the meshes that hold them."""
+    with one_rank("gloo"):
+        group = dist.new_group()
+        assert internals.name_of_group(group) == group.group_name
 
 
 @canary("make_group", "is_registered")

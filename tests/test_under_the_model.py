@@ -22,7 +22,7 @@ from fsdp_overlap.comm.row_collectives import PackedRows
 from fsdp_overlap.deciding.gathers import Gathers
 from fsdp_overlap.deciding.reductions import Reductions
 from fsdp_overlap.layout import Whole
-from fsdp_overlap.modelled import ModelledDevice, active, running
+from fsdp_overlap.modelled import ModelledDevice, active, fake_ranks, running
 from fsdp_overlap.optim import Muon, clip_grad_norm_
 from fsdp_overlap.optim.exchange import Exchange
 from fsdp_overlap.runtime import gathering
@@ -34,7 +34,7 @@ from fsdp_overlap.runtime.gradients import BucketGradients
 from fsdp_overlap.runtime.landing import Landing
 from fsdp_overlap.runtime.reduce_options import ReduceOptions
 from fsdp_overlap.runtime.transfers import Transfers
-from support.modelled import Program, fake_ranks, run
+from support.modelled import Program, run
 from support.modelled_modes import EXTENSIONS, MODES, OFFLOAD
 from support.zoo import Model
 

@@ -225,6 +225,59 @@ def report(
     write_overlap_report(traces, against or [], out, steps)
 
 
+@app.command()
+def simulate(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="llama3-8b, llama3-70b, llama3-405b, a config.json of transformers, or "
+            "module:function that makes a module."
+        ),
+    ],
+    gpus: Annotated[int, typer.Option(help="Devices, one a rank.")] = 8,
+    device: Annotated[str, typer.Option(help="A device's name, or its TOML file.")] = "h100_sxm",
+    fabric: Annotated[
+        str, typer.Option(help="A fabric's name, or its TOML file.")
+    ] = "nvlink4_400g",
+    replicate: Annotated[int, typer.Option(help="Copies of each shard.")] = 1,
+    batch: Annotated[int, typer.Option(help="Sequences per rank and microbatch.")] = 1,
+    sequence: Annotated[int, typer.Option(help="Tokens per sequence.")] = 8192,
+    microbatches: Annotated[int, typer.Option(help="Backwards per optimizer step.")] = 1,
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="Run blocks again in backward.")
+    ] = False,
+    blocks_a_unit: Annotated[int, typer.Option(help="Blocks that are gathered as one.")] = 1,
+    stage: Annotated[int, typer.Option(help="ZeRO stage: 3 frees weights after each use.")] = 3,
+    layout: Annotated[str, typer.Option(help="flat, rows or whole.")] = "flat",
+    prefetch: Annotated[int, typer.Option(help="Units gathered ahead.")] = 1,
+    optimizer: Annotated[str, typer.Option(help="adamw, torch-adamw or muon.")] = "adamw",
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the trace and its overlap report.")
+    ] = None,
+) -> None:
+    """Predict a training step on many GPUs, which need not be there: its time, its memory, and what
+    communication it waits for. Runs the library's own schedule on modelled time."""
+    from fsdp_overlap.cli.simulate import predict  # which gives torch one more kind of device
+
+    predict(
+        device,
+        fabric,
+        out,
+        layout,
+        model=model,
+        gpus=gpus,
+        replicate=replicate,
+        batch=batch,
+        sequence=sequence,
+        microbatches=microbatches,
+        checkpointing=checkpointing,
+        blocks_a_unit=blocks_a_unit,
+        stage=stage,
+        prefetch=prefetch,
+        optimizer=optimizer,
+    )
+
+
 def run() -> int:
     """Runs the program. Returns its exit code: 2 for input that it cannot work with."""
     try:

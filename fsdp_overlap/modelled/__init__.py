@@ -1,8 +1,16 @@
 """A device that is modelled on the host. From the order of streams and events, it shows what could
 go wrong on a real one."""
 
-from fsdp_overlap.modelled.device import Issued, ModelledDevice, compare_issued
+from fsdp_overlap.modelled.device import (
+    Call,
+    Issued,
+    ModelledDevice,
+    Operation,
+    Timing,
+    compare_issued,
+)
 from fsdp_overlap.modelled.findings import Finding, Sync
+from fsdp_overlap.modelled.ranks import fake_ranks
 from fsdp_overlap.modelled.torch_module import (
     Event,
     Stream,
@@ -13,15 +21,19 @@ from fsdp_overlap.modelled.torch_module import (
 )
 
 __all__ = [
+    "Call",
     "Event",
     "Finding",
     "Issued",
     "ModelledDevice",
+    "Operation",
     "Stream",
     "Sync",
+    "Timing",
     "active",
     "compare_issued",
     "current_stream",
+    "fake_ranks",
     "running",
     "stream",
 ]

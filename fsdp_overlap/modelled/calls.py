@@ -12,8 +12,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from fsdp_overlap.modelled.device import ModelledDevice
-from fsdp_overlap.modelled.dispatch import PLAIN, Dispatch, tensors_in
+from fsdp_overlap.modelled.device import ModelledDevice, Operation
+from fsdp_overlap.modelled.dispatch import PLAIN, Dispatch, has_values, tensors_in
 from fsdp_overlap.modelled.findings import place
 from fsdp_overlap.modelled.queues import Queue
 from fsdp_overlap.torch_internals import (
@@ -22,6 +22,7 @@ from fsdp_overlap.torch_internals import (
     current_graph_task_id,
     disable_current_modes,
     disabled_torch_function,
+    flash_attention,
     get_current_function_mode_stack,
     is_torch_function_enabled,
     parse_to,
@@ -48,6 +49,7 @@ class Calls(TorchFunctionMode):
         self._getters: dict[Any, Callable[..., Any]] = {
             tensor.device.__get__: self._device_of,
             tensor.is_cpu.__get__: self._is_on_host,
+            tensor.is_meta.__get__: self._is_meta,
             tensor.get_device: self._index_of,
         }
         self._instead: dict[Any, Callable[..., Any]] = {
@@ -60,6 +62,9 @@ class Calls(TorchFunctionMode):
             tensor.tolist: self._read,
             tensor.numpy: self._read,
         }
+        if not device.values:
+            # Which of torch's kernels it runs depends on the device that C++ knows.
+            self._instead[torch.nn.functional.scaled_dot_product_attention] = self._attend
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -93,6 +98,9 @@ class Calls(TorchFunctionMode):
     def _is_on_host(self, func: Any, tensor: torch.Tensor) -> bool:
         return func(tensor) and not self.device.is_here(tensor)
 
+    def _is_meta(self, func: Any, tensor: torch.Tensor) -> bool:
+        return func(tensor) and not self.device.is_here(tensor)
+
     def _index_of(self, func: Any, tensor: torch.Tensor) -> int:
         return 0 if self.device.is_here(tensor) else func(tensor)
 
@@ -103,6 +111,8 @@ class Calls(TorchFunctionMode):
         pinned = bool(kwargs.pop("pin_memory", False))
         if is_ours:
             kwargs["device"] = "cpu"
+            if not (self.device.values or (func in _KEPT and _is_whole(func, args, kwargs))):
+                kwargs["device"] = "meta"
         elif target is not None and target.type != "cpu":
             return func(*args, **kwargs)
         return self._with_memory(is_ours, pinned, lambda: func(*args, **kwargs))
@@ -137,7 +147,12 @@ class Calls(TorchFunctionMode):
             options["dtype"] = dtype
         if memory_format is not None:
             options["memory_format"] = memory_format
-        return self._with_memory(goes_here, False, lambda: func(tensor, "cpu", **options))
+        has_none = held is not None and not has_values(held)
+        if has_none and not goes_here:
+            zeros = partial(torch.zeros_like, tensor, dtype=dtype, device="cpu")
+            return self._with_memory(False, False, zeros)
+        below = "meta" if has_none else "cpu"
+        return self._with_memory(goes_here, False, lambda: func(tensor, below, **options))
 
     def _to_host(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return self._to(torch.Tensor.to, tensor, "cpu")
@@ -150,7 +165,7 @@ class Calls(TorchFunctionMode):
         if not self.device.knows(output):
             is_here = self.device.is_here(tensor)
             self.device.place(output, is_here)
-            self.device.run("deepcopy", [tensor], [output], on_host=not is_here)
+            self.device.run(Operation("deepcopy", [tensor], [output]), on_host=not is_here)
         return output
 
     def _pin(self, func: Any, tensor: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -168,8 +183,30 @@ class Calls(TorchFunctionMode):
                     f"numpy() of a tensor on the modelled device ({place()}): use cpu()"
                 )
             device.wait_on_host(device.mark(device.current), func.__name__)
-        device.run(func.__name__, [tensor], [], on_host=True)
+        device.run(Operation(func.__name__, [tensor], []), on_host=True)
+        if not has_values(tensor):
+            tensor = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
         return func(tensor, *args, **kwargs)
+
+    def _attend(
+        self,
+        func: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Any:
+        """The kernel that a GPU would run, which keeps no matrix of attention."""
+        if attn_mask is not None or not self.device.is_here(query):
+            return func(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        scale = options.get("scale")
+        output: Any = flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
+        if torch.is_grad_enabled():
+            self._follow(output)
+        return output[0]
 
     # Autograd
 
@@ -235,15 +272,26 @@ class Calls(TorchFunctionMode):
     def differentiate(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls ``run``, which lets the engine run a backward."""
         device, caller, before = self.device, self.device.current, dict(self._backwards)
+        start = device.host.ends
         try:
             return self.seeing(run, *args, **kwargs)
         finally:
+            device.backwards.append((start, device.host.ends))
             # Also after an error: the engine then calls no callback.
             device.current, self._backwards = caller, before
 
 
 # Marks a node whose stream is known.
 _KEY = "fsdp_overlap.modelled"
+
+
+# What these make of whole numbers has values on any device: ranks tell each other such numbers, and
+# models ask them which position a token has.
+_KEPT = (torch.tensor, torch.arange)
+
+
+def _is_whole(make: Callable[..., torch.Tensor], args: Any, kwargs: dict[str, Any]) -> bool:
+    return not make(*args, **kwargs).is_floating_point()
 
 
 def _inner(tensor: torch.Tensor) -> torch.Tensor | None:

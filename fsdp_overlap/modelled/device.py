@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,38 @@ class Issued(NamedTuple):
     ranks: tuple[int, ...] = ()
 
 
+class Call(NamedTuple):
+    """A call of one of torch's operators."""
+
+    func: Any
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    output: Any
+
+
+class Operation(NamedTuple):
+    """What is enqueued. ``call``: unless Python does it; ``group``: of a collective."""
+
+    name: str
+    reads: Sequence[torch.Tensor]
+    writes: Sequence[torch.Tensor]
+    call: Call | None = None
+    group: dist.ProcessGroup | None = None
+
+
+class Timing(Protocol):
+    """Says how long things take, in seconds."""
+
+    def on_host(self, operation: Operation) -> float:
+        """How long the host is busy with an operation that it runs or enqueues."""
+        ...
+
+    def end(self, operation: Operation, stream: Queue, enqueued: float, ready: float) -> float:
+        """When ``operation`` ends on ``stream``, which is ready for it at the time ``ready``. The
+        host has ``enqueued`` it by then."""
+        ...
+
+
 class ModelledDevice:
     """An accelerator whose memory is the host's and whose operations run at once, with a record of
     when they *could* run.
@@ -33,25 +65,28 @@ class ModelledDevice:
     which comes first: on a real device they may run in either order, or at the same time.
 
     Args:
-        duration: gives the seconds that an operation lasts, from its name and the tensors that it
-            reads and writes. With durations, ``Event.query()`` tells what is done by the host's
-            time. Without them the device lags behind for ever: nothing is done that the host has
-            not waited for.
+        timing: says how long operations take. With it, ``Event.query()`` tells what is done by the
+            host's time. Without it the device lags behind for ever: nothing is done that the host
+            has not waited for.
         allocating: is called with the bytes of each allocation, and may raise, like a device that
             has no memory left.
         issuing: is called with the kind of each collective before it is enqueued, and may raise.
+        values: whether tensors that are made on the device have elements. Without, models of any
+            size take no memory, and the host reads zeros. Only ``torch.tensor()`` and
+            ``torch.arange()`` of whole numbers, and what the host moves there, have some.
     """
 
     def __init__(
         self,
-        duration: Callable[[str, Sequence[torch.Tensor], Sequence[torch.Tensor]], float]
-        | None = None,
+        timing: Timing | None = None,
         allocating: Callable[[int], None] | None = None,
         issuing: Callable[[str], None] | None = None,
+        values: bool = True,
     ) -> None:
-        self.duration = duration
+        self.timing = timing
         self.allocating = allocating
         self.issuing = issuing
+        self.values = values
         self.host = Queue(0, "the host")
         self.queues = [self.host]
         self.default = self.current = self.add_stream("the default stream")
@@ -63,6 +98,8 @@ class ModelledDevice:
         self.issued: list[Issued] = []
         """The collectives, in the order in which the host enqueued them."""
         self.operations = 0
+        self.backwards: list[tuple[float, float]] = []
+        """When the host began and ended each backward."""
         self._memories: dict[int, Memory] = {}
         self._blocks: dict[Memory, Block] = {}
 
@@ -88,31 +125,28 @@ class ModelledDevice:
 
     def is_done(self, moment: Moment) -> bool:
         """Whether the host knows that ``moment`` is over."""
-        if self.duration is not None:
+        if self.timing is not None:
             return moment.ends <= self.host.ends
         return all(self.host.clock.get(queue, 0) >= tick for queue, tick in moment.clock.items())
 
     # Operations
 
-    def run(
-        self,
-        operation: str,
-        reads: Sequence[torch.Tensor],
-        writes: Sequence[torch.Tensor],
-        on_host: bool = False,
-    ) -> None:
+    def run(self, operation: Operation, on_host: bool = False) -> None:
         """Enqueues ``operation`` on the current stream, or lets the host do it at once."""
-        queue = self.host if on_host else self.current
+        queue, timing = self.host if on_host else self.current, self.timing
+        if timing is not None:
+            self.host.ends += timing.on_host(operation)
         if not on_host:
-            queue.learn(self.host.clock, self.host.ends if self.duration else 0.0)
-        seconds = 0.0 if self.duration is None else self.duration(operation, reads, writes)
-        stamp = queue.add(seconds)
+            queue.learn(self.host.clock, self.host.ends)
+            if timing is not None:
+                queue.ends = timing.end(operation, queue, self.host.ends, queue.ends)
+        stamp = queue.add()
         self.operations += 1
         where = place()
-        for tensors, is_write in ((reads, False), (writes, True)):
+        for tensors, is_write in ((operation.reads, False), (operation.writes, True)):
             for tensor in tensors:
                 memory = self.memory_of(tensor)
-                access = Access(stamp, operation, where, is_write, *extent(tensor))
+                access = Access(stamp, operation.name, where, is_write, *extent(tensor))
                 if access.start == access.stop:
                     continue
                 for earlier in memory.conflicts(access, queue):
@@ -128,14 +162,15 @@ class ModelledDevice:
     ) -> None:
         """Enqueues a collective of ``group`` on the current stream. If all memory is the host's,
         the host runs it at once."""
+        operation = Operation(kind, reads, writes, group=group)
         if not any(map(self.is_here, (*reads, *writes))):
-            self.run(kind, reads, writes, on_host=True)
+            self.run(operation, on_host=True)
             return
         if self.issuing is not None:
             self.issuing(kind)
         ranks = tuple(dist.get_process_group_ranks(group))
         self.issued.append(Issued(group.group_name, kind, ranks))
-        self.run(kind, reads, writes)
+        self.run(operation)
 
     def _find_conflict(self, earlier: Access, access: Access, queue: Queue) -> None:
         first = "writes" if earlier.writes else "reads"

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_overlap.modelled.device import ModelledDevice
+from fsdp_overlap.modelled.device import Call, ModelledDevice, Operation
 from fsdp_overlap.modelled.findings import place
-from fsdp_overlap.torch_internals import DisableTorchFunction, FakeTensor, TorchDispatchMode
+from fsdp_overlap.torch_internals import (
+    DisableTorchFunction,
+    FakeTensor,
+    TorchDispatchMode,
+    tree_map_only,
+)
 
 PLAIN = (torch.Tensor, nn.Parameter)
 
@@ -84,6 +89,18 @@ class About:
         )
 
 
+class Called(NamedTuple):
+    """A call of an operator, and the ``values`` of all its arguments, in their order."""
+
+    func: Any
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    values: Sequence[Any]
+
+    def run(self) -> Any:
+        return self.func(*self.args, **self.kwargs)
+
+
 class Dispatch(TorchDispatchMode):
     """Tells the device what each operation reads, writes and allocates."""
 
@@ -125,33 +142,38 @@ class Dispatch(TorchDispatchMode):
                 if w
                 for t in tensors_in(value)
             ]
-            return self._run(about, reads, writes, values, lambda: func(*args, **kwargs))
+            return self._run(about, Called(func, args, kwargs, values), reads, writes)
 
     def _run(
         self,
         about: About,
+        called: Called,
         reads: list[torch.Tensor],
         writes: list[torch.Tensor],
-        values: Sequence[Any],
-        call: Callable[[], Any],
     ) -> Any:
         device = self.device
         on_device = self._is_on_device(about, [*reads, *writes])
         device.check_is_there(about.name, [*reads, *writes])
-        output = call()
+        loses_values = not device.values and are_mixed([*reads, *writes])
+        output = run_without_values(called) if loses_values else called.run()
         makes = on_device if self.makes_on_device is None else self.makes_on_device
         new = [tensor for tensor in tensors_in(output) if not device.knows(tensor)]
+        if not device.values and any(tensor.is_meta for tensor in new):
+            makes = True  # what C++ makes beside operands without values
         for tensor in new:
             device.place(tensor, makes, self.makes_pinned)
         if about.allocates_only:
             return output
         reads = [] if about.reads_nothing else reads
         writes = [*writes, *new]
+        values = called.values
         group = _group_among(values) if about.is_collective and on_device else None
         if group is not None:
             device.issue(group, about.name, reads, writes)
         else:
-            device.run(about.name, reads, writes, on_host=not (on_device or (new and makes)))
+            call = Call(called.func, called.args, called.kwargs, output)
+            operation = Operation(about.name, reads, writes, call)
+            device.run(operation, on_host=not (on_device or (new and makes)))
         if about.gives_value and on_device:
             self._wait(about)
         elif about.may_cross and reads and writes:
@@ -219,3 +241,35 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     if isinstance(value, (list, tuple)):
         return [leaf for each in value for leaf in tensors_in(each)]
     return []
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    with DisableTorchFunction():
+        return not tensor.is_meta
+
+
+def are_mixed(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether some have values and others have none."""
+    return len({tensor.is_meta for tensor in tensors}) > 1
+
+
+def run_without_values(called: Called) -> Any:
+    """What a call returns for operands of which some have no values. What it would write to those
+    that have some is lost."""
+    replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def without_values(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta:
+            return tensor
+        empty = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
+        )
+        replaced[id(empty)] = empty, tensor
+        return empty
+
+    args, kwargs = tree_map_only(torch.Tensor, without_values, (called.args, called.kwargs))
+    return tree_map_only(
+        torch.Tensor,
+        lambda tensor: replaced.get(id(tensor), (tensor, tensor))[1],
+        called.func(*args, **kwargs),
+    )

@@ -40,11 +40,10 @@ class Queue:
                 mine[queue] = tick
         self.ends = max(self.ends, ends)
 
-    def add(self, seconds: float = 0.0) -> Stamp:
-        """Enqueues an operation that lasts ``seconds``."""
+    def add(self) -> Stamp:
+        """Enqueues an operation."""
         tick = self.clock.get(self.index, 0) + 1
         self.clock[self.index] = tick
-        self.ends += seconds
         return Stamp(self.index, tick)
 
 

@@ -2,128 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.futures import Future
-from torch.utils._pytree import tree_leaves
 
 from fsdp_overlap import FsdpContext
-from fsdp_overlap.modelled import ModelledDevice, active, running
-from fsdp_overlap.modelled.torch_module import is_available
+from fsdp_overlap.modelled import ModelledDevice, running
 from fsdp_overlap.optim import AdamW
-from support.nccl_like import unseen
 from support.twins import loss_of
 from support.zoo import VOCABULARY, ZOO
 
 NAMES = ("replicate", "shard")
-
-
-class Nobody(dist.ProcessGroup):
-    """One of several ranks, of which the others do not exist. Lists are gathered as if the others
-    held the same, so that ranks agree; else nothing moves. Good for the order of operations, not
-    for values."""
-
-    def name(self) -> str:
-        return BACKEND
-
-    def getBackendName(self) -> str:
-        return BACKEND
-
-    @property
-    def group_name(self) -> str:
-        return dist.distributed_c10d._world.pg_names[self]
-
-    def _get_backend(self, device: torch.device) -> Any:
-        return self
-
-    def _issue(self, kind: str, writes: Any, reads: Any = ()) -> dist.Work:
-        flat = [[t for t in tree_leaves(each) if t.numel()] for each in (reads, writes)]
-        # Of each tensor torch itself would say that it is on the host, within its own collectives.
-        if is_available() and any(active().is_here(t) for each in flat for t in each):
-            active().issue(self, kind, *flat)
-        return _finished()
-
-    def _allgather_base(self, output: Any, input: Any, opts: object = None) -> dist.Work:
-        return self._issue("all_gather", output, input)
-
-    def allgather_into_tensor_coalesced(
-        self, outputs: Any, inputs: Any, opts: object = None
-    ) -> dist.Work:
-        return self._issue("all_gather", outputs, inputs)
-
-    def _reduce_scatter_base(self, output: Any, input: Any, opts: object = None) -> dist.Work:
-        return self._issue("reduce_scatter", output, input)
-
-    def allgather(self, outputs: Any, inputs: Any, opts: object = None) -> dist.Work:
-        with unseen():
-            for output in outputs[0]:
-                if output.shape == inputs[0].shape:
-                    output.detach().copy_(inputs[0])
-        return self._issue("all_gather", outputs, inputs)
-
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: object = None) -> dist.Work:
-        return self._issue("reduce_scatter", outputs, inputs)
-
-    def allreduce(self, tensors: Any, opts: object = None) -> dist.Work:
-        return self._issue("all_reduce", tensors)
-
-    def broadcast(self, tensors: Any, opts: object = None) -> dist.Work:
-        return self._issue("broadcast", tensors)
-
-    def alltoall_base(self, output: Any, input: Any, *sizes: object) -> dist.Work:
-        return self._issue("all_to_all", output, input)
-
-    def barrier(self, opts: object = None) -> dist.Work:
-        return _finished()
-
-    def reduce_scatter_tensor_coalesced(
-        self, outputs: Any, inputs: Any, opts: object = None
-    ) -> dist.Work:
-        return self._issue("reduce_scatter", outputs, inputs)
-
-    # What later releases of torch call some of them.
-    all_gather_single = _allgather_base
-    all_gather_single_coalesced = allgather_into_tensor_coalesced
-    reduce_scatter_single = _reduce_scatter_base
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
-    all_to_all_single = alltoall_base
-
-
-def _finished() -> dist.Work:
-    future: Future[list[torch.Tensor]] = Future()
-    future.set_result([])
-    work: dist.Work = torch._C._distributed_c10d._create_work_from_future(future)
-    return work
-
-
-BACKEND = "nobody"
-dist.Backend.register_backend(
-    BACKEND,
-    lambda store, rank, world_size, timeout: Nobody(rank, world_size),
-    devices=["cpu", "modelled"],
-)
-
-
-@contextmanager
-def fake_ranks(world_size: int = 4, backend: str = BACKEND) -> Iterator[None]:
-    """Makes this process the first of ``world_size`` ranks, of which the others do not exist.
-    Within another, that one is gone afterwards."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=world_size)
-    try:
-        yield
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 class Program:

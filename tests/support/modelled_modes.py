@@ -14,12 +14,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from fsdp_overlap import FsdpContext, WirePolicy, fully_shard
 from fsdp_overlap.layout import Blocks, Flat, LayoutRule, Rows, Whole
-from fsdp_overlap.modelled import Stream, current_stream, stream
+from fsdp_overlap.modelled import Stream, current_stream, fake_ranks, stream
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_, exchange
 from fsdp_overlap.runtime import gradients
 from support.experts import ROWS, WIDTH, Moe
 from support.extensions import Rounded, with_matrices_of
-from support.modelled import Program, fake_ranks, trained
+from support.modelled import Program, trained
 from support.nccl_like import chosen_as_for_nccl
 from support.tensor_parallel import LENGTH, WORDS, Transformer, loss_of, parallelize, shard
 from support.zoo import ZOO, Model

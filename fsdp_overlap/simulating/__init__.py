@@ -1,0 +1,19 @@
+"""Predicts what training steps take at any scale, by running the real schedule on modelled time."""
+
+from fsdp_overlap.simulating.clock import Clock
+from fsdp_overlap.simulating.costs import Costs
+from fsdp_overlap.simulating.hardware import Device, Fabric
+from fsdp_overlap.simulating.simulate import Prediction, Step, simulate
+from fsdp_overlap.simulating.training import Training, known_models
+
+__all__ = [
+    "Clock",
+    "Costs",
+    "Device",
+    "Fabric",
+    "Prediction",
+    "Step",
+    "Training",
+    "known_models",
+    "simulate",
+]

@@ -1,0 +1,158 @@
+"""The time of what a modelled device runs: compute on streams, collectives on links."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from fsdp_overlap.modelled import Operation
+from fsdp_overlap.modelled.queues import Queue
+
+Interval = tuple[float, float]
+
+
+class Costs(Protocol):
+    """How many seconds things take that nothing else disturbs."""
+
+    @property
+    def slowdown(self) -> float:
+        """How much longer compute takes while a collective is under way: 0.1 for a tenth."""
+        ...
+
+    def on_host(self, operation: Operation) -> float:
+        """What the host takes to enqueue an operation."""
+        ...
+
+    def compute(self, operation: Operation) -> float: ...
+
+    def collective(self, operation: Operation, ranks: Sequence[int]) -> float: ...
+
+    def link(self, ranks: Sequence[int]) -> str:
+        """Names what these ranks communicate over. Collectives on one link share it."""
+        ...
+
+
+class Ran(NamedTuple):
+    """An operation on a stream. Times in seconds since the device's start."""
+
+    name: str
+    stream: int
+    enqueued: float
+    start: float
+    end: float
+    group: str = ""
+    """The process group of a collective."""
+
+
+class Link:
+    """A link, which collectives share. It is given to whoever is ready first, so what one takes is
+    time that others do not have."""
+
+    def __init__(self) -> None:
+        self.busy: list[Interval] = []
+
+    def take(self, ready: float, seconds: float) -> float:
+        """When a collective ends that needs the link for ``seconds`` and is ready at ``ready``. It
+        may begin before one that was enqueued earlier and is ready later."""
+        k = bisect.bisect_right(self.busy, ready, key=_end)
+        start = at = ready
+        first = k
+        left = seconds
+        while k < len(self.busy):
+            begin, end = self.busy[k]
+            if begin > at and begin - at >= left:
+                break
+            left -= max(0.0, begin - at)
+            at = max(at, end)
+            k += 1
+        end = at + left
+        if k > first:  # it filled gaps: they are one interval now
+            start = min(start, self.busy[first][0])
+        self.busy[first:k] = [(start, end)]
+        return end
+
+    def forget_before(self, time: float) -> None:
+        del self.busy[: bisect.bisect_left(self.busy, time, key=_end)]
+
+
+@dataclass
+class Clock:
+    """Says when operations end, and records them."""
+
+    costs: Costs
+    ran: list[Ran] = field(default_factory=list)
+    links: dict[str, Link] = field(default_factory=dict)
+
+    def on_host(self, operation: Operation) -> float:
+        return self.costs.on_host(operation)
+
+    def end(self, operation: Operation, stream: Queue, enqueued: float, ready: float) -> float:
+        if operation.group is not None:
+            return self._collective(operation, operation.group, stream, enqueued, ready)
+        end = self._disturbed(ready, self.costs.compute(operation))
+        self.ran.append(Ran(operation.name, stream.index, enqueued, ready, end))
+        return end
+
+    def _collective(
+        self,
+        operation: Operation,
+        group: dist.ProcessGroup,
+        stream: Queue,
+        enqueued: float,
+        ready: float,
+    ) -> float:
+        ranks = dist.get_process_group_ranks(group)
+        link = self.links.setdefault(self.costs.link(ranks), Link())
+        end = link.take(ready, self.costs.collective(operation, ranks))
+        name = group.group_name
+        self.ran.append(Ran(operation.name, stream.index, enqueued, ready, end, name))
+        return end
+
+    def _disturbed(self, start: float, seconds: float) -> float:
+        """When compute ends that would last ``seconds`` if no collective were under way."""
+        slower = 1.0 + self.costs.slowdown
+        if slower == 1.0:
+            return start + seconds
+        at = start
+        for begin, end in self._busy_after(start):
+            quiet = max(0.0, begin - at)
+            if quiet >= seconds:
+                break
+            seconds -= quiet
+            at = max(at, begin)
+            if (end - at) / slower >= seconds:
+                return at + seconds * slower
+            seconds -= (end - at) / slower
+            at = end
+        return at + seconds
+
+    def _busy_after(self, start: float) -> list[Interval]:
+        """When any link is busy, from ``start`` on."""
+        found = sorted(
+            (max(begin, start), end)
+            for link in self.links.values()
+            for begin, end in link.busy[bisect.bisect_right(link.busy, start, key=_end) :]
+        )
+        merged: list[Interval] = []
+        for begin, end in found:
+            if merged and begin <= merged[-1][1]:
+                merged[-1] = merged[-1][0], max(end, merged[-1][1])
+            else:
+                merged.append((begin, end))
+        return merged
+
+
+def full_of(operation: Operation) -> Sequence[torch.Tensor]:
+    """What a collective reads or what it writes: the larger of the two."""
+    return max(
+        operation.reads, operation.writes, key=lambda tensors: sum(t.nbytes for t in tensors)
+    )
+
+
+def _end(interval: Interval) -> float:
+    return interval[1]

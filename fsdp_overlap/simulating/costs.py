@@ -1,0 +1,59 @@
+"""What operations cost on a device, and collectives over a fabric."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from fsdp_overlap.modelled import Operation
+from fsdp_overlap.simulating.clock import full_of
+from fsdp_overlap.simulating.collective_time import (
+    group_of,
+    seconds_of_collective,
+    seconds_of_list,
+)
+from fsdp_overlap.simulating.compute_time import seconds_of
+from fsdp_overlap.simulating.hardware import Device, Fabric
+from fsdp_overlap.simulating.nccl_tuning import Kind
+
+# NCCL gathers and reduces ranges of different sizes as a list of these.
+_OF_LISTS: dict[str, Kind] = {"all_gather": "broadcast", "reduce_scatter": "reduce"}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """How many seconds things take that nothing else disturbs."""
+
+    device: Device
+    fabric: Fabric
+
+    @property
+    def slowdown(self) -> float:
+        """How much longer compute takes while a collective is under way: 0.1 for a tenth."""
+        return self.device.overlap_slowdown
+
+    def on_host(self, operation: Operation) -> float:
+        """What the host takes to enqueue an operation."""
+        return self.device.operation_seconds
+
+    def compute(self, operation: Operation) -> float:
+        call = operation.call
+        if call is not None:
+            return seconds_of(self.device, call.func, call.args, call.kwargs, call.output)
+        nbytes = sum(tensor.nbytes for tensor in (*operation.reads, *operation.writes))
+        bandwidth = self.device.memory_bandwidth * self.device.memory_efficiency
+        return self.device.kernel_seconds + nbytes / bandwidth
+
+    def collective(self, operation: Operation, ranks: Sequence[int]) -> float:
+        group, kind = group_of(self.fabric, ranks), cast(Kind, operation.name)
+        tensors = full_of(operation)
+        sizes = [tensor.nbytes for tensor in tensors]
+        is_ragged = len(operation.reads) != len(operation.writes) and len(sizes) > 1
+        if is_ragged and kind in _OF_LISTS:
+            return seconds_of_list(self.fabric, group, _OF_LISTS[kind], sizes)
+        return seconds_of_collective(self.fabric, group, kind, sum(sizes))
+
+    def link(self, ranks: Sequence[int]) -> str:
+        """Names what these ranks communicate over. Collectives on one link share it."""
+        return "between nodes" if group_of(self.fabric, ranks).nodes > 1 else "within nodes"

@@ -1,0 +1,165 @@
+"""The training step that is predicted: a model, how it is sharded, and how it is trained."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, fully_shard
+from fsdp_overlap.blocks import find_blocks
+from fsdp_overlap.layout import Flat, LayoutRule
+from fsdp_overlap.optim import AdamW, Muon
+from fsdp_overlap.simulating.simulate import Step
+
+DEVICE = "modelled"
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "adamw": lambda model: AdamW(model.parameters()),
+    "torch-adamw": lambda model: torch.optim.AdamW(model.parameters(), fused=True),
+    "muon": Muon,
+}
+
+
+@dataclass(frozen=True)
+class Training:
+    """A step of training of a language model.
+
+    Args:
+        model: the name of a model that comes with the library (:func:`known_models`), the path of
+            a ``config.json`` of Hugging Face's transformers, or ``module:function`` for a function
+            that makes a module. The module maps token ids of shape ``[batch, sequence]`` to
+            logits, or to what has ``.logits``.
+        gpus: devices, one a rank.
+        replicate: how many copies of each shard there are.
+        batch: sequences of a rank in a microbatch.
+        sequence: tokens in a sequence.
+        microbatches: forwards and backwards before each optimizer step.
+        checkpointing: whether blocks run their forward again in backward, and keep only its input.
+        blocks_a_unit: how many blocks one ``fully_shard`` call takes.
+        stage: as :meth:`FsdpModule.set_zero_stage` takes it. 3 frees weights after each use.
+        layout, prefetch: as :class:`FsdpContext` takes them.
+        optimizer: one of :data:`OPTIMIZERS`.
+    """
+
+    model: str
+    gpus: int
+    replicate: int = 1
+    batch: int = 1
+    sequence: int = 8192
+    microbatches: int = 1
+    checkpointing: bool = False
+    blocks_a_unit: int = 1
+    stage: int = 3
+    layout: LayoutRule = field(default_factory=Flat)
+    prefetch: int = 1
+    param_dtype: torch.dtype = torch.bfloat16
+    reduce_dtype: torch.dtype = torch.float32
+    optimizer: str = "adamw"
+
+    def __post_init__(self) -> None:
+        for name in ("gpus", "replicate", "batch", "sequence", "microbatches", "blocks_a_unit"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.gpus % self.replicate:
+            raise ValueError(
+                f"{self.gpus} GPUs cannot hold {self.replicate} copies of each shard: "
+                f"{self.gpus} is no multiple of {self.replicate}"
+            )
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(
+                f"there is no optimizer {self.optimizer!r}; there are {', '.join(OPTIMIZERS)}"
+            )
+
+    @property
+    def tokens(self) -> int:
+        """What a rank trains on in a step."""
+        return self.batch * self.sequence * self.microbatches
+
+    def program(self) -> Step:
+        """Builds and shards the model, and returns what makes a step of it."""
+        with torch.device(DEVICE):
+            model = model_of(self.model)()
+        sharded: Any = self._shard(model)
+        optimizer = OPTIMIZERS[self.optimizer](sharded)
+
+        def step() -> None:
+            for number in range(self.microbatches):
+                is_last = number == self.microbatches - 1
+                sharded.set_requires_gradient_sync(is_last)
+                tokens = torch.randint(2, (self.batch, self.sequence), device=DEVICE)
+                output = sharded(tokens)
+                logits = getattr(output, "logits", output)
+                loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    def _shard(self, model: nn.Module) -> nn.Module:
+        sizes = (self.replicate, self.gpus // self.replicate)
+        mesh = init_device_mesh(DEVICE, sizes, mesh_dim_names=("replicate", "shard"))
+        if self.replicate == 1:
+            mesh = mesh["shard"]
+        ctx = FsdpContext(mesh, layout=self.layout, prefetch=self.prefetch)
+        policy = MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype)
+        blocks = find_blocks(model)
+        if self.checkpointing:
+            for block in blocks:
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        for first in range(0, len(blocks), self.blocks_a_unit):
+            unit = blocks[first : first + self.blocks_a_unit]
+            fully_shard(unit if len(unit) > 1 else unit[0], ctx, mp_policy=policy)
+        sharded = fully_shard(model, ctx, mp_policy=policy)
+        sharded.set_zero_stage(self.stage)
+        return sharded
+
+
+def known_models() -> list[str]:
+    """The models that come with the library."""
+    folder = resources.files("fsdp_overlap.simulating") / "models"
+    return sorted(Path(each.name).stem for each in folder.iterdir() if each.name.endswith(".json"))
+
+
+def model_of(name: str) -> Callable[[], nn.Module]:
+    """What makes the model of ``name``, as :class:`Training` takes it.
+
+    Raises:
+        ValueError: there is no such model; says which there are.
+    """
+    if name in known_models():
+        text = (resources.files("fsdp_overlap.simulating") / "models" / f"{name}.json").read_text()
+        return partial(_of_config, json.loads(text))
+    if Path(name).is_file():
+        return partial(_of_config, json.loads(Path(name).read_text()))
+    module, colon, function = name.partition(":")
+    if not colon:
+        raise ValueError(
+            f"there is no model {name!r}: give one of {', '.join(known_models())}, the path of a "
+            "config.json of transformers, or module:function"
+        )
+    made: Callable[[], nn.Module] = getattr(importlib.import_module(module), function)
+    return made
+
+
+def _of_config(config: dict[str, Any]) -> nn.Module:
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise ValueError(
+            "models by a config.json need transformers: pip install transformers"
+        ) from error
+    made = AutoConfig.for_model(**config, use_cache=False)
+    model: nn.Module = AutoModelForCausalLM.from_config(made, attn_implementation="sdpa")
+    return model

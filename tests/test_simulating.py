@@ -1,0 +1,161 @@
+"""Training steps on modelled time: links, slowdowns, and what a whole step takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_overlap import FsdpContext, fully_shard
+from fsdp_overlap.modelled import Operation
+from fsdp_overlap.modelled.queues import Queue
+from fsdp_overlap.optim import AdamW
+from fsdp_overlap.simulating.clock import Clock, Link, full_of
+from fsdp_overlap.simulating.simulate import Prediction, Step, simulate
+
+UNITS, WIDTH = 6, 64
+LAYER_BYTES = 4 * WIDTH * WIDTH
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 5)), max_size=12))
+def test_a_link_serves_one_moment_once_and_never_idles_before_who_is_ready(
+    transfers: list[tuple[int, int]],
+) -> None:
+    link, used = Link(), set[int]()
+    for ready, seconds in transfers:
+        moments = [at for at in range(200) if at >= ready and at not in used][:seconds]
+        assert link.take(ready, seconds) == moments[-1] + 1
+        used.update(moments)
+    assert sum(end - start for start, end in link.busy) == len(used)
+    ends = [0.0, *(end for _, end in link.busy)]
+    assert all(start >= end for end, (start, _) in zip(ends, link.busy, strict=False))
+
+
+@dataclass
+class Seconds:
+    """A product takes `compute` seconds, all else that computes takes none."""
+
+    compute_: float
+    gather: float = 0.0
+    reduce: float = 0.0
+    host: float = 0.0
+    slowdown: float = 0.0
+
+    def on_host(self, operation: Operation) -> float:
+        return self.host
+
+    def compute(self, operation: Operation) -> float:
+        return self.compute_ if operation.name == "mm" else 0.0
+
+    def collective(self, operation: Operation, ranks: Sequence[int]) -> float:
+        assert len(ranks) == 8
+        nbytes = sum(tensor.nbytes for tensor in full_of(operation))
+        if nbytes < LAYER_BYTES:
+            return 0.0  # checks
+        assert nbytes == LAYER_BYTES
+        return {"all_gather": self.gather, "reduce_scatter": self.reduce}[operation.name]
+
+    def link(self, ranks: Sequence[int]) -> str:
+        return "all"
+
+
+@pytest.mark.parametrize(
+    ("start", "seconds", "end"),
+    [
+        (0.0, 1.0, 1.0),  # before the first
+        (0.0, 3.0, 3.5),  # half of a second's work less in the first
+        (2.0, 1.0, 3.5),  # all of it within
+        (3.0, 3.0, 6.625),  # what is left of the first, a pause, and the second
+        (9.0, 2.0, 11.0),  # after the last
+    ],
+)
+def test_compute_is_slower_while_a_collective_is_under_way(
+    start: float, seconds: float, end: float
+) -> None:
+    one, other = Link(), Link()
+    one.take(2.0, 1.5)
+    other.take(2.5, 1.0)
+    other.take(5.25, 3.0)
+    costs = Seconds(seconds, slowdown=0.5)
+    clock = Clock(costs, links={"one": one, "other": other})
+    operation = Operation("mm", [], [])
+    assert clock.end(operation, Queue(1, ""), 0.0, start) == pytest.approx(end)
+
+
+def program() -> Step:
+    """A step of blocks of one layer each."""
+    mesh = init_device_mesh("modelled", (8,))
+    with torch.device("modelled"):
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(UNITS)))
+        batch = torch.empty(16, WIDTH)
+    ctx = FsdpContext(mesh)
+    for layer in model:
+        fully_shard(layer, ctx)
+    fully_shard(model, ctx)
+    optimizer = AdamW(model.parameters())
+
+    def step() -> None:
+        model(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def predict(compute: float, gather: float, reduce: float, host: float = 0.0) -> Prediction:
+    costs = Seconds(compute, gather, reduce, host)
+    return simulate(program, 8, costs)
+
+
+# Products: one in forward, two in backward, but for the first layer's, whose input needs none.
+PRODUCTS = 3 * UNITS - 1
+
+
+def test_a_step_is_compute_and_what_has_nothing_to_run_under() -> None:
+    """The first gather, and the reduction of the last, which begins when the first layer's backward
+    is done."""
+    found = predict(compute=1.0, gather=0.25, reduce=0.5)
+    assert found.seconds == pytest.approx(PRODUCTS + 0.25 + 0.5)
+    report = found.report
+    assert report.compute_time == pytest.approx(1e6 * PRODUCTS)
+    assert report.exposed_time == pytest.approx(1e6 * 0.75)
+
+
+def test_where_communication_is_longer_it_decides() -> None:
+    """Gathers and reductions share the link, which never rests. In backward the last layer is
+    still whole."""
+    found = predict(compute=1.0, gather=4.0, reduce=4.0)
+    traffic = UNITS * 4.0 + (UNITS - 1) * 4.0 + UNITS * 4.0
+    assert found.seconds == pytest.approx(traffic)
+
+
+def test_a_slow_host_decides_where_it_is_slower_than_the_device() -> None:
+    fast, slow = (predict(1e-6, 1e-6, 1e-6, host).seconds for host in (1e-9, 1e-3))
+    assert fast == pytest.approx(PRODUCTS * 1e-6, rel=0.5)
+    assert slow > 40 * 1e-3
+
+
+def test_the_trace_has_what_the_context_counts() -> None:
+    collectives = predict(1.0, 0.25, 0.5, host=1e-6).report.collectives
+    kinds = [each.kind for each in collectives if each.kind != "other"]
+    assert kinds.count("all_gather") == 2 * UNITS - 1
+    assert kinds.count("reduce_scatter") == UNITS
+    names = {each.name for each in collectives if each.kind == "all_gather"}
+    assert names == {str(number) for number in range(UNITS)}
+
+
+def test_memory_is_what_tensors_take() -> None:
+    """Parameters, gradients and two moments of this rank, at most three full layers, a reduce input
+    or two, and activations."""
+    found = predict(1.0, 0.25, 0.5)
+    at_rest = 3 * UNITS * LAYER_BYTES // 8
+    assert (
+        at_rest + 2 * LAYER_BYTES < found.memory < at_rest + 8 * LAYER_BYTES + 16 * 4 * WIDTH * 20
+    )
+    assert found.reserved >= found.memory

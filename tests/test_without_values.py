@@ -1,0 +1,113 @@
+"""The modelled device without values does what it does with them, for models of any size."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_overlap.layout import Rows, Whole
+from fsdp_overlap.modelled import ModelledDevice, active, fake_ranks, running
+from fsdp_overlap.optim import AdamW, Muon
+from support.modelled import Program
+from support.zoo import ZOO
+
+HERE = "modelled"
+MODELS = (
+    "nested units",
+    "tied parameters",
+    "frozen and partly frozen units",
+    "views edited in place",
+    "a layer that runs several times",
+    "checkpointed, reentrant",
+    "checkpointed inside",
+    "odd parameters",
+    "dynamic order",
+)
+PROGRAMS: dict[str, dict[str, Any]] = {name: {"name": name} for name in MODELS}
+PROGRAMS |= {
+    "rows": {"layout": Rows()},
+    "ragged": {"layout": Whole()},
+    "copies": {"dims": (2, 2)},
+    "Muon": {"optimizer": Muon},
+    "torch's AdamW": {"optimizer": torch.optim.AdamW},
+}
+
+
+def train(build: Callable[[], nn.Module], steps: int = 3, **options: Any) -> int:
+    """How many operations all steps but the first take. The device is to be made on."""
+
+    def here() -> nn.Module:
+        with torch.device(HERE):
+            return build()
+
+    program = Program(build=here, **options)
+    program.train(1)
+    before = active().operations
+    program.train(steps - 1)
+    return active().operations - before
+
+
+def seen(name: str, values: bool) -> dict[str, object]:
+    options = PROGRAMS[name]
+    build, _ = ZOO[options.get("name", "layers")]
+    with fake_ranks(4), running(ModelledDevice(values=values)) as device:
+        operations = train(build, **options)
+    return {
+        "collectives": [(issued.kind, issued.ranks) for issued in device.issued],
+        "operations": operations,
+        "memory": (device.allocator.allocated_most, device.allocator.reserved),
+        "findings": list(map(str, device.findings)),
+        "waits of the host": len(device.syncs),
+    }
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_do_the_same_with_values_and_without(name: str) -> None:
+    assert seen(name, values=False) == seen(name, values=True)
+
+
+def test_what_the_host_reads_is_zero_but_for_whole_numbers_of_its_own() -> None:
+    with running(ModelledDevice(values=False)) as device:
+        assert torch.ones(2, device=HERE).tolist() == [0.0, 0.0]
+        assert torch.full((), 7.0, device=HERE).cpu().item() == 0.0
+        assert torch.tensor([1.5], device=HERE).tolist() == [0.0]
+        assert torch.tensor([1, 2], device=HERE).add(1).tolist() == [2, 3]
+        assert torch.ones(2).to(HERE).mul(3).tolist() == [3.0, 3.0]
+        mixed = torch.ones(2, device=HERE) + torch.tensor([1, 2], device=HERE)
+        assert mixed.device.type == HERE
+        assert mixed.tolist() == [0.0, 0.0]
+    assert len(device.syncs) >= 6
+
+
+def test_attention_keeps_no_matrix() -> None:
+    with running(ModelledDevice(values=False)) as device:
+        query, key = (torch.empty(1, heads, 4096, 64, device=HERE) for heads in (8, 2))
+        query.requires_grad_()
+        before = device.allocator.allocated_most
+        output = nn.functional.scaled_dot_product_attention(
+            query, key, key, is_causal=True, enable_gqa=True
+        )
+        output.sum().backward()
+        assert query.grad is not None
+        assert query.grad.shape == query.shape
+        assert device.allocator.allocated_most - before < 8 * query.nbytes
+
+
+def test_a_model_of_a_trillion_bytes_takes_no_memory() -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with fake_ranks(1024), running(ModelledDevice(values=False)) as device:
+        train(partial(_wide, 100_000), steps=1, name="root only", optimizer=AdamW)
+        assert device.allocator.allocated_most > 1e11
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024
+
+
+def _wide(width: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Embedding(50, width), *(nn.Linear(width, width) for _ in range(12)), nn.Linear(width, 50)
+    )
