@@ -210,6 +210,15 @@ def test_the_allocator_rounds_splits_and_joins_as_torchs() -> None:
         assert allocator.allocated_most == most
         torch.empty(20 * MIB, dtype=torch.uint8, device=HERE)
         assert allocator.reserved == 42 * MIB  # the neighbours are one block again
+        kept = torch.empty(3, dtype=torch.uint8, device=HERE)
+        torch.get_device_module(HERE).empty_cache()
+        assert allocator.reserved == 2 * MIB
+        torch.get_device_module(HERE).reset_peak_memory_stats()
+        assert (allocator.allocated_most, allocator.reserved_most) == (512, 2 * MIB)
+        more = torch.empty(15 * MIB, dtype=torch.uint8, device=HERE)
+        assert allocator.reserved_most == 18 * MIB
+        assert device.address_of(more) >= 42 * MIB
+        del kept, more
 
 
 def read_item(tensor: torch.Tensor) -> None:

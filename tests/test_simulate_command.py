@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fsdp_overlap.simulating import Costs, Device, Fabric, Prediction, Training, simulate
+from fsdp_overlap.simulating.training import CHECKPOINTING
 from support.cli_runs import run_main
 
 WIDTH, BLOCKS, VOCABULARY = 64, 4, 100
@@ -58,6 +59,12 @@ def gathers(prediction: Prediction) -> int:
     return sum(each.kind == "all_gather" for each in prediction.report.collectives)
 
 
+def gathered(prediction: Prediction) -> int:
+    """Bytes, but for what shards say of themselves."""
+    found = prediction.report.collectives
+    return sum(each.nbytes or 0 for each in found if each.kind == "all_gather")
+
+
 def reductions(prediction: Prediction) -> int:
     return sum(each.kind == "reduce_scatter" for each in prediction.report.collectives)
 
@@ -77,10 +84,18 @@ def test_options_do_what_they_say() -> None:
     copies = predicted(replicate=4)
     kinds = {event["name"] for event in copies.trace["traceEvents"]}
     assert "ncclDevKernel_all_reduce" in kinds
-    again = predicted(checkpointing=True, sequence=65536)
-    once = predicted(sequence=65536)
-    assert again.memory < 0.8 * once.memory
-    assert again.seconds > 1.1 * once.seconds
+    in_8_bits = predicted(gather_dtype=torch.float8_e4m3fn)
+    assert gathered(in_8_bits) < 0.6 * gathered(plain)
+
+
+def test_what_runs_again_takes_time_and_no_memory() -> None:
+    kinds = [predicted(checkpointing=kind, sequence=65536) for kind in CHECKPOINTING]
+    assert list(CHECKPOINTING) == ["none", "selective", "full"]
+    memory, seconds = [each.memory for each in kinds], [each.seconds for each in kinds]
+    assert sorted(memory, reverse=True) == memory
+    assert memory[2] < 0.8 * memory[0]
+    assert sorted(seconds) == seconds
+    assert seconds[2] > 1.1 * seconds[0]
 
 
 def test_more_gpus_take_longer_and_less_memory() -> None:
@@ -114,7 +129,7 @@ def test_a_config_of_transformers_is_predicted_and_drawn(
         (["llama3-8b", "--gpus", "8", "--replicate", "3"], "8 GPUs cannot hold 3 copies"),
         (["llama3-8b", "--gpus", "0"], "gpus=0: must be at least 1"),
         (["llama3-8b", "--layout", "round"], "must be one of flat, rows, whole"),
-        (["llama3-8b", "--optimizer", "sgd"], "there is no optimizer 'sgd'; there are adamw"),
+        (["llama3-8b", "--optimizer", "sgd"], "optimizer='sgd': must be one of adamw, torch-"),
     ],
 )
 def test_what_cannot_be_predicted_is_said(

@@ -244,8 +244,8 @@ def simulate(
     sequence: Annotated[int, typer.Option(help="Tokens per sequence.")] = 8192,
     microbatches: Annotated[int, typer.Option(help="Backwards per optimizer step.")] = 1,
     checkpointing: Annotated[
-        bool, typer.Option("--checkpointing", help="Run blocks again in backward.")
-    ] = False,
+        str, typer.Option(help="none, selective, or full: what runs again in backward.")
+    ] = "none",
     blocks_a_unit: Annotated[int, typer.Option(help="Blocks that are gathered as one.")] = 1,
     stage: Annotated[int, typer.Option(help="ZeRO stage: 3 frees weights after each use.")] = 3,
     layout: Annotated[str, typer.Option(help="flat, rows or whole.")] = "flat",

@@ -56,6 +56,8 @@ class Allocator:
         self.allocated = self.reserved = 0
         self.allocated_most = self.reserved_most = 0
         self._free: dict[tuple[MemPool | None, int, bool], list[Block]] = {}
+        self._end = 0
+        """The first address that no segment has had."""
 
     def take(
         self, nbytes: int, stream: Queue, pool: MemPool | None = None
@@ -98,6 +100,18 @@ class Allocator:
                 )
         free.append(block)
 
+    def release_free(self) -> None:
+        """Gives the segments of which nothing is in use back to the device."""
+        for (pool, _, _), free in self._free.items():
+            for block in list(free):
+                if pool is None and block.before is None and block.after is None:
+                    free.remove(block)
+                    self.reserved -= block.nbytes
+
+    def count_peaks_anew(self) -> None:
+        """From now on peaks are those of what follows."""
+        self.allocated_most, self.reserved_most = self.allocated, self.reserved
+
     def _reserve(self, nbytes: int, stream: int, is_small: bool, pool: MemPool | None) -> Block:
         if is_small:
             size = SMALL_SEGMENT
@@ -105,7 +119,8 @@ class Allocator:
             size = LARGE_SEGMENT
         else:
             size = -(-nbytes // ROUND_SEGMENT) * ROUND_SEGMENT
-        address = self.reserved  # nothing goes back to the device
+        address = self._end
+        self._end += size
         self.reserved += size
         self.reserved_most = max(self.reserved_most, self.reserved)
         if pool is not None:

@@ -243,8 +243,17 @@ def memory_reserved(device: object = None) -> int:
     return active().allocator.reserved
 
 
+def max_memory_reserved(device: object = None) -> int:
+    return active().allocator.reserved_most
+
+
+def reset_peak_memory_stats(device: object = None) -> None:
+    active().allocator.count_peaks_anew()
+
+
 def empty_cache() -> None:
-    pass
+    synchronize()  # what was freed may still be in use
+    active().allocator.release_free()
 
 
 if getattr(torch, NAME, None) is None:

@@ -27,6 +27,8 @@ class Costs:
 
     device: Device
     fabric: Fabric
+    stretch: float = 1.0
+    """How many times as long compute takes as the device's numbers say: fitted to a measurement."""
 
     @property
     def slowdown(self) -> float:
@@ -38,6 +40,9 @@ class Costs:
         return self.device.operation_seconds
 
     def compute(self, operation: Operation) -> float:
+        return self.stretch * self._compute(operation)
+
+    def _compute(self, operation: Operation) -> float:
         call = operation.call
         if call is not None:
             return seconds_of(self.device, call.func, call.args, call.kwargs, call.output)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fsdp_overlap.modelled import ModelledDevice, fake_ranks, running
+from fsdp_overlap.modelled import ModelledDevice, fake_ranks, running, torch_module
 from fsdp_overlap.profiling import RankReport, read_report
 from fsdp_overlap.simulating.clock import Clock, Costs
 from fsdp_overlap.simulating.trace import Mark, marking, trace_of
@@ -22,9 +22,10 @@ Step = Callable[[], object]
 class Prediction:
     """What a step of training takes once the schedule has learned the order of units.
 
-    seconds: between the ends of two steps, if the host may run ahead. memory: the most that the
-    allocator gave out in a step, in bytes; reserved: what it took from the device. trace: a step
-    that began when the device was idle, as torch's profiler would have traced it.
+    seconds: between the ends of two steps, if the host may run ahead. memory: the most bytes that
+    tensors had at once after the model was built; reserved: the most that the allocator had taken
+    from the device for them. trace: a step that began when the device was idle, as torch's profiler
+    would have traced it.
     """
 
     seconds: float
@@ -55,9 +56,10 @@ def simulate(
     device = ModelledDevice(timing=clock, values=False)
     with fake_ranks(world_size), running(device), marking(device) as marks:
         step = program()
+        torch_module.empty_cache()
+        torch_module.reset_peak_memory_stats()
         for _ in range(warmup):
             step()
-        device.allocator.allocated_most = device.allocator.allocated
         start = device.default.ends
         step()
         seconds = device.default.ends - start
@@ -70,6 +72,6 @@ def simulate(
         return Prediction(
             seconds=seconds,
             memory=device.allocator.allocated_most,
-            reserved=device.allocator.reserved,
+            reserved=device.allocator.reserved_most,
             trace=trace_of(clock.ran, marks, device.backwards, world_size),
         )

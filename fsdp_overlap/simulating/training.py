@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import resources
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +17,46 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
-from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, fully_shard
+from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, WirePolicy, fully_shard
 from fsdp_overlap.blocks import find_blocks
 from fsdp_overlap.layout import Flat, LayoutRule
 from fsdp_overlap.optim import AdamW, Muon
 from fsdp_overlap.simulating.simulate import Step
+from fsdp_overlap.torch_internals import flash_attention
 
 DEVICE = "modelled"
+ContextManager = AbstractContextManager[Any]
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "adamw": lambda model: AdamW(model.parameters()),
     "torch-adamw": lambda model: torch.optim.AdamW(model.parameters(), fused=True),
     "muon": Muon,
+}
+
+
+def _select() -> tuple[ContextManager, ContextManager]:
+    products = count()
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        # Of products the first, the third and so on.
+        is_kept = operator in KEPT or (operator in PRODUCTS and next(products) % 2 == 0)
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.linear.default}
+KEPT = {flash_attention.default}
+CHECKPOINTING: dict[str, Callable[[], tuple[ContextManager, ContextManager]]] = {
+    "none": noop_context_fn,
+    "selective": _select,
+    "full": noop_context_fn,
 }
 
 
@@ -45,10 +74,14 @@ class Training:
         batch: sequences of a rank in a microbatch.
         sequence: tokens in a sequence.
         microbatches: forwards and backwards before each optimizer step.
-        checkpointing: whether blocks run their forward again in backward, and keep only its input.
+        checkpointing: what blocks keep for backward: ``"none"`` runs again, ``"full"`` keeps their
+            inputs alone, ``"selective"`` keeps attention's and every second product's output too,
+            as torchtitan's default does.
         blocks_a_unit: how many blocks one ``fully_shard`` call takes.
         stage: as :meth:`FsdpModule.set_zero_stage` takes it. 3 frees weights after each use.
         layout, prefetch: as :class:`FsdpContext` takes them.
+        param_dtype, reduce_dtype: as :class:`MixedPrecisionPolicy` takes them.
+        gather_dtype: as :class:`WirePolicy` takes it. Without, weights travel in ``param_dtype``.
         optimizer: one of :data:`OPTIMIZERS`.
     """
 
@@ -58,13 +91,14 @@ class Training:
     batch: int = 1
     sequence: int = 8192
     microbatches: int = 1
-    checkpointing: bool = False
+    checkpointing: str = "none"
     blocks_a_unit: int = 1
     stage: int = 3
     layout: LayoutRule = field(default_factory=Flat)
     prefetch: int = 1
     param_dtype: torch.dtype = torch.bfloat16
     reduce_dtype: torch.dtype = torch.float32
+    gather_dtype: torch.dtype | None = None
     optimizer: str = "adamw"
 
     def __post_init__(self) -> None:
@@ -76,10 +110,9 @@ class Training:
                 f"{self.gpus} GPUs cannot hold {self.replicate} copies of each shard: "
                 f"{self.gpus} is no multiple of {self.replicate}"
             )
-        if self.optimizer not in OPTIMIZERS:
-            raise ValueError(
-                f"there is no optimizer {self.optimizer!r}; there are {', '.join(OPTIMIZERS)}"
-            )
+        for name, known in (("optimizer", OPTIMIZERS), ("checkpointing", CHECKPOINTING)):
+            if (given := getattr(self, name)) not in known:
+                raise ValueError(f"{name}={given!r}: must be one of {', '.join(known)}")
 
     @property
     def tokens(self) -> int:
@@ -90,7 +123,7 @@ class Training:
         """Builds and shards the model, and returns what makes a step of it."""
         with torch.device(DEVICE):
             model = model_of(self.model)()
-        sharded: Any = self._shard(model)
+        sharded = self._shard(model)
         optimizer = OPTIMIZERS[self.optimizer](sharded)
 
         def step() -> None:
@@ -107,21 +140,26 @@ class Training:
 
         return step
 
-    def _shard(self, model: nn.Module) -> nn.Module:
+    def _shard(self, model: nn.Module) -> Any:
         sizes = (self.replicate, self.gpus // self.replicate)
         mesh = init_device_mesh(DEVICE, sizes, mesh_dim_names=("replicate", "shard"))
         if self.replicate == 1:
             mesh = mesh["shard"]
         ctx = FsdpContext(mesh, layout=self.layout, prefetch=self.prefetch)
         policy = MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype)
+        wire = WirePolicy(self.gather_dtype) if self.gather_dtype is not None else None
+        shard = partial(fully_shard, ctx=ctx, mp_policy=policy, wire_policy=wire)
         blocks = find_blocks(model)
-        if self.checkpointing:
+        if self.checkpointing != "none":
+            kept = CHECKPOINTING[self.checkpointing]
             for block in blocks:
-                block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+                block.forward = partial(
+                    checkpoint, block.forward, use_reentrant=False, context_fn=kept
+                )
         for first in range(0, len(blocks), self.blocks_a_unit):
             unit = blocks[first : first + self.blocks_a_unit]
-            fully_shard(unit if len(unit) > 1 else unit[0], ctx, mp_policy=policy)
-        sharded = fully_shard(model, ctx, mp_policy=policy)
+            shard(unit if len(unit) > 1 else unit[0])
+        sharded: Any = shard(model)
         sharded.set_zero_stage(self.stage)
         return sharded
 
