@@ -26,7 +26,6 @@ MODELS = (
     "a layer that runs several times",
     "checkpointed, reentrant",
     "checkpointed inside",
-    "odd parameters",
     "dynamic order",
 )
 PROGRAMS: dict[str, dict[str, Any]] = {name: {"name": name} for name in MODELS}

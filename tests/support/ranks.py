@@ -383,7 +383,10 @@ def _run_job(job: _Job) -> object:
 
 
 def _forget_job() -> None:
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # slow: workers only
+    from torch.distributed.device_mesh import DeviceMesh  # slow: workers only
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    from fsdp_overlap.torch_internals import let_go_of_groups
 
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -391,3 +394,8 @@ def _forget_job() -> None:
     # are gone.
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
     gc.collect()
+    # Other caches of torch keep meshes too. Each of their groups would keep threads, which look
+    # around a hundred times a second: of hundreds of groups that takes all cores.
+    for each in gc.get_objects():
+        if type(each) is DeviceMesh:
+            let_go_of_groups(each)
