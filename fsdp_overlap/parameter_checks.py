@@ -82,14 +82,15 @@ def _check_opaque(where: str, parameter: nn.Parameter, device: torch.device) -> 
 
 
 def _check_class(where: str, held: torch.Tensor) -> None:
-    """Checks that a parameter that is ``held`` so can be gathered. The methods of a tensor that
-    consists of others may come later, as FSDP2 has it.
+    """Checks that the parameter whose tensor is ``held`` can be gathered. A tensor that consists of
+    others may get both methods of an extension later, as in FSDP2.
 
     Raises:
         TypeError: it cannot.
     """
     missing = missing_methods(held)
-    if is_subclass(held) and len(missing) != (2 if inner_tensors(held) else 0) and missing:
+    may_come_later = len(missing) == 2 and bool(inner_tensors(held))
+    if is_subclass(held) and missing and not may_come_later:
         raise TypeError(
             f"{where} is a {type(held).__name__} without {' and '.join(missing)}; only plain "
             "torch.nn.Parameter, frozen ones of a class derived from it, DTensors of tensor "

@@ -20,46 +20,33 @@ from fsdp_overlap.tensor.extension import Extension, is_subclass
 # Where a tensor may begin among bytes, so that they can be seen in its dtype.
 ALIGN_BYTES = 16
 
+Kind = tuple[torch.Size, torch.dtype]
+"""The size and the dtype of a tensor that travels."""
+
 
 @dataclass(frozen=True)
 class Piece:
-    """Where an extension's tensor lies in what a rank sends, in bytes."""
+    """Where a tensor that is not empty lies in what a rank sends, in bytes."""
 
     start: int
     stop: int
-    size: torch.Size
     dtype: torch.dtype
 
 
-@dataclass(frozen=True)
 class Pieces:
-    """What a rank sends of a bucket: for each parameter, one piece or more. Two are equal if they
-    have the same dtypes and sizes."""
+    """What a rank sends of a bucket whose extensions give ``inputs``."""
 
-    of_each: tuple[tuple[Piece, ...], ...]
-    nbytes: int
-
-    @classmethod
-    def of(cls, inputs: Sequence[Sequence[torch.Tensor]]) -> Pieces:
-        """The pieces that have room for ``inputs``."""
-        end, found = 0, []
-        for tensors in inputs:
-            pieces = []
-            for tensor in tensors:
-                nbytes = tensor.numel() * tensor.dtype.itemsize
-                pieces.append(Piece(end, end + nbytes, tensor.size(), tensor.dtype))
-                end += -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
-            found.append(tuple(pieces))
-        return cls(tuple(found), end)
-
-    @property
-    def all(self) -> list[Piece]:
-        """The pieces that are not empty."""
-        return [each for pieces in self.of_each for each in pieces if each.stop > each.start]
-
-    @property
-    def has_gaps(self) -> bool:
-        return sum(piece.stop - piece.start for piece in self.all) < self.nbytes
+    def __init__(self, inputs: Sequence[Sequence[torch.Tensor]]) -> None:
+        self.kinds = [_kinds(tensors) for tensors in inputs]
+        self.all: list[Piece] = []
+        self.nbytes = 0
+        self.has_gaps = False
+        for size, dtype in chain.from_iterable(self.kinds):
+            stop = self.nbytes + size.numel() * dtype.itemsize
+            if stop > self.nbytes:
+                self.all.append(Piece(self.nbytes, stop, dtype))
+            self.nbytes = -(-stop // ALIGN_BYTES) * ALIGN_BYTES
+            self.has_gaps |= self.nbytes > stop
 
 
 class ExtensionGather:
@@ -101,7 +88,7 @@ class ExtensionGather:
         self, inputs: Sequence[Sequence[torch.Tensor]], full: torch.Tensor, group: dist.ProcessGroup
     ) -> Issued:
         """Gathers :attr:`outputs` anew, and makes nothing of them."""
-        pieces = self._pieces = Pieces.of(inputs)
+        pieces = self._pieces = Pieces(inputs)
         ranks = group.size()
         with torch.inference_mode(False):
             self.outputs = [
@@ -119,9 +106,8 @@ class ExtensionGather:
         Raises:
             RuntimeError: it has not.
         """
-        for extension, now, before in zip(
-            self.extensions, Pieces.of(inputs).of_each, expected.of_each, strict=True
-        ):
+        for extension, tensors, before in zip(self.extensions, inputs, expected.kinds, strict=True):
+            now = _kinds(tensors)
             if now != before:
                 raise RuntimeError(
                     f"fsdp_pre_all_gather of {extension.name} gave {_in_words(now)}, and "
@@ -152,11 +138,17 @@ class ExtensionGather:
             issued.finish()
             rows = gathered.view(ranks, -1)
             outputs = [each for each in chain.from_iterable(self.outputs) if each.numel()]
-            _copy(
-                [output.view(ranks, -1) for output in outputs],
-                [rows[:, each.start : each.stop].view(each.dtype) for each in pieces.all],
-            )
-            then()
+            for extension in self.extensions:
+                extension.allocate_early()
+            try:
+                _copy(
+                    [output.view(ranks, -1) for output in outputs],
+                    [rows[:, each.start : each.stop].view(each.dtype) for each in pieces.all],
+                )
+                then()
+            finally:
+                for extension in self.extensions:
+                    extension.release_early()
             return full
 
         return Issued(issued.works, finish, issued.group)
@@ -174,5 +166,9 @@ def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
         target.copy_(source)  # a class of its own says what that means
 
 
-def _in_words(pieces: Sequence[Piece]) -> str:
-    return ", ".join(f"{list(piece.size)} of {piece.dtype}" for piece in pieces) or "nothing"
+def _kinds(tensors: Sequence[torch.Tensor]) -> list[Kind]:
+    return [(each.size(), each.dtype) for each in tensors]
+
+
+def _in_words(kinds: Sequence[Kind]) -> str:
+    return ", ".join(f"{list(size)} of {dtype}" for size, dtype in kinds) or "nothing"

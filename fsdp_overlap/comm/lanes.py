@@ -119,8 +119,14 @@ class HostTicket:
         issued = self._issued
         if issued is None:
             return
+        self._wait_for(issued)
+        self._issued = None
+        result = issued.finish()
+        if self._accept is not None:
+            self._accept(result)
+
+    def _wait_for(self, issued: Issued) -> None:
         if not issued.works:
-            self._end(issued)
             return
         with span("wait_" + self.kind, self.label):
             watch = watch_of(issued.group)
@@ -137,13 +143,6 @@ class HostTicket:
                     failure = failure or error
             if failure is not None:
                 raise RuntimeError(self._describe(issued, watch, failure)) from failure
-            self._end(issued)
-
-    def _end(self, issued: Issued) -> None:
-        self._issued = None
-        result = issued.finish()
-        if self._accept is not None:
-            self._accept(result)
 
     def _describe(self, issued: Issued, watch: Watch | None, failure: RuntimeError) -> str:
         what = f"{self.kind} of unit {self.label!r}" if self.label else self.kind
@@ -161,9 +160,10 @@ class HostTicket:
         return self._issued is None or all(work.is_completed() for work in self._issued.works)
 
     def abandon(self) -> None:
-        self._accept = None
-        with suppress(RuntimeError):  # the watch knows, and tells those who need a result
-            self.wait()
+        issued, self._issued = self._issued, None
+        if issued is not None:
+            with suppress(RuntimeError):  # the watch knows, and tells those who need a result
+                self._wait_for(issued)
 
 
 class HostLane:

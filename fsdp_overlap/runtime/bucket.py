@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -373,10 +372,6 @@ class Bucket:
     def reset(self, lane: Lane) -> None:
         """Brings the bucket to rest from any state, even if its all-gather failed."""
         if self.is_gathered:
-            with suppress(RuntimeError):  # a collective failed
-                self.wait()
-            self.state = BucketState.UNSHARDED
-            self._ticket = None
             self.free(lane, lane.mark_compute())
         elif self.full.allocated:  # by a gather that raised
             lane.free(self.label, self.full, lane.mark_compute())

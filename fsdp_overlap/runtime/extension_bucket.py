@@ -202,8 +202,10 @@ class ExtensionBucket(Bucket):
         HostTicket("all_gather", self.label, issued, None).wait()
         with torch.inference_mode(False):
             made = [
-                extension.make(outputs)
-                for extension, outputs in zip(gather.extensions, gather.outputs, strict=True)
+                extension.make(outputs, [each.size() for each in given])
+                for extension, outputs, given in zip(
+                    gather.extensions, gather.outputs, inputs, strict=True
+                )
             ]
             parameters = [
                 self._like(parameter, whole)

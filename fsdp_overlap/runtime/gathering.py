@@ -64,7 +64,10 @@ def _issue(buckets: Sequence[Bucket]) -> Issued:
         if len({piece.dtype for piece in sent}) > 1:
             received, sent = ([p.view(torch.uint8) for p in each] for each in (received, sent))
         gather_pieces((received, sent), group)
-    others = [bucket.travel()[0]() for bucket, each in found if each is None]
+    # Users' extensions may raise. So they come before what gloo writes into full buffers, which
+    # ctx.reset() frees.
+    rest = sorted((b for b, each in found if each is None), key=lambda b: not b.is_extension)
+    others = [bucket.travel()[0]() for bucket in rest]
 
     def finish() -> torch.Tensor:
         for other in others:

@@ -88,8 +88,6 @@ class GatheredTensors(Buffer):
 
 
 def _digest(tensor: torch.Tensor) -> torch.Tensor:
-    if not tensor.untyped_storage().nbytes():  # released early
-        tensor = tensor[:0]
     return tensor.contiguous().view(-1).view(torch.uint8).sum()
 
 
@@ -116,10 +114,10 @@ class Extension:
         self._sharded = sharded
         self._around = surroundings
         self._metadata: Any = None
-        self._sizes: list[torch.Size] = []
-        self._outputs: list[torch.Tensor] = []
+        self._outputs: tuple[torch.Tensor, ...] = ()
         self._parameter: nn.Parameter | None = None
-        self._releases = False
+        self._early: list[tuple[torch.UntypedStorage, int]] = []
+        """The storages, with their sizes, that are needed only while the parameter is filled."""
         self._is_told = False
         """Whether the first method is told of more than the mesh."""
 
@@ -153,27 +151,35 @@ class Extension:
         if self._is_told:
             arguments += around.size, around.stride, around.module(), around.mp_policy
         given, self._metadata = pre(*arguments)
-        self._sizes = [each.size() for each in given]
         return list(given)
 
-    def make(self, outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def make(
+        self, outputs: Sequence[torch.Tensor], sizes: Sequence[torch.Size]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The unsharded tensor of what all ranks have sent, and whose storages it needs while it is
-        used. ``outputs`` are flat, and are written by each later gather."""
-        local = self._sharded._local_tensor
-        self._outputs = [each.data for each in outputs]  # writing them counts as no edit
+        used. ``outputs`` are flat, and are written by each later gather. ``sizes`` are those of
+        what this rank sends."""
+        local, around = self._sharded._local_tensor, self._around
+        shaped = tuple(
+            output.data.view(-1, *size[1:])  # .data: writing them counts as no edit
+            for output, size in zip(outputs, sizes, strict=True)
+        )
+        self._outputs = tuple(map(self._without_padding, shaped, sizes))
         post: Any = getattr(local, POST)
-        whole, inner = post(self._shaped(), self._metadata, self._around.dtype)
+        whole, inner = post(shaped, self._metadata, around.dtype)
         self._metadata = None
-        releases = getattr(local, RELEASES, None)
-        self._releases = releases is not None and releases()
-        around = self._around
         whole = torch.as_strided(whole, around.size, around.stride, storage_offset=0)
-        return whole, [*outputs, *inner]
+        releases = getattr(local, RELEASES, None)
+        if releases is None or not releases():
+            return whole, [*outputs, *inner]
+        self._early = [(each.untyped_storage(), each.nbytes) for each in outputs]
+        early = {storage._cdata for storage, _ in self._early}
+        return whole, [each for each in inner if each.untyped_storage()._cdata not in early]
 
     def use(self, parameter: nn.Parameter) -> None:
         """Later gathers fill ``parameter``, which was made of what :meth:`make` gave."""
         self._parameter = parameter
-        self._release()
+        self.release_early()
 
     def fill(self) -> None:
         """Fills the unsharded parameter of what all ranks have sent."""
@@ -183,16 +189,8 @@ class Extension:
         if isinstance(parameter, DTensor):
             edited = parameter, parameter._local_tensor
         with keep_version(edited):  # autograd need not know
-            outputs = tuple(map(self._without_padding, self._shaped(), self._sizes))
-            post(outputs, self._metadata, self._around.dtype, out=parameter)
+            post(self._outputs, self._metadata, self._around.dtype, out=parameter)
         self._metadata = None
-        self._release()
-
-    def _shaped(self) -> tuple[torch.Tensor, ...]:
-        return tuple(
-            output.view(-1, *size[1:])
-            for output, size in zip(self._outputs, self._sizes, strict=True)
-        )
 
     def _without_padding(self, output: torch.Tensor, sent: torch.Size) -> torch.Tensor:
         """The rows of ``output`` that belong to the parameter, if it has rows of that. ``sent`` is
@@ -202,7 +200,12 @@ class Extension:
         padded = torch.Size((-(-rows // ranks), *self._around.size[1:]))
         return output[:rows] if sent == padded else output
 
-    def _release(self) -> None:
-        if self._releases:
-            for output in self._outputs:
-                output.untyped_storage().resize_(0)
+    def allocate_early(self) -> None:
+        """Gives memory to what is needed only while the parameter is filled."""
+        for storage, nbytes in self._early:
+            storage.resize_(nbytes)
+
+    def release_early(self) -> None:
+        """Frees what :meth:`allocate_early` gave memory."""
+        for storage, _ in self._early:
+            storage.resize_(0)
