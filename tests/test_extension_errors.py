@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -16,7 +17,7 @@ from torch.distributed.tensor import Shard
 
 from fsdp_overlap import Flat, FsdpContext, Rows, WirePolicy, fully_shard
 from support.extension_twins import batches, both, train
-from support.extensions import Net, Rounded, Wrapped, parts
+from support.extensions import Net, Rounded, Same, Wrapped, parts
 from support.ranks import run_ranks
 from support.twins import NAMES
 
@@ -250,3 +251,37 @@ def drops_a_gather() -> None:
 
 def test_a_gather_that_nobody_needs_fills_nothing() -> None:
     run_ranks(drops_a_gather, 2)
+
+
+class Ignoring(Rounded):
+    def fsdp_post_all_gather(self, outputs: Any, *rest: Any, out: Any = None) -> Any:
+        return super().fsdp_post_all_gather(outputs, *rest)
+
+
+class Lying(Same):
+    """Its unsharded tensor lies in what is gathered, so there is nothing to fill."""
+
+    def fsdp_post_all_gather(self, outputs: Any, *_: Any, out: Any = None) -> Any:
+        return outputs[0], (outputs[0],)
+
+
+def ignores_out() -> None:
+    """The parameter would have whatever was in its memory."""
+    x = torch.randn(2, 4)
+    model = fully_shard(wrapped(Ignoring), FsdpContext(layout=Rows()))
+    for _ in range(2):
+        with pytest.raises(TypeError, match=r"'weight' of unit .* was given out=, and returned"):
+            model(x)
+    plain = nn.Linear(4, 5)
+    lying = copy.deepcopy(plain)
+    lying.weight = nn.Parameter(Lying(plain.weight.detach()))
+    fully_shard(lying, FsdpContext(layout=Rows()))
+    for _ in range(2):
+        torch.testing.assert_close(lying(x), plain(x))
+        with torch.no_grad():
+            plain.weight.mul_(2)
+            lying.weight.mul_(2)
+
+
+def test_an_extension_that_ignores_out_is_refused_unless_nothing_is_to_be_filled() -> None:
+    run_ranks(ignores_out, 2)

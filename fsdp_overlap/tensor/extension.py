@@ -182,15 +182,38 @@ class Extension:
         self.release_early()
 
     def fill(self) -> None:
-        """Fills the unsharded parameter of what all ranks have sent."""
+        """Fills the unsharded parameter of what all ranks have sent.
+
+        Raises:
+            TypeError: the extension made another tensor instead.
+        """
         parameter, post = self._parameter, getattr(self._sharded._local_tensor, POST)
         assert parameter is not None
         edited: tuple[torch.Tensor, ...] = (parameter,)
         if isinstance(parameter, DTensor):
             edited = parameter, parameter._local_tensor
         with keep_version(edited):  # autograd need not know
-            post(self._outputs, self._metadata, self._around.dtype, out=parameter)
+            given = post(self._outputs, self._metadata, self._around.dtype, out=parameter)
         self._metadata = None
+        if given is not None:
+            self._check_is_filled(parameter, given[0] if isinstance(given, tuple) else given)
+
+    def _check_is_filled(self, parameter: nn.Parameter, given: Any) -> None:
+        """Checks that what the extension gave back has no memory of its own. An extension may
+        ignore ``out=`` only if the unsharded parameter lies in what is gathered.
+
+        Raises:
+            TypeError: it has, so nobody filled ``parameter``.
+        """
+        if given is parameter or not isinstance(given, torch.Tensor):
+            return
+        filled = {each.untyped_storage()._cdata for each in inner_tensors(parameter)}
+        filled.update(each.untyped_storage()._cdata for each in self._outputs)
+        if any(each.untyped_storage()._cdata not in filled for each in inner_tensors(given)):
+            raise TypeError(
+                f"{POST} of {self.name} was given out=, and returned another tensor, which is not "
+                "used: write the values into out, and return None"
+            )
 
     def _without_padding(self, output: torch.Tensor, sent: torch.Size) -> torch.Tensor:
         """The rows of ``output`` that belong to the parameter, if it has rows of that. ``sent`` is
