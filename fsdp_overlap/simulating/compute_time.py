@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch.utils import flop_counter
-from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from fsdp_overlap.simulating.hardware import Device
 from fsdp_overlap.simulating.tables import HardwareError
@@ -57,8 +56,8 @@ OVERWRITES |= {"aten::_foreach_zero_", "aten::normal_", "aten::uniform_"}
 # Operations that read, write and keep only the rows that an index names.
 SCATTERS = {"aten::index_add_", "aten::index_put_", "aten::_index_put_impl_", "aten::scatter_add_"}
 
-# The attention that a CPU dispatches to, which torch counts from 2.14 on.
-CPU_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
+# Attention of GPUs and of a CPU. torch counts them from 2.14 on if keys have fewer heads.
+ATTENTION = {f"aten::_scaled_dot_product_flash_attention{which}" for which in ("", "_for_cpu")}
 
 # Products of experts, which torch does not count.
 GROUPED_PRODUCTS = {"aten::_grouped_mm", "aten::_scaled_grouped_mm"}
@@ -108,10 +107,11 @@ def rate_of(device: Device, name: str, args: Sequence[Any]) -> float:
 def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> float:
     """Floating-point operations of matrix products, convolutions and attention; 0 of all others."""
     name = func._schema.name
-    if name == CPU_ATTENTION:
-        flops = sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
-    elif name == f"{CPU_ATTENTION}_backward":
-        flops = sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4]))
+    if name in ATTENTION:
+        flops = _flops_of_attention(*args[:3])
+    elif name.removesuffix("_backward") in ATTENTION:
+        # Five products for two: the scores once more, and the gradients of all four operands.
+        flops = 2.5 * _flops_of_attention(*args[1:4])
     elif name in GROUPED_PRODUCTS:
         left, right = args[:2]
         # Two matrices are cut along the dimension they are summed over, into one of each group.
@@ -121,6 +121,12 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs:
         formula = flop_counter.flop_registry.get(func.overloadpacket)
         flops = formula(*args, **kwargs, out_val=outputs) if formula else 0
     return flops / 2 if flops and _argument(func, args, kwargs, "is_causal") else flops
+
+
+def _flops_of_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> float:
+    """Of ``[batch, heads, tokens, width]``: scores, and their product with the values."""
+    scores = query.shape[:-1].numel() * key.shape[-2]
+    return 2 * scores * (query.shape[-1] + value.shape[-1])
 
 
 def bytes_moved(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> int:
