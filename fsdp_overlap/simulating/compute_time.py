@@ -124,7 +124,8 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs:
 
 
 def _flops_of_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> float:
-    """Of ``[batch, heads, tokens, width]``: scores, and their product with the values."""
+    """The scores, and their product with the values. All have shape ``[batch, heads, tokens,
+    width]``."""
     scores = query.shape[:-1].numel() * key.shape[-2]
     return 2 * scores * (query.shape[-1] + value.shape[-1])
 
