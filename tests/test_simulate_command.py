@@ -128,6 +128,8 @@ def test_a_config_of_transformers_is_predicted_and_drawn(
         (["llama3-8b", "--device", "h1000"], "h100_sxm"),
         (["llama3-8b", "--gpus", "8", "--replicate", "3"], "8 GPUs cannot hold 3 copies"),
         (["llama3-8b", "--gpus", "0"], "gpus=0: must be at least 1"),
+        (["no_such:model"], "model 'no_such:model': No module named 'no_such'"),
+        ([TINY, "--stage", "7"], "7"),
         (["llama3-8b", "--layout", "round"], "must be one of flat, rows, whole"),
         (["llama3-8b", "--optimizer", "sgd"], "optimizer='sgd': must be one of adamw, torch-"),
     ],

@@ -18,8 +18,6 @@ from fsdp_overlap.simulating import Costs, Device, Fabric, Training, simulate
 from fsdp_overlap.simulating.training import model_of
 
 GIB = 1024**3
-
-
 LAYOUTS: dict[str, LayoutRule] = {"flat": Flat(), "rows": Rows(), "whole": Whole()}
 
 
@@ -42,8 +40,11 @@ def predict(device: str, fabric: str, out: Path | None, layout: str, **options: 
         raise BadInput(f"--out {out} is not a folder")
     console = Console(highlight=False, soft_wrap=True)
     start = time.perf_counter()
-    with Console(stderr=True).status(f"{training.model} on {training.gpus} GPUs"):
-        prediction = simulate(training.program, training.gpus, Costs(on, over))
+    try:
+        with Console(stderr=True).status(f"{training.model} on {training.gpus} GPUs"):
+            prediction = simulate(training.program, training.gpus, Costs(on, over))
+    except ValueError as error:  # a stage or prefetch that there is not, a package that is missing
+        raise BadInput(str(error)) from None
     took = time.perf_counter() - start
     memory = prediction.reserved / GIB
     for name, value in (

@@ -76,9 +76,6 @@ class Link:
         self.busy[first:k] = [(start, end)]
         return end
 
-    def forget_before(self, time: float) -> None:
-        del self.busy[: bisect.bisect_left(self.busy, time, key=_end)]
-
 
 @dataclass
 class Clock:

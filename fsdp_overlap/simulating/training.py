@@ -187,7 +187,10 @@ def model_of(name: str) -> Callable[[], nn.Module]:
             f"there is no model {name!r}: give one of {', '.join(known_models())}, the path of a "
             "config.json of transformers, or module:function"
         )
-    made: Callable[[], nn.Module] = getattr(importlib.import_module(module), function)
+    try:
+        made: Callable[[], nn.Module] = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"model {name!r}: {error}") from error
     return made
 
 
