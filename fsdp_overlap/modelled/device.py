@@ -91,6 +91,8 @@ class ModelledDevice:
         self.queues = [self.host]
         self.default = self.current = self.add_stream("the default stream")
         self.allocator = Allocator()
+        self.on_host = self.on_host_most = 0
+        """The bytes of the host's tensors that were made, and the most that there were at once."""
         self.pool: MemPool | None = None
         """Where memory is taken now, if not from segments that belong to no pool."""
         self.findings: list[Finding] = []
@@ -249,11 +251,16 @@ class ModelledDevice:
             self._blocks[memory], last = self.allocator.take(nbytes, self.current, self.pool)
             memory.nbytes = nbytes
             memory.take_over(last)
+        elif not memory.is_on_device:
+            self.on_host += nbytes
+            self.on_host_most = max(self.on_host_most, self.on_host)
         memory.nbytes = nbytes
 
     def _take(self, memory: Memory) -> None:
         block = self._blocks.pop(memory, None)
         left = memory.hand_over()
+        if not memory.is_on_device:
+            self.on_host -= memory.nbytes
         if block is not None:
             self.allocator.give_back(block, left)
 

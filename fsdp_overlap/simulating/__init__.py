@@ -3,17 +3,22 @@
 from fsdp_overlap.simulating.clock import Clock
 from fsdp_overlap.simulating.costs import Costs
 from fsdp_overlap.simulating.hardware import Device, Fabric
+from fsdp_overlap.simulating.on_cpu import CpuPrediction, simulate_on_cpu
+from fsdp_overlap.simulating.profile import Profile
 from fsdp_overlap.simulating.simulate import Prediction, Step, simulate
 from fsdp_overlap.simulating.training import Training, known_models
 
 __all__ = [
     "Clock",
     "Costs",
+    "CpuPrediction",
     "Device",
     "Fabric",
     "Prediction",
+    "Profile",
     "Step",
     "Training",
     "known_models",
     "simulate",
+    "simulate_on_cpu",
 ]

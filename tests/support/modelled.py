@@ -21,7 +21,7 @@ NAMES = ("replicate", "shard")
 
 
 class Program:
-    """A model of the zoo on the modelled device, its context and its optimizer."""
+    """A model of the zoo on the modelled device, or another one, its context and its optimizer."""
 
     def __init__(
         self,
@@ -32,12 +32,14 @@ class Program:
         build: Callable[[], nn.Module] | None = None,
         shard_options: dict[str, Any] | None = None,
         optimizer_options: dict[str, Any] | None = None,
+        device: str = "modelled",
         **context_options: Any,
     ) -> None:
         torch.manual_seed(7)
-        mesh = init_device_mesh("modelled", dims, mesh_dim_names=NAMES[-len(dims) :])
+        self.device = device
+        mesh = init_device_mesh(device, dims, mesh_dim_names=NAMES[-len(dims) :])
         zoo_build, shard = ZOO[name]
-        self.model: Any = (build or zoo_build)().to("modelled")
+        self.model: Any = (build or zoo_build)().to(device)
         self.ctx = FsdpContext(mesh, **context_options)
         options = shard_options or {}
         if reduce_dtype is not None:
@@ -51,7 +53,7 @@ class Program:
             self.optimizer = optimizer(what, lr=0.01, **(optimizer_options or {}))
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens, targets = torch.randint(VOCABULARY, (2, 3, 5), device="modelled")
+        tokens, targets = torch.randint(VOCABULARY, (2, 3, 5), device=self.device)
         return tokens, targets
 
     def forward(self, batch: tuple[torch.Tensor, torch.Tensor] | None = None) -> torch.Tensor:

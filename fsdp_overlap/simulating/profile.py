@@ -1,0 +1,182 @@
+"""How long operations took where they were measured: a trace of torch's profiler.
+
+The trace needs shapes: ``torch.profiler.profile(record_shapes=True)``. Of a GPU, what an operation
+took are its kernels; of a CPU, the operation itself.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from fsdp_overlap.simulating.compute_time import flops_of
+from fsdp_overlap.simulating.tables import HardwareError
+
+Shape = tuple[int, ...]
+Shapes = tuple[Shape, ...]
+"""Those of all tensors among the arguments, also of those in lists, in their order."""
+Dtypes = tuple[torch.dtype | None, ...]
+"""Theirs. ``None`` where the trace does not tell."""
+Tensors = tuple[Shapes, Dtypes]
+
+# Longer pauses between operations are not the host's work: it sleeps, or waits for something.
+LONGEST_GAP_US = 1000.0
+DTYPES = {
+    "float": torch.float32,
+    "double": torch.float64,
+    "c10::BFloat16": torch.bfloat16,
+    "c10::Half": torch.float16,
+    "long int": torch.int64,
+    "int": torch.int32,
+}
+
+
+class Call(NamedTuple):
+    """An operation on tensors of these shapes, and what it took."""
+
+    shapes: Shapes
+    dtypes: Dtypes
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What operations took.
+
+    calls: by the name of the operator, such as ``"aten::mm"``. host_seconds: what the host took for
+    an operation beside these.
+    """
+
+    calls: Mapping[str, Sequence[Call]]
+    host_seconds: float
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """The operations of a trace.
+
+        Raises:
+            HardwareError: the file is no trace, or one without shapes.
+        """
+        path = Path(path)
+        try:
+            read = gzip.decompress if path.suffix == ".gz" else bytes
+            events = json.loads(read(path.read_bytes()))["traceEvents"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise HardwareError(f"{path} cannot be read as a trace: {error}") from error
+        spans = [event for event in events if event.get("ph") == "X" and "args" in event]
+        operators = [
+            span
+            for span in spans
+            if span.get("cat") == "cpu_op" and span["name"].startswith("aten::")
+        ]
+        measured = [span for span in operators if "Input Dims" in span["args"]]
+        if not measured:
+            raise HardwareError(
+                f"{path} has no shapes of operations: profile with record_shapes=True"
+            )
+        kernels = _of_kernels(spans)
+        found: dict[str, dict[Tensors, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for span in measured:
+            seconds = 1e-6 * span["dur"]
+            if kernels:
+                seconds = kernels.get(span["args"].get("External id"), 0.0)
+            key = tuple(_shapes(span)), tuple(_dtypes(span))
+            found[span["name"]][key].append(seconds)
+        calls = {
+            name: [
+                Call(shapes, dtypes, statistics.median(each))
+                for (shapes, dtypes), each in by_tensors.items()
+            ]
+            for name, by_tensors in found.items()
+        }
+        return cls(calls, _gaps(operators))
+
+    def seconds_of(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float | None:
+        """What ``func(*args, **kwargs)`` takes, an ``OpOverload``: as measured, or in proportion to
+        the nearest shapes that were. ``None`` if the operator was not measured at all."""
+        known = self.calls.get(func._schema.name)
+        if not known:
+            return None
+        tensors = list(_tensors([*args, *kwargs.values()]))
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+        same = [call.seconds for call in known if call.shapes == shapes]
+        if same:
+            return max(same)
+        work = _work(func, tensors)
+
+        def distance(call: Call) -> float:
+            return abs(math.log(max(1.0, work) / max(1.0, _work_of_call(func, call))))
+
+        nearest = min(known, key=distance)
+        return nearest.seconds * work / max(1.0, _work_of_call(func, nearest))
+
+
+def _of_kernels(spans: Iterable[Mapping[str, Any]]) -> dict[Any, float]:
+    """The seconds of the kernels of each operation, by its id."""
+    seconds: dict[Any, float] = defaultdict(float)
+    for span in spans:
+        if span.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            seconds[span["args"].get("External id")] += 1e-6 * span["dur"]
+    return seconds
+
+
+def _gaps(operators: Sequence[Mapping[str, Any]]) -> float:
+    """What passes between one operation and the next on its thread, on average."""
+    gaps: list[float] = []
+    ends: dict[Any, float] = {}
+    for span in sorted(operators, key=lambda span: span["ts"]):
+        last = ends.get(span["tid"], span["ts"])
+        if span["ts"] >= last:
+            gaps.append(span["ts"] - last)
+        ends[span["tid"]] = max(last, span["ts"] + span["dur"])
+    return 1e-6 * statistics.mean(gap for gap in gaps if gap < LONGEST_GAP_US)
+
+
+def _shapes(span: Mapping[str, Any]) -> Iterator[Shape]:
+    for dims, kind in zip(span["args"]["Input Dims"], span["args"]["Input type"], strict=True):
+        if kind == "TensorList":
+            yield from map(tuple, dims)
+        elif kind not in ("", "Scalar", "ScalarList", "GenericList"):
+            yield tuple(dims)
+
+
+def _dtypes(span: Mapping[str, Any]) -> Iterator[torch.dtype | None]:
+    for dims, kind in zip(span["args"]["Input Dims"], span["args"]["Input type"], strict=True):
+        if kind == "TensorList":
+            yield from [None] * len(dims)
+        elif kind not in ("", "Scalar", "ScalarList", "GenericList"):
+            yield DTYPES.get(kind)
+
+
+def _work_of_call(func: Any, call: Call) -> float:
+    tensors = [
+        torch.empty(shape, dtype=dtype or torch.float32, device="meta")
+        for shape, dtype in zip(call.shapes, call.dtypes, strict=True)
+    ]
+    return _work(func, tensors)
+
+
+def _work(func: Any, tensors: Sequence[torch.Tensor]) -> float:
+    """FLOPs of products, and bytes of all else."""
+    try:
+        flops = flops_of(func, tensors, {}, None)
+    except (AttributeError, TypeError, ValueError, IndexError, AssertionError):
+        flops = 0.0  # an operation that has other arguments between its tensors
+    return flops or float(sum(tensor.nbytes for tensor in tensors))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
