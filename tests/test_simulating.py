@@ -46,6 +46,7 @@ class Seconds:
     reduce: float = 0.0
     host: float = 0.0
     slowdown: float = 0.0
+    slowest_: float = 1.0
 
     def on_host(self, operation: Operation) -> float:
         return self.host
@@ -63,6 +64,10 @@ class Seconds:
 
     def link(self, ranks: Sequence[int]) -> str:
         return "all"
+
+    def slowest(self, ranks: int) -> float:
+        assert ranks == 8
+        return self.slowest_
 
 
 @pytest.mark.parametrize(
@@ -108,8 +113,10 @@ def program() -> Step:
     return step
 
 
-def predict(compute: float, gather: float, reduce: float, host: float = 0.0) -> Prediction:
-    costs = Seconds(compute, gather, reduce, host)
+def predict(
+    compute: float, gather: float, reduce: float, host: float = 0.0, slowest: float = 1.0
+) -> Prediction:
+    costs = Seconds(compute, gather, reduce, host, slowest_=slowest)
     return simulate(program, 8, costs)
 
 
@@ -125,6 +132,11 @@ def test_a_step_is_compute_and_what_has_nothing_to_run_under() -> None:
     report = found.report
     assert report.compute_time == pytest.approx(1e6 * PRODUCTS)
     assert report.exposed_time == pytest.approx(1e6 * 0.75)
+
+
+def test_a_step_goes_at_the_pace_of_the_slowest_device_and_collectives_do_not() -> None:
+    found = predict(compute=1.0, gather=0.25, reduce=0.5, slowest=1.5)
+    assert found.seconds == pytest.approx(1.5 * PRODUCTS + 0.25 + 0.5)
 
 
 def test_where_communication_is_longer_it_decides() -> None:

@@ -36,6 +36,10 @@ class Costs(Protocol):
         """Names what these ranks communicate over. Collectives on one link share it."""
         ...
 
+    def slowest(self, ranks: int) -> float:
+        """How many times as long compute takes on the slowest of so many devices."""
+        ...
+
 
 class Ran(NamedTuple):
     """An operation on a stream. Times in seconds since the device's start."""
@@ -84,6 +88,8 @@ class Clock:
     costs: Costs
     ran: list[Ran] = field(default_factory=list)
     links: dict[str, Link] = field(default_factory=dict)
+    pace: float = 1.0
+    """How many times as long compute takes on this device as the costs say."""
 
     def on_host(self, operation: Operation) -> float:
         return self.costs.on_host(operation)
@@ -91,7 +97,7 @@ class Clock:
     def end(self, operation: Operation, stream: Queue, enqueued: float, ready: float) -> float:
         if operation.group is not None:
             return self._collective(operation, operation.group, stream, enqueued, ready)
-        end = self._disturbed(ready, self.costs.compute(operation))
+        end = self._disturbed(ready, self.pace * self.costs.compute(operation))
         self.ran.append(Ran(operation.name, stream.index, enqueued, ready, end))
         return end
 

@@ -2,8 +2,8 @@
 
 A size is that of the full buffer in bytes: what an all-gather returns, what a reduce-scatter is
 given, the whole tensor of an all-reduce, a broadcast and a reduce, and all that a rank gives to an
-all-to-all. Collectives that run at the same time and share links (:func:`shares_links`) take longer
-than this; who runs them has to divide the links.
+all-to-all. Collectives that run at the same time and share links take longer than this; who runs
+them has to divide the links.
 """
 
 from __future__ import annotations
@@ -78,12 +78,6 @@ def seconds_of_list(fabric: Fabric, group: Group, kind: Kind, sizes: Sequence[fl
     pair = Group(2, 2 if group.nodes > 1 else 1)
     one_step = min(ring(fabric, pair, kind, protocol).latency for protocol in PROTOCOLS)
     return seconds_of_collective(fabric, group, kind, carried) + followers * one_step
-
-
-def shares_links(fabric: Fabric, one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether collectives among these ranks get in each other's way: all of one shared link do, and
-    otherwise those that have a rank in common, whose link to the network or NVLink both use."""
-    return fabric.library == "gloo" or not set(one).isdisjoint(other)
 
 
 def _check(group: Group, kind: Kind, size: float) -> None:

@@ -16,6 +16,7 @@ from fsdp_overlap.simulating.collective_time import (
 from fsdp_overlap.simulating.compute_time import seconds_of
 from fsdp_overlap.simulating.hardware import Device, Fabric
 from fsdp_overlap.simulating.nccl_tuning import Kind
+from fsdp_overlap.simulating.variation import expected_maximum
 
 # NCCL gathers and reduces ranges of different sizes as a list of these.
 _OF_LISTS: dict[str, Kind] = {"all_gather": "broadcast", "reduce_scatter": "reduce"}
@@ -62,3 +63,7 @@ class Costs:
     def link(self, ranks: Sequence[int]) -> str:
         """Names what these ranks communicate over. Collectives on one link share it."""
         return "between nodes" if group_of(self.fabric, ranks).nodes > 1 else "within nodes"
+
+    def slowest(self, ranks: int) -> float:
+        """How many times as long compute takes on the slowest of so many devices."""
+        return 1.0 + self.device.variation * expected_maximum(ranks)

@@ -47,6 +47,9 @@ class Device:
     """What the host takes for one operation of an eager program."""
     overlap_slowdown: float
     """How much longer compute takes while a collective runs beside it: 0.1 is ten percent."""
+    variation: float
+    """By how much devices of this name differ: the standard deviation of the time of compute, as a
+    share of its mean."""
 
     @classmethod
     def read(cls, name_or_path: str | Path) -> Self:
@@ -71,6 +74,7 @@ class Device:
                 kernel_seconds=top.number("kernel_us", 0, 1000) * MICRO,
                 operation_seconds=host.number("operation_us", 0, 1000) * MICRO,
                 overlap_slowdown=overlap.number("slowdown", 0, 2),
+                variation=top.table("variation").number("deviation", 0, 0.2),
             )
 
 

@@ -46,13 +46,13 @@ def simulate(
 
     Args:
         program: builds and shards a model on the device ``"modelled"``, and returns what makes a
-            training step of it. It runs once, as the first of ``world_size`` ranks. Tensors that
-            it makes on the device have no values.
+            training step of it. It runs once, as the first of ``world_size`` ranks and on the
+            slowest of their devices. Tensors that it makes on the device have no values.
         world_size: the number of ranks, of which each has a device.
         costs: how long everything takes.
         warmup: steps before the one that is predicted. Units are not gathered ahead in the first.
     """
-    clock = Clock(costs)
+    clock = Clock(costs, pace=costs.slowest(world_size))
     device = ModelledDevice(timing=clock, values=False)
     with fake_ranks(world_size), running(device), marking(device) as marks:
         step = program()

@@ -1,4 +1,4 @@
-"""Predictions of what others measured and published, each beside the measurement.
+"""Predicts what others measured and published, each beside the measurement.
 
 Of each table the row with the fewest GPUs is used up: how long compute takes is stretched until the
 prediction is as measured there. All other rows are predicted with that. Their memory is predicted
@@ -10,31 +10,50 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 from fsdp_overlap.simulating import Costs, Device, Fabric, Prediction, Training, simulate
 
 GIB = 2**30
-LLAMA = Training("llama3-8b", gpus=1, batch=2, checkpointing="selective", optimizer="torch-adamw")
-DECEMBER = (
-    "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md"
-)
-JUNE = (
-    "https://github.com/pytorch/torchtitan/blob/main/benchmarks/"
-    "llama3-8b_h200_202506_trainy-whitefiber.md"
-)
+
+
+def mpt(width: int, blocks: int, heads: int) -> nn.Module:
+    """An MPT, as a GPT-2 of transformers: the same matrices, and biases beside them."""
+    from transformers import AutoModelForCausalLM, GPT2Config
+
+    config = GPT2Config(
+        n_embd=width,
+        n_layer=blocks,
+        n_head=heads,
+        n_positions=2048,
+        vocab_size=50368,
+        activation_function="gelu",
+        attn_pdrop=0.0,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        use_cache=False,
+    )
+    model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    return model
+
+
+mpt_1b = partial(mpt, 2048, 24, 16)
+mpt_7b = partial(mpt, 4096, 32, 32)
+mpt_13b = partial(mpt, 5120, 40, 40)
 
 
 @dataclass(frozen=True)
 class Row:
-    """Tokens a second and GPU, and the GiB that the allocator took."""
+    """Tokens a second and GPU, and the GiB that the allocator took if they were published."""
 
     gpus: int
     tokens: float
-    memory: float
+    memory: float | None = None
 
 
 @dataclass(frozen=True)
@@ -46,6 +65,22 @@ class Published:
     training: Training
     rows: tuple[Row, ...]
 
+
+TORCHTITAN = "https://github.com/pytorch/torchtitan/blob/main/benchmarks/"
+DECEMBER = f"{TORCHTITAN}llama3_h100_202412_torchtitan.md"
+JUNE = f"{TORCHTITAN}llama3-8b_h200_202506_trainy-whitefiber.md"
+FOUNDRY = "https://github.com/mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md"
+
+LLAMA = Training("llama3-8b", gpus=1, batch=2, checkpointing="selective", optimizer="torch-adamw")
+# Composer's FSDP reduced gradients in the precision of compute.
+MPT = Training(
+    "published:mpt_13b",
+    gpus=1,
+    batch=2,
+    sequence=2048,
+    reduce_dtype=torch.bfloat16,
+    optimizer="torch-adamw",
+)
 
 TABLES = (
     Published(
@@ -80,6 +115,32 @@ TABLES = (
         replace(LLAMA, gather_dtype=torch.float8_e4m3fn),
         (Row(32, 10938, 47.96), Row(64, 10753, 46.97)),
     ),
+    # Those of llm-foundry's models that ran with one batch on three or more numbers of GPUs: both
+    # on H100, and the largest on A100.
+    Published(
+        "MPT 13B on H100",
+        FOUNDRY,
+        "h100_sxm",
+        "nvlink4_400g",
+        MPT,
+        (Row(8, 4792), Row(16, 4767), Row(32, 4811), Row(64, 4800)),
+    ),
+    Published(
+        "MPT 1B on H100",
+        FOUNDRY,
+        "h100_sxm",
+        "nvlink4_400g",
+        replace(MPT, model="published:mpt_1b", batch=20),
+        (Row(16, 46037), Row(32, 45130), Row(64, 44402)),
+    ),
+    Published(
+        "MPT 7B on A100",
+        FOUNDRY,
+        "a100_sxm",
+        "nvlink3_roce_200g",
+        replace(MPT, model="published:mpt_7b", batch=18, checkpointing="full"),
+        (Row(32, 3725), Row(64, 3665), Row(128, 3623)),
+    ),
 )
 
 
@@ -108,7 +169,6 @@ def lines(table: Published) -> Iterator[list[str]]:
         is_first = row is table.rows[0]
         found = first if is_first else predict(table, row.gpus, stretch)
         tokens = table.training.tokens / found.seconds
-        memory = found.reserved / GIB
         losses = [
             f"{100 * (time / before - 1):.2f}"
             for time, before in (
@@ -123,14 +183,30 @@ def lines(table: Published) -> Iterator[list[str]]:
             f"fitted: {stretch:.3f}" if is_first else f"{tokens:.0f}",
             "" if is_first else f"{100 * (row.tokens / tokens - 1):+.1f}",
             *(["", ""] if is_first else losses),
-            f"{row.memory:.1f}",
-            f"{memory:.1f}",
-            f"{100 * (memory / row.memory - 1):+.0f}",
+            *memory(row, found),
         ]
 
 
+def memory(row: Row, found: Prediction) -> list[str]:
+    """GiB published and predicted, and the error in percent."""
+    predicted = found.reserved / GIB
+    if row.memory is None:
+        return ["", f"{predicted:.1f}", ""]
+    error = 100 * (predicted / row.memory - 1)
+    return [f"{row.memory:.1f}", f"{predicted:.1f}", f"{error:+.0f}"]
+
+
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--table",
+        type=int,
+        nargs="+",
+        choices=range(1, len(TABLES) + 1),
+        default=range(1, len(TABLES) + 1),
+        help="the first table, the second and so on; all if left out",
+    )
+    chosen = [TABLES[number - 1] for number in parser.parse_args().table]
     shown = Table(box=None, pad_edge=False)
     for name in (
         "table",
@@ -146,7 +222,7 @@ def main() -> None:
     ):
         shown.add_column(name, justify="left" if name == "table" else "right")
     console = Console(width=140)
-    for table in TABLES:
+    for table in chosen:
         with Console(stderr=True).status(table.name):
             for line in lines(table):
                 shown.add_row(*line)

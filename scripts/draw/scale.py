@@ -1,0 +1,175 @@
+"""Draws the pictures of docs/scale.md, each from predictions that it makes: a few minutes each.
+
+gpus: docs/scale_gpus.svg, what each of more and more GPUs gets done.
+prefetch: docs/scale_prefetch.svg, prefetch and blocks a unit against memory and time.
+ragged: docs/scale_ragged.svg, layouts whose shards differ in size, and the time of a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Annotated
+
+import matplotlib
+import typer
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from fsdp_overlap import Blocks, Flat, Whole
+from fsdp_overlap.layout import LayoutRule
+from fsdp_overlap.simulating import Costs, Device, Fabric, Training, simulate
+
+DEVICE, FABRIC = "h100_sxm", "nvlink4_400g"
+LARGE = "h200_sxm"  # for what does not fit the other
+GIB = 2**30
+COLORS = ["#4477aa", "#228833", "#aa3377", "#ccbb44", "#66ccee"]
+
+
+@dataclass(frozen=True)
+class Found:
+    """Seconds of a step and of what it waits for in it; bytes that the allocator takes."""
+
+    seconds: float
+    gathers: float
+    reductions: float
+    reserved: int
+    tokens: int
+
+
+@cache
+def predict(training: Training, device: str = DEVICE) -> Found:
+    costs = Costs(Device.read(device), Fabric.read(FABRIC))
+    found = simulate(training.program, training.gpus, costs)
+    waits = {"all_gather": 0.0, "reduce_scatter": 0.0}
+    for each in found.report.collectives:
+        waits[each.kind] = waits.get(each.kind, 0.0) + each.exposed / 1e6
+    result = Found(
+        found.seconds,
+        waits["all_gather"],
+        waits["reduce_scatter"],
+        found.reserved,
+        training.tokens,
+    )
+    Console(stderr=True, highlight=False, soft_wrap=True).print(
+        f"{training.model} on {training.gpus} {device} in {training.replicate} copies, "
+        f"{training.blocks_a_unit} blocks a unit, prefetch {training.prefetch}, {training.layout}: "
+        f"{result.seconds:.3f} s, of which it waits for gathers {result.gathers:.3f} s and for "
+        f"reductions {result.reductions:.3f} s, {result.reserved / GIB:.1f} GiB"
+    )
+    return result
+
+
+def draw_gpus(figure: Figure) -> None:
+    """Each model over all GPUs, and the smallest in copies that are spread over 256 each."""
+    counts = (8, 64, 256, 1024, 2048, 4096)
+    axes = figure.subplots()
+    for (model, device, fewest), color in zip(
+        (("8b", DEVICE, 8), ("70b", DEVICE, 64), ("405b", LARGE, 256)), COLORS, strict=False
+    ):
+        base = Training(f"llama3-{model}", gpus=1, batch=1, checkpointing="full")
+        whole = [replace(base, gpus=count) for count in counts if count >= fewest]
+        rates = [_rate(predict(training, device)) for training in whole]
+        shown = [100 * rate / rates[0] for rate in rates]
+        name = f"{model.upper()}, {device[:4].upper()}"
+        axes.plot([each.gpus for each in whole], shown, "o-", color=color, label=name)
+        if model == "8b":
+            copies = [replace(each, replicate=each.gpus // 256) for each in whole[3:]]
+            shown = [100 * _rate(predict(training, device)) / rates[0] for training in copies]
+            numbers, name = [each.gpus for each in copies], "8B, a copy on every 256"
+            axes.plot(numbers, shown, "s--", color=color, markersize=4, label=name)
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="GPUs", ylabel="percent", ylim=(70, 101), xticks=counts)
+    axes.set_xticklabels([f"{count:,}" for count in counts])
+    _title(axes, "Predicted tokens a second and GPU; 100% on the fewest GPUs of each model")
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _rate(found: Found) -> float:
+    return found.tokens / found.seconds
+
+
+def draw_prefetch(figure: Figure) -> None:
+    """A line for each number of blocks a unit, a point for each prefetch."""
+    base = Training("llama3-70b", gpus=256, batch=1, checkpointing="full")
+    axes = figure.subplots()
+    for blocks, color in zip((1, 2, 4), COLORS, strict=False):
+        points = {
+            prefetch: predict(replace(base, blocks_a_unit=blocks, prefetch=prefetch))
+            for prefetch in (0, 1, 2, 3)
+        }
+        sizes = [found.reserved / GIB for found in points.values()]
+        seconds = [found.seconds for found in points.values()]
+        label = f"{blocks} block{'s' if blocks > 1 else ''} a unit"
+        axes.plot(sizes, seconds, "o-", color=color, label=label)
+        for prefetch, size, second in zip(points, sizes, seconds, strict=True):
+            axes.annotate(str(prefetch), (size, second), (4, 4), textcoords="offset points")
+    limit = Device.read(DEVICE).memory_size / GIB
+    axes.axvline(limit, color="#888888", linewidth=1, linestyle=":")
+    axes.set(xlabel="GiB a GPU (dotted: what it has)", ylabel="seconds a step")
+    _title(axes, "Llama-3 70B on 256 H100, predicted; the numbers are prefetch")
+    axes.legend(frameon=False, fontsize=8)
+
+
+LAYOUTS: dict[str, tuple[LayoutRule, int]] = {
+    "Blocks(rows=128), ragged": (Blocks(rows=128), 2048),
+    "Whole(), ragged": (Whole(), 2048),
+    "Whole(padding=inf), equal": (Whole(padding=math.inf), 8),  # beyond, it does not fit
+}
+
+
+def draw_ragged(figure: Figure) -> None:
+    """What a step takes more than with Flat(), whose shards are equal without padding."""
+    base = Training("llama3-8b", gpus=1, batch=1, checkpointing="full")
+    counts = (8, 32, 128, 512, 2048)
+    axes = figure.subplots()
+    for (label, (layout, most)), color in zip(LAYOUTS.items(), COLORS, strict=False):
+        more = []
+        used = [count for count in counts if count <= most]
+        for count in used:
+            flat, other = (
+                predict(replace(base, gpus=count, layout=each)) for each in (Flat(), layout)
+            )
+            more.append(100 * (other.seconds / flat.seconds - 1))
+        axes.plot(used, more, "o-", color=color, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="GPUs", ylabel="percent", xticks=counts)
+    axes.set_xticklabels([f"{count:,}" for count in counts])
+    _title(axes, "Llama-3 8B on H100, predicted: time of a step above that of Flat()")
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _title(axes: Axes, title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.3)
+
+
+PICTURES: dict[str, Callable[[Figure], None]] = {
+    "gpus": draw_gpus,
+    "prefetch": draw_prefetch,
+    "ragged": draw_ragged,
+}
+
+
+def main(
+    pictures: Annotated[list[str] | None, typer.Argument(help="gpus, prefetch, ragged")] = None,
+    out: Annotated[Path, typer.Option(help="The folder for the pictures.")] = Path("docs"),
+) -> None:
+    """Draws the pictures that are named, or all of them."""
+    for name in pictures or PICTURES:
+        if name not in PICTURES:
+            raise typer.BadParameter(f"{name}: there are {', '.join(PICTURES)}")
+    matplotlib.rcParams.update({"svg.hashsalt": "scale", "svg.fonttype": "none"})
+    for name in pictures or PICTURES:
+        figure = Figure(figsize=(7.5, 3.8), layout="constrained")
+        PICTURES[name](figure)
+        figure.savefig(out / f"scale_{name}.svg", metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    typer.run(main)
