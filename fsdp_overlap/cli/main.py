@@ -251,6 +251,9 @@ def simulate(
     layout: Annotated[str, typer.Option(help="flat, rows or whole.")] = "flat",
     prefetch: Annotated[int, typer.Option(help="Units gathered ahead.")] = 1,
     optimizer: Annotated[str, typer.Option(help="adamw, torch-adamw or muon.")] = "adamw",
+    against_fsdp2: Annotated[
+        bool, typer.Option("--against-fsdp2", help="Predict FSDP2 on the same, too.")
+    ] = False,
     out: Annotated[
         Path | None, typer.Option(help="Folder for the trace and its overlap report.")
     ] = None,
@@ -264,6 +267,7 @@ def simulate(
         fabric,
         out,
         layout,
+        against_fsdp2,
         model=model,
         gpus=gpus,
         replicate=replicate,

@@ -2,6 +2,7 @@
 
 from fsdp_overlap.simulating.clock import Clock
 from fsdp_overlap.simulating.costs import Costs
+from fsdp_overlap.simulating.fsdp2 import Fsdp2Training
 from fsdp_overlap.simulating.hardware import Device, Fabric
 from fsdp_overlap.simulating.simulate import Prediction, Step, simulate
 from fsdp_overlap.simulating.training import Training, known_models
@@ -11,6 +12,7 @@ __all__ = [
     "Costs",
     "Device",
     "Fabric",
+    "Fsdp2Training",
     "Prediction",
     "Step",
     "Training",

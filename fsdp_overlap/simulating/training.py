@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -123,13 +123,12 @@ class Training:
         """Builds and shards the model, and returns what makes a step of it."""
         with torch.device(DEVICE):
             model = model_of(self.model)()
-        sharded = self._shard(model)
+        sharded = self._shard(model, self._units_of(model))
         optimizer = OPTIMIZERS[self.optimizer](sharded)
 
         def step() -> None:
             for number in range(self.microbatches):
-                is_last = number == self.microbatches - 1
-                sharded.set_requires_gradient_sync(is_last)
+                self._begin(sharded, is_last=number == self.microbatches - 1)
                 tokens = torch.randint(2, (self.batch, self.sequence), device=DEVICE)
                 output = sharded(tokens)
                 logits = getattr(output, "logits", output)
@@ -140,15 +139,13 @@ class Training:
 
         return step
 
-    def _shard(self, model: nn.Module) -> Any:
+    def _mesh(self) -> DeviceMesh:
         sizes = (self.replicate, self.gpus // self.replicate)
         mesh = init_device_mesh(DEVICE, sizes, mesh_dim_names=("replicate", "shard"))
-        if self.replicate == 1:
-            mesh = mesh["shard"]
-        ctx = FsdpContext(mesh, layout=self.layout, prefetch=self.prefetch)
-        policy = MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype)
-        wire = WirePolicy(self.gather_dtype) if self.gather_dtype is not None else None
-        shard = partial(fully_shard, ctx=ctx, mp_policy=policy, wire_policy=wire)
+        return mesh["shard"] if self.replicate == 1 else mesh
+
+    def _units_of(self, model: nn.Module) -> list[list[nn.Module]]:
+        """The blocks of each unit, which keep for backward what they shall."""
         blocks = find_blocks(model)
         if self.checkpointing != "none":
             kept = CHECKPOINTING[self.checkpointing]
@@ -156,12 +153,23 @@ class Training:
                 block.forward = partial(
                     checkpoint, block.forward, use_reentrant=False, context_fn=kept
                 )
-        for first in range(0, len(blocks), self.blocks_a_unit):
-            unit = blocks[first : first + self.blocks_a_unit]
+        step = self.blocks_a_unit
+        return [blocks[first : first + step] for first in range(0, len(blocks), step)]
+
+    def _shard(self, model: nn.Module, units: list[list[nn.Module]]) -> Any:
+        ctx = FsdpContext(self._mesh(), layout=self.layout, prefetch=self.prefetch)
+        policy = MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype)
+        wire = WirePolicy(self.gather_dtype) if self.gather_dtype is not None else None
+        shard = partial(fully_shard, ctx=ctx, mp_policy=policy, wire_policy=wire)
+        for unit in units:
             shard(unit if len(unit) > 1 else unit[0])
         sharded: Any = shard(model)
         sharded.set_zero_stage(self.stage)
         return sharded
+
+    def _begin(self, sharded: Any, is_last: bool) -> None:
+        """Called before each microbatch."""
+        sharded.set_requires_gradient_sync(is_last)
 
 
 def known_models() -> list[str]:
