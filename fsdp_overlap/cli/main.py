@@ -230,8 +230,8 @@ def simulate(
     model: Annotated[
         str,
         typer.Argument(
-            help="llama3-8b, llama3-70b, llama3-405b, a config.json of transformers, or "
-            "module:function that makes a module."
+            help="llama3-8b, llama3-70b, llama3-405b, moonlight-16b, deepseek-v3, a config.json of "
+            "transformers, or module:function that makes a module."
         ),
     ],
     gpus: Annotated[int, typer.Option(help="Devices, one a rank.")] = 8,
@@ -240,6 +240,7 @@ def simulate(
         str, typer.Option(help="A fabric's name, or its TOML file.")
     ] = "nvlink4_400g",
     replicate: Annotated[int, typer.Option(help="Copies of each shard.")] = 1,
+    experts: Annotated[int, typer.Option(help="Ranks that share a mixture's experts.")] = 1,
     batch: Annotated[int, typer.Option(help="Sequences per rank and microbatch.")] = 1,
     sequence: Annotated[int, typer.Option(help="Tokens per sequence.")] = 8192,
     microbatches: Annotated[int, typer.Option(help="Backwards per optimizer step.")] = 1,
@@ -271,6 +272,7 @@ def simulate(
         model=model,
         gpus=gpus,
         replicate=replicate,
+        experts=experts,
         batch=batch,
         sequence=sequence,
         microbatches=microbatches,

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fsdp_overlap.layout import Flat
-from fsdp_overlap.simulating.training import Training
+from fsdp_overlap.simulating.training import Meshes, Training, Unit
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,15 @@ class Fsdp2Training(Training):
             training = replace(training, optimizer="torch-adamw")
         return cls(**{each.name: getattr(training, each.name) for each in fields(Training)})
 
-    def _shard(self, model: nn.Module, units: list[list[nn.Module]]) -> Any:
+    def _shard(self, model: nn.Module, units: list[Unit], meshes: Meshes) -> Any:
         policy = MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype)
-        shard = partial(fully_shard, mesh=self._mesh(), mp_policy=policy)
+        shard = partial(fully_shard, mp_policy=policy)
         for unit in units:
             # In stage 3 it gathers each unit again in backward, but for the root.
-            shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=self.stage == 3)
-        sharded: Any = shard(model)
+            unit.share(shard, mesh=unit.mesh, reshard_after_forward=self.stage == 3)
+        sharded: Any = shard(model, mesh=meshes.whole)
         if self.prefetch > 1:  # one unit ahead is its default
-            order: list[Any] = [sharded, *(unit[0] for unit in units)]
+            order: list[Any] = [sharded, *(unit.modules[0] for unit in units)]
             for at, module in enumerate(order):
                 module.set_modules_to_forward_prefetch(order[at + 1 :][: self.prefetch])
                 module.set_modules_to_backward_prefetch(order[1:at][::-1][: self.prefetch])
