@@ -124,9 +124,19 @@ def test_a_config_of_transformers_is_predicted_and_drawn(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["llama9"], "there is no model 'llama9': give one of llama3-405b, llama3-70b, llama3-8b"),
+        (
+            ["llama9"],
+            "there is no model 'llama9': give one of deepseek-v3, llama3-405b, llama3-70b",
+        ),
         (["llama3-8b", "--device", "h1000"], "h100_sxm"),
         (["llama3-8b", "--gpus", "8", "--replicate", "3"], "8 GPUs cannot hold 3 copies"),
+        (["llama3-8b", "--experts", "3"], "8 GPUs that hold one copy cannot share experts 3 by 3"),
+        ([TINY, "--experts", "2"], "has no mixture of experts"),
+        (["moonlight-16b", "--gpus", "6", "--experts", "6"], "64 experts cannot be spread over 6"),
+        (
+            ["moonlight-16b", "--sequence", "100"],
+            "100 tokens for 6 experts each cannot be balanced",
+        ),
         (["llama3-8b", "--gpus", "0"], "gpus=0: must be at least 1"),
         (["no_such:model"], "model 'no_such:model': No module named 'no_such'"),
         ([TINY, "--stage", "7"], "7"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp  # defines operators
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -186,6 +187,20 @@ def test_bytes_are_those_that_are_read_and_written() -> None:
     assert moved_by(lambda: table.index_add_(0, rows, empty(10, 64))) == [80 + 3 * 10 * 64 * 2]
     one_row = empty(1, 1000).expand(64, 1000)
     assert moved_by(lambda: one_row.clone(memory_format=torch.contiguous_format)) == [65 * 2000]
+
+
+def test_fsdp2s_copies_read_and_write_what_they_copy() -> None:
+    ranks, ops = 8, torch.ops.fsdp
+    shards = [empty(100), empty(28)]
+    whole, parts = empty(ranks * 128), [empty(ranks, 100), empty(ranks, 28)]
+    sizes = [100, 28]
+    copy_in = ops.all_gather_copy_in.default
+    assert bytes_moved(copy_in, (shards, whole, sizes, 128, 3), {}, ()) == 2 * 128 * 2
+    split, cat = ops.split_with_sizes_copy.default, ops.chunk_cat.default
+    rows = whole.view(ranks, -1)
+    assert bytes_moved(split, (rows, sizes, 1), {"out": parts}, None) == 2 * ranks * 128 * 2
+    reduced = empty(ranks, 128, dtype=torch.float32)
+    assert bytes_moved(cat, (parts, 0, ranks), {"out": reduced}, None) == ranks * 128 * (2 + 4)
 
 
 def test_the_optimizer_reads_four_tensors_and_writes_three() -> None:

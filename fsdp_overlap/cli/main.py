@@ -230,8 +230,8 @@ def simulate(
     model: Annotated[
         str,
         typer.Argument(
-            help="llama3-8b, llama3-70b, llama3-405b, a config.json of transformers, or "
-            "module:function that makes a module."
+            help="llama3-8b, llama3-70b, llama3-405b, moonlight-16b, deepseek-v3, a config.json of "
+            "transformers, or module:function that makes a module."
         ),
     ],
     gpus: Annotated[int, typer.Option(help="Devices, one a rank.")] = 8,
@@ -240,6 +240,7 @@ def simulate(
         str, typer.Option(help="A fabric's name, or its TOML file.")
     ] = "nvlink4_400g",
     replicate: Annotated[int, typer.Option(help="Copies of each shard.")] = 1,
+    experts: Annotated[int, typer.Option(help="Ranks that share a mixture's experts.")] = 1,
     batch: Annotated[int, typer.Option(help="Sequences per rank and microbatch.")] = 1,
     sequence: Annotated[int, typer.Option(help="Tokens per sequence.")] = 8192,
     microbatches: Annotated[int, typer.Option(help="Backwards per optimizer step.")] = 1,
@@ -251,6 +252,9 @@ def simulate(
     layout: Annotated[str, typer.Option(help="flat, rows or whole.")] = "flat",
     prefetch: Annotated[int, typer.Option(help="Units gathered ahead.")] = 1,
     optimizer: Annotated[str, typer.Option(help="adamw, torch-adamw or muon.")] = "adamw",
+    against_fsdp2: Annotated[
+        bool, typer.Option("--against-fsdp2", help="Predict FSDP2 on the same, too.")
+    ] = False,
     out: Annotated[
         Path | None, typer.Option(help="Folder for the trace and its overlap report.")
     ] = None,
@@ -264,9 +268,11 @@ def simulate(
         fabric,
         out,
         layout,
+        against_fsdp2,
         model=model,
         gpus=gpus,
         replicate=replicate,
+        experts=experts,
         batch=batch,
         sequence=sequence,
         microbatches=microbatches,

@@ -199,14 +199,17 @@ class Calls(TorchFunctionMode):
         is_causal: bool = False,
         **options: Any,
     ) -> Any:
-        """The kernel that a GPU would run, which keeps no matrix of attention."""
+        """The kernel that a GPU would run, which keeps no matrix of attention. It wants values as
+        wide as keys."""
         if attn_mask is not None or not self.device.is_here(query):
             return func(query, key, value, attn_mask, dropout_p, is_causal, **options)
-        scale = options.get("scale")
+        scale, width = options.get("scale"), value.shape[-1]
+        if width < query.shape[-1]:
+            value = torch.nn.functional.pad(value, (0, query.shape[-1] - width))
         output: Any = flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
         if torch.is_grad_enabled():
             self._follow(output)
-        return output[0]
+        return output[0] if width == query.shape[-1] else output[0][..., :width]
 
     # Autograd
 

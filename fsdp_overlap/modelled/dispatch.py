@@ -34,6 +34,7 @@ _ALLOCATE_ONLY = {
 
 # Operations that change what a tensor is a view of, or do nothing at all.
 _TOUCH_NOTHING = {"set_", "resize_", "lift", "detach_", "_unsafe_view", "_reshape_alias"}
+_TOUCH_NOTHING |= {"record_grad_output_stream"}
 
 # Operations that read the shapes of their inputs, but no elements.
 _READ_NOTHING = {

@@ -20,6 +20,9 @@ from fsdp_overlap.modelled.dispatch import Dispatch
 from fsdp_overlap.modelled.queues import Moment, Queue
 from fsdp_overlap.torch_internals import determinism_checks, register_device, running_backwards_by
 
+# What C++ calls the kind of device that a library adds to torch.
+PRIVATE_USE = 20
+
 _active: list[ModelledDevice] = []
 
 
@@ -111,6 +114,8 @@ class Stream:
         self.queue = queue or active().add_stream()
         self.priority = priority
         self.device = torch.device(NAME, 0)
+        self.device_index = 0
+        self.device_type = PRIVATE_USE
 
     @property
     def stream_id(self) -> int:

@@ -2,6 +2,7 @@
 
 from fsdp_overlap.simulating.clock import Clock
 from fsdp_overlap.simulating.costs import Costs
+from fsdp_overlap.simulating.fsdp2 import Fsdp2Training
 from fsdp_overlap.simulating.hardware import Device, Fabric
 from fsdp_overlap.simulating.on_cpu import CpuPrediction, simulate_on_cpu
 from fsdp_overlap.simulating.profile import Profile
@@ -14,6 +15,7 @@ __all__ = [
     "CpuPrediction",
     "Device",
     "Fabric",
+    "Fsdp2Training",
     "Prediction",
     "Profile",
     "Step",

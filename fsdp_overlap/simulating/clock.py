@@ -51,6 +51,9 @@ class Ran(NamedTuple):
     end: float
     group: str = ""
     """The process group of a collective."""
+    given: int = 0
+    """Bytes that a collective reads on this rank; ``got``: that it writes."""
+    got: int = 0
 
 
 class Link:
@@ -90,6 +93,8 @@ class Clock:
     links: dict[str, Link] = field(default_factory=dict)
     pace: float = 1.0
     """How many times as long compute takes on this device as the costs say."""
+    ended: dict[str, float] = field(default_factory=dict)
+    """When the last collective of each process group ends."""
 
     def on_host(self, operation: Operation) -> float:
         return self.costs.on_host(operation)
@@ -109,11 +114,14 @@ class Clock:
         enqueued: float,
         ready: float,
     ) -> float:
-        ranks = dist.get_process_group_ranks(group)
+        ranks, name = dist.get_process_group_ranks(group), group.group_name
+        # NCCL runs the collectives of a communicator one after the other, on whatever streams.
+        ready = max(ready, self.ended.get(name, 0.0))
         link = self.links.setdefault(self.costs.link(ranks), Link())
-        end = link.take(ready, self.costs.collective(operation, ranks))
-        name = group.group_name
-        self.ran.append(Ran(operation.name, stream.index, enqueued, ready, end, name))
+        end = self.ended[name] = link.take(ready, self.costs.collective(operation, ranks))
+        given, got = (sum(t.nbytes for t in each) for each in (operation.reads, operation.writes))
+        ran = Ran(operation.name, stream.index, enqueued, ready, end, name, given, got)
+        self.ran.append(ran)
         return end
 
     def _disturbed(self, start: float, seconds: float) -> float:

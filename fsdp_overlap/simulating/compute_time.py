@@ -37,6 +37,7 @@ FREE = {
     "aten::record_stream",
     "aten::resize_",
     "aten::set_",
+    "fsdp::record_grad_output_stream",
 }
 
 # The argument that is read only where the others, or the output, say: its bytes do not count.
@@ -141,7 +142,11 @@ def bytes_moved(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outpu
     read = [value for at, value in enumerate(args) if at != skipped]
     if name in OVERWRITES:
         read = read[1:]
-    moved = sum(map(_size, _tensors([*read, dict(kwargs)])))
+    if name == "fsdp::all_gather_copy_in":
+        return 2 * sum(map(_size, _tensors(args[0])))  # into a part of the second
+    only_written = {argument.name for argument in func._schema.arguments if argument.is_out}
+    read += [value for key, value in kwargs.items() if key not in only_written]
+    moved = sum(map(_size, _tensors(read)))
     if skipped == 0:
         moved += sum(map(_size, _tensors(outputs)))  # what was picked
     return moved + sum(map(_size, _written(func, args, kwargs, outputs)))

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import torch
+from torch.profiler import record_function
 
 from fsdp_overlap.comm import spans
 from fsdp_overlap.modelled import ModelledDevice
@@ -29,22 +29,22 @@ class Mark(NamedTuple):
 
 @contextmanager
 def marking(device: ModelledDevice) -> Iterator[list[Mark]]:
-    """Collects the marks that the library would leave in a profiler's trace, in the host's time on
-    ``device``."""
+    """Collects the marks that the library, FSDP2 and optimizers would leave in a profiler's trace,
+    in the host's time on ``device``."""
     marks: list[Mark] = []
+    begun: list[float] = []
 
-    @contextmanager
-    def note(name: str) -> Iterator[None]:
-        start = device.host.ends
-        try:
-            yield
-        finally:
-            marks.append(Mark(name, start, device.host.ends))
+    def enter(mark: record_function) -> record_function:
+        begun.append(device.host.ends)
+        return mark
+
+    def leave(mark: record_function, *error: object) -> None:
+        marks.append(Mark(mark.name, begun.pop(), device.host.ends))
 
     with (
         patch.object(spans, "profiler_enabled", lambda: True),
-        patch.object(spans, "record_function", note),
-        patch.object(torch.autograd.profiler, "record_function", note),  # optimizers' steps
+        patch.object(record_function, "__enter__", enter),
+        patch.object(record_function, "__exit__", leave),
     ):
         yield marks
 
@@ -67,6 +67,7 @@ def trace_of(
         if each.group:
             name = f"ncclDevKernel_{each.name}"
             about |= {"Collective name": each.name, "Process Group Name": each.group}
+            about |= {"In msg nelems": each.given, "Out msg nelems": each.got, "dtype": "Byte"}
         events.append(_event("kernel", name, each.start, each.end, each.stream, about))
     ranks = {"backend": "nccl", "rank": 0, "world_size": world_size}
     return {"traceEvents": events, "distributedInfo": ranks}

@@ -11,12 +11,13 @@ from functools import partial
 from importlib import resources
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -28,6 +29,7 @@ from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, WirePolicy, fully_sh
 from fsdp_overlap.blocks import find_blocks
 from fsdp_overlap.layout import Flat, LayoutRule
 from fsdp_overlap.optim import AdamW, Muon
+from fsdp_overlap.simulating.mixture import Experts, spread_experts
 from fsdp_overlap.simulating.simulate import Step
 from fsdp_overlap.torch_internals import flash_attention
 
@@ -38,6 +40,33 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "torch-adamw": lambda model: torch.optim.AdamW(model.parameters(), fused=True),
     "muon": Muon,
 }
+
+
+_COUNTS = ("gpus", "replicate", "experts", "batch", "sequence", "microbatches", "blocks_a_unit")
+
+
+class Meshes(NamedTuple):
+    """Ranks that shards lie over: ``experts`` for the experts of one rank, ``whole`` for all else.
+    ``tokens`` is the group within which tokens travel to their experts; None if they need not."""
+
+    whole: DeviceMesh
+    experts: DeviceMesh
+    tokens: dist.ProcessGroup | None
+
+
+class Unit(NamedTuple):
+    """Modules that one call shards over ``mesh``. ``divisor`` is what gradients are divided by; 0
+    for the number of ranks that they are reduced over."""
+
+    modules: list[nn.Module]
+    mesh: DeviceMesh
+    divisor: int = 0
+
+    def share(self, shard: Callable[..., Any], **options: Any) -> None:
+        shard(self.modules if len(self.modules) > 1 else self.modules[0], **options)
+        if self.divisor:
+            first: Any = self.modules[0]
+            first.set_gradient_divide_factor(self.divisor)
 
 
 def _select() -> tuple[ContextManager, ContextManager]:
@@ -71,6 +100,9 @@ class Training:
             logits, or to what has ``.logits``.
         gpus: devices, one a rank.
         replicate: how many copies of each shard there are.
+        experts: how many ranks share the experts of a mixture, each with a part of them. Only of
+            models of transformers, whose routing is replaced by one that gives all experts equally
+            many tokens (:class:`Mixture`).
         batch: sequences of a rank in a microbatch.
         sequence: tokens in a sequence.
         microbatches: forwards and backwards before each optimizer step.
@@ -88,6 +120,7 @@ class Training:
     model: str
     gpus: int
     replicate: int = 1
+    experts: int = 1
     batch: int = 1
     sequence: int = 8192
     microbatches: int = 1
@@ -102,13 +135,18 @@ class Training:
     optimizer: str = "adamw"
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "replicate", "batch", "sequence", "microbatches", "blocks_a_unit"):
+        for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         if self.gpus % self.replicate:
             raise ValueError(
                 f"{self.gpus} GPUs cannot hold {self.replicate} copies of each shard: "
                 f"{self.gpus} is no multiple of {self.replicate}"
+            )
+        if self.gpus // self.replicate % self.experts:
+            raise ValueError(
+                f"{self.gpus // self.replicate} GPUs that hold one copy cannot share experts "
+                f"{self.experts} by {self.experts}: it is no multiple"
             )
         for name, known in (("optimizer", OPTIMIZERS), ("checkpointing", CHECKPOINTING)):
             if (given := getattr(self, name)) not in known:
@@ -121,15 +159,21 @@ class Training:
 
     def program(self) -> Step:
         """Builds and shards the model, and returns what makes a step of it."""
+        meshes = self._meshes()
         with torch.device(DEVICE):
             model = model_of(self.model)()
-        sharded = self._shard(model)
+            spread = spread_experts(model, meshes.tokens)
+        if self.experts > 1 and not spread:
+            raise ValueError(
+                f"experts={self.experts}: {self.model} has no mixture of experts as transformers "
+                "builds them"
+            )
+        sharded = self._shard(model, self._units_of(model, meshes), meshes)
         optimizer = OPTIMIZERS[self.optimizer](sharded)
 
         def step() -> None:
             for number in range(self.microbatches):
-                is_last = number == self.microbatches - 1
-                sharded.set_requires_gradient_sync(is_last)
+                self._begin(sharded, is_last=number == self.microbatches - 1)
                 tokens = torch.randint(2, (self.batch, self.sequence), device=DEVICE)
                 output = sharded(tokens)
                 logits = getattr(output, "logits", output)
@@ -140,15 +184,20 @@ class Training:
 
         return step
 
-    def _shard(self, model: nn.Module) -> Any:
-        sizes = (self.replicate, self.gpus // self.replicate)
-        mesh = init_device_mesh(DEVICE, sizes, mesh_dim_names=("replicate", "shard"))
-        if self.replicate == 1:
-            mesh = mesh["shard"]
-        ctx = FsdpContext(mesh, layout=self.layout, prefetch=self.prefetch)
-        policy = MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype)
-        wire = WirePolicy(self.gather_dtype) if self.gather_dtype is not None else None
-        shard = partial(fully_shard, ctx=ctx, mp_policy=policy, wire_policy=wire)
+    def _meshes(self) -> Meshes:
+        copies, shards = self.replicate, self.gpus // self.replicate
+        names = ("replicate", "shard") if copies > 1 else ("shard",)
+        whole = init_device_mesh(DEVICE, (copies, shards)[-len(names) :], mesh_dim_names=names)
+        if self.experts == 1:
+            return Meshes(whole, whole, None)
+        sizes = (copies, shards // self.experts, self.experts)
+        grid = init_device_mesh(
+            DEVICE, sizes[-len(names) - 1 :], mesh_dim_names=(*names, "experts")
+        )
+        return Meshes(whole, grid[names], grid.get_group("experts"))
+
+    def _units_of(self, model: nn.Module, meshes: Meshes) -> list[Unit]:
+        """The units below the root, inner ones first. Blocks keep for backward what they shall."""
         blocks = find_blocks(model)
         if self.checkpointing != "none":
             kept = CHECKPOINTING[self.checkpointing]
@@ -156,12 +205,34 @@ class Training:
                 block.forward = partial(
                     checkpoint, block.forward, use_reentrant=False, context_fn=kept
                 )
+        units = []
         for first in range(0, len(blocks), self.blocks_a_unit):
-            unit = blocks[first : first + self.blocks_a_unit]
-            shard(unit if len(unit) > 1 else unit[0])
+            of_unit = blocks[first : first + self.blocks_a_unit]
+            if meshes.tokens is not None:
+                # Of each expert there is one in each of these groups, which tokens of all reach.
+                units += [
+                    Unit([module], meshes.experts, self.gpus)
+                    for block in of_unit
+                    for module in block.modules()
+                    if isinstance(module, Experts)
+                ]
+            units.append(Unit(of_unit, meshes.whole))
+        return units
+
+    def _shard(self, model: nn.Module, units: list[Unit], meshes: Meshes) -> Any:
+        ctx = FsdpContext(meshes.whole, layout=self.layout, prefetch=self.prefetch)
+        policy = MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype)
+        wire = WirePolicy(self.gather_dtype) if self.gather_dtype is not None else None
+        shard = partial(fully_shard, ctx=ctx, mp_policy=policy, wire_policy=wire)
+        for unit in units:
+            unit.share(shard, mesh=unit.mesh)
         sharded: Any = shard(model)
         sharded.set_zero_stage(self.stage)
         return sharded
+
+    def _begin(self, sharded: Any, is_last: bool) -> None:
+        """Called before each microbatch."""
+        sharded.set_requires_gradient_sync(is_last)
 
 
 def known_models() -> list[str]:
