@@ -86,9 +86,9 @@ def fully_shard(
     have FSDP2's ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``. Every rank must hold the same
     values before, and must call this in the same order. A model that was built on the meta device
     gets memory by ``model.to_empty(device=...)`` afterwards, and only for its shards. If the layout
-    keeps matrices whole and :meth:`FsdpContext.plan` was not called, the call on the module around
-    all units plans them together. It may move shards, which makes it collective, and their
-    parameters new objects: make the optimizer after it.
+    keeps matrices whole, the call on the module around all units is collective: ranks compare their
+    plans. If :meth:`FsdpContext.plan` was not called, it plans all units together. It may move
+    shards, and their parameters are new objects then: make the optimizer after it.
 
     A list of modules, such as ``[norm, head]``, becomes one unit, and what they own travels
     together. It is whole from the moment the first of them runs until each has run, and at the
@@ -143,6 +143,7 @@ def fully_shard(
     Raises:
         TypeError, ValueError: the module or a parameter cannot be sharded. Nothing was changed
             then.
+        RuntimeError: ranks planned their units differently.
     """
     modules = _modules_of(module)
     _check_context(ctx)

@@ -6,7 +6,9 @@ import copy
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from operator import is_
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,8 +20,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from fsdp_overlap import Flat, FsdpContext, ShardedTensor, Whole, fully_shard
 from fsdp_overlap.layout import LayoutRule, ParamSpec
 from fsdp_overlap.optim import Muon
+from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.unit_plans import UnitPlans, all_or_none
-from support.ranks import run_ranks
+from support.ranks import expect_rank_errors, run_ranks
 from support.twins import COPIES, Twins, same
 from support.zoo import WIDTH, Model, shard_layers
 
@@ -128,14 +131,14 @@ def collectives_of_sharding(layout: LayoutRule, device: str, is_ahead: bool) -> 
     ("case", "communicates"),
     [
         ((Whole(), "cpu", False), True),
-        ((Whole(), "cpu", True), False),
-        ((Whole(), "meta", False), True),  # one number
-        ((Flat(), "cpu", False), False),
+        ((Whole(), "cpu", True), 1),  # one number
+        ((Whole(), "meta", False), 1),
+        ((Flat(), "cpu", False), 0),
     ],
 )
-def test_shards_move_only_where_they_must(case: Sequence[Any], communicates: bool) -> None:
+def test_shards_move_only_where_they_must(case: Sequence[Any], communicates: int | bool) -> None:
     for count in run_ranks(collectives_of_sharding, 4, *case):
-        assert (count > 0) == communicates
+        assert count > 1 if communicates is True else count == communicates
 
 
 def from_meta() -> None:
@@ -269,31 +272,85 @@ def test_nothing_moves_where_ranks_differ(ranks_differ: Callable[[], None]) -> N
     run_ranks(ranks_differ, 4)
 
 
-def with_a_failing_collective() -> None:
+def of_another_size() -> None:
+    """The first rank's model is even, so that this rank alone has nothing to gain."""
+    shard_layers(
+        deep() if dist.get_rank() else Model(layers=8).double(), FsdpContext(layout=Whole())
+    )
+
+
+def planned_ahead_by_one() -> None:
+    model, ctx = deep(), FsdpContext(layout=Whole())
+    if not dist.get_rank():
+        ctx.plan([*model.layers, model])
+    shard_layers(model, ctx)
+
+
+@pytest.mark.parametrize(
+    ("ranks_differ", "unit"),
+    [(of_another_size, r"'layers\.7' \(Block\)"), (planned_ahead_by_one, r"'layers\.0' \(Block\)")],
+)
+def test_ranks_that_planned_differently_are_told_at_once(
+    ranks_differ: Callable[[], None], unit: str
+) -> None:
+    told = rf"planned differently: unit {unit} has other .*layouts on rank 0 than on rank 1; every"
+    expect_rank_errors(ranks_differ, 4, match=told, timeout=20)
+
+
+class Lost(RuntimeError):
+    """What the tests below raise."""
+
+
+def failing(owner: Any, name: str, call: int) -> Any:
+    """Makes the function ``name`` raise at a certain call."""
+    calls, original = 0, getattr(owner, name)
+
+    def run(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise Lost("connection lost")
+        return original(*args)
+
+    return patch.object(owner, name, run)
+
+
+def with_a_failing_collective(call: int) -> None:
     model, ctx = deep(), FsdpContext(layout=Whole())
     for layer in model.layers:
         fully_shard(layer, ctx)
-    calls = 0
-
-    def fail_at_the_third(self: ShardedTensor) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise RuntimeError("connection lost")
-        return whole(self)
-
-    whole = ShardedTensor.full_tile
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ShardedTensor, "full_tile", fail_at_the_third)
-        with pytest.raises(RuntimeError, match="connection lost"):
-            fully_shard(model, ctx)
+    before, early = plans_of(ctx), list(model.layers.parameters())
+    with failing(ShardedTensor, "full_tile", call), pytest.raises(Lost):
+        fully_shard(model, ctx)
+    assert plans_of(ctx)[:-1] == before
+    assert all(map(is_, model.layers.parameters(), early))
     for (name, mine), its in zip(model.named_parameters(), deep().parameters(), strict=True):
         assert isinstance(mine, ShardedTensor)
         same(mine.full_tensor().detach(), its.detach(), name)
+    model(torch.zeros(1, 3, dtype=torch.int64)).sum().backward()
 
 
-def test_a_collective_that_fails_loses_no_parameter() -> None:
-    run_ranks(with_a_failing_collective, 4)
+@pytest.mark.parametrize("call", [1, 3, 30])
+def test_a_collective_that_fails_leaves_everything_as_it_was(call: int) -> None:
+    run_ranks(with_a_failing_collective, 4, call)
+
+
+def with_a_failure_on_one_rank() -> None:
+    """Once the collectives are done, nothing tells the other ranks of it."""
+    model, ctx = deep(), FsdpContext(layout=Whole())
+    for layer in model.layers:
+        fully_shard(layer, ctx)
+    if dist.get_rank() == 1:
+        with failing(Bucket, "give_memory", 3), pytest.raises(Lost):
+            fully_shard(model, ctx)
+    else:
+        fully_shard(model, ctx)
+    model(torch.zeros(1, 3, dtype=torch.int64))
+
+
+def test_ranks_of_which_one_did_not_move_all_are_told_at_the_first_forward() -> None:
+    told = r"ranks planned unit '[\w.]+' differently"
+    expect_rank_errors(with_a_failure_on_one_rank, 4, match=told, timeout=20)
 
 
 def looked_at_on_one_rank() -> None:

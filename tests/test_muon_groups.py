@@ -112,7 +112,7 @@ def in_a_ring() -> None:
     """Four ranks and four teams: each rank is in two, with one neighbour each. If a rank took its
     teams in another order than the others, each would wait for the next."""
     rank = dist.get_rank()
-    mine, twins = [], []
+    mine, twins, teams = [], [], []
     for first in range(4):
         ranks = sorted((first, (first + 1) % 4))
         group = dist.new_group(ranks)
@@ -120,6 +120,7 @@ def in_a_ring() -> None:
         layer = nn.Linear(6, 8, bias=False).double()
         if rank not in ranks:
             continue
+        teams.append(ranks)
         twins.append(copy.deepcopy(layer))
         mesh = DeviceMesh.from_group(group, "cpu")
         mine.append(fully_shard(layer, FsdpContext(mesh)))
@@ -131,7 +132,10 @@ def in_a_ring() -> None:
         for layer, twin in zip(mine, twins, strict=True):
             layer.weight.grad = layer.weight.detach() * 3
             twin.weight.grad = twin.weight.detach() * 3
-        optimizer.step()
+        with patch.object(Muon, "_exchanges", autospec=True, side_effect=Muon._exchanges) as begun:
+            optimizer.step()
+        # One order for all ranks: that of the parameters.
+        assert [call.args[1].ranks for call in begun.call_args_list] == teams
         twin_optimizer.step()
         for layer, twin in zip(mine, twins, strict=True):
             whole: Any = layer.weight

@@ -264,7 +264,7 @@ class Muon(torch.optim.Optimizer):
         divisions = tuple(update.member.division for update in members)
         if device not in self._lanes:
             self._lanes[device] = make_lane(device)
-        self._teams.connect(team)
+        self._teams.begin_step(team)
         dtype, group = self._teams.dtype(team, device), team.group
         for parcels in plan_rounds(divisions, group.size(), exchange.ROUND_ELEMENTS):
             yield Exchange(parcels, members, group, self._lanes[device], dtype, device)

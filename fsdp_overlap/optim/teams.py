@@ -109,6 +109,13 @@ class Teams:
         """Gives ``team`` its group. Collective over its ranks at the first call."""
         team.connect(self._groups(team.domain))
 
+    def begin_step(self, team: Team) -> None:
+        """Gives ``team`` its group, and notes that this rank begins to exchange. Where a rank is
+        missing, the others find that by asking."""
+        self.connect(team)
+        if team.domain is not None:
+            team.domain.faults.begins_step(team.group)
+
     def dtype(self, team: Team | None, device: torch.device) -> torch.dtype:
         """The dtype that matrices are multiplied and sent in. Where processors differ, all ranks of
         ``team`` take one that none of them is slow with: collective at its first call."""

@@ -52,7 +52,7 @@ class FsdpContext:
             ``Whole()`` in no matrix, ``Rows()`` as FSDP2 does. It may also be a function that
             returns one of these for ``(fqn, spec)``: the parameter's name in its unit, and its
             :class:`~fsdp_overlap.layout.ParamSpec`.
-        check_plans: whether ranks compare their plans at the first forward.
+        check_plans: whether ranks compare their plans under every layout.
         divide_copies: on a mesh ``(replicate, shard)``, whether the ranks that hold copies of a
             shard divide its parameters, gradients and optimizer states among them. They put the
             shard together once after each step, in the dtype of compute. Optimizer states then take
@@ -294,7 +294,7 @@ class FsdpContext:
         self.follow_reduce_inputs()
         if self.check_plans:
             for domain in self.domains:
-                compare_plans(self.units, domain)
+                compare_plans(self.units, domain, domain.groups.of_all)
         compare_starts(bucket for item in self.units for bucket in item.buckets)
         self.is_settled = is_complete
 

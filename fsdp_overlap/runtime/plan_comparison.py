@@ -12,8 +12,11 @@ from fsdp_overlap.runtime.domain import Domain
 from fsdp_overlap.runtime.unit import Unit
 
 
-def compare_plans(units: Sequence[Unit], domain: Domain) -> None:
-    """Checks that the ranks of ``domain`` planned ``units`` alike. Collective over its mesh.
+def compare_plans(
+    units: Sequence[Unit], domain: Domain, groups: Sequence[dist.ProcessGroup]
+) -> None:
+    """Checks that the ranks of ``domain`` planned ``units`` alike. Collective over ``groups``,
+    which together connect these ranks.
 
     Raises:
         RuntimeError: ranks planned differently.
@@ -31,7 +34,7 @@ def compare_plans(units: Sequence[Unit], domain: Domain) -> None:
     ]
     of_all = {dist.get_rank(): mine}
     # The plans of all ranks are collected first, so that every rank finds the same difference.
-    for group in domain.groups.of_all:
+    for group in groups:
         known = [of_all] * group.size()
         dist.all_gather_object(known, of_all, group)
         of_all = {rank: theirs for part in known for rank, theirs in part.items()}
@@ -39,10 +42,15 @@ def compare_plans(units: Sequence[Unit], domain: Domain) -> None:
     for rank, theirs in sorted(of_all.items()):
         for ours, other in zip_longest(of_all[first], theirs, fillvalue=("none", "")):
             if ours != other:
+                what = f"where rank {first} has unit {ours[0]}, rank {rank} has {other[0]}"
+                if ours[0] == other[0]:
+                    what = (
+                        f"unit {ours[0]} has other parameters, dtypes or layouts on rank {first} "
+                        f"than on rank {rank}"
+                    )
                 raise RuntimeError(
-                    f"ranks planned differently: where rank {first} has unit {ours[0]}, rank "
-                    f"{rank} has {other[0]}, or the same with other parameters, dtypes or layouts; "
-                    "every rank must build the same model and shard it in the same order"
+                    f"ranks planned differently: {what}; every rank must build the same model and "
+                    "shard it in the same order, and ctx.plan() it or not"
                 )
 
 

@@ -78,6 +78,11 @@ class UnitPlans:
         del self._ahead[modules[0]]
         return plans
 
+    @property
+    def are_sand(self) -> bool:
+        """Whether everything may be cut anywhere. Then :meth:`plan_again` finds nothing to gain."""
+        return self._planner.is_sand
+
     def plan_again(self) -> dict[nn.Module, list[Plan]]:
         """Plans the units together that were planned one by one. Returns the new plans of each
         unit, by its first module. Returns nothing if that would gain little, or if the user planned

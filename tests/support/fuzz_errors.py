@@ -123,11 +123,12 @@ class Fail(Operation):
             ended = not index and self.where in ("hook", "first hook") and not self.evaluates
             run.at_rest = run.at_rest and not run.keeps and not ended
         else:
-            run.by_hand = False
             if gradients is not None:
+                if all(told.completes for told in run.told.values()):
+                    run.by_hand = False
                 run.add(gradients)
             awaits = not self.evaluates and gradients is None
-            run.at_rest = not (run.open or run.keeps or awaits)
+            run.at_rest = not (run.open or run.keeps or run.by_hand or awaits)
         return failed is not None
 
     def recover(self, run: Run) -> None:
