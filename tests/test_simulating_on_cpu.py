@@ -14,9 +14,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_overlap import FsdpContext, fully_shard
-from fsdp_overlap.simulating import Fabric, Profile, Step, simulate_on_cpu
+from fsdp_overlap.modelled import Call, Operation
+from fsdp_overlap.simulating import Costs, Device, Fabric, Profile, Step, simulate_on_cpu
 from fsdp_overlap.simulating.on_cpu import SharedLink, Transfer
-from fsdp_overlap.simulating.profile import Call
+from fsdp_overlap.simulating.profile import Call as Measured
 from fsdp_overlap.simulating.tables import HardwareError
 
 mm = torch.ops.aten.mm.default
@@ -87,8 +88,8 @@ def test_a_profile_says_what_its_trace_says(tmp_path: Path) -> None:
 
 def test_other_shapes_take_as_much_more_as_there_is_to_do() -> None:
     known = [
-        Call(((8, 64), (64, 32)), (torch.float32, torch.float32), 1.0),
-        Call(((64, 64), (64, 32)), (torch.float32, torch.float32), 4.0),
+        Measured(((8, 64), (64, 32)), (torch.float32, torch.float32), 1.0),
+        Measured(((64, 64), (64, 32)), (torch.float32, torch.float32), 4.0),
     ]
     profile = Profile({"aten::mm": known}, 0.0)
     assert profile.seconds_of(mm, shapes_of(64), {}) == 4.0
@@ -118,6 +119,20 @@ def test_operations_of_a_gpu_take_what_their_kernels_take(tmp_path: Path) -> Non
     assert read.host_seconds == pytest.approx(
         2e-6
     )  # nothing before the first, 4 us before the next
+
+
+def test_a_profile_comes_before_the_numbers_of_a_device() -> None:
+    left, right = shapes_of(8)
+    calls = {
+        name: Operation(name, (left, right), (), Call(func, (left, right), {}, torch.empty(8, 32)))
+        for name, func in (("mm", mm), ("mul", torch.ops.aten.mul.Tensor))
+    }
+    shapes = tuple(left.shape), tuple(right.shape)
+    profile = Profile({"aten::mm": [Measured(shapes, (torch.float32,) * 2, 7.0)]}, 0.0)
+    device, fabric = Device.read("h100_sxm"), Fabric.read("nvlink4_400g")
+    costs, without = Costs(device, fabric, profile=profile), Costs(device, fabric)
+    assert costs.compute(calls["mm"]) == 7.0
+    assert costs.compute(calls["mul"]) == without.compute(calls["mul"]) < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -231,7 +246,7 @@ def test_a_slow_link_is_never_idle(ranks: int, copies: int, sent: int) -> None:
 
 
 def test_more_ranks_than_cores_compute_longer() -> None:
-    calls = {"aten::mm": [Call(((2, WIDTH), (WIDTH, WIDTH)), (torch.float32,) * 2, 1.0)]}
+    calls = {"aten::mm": [Measured(((2, WIDTH), (WIDTH, WIDTH)), (torch.float32,) * 2, 1.0)]}
     alone, crowded = (
         predicted(bandwidth=1e15, ranks=4, cores=cores, calls=calls) - COMPUTE for cores in (4, 2)
     )

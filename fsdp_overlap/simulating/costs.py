@@ -16,6 +16,7 @@ from fsdp_overlap.simulating.collective_time import (
 from fsdp_overlap.simulating.compute_time import seconds_of
 from fsdp_overlap.simulating.hardware import Device, Fabric
 from fsdp_overlap.simulating.nccl_tuning import Kind
+from fsdp_overlap.simulating.profile import Profile
 from fsdp_overlap.simulating.variation import expected_maximum
 
 # NCCL gathers and reduces ranges of different sizes as a list of these.
@@ -30,6 +31,8 @@ class Costs:
     fabric: Fabric
     stretch: float = 1.0
     """How many times as long compute takes as the device's numbers say: fitted to a measurement."""
+    profile: Profile | None = None
+    """What operations took on the device. For what it has not, the device's numbers are asked."""
 
     @property
     def slowdown(self) -> float:
@@ -46,6 +49,10 @@ class Costs:
     def _compute(self, operation: Operation) -> float:
         call = operation.call
         if call is not None:
+            if self.profile is not None:
+                measured = self.profile.seconds_of(call.func, call.args, call.kwargs)
+                if measured is not None:
+                    return measured
             return seconds_of(self.device, call.func, call.args, call.kwargs, call.output)
         nbytes = sum(tensor.nbytes for tensor in (*operation.reads, *operation.writes))
         bandwidth = self.device.memory_bandwidth * self.device.memory_efficiency
