@@ -94,6 +94,7 @@ BENCHMARKS = (
     Benchmark("layouts", "layouts.py", "", "--model Llama-3"),
     Benchmark("ragged", "link.py", "--layout whole", "--layout whole --rounds 2 --steps 1"),
     Benchmark("few_bits", "few_bits.py", "", "--rounds 1 --steps 1 --blocks 3"),
+    Benchmark("predicted", "predicted.py", "", "--rounds 1"),
     Benchmark("soak", "soak.py", "", "--steps 200"),
 )
 
