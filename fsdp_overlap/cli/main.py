@@ -251,18 +251,39 @@ def simulate(
     layout: Annotated[str, typer.Option(help="flat, rows or whole.")] = "flat",
     prefetch: Annotated[int, typer.Option(help="Units gathered ahead.")] = 1,
     optimizer: Annotated[str, typer.Option(help="adamw, torch-adamw or muon.")] = "adamw",
+    reshard_after_forward: Annotated[
+        int | None,
+        typer.Option(help="Neighbours that keep a block's weights among them until backward."),
+    ] = None,
+    reduce_each: Annotated[
+        bool,
+        typer.Option("--reduce-each", help="Reduce the gradients of each microbatch at once."),
+    ] = False,
+    best: Annotated[
+        bool,
+        typer.Option(
+            "--best", help="Look for the fastest plan for as many tokens a step that fits."
+        ),
+    ] = False,
+    memory: Annotated[
+        float | None, typer.Option(help="GiB that a rank may take [default: the device's].")
+    ] = None,
+    price: Annotated[
+        float | None, typer.Option(help="Dollars for an hour of a GPU: says what a step costs.")
+    ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for the trace and its overlap report.")
+        Path | None,
+        typer.Option(help="Folder for the trace and its overlap report, or for the best plan."),
     ] = None,
 ) -> None:
     """Predict a training step on many GPUs, which need not be there: its time, its memory, and what
-    communication it waits for. Runs the library's own schedule on modelled time."""
-    from fsdp_overlap.cli.simulate import predict  # which gives torch one more kind of device
+    communication it waits for. Runs the library's own schedule on modelled time. --best looks for
+    the fastest way to do the step, and prints it as code."""
+    # Gives torch one more kind of device.
+    from fsdp_overlap.cli.simulate import Asked, predict
 
     predict(
-        device,
-        fabric,
-        out,
+        Asked(device, fabric, memory, price, best, out),
         layout,
         model=model,
         gpus=gpus,
@@ -275,6 +296,8 @@ def simulate(
         stage=stage,
         prefetch=prefetch,
         optimizer=optimizer,
+        reshard_after_forward=reshard_after_forward,
+        reduce_each=reduce_each,
     )
 
 

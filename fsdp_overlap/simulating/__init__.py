@@ -3,6 +3,7 @@
 from fsdp_overlap.simulating.clock import Clock
 from fsdp_overlap.simulating.costs import Costs
 from fsdp_overlap.simulating.hardware import Device, Fabric
+from fsdp_overlap.simulating.search import Found, Plan, search
 from fsdp_overlap.simulating.simulate import Prediction, Step, simulate
 from fsdp_overlap.simulating.training import Training, known_models
 
@@ -11,9 +12,12 @@ __all__ = [
     "Costs",
     "Device",
     "Fabric",
+    "Found",
+    "Plan",
     "Prediction",
     "Step",
     "Training",
     "known_models",
+    "search",
     "simulate",
 ]

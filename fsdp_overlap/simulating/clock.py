@@ -82,6 +82,8 @@ class Clock:
     """Says when operations end, and records them."""
 
     costs: Costs
+    computed: float = 0.0
+    """Seconds of compute so far, as if it had been alone."""
     ran: list[Ran] = field(default_factory=list)
     links: dict[str, Link] = field(default_factory=dict)
 
@@ -91,7 +93,9 @@ class Clock:
     def end(self, operation: Operation, stream: Queue, enqueued: float, ready: float) -> float:
         if operation.group is not None:
             return self._collective(operation, operation.group, stream, enqueued, ready)
-        end = self._disturbed(ready, self.costs.compute(operation))
+        seconds = self.costs.compute(operation)
+        self.computed += seconds
+        end = self._disturbed(ready, seconds)
         self.ran.append(Ran(operation.name, stream.index, enqueued, ready, end))
         return end
 

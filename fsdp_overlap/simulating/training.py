@@ -28,6 +28,7 @@ from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, WirePolicy, fully_sh
 from fsdp_overlap.blocks import find_blocks
 from fsdp_overlap.layout import Flat, LayoutRule
 from fsdp_overlap.optim import AdamW, Muon
+from fsdp_overlap.simulating.shortening import shorten
 from fsdp_overlap.simulating.simulate import Step
 from fsdp_overlap.torch_internals import flash_attention
 
@@ -83,6 +84,11 @@ class Training:
         param_dtype, reduce_dtype: as :class:`MixedPrecisionPolicy` takes them.
         gather_dtype: as :class:`WirePolicy` takes it. Without, weights travel in ``param_dtype``.
         optimizer: one of :data:`OPTIMIZERS`.
+        reshard_after_forward: among how many neighbouring ranks blocks keep their weights from
+            forward to backward, as :func:`fully_shard` takes the number. Without, ``stage`` says.
+        reduce_each: whether each microbatch's gradients are reduced. Else they stay whole until
+            those of the last are, which takes more memory and less communication.
+        blocks: how many of the model's equal blocks there are. Without, all of them.
     """
 
     model: str
@@ -100,6 +106,9 @@ class Training:
     reduce_dtype: torch.dtype = torch.float32
     gather_dtype: torch.dtype | None = None
     optimizer: str = "adamw"
+    reshard_after_forward: int | None = None
+    reduce_each: bool = False
+    blocks: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("gpus", "replicate", "batch", "sequence", "microbatches", "blocks_a_unit"):
@@ -113,6 +122,11 @@ class Training:
         for name, known in (("optimizer", OPTIMIZERS), ("checkpointing", CHECKPOINTING)):
             if (given := getattr(self, name)) not in known:
                 raise ValueError(f"{name}={given!r}: must be one of {', '.join(known)}")
+        if self.reshard_after_forward is not None and self.stage != 3:
+            raise ValueError(
+                f"reshard_after_forward={self.reshard_after_forward} with stage={self.stage}, "
+                "which keeps all weights: use stage 3"
+            )
 
     @property
     def tokens(self) -> int:
@@ -123,13 +137,15 @@ class Training:
         """Builds and shards the model, and returns what makes a step of it."""
         with torch.device(DEVICE):
             model = model_of(self.model)()
+        if self.blocks is not None:
+            shorten(model, self.blocks)
         sharded = self._shard(model)
         optimizer = OPTIMIZERS[self.optimizer](sharded)
 
         def step() -> None:
             for number in range(self.microbatches):
                 is_last = number == self.microbatches - 1
-                sharded.set_requires_gradient_sync(is_last)
+                sharded.set_requires_gradient_sync(is_last or self.reduce_each)
                 tokens = torch.randint(2, (self.batch, self.sequence), device=DEVICE)
                 output = sharded(tokens)
                 logits = getattr(output, "logits", output)
@@ -158,9 +174,13 @@ class Training:
                 )
         for first in range(0, len(blocks), self.blocks_a_unit):
             unit = blocks[first : first + self.blocks_a_unit]
-            shard(unit if len(unit) > 1 else unit[0])
+            shard(
+                unit if len(unit) > 1 else unit[0],
+                reshard_after_forward=self.reshard_after_forward,
+            )
         sharded: Any = shard(model)
-        sharded.set_zero_stage(self.stage)
+        if self.stage != 3:
+            sharded.set_zero_stage(self.stage)
         return sharded
 
 
