@@ -76,7 +76,8 @@ def test_memory_over_the_step_is_drawn_and_the_report_stays_the_same() -> None:
 
 def test_compute_waits_for_a_slow_host_and_not_for_a_fast_one() -> None:
     slow, fast = predict(0.0, 0.0, 0.0, host=1e-3), predict(1.0, 0.25, 0.5, host=1e-6)
-    assert slow.host_bound == pytest.approx(slow.seconds, rel=1e-6)
+    # Two operations wait for a gather instead, which waits for the host.
+    assert slow.host_bound == pytest.approx(slow.seconds - 2e-3)
     assert fast.host_bound == 0
     assert not fast.stretches
 

@@ -27,7 +27,7 @@ from fsdp_overlap.simulating.search import DOES_NOT_FIT
 from fsdp_overlap.simulating.shortening import longest_run, shorten
 from support.cli_runs import run_main
 
-WIDTH, BLOCKS, VOCABULARY = 1024, 16, 1000
+WIDTH, BLOCKS, VOCABULARY = 1024, 4, 1000
 MIB = 2**20
 
 
@@ -58,6 +58,12 @@ class Tiny(nn.Module):
         return out
 
 
+class Long(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.extend(Block() for _ in range(8))
+
+
 class OneByOne(Tiny):
     """Takes one sequence at a time."""
 
@@ -67,7 +73,7 @@ class OneByOne(Tiny):
         return super().forward(tokens)
 
 
-TINY, ONE_BY_ONE = f"{__name__}:Tiny", f"{__name__}:OneByOne"
+TINY, LONG, ONE_BY_ONE = (f"{__name__}:{name}" for name in ("Tiny", "Long", "OneByOne"))
 COSTS = Costs(Device.read("h100_sxm"), Fabric.read("nvlink4_400g"))
 
 
@@ -80,7 +86,7 @@ def training(**options: Any) -> Training:
     [
         {},
         {"prefetch": 3},
-        {"blocks_a_unit": 3, "prefetch": 2},
+        {"blocks_a_unit": 2},
         {"stage": 2},
         {"reshard_after_forward": 8, "checkpointing": "full"},
         {"microbatches": 6, "reduce_each": True, "sequence": 512},
@@ -89,9 +95,9 @@ def training(**options: Any) -> Training:
     ids=str,
 )
 def test_short_models_tell_what_the_whole_takes(options: dict[str, Any]) -> None:
-    plan = training(**options)
-    blocks = count_equal_blocks(TINY)
-    assert blocks == BLOCKS
+    plan = training(model=LONG, **options)
+    blocks = count_equal_blocks(LONG)
+    assert blocks == BLOCKS + 8
     told, took = estimate(plan, COSTS, blocks), measure(plan, COSTS)
     assert told.seconds == pytest.approx(took.seconds, rel=0.01)
     assert told.compute == pytest.approx(took.compute, rel=0.01)
@@ -105,10 +111,10 @@ def test_a_model_is_shortened_where_its_blocks_are_equal() -> None:
     run = longest_run(model)
     assert run is not None
     assert (run.start, run.length) == (1, BLOCKS - 1)
-    shorten(model, 3)
-    assert [type(layer) for layer in model.layers] == [nn.Linear, Block, Block, Block]
-    with pytest.raises(ValueError, match="has no 4 equal blocks"):
-        shorten(model, 4)
+    shorten(model, 2)
+    assert [type(layer) for layer in model.layers] == [nn.Linear, Block, Block]
+    with pytest.raises(ValueError, match="has no 3 equal blocks"):
+        shorten(model, 3)
 
 
 def test_what_is_said_to_take_no_less_memory_takes_no_less() -> None:
@@ -128,27 +134,26 @@ def test_what_is_said_to_take_no_less_memory_takes_no_less() -> None:
         if needs_no_less(one, other):
             assert took[one] >= took[other]
     assert all(needs_no_less(plan, base) for plan in grown)
-    assert took[grown[2]] > took[base] + 16 * 2 * 8 * WIDTH**2 * 0.8  # all weights, in 16 bits
+    assert took[grown[2]] > took[base] + (BLOCKS - 1) * 2 * 8 * WIDTH**2  # weights in 16 bits
 
 
 def cut(found: Training) -> tuple[Any, ...]:
     return found.batch, found.checkpointing
 
 
-@pytest.mark.parametrize("limit", [2000 * MIB, 900 * MIB])
-def test_the_best_plan_is_that_of_an_exhaustive_search(limit: int) -> None:
-    given = training(sequence=2048)
+def test_the_best_plan_is_that_of_an_exhaustive_search() -> None:
+    given, limit = training(sequence=2048), 500 * MIB
     found = search(given, COSTS, memory=limit)
     assert all(plan.taken.reserved <= limit for plan in found.plans)
     best = found.plans[0]
     everything = [
         replace(given, checkpointing=kind, prefetch=prefetch, stage=stage, blocks_a_unit=size)
         for kind in ("none", "full")
-        for prefetch, stage, size in product((0, 1, 3), (2, 3), (1, 2, 4))
+        for prefetch, stage, size in product((1, 3), (2, 3), (1, 2, 4))
     ]
     took = [taken for plan in everything if (taken := measure(plan, COSTS)).reserved <= limit]
     assert best.seconds <= 1.005 * min(each.seconds for each in took)
-    assert found.tried < 60
+    assert found.tried < 3 * 4 * 3 * 5 * 3 / 6  # a sixth of all that may be chosen
     assert found.defaults is not None
     assert found.speedup == pytest.approx(found.defaults.seconds / best.seconds)
     again = simulate(best.training.program, 64, COSTS)
@@ -156,14 +161,12 @@ def test_the_best_plan_is_that_of_an_exhaustive_search(limit: int) -> None:
 
 
 def test_less_memory_gives_a_slower_plan_and_none_if_it_is_too_little() -> None:
-    given = training(batch=4, sequence=2048)
-    roomy, tight, none = (
-        search(given, COSTS, memory=limit * MIB) for limit in (20_000, 700, 50)
-    )
+    given = training(batch=2, sequence=2048)
+    roomy, tight, none = (search(given, COSTS, memory=limit * MIB) for limit in (20_000, 260, 50))
     assert roomy.plans[0].seconds < tight.plans[0].seconds
     assert {cut(plan.training) for plan in roomy.plans} != {cut(tight.plans[0].training)}
     tokens = {plan.training.tokens for plan in (*roomy.plans, *tight.plans)}
-    assert tokens == {4 * 2048}
+    assert tokens == {2 * 2048}
     assert not none.plans
     assert none.least is not None
     assert none.least.taken.reserved > 50 * MIB

@@ -75,7 +75,9 @@ def _against_defaults(found: Found, device: Device) -> str:
     much = f"The best takes {100 * (1 - 1 / found.speedup):.1f}% less time than the defaults"
     if found.defaults.taken.reserved > device.memory_size:
         return f"{much}, which do not fit."
-    return f"{much}." if found.speedup > 1 else "Nothing was found that is faster than the defaults."
+    return (
+        f"{much}." if found.speedup > 1 else "Nothing was found that is faster than the defaults."
+    )
 
 
 def _cells(plan: Plan) -> list[str]:

@@ -32,6 +32,17 @@ def leanest(training: Training) -> Training:
     return replace(with_defaults(training), prefetch=0, reduce_each=training.microbatches > 1)
 
 
+def like(plan: Training, work: Training) -> Training:
+    """``plan`` with the microbatches and the checkpointing of ``work``."""
+    return replace(
+        plan,
+        batch=work.batch,
+        microbatches=work.microbatches,
+        checkpointing=work.checkpointing,
+        reduce_each=work.microbatches > 1 and plan.reduce_each,
+    )
+
+
 def works(training: Training) -> list[list[Training]]:
     """The ways to do the same step, by how much memory their activations take: for each kind of
     checkpointing, the microbatches that its sequences may be cut into, smallest first."""
@@ -39,9 +50,7 @@ def works(training: Training) -> list[list[Training]]:
     batches = [size for size in range(1, sequences + 1) if sequences % size == 0]
     return [
         [
-            replace(
-                training, checkpointing=kind, batch=batch, microbatches=sequences // batch
-            )
+            replace(training, checkpointing=kind, batch=batch, microbatches=sequences // batch)
             for batch in batches
         ]
         for kind in LEANEST_FIRST
@@ -71,15 +80,12 @@ def needs_no_less(one: Training, other: Training) -> bool:
 
 def _hunger(training: Training) -> tuple[int, ...]:
     """Numbers that memory grows with, each by itself."""
-    if training.stage != 3:
-        kept = 2
-    else:
-        kept = 0 if training.reshard_after_forward is None else 1
+    keeps_part, keeps_all = training.reshard_after_forward is not None, training.stage != 3
     return (
         training.batch,
         LEANEST_FIRST.index(training.checkpointing),
         training.prefetch,
-        kept,
+        max(keeps_part, 2 * keeps_all),
         training.blocks_a_unit,
         0 if training.reduce_each or training.microbatches == 1 else 1,
     )

@@ -22,9 +22,9 @@ def keep_some():
 KEPT = {torch.ops.aten._scaled_dot_product_flash_attention.default}
 PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.linear.default}
 '''
-_CHECKPOINT = '''    for block in blocks:
+_CHECKPOINT = """    for block in blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False{kept})
-'''
+"""
 _OPTIMIZERS = {
     "adamw": ("AdamW", "AdamW(model.parameters())"),
     "torch-adamw": ("", "torch.optim.AdamW(model.parameters(), fused=True)"),

@@ -17,6 +17,7 @@ from fsdp_overlap.simulating.choices import (
     LAYOUTS,
     changes,
     leanest,
+    like,
     needs_no_less,
     with_defaults,
     works,
@@ -199,10 +200,11 @@ class _Search:
 
     def climb(self, work: Training) -> None:
         """Changes one choice after the other for the better, until none is."""
-        plan = work
-        started = [each for each in self.try_all([with_defaults(work)]) if each != work]
-        if started and self.estimates[started[0]].seconds < self.estimates[plan].seconds:
-            plan = started[0]
+        starts = [work, with_defaults(work)]
+        if fitting := [plan for plan in self.estimates if self.fits(plan)]:
+            best = min(fitting, key=lambda plan: self.estimates[plan].seconds)
+            starts.append(like(best, work))
+        plan = min(self.try_all(starts), key=lambda plan: self.estimates[plan].seconds)
         before = None
         while plan != before:
             before = plan
@@ -306,4 +308,3 @@ class _Search:
 
 def _work(plan: Training) -> tuple[int, str]:
     return plan.batch, plan.checkpointing
-

@@ -1,4 +1,4 @@
-"""Models with fewer blocks. A step's time and memory grow with each block by the same, so that short
+"""Models with fewer blocks. Each block adds the same to a step's time and memory, so that short
 models tell what long ones take."""
 
 from __future__ import annotations
