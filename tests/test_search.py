@@ -197,8 +197,11 @@ def test_the_code_of_a_plan_does_what_was_predicted(options: dict[str, Any]) -> 
     code: dict[str, Any] = {}
     exec(code_of(plan), code)
 
+    kept = {}
+
     def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(model(batch).flatten(0, 1).float(), batch.flatten())
+        logits = kept["logits"] = model(batch)  # as what is simulated keeps it during backward
+        return F.cross_entropy(logits.flatten(0, 1).float(), batch.flatten())
 
     def program() -> Step:
         with torch.device("modelled"):
