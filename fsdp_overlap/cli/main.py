@@ -239,6 +239,12 @@ def simulate(
     fabric: Annotated[
         str, typer.Option(help="A fabric's name, or its TOML file.")
     ] = "nvlink4_400g",
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            help="A trace of the model on one such device, with shapes: times of compute."
+        ),
+    ] = None,
     replicate: Annotated[int, typer.Option(help="Copies of each shard.")] = 1,
     experts: Annotated[int, typer.Option(help="Ranks that share a mixture's experts.")] = 1,
     batch: Annotated[int, typer.Option(help="Sequences per rank and microbatch.")] = 1,
@@ -255,20 +261,40 @@ def simulate(
     against_fsdp2: Annotated[
         bool, typer.Option("--against-fsdp2", help="Predict FSDP2 on the same, too.")
     ] = False,
+    reshard_after_forward: Annotated[
+        int | None,
+        typer.Option(help="Neighbours that keep a block's weights among them until backward."),
+    ] = None,
+    reduce_each: Annotated[
+        bool,
+        typer.Option("--reduce-each", help="Reduce the gradients of each microbatch at once."),
+    ] = False,
+    best: Annotated[
+        bool,
+        typer.Option(
+            "--best", help="Look for the fastest plan for as many tokens a step that fits."
+        ),
+    ] = False,
+    memory: Annotated[
+        float | None, typer.Option(help="GiB that a rank may take [default: the device's].")
+    ] = None,
+    price: Annotated[
+        float | None, typer.Option(help="Dollars for an hour of a GPU: says what a step costs.")
+    ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for the trace and its overlap report.")
+        Path | None,
+        typer.Option(help="Folder for the trace and its overlap report, or for the best plan."),
     ] = None,
 ) -> None:
     """Predict a training step on many GPUs, which need not be there: its time, its memory, and what
-    communication it waits for. Runs the library's own schedule on modelled time."""
-    from fsdp_overlap.cli.simulate import predict  # which gives torch one more kind of device
+    communication it waits for. Runs the library's own schedule on modelled time. --best looks for
+    the fastest way to do the step, and prints it as code."""
+    # Gives torch one more kind of device.
+    from fsdp_overlap.cli.simulate import Asked, predict
 
     predict(
-        device,
-        fabric,
-        out,
+        Asked(device, fabric, profile, memory, price, best, against_fsdp2, out),
         layout,
-        against_fsdp2,
         model=model,
         gpus=gpus,
         replicate=replicate,
@@ -281,6 +307,8 @@ def simulate(
         stage=stage,
         prefetch=prefetch,
         optimizer=optimizer,
+        reshard_after_forward=reshard_after_forward,
+        reduce_each=reduce_each,
     )
 
 

@@ -6,6 +6,7 @@ from fsdp_overlap.simulating.fsdp2 import Fsdp2Training
 from fsdp_overlap.simulating.hardware import Device, Fabric
 from fsdp_overlap.simulating.on_cpu import CpuPrediction, simulate_on_cpu
 from fsdp_overlap.simulating.profile import Profile
+from fsdp_overlap.simulating.search import Found, Plan, search
 from fsdp_overlap.simulating.simulate import Prediction, Step, simulate
 from fsdp_overlap.simulating.training import Training, known_models
 
@@ -15,12 +16,15 @@ __all__ = [
     "CpuPrediction",
     "Device",
     "Fabric",
+    "Found",
     "Fsdp2Training",
+    "Plan",
     "Prediction",
     "Profile",
     "Step",
     "Training",
     "known_models",
+    "search",
     "simulate",
     "simulate_on_cpu",
 ]

@@ -89,6 +89,8 @@ class Clock:
     """Says when operations end, and records them."""
 
     costs: Costs
+    computed: float = 0.0
+    """Seconds of compute so far, as if it had been alone."""
     ran: list[Ran] = field(default_factory=list)
     links: dict[str, Link] = field(default_factory=dict)
     pace: float = 1.0
@@ -102,7 +104,9 @@ class Clock:
     def end(self, operation: Operation, stream: Queue, enqueued: float, ready: float) -> float:
         if operation.group is not None:
             return self._collective(operation, operation.group, stream, enqueued, ready)
-        end = self._disturbed(ready, self.pace * self.costs.compute(operation))
+        seconds = self.pace * self.costs.compute(operation)
+        self.computed += seconds
+        end = self._disturbed(ready, seconds)
         self.ran.append(Ran(operation.name, stream.index, enqueued, ready, end))
         return end
 

@@ -47,9 +47,11 @@ class Fsdp2Training(Training):
     def _shard(self, model: nn.Module, units: list[Unit], meshes: Meshes) -> Any:
         policy = MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype)
         shard = partial(fully_shard, mp_policy=policy)
+        part = self.reshard_after_forward
         for unit in units:
             # In stage 3 it gathers each unit again in backward, but for the root.
-            unit.share(shard, mesh=unit.mesh, reshard_after_forward=self.stage == 3)
+            among = part if part is not None and unit.mesh is meshes.whole else self.stage == 3
+            unit.share(shard, mesh=unit.mesh, reshard_after_forward=among)
         sharded: Any = shard(model, mesh=meshes.whole)
         if self.prefetch > 1:  # one unit ahead is its default
             order: list[Any] = [sharded, *(unit.modules[0] for unit in units)]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from fsdp_overlap.modelled import ModelledDevice, fake_ranks, running, torch_module
+from fsdp_overlap.modelled import fake_ranks, running, torch_module
 from fsdp_overlap.profiling import RankReport, read_report
 from fsdp_overlap.simulating.clock import Clock, Costs
+from fsdp_overlap.simulating.hardware import Device, Fabric
+from fsdp_overlap.simulating.memory import Kind, Usage, counters
+from fsdp_overlap.simulating.observed import Collective, ObservedDevice, Stretch
 from fsdp_overlap.simulating.trace import Mark, marking, trace_of
+from fsdp_overlap.simulating.traffic import traffic
 
 Step = Callable[[], object]
 """A training step: forwards, backwards and the optimizer's step."""
@@ -22,21 +26,52 @@ Step = Callable[[], object]
 class Prediction:
     """What a step of training takes once the schedule has learned the order of units.
 
-    seconds: between the ends of two steps, if the host may run ahead. memory: the most bytes that
-    tensors had at once after the model was built; reserved: the most that the allocator had taken
-    from the device for them. trace: a step that began when the device was idle, as torch's profiler
-    would have traced it.
+    Args:
+        world_size: the number of ranks, of which each has a device.
+        seconds: between the ends of two steps, if the host may run ahead.
+        compute: seconds that compute would take in it if nothing else ran.
+        stretches: when compute waited for the host in it.
+        memory: the most bytes that tensors had at once after the model was built.
+        reserved: the most that the allocator had taken from the device for them.
+        peak: what held these bytes of ``memory``.
+        usage: what memory held over the step of ``trace``. A change counts when compute has come
+            to where the host made it.
+        collectives: what was enqueued in the step of ``trace``.
+        trace: a step that began when the device was idle, as torch's profiler would have traced it.
     """
 
+    world_size: int
     seconds: float
+    compute: float
+    stretches: Sequence[Stretch]
     memory: int
     reserved: int
+    peak: Mapping[Kind, int]
+    usage: Sequence[Usage]
+    collectives: Sequence[Collective]
     trace: dict[str, Any]
 
     @cached_property
     def report(self) -> RankReport:
         """What was exposed, and why."""
         return read_report(self.trace, steps=1).ranks[0]
+
+    @property
+    def host_bound(self) -> float:
+        """Seconds of a step in which compute waits for the host."""
+        return sum(stretch.waited for stretch in self.stretches)
+
+    def fits(self, device: Device) -> bool:
+        """Whether the device has the memory."""
+        return self.reserved <= device.memory_size
+
+    def traffic(self, fabric: Fabric) -> dict[str, float]:
+        """Bytes that come to a rank in a step, over each link."""
+        return traffic(fabric, self.collectives)
+
+    def cost(self, price: float) -> float:
+        """What a step costs, if a device costs ``price`` an hour."""
+        return self.world_size * self.seconds / 3600 * price
 
 
 def simulate(
@@ -53,25 +88,39 @@ def simulate(
         warmup: steps before the one that is predicted. Units are not gathered ahead in the first.
     """
     clock = Clock(costs, pace=costs.slowest(world_size))
-    device = ModelledDevice(timing=clock, values=False)
+    device = ObservedDevice(clock)
+    ledger = device.allocator
     with fake_ranks(world_size), running(device), marking(device) as marks:
         step = program()
         torch_module.empty_cache()
         torch_module.reset_peak_memory_stats()
-        for _ in range(warmup):
+        ledger.phase, built = "training", ledger.position
+        with device.watching_optimizers():
+            for _ in range(warmup):
+                step()
+            start, computed = device.default.ends, clock.computed
+            device.stretches.clear()
             step()
-        start = device.default.ends
-        step()
-        seconds = device.default.ends - start
-        torch.accelerator.synchronize()
-        for noted in (marks, clock.ran, device.backwards):
-            noted.clear()
-        start = device.host.ends
-        step()
-        marks.append(Mark("ProfilerStep#0", start, device.host.ends))
+            seconds, compute = device.default.ends - start, clock.computed - computed
+            stretches = list(device.stretches)
+            torch.accelerator.synchronize()
+            for noted in (marks, clock.ran, device.backwards, device.collectives):
+                noted.clear()
+            start, begun = device.host.ends, ledger.position
+            step()
+            marks.append(Mark("ProfilerStep#0", start, device.host.ends))
+        usage = ledger.usage(begun)
+        trace = trace_of(clock.ran, marks, device.backwards, world_size)
+        trace["traceEvents"] += counters(usage)
         return Prediction(
+            world_size=world_size,
             seconds=seconds,
-            memory=device.allocator.allocated_most,
-            reserved=device.allocator.reserved_most,
-            trace=trace_of(clock.ran, marks, device.backwards, world_size),
+            compute=compute,
+            stretches=stretches,
+            memory=ledger.allocated_most,
+            reserved=ledger.reserved_most,
+            peak=ledger.peak(built),
+            usage=usage,
+            collectives=device.collectives,
+            trace=trace,
         )

@@ -30,6 +30,7 @@ from fsdp_overlap.blocks import find_blocks
 from fsdp_overlap.layout import Flat, LayoutRule
 from fsdp_overlap.optim import AdamW, Muon
 from fsdp_overlap.simulating.mixture import Experts, spread_experts
+from fsdp_overlap.simulating.shortening import shorten
 from fsdp_overlap.simulating.simulate import Step
 from fsdp_overlap.torch_internals import flash_attention
 
@@ -115,6 +116,11 @@ class Training:
         param_dtype, reduce_dtype: as :class:`MixedPrecisionPolicy` takes them.
         gather_dtype: as :class:`WirePolicy` takes it. Without, weights travel in ``param_dtype``.
         optimizer: one of :data:`OPTIMIZERS`.
+        reshard_after_forward: among how many neighbouring ranks blocks keep their weights from
+            forward to backward, as :func:`fully_shard` takes the number. Without, ``stage`` says.
+        reduce_each: whether each microbatch's gradients are reduced. Else they stay whole until
+            those of the last are, which takes more memory and less communication.
+        blocks: how many of the model's equal blocks there are. Without, all of them.
     """
 
     model: str
@@ -133,6 +139,9 @@ class Training:
     reduce_dtype: torch.dtype = torch.float32
     gather_dtype: torch.dtype | None = None
     optimizer: str = "adamw"
+    reshard_after_forward: int | None = None
+    reduce_each: bool = False
+    blocks: int | None = None
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -151,6 +160,11 @@ class Training:
         for name, known in (("optimizer", OPTIMIZERS), ("checkpointing", CHECKPOINTING)):
             if (given := getattr(self, name)) not in known:
                 raise ValueError(f"{name}={given!r}: must be one of {', '.join(known)}")
+        if self.reshard_after_forward is not None and self.stage != 3:
+            raise ValueError(
+                f"reshard_after_forward={self.reshard_after_forward} with stage={self.stage}, "
+                "which keeps all weights: use stage 3"
+            )
 
     @property
     def tokens(self) -> int:
@@ -162,6 +176,8 @@ class Training:
         meshes = self._meshes()
         with torch.device(DEVICE):
             model = model_of(self.model)()
+            if self.blocks is not None:
+                shorten(model, self.blocks)
             spread = spread_experts(model, meshes.tokens)
         if self.experts > 1 and not spread:
             raise ValueError(
@@ -225,14 +241,16 @@ class Training:
         wire = WirePolicy(self.gather_dtype) if self.gather_dtype is not None else None
         shard = partial(fully_shard, ctx=ctx, mp_policy=policy, wire_policy=wire)
         for unit in units:
-            unit.share(shard, mesh=unit.mesh)
+            part = self.reshard_after_forward if unit.mesh is meshes.whole else None
+            unit.share(shard, mesh=unit.mesh, reshard_after_forward=part)
         sharded: Any = shard(model)
-        sharded.set_zero_stage(self.stage)
+        if self.stage != 3:
+            sharded.set_zero_stage(self.stage)
         return sharded
 
     def _begin(self, sharded: Any, is_last: bool) -> None:
         """Called before each microbatch."""
-        sharded.set_requires_gradient_sync(is_last)
+        sharded.set_requires_gradient_sync(is_last or self.reduce_each)
 
 
 def known_models() -> list[str]:

@@ -1,0 +1,141 @@
+"""A plan as code: what to write into a training program to have it."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from fsdp_overlap.simulating.training import Training
+
+_SELECT = '''
+
+def keep_some():
+    """Keeps attention's output and every second product's, and runs the rest again in backward."""
+    products = count()
+
+    def policy(context, operator, *args, **kwargs):
+        is_kept = operator in KEPT or (operator in PRODUCTS and next(products) % 2 == 0)
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+KEPT = {torch.ops.aten._scaled_dot_product_flash_attention.default}
+PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.linear.default}
+'''
+_CHECKPOINT = """    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False{kept})
+"""
+_OPTIMIZERS = {
+    "adamw": ("AdamW", "AdamW(model.parameters())"),
+    "torch-adamw": ("", "torch.optim.AdamW(model.parameters(), fused=True)"),
+    "muon": ("Muon", "Muon(model)"),
+}
+# What the code below says, or what makes no difference to it.
+_SAID = {
+    *("model", "gpus", "replicate", "batch", "sequence", "microbatches", "checkpointing"),
+    *("blocks_a_unit", "stage", "layout", "prefetch", "param_dtype", "reduce_dtype"),
+    *("gather_dtype", "optimizer", "reshard_after_forward", "reduce_each"),
+}
+
+
+def code_of(training: Training) -> str:
+    """A module with two functions: ``shard(model)`` returns an optimizer, and ``train_step`` makes
+    a step.
+
+    Raises:
+        ValueError: an option is set that the code does not speak of.
+    """
+    for each in fields(training):
+        if each.name not in _SAID and getattr(training, each.name) != each.default:
+            raise ValueError(f"{each.name}={getattr(training, each.name)!r}: no code for that")
+    return f"{_head(training)}\n\n{_shard(training)}\n\n{_step(training)}"
+
+
+def _head(training: Training) -> str:
+    names = ["FsdpContext", "MixedPrecisionPolicy", "find_blocks", "fully_shard"]
+    wire = ["WirePolicy"] if training.gather_dtype is not None else []
+    kind = training.checkpointing
+    ours, _ = _OPTIMIZERS[training.optimizer]
+    selective = ["CheckpointPolicy", "checkpoint", "create_selective_checkpoint_contexts"]
+    lines = [
+        "from itertools import count" if kind == "selective" else "",
+        "from functools import partial" if kind != "none" else "",
+        "import torch",
+        "from torch.distributed.device_mesh import init_device_mesh",
+        {
+            "none": "",
+            "full": "from torch.utils.checkpoint import checkpoint",
+            "selective": f"from torch.utils.checkpoint import {', '.join(selective)}",
+        }[kind],
+        f"from fsdp_overlap import {', '.join(sorted([*names, *wire]))}",
+        f"from fsdp_overlap.layout import {type(training.layout).__name__}",
+        f"from fsdp_overlap.optim import {ours}" if ours else "",
+    ]
+    select = _SELECT if kind == "selective" else ""
+    return "\n".join(line for line in lines if line) + "\n" + select
+
+
+def _shard(training: Training) -> str:
+    ranks, copies = training.gpus // training.replicate, training.replicate
+    mesh = f'({ranks},), mesh_dim_names=("shard",)'
+    if copies > 1:
+        mesh = f'({copies}, {ranks}), mesh_dim_names=("replicate", "shard")'
+    policies = "mp_policy=precision"
+    wire = ""
+    if training.gather_dtype is not None:
+        wire = f"    wire = WirePolicy({training.gather_dtype})\n"
+        policies += ", wire_policy=wire"
+    part = ""
+    if training.reshard_after_forward is not None:
+        part = f", reshard_after_forward={training.reshard_after_forward}"
+    kept = {"none": None, "full": "", "selective": ", context_fn=keep_some"}[training.checkpointing]
+    size = training.blocks_a_unit
+    if size == 1:
+        units = f"    for block in blocks:\n        fully_shard(block, ctx, {policies}{part})\n"
+    else:
+        units = (
+            f"    for first in range(0, len(blocks), {size}):\n"
+            f"        unit = blocks[first : first + {size}]\n"
+            f"        unit = unit if len(unit) > 1 else unit[0]\n"
+            f"        fully_shard(unit, ctx, {policies}{part})\n"
+        )
+    precision = f"{training.param_dtype}, {training.reduce_dtype}"
+    return (
+        'def shard(model, device="cuda"):\n'
+        f"    mesh = init_device_mesh(device, {mesh})\n"
+        f"    ctx = FsdpContext(mesh, layout={training.layout!r}, prefetch={training.prefetch})\n"
+        f"    precision = MixedPrecisionPolicy({precision})\n"
+        f"{wire}"
+        "    blocks = find_blocks(model)\n"
+        f"{'' if kept is None else _CHECKPOINT.format(kept=kept)}"
+        f"{units}"
+        f"    fully_shard(model, ctx, {policies})\n"
+        f"{'' if training.stage == 3 else f'    model.set_zero_stage({training.stage})' + chr(10)}"
+        f"    return {_OPTIMIZERS[training.optimizer][1]}\n"
+    )
+
+
+def _step(training: Training) -> str:
+    count, size = training.microbatches, training.batch
+    sequences = f"{size} sequence{'s' if size > 1 else ''} of {training.sequence} tokens"
+    if count == 1:
+        return (
+            "def train_step(model, optimizer, loss_of, batch):\n"
+            f'    """``batch``: {sequences}, of this rank."""\n'
+            "    loss_of(model, batch).backward()\n"
+            "    optimizer.step()\n"
+            "    optimizer.zero_grad()\n"
+        )
+    sync = ""
+    if not training.reduce_each:
+        sync = f"        model.set_requires_gradient_sync(number == {count - 1})\n"
+    loop = "number, batch in enumerate(batches)" if sync else "batch in batches"
+    return (
+        "def train_step(model, optimizer, loss_of, batches):\n"
+        f'    """``batches``: {count} times {sequences}, of this rank."""\n'
+        f"    for {loop}:\n"
+        f"{sync}"
+        f"        (loss_of(model, batch) / {count}).backward()\n"
+        "    optimizer.step()\n"
+        "    optimizer.zero_grad()\n"
+    )

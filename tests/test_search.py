@@ -1,0 +1,264 @@
+"""The search for the best plan: estimates, memory, what is skipped, and the plan as code."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fsdp_overlap.layout import Rows, Whole
+from fsdp_overlap.simulating import Costs, Device, Fabric, Step, Training, search, simulate
+from fsdp_overlap.simulating.choices import (
+    LEANEST_FIRST,
+    leanest,
+    needs_no_less,
+    ways_to_save,
+    with_defaults,
+)
+from fsdp_overlap.simulating.estimate import count_equal_blocks, estimate, measure
+from fsdp_overlap.simulating.plan_code import code_of
+from fsdp_overlap.simulating.search import DOES_NOT_FIT
+from fsdp_overlap.simulating.shortening import longest_run, shorten
+from support.cli_runs import run_main
+
+WIDTH, BLOCKS, VOCABULARY = 1024, 4, 1000
+MIB = 2**20
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = hidden + self.down(F.gelu(self.up(hidden)))
+        return out
+
+
+class Tiny(nn.Module):
+    """Of a user."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        out: torch.Tensor = self.head(hidden)
+        return out
+
+
+class Long(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.extend(Block() for _ in range(8))
+
+
+class OneByOne(Tiny):
+    """Takes one sequence at a time."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if len(tokens) > 1:
+            raise NotImplementedError("several sequences")
+        return super().forward(tokens)
+
+
+TINY, LONG, ONE_BY_ONE = (f"{__name__}:{name}" for name in ("Tiny", "Long", "OneByOne"))
+COSTS = Costs(Device.read("h100_sxm"), Fabric.read("nvlink4_400g"))
+
+
+def training(**options: Any) -> Training:
+    return Training(**{"model": TINY, "gpus": 64, "sequence": 4096, **options})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"prefetch": 3},
+        {"blocks_a_unit": 2},
+        {"stage": 2},
+        {"reshard_after_forward": 8, "checkpointing": "full"},
+        {"microbatches": 6, "reduce_each": True, "sequence": 512},
+        {"microbatches": 5, "sequence": 512, "checkpointing": "selective"},
+    ],
+    ids=str,
+)
+def test_short_models_tell_what_the_whole_takes(options: dict[str, Any]) -> None:
+    plan = training(model=LONG, **options)
+    blocks = count_equal_blocks(LONG)
+    assert blocks == BLOCKS + 8
+    told, took = estimate(plan, COSTS, blocks), measure(plan, COSTS)
+    assert told.seconds == pytest.approx(took.seconds, rel=0.01)
+    assert told.compute == pytest.approx(took.compute, rel=0.01)
+    assert told.memory == pytest.approx(took.memory, rel=0.02)
+    assert told.exposed is None
+
+
+def test_a_model_is_shortened_where_its_blocks_are_equal() -> None:
+    model = Tiny()
+    model.layers[0] = nn.Linear(WIDTH, WIDTH)
+    run = longest_run(model)
+    assert run is not None
+    assert (run.start, run.length) == (1, BLOCKS - 1)
+    shorten(model, 2)
+    assert [type(layer) for layer in model.layers] == [nn.Linear, Block, Block]
+    with pytest.raises(ValueError, match="has no 3 equal blocks"):
+        shorten(model, 3)
+
+
+def test_what_is_said_to_take_no_less_memory_takes_no_less() -> None:
+    base = leanest(training(batch=2, sequence=2048))
+    base = replace(base, checkpointing=LEANEST_FIRST[0])
+    grown = [
+        replace(base, prefetch=2),
+        replace(base, reshard_after_forward=8),
+        replace(base, stage=2),
+        replace(base, blocks_a_unit=4),
+        replace(base, checkpointing="selective"),
+        replace(base, checkpointing="none"),
+        replace(base, batch=4),
+    ]
+    took = {plan: measure(plan, COSTS).memory for plan in (base, *grown)}
+    for one, other in product(took, took):
+        if needs_no_less(one, other):
+            assert took[one] >= took[other]
+    assert all(needs_no_less(plan, base) for plan in grown)
+    assert took[grown[2]] > took[base] + (BLOCKS - 1) * 2 * 8 * WIDTH**2  # weights in 16 bits
+
+
+def cut(found: Training) -> tuple[Any, ...]:
+    return found.batch, found.checkpointing
+
+
+def test_the_best_plan_is_that_of_an_exhaustive_search() -> None:
+    given, limit = training(sequence=2048), 500 * MIB
+    found = search(given, COSTS, memory=limit)
+    assert all(plan.taken.reserved <= limit for plan in found.plans)
+    best = found.plans[0]
+    everything = [
+        replace(given, checkpointing=kind, prefetch=prefetch, stage=stage, blocks_a_unit=size)
+        for kind in ("none", "full")
+        for prefetch, stage, size in product((1, 3), (2, 3), (1, 2, 4))
+    ]
+    took = [taken for plan in everything if (taken := measure(plan, COSTS)).reserved <= limit]
+    assert best.seconds <= 1.005 * min(each.seconds for each in took)
+    assert found.tried < 3 * 4 * 3 * 5 * 3 / 6  # a sixth of all that may be chosen
+    assert found.defaults is not None
+    assert found.speedup == pytest.approx(found.defaults.seconds / best.seconds)
+    again = simulate(best.training.program, 64, COSTS)
+    assert (again.seconds, again.reserved) == (best.seconds, best.taken.reserved)
+
+
+def test_less_memory_gives_a_slower_plan_and_none_if_it_is_too_little() -> None:
+    given = training(batch=2, sequence=2048)
+    roomy, tight, none = (search(given, COSTS, memory=limit * MIB) for limit in (20_000, 260, 50))
+    assert roomy.plans[0].seconds < tight.plans[0].seconds
+    assert {cut(plan.training) for plan in roomy.plans} != {cut(tight.plans[0].training)}
+    tokens = {plan.training.tokens for plan in (*roomy.plans, *tight.plans)}
+    assert tokens == {2 * 2048}
+    assert not none.plans
+    assert none.least is not None
+    assert none.least.taken.reserved > 50 * MIB
+    assert none.skipped[DOES_NOT_FIT] > 0
+
+
+def test_what_cannot_run_is_skipped_and_counted() -> None:
+    found = search(training(model=ONE_BY_ONE, batch=2, sequence=512), COSTS)
+    assert {plan.training.batch for plan in found.plans} == {1}
+    assert found.skipped["NotImplementedError: several sequences"] >= 3
+    assert found.defaults is None
+
+
+CODED = [
+    {},
+    {"batch": 2, "checkpointing": "selective", "blocks_a_unit": 3, "prefetch": 2},
+    {"checkpointing": "full", "reshard_after_forward": 8, "optimizer": "torch-adamw"},
+    {"stage": 2, "layout": Rows(), "replicate": 8},
+    {"optimizer": "muon", "layout": Whole(), "gather_dtype": torch.float8_e4m3fn},
+    {"microbatches": 3, "sequence": 512},
+    {"microbatches": 3, "sequence": 512, "reduce_each": True, "prefetch": 0},
+]
+
+
+@pytest.mark.parametrize("options", CODED, ids=str)
+def test_the_code_of_a_plan_does_what_was_predicted(options: dict[str, Any]) -> None:
+    plan = training(**options)
+    code: dict[str, Any] = {}
+    exec(code_of(plan), code)
+
+    kept = {}
+
+    def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        logits = kept["logits"] = model(batch)  # as what is simulated keeps it during backward
+        return F.cross_entropy(logits.flatten(0, 1).float(), batch.flatten())
+
+    def program() -> Step:
+        with torch.device("modelled"):
+            model = Tiny()
+        optimizer = code["shard"](model, "modelled")
+
+        def batches() -> Any:
+            for _ in range(plan.microbatches):
+                yield torch.randint(2, (plan.batch, plan.sequence), device="modelled")
+
+        def step() -> None:
+            given = batches() if plan.microbatches > 1 else next(batches())
+            code["train_step"](model, optimizer, loss_of, given)
+
+        return step
+
+    done, predicted = simulate(program, 64, COSTS), simulate(plan.program, 64, COSTS)
+    assert done.seconds == pytest.approx(predicted.seconds, rel=0.005)
+    assert done.memory == pytest.approx(predicted.memory, rel=0.005)
+    assert len(done.collectives) == len(predicted.collectives)
+
+
+def test_code_says_all_of_a_plan_or_nothing() -> None:
+    with pytest.raises(ValueError, match="blocks=3: no code for that"):
+        code_of(training(blocks=3))
+
+
+def test_ways_to_save_are_options_that_save() -> None:
+    plan = training(batch=2, blocks_a_unit=2, stage=2)
+    assert ways_to_save(plan) == [
+        "--checkpointing selective",
+        "a smaller --batch",
+        "--stage 3",
+        "--blocks-a-unit 1",
+        "--prefetch 0",
+    ]
+    assert not ways_to_save(leanest(training(checkpointing="full")))
+    assert ways_to_save(with_defaults(training(checkpointing="full"))) == ["--prefetch 0"]
+
+
+def test_the_command_prints_the_best_plan_as_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "best"
+    options = "--gpus 64 --sequence 512 --memory 4 --price 2 --best --out"
+    assert run_main("simulate", TINY, *options.split(), str(out)) == 0
+    shown = capsys.readouterr().out
+    assert "plans tried" in shown
+    assert "less time than the defaults" in shown or "Nothing was found" in shown
+    assert "a billion tokens" in shown
+    code = (out / "plan.py").read_text()
+    assert "def shard(model" in code
+    assert code in shown
+    compile(code, "plan.py", "exec")
+
+
+def test_the_command_says_that_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_main("simulate", TINY, *"--gpus 64 --memory 0.05 --best".split()) == 2
+    said = capsys.readouterr().err
+    assert "no plan fits in 0.1 GiB; the least needs" in said
