@@ -14,7 +14,7 @@ from fsdp_overlap.simulating.memory import KINDS
 from fsdp_overlap.simulating.observed import Collective, ObservedDevice
 from fsdp_overlap.simulating.traffic import traffic
 from support.cli_runs import run_main
-from test_simulating import LAYER_BYTES, UNITS, WIDTH, Seconds, predict, program
+from support.timed_program import LAYER_BYTES, UNITS, WIDTH, Seconds, predict, program
 
 GIB = 2**30
 SHARDS = UNITS * LAYER_BYTES // 8
@@ -40,7 +40,7 @@ def test_memory_is_told_by_what_it_is_for() -> None:
 def test_kept_weights_are_full_buffers_and_more_batch_is_activations() -> None:
     def peak(**options: object) -> dict[str, int]:
         training = Training(**{"model": "test_simulate_command:Tiny", "gpus": 8, **options})  # type: ignore[arg-type]
-        found = simulate(training.program, 8, Seconds2())
+        found = simulate(training.program, 8, AnySeconds())
         return {kind: max(each.nbytes[kind] for each in found.usage) for kind in KINDS}
 
     few, kept, more = peak(sequence=512), peak(sequence=512, stage=2), peak(sequence=1024)
@@ -50,8 +50,8 @@ def test_kept_weights_are_full_buffers_and_more_batch_is_activations() -> None:
     assert {kind for kind in KINDS if more[kind] != few[kind]} == {"activations"}
 
 
-class Seconds2(Seconds):
-    """Of any program."""
+class AnySeconds(Seconds):
+    """Costs of any program."""
 
     def __init__(self) -> None:
         super().__init__(1e-3)

@@ -259,6 +259,6 @@ def test_the_command_prints_the_best_plan_as_code(
 
 
 def test_the_command_says_that_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_main("simulate", TINY, *"--gpus 64 --memory 0.05 --best".split()) == 2
+    assert run_main("simulate", TINY, *"--gpus 64 --memory 0.2 --best".split()) == 2
     said = capsys.readouterr().err
-    assert "no plan fits in 0.1 GiB; the least needs" in said
+    assert "no plan fits in 0.2 GiB; the least needs" in said

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.modelled import Operation
 from fsdp_overlap.modelled.queues import Queue
-from fsdp_overlap.optim import AdamW
-from fsdp_overlap.simulating.clock import Clock, Link, full_of
-from fsdp_overlap.simulating.simulate import Prediction, Step, simulate
-
-UNITS, WIDTH = 6, 64
-LAYER_BYTES = 4 * WIDTH * WIDTH
+from fsdp_overlap.simulating.clock import Clock, Link
+from support.timed_program import LAYER_BYTES, UNITS, WIDTH, Seconds, predict
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 5)), max_size=12))
@@ -35,39 +24,6 @@ def test_a_link_serves_one_moment_once_and_never_idles_before_who_is_ready(
     assert sum(end - start for start, end in link.busy) == len(used)
     ends = [0.0, *(end for _, end in link.busy)]
     assert all(start >= end for end, (start, _) in zip(ends, link.busy, strict=False))
-
-
-@dataclass
-class Seconds:
-    """A product takes `compute` seconds, all else that computes takes none."""
-
-    compute_: float
-    gather: float = 0.0
-    reduce: float = 0.0
-    host: float = 0.0
-    slowdown: float = 0.0
-    slowest_: float = 1.0
-
-    def on_host(self, operation: Operation) -> float:
-        return self.host
-
-    def compute(self, operation: Operation) -> float:
-        return self.compute_ if operation.name == "mm" else 0.0
-
-    def collective(self, operation: Operation, ranks: Sequence[int]) -> float:
-        assert len(ranks) == 8
-        nbytes = sum(tensor.nbytes for tensor in full_of(operation))
-        if nbytes < LAYER_BYTES:
-            return 0.0  # checks
-        assert nbytes == LAYER_BYTES
-        return {"all_gather": self.gather, "reduce_scatter": self.reduce}[operation.name]
-
-    def link(self, ranks: Sequence[int]) -> str:
-        return "all"
-
-    def slowest(self, ranks: int) -> float:
-        assert ranks == 8
-        return self.slowest_
 
 
 @pytest.mark.parametrize(
@@ -91,33 +47,6 @@ def test_compute_is_slower_while_a_collective_is_under_way(
     clock = Clock(costs, links={"one": one, "other": other})
     operation = Operation("mm", [], [])
     assert clock.end(operation, Queue(1, ""), 0.0, start) == pytest.approx(end)
-
-
-def program() -> Step:
-    """A step of blocks of one layer each."""
-    mesh = init_device_mesh("modelled", (8,))
-    with torch.device("modelled"):
-        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(UNITS)))
-        batch = torch.empty(16, WIDTH)
-    ctx = FsdpContext(mesh)
-    for layer in model:
-        fully_shard(layer, ctx)
-    fully_shard(model, ctx)
-    optimizer = AdamW(model.parameters())
-
-    def step() -> None:
-        model(batch).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def predict(
-    compute: float, gather: float, reduce: float, host: float = 0.0, slowest: float = 1.0
-) -> Prediction:
-    costs = Seconds(compute, gather, reduce, host, slowest_=slowest)
-    return simulate(program, 8, costs)
 
 
 # Products: one in forward, two in backward, but for the first layer's, whose input needs none.

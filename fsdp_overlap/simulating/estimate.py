@@ -60,21 +60,20 @@ def estimate(training: Training, costs: Costs, equal_blocks: int) -> Taken:
     per_step = [training.microbatches]
     if training.microbatches > ENOUGH_MICROBATCHES + 1:
         per_step = [ENOUGH_MICROBATCHES, ENOUGH_MICROBATCHES + 1]
+    times = (equal_blocks - few) / (more - few)
+
+    def with_all_blocks(microbatches: int) -> Taken:
+        plan = replace(training, microbatches=microbatches)
+        ends = [_simulated(replace(plan, blocks=blocks), costs) for blocks in short]
+        return _beyond(ends[0], ends[1], times)
+
     try:
-        by_microbatches = []
-        for microbatches in per_step:
-            ends = [
-                _simulated(replace(training, blocks=blocks, microbatches=microbatches), costs)
-                for blocks in (few, more)
-            ]
-            by_microbatches.append(_beyond(ends[0], ends[1], (equal_blocks - few) / (more - few)))
+        taken = [with_all_blocks(microbatches) for microbatches in per_step]
     except (RuntimeError, ValueError, IndexError, KeyError, AttributeError):
         return measure(training, costs)  # the model may need all of its blocks
-    if len(by_microbatches) == 1:
-        return by_microbatches[0]
-    return _beyond(
-        by_microbatches[0], by_microbatches[1], training.microbatches - ENOUGH_MICROBATCHES
-    )
+    if len(taken) == 1:
+        return taken[0]
+    return _beyond(taken[0], taken[1], training.microbatches - ENOUGH_MICROBATCHES)
 
 
 def _simulated(training: Training, costs: Costs) -> Taken:

@@ -1,0 +1,79 @@
+"""A small program of equal layers, and costs that one can calculate with by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_overlap import FsdpContext, fully_shard
+from fsdp_overlap.modelled import Operation
+from fsdp_overlap.optim import AdamW
+from fsdp_overlap.simulating.clock import full_of
+from fsdp_overlap.simulating.simulate import Prediction, Step, simulate
+
+UNITS, WIDTH = 6, 64
+LAYER_BYTES = 4 * WIDTH * WIDTH
+
+
+@dataclass
+class Seconds:
+    """A product takes `compute` seconds, all else that computes takes none."""
+
+    compute_: float
+    gather: float = 0.0
+    reduce: float = 0.0
+    host: float = 0.0
+    slowdown: float = 0.0
+    slowest_: float = 1.0
+
+    def on_host(self, operation: Operation) -> float:
+        return self.host
+
+    def compute(self, operation: Operation) -> float:
+        return self.compute_ if operation.name == "mm" else 0.0
+
+    def collective(self, operation: Operation, ranks: Sequence[int]) -> float:
+        assert len(ranks) == 8
+        nbytes = sum(tensor.nbytes for tensor in full_of(operation))
+        if nbytes < LAYER_BYTES:
+            return 0.0  # checks
+        assert nbytes == LAYER_BYTES
+        return {"all_gather": self.gather, "reduce_scatter": self.reduce}[operation.name]
+
+    def link(self, ranks: Sequence[int]) -> str:
+        return "all"
+
+    def slowest(self, ranks: int) -> float:
+        assert ranks == 8
+        return self.slowest_
+
+
+def program() -> Step:
+    """A step of blocks of one layer each."""
+    mesh = init_device_mesh("modelled", (8,))
+    with torch.device("modelled"):
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(UNITS)))
+        batch = torch.empty(16, WIDTH)
+    ctx = FsdpContext(mesh)
+    for layer in model:
+        fully_shard(layer, ctx)
+    fully_shard(model, ctx)
+    optimizer = AdamW(model.parameters())
+
+    def step() -> None:
+        model(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def predict(
+    compute: float, gather: float, reduce: float, host: float = 0.0, slowest: float = 1.0
+) -> Prediction:
+    costs = Seconds(compute, gather, reduce, host, slowest_=slowest)
+    return simulate(program, 8, costs)
