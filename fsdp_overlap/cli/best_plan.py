@@ -55,7 +55,7 @@ def show_best(
         table.add_row("defaults", *_cells(found.defaults))
     console.print(table)
     console.print(f"\n{said}", markup=False)
-    console.print(_against_defaults(found, device), markup=False)
+    console.print(_against_defaults(found), markup=False)
     best = found.plans[0]
     if price is not None:
         cost = best.training.gpus * best.seconds / 3600 * price
@@ -69,15 +69,13 @@ def show_best(
         console.print(f"{out / 'plan.py'}", markup=False)
 
 
-def _against_defaults(found: Found, device: Device) -> str:
-    if found.defaults is None or found.speedup is None:
-        return "The library's defaults cannot run here."
-    much = f"The best takes {100 * (1 - 1 / found.speedup):.1f}% less time than the defaults"
-    if found.defaults.taken.reserved > device.memory_size:
-        return f"{much}, which do not fit."
-    return (
-        f"{much}." if found.speedup > 1 else "Nothing was found that is faster than the defaults."
-    )
+def _against_defaults(found: Found) -> str:
+    if found.speedup is None:
+        return "The library's defaults do not fit."
+    what = "the library's defaults"
+    if not found.given_fits:
+        what += " with its microbatches and checkpointing; as given they do not fit"
+    return f"The best takes {100 * (1 - 1 / found.speedup):.1f}% less time than {what}."
 
 
 def _cells(plan: Plan) -> list[str]:

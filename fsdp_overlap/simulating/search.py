@@ -53,7 +53,9 @@ class Found:
 
     Args:
         plans: the best plans that fit, the fastest first. All of the model was simulated for each.
-        defaults: the step as it was given, with the library's defaults. ``None`` if it cannot run.
+        defaults: the step with the library's defaults. Its microbatches and checkpointing are as
+            given or, if that does not fit (``given_fits``), as in the best plan. ``None`` if that
+            does not fit either.
         least: of the plans that were tried, the one that takes the least memory.
         tried: how many plans were looked at.
         skipped: why others were not, and how many.
@@ -61,6 +63,7 @@ class Found:
 
     plans: Sequence[Plan]
     defaults: Plan | None
+    given_fits: bool
     least: Plan | None
     tried: int
     skipped: Counter[str]
@@ -176,12 +179,18 @@ class _Search:
                 self.skipped["slower even if communication took no time"] += 1
                 continue
             self.climb(work)
-        defaults = with_defaults(self.training)
-        plans = self.check(defaults)
+        given = with_defaults(self.training)
+        plans = self.check(given)
+        given_fits = any(plan.training == given for plan in plans)
+        defaults = None
+        if plans:
+            like_best = with_defaults(plans[0].training)
+            defaults = self.simulated(given if given_fits else like_best)
         least = min(self.estimates, key=lambda plan: self.estimates[plan].reserved, default=None)
         return Found(
             plans=plans[:SHOWN],
-            defaults=Plan(defaults, self.full[defaults]) if defaults in self.full else None,
+            defaults=defaults,
+            given_fits=given_fits,
             least=None if least is None else Plan(least, self.estimates[least]),
             tried=len(self.estimates) + len(self.failed),
             skipped=self.skipped,
@@ -272,6 +281,11 @@ class _Search:
             best = plans[0].training
             self.simulate_all([replace(best, layout=layout) for layout in LAYOUTS])
         return self.fitting()
+
+    def simulated(self, plan: Training) -> Plan | None:
+        """Simulates a plan in full. ``None`` if it does not fit."""
+        self.simulate_all([plan])
+        return next((each for each in self.fitting() if each.training == plan), None)
 
     def fitting(self) -> list[Plan]:
         """What was simulated in full and fits, the fastest first."""
