@@ -160,7 +160,8 @@ def _lines(
     arriving = prediction.traffic(costs.fabric)
     traffic = ", ".join(f"{name} {nbytes / 1e9:.1f} GB" for name, nbytes in arriving.items())
     stretches = prediction.stretches
-    waits = f"{1e3 * prediction.host_bound:.0f} ms in {len(stretches)} stretches"
+    times = "once" if len(stretches) == 1 else f"{len(stretches)} times"
+    waits = f"{1e3 * prediction.host_bound:.0f} ms, {times}"
     if stretches:
         waits += f", the longest {1e3 * max(each.waited for each in stretches):.1f} ms"
     lines = [
