@@ -150,6 +150,7 @@ def counters(usage: Iterable[Usage]) -> list[dict[str, Any]]:
     return [
         {
             "ph": "C",
+            "cat": "memory",
             "name": "memory, MiB",
             "pid": 0,
             "ts": 1e6 * at,
