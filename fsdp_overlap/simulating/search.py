@@ -165,7 +165,7 @@ class _Search:
         self.equal_blocks = count_equal_blocks(training.model)
         self.estimates: dict[Training, Taken] = {}
         self.full: dict[Training, Taken] = {}
-        """Of which all of the model was simulated."""
+        """Those of which all of the model was simulated."""
         self.failed: set[Training] = set()
         self.too_large: list[Training] = []
         self.skipped: Counter[str] = Counter()
