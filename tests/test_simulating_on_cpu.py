@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -64,6 +65,25 @@ def test_a_link_rests_until_something_is_sent() -> None:
     link = SharedLink(bandwidth=10.0)
     assert ends(link, (0.0, "one", Transfer(0.0, 10.0))) == pytest.approx([1.0])
     assert ends(link, (7.0, "one", Transfer(0.0, 10.0))) == pytest.approx([8.0])
+
+
+@pytest.mark.parametrize(("kind", "passes"), [("gather", 1), ("reduce_scatter", 2)])
+def test_collectives_of_torch_send_what_gloo_sends(kind: str, passes: int) -> None:
+    full, own = torch.ones(8), torch.ones(2)
+
+    def build() -> Step:
+        def step() -> None:
+            if kind == "gather":
+                dist.all_gather_into_tensor(full, own)
+            else:
+                dist.reduce_scatter_tensor(own, full)
+
+        return step
+
+    fabric = Fabric.read("loopback_2g")
+    fabric = replace(fabric, within=replace(fabric.within, bandwidth=1.0, latency=0.0))
+    found = simulate_on_cpu(build, 4, Profile({}, 0.0), fabric, cores=4)
+    assert found.seconds == pytest.approx(passes * 3 * full.nbytes)
 
 
 # Profiles

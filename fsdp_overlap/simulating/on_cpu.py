@@ -17,10 +17,10 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import torch
 import torch.distributed as dist
 
 from fsdp_overlap.modelled import ModelledDevice, Operation, active, fake_ranks, running
+from fsdp_overlap.modelled.dispatch import tensors_in
 from fsdp_overlap.modelled.queues import Queue
 from fsdp_overlap.modelled.ranks import Nobody
 from fsdp_overlap.simulating.compute_time import FREE
@@ -136,7 +136,7 @@ class Gloo(Nobody):
 
     def _issue(self, kind: str, writes: Any, reads: Any = ()) -> dist.Work:
         others = self.size() - 1
-        nbytes = sum(tensor.nbytes for tensor in _flat(writes))
+        nbytes = max(sum(t.nbytes for t in tensors_in(each)) for each in (writes, reads))
         return self._send(others * nbytes * (2 if kind in ("all_reduce", "reduce_scatter") else 1))
 
     def alltoall_base(self, output: Any, input: Any, *sizes: Any) -> dist.Work:
@@ -148,14 +148,6 @@ class Gloo(Nobody):
         # Each rank is taken to send as much as this one sends and receives, on average.
         elements = (sum(received) - received[own] + sum(sent) - sent[own]) / 2
         return self._send(size * elements * input.element_size())
-
-
-def _flat(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    else:
-        for each in value:
-            yield from _flat(each)
 
 
 @dataclass
