@@ -13,6 +13,7 @@ from torch import nn
 
 from fsdp_overlap.modelled.device import Call, ModelledDevice, Operation
 from fsdp_overlap.modelled.findings import place
+from fsdp_overlap.modelled.functional import Functional, is_functional
 from fsdp_overlap.torch_internals import (
     DisableTorchFunction,
     FakeTensor,
@@ -111,6 +112,7 @@ class Dispatch(TorchDispatchMode):
         self.makes_on_device: bool | None = None
         """Whether new memory lies on the device; None if the call under way does not say."""
         self.makes_pinned = False
+        self.functional = Functional(device)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -130,6 +132,9 @@ class Dispatch(TorchDispatchMode):
                 return self._take_in(func, args)
             if about.touches_nothing:
                 return func(*args, **kwargs)
+            if is_functional(func) and self.device.is_here(args[0]):
+                with self:
+                    return self.functional.run(about.name, args)
             values = [*args, *(kwargs.get(a.name) for a in func._schema.arguments[len(args) :])]
             reads = [
                 t
@@ -157,8 +162,11 @@ class Dispatch(TorchDispatchMode):
         device.check_is_there(about.name, [*reads, *writes])
         loses_values = not device.values and are_mixed([*reads, *writes])
         output = run_without_values(called) if loses_values else called.run()
+        outputs = tensors_in(output)
+        if any(isinstance(tensor, FakeTensor) for tensor in outputs):
+            return output
         makes = on_device if self.makes_on_device is None else self.makes_on_device
-        new = [tensor for tensor in tensors_in(output) if not device.knows(tensor)]
+        new = [tensor for tensor in outputs if not device.knows(tensor)]
         if not device.values and any(tensor.is_meta for tensor in new):
             makes = True  # what C++ makes beside operands without values
         for tensor in new:
