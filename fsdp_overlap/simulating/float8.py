@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
@@ -67,18 +68,25 @@ def compute_in_float8(model: nn.Module, gathers: bool) -> None:
     )
 
 
-def step_in_float8(step: Step, model: nn.Module, gathers: bool) -> Step:
-    """``step`` of a sharded model that computes in float8.
+def fused_casts() -> AbstractContextManager[object]:
+    """Within, a cast of torchao's is one operation, as ``torch.compile`` makes of it, without which
+    casts take longer than the products save.
 
-    A cast is one operation, as ``torch.compile`` makes of it, without which torchao's casts take
-    longer than the products save. The largest magnitude of a tensor is found where it is computed,
-    which costs nothing; then the tensor is read, and a byte written for each element. A weight was
-    gathered and not computed, so it is read twice.
+    The largest magnitude of a tensor is found where it is computed, which costs nothing; then the
+    tensor is read, and a byte written for each element. A weight was gathered and not computed, so
+    it is read twice.
     """
-    from torchao.float8 import float8_linear, precompute_float8_dynamic_scale_for_fsdp
+    from torchao.float8 import float8_linear
+
+    return patch.object(float8_linear, "hp_tensor_to_float8_dynamic", _cast)
+
+
+def step_in_float8(step: Step, model: nn.Module, gathers: bool) -> Step:
+    """``step`` of a sharded model, after :func:`compute_in_float8`."""
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     def run() -> None:
-        with patch.object(float8_linear, "hp_tensor_to_float8_dynamic", _cast):
+        with fused_casts():
             step()
         if gathers:
             precompute_float8_dynamic_scale_for_fsdp(model)
