@@ -17,7 +17,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from fsdp_overlap.layout import Rows
 from fsdp_overlap.simulating import Costs, Device, Fabric, Prediction, Training, simulate
 
 GIB = 2**30
@@ -73,8 +72,7 @@ JUNE = f"{TORCHTITAN}llama3-8b_h200_202506_trainy-whitefiber.md"
 FOUNDRY = "https://github.com/mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md"
 
 LLAMA = Training("llama3-8b", gpus=1, batch=2, checkpointing="selective", optimizer="torch-adamw")
-# With torchao's gathers, which rows let it have.
-FLOAT8 = replace(LLAMA, products="float8", gather_dtype=torch.float8_e4m3fn, layout=Rows())
+FLOAT8 = replace(LLAMA, products="float8", gather_dtype=torch.float8_e4m3fn)
 # Composer's FSDP reduced gradients in the precision of compute.
 MPT = Training(
     "published:mpt_13b",
