@@ -16,7 +16,7 @@ from fsdp_overlap.simulating.mixture import Mixture
 from fsdp_overlap.simulating.simulate import Step
 
 MULTIPLE = 16
-"""Of what the sizes of matrices have to be multiples that GPUs multiply in float8."""
+"""GPUs multiply matrices in float8 whose sizes are multiples of this."""
 
 
 def check_products(products: str | None, tokens: int) -> None:
