@@ -66,6 +66,7 @@ def compute_in_float8(model: nn.Module, gathers: bool) -> None:
         module_filter_fn=lambda layer, name: layer in chosen,
         config=Float8LinearConfig(enable_fsdp_float8_all_gather=gathers),
     )
+    chosen.clear()  # torchao's functions refer to each other, and would keep layers until collected
 
 
 def fused_casts() -> AbstractContextManager[object]:

@@ -34,6 +34,7 @@ _FLOAT8 = """    # For casts as predicted compile the blocks, each by block.comp
         ),
         config=Float8LinearConfig(enable_fsdp_float8_all_gather={gathers}),
     )
+    inner.clear()  # which torchao would keep until Python collects garbage
 """
 _OPTIMIZERS = {
     "adamw": ("AdamW", "AdamW(model.parameters())"),
