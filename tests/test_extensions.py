@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -193,6 +195,27 @@ def travels_alone() -> None:
 
 def test_all_extensions_of_a_unit_travel_in_one_gather_as_bytes() -> None:
     run_ranks(travels_alone, 2)
+
+
+def frees_the_whole(kind: str) -> None:
+    model, ctx = Net(kind), FsdpContext(layout=Rows())
+    weights = [linear.weight for layer in model.layers for linear in (layer.up, layer.down)]
+    weights[0].mine = "a user's"
+    wholes = [weakref.ref(part.untyped_storage()) for each in weights for part in parts(each)]
+    del weights
+    for module in (*model.layers, model):
+        fully_shard(module, ctx)
+    gc.collect()
+    assert not any(whole() for whole in wholes)
+    with torch.no_grad():
+        model(batches(1)[0])
+    model.layers[0].unshard()
+    assert model.layers[0].up.weight.mine == "a user's"
+
+
+@pytest.mark.parametrize("kind", ["rounded", "coded", "pair"])
+def test_whole_parameters_are_freed_once_they_are_sharded(kind: str) -> None:
+    run_ranks(partial(frees_the_whole, kind), 2)
 
 
 def starts_on_meta(kind: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -22,6 +23,7 @@ from fsdp_overlap.simulating.choices import (
     with_defaults,
 )
 from fsdp_overlap.simulating.estimate import count_equal_blocks, estimate, measure
+from fsdp_overlap.simulating.float8 import fused_casts
 from fsdp_overlap.simulating.plan_code import code_of
 from fsdp_overlap.simulating.search import DOES_NOT_FIT
 from fsdp_overlap.simulating.shortening import longest_run, shorten
@@ -192,6 +194,8 @@ CODED = [
     {"optimizer": "muon", "layout": Whole(), "gather_dtype": torch.float8_e4m3fn},
     {"microbatches": 3, "sequence": 512},
     {"microbatches": 3, "sequence": 512, "reduce_each": True, "prefetch": 0},
+    {"products": "float8", "checkpointing": "selective"},
+    {"products": "float8", "gather_dtype": torch.float8_e4m3fn, "layout": Rows()},
 ]
 
 
@@ -218,7 +222,8 @@ def test_the_code_of_a_plan_does_what_was_predicted(options: dict[str, Any]) -> 
 
         def step() -> None:
             given = batches() if plan.microbatches > 1 else next(batches())
-            code["train_step"](model, optimizer, loss_of, given)
+            with fused_casts() if plan.products else nullcontext():
+                code["train_step"](model, optimizer, loss_of, given)
 
         return step
 

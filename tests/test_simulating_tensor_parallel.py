@@ -81,6 +81,14 @@ def test_as_much_is_computed_by_all_together(config: str) -> None:
     assert len(kernels(shared, "mm")) == len(kernels(alone, "mm"))
 
 
+def test_products_that_are_shared_may_be_in_float8(tmp_path: Path) -> None:
+    wide = CONFIG | {"hidden_size": 256, "intermediate_size": 512}
+    config = write_config(wide, tmp_path)
+    bfloat16, float8 = (predicted(config, tensor=4, products=each) for each in (None, "float8"))
+    assert len(kernels(float8, "_scaled_mm")) == 3 * 7 * BLOCKS
+    assert len(kernels(float8, "_scaled_mm")) + 3 == len(kernels(bfloat16, "mm"))
+
+
 @pytest.mark.parametrize("tensor", [1, 4])
 def test_each_rank_gathers_its_part_of_the_weights(config: str, tensor: int) -> None:
     of_block = 2 * WIDTH * WIDTH + 2 * WIDTH * WIDTH // 2 + 3 * WIDTH * INNER

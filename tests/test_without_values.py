@@ -14,6 +14,7 @@ from torch import nn
 from fsdp_overlap.layout import Rows, Whole
 from fsdp_overlap.modelled import ModelledDevice, active, fake_ranks, running
 from fsdp_overlap.optim import AdamW, Muon
+from fsdp_overlap.torch_internals import disabled_torch_function
 from support.modelled import Program
 from support.zoo import ZOO
 
@@ -82,6 +83,26 @@ def test_what_the_host_reads_is_zero_but_for_whole_numbers_of_its_own() -> None:
         assert mixed.device.type == HERE
         assert mixed.tolist() == [0.0, 0.0]
     assert len(device.syncs) >= 6
+
+
+class Copying(torch.Tensor):
+    """What its operations do runs below autograd, which takes nothing of it apart."""
+
+    __torch_function__ = disabled_torch_function
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0].inside.t().contiguous()
+
+
+def test_a_copy_that_a_class_makes_of_a_view_is_on_the_device() -> None:
+    make: Any = torch.Tensor
+    with running(ModelledDevice(values=False)) as device:
+        copying = make._make_wrapper_subclass(Copying, (2, 3))
+        copying.inside = torch.empty(2, 3, device=HERE)
+        before = device.operations
+        assert device.is_here(torch.neg(copying))
+        assert device.operations == before + 1
 
 
 def test_attention_keeps_no_matrix() -> None:

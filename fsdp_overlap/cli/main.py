@@ -260,6 +260,12 @@ def simulate(
     stage: Annotated[int, typer.Option(help="ZeRO stage: 3 frees weights after each use.")] = 3,
     layout: Annotated[str, typer.Option(help="flat, rows or whole.")] = "flat",
     prefetch: Annotated[int, typer.Option(help="Units gathered ahead.")] = 1,
+    products: Annotated[
+        str | None,
+        typer.Option(
+            help="float8 for the linear layers of blocks, by torchao [default: bfloat16]."
+        ),
+    ] = None,
     optimizer: Annotated[str, typer.Option(help="adamw, torch-adamw or muon.")] = "adamw",
     against_fsdp2: Annotated[
         bool, typer.Option("--against-fsdp2", help="Predict FSDP2 on the same, too.")
@@ -310,6 +316,7 @@ def simulate(
         blocks_a_unit=blocks_a_unit,
         stage=stage,
         prefetch=prefetch,
+        products=products,
         optimizer=optimizer,
         reshard_after_forward=reshard_after_forward,
         reduce_each=reduce_each,

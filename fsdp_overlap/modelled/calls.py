@@ -297,6 +297,10 @@ def _is_whole(make: Callable[..., torch.Tensor], args: Any, kwargs: dict[str, An
     return not make(*args, **kwargs).is_floating_point()
 
 
+_HELD: dict[type, str | None] = {}
+"""By class: the attribute with the first tensor that tensors of the class consist of."""
+
+
 def _inner(tensor: torch.Tensor) -> torch.Tensor | None:
     """A tensor in memory behind one of torch's own classes, or of a class that tells what its
     tensors consist of; None for any other tensor."""
@@ -305,7 +309,11 @@ def _inner(tensor: torch.Tensor) -> torch.Tensor | None:
     elif isinstance(tensor, AsyncCollectiveTensor):
         held = tensor.elem
     else:
-        flatten = getattr(tensor, "__tensor_flatten__", None)
-        names = flatten()[0] if flatten is not None else ()
-        held = getattr(tensor, names[0]) if names else None
+        kind = type(tensor)
+        if kind not in _HELD:  # asked once: the answer may read values, as that of torchao does
+            flatten = getattr(tensor, "__tensor_flatten__", None)
+            names = flatten()[0] if flatten is not None else ()
+            _HELD[kind] = names[0] if names else None
+        name = _HELD[kind]
+        held = None if name is None else getattr(tensor, name)
     return held if held is None or type(held) in PLAIN else _inner(held)

@@ -66,6 +66,8 @@ class About:
     """Whether the host has to know a value to go on."""
     written: tuple[bool, ...]
     """For each argument, whether the operation writes it."""
+    may_copy: bool
+    """Whether it gives a view or a copy, as operations do that it is made of."""
     non_blocking: int
     """The index of the argument that says that the host does not wait; -1 if there is none."""
 
@@ -87,6 +89,7 @@ class About:
             name in _CROSSING,
             any(tag in func.tags for tag in _SYNCS),
             tuple(written),
+            func.is_view and func._can_decompose(),
             next((i for i, a in enumerate(arguments) if a.name == "non_blocking"), -1),
         )
 
@@ -122,11 +125,12 @@ class Dispatch(TorchDispatchMode):
             return func(*args, **kwargs)  # such tensors have no memory: torch asks for a shape
         if any(each not in PLAIN for each in types):
             return NotImplemented  # the operations that the class runs come here one by one
-        if torch.is_inference_mode_enabled() and func._can_decompose():
-            # Inference mode skips autograd, which else takes such operations apart.
+        about = About.of(func)
+        if about.may_copy or (torch.is_inference_mode_enabled() and func._can_decompose()):
+            # Inference mode skips autograd, which else takes such operations apart, and so does
+            # what a class does to its inner tensors.
             with self:
                 return func.decompose(*args, **kwargs)
-        about = About.of(func)
         with DisableTorchFunction():
             if about.name.startswith("lift_fresh"):
                 return self._take_in(func, args)

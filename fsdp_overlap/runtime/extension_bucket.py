@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.agreement.order_check import START
 from fsdp_overlap.comm.extension_gather import ExtensionGather
@@ -125,8 +126,14 @@ class ExtensionBucket(Bucket):
         self._is_made = False
         self.use_parameters(
             [
-                self._like(item.parameter, torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
-                for item, spec in zip(self.owned, self.plan.specs, strict=True)
+                self._like(
+                    item.parameter,
+                    torch.empty(spec.shape, dtype=spec.dtype, device="meta"),
+                    sharded,
+                )
+                for item, spec, sharded in zip(
+                    self.owned, self.plan.specs, self.sharded_parameters, strict=True
+                )
             ]
         )
 
@@ -208,8 +215,10 @@ class ExtensionBucket(Bucket):
                 )
             ]
             parameters = [
-                self._like(parameter, whole)
-                for parameter, (whole, _) in zip(self.parameters, made, strict=True)
+                self._like(parameter, whole, sharded)
+                for parameter, (whole, _), sharded in zip(
+                    self.parameters, made, self.sharded_parameters, strict=True
+                )
             ]
         for _, held in made:
             full.add(held)
@@ -241,8 +250,11 @@ class ExtensionBucket(Bucket):
                     "fewer rows or none, and must fill up what they give"
                 )
 
-    def _like(self, parameter: torch.Tensor, tile: torch.Tensor) -> nn.Parameter:
-        """An unsharded parameter that lies as ``parameter`` does, and has its attributes."""
+    def _like(self, parameter: torch.Tensor, tile: torch.Tensor, sharded: DTensor) -> nn.Parameter:
+        """An unsharded parameter that lies as ``parameter`` does, and has its attributes. What its
+        class keeps in attributes, as ``sharded`` has it too, may be the whole at rest."""
         made = parameter_like(parameter, tile, parameter.requires_grad)
-        vars(made).update(users_attributes(parameter, tile_in(made)))
+        users = users_attributes(parameter, tile_in(made))
+        of_class = vars(sharded._local_tensor)
+        vars(made).update({key: value for key, value in users.items() if key not in of_class})
         return made

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -28,14 +29,19 @@ class Fsdp2Training(Training):
             ("stage", self.stage in (2, 3)),
             ("prefetch", self.prefetch >= 1),
             ("layout", self.layout == Flat()),
-            ("gather_dtype", self.gather_dtype is None),
+            ("gather_dtype", self.gather_dtype is None or self.gathers_for_products),
             ("optimizer", self.optimizer == "torch-adamw"),
         ):
             if not has:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r}: FSDP2 has nothing like it; it takes stage 2 "
-                    "or 3, prefetch from 1 on, the default layout, no gather_dtype, and AdamW"
+                    "or 3, prefetch from 1 on, the default layout, AdamW, and a gather_dtype of "
+                    "float8_e4m3fn alone, with products in float8"
                 )
+
+    @property
+    def gathers_for_products(self) -> bool:
+        return self.products is not None and self.gather_dtype is torch.float8_e4m3fn
 
     @classmethod
     def like(cls, training: Training) -> Fsdp2Training:

@@ -25,6 +25,17 @@ PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.linear.default}
 _CHECKPOINT = """    for block in blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False{kept})
 """
+_FLOAT8 = """    # For casts as predicted compile the blocks, each by block.compile().
+    inner = {{layer for block in find_blocks(model) for layer in block.modules()}}
+    convert_to_float8_training(
+        model,
+        module_filter_fn=lambda layer, name: (
+            layer in inner and layer.in_features % 16 == layer.out_features % 16 == 0
+        ),
+        config=Float8LinearConfig(enable_fsdp_float8_all_gather={gathers}),
+    )
+    inner.clear()  # which torchao would keep until Python collects garbage
+"""
 _OPTIMIZERS = {
     "adamw": ("AdamW", "AdamW(model.parameters())"),
     "torch-adamw": ("", "torch.optim.AdamW(model.parameters(), fused=True)"),
@@ -34,7 +45,7 @@ _OPTIMIZERS = {
 _SAID = {
     *("model", "gpus", "replicate", "batch", "sequence", "microbatches", "checkpointing"),
     *("blocks_a_unit", "stage", "layout", "prefetch", "param_dtype", "reduce_dtype"),
-    *("gather_dtype", "optimizer", "reshard_after_forward", "reduce_each", "tensor"),
+    *("gather_dtype", "products", "optimizer", "reshard_after_forward", "reduce_each", "tensor"),
 }
 
 
@@ -53,7 +64,10 @@ def code_of(training: Training) -> str:
 
 def _head(training: Training) -> str:
     names = ["FsdpContext", "MixedPrecisionPolicy", "find_blocks", "fully_shard"]
-    wire = ["WirePolicy"] if training.gather_dtype is not None else []
+    wire = ["WirePolicy"] if training.wire_dtype is not None else []
+    float8 = ["Float8LinearConfig", "convert_to_float8_training"]
+    if training.gathers_for_products:
+        float8.append("precompute_float8_dynamic_scale_for_fsdp")
     kind = training.checkpointing
     ours, _ = _OPTIMIZERS[training.optimizer]
     selective = ["CheckpointPolicy", "checkpoint", "create_selective_checkpoint_contexts"]
@@ -69,6 +83,7 @@ def _head(training: Training) -> str:
             "full": "from torch.utils.checkpoint import checkpoint",
             "selective": f"from torch.utils.checkpoint import {', '.join(selective)}",
         }[kind],
+        f"from torchao.float8 import {', '.join(float8)}" if training.products else "",
         f"from fsdp_overlap import {', '.join(sorted([*names, *wire]))}",
         f"from fsdp_overlap.layout import {type(training.layout).__name__}",
         f"from fsdp_overlap.optim import {ours}" if ours else "",
@@ -80,8 +95,8 @@ def _head(training: Training) -> str:
 def _shard(training: Training) -> str:
     policies = "mp_policy=precision"
     wire = ""
-    if training.gather_dtype is not None:
-        wire = f"    wire = WirePolicy({training.gather_dtype})\n"
+    if training.wire_dtype is not None:
+        wire = f"    wire = WirePolicy({training.wire_dtype})\n"
         policies += ", wire_policy=wire"
     part = ""
     if training.reshard_after_forward is not None:
@@ -103,6 +118,7 @@ def _shard(training: Training) -> str:
         f"    ctx = FsdpContext(mesh, layout={training.layout!r}, prefetch={training.prefetch})\n"
         f"    precision = MixedPrecisionPolicy({precision})\n"
         f"{wire}"
+        f"{_FLOAT8.format(gathers=training.gathers_for_products) if training.products else ''}"
         "    blocks = find_blocks(model)\n"
         f"{'' if kept is None else _CHECKPOINT.format(kept=kept)}"
         f"{units}"
@@ -134,6 +150,8 @@ def _mesh(training: Training) -> str:
 def _step(training: Training) -> str:
     count, size = training.microbatches, training.batch
     sequences = f"{size} sequence{'s' if size > 1 else ''} of {training.sequence} tokens"
+    computes = "    precompute_float8_dynamic_scale_for_fsdp(model)\n"
+    scales = computes if training.gathers_for_products else ""
     if count == 1:
         return (
             "def train_step(model, optimizer, loss_of, batch):\n"
@@ -141,6 +159,7 @@ def _step(training: Training) -> str:
             "    loss_of(model, batch).backward()\n"
             "    optimizer.step()\n"
             "    optimizer.zero_grad()\n"
+            f"{scales}"
         )
     sync = ""
     if not training.reduce_each:
@@ -154,4 +173,5 @@ def _step(training: Training) -> str:
         f"        (loss_of(model, batch) / {count}).backward()\n"
         "    optimizer.step()\n"
         "    optimizer.zero_grad()\n"
+        f"{scales}"
     )

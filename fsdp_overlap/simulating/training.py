@@ -28,8 +28,9 @@ from torch.utils.checkpoint import (
 
 from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, WirePolicy, fully_shard
 from fsdp_overlap.blocks import find_blocks
-from fsdp_overlap.layout import Flat, LayoutRule
+from fsdp_overlap.layout import Flat, LayoutRule, Rows
 from fsdp_overlap.optim import AdamW, Muon
+from fsdp_overlap.simulating.float8 import check_products, compute_in_float8, step_in_float8
 from fsdp_overlap.simulating.mixture import Experts, spread_experts
 from fsdp_overlap.simulating.shortening import shorten
 from fsdp_overlap.simulating.simulate import Step
@@ -130,6 +131,9 @@ class Training:
         layout, prefetch: as :class:`FsdpContext` takes them.
         param_dtype, reduce_dtype: as :class:`MixedPrecisionPolicy` takes them.
         gather_dtype: as :class:`WirePolicy` takes it. Without, weights travel in ``param_dtype``.
+            With products in float8, ``torch.float8_e4m3fn`` in :class:`Rows` are torchao's gathers.
+        products: ``"float8"`` computes the linear layers of blocks in float8, by torchao. Without,
+            they compute in ``param_dtype``.
         optimizer: one of :data:`OPTIMIZERS`.
         reshard_after_forward: among how many neighbouring ranks blocks keep their weights from
             forward to backward, as :func:`fully_shard` takes the number. Without, ``stage`` says.
@@ -154,6 +158,7 @@ class Training:
     param_dtype: torch.dtype = torch.bfloat16
     reduce_dtype: torch.dtype = torch.float32
     gather_dtype: torch.dtype | None = None
+    products: str | None = None
     optimizer: str = "adamw"
     reshard_after_forward: int | None = None
     reduce_each: bool = False
@@ -190,6 +195,7 @@ class Training:
         for name, known in (("optimizer", OPTIMIZERS), ("checkpointing", CHECKPOINTING)):
             if (given := getattr(self, name)) not in known:
                 raise ValueError(f"{name}={given!r}: must be one of {', '.join(known)}")
+        check_products(self.products, self.batch * self.sequence)
         if self.reshard_after_forward is not None and self.stage != 3:
             raise ValueError(
                 f"reshard_after_forward={self.reshard_after_forward} with stage={self.stage}, "
@@ -201,6 +207,21 @@ class Training:
         """What a GPU trains on in a step: its part, where several share a sequence."""
         return self.batch * self.sequence * self.microbatches / self.tensor
 
+    @property
+    def gathers_for_products(self) -> bool:
+        """Whether weights travel as the float8 numbers that are multiplied, which is up to torchao
+        then: it has one scale for each weight, and needs shards of whole rows."""
+        return (
+            self.products is not None
+            and self.gather_dtype is torch.float8_e4m3fn
+            and self.layout == Rows()
+        )
+
+    @property
+    def wire_dtype(self) -> torch.dtype | None:
+        """What weights are rounded to for the wire alone, by a :class:`WirePolicy`."""
+        return None if self.gathers_for_products else self.gather_dtype
+
     def program(self) -> Step:
         """Builds and shards the model, and returns what makes a step of it."""
         meshes = self._meshes()
@@ -209,8 +230,10 @@ class Training:
             if self.blocks is not None:
                 shorten(model, self.blocks)
             spread = spread_experts(model, meshes.tokens)
-            if meshes.tensor is not None:
-                parallelize(model, meshes.tensor)
+        if self.products is not None:
+            compute_in_float8(model, self.gathers_for_products)
+        if meshes.tensor is not None:
+            parallelize(model, meshes.tensor)
         if self.experts > 1 and not spread:
             raise ValueError(
                 f"experts={self.experts}: {self.model} has no mixture of experts as transformers "
@@ -231,6 +254,8 @@ class Training:
             optimizer.step()
             optimizer.zero_grad()
 
+        if self.products is not None:
+            return step_in_float8(step, sharded, self.gathers_for_products)
         return step
 
     def _meshes(self) -> Meshes:
@@ -277,7 +302,7 @@ class Training:
     def _shard(self, model: nn.Module, units: list[Unit], meshes: Meshes) -> Any:
         ctx = FsdpContext(meshes.whole, layout=self.layout, prefetch=self.prefetch)
         policy = MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype)
-        wire = WirePolicy(self.gather_dtype) if self.gather_dtype is not None else None
+        wire = WirePolicy(self.wire_dtype) if self.wire_dtype is not None else None
         shard = partial(fully_shard, ctx=ctx, mp_policy=policy, wire_policy=wire)
         for unit in units:
             part = self.reshard_after_forward if unit.mesh is meshes.whole else None

@@ -72,6 +72,7 @@ JUNE = f"{TORCHTITAN}llama3-8b_h200_202506_trainy-whitefiber.md"
 FOUNDRY = "https://github.com/mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md"
 
 LLAMA = Training("llama3-8b", gpus=1, batch=2, checkpointing="selective", optimizer="torch-adamw")
+FLOAT8 = replace(LLAMA, products="float8", gather_dtype=torch.float8_e4m3fn)
 # Composer's FSDP reduced gradients in the precision of compute.
 MPT = Training(
     "published:mpt_13b",
@@ -104,7 +105,7 @@ TABLES = (
         DECEMBER,
         "h100_500w",
         "nvlink4_400g",
-        replace(LLAMA, gather_dtype=torch.float8_e4m3fn),
+        FLOAT8,
         (Row(8, 8532, 76.8), Row(128, 8380, 61.8)),
     ),
     Published(
@@ -112,7 +113,7 @@ TABLES = (
         JUNE,
         "h200_sxm",
         "nvlink4_400g",
-        replace(LLAMA, gather_dtype=torch.float8_e4m3fn),
+        FLOAT8,
         (Row(32, 10938, 47.96), Row(64, 10753, 46.97)),
     ),
     # Those of llm-foundry's models that ran with one batch on three or more numbers of GPUs: both
