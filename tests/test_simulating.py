@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_overlap.modelled import Operation
+from fsdp_overlap.modelled import Operation, fake_ranks
 from fsdp_overlap.modelled.queues import Queue
 from fsdp_overlap.simulating.clock import Clock, Link
 from support.timed_program import LAYER_BYTES, UNITS, WIDTH, Seconds, predict
@@ -47,6 +49,45 @@ def test_compute_is_slower_while_a_collective_is_under_way(
     clock = Clock(costs, links={"one": one, "other": other})
     operation = Operation("mm", [], [])
     assert clock.end(operation, Queue(1, ""), 0.0, start) == pytest.approx(end)
+
+
+def test_compute_that_was_enqueued_before_a_collective_is_slower_too() -> None:
+    """Whichever of the two the host enqueues first, they run beside each other for 3 seconds, in
+    which 2 seconds of compute are done."""
+    ends = []
+    for order in ("compute first", "collective first"):
+        costs = Seconds(1.0, gather=3.0, slowdown=0.5)
+        clock, stream, lane = Clock(costs), Queue(1, "compute"), Queue(2, "gathers")
+        product = Operation("mm", [], [])
+
+        def compute(clock: Clock = clock, stream: Queue = stream) -> None:
+            for _ in range(4):
+                stream.ends = clock.end(product, stream, 0.0, stream.ends)
+
+        with fake_ranks(8):
+            full = torch.empty(LAYER_BYTES, dtype=torch.int8)
+            gather = Operation("all_gather", [], [full], group=dist.group.WORLD)
+            if order == "compute first":
+                compute()
+            assert clock.end(gather, lane, 0.0, 0.0) == 3.0
+            if order == "collective first":
+                compute()
+        ends.append(stream.ends)
+        assert clock.ran[-1 if order == "collective first" else -2].end == stream.ends
+    assert ends == pytest.approx([5.0, 5.0])
+
+
+def test_a_pause_takes_up_what_compute_before_it_is_late() -> None:
+    clock, stream = Clock(Seconds(4.0, gather=3.0, slowdown=0.5)), Queue(1, "compute")
+    product = Operation("mm", [], [])
+    for ready in (0.0, 4.5):  # half a second of pause, where compute is a second late
+        stream.ends = clock.end(product, stream, 0.0, ready)
+    with fake_ranks(8):
+        full = torch.empty(LAYER_BYTES, dtype=torch.int8)
+        gather = Operation("all_gather", [], [full], group=dist.group.WORLD)
+        clock.end(gather, Queue(2, "gathers"), 0.0, 0.0)
+    assert [each.end for each in clock.ran] == pytest.approx([5.0, 9.0, 3.0])
+    assert stream.ends == pytest.approx(9.0)
 
 
 # Products: one in forward, two in backward, but for the first layer's, whose input needs none.
