@@ -7,11 +7,14 @@ import math
 import operator
 import re
 import tomllib
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from fsdp_overlap.modelled import Operation
 from fsdp_overlap.simulating.collective_time import (
     group_of,
     seconds_of_collective,
@@ -313,6 +316,33 @@ def test_lists_carry_the_bytes_of_one_collective_and_more_latency() -> None:
     assert one / eight == pytest.approx(8 / 7, rel=0.01)
     few, many = [seconds_of_list(H100, Group(8), "reduce", [MIB / n] * n) for n in (17, 170)]
     assert many > few
+
+
+def test_collectives_of_one_launch_wait_for_each_other_only_on_the_same_channel() -> None:
+    group, hops = Group(64, 8), ring(H100, Group(64, 8), "all_gather", "LL").latency
+    one, as_many_as_channels, one_more = (
+        seconds_of_list(H100, group, "all_gather", [GIB / count] * count) for count in (1, 8, 9)
+    )
+    assert one == as_many_as_channels == seconds_of_collective(H100, group, "all_gather", GIB)
+    assert one_more - one == pytest.approx(hops)
+
+
+def test_the_form_of_a_collective_tells_what_it_costs() -> None:
+    """One tensor in and eight out are broadcasts, and as many out as in are gathers, if NCCL runs
+    them."""
+    costs, ranks = Costs(Device.read("h100_sxm"), H100), range(8)
+    full, parts = torch.empty(8, MIB, device="meta"), torch.empty(8, MIB, device="meta").unbind()
+
+    def gather(reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> float:
+        return costs.collective(Operation("all_gather", reads, writes), ranks)
+
+    sizes = [part.nbytes for part in parts]
+    assert gather(parts[:1], [full]) == seconds_of_collective(
+        H100, Group(8), "all_gather", full.nbytes
+    )
+    ragged = gather(parts[:1], [*parts[1:], parts[0][: MIB // 2]])
+    assert ragged == seconds_of_list(H100, Group(8), "broadcast", [*sizes[1:], 2 * MIB])
+    assert gather(parts[:2], parts[2:4]) == seconds_of_list(H100, Group(8), "all_gather", sizes[:2])
 
 
 def test_every_byte_of_every_rank_goes_over_a_shared_link() -> None:
