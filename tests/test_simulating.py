@@ -51,43 +51,38 @@ def test_compute_is_slower_while_a_collective_is_under_way(
     assert clock.end(operation, Queue(1, ""), 0.0, start) == pytest.approx(end)
 
 
-def test_compute_that_was_enqueued_before_a_collective_is_slower_too() -> None:
-    """Whichever of the two the host enqueues first, they run beside each other for 3 seconds, in
-    which 2 seconds of compute are done."""
-    ends = []
-    for order in ("compute first", "collective first"):
-        costs = Seconds(1.0, gather=3.0, slowdown=0.5)
-        clock, stream, lane = Clock(costs), Queue(1, "compute"), Queue(2, "gathers")
-        product = Operation("mm", [], [])
+def run_on(clock: Clock, stream: Queue, *names: str) -> None:
+    """Enqueues products and gathers at time 0."""
+    full = torch.empty(LAYER_BYTES, dtype=torch.int8)
+    with fake_ranks(8):
+        for name in names:
+            group = dist.group.WORLD if name == "all_gather" else None
+            operation = Operation(name, [], [full], group=group)
+            stream.ends = clock.end(operation, stream, 0.0, stream.ends)
 
-        def compute(clock: Clock = clock, stream: Queue = stream) -> None:
-            for _ in range(4):
-                stream.ends = clock.end(product, stream, 0.0, stream.ends)
 
-        with fake_ranks(8):
-            full = torch.empty(LAYER_BYTES, dtype=torch.int8)
-            gather = Operation("all_gather", [], [full], group=dist.group.WORLD)
-            if order == "compute first":
-                compute()
-            assert clock.end(gather, lane, 0.0, 0.0) == 3.0
-            if order == "collective first":
-                compute()
-        ends.append(stream.ends)
-        assert clock.ran[-1 if order == "collective first" else -2].end == stream.ends
-    assert ends == pytest.approx([5.0, 5.0])
+@pytest.mark.parametrize("is_compute_first", [False, True])
+def test_what_is_enqueued_first_makes_no_difference_to_slowdown(is_compute_first: bool) -> None:
+    """In the first 3 seconds 2 seconds of compute are done."""
+    clock, compute, gathers = Clock(Seconds(1.0, 3.0, slowdown=0.5)), Queue(1, ""), Queue(2, "")
+    if is_compute_first:
+        run_on(clock, compute, *["mm"] * 4)
+    run_on(clock, gathers, "all_gather")
+    if not is_compute_first:
+        run_on(clock, compute, *["mm"] * 4)
+    assert gathers.ends == 3.0
+    assert compute.ends == pytest.approx(5.0)
+    assert max(each.end for each in clock.ran if each.name == "mm") == compute.ends
 
 
 def test_a_pause_takes_up_what_compute_before_it_is_late() -> None:
-    clock, stream = Clock(Seconds(4.0, gather=3.0, slowdown=0.5)), Queue(1, "compute")
-    product = Operation("mm", [], [])
-    for ready in (0.0, 4.5):  # half a second of pause, where compute is a second late
-        stream.ends = clock.end(product, stream, 0.0, ready)
-    with fake_ranks(8):
-        full = torch.empty(LAYER_BYTES, dtype=torch.int8)
-        gather = Operation("all_gather", [], [full], group=dist.group.WORLD)
-        clock.end(gather, Queue(2, "gathers"), 0.0, 0.0)
+    clock, compute = Clock(Seconds(4.0, 3.0, slowdown=0.5)), Queue(1, "")
+    run_on(clock, compute, "mm")
+    compute.ends += 0.5  # of the second that it will be late
+    run_on(clock, compute, "mm")
+    run_on(clock, Queue(2, ""), "all_gather")
     assert [each.end for each in clock.ran] == pytest.approx([5.0, 9.0, 3.0])
-    assert stream.ends == pytest.approx(9.0)
+    assert compute.ends == pytest.approx(9.0)
 
 
 # Products: one in forward, two in backward, but for the first layer's, whose input needs none.

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import all_reduce
 
 from fsdp_overlap.layout import Rows, Whole
 from fsdp_overlap.modelled import ModelledDevice, active, fake_ranks, running
@@ -82,6 +84,43 @@ def test_what_the_host_reads_is_zero_but_for_whole_numbers_of_its_own() -> None:
         assert mixed.device.type == HERE
         assert mixed.tolist() == [0.0, 0.0]
     assert len(device.syncs) >= 6
+
+
+READS: dict[str, Callable[[torch.Tensor], object]] = {
+    "item": torch.Tensor.item,
+    "float": float,
+    "int": int,
+    "format": "{:.1f}".format,
+    "tolist": torch.Tensor.tolist,
+    "cpu": torch.Tensor.cpu,
+    "to": lambda tensor: tensor.to("cpu", torch.float64),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_the_host_reads_zero_and_waits_as_for_a_value(name: str) -> None:
+    waits = []
+    for values in (False, True):
+        with running(ModelledDevice(values=values)) as device:
+            zero = torch.zeros((), device=HERE)
+            before = device.operations
+            found = READS[name](zero)
+            waits.append((found, device.operations - before, len(device.syncs)))
+    assert waits[0] == waits[1]
+
+
+def test_a_branch_on_what_has_no_value_is_an_error() -> None:
+    with running(ModelledDevice(values=False)):
+        with pytest.raises(RuntimeError, match=r"depends on a value \(.*test_without_values"):
+            assert torch.zeros((), device=HERE)
+        assert torch.tensor(1, device=HERE)
+
+
+def test_collectives_that_no_process_group_is_asked_for_are_an_error() -> None:
+    with fake_ranks(4), running(ModelledDevice(values=False)):
+        full = torch.zeros(8, device=HERE)
+        with pytest.raises(NotImplementedError, match="all_reduce of torch's functional"):
+            all_reduce(full, "sum", dist.group.WORLD)
 
 
 def test_attention_keeps_no_matrix() -> None:

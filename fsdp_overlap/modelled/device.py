@@ -25,12 +25,12 @@ class Issued(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call of one of torch's operators."""
+    """A call of one of torch's operators, and what it returned, once it has run."""
 
     func: Any
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
-    output: Any
+    output: Any = None
 
 
 class Operation(NamedTuple):
