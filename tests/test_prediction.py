@@ -10,7 +10,15 @@ import torch
 from fsdp_overlap.layout import Flat, Rows
 from fsdp_overlap.modelled import running
 from fsdp_overlap.profiling import read_report
-from fsdp_overlap.simulating import Clock, Device, Fabric, Prediction, Training, simulate
+from fsdp_overlap.simulating import (
+    Clock,
+    Device,
+    Fabric,
+    Prediction,
+    Step,
+    Training,
+    simulate,
+)
 from fsdp_overlap.simulating.memory import KINDS
 from fsdp_overlap.simulating.observed import Collective, ObservedDevice
 from fsdp_overlap.simulating.traffic import traffic
@@ -37,6 +45,16 @@ def test_memory_is_told_by_what_it_is_for() -> None:
     assert most["gradients"] > SHARDS
     assert (UNITS - 1) * ACTIVATION <= most["activations"] <= (UNITS + 3) * ACTIVATION
     assert most["other"] == 0
+
+
+def test_a_step_that_takes_no_memory_has_a_peak_all_the_same() -> None:
+    def made_once() -> Step:
+        total = torch.zeros(128, device="modelled")
+        return lambda: total.add_(1)
+
+    found = simulate(made_once, 8, AnySeconds())
+    assert found.peak["parameters"] == found.memory == 512
+    assert [usage.nbytes for usage in found.usage] == [found.peak]
 
 
 def test_kept_weights_are_full_buffers_and_more_batch_is_activations() -> None:

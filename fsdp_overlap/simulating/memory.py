@@ -137,12 +137,13 @@ class Ledger(Allocator):
 
     def _over(self, since: int) -> Iterator[Usage]:
         now: dict[Kind, int] = dict.fromkeys(KINDS, 0)
-        for number, (at, held, grown) in enumerate(self._changes):
-            if number == since:
-                yield Usage(at, dict(now))
+        for _, held, grown in self._changes[:since]:
             now[self.kind_of(held)] += grown
-            if number >= since:
-                yield Usage(at, dict(now))
+        changes = self._changes[since:]
+        yield Usage(changes[0][0] if changes else self._now(), dict(now))
+        for at, held, grown in changes:
+            now[self.kind_of(held)] += grown
+            yield Usage(at, dict(now))
 
 
 def counters(usage: Iterable[Usage]) -> list[dict[str, Any]]:
