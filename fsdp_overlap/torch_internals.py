@@ -57,6 +57,7 @@ ATTRIBUTES = {
     "DTensor.__new__": "makes one of the local tensor and the spec, without a check of either",
     "DTensor._local_tensor": "what this rank holds; to_local() is a node of autograd's graph",
     "DTensor._spec": "how a tensor lies over its mesh",
+    "DTensor._op_dispatcher": "its sharding_propagator computes how the results of operations lie",
     "DeviceMesh._concatenate": "the mesh of tensor parallelism and of ours, from one root",
     "DeviceMesh._flatten": "the mesh of one dimension over which divided copies are sharded",
     # Modules, whose tables are read without nn.Module's lookups and written without its checks
@@ -309,6 +310,9 @@ default_store = c10d._get_default_store
 name_of_group = c10d._get_process_group_name
 """The name that torch knows a group by, also one whose class is written in Python."""
 
+group_named = c10d._resolve_process_group
+"""The group that has a name."""
+
 default_timeout = c10d._get_default_timeout
 """How long the collectives of a backend may last, if nobody said."""
 
@@ -326,10 +330,7 @@ def make_group(
     ``torch.distributed.new_group()`` cannot do that. It sorts the ranks. And it names a group by
     how many this rank has made, a number that may differ on other ranks.
 
-    Considered: a bare ``ProcessGroupGloo`` over a ``PrefixStore``. That is no ``ProcessGroup``, and
-    to make it one, so that profilers see its collectives, takes as many private names. NCCL would
-    need this function all the same. And ``destroy_process_group()``, which has to end the threads
-    of every group before Python ends, would not know of it.
+    Of a bare ``ProcessGroupGloo``, ``destroy_process_group()`` would not know, nor end its threads.
     """
     default = default_group()
     # If the default group is bound to a device, NCCL would split it, which takes all its ranks.
@@ -361,8 +362,7 @@ def let_go_of_groups(mesh: DeviceMesh) -> None:
 # Checkpoints
 
 StorageInfo = filesystem._StorageInfo
-"""Where an entry of a checkpoint lies in its file. torch's reader and writer put it into the
-metadata."""
+"""Where an entry of a checkpoint lies in its file. It is part of the metadata."""
 
 
 def teach_state_dicts(

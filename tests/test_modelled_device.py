@@ -27,6 +27,7 @@ from fsdp_overlap.modelled.queues import Queue
 
 MIB = 1024 * 1024
 HERE = torch.device("modelled", 0)
+functional = torch.ops._c10d_functional
 
 
 @pytest.fixture
@@ -442,3 +443,34 @@ def test_in_inference_mode_it_sees_the_same(device: ModelledDevice) -> None:
         assert torch.nn.functional.linear(torch.ones(2, 2, device=HERE), tokens[:2] * 1.0).numel()
         assert torch.ones(2, device=HERE).cpu().device.type == "cpu"
     assert [sync.operation for sync in device.syncs] == ["_to_copy", "_to_copy"]
+
+
+@pytest.mark.parametrize("values", [True, False])
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_functional_collective_is_to_be_waited_for(values: bool, waits: bool) -> None:
+    with running(ModelledDevice(values=values)) as device, fake_ranks(2):
+        source = torch.ones(4, device=HERE)
+        gathered = functional.all_gather_into_tensor(source, 2, dist.group.WORLD.group_name)
+        assert gathered.shape == (8,)
+        if waits:
+            functional.wait_tensor(gathered)
+        gathered.add_(1)
+    assert [(issued.kind, issued.ranks) for issued in device.issued] == [("all_gather", (0, 1))]
+    assert kinds(device) == ([] if waits else ["race"])
+
+
+def test_what_a_functional_collective_reads_is_kept_until_it_is_waited_for() -> None:
+    with running(ModelledDevice()) as device, fake_ranks(2):
+        source = torch.ones(MIB, device=HERE)
+        reduced = functional.reduce_scatter_tensor(source, "sum", 2, dist.group.WORLD.group_name)
+        del source
+        torch.ones(MIB, device=HERE)  # would take its memory
+        functional.wait_tensor(reduced)
+    assert kinds(device) == []
+
+
+def test_functional_collectives_that_are_not_modelled_are_an_error() -> None:
+    with running(ModelledDevice()), fake_ranks(2):
+        source = torch.ones(4, device=HERE)
+        with pytest.raises(NotImplementedError, match="broadcast on the modelled device"):
+            functional.broadcast(source, 0, dist.group.WORLD.group_name)

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from fsdp_overlap.simulating import (
-    Costs,
-    Device,
-    Fabric,
     Fsdp2Training,
-    Prediction,
     Training,
-    simulate,
 )
 from fsdp_overlap.simulating.mixture import Mixture
 from fsdp_overlap.simulating.training import model_of
+from support.predicted import kernels, predict, write_config
 
-GPUS, WIDTH, INNER, EXPERTS, CHOSEN, TOKENS = 16, 32, 48, 8, 2, 128
+WIDTH, INNER, EXPERTS, CHOSEN, TOKENS = 32, 48, 8, 2, 128
 MIXTURES = 3
 OF_EXPERTS = EXPERTS * 3 * WIDTH * INNER
 CONFIG = {
@@ -50,20 +45,10 @@ CONFIG = {
 
 @pytest.fixture
 def config(tmp_path: Path) -> str:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(CONFIG))
-    return str(path)
+    return write_config(CONFIG, tmp_path)
 
 
-def predicted(config: str, kind: type[Training] = Training, **options: Any) -> Prediction:
-    training = kind(config, GPUS, sequence=TOKENS, optimizer="torch-adamw", **options)
-    costs = Costs(Device.read("h100_sxm"), Fabric.read("nvlink4_400g"))
-    return simulate(training.program, GPUS, costs)
-
-
-def kernels(prediction: Prediction, name: str) -> list[dict[str, Any]]:
-    events = prediction.trace["traceEvents"]
-    return [each for each in events if each["cat"] == "kernel" and each["name"] == name]
+predicted = partial(predict, sequence=TOKENS)
 
 
 @pytest.mark.parametrize(

@@ -545,6 +545,22 @@ def dtensors_are_made_of_a_spec() -> None:
         assert (tensor.shape, tensor.dtype, tensor.placements) == (*meta[::2], (Shard(0),))
 
 
+@canary("DTensor._op_dispatcher")
+def dtensors_ask_a_propagator_how_results_lie() -> None:
+    """What DTensors try out on the modelled device takes time and memory there."""
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    propagate = propagator.propagate_op_sharding_non_cached
+    with (
+        one_rank(),
+        patch.object(
+            propagator, "propagate_op_sharding_non_cached", side_effect=propagate
+        ) as asked,
+    ):
+        mesh = init_device_mesh("cpu", (1,))
+        distribute_tensor(torch.ones(3, 17, 5), mesh, [Replicate()]).sum(1)
+    assert asked.called
+
+
 @canary("AsyncCollectiveTensor")
 def tensors_on_their_way_can_be_waited_for() -> None:
     """The tile of a parameter that is still on its way is not what arrives."""
@@ -676,12 +692,13 @@ def the_default_group_is_known() -> None:
         internals.default_group()
 
 
-@canary("name_of_group")
+@canary("name_of_group", "group_named")
 def groups_have_the_names_that_torch_gave_them() -> None:
     """Ranks in name only are not found by the meshes that hold them."""
     with one_rank("gloo"):
         group = dist.new_group()
         assert internals.name_of_group(group) == group.group_name
+        assert internals.group_named(group.group_name) is group
 
 
 @canary("make_group", "is_registered")

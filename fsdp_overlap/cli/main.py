@@ -247,6 +247,9 @@ def simulate(
     ] = None,
     replicate: Annotated[int, typer.Option(help="Copies of each shard.")] = 1,
     experts: Annotated[int, typer.Option(help="Ranks that share a mixture's experts.")] = 1,
+    tensor: Annotated[
+        int, typer.Option(help="Neighbours that share products and sequences, as one rank.")
+    ] = 1,
     batch: Annotated[int, typer.Option(help="Sequences per rank and microbatch.")] = 1,
     sequence: Annotated[int, typer.Option(help="Tokens per sequence.")] = 8192,
     microbatches: Annotated[int, typer.Option(help="Backwards per optimizer step.")] = 1,
@@ -299,6 +302,7 @@ def simulate(
         gpus=gpus,
         replicate=replicate,
         experts=experts,
+        tensor=tensor,
         batch=batch,
         sequence=sequence,
         microbatches=microbatches,

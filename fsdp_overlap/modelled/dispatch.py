@@ -13,6 +13,7 @@ from torch import nn
 
 from fsdp_overlap.modelled.device import Call, ModelledDevice, Operation
 from fsdp_overlap.modelled.findings import place
+from fsdp_overlap.modelled.functional import Functional, is_functional
 from fsdp_overlap.torch_internals import (
     DisableTorchFunction,
     FakeTensor,
@@ -99,6 +100,7 @@ class Dispatch(TorchDispatchMode):
         self.makes_on_device: bool | None = None
         """Whether new memory lies on the device; None if the call under way does not say."""
         self.makes_pinned = False
+        self.functional = Functional(device)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -118,6 +120,9 @@ class Dispatch(TorchDispatchMode):
                 return self._take_in(func, args)
             if about.touches_nothing:
                 return func(*args, **kwargs)
+            if is_functional(func) and self.device.is_here(args[0]):
+                with self:
+                    return self.functional.run(about.name, args)
             values = [*args, *(kwargs.get(a.name) for a in func._schema.arguments[len(args) :])]
             reads = [
                 t
@@ -150,7 +155,10 @@ class Dispatch(TorchDispatchMode):
             output = call.func(*call.args, **call.kwargs)
         else:
             output = run_without_values(about, call, [*reads, *writes], makes)
-        new = [tensor for tensor in tensors_in(output) if not device.knows(tensor)]
+        outputs = tensors_in(output)
+        if any(isinstance(tensor, FakeTensor) for tensor in outputs):
+            return output
+        new = [tensor for tensor in outputs if not device.knows(tensor)]
         if not device.values and any(tensor.is_meta for tensor in new):
             makes = True  # what C++ makes beside operands without values
         for tensor in new:
@@ -243,21 +251,12 @@ def run_without_values(
     about: About, call: Call, tensors: Sequence[torch.Tensor], makes_on_device: bool
 ) -> Any:
     """What a call returns for ``tensors`` of which some have no values. What it would write to
-    those that have some is lost, and what comes to the host is zero.
-
-    Raises:
-        NotImplementedError: it is a collective that no process group is asked for.
-    """
+    those that have some is lost, and what comes to the host is zero."""
     func, args, kwargs = call.func, call.args, call.kwargs
     without = [tensor.is_meta for tensor in tensors]
     if about.name == "_to_copy" and any(without) and not makes_on_device:
         dtype = kwargs.get("dtype") or tensors[0].dtype
         return torch.zeros(tensors[0].shape, dtype=dtype, device="cpu")
-    if func.namespace == "_c10d_functional" and any(without) and about.name != "wait_tensor":
-        raise NotImplementedError(
-            f"{about.name} of torch's functional collectives, as DTensor uses them ({place()}): "
-            "they are not predicted; those of torch.distributed are"
-        )
     if all(without) or not any(without):
         return func(*args, **kwargs)
     replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}

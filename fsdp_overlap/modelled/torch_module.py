@@ -12,13 +12,21 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.modelled.allocator import MemPool
 from fsdp_overlap.modelled.calls import NAME, Calls
 from fsdp_overlap.modelled.device import ModelledDevice
 from fsdp_overlap.modelled.dispatch import Dispatch
 from fsdp_overlap.modelled.queues import Moment, Queue
-from fsdp_overlap.torch_internals import determinism_checks, register_device, running_backwards_by
+from fsdp_overlap.torch_internals import (
+    AsyncCollectiveTensor,
+    DisableTorchFunction,
+    determinism_checks,
+    disable_current_modes,
+    register_device,
+    running_backwards_by,
+)
 
 # What C++ calls the kind of device that a library adds to torch.
 PRIVATE_USE = 20
@@ -64,11 +72,26 @@ def _telling(calls: Calls) -> Iterator[None]:
         calls.device.release_after(tensor, stream.queue)
 
     seen = {name: partial(calls.seeing, check) for name, check in checks.items()}
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    wrap = AsyncCollectiveTensor.__new__
+
+    def wrap_for_torch(cls: Any, elem: torch.Tensor) -> Any:
+        with DisableTorchFunction():
+            return wrap(cls, elem)
+
     with (
         patch.object(torch.UntypedStorage, "resize_", resize_and_tell),
         patch.object(torch.Tensor, "record_stream", record_stream),
         running_backwards_by(calls.differentiate),
         patch.dict(checks, seen),
+        # DTensors try out on tensors without memory how results will lie.
+        patch.object(
+            propagator,
+            "propagate_op_sharding_non_cached",
+            disable_current_modes()(propagator.propagate_op_sharding_non_cached),
+        ),
+        # Else some of these would lie where C++ believes, and some where they do.
+        patch.object(AsyncCollectiveTensor, "__new__", wrap_for_torch),
         # Else C++ answers, which does not know the modelled streams.
         patch.object(torch.accelerator, "current_stream", current_stream),
         patch.object(torch.accelerator, "set_stream", set_stream),

@@ -34,7 +34,7 @@ _OPTIMIZERS = {
 _SAID = {
     *("model", "gpus", "replicate", "batch", "sequence", "microbatches", "checkpointing"),
     *("blocks_a_unit", "stage", "layout", "prefetch", "param_dtype", "reduce_dtype"),
-    *("gather_dtype", "optimizer", "reshard_after_forward", "reduce_each"),
+    *("gather_dtype", "optimizer", "reshard_after_forward", "reduce_each", "tensor"),
 }
 
 
@@ -61,7 +61,9 @@ def _head(training: Training) -> str:
         "from itertools import count" if kind == "selective" else "",
         "from functools import partial" if kind != "none" else "",
         "import torch",
-        "from torch.distributed.device_mesh import init_device_mesh",
+        "from torch.distributed.device_mesh import init_device_mesh"
+        if training.tensor == 1
+        else "",
         {
             "none": "",
             "full": "from torch.utils.checkpoint import checkpoint",
@@ -76,10 +78,6 @@ def _head(training: Training) -> str:
 
 
 def _shard(training: Training) -> str:
-    ranks, copies = training.gpus // training.replicate, training.replicate
-    mesh = f'({ranks},), mesh_dim_names=("shard",)'
-    if copies > 1:
-        mesh = f'({copies}, {ranks}), mesh_dim_names=("replicate", "shard")'
     policies = "mp_policy=precision"
     wire = ""
     if training.gather_dtype is not None:
@@ -101,8 +99,7 @@ def _shard(training: Training) -> str:
         )
     precision = f"{training.param_dtype}, {training.reduce_dtype}"
     return (
-        'def shard(model, device="cuda"):\n'
-        f"    mesh = init_device_mesh(device, {mesh})\n"
+        f"{_mesh(training)}"
         f"    ctx = FsdpContext(mesh, layout={training.layout!r}, prefetch={training.prefetch})\n"
         f"    precision = MixedPrecisionPolicy({precision})\n"
         f"{wire}"
@@ -112,6 +109,25 @@ def _shard(training: Training) -> str:
         f"    fully_shard(model, ctx, {policies})\n"
         f"{'' if training.stage == 3 else f'    model.set_zero_stage({training.stage})' + chr(10)}"
         f"    return {_OPTIMIZERS[training.optimizer][1]}\n"
+    )
+
+
+def _mesh(training: Training) -> str:
+    """The first lines of ``shard()``, which say what ``mesh`` is."""
+    copies, tensor = training.replicate, training.tensor
+    ranks = training.gpus // copies // tensor
+    sizes, names = f"({ranks},)", '("shard",)'
+    if copies > 1:
+        sizes, names = f"({copies}, {ranks})", '("replicate", "shard")'
+    if tensor == 1:
+        return (
+            'def shard(model, device="cuda"):\n'
+            f"    mesh = init_device_mesh(device, {sizes}, mesh_dim_names={names})\n"
+        )
+    return (
+        "def shard(model, grid):\n"
+        f'    """``model``: cut by tensor parallelism over ``grid["tensor"]``, {tensor} ranks."""\n'
+        f"    mesh = grid[{names}]  # of {sizes} ranks\n"
     )
 
 

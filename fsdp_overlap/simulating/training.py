@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import resources
@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -32,6 +33,7 @@ from fsdp_overlap.optim import AdamW, Muon
 from fsdp_overlap.simulating.mixture import Experts, spread_experts
 from fsdp_overlap.simulating.shortening import shorten
 from fsdp_overlap.simulating.simulate import Step
+from fsdp_overlap.simulating.tensor_parallel import parallelize
 from fsdp_overlap.torch_internals import flash_attention
 
 DEVICE = "modelled"
@@ -43,16 +45,27 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 
 
-_COUNTS = ("gpus", "replicate", "experts", "batch", "sequence", "microbatches", "blocks_a_unit")
+_COUNTS = (
+    "gpus",
+    "replicate",
+    "experts",
+    "tensor",
+    "batch",
+    "sequence",
+    "microbatches",
+    "blocks_a_unit",
+)
 
 
 class Meshes(NamedTuple):
     """Ranks that shards lie over: ``experts`` for the experts of one rank, ``whole`` for all else.
-    ``tokens`` is the group within which tokens travel to their experts; None if they need not."""
+    ``tokens`` is the group within which tokens travel to their experts; None if they need not.
+    ``tensor``: the ranks that share each product; None if there is one."""
 
     whole: DeviceMesh
     experts: DeviceMesh
     tokens: dist.ProcessGroup | None
+    tensor: DeviceMesh | None
 
 
 class Unit(NamedTuple):
@@ -104,6 +117,8 @@ class Training:
         experts: how many ranks share the experts of a mixture, each with a part of them. Only of
             models of transformers, whose routing is replaced by one that gives all experts equally
             many tokens (:class:`Mixture`).
+        tensor: how many neighbouring ranks share the products of a block, and its sequences
+            (:func:`parallelize`). They count as one rank for ``batch``.
         batch: sequences of a rank in a microbatch.
         sequence: tokens in a sequence.
         microbatches: forwards and backwards before each optimizer step.
@@ -127,6 +142,7 @@ class Training:
     gpus: int
     replicate: int = 1
     experts: int = 1
+    tensor: int = 1
     batch: int = 1
     sequence: int = 8192
     microbatches: int = 1
@@ -147,10 +163,24 @@ class Training:
         for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
-        if self.gpus % self.replicate:
+        if self.tensor > 1 and self.experts > 1:
             raise ValueError(
-                f"{self.gpus} GPUs cannot hold {self.replicate} copies of each shard: "
-                f"{self.gpus} is no multiple of {self.replicate}"
+                f"tensor={self.tensor} with experts={self.experts}: leave one of the two at 1"
+            )
+        if self.sequence % self.tensor:
+            raise ValueError(
+                f"{self.tensor} GPUs cannot share a sequence of {self.sequence} tokens: "
+                f"{self.sequence} is no multiple of {self.tensor}"
+            )
+        if self.gpus % self.tensor:
+            raise ValueError(
+                f"{self.gpus} GPUs cannot share products {self.tensor} by {self.tensor}: "
+                f"{self.gpus} is no multiple of {self.tensor}"
+            )
+        if self.gpus // self.tensor % self.replicate:
+            raise ValueError(
+                f"{self.gpus // self.tensor} GPUs cannot hold {self.replicate} copies of each "
+                f"shard: {self.gpus // self.tensor} is no multiple of {self.replicate}"
             )
         if self.gpus // self.replicate % self.experts:
             raise ValueError(
@@ -167,9 +197,9 @@ class Training:
             )
 
     @property
-    def tokens(self) -> int:
-        """What a rank trains on in a step."""
-        return self.batch * self.sequence * self.microbatches
+    def tokens(self) -> float:
+        """What a GPU trains on in a step: its part, where several share a sequence."""
+        return self.batch * self.sequence * self.microbatches / self.tensor
 
     def program(self) -> Step:
         """Builds and shards the model, and returns what makes a step of it."""
@@ -179,6 +209,8 @@ class Training:
             if self.blocks is not None:
                 shorten(model, self.blocks)
             spread = spread_experts(model, meshes.tokens)
+            if meshes.tensor is not None:
+                parallelize(model, meshes.tensor)
         if self.experts > 1 and not spread:
             raise ValueError(
                 f"experts={self.experts}: {self.model} has no mixture of experts as transformers "
@@ -193,24 +225,31 @@ class Training:
                 tokens = torch.randint(2, (self.batch, self.sequence), device=DEVICE)
                 output = sharded(tokens)
                 logits = getattr(output, "logits", output)
-                loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
-                loss.backward()
+                with loss_parallel() if meshes.tensor else nullcontext():
+                    loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+                    loss.backward()
             optimizer.step()
             optimizer.zero_grad()
 
         return step
 
     def _meshes(self) -> Meshes:
-        copies, shards = self.replicate, self.gpus // self.replicate
+        copies, shards = self.replicate, self.gpus // self.replicate // self.tensor
         names = ("replicate", "shard") if copies > 1 else ("shard",)
+        if self.tensor > 1:
+            sizes = (copies, shards, self.tensor)
+            grid = init_device_mesh(
+                DEVICE, sizes[-len(names) - 1 :], mesh_dim_names=(*names, "tensor")
+            )
+            return Meshes(grid[names], grid[names], None, grid["tensor"])
         whole = init_device_mesh(DEVICE, (copies, shards)[-len(names) :], mesh_dim_names=names)
         if self.experts == 1:
-            return Meshes(whole, whole, None)
+            return Meshes(whole, whole, None, None)
         sizes = (copies, shards // self.experts, self.experts)
         grid = init_device_mesh(
             DEVICE, sizes[-len(names) - 1 :], mesh_dim_names=(*names, "experts")
         )
-        return Meshes(whole, grid[names], grid.get_group("experts"))
+        return Meshes(whole, grid[names], grid.get_group("experts"), None)
 
     def _units_of(self, model: nn.Module, meshes: Meshes) -> list[Unit]:
         """The units below the root, inner ones first. Blocks keep for backward what they shall."""

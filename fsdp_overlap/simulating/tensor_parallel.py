@@ -1,0 +1,88 @@
+"""Models of transformers cut by tensor parallelism, as torchtitan cuts Llama: with norms and
+residuals over the sequence."""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from fsdp_overlap.blocks import find_blocks
+
+
+def parallelize(model: Any, mesh: DeviceMesh) -> None:
+    """Cuts ``model``, a module, over ``mesh``, by the plan that transformers has for the products
+    of its blocks. Between these, ranks have parts of the sequence. The embedding and the head are
+    cut by words, and logits stay so: use ``loss_parallel()``. All ranks must have the same weights.
+
+    Raises:
+        ValueError: there is no such plan, or the model's sizes are no multiples of the ranks.
+    """
+    config = getattr(model, "config", None)
+    plan = getattr(config, "base_model_tp_plan", None)
+    if not plan or not set(plan.values()) <= {"colwise", "rowwise"}:
+        raise ValueError(
+            f"tensor={mesh.size()}: transformers has no plan for {type(model).__name__} that cuts "
+            "columns and rows alone; Llama has one"
+        )
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+        if getattr(config, name) % mesh.size():
+            raise ValueError(
+                f"tensor={mesh.size()}: {name}={getattr(config, name)} is no multiple of it"
+            )
+    # Nobody sends weights: each rank has made all of them.
+    cut = partial(parallelize_module, device_mesh=mesh, src_data_rank=None)
+    for block in find_blocks(model):
+        cut(block, parallelize_plan=_of_block(block, plan))
+    cut(
+        model,
+        parallelize_plan={
+            f"{model.base_model_prefix}.embed_tokens": RowwiseParallel(
+                input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False
+            ),
+            f"{model.base_model_prefix}.norm": SequenceParallel(),
+            "lm_head": ColwiseParallel(
+                input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
+            ),
+        },
+    )
+
+
+def _of_block(block: nn.Module, plan: dict[str, str]) -> dict[str, ParallelStyle]:
+    """What each module of a block does. A module whose products are cut by columns gathers the
+    sequence once for all of them."""
+    styles: dict[str, ParallelStyle] = {}
+    for pattern, style in plan.items():
+        inside = pattern.partition(".*.")[2]
+        if style == "rowwise":
+            styles[inside] = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+            continue
+        styles[inside] = ColwiseParallel()
+        user = inside.rpartition(".")[0]
+        styles[user] = _gather_sequence(block.get_submodule(user))
+    for name, module in block.named_modules():
+        if name not in styles and next(module.parameters(recurse=False), None) is not None:
+            styles[name] = SequenceParallel()
+    return styles
+
+
+def _gather_sequence(module: nn.Module) -> PrepareModuleInput:
+    """transformers gives attention its input by name."""
+    if "hidden_states" in inspect.signature(module.forward).parameters:
+        name = "hidden_states"
+        return PrepareModuleInput(
+            input_kwarg_layouts={name: Shard(1)}, desired_input_kwarg_layouts={name: Replicate()}
+        )
+    return PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
