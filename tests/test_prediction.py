@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fsdp_overlap.layout import Flat, Rows
 from fsdp_overlap.modelled import running
@@ -29,6 +30,7 @@ GIB = 2**30
 SHARDS = UNITS * LAYER_BYTES // 8
 ACTIVATION = 16 * 4 * WIDTH
 FABRIC = Fabric.read("nvlink4_400g")
+functional = torch.ops._c10d_functional
 MODEL = "test_simulate_command:Tiny"
 
 
@@ -55,6 +57,23 @@ def test_a_step_that_takes_no_memory_has_a_peak_all_the_same() -> None:
     found = simulate(made_once, 8, AnySeconds())
     assert found.peak["parameters"] == found.memory == 512
     assert [usage.nbytes for usage in found.usage] == [found.peak]
+
+
+def test_what_the_program_gathers_by_itself_is_activations() -> None:
+    def gathers() -> Step:
+        part = torch.zeros(1024, device="modelled")
+
+        def step() -> None:
+            whole = functional.all_gather_into_tensor(part, 8, dist.group.WORLD.group_name)
+            functional.wait_tensor(whole)
+
+        return step
+
+    peak = simulate(gathers, 8, AnySeconds()).peak
+    assert {kind: nbytes for kind, nbytes in peak.items() if nbytes} == {
+        "parameters": 4 * 1024,
+        "activations": 8 * 4 * 1024,
+    }
 
 
 def test_kept_weights_are_full_buffers_and_more_batch_is_activations() -> None:

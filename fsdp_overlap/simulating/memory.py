@@ -81,8 +81,7 @@ class Ledger(Allocator):
     def note(self, operation: Operation, stream: Queue) -> None:
         """Learns from an operation what memory is for."""
         if operation.group is not None:
-            # On the default stream the program communicates by itself, about activations.
-            if stream is not self._device.default:
+            if stream not in self._device.program_streams:
                 self._note_collective(operation, stream)
         elif operation.name in COPIES:
             reads, writes = list(self._held(operation.reads)), list(self._held(operation.writes))
