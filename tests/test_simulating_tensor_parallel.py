@@ -15,13 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from fsdp_overlap.simulating import (
-    Costs,
-    Device,
-    Fabric,
     Fsdp2Training,
     Prediction,
     Training,
-    simulate,
 )
 from fsdp_overlap.simulating.plan_code import code_of
 from fsdp_overlap.simulating.tensor_parallel import parallelize
@@ -151,10 +147,23 @@ def test_what_cannot_be_shared_is_refused(config: str, options: dict[str, Any], 
         predicted(config, **options)
 
 
-def test_a_model_without_a_plan_is_refused() -> None:
-    training = Training("torch.nn:Transformer", 8, tensor=2)
-    with pytest.raises(ValueError, match="no plan for Transformer"):
-        simulate(training.program, 8, Costs(Device.read("h100_sxm"), Fabric.read("nvlink4_400g")))
+@pytest.mark.parametrize("other", ["mistral", "qwen2"])
+def test_models_like_llama_are_cut_too(tmp_path: Path, other: str) -> None:
+    prediction = predicted(write_config(CONFIG | {"model_type": other}, tmp_path), tensor=4)
+    assert sent(prediction, "reduce_scatter", TOKENS * WIDTH * 2) == 4 * BLOCKS + 2
+
+
+@pytest.mark.parametrize(
+    "other", [{"model_type": "gpt_neox"}, {"model_type": "qwen3"}, {"tie_word_embeddings": True}]
+)
+def test_models_that_are_not_like_llama_are_refused(tmp_path: Path, other: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"tensor=4: .* is not cut"):
+        predicted(write_config(CONFIG | other, tmp_path), tensor=4)
+
+
+def test_a_model_of_others_is_refused() -> None:
+    with pytest.raises(ValueError, match="Transformer is not cut"):
+        predict("torch.nn:Transformer", tensor=2)
 
 
 @pytest.mark.parametrize("replicate", [1, 2])

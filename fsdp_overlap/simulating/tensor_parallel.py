@@ -32,10 +32,12 @@ def parallelize(model: Any, mesh: DeviceMesh) -> None:
     """
     config = getattr(model, "config", None)
     plan = getattr(config, "base_model_tp_plan", None)
-    if not plan or not set(plan.values()) <= {"colwise", "rowwise"}:
+    base = getattr(model, getattr(model, "base_model_prefix", ""), None)
+    if not plan or not {"colwise", "rowwise"} >= set(plan.values()) or not _ends_alike(model, base):
         raise ValueError(
-            f"tensor={mesh.size()}: transformers has no plan for {type(model).__name__} that cuts "
-            "columns and rows alone; Llama has one"
+            f"tensor={mesh.size()}: {type(model).__name__} is not cut, because transformers has no "
+            "plan for it of columns and rows alone, or its embedding and head are not as Llama's "
+            "are, which has them apart"
         )
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
         if getattr(config, name) % mesh.size():
@@ -58,6 +60,14 @@ def parallelize(model: Any, mesh: DeviceMesh) -> None:
             ),
         },
     )
+
+
+def _ends_alike(model: Any, base: Any) -> bool:
+    """Whether the model has an embedding, a last norm and a head of the names that Llama has, and
+    the head has a weight of its own."""
+    names = ("embed_tokens", "norm")
+    has_all = all(hasattr(base, name) for name in names) and hasattr(model, "lm_head")
+    return has_all and base.embed_tokens.weight is not model.lm_head.weight
 
 
 def _of_block(block: nn.Module, plan: dict[str, str]) -> dict[str, ParallelStyle]:
