@@ -105,6 +105,7 @@ def test_short_models_tell_what_the_whole_takes(options: dict[str, Any]) -> None
     assert told.seconds == pytest.approx(took.seconds, rel=0.01)
     assert told.compute == pytest.approx(took.compute, rel=0.01)
     assert told.memory == pytest.approx(took.memory, rel=0.02)
+    assert told.reserved == pytest.approx(took.reserved, rel=0.1)
     assert told.exposed is None
 
 

@@ -314,6 +314,15 @@ def test_a_program_on_the_modelled_device_is_refused() -> None:
         predicted(bandwidth=1.0, device="modelled")
 
 
+def test_memory_is_what_a_step_takes_beyond_what_there_was() -> None:
+    def build() -> Step:
+        kept = torch.zeros(1000)
+        return lambda: kept + 1
+
+    found = simulate_on_cpu(build, 2, Profile({}, 0.0), Fabric.read("loopback_2g"), 2)
+    assert found.memory == 4 * 1000
+
+
 def test_memory_is_that_of_what_exists_at_once() -> None:
     nothing = Profile({}, 0.0)
     found = [
