@@ -6,10 +6,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from fsdp_overlap.layout import Flat, Rows
 from fsdp_overlap.modelled import running
 from fsdp_overlap.profiling import read_report
-from fsdp_overlap.simulating import Clock, Device, Fabric, Prediction, Training, simulate
+from fsdp_overlap.simulating import (
+    Clock,
+    Device,
+    Fabric,
+    Prediction,
+    Step,
+    Training,
+    simulate,
+)
 from fsdp_overlap.simulating.memory import KINDS
 from fsdp_overlap.simulating.observed import Collective, ObservedDevice
 from fsdp_overlap.simulating.traffic import traffic
@@ -20,6 +30,8 @@ GIB = 2**30
 SHARDS = UNITS * LAYER_BYTES // 8
 ACTIVATION = 16 * 4 * WIDTH
 FABRIC = Fabric.read("nvlink4_400g")
+functional = torch.ops._c10d_functional
+MODEL = "test_simulate_command:Tiny"
 
 
 def test_memory_is_told_by_what_it_is_for() -> None:
@@ -37,9 +49,36 @@ def test_memory_is_told_by_what_it_is_for() -> None:
     assert most["other"] == 0
 
 
+def test_a_step_that_takes_no_memory_has_a_peak_all_the_same() -> None:
+    def made_once() -> Step:
+        total = torch.zeros(128, device="modelled")
+        return lambda: total.add_(1)
+
+    found = simulate(made_once, 8, AnySeconds())
+    assert found.peak["parameters"] == found.memory == 512
+    assert [usage.nbytes for usage in found.usage] == [found.peak]
+
+
+def test_what_the_program_gathers_by_itself_is_activations() -> None:
+    def gathers() -> Step:
+        part = torch.zeros(1024, device="modelled")
+
+        def step() -> None:
+            whole = functional.all_gather_into_tensor(part, 8, dist.group.WORLD.group_name)
+            functional.wait_tensor(whole)
+
+        return step
+
+    peak = simulate(gathers, 8, AnySeconds()).peak
+    assert {kind: nbytes for kind, nbytes in peak.items() if nbytes} == {
+        "parameters": 4 * 1024,
+        "activations": 8 * 4 * 1024,
+    }
+
+
 def test_kept_weights_are_full_buffers_and_more_batch_is_activations() -> None:
     def peak(**options: object) -> dict[str, int]:
-        training = Training(**{"model": "test_simulate_command:Tiny", "gpus": 8, **options})  # type: ignore[arg-type]
+        training = Training(**{"model": MODEL, "gpus": 8, **options})  # type: ignore[arg-type]
         found = simulate(training.program, 8, AnySeconds())
         return {kind: max(each.nbytes[kind] for each in found.usage) for kind in KINDS}
 
@@ -108,6 +147,15 @@ def test_traffic_is_that_of_the_steps_gathers_and_reductions() -> None:
     assert found["between nodes"] == 0
 
 
+def test_rows_travel_in_one_launch_as_they_do_on_nccl() -> None:
+    flat, rows = (
+        simulate(Training(MODEL, gpus=8, sequence=512, layout=layout).program, 8, AnySeconds())
+        for layout in (Flat(), Rows())
+    )
+    assert [each.kind for each in rows.collectives] == [each.kind for each in flat.collectives]
+    assert rows.seconds == pytest.approx(flat.seconds, rel=0.01)
+
+
 def test_compute_is_what_it_takes_alone() -> None:
     alone = simulate(program, 8, Seconds(1.0, 0.25, 0.5))
     disturbed = simulate(program, 8, Seconds(1.0, 0.25, 0.5, slowdown=0.5))
@@ -131,7 +179,7 @@ def test_a_step_fits_where_all_that_is_reserved_fits() -> None:
 
 def test_the_command_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
     options = "--gpus 64 --sequence 512 --price 2.5".split()
-    assert run_main("simulate", "test_simulate_command:Tiny", *options) == 0
+    assert run_main("simulate", MODEL, *options) == 0
     shown = capsys.readouterr().out
     for line in ("at the peak, GiB", "arrives at a GPU", "waits for the host", "a billion tokens"):
         assert line in shown
@@ -139,7 +187,7 @@ def test_the_command_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_does_not_fit_is_shown_and_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     options = "--gpus 8 --sequence 65536 --memory 0.2 --batch 4".split()
-    assert run_main("simulate", "test_simulate_command:Tiny", *options) == 2
+    assert run_main("simulate", MODEL, *options) == 2
     shown = capsys.readouterr()
     assert "tokens a second and GPU" in shown.out
     assert "it does not fit: it needs" in shown.err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
@@ -17,12 +18,14 @@ from fsdp_overlap.layout import Rows, Whole
 from fsdp_overlap.simulating import Costs, Device, Fabric, Step, Training, search, simulate
 from fsdp_overlap.simulating.choices import (
     LEANEST_FIRST,
+    PREFETCH,
     leanest,
     needs_no_less,
     ways_to_save,
     with_defaults,
+    works,
 )
-from fsdp_overlap.simulating.estimate import count_equal_blocks, estimate, measure
+from fsdp_overlap.simulating.estimate import Taken, count_equal_blocks, estimate, measure
 from fsdp_overlap.simulating.float8 import fused_casts
 from fsdp_overlap.simulating.plan_code import code_of
 from fsdp_overlap.simulating.search import DOES_NOT_FIT
@@ -104,6 +107,7 @@ def test_short_models_tell_what_the_whole_takes(options: dict[str, Any]) -> None
     assert told.seconds == pytest.approx(took.seconds, rel=0.01)
     assert told.compute == pytest.approx(took.compute, rel=0.01)
     assert told.memory == pytest.approx(took.memory, rel=0.02)
+    assert told.reserved == pytest.approx(took.reserved, rel=0.1)
     assert told.exposed is None
 
 
@@ -162,6 +166,41 @@ def test_the_best_plan_is_that_of_an_exhaustive_search() -> None:
     assert found.speedup == pytest.approx(found.defaults.seconds / best.seconds)
     again = simulate(best.training.program, 64, COSTS)
     assert (again.seconds, again.reserved) == (best.seconds, best.taken.reserved)
+
+
+def made_up(plan: Training, *_: object) -> Taken:
+    """Time and memory that every choice adds to by itself."""
+    again, kept = {"none": (1.0, 8), "selective": (1.1, 4), "full": (1.3, 1)}[plan.checkpointing]
+    memory = kept * plan.batch + 2 * plan.prefetch + plan.blocks_a_unit
+    memory += 0 if plan.stage == 3 else 20
+    memory += 0 if plan.microbatches == 1 or plan.reduce_each else 3
+    reductions = plan.microbatches if plan.reduce_each else 1
+    gathers = plan.microbatches if plan.stage == 3 else 1
+    exposed = 0.4 * gathers / (1 + plan.prefetch) + 0.1 * reductions + 0.05 / plan.blocks_a_unit
+    return Taken(again + exposed, again, memory, memory + 2)
+
+
+@pytest.mark.parametrize("limit", [6, 9, 12, 16, 20, 30, 60])
+def test_nothing_is_skipped_that_would_have_been_the_best(
+    limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = sys.modules[search.__module__]
+    monkeypatch.setattr(module, "estimate", made_up)
+    monkeypatch.setattr(module, "measure", made_up)
+    given = training(batch=4)
+    found = search(given, COSTS, memory=limit)
+    everything = [
+        replace(work, prefetch=prefetch, stage=stage, blocks_a_unit=size, reduce_each=each)
+        for works_of_kind in works(given)
+        for work in works_of_kind
+        for prefetch, stage, size in product(PREFETCH, (2, 3), (1, 2))
+        for each in ((False, True) if work.microbatches > 1 else (False,))
+    ]
+    fitting = [taken for taken in map(made_up, everything) if taken.reserved <= limit]
+    assert bool(found.plans) == bool(fitting)
+    if fitting:
+        assert found.plans[0].seconds == min(taken.seconds for taken in fitting)
+        assert [plan.seconds for plan in found.plans] == sorted(p.seconds for p in found.plans)
 
 
 def test_less_memory_gives_a_slower_plan_and_none_if_it_is_too_little() -> None:

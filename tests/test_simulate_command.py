@@ -139,7 +139,7 @@ def test_a_config_of_transformers_is_predicted_and_drawn(
         ),
         (["llama3-8b", "--gpus", "0"], "gpus=0: must be at least 1"),
         (["no_such:model"], "model 'no_such:model': No module named 'no_such'"),
-        ([TINY, "--stage", "7"], "7"),
+        ([TINY, "--stage", "7"], "set_zero_stage(7): use 1, 2 or 3"),
         ([TINY, "--profile", "no_such.json"], "no_such.json cannot be read as a trace"),
         ([TINY, "--best", "--against-fsdp2"], "--best and --against-fsdp2: leave one of the two"),
         (["llama3-8b", "--layout", "round"], "must be one of flat, rows, whole"),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_overlap.modelled import Operation
+from fsdp_overlap.modelled import Operation, fake_ranks
 from fsdp_overlap.modelled.queues import Queue
 from fsdp_overlap.simulating.clock import Clock, Link
 from support.timed_program import LAYER_BYTES, UNITS, WIDTH, Seconds, predict
@@ -47,6 +49,40 @@ def test_compute_is_slower_while_a_collective_is_under_way(
     clock = Clock(costs, links={"one": one, "other": other})
     operation = Operation("mm", [], [])
     assert clock.end(operation, Queue(1, ""), 0.0, start) == pytest.approx(end)
+
+
+def run_on(clock: Clock, stream: Queue, *names: str) -> None:
+    """Enqueues products and gathers at time 0."""
+    full = torch.empty(LAYER_BYTES, dtype=torch.int8)
+    with fake_ranks(8):
+        for name in names:
+            group = dist.group.WORLD if name == "all_gather" else None
+            operation = Operation(name, [], [full], group=group)
+            stream.ends = clock.end(operation, stream, 0.0, stream.ends)
+
+
+@pytest.mark.parametrize("is_compute_first", [False, True])
+def test_what_is_enqueued_first_makes_no_difference_to_slowdown(is_compute_first: bool) -> None:
+    """In the first 3 seconds 2 seconds of compute are done."""
+    clock, compute, gathers = Clock(Seconds(1.0, 3.0, slowdown=0.5)), Queue(1, ""), Queue(2, "")
+    if is_compute_first:
+        run_on(clock, compute, *["mm"] * 4)
+    run_on(clock, gathers, "all_gather")
+    if not is_compute_first:
+        run_on(clock, compute, *["mm"] * 4)
+    assert gathers.ends == 3.0
+    assert compute.ends == pytest.approx(5.0)
+    assert max(each.end for each in clock.ran if each.name == "mm") == compute.ends
+
+
+def test_a_pause_takes_up_what_compute_before_it_is_late() -> None:
+    clock, compute = Clock(Seconds(4.0, 3.0, slowdown=0.5)), Queue(1, "")
+    run_on(clock, compute, "mm")
+    compute.ends += 0.5  # of the second that it will be late
+    run_on(clock, compute, "mm")
+    run_on(clock, Queue(2, ""), "all_gather")
+    assert [each.end for each in clock.ran] == pytest.approx([5.0, 9.0, 3.0])
+    assert compute.ends == pytest.approx(9.0)
 
 
 # Products: one in forward, two in backward, but for the first layer's, whose input needs none.

@@ -231,6 +231,11 @@ def test_float32_is_rounded_where_the_program_allows_it() -> None:
     assert exact / rounded == pytest.approx(156 / 19.5, rel=0.02)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64])
+def test_products_of_other_dtypes_are_as_those_of_float32(dtype: torch.dtype) -> None:
+    assert product(H100, 4096, 4096, 4096, dtype) == product(H100, 4096, 4096, 4096, torch.float32)
+
+
 def test_a_device_without_the_dtype_says_what_to_write() -> None:
     left = empty(64, 64, dtype=torch.float8_e4m3fn)
     args = (left, left.t(), empty(1), empty(1))

@@ -7,11 +7,14 @@ import math
 import operator
 import re
 import tomllib
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from fsdp_overlap.modelled import Call, Operation
 from fsdp_overlap.simulating.collective_time import (
     group_of,
     seconds_of_collective,
@@ -85,6 +88,7 @@ def edited(tmp_path: Path, of: str, old: str, new: str) -> Path:
         ("efficiency = 0.803", "efficiency = 80.3", r"\[bfloat16\]: efficiency = 80.3.*0.01 to 1"),
         ("kernel_us = 2", "", "kernel_us is missing; write kernel_us = a number"),
         ("kernel_us = 2", "kernel_us = 2\nkernel_ms = 1", "kernel_ms is unknown; did you mean"),
+        ("[products.float8]", "[products.fp8]", "fp8 is unknown; did you mean float8"),
         ("[host]", "[hosts]", r"host is missing; write a table \[host\]"),
         ("[host]", "[host", "mine.toml: "),
         ("slowdown = 0.189", "slowdown = true", "slowdown = True is none"),
@@ -128,6 +132,34 @@ def test_the_slowest_of_many_devices() -> None:
         assert expected_maximum(count) == pytest.approx(mean, abs=1e-5)
     device = replace(Device.read("h100_sxm"), variation=0.02)
     assert Costs(device, H100).slowest(100) == pytest.approx(1 + 0.02 * 2.50759)
+
+
+def test_stretched_compute_takes_so_many_times_as_long() -> None:
+    device = Device.read("h100_sxm")
+    values = torch.empty(MIB, device="meta")
+    unknown = Operation("copy", [values], [values])  # by Python, which calls no operator
+    call = Call(torch.ops.aten.mul.Tensor, (values, values), {}, values)
+    for operation, moved in ((unknown, 2), (unknown._replace(call=call), 3)):
+        expected = 2e-6 + moved * 4 * MIB / (3.35e12 * 0.92)
+        assert Costs(device, H100).compute(operation) == pytest.approx(expected)
+        assert Costs(device, H100, stretch=1.5).compute(operation) == pytest.approx(1.5 * expected)
+
+
+def test_collectives_that_leave_their_node_have_another_link() -> None:
+    costs = Costs(Device.read("h100_sxm"), H100)
+    links = [costs.link(ranks) for ranks in (range(8), range(8, 16), range(16), range(0, 64, 8))]
+    assert links == ["within nodes"] * 2 + ["between nodes"] * 2
+
+
+def test_an_all_to_all_takes_as_long_as_its_slower_links() -> None:
+    """Latencies and shares of the network are autoparallel's."""
+    size = 16 * MIB
+    within = seconds_of_collective(H100, Group(8), "all_to_all", size)
+    assert within == pytest.approx(50e-6 + size * 7 / 8 / (450e9 * 0.766))
+    across = seconds_of_collective(H100, Group(16, 2), "all_to_all", size)
+    assert across == pytest.approx(37e-6 + size / 2 / (50e9 * 0.78))
+    far = seconds_of_collective(H100, Group(64, 8), "all_to_all", size)
+    assert far == pytest.approx(60e-6 + size * 7 / 8 / (50e9 * 0.945))
 
 
 def test_a_curve_is_straight_over_the_logarithm_and_level_outside() -> None:
@@ -313,6 +345,33 @@ def test_lists_carry_the_bytes_of_one_collective_and_more_latency() -> None:
     assert one / eight == pytest.approx(8 / 7, rel=0.01)
     few, many = [seconds_of_list(H100, Group(8), "reduce", [MIB / n] * n) for n in (17, 170)]
     assert many > few
+
+
+def test_collectives_of_one_launch_wait_for_each_other_only_on_the_same_channel() -> None:
+    group, hops = Group(64, 8), ring(H100, Group(64, 8), "all_gather", "LL").latency
+    one, as_many_as_channels, one_more = (
+        seconds_of_list(H100, group, "all_gather", [GIB / count] * count) for count in (1, 8, 9)
+    )
+    assert one == as_many_as_channels == seconds_of_collective(H100, group, "all_gather", GIB)
+    assert one_more - one == pytest.approx(hops)
+
+
+def test_the_form_of_a_collective_tells_what_it_costs() -> None:
+    """One tensor in and eight out are broadcasts, and as many out as in are gathers, if NCCL runs
+    them."""
+    costs, ranks = Costs(Device.read("h100_sxm"), H100), range(8)
+    full, parts = torch.empty(8, MIB, device="meta"), torch.empty(8, MIB, device="meta").unbind()
+
+    def gather(reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> float:
+        return costs.collective(Operation("all_gather", reads, writes), ranks)
+
+    sizes = [part.nbytes for part in parts]
+    assert gather(parts[:1], [full]) == seconds_of_collective(
+        H100, Group(8), "all_gather", full.nbytes
+    )
+    ragged = gather(parts[:1], [*parts[1:], parts[0][: MIB // 2]])
+    assert ragged == seconds_of_list(H100, Group(8), "broadcast", [*sizes[1:], 2 * MIB])
+    assert gather(parts[:2], parts[2:4]) == seconds_of_list(H100, Group(8), "all_gather", sizes[:2])
 
 
 def test_every_byte_of_every_rank_goes_over_a_shared_link() -> None:

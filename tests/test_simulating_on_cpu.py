@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,8 +19,8 @@ from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.modelled import Call, Operation
 from fsdp_overlap.simulating import Costs, Device, Fabric, Profile, Step, simulate_on_cpu
 from fsdp_overlap.simulating.on_cpu import SharedLink, Transfer
-from fsdp_overlap.simulating.profile import Call as Measured
-from fsdp_overlap.simulating.tables import HardwareError
+from fsdp_overlap.simulating.profile import Measured
+from fsdp_overlap.simulating.tables import Curve, HardwareError
 
 mm = torch.ops.aten.mm.default
 
@@ -81,9 +82,16 @@ def test_collectives_of_torch_send_what_gloo_sends(kind: str, passes: int) -> No
         return step
 
     fabric = Fabric.read("loopback_2g")
-    fabric = replace(fabric, within=replace(fabric.within, bandwidth=1.0, latency=0.0))
+    half = replace(fabric.within, bandwidth=1.0, latency=0.0, efficiency=Curve(((4, 0.5),)))
+    fabric = replace(fabric, within=half)
     found = simulate_on_cpu(build, 4, Profile({}, 0.0), fabric, cores=4)
-    assert found.seconds == pytest.approx(passes * 3 * full.nbytes)
+    assert found.seconds == pytest.approx(passes * 3 * full.nbytes / 0.5)
+
+
+@pytest.mark.parametrize(("fabric", "ranks"), [("nvlink4_400g", 2), ("loopback_2g", 65)])
+def test_fabrics_of_other_machines_are_refused(fabric: str, ranks: int) -> None:
+    with pytest.raises(ValueError, match=f"ranks_a_node = {ranks} or more"):
+        simulate_on_cpu(lambda: None, ranks, Profile({}, 0.0), Fabric.read(fabric), 2)  # type: ignore[arg-type, return-value]
 
 
 # Profiles
@@ -136,9 +144,37 @@ def test_operations_of_a_gpu_take_what_their_kernels_take(tmp_path: Path) -> Non
     path.write_text(json.dumps({"traceEvents": events}))
     read = Profile.read(path)
     assert read.seconds_of(mm, shapes_of(8), {}) == pytest.approx(350e-6)
-    assert read.host_seconds == pytest.approx(
-        2e-6
-    )  # nothing before the first, 4 us before the next
+    assert read.host_seconds == pytest.approx(4e-6)
+
+
+def test_kernels_of_what_an_operation_calls_are_its_own(tmp_path: Path) -> None:
+    shapes = {"Input Dims": [[8, 64]], "Input type": ["float"]}
+    events = [
+        span("cpu_op", "aten::_to_copy", 0.0, 10.0, **shapes, **{"External id": 1}),
+        span("cpu_op", "aten::empty_strided", 1.0, 2.0, **shapes, **{"External id": 2}),
+        span("cpu_op", "aten::copy_", 4.0, 6.0, **shapes, **{"External id": 3}),
+        span("kernel", "copy", 20.0, 300.0, **{"External id": 3}),
+        span("cpu_op", "aten::neg", 10.0, 5.0, **shapes, **{"External id": 4}),
+        span("kernel", "neg", 320.0, 50.0, **{"External id": 4}),
+    ]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    taken = {name: calls[0].seconds for name, calls in Profile.read(path).calls.items()}
+    expected = {"aten::_to_copy": 3e-4, "aten::empty_strided": 0, "aten::copy_": 3e-4}
+    assert taken == pytest.approx(expected | {"aten::neg": 5e-5})
+
+
+def test_a_profile_tells_dtypes_apart() -> None:
+    shapes = ((8, 64), (64, 32))
+    known = [
+        Measured(shapes, (torch.float32,) * 2, 2.0),
+        Measured(shapes, (torch.bfloat16,) * 2, 1.0),
+    ]
+    profile = Profile({"aten::mm": known}, 0.0)
+    exact = shapes_of(8)
+    assert profile.seconds_of(mm, exact, {}) == 2.0
+    assert profile.seconds_of(mm, [each.bfloat16() for each in exact], {}) == 1.0
+    assert profile.seconds_of(mm, [each.half() for each in exact], {}) == 2.0  # the slower
 
 
 def test_a_profile_comes_before_the_numbers_of_a_device() -> None:
@@ -220,11 +256,10 @@ def predicted(
     fabric = Fabric.read("loopback_2g")
     fabric = replace(fabric, within=replace(fabric.within, bandwidth=bandwidth, latency=0.0))
     nothing = Profile(options.pop("calls", {}), 0.0)
-    start = time.perf_counter()
-    found = simulate_on_cpu(
-        lambda: program(ranks, prefetch, **options), ranks, nothing, fabric, cores
-    )
-    assert time.perf_counter() - start < 3 * UNITS * SECONDS  # nobody slept
+    with patch.object(time, "sleep", side_effect=AssertionError("slept")):
+        found = simulate_on_cpu(
+            lambda: program(ranks, prefetch, **options), ranks, nothing, fabric, cores
+        )
     return found.seconds
 
 
@@ -277,6 +312,15 @@ def test_more_ranks_than_cores_compute_longer() -> None:
 def test_a_program_on_the_modelled_device_is_refused() -> None:
     with pytest.raises(RuntimeError, match='make its tensors and its mesh on "cpu"'):
         predicted(bandwidth=1.0, device="modelled")
+
+
+def test_memory_is_what_a_step_takes_beyond_what_there_was() -> None:
+    def build() -> Step:
+        kept = torch.zeros(1000)
+        return lambda: kept + 1
+
+    found = simulate_on_cpu(build, 2, Profile({}, 0.0), Fabric.read("loopback_2g"), 2)
+    assert found.memory == 4 * 1000
 
 
 def test_memory_is_that_of_what_exists_at_once() -> None:

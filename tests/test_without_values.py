@@ -105,6 +105,36 @@ def test_a_copy_that_a_class_makes_of_a_view_is_on_the_device() -> None:
         assert device.operations == before + 1
 
 
+READS: dict[str, Callable[[torch.Tensor], object]] = {
+    "item": torch.Tensor.item,
+    "float": float,
+    "int": int,
+    "format": "{:.1f}".format,
+    "tolist": torch.Tensor.tolist,
+    "cpu": torch.Tensor.cpu,
+    "to": lambda tensor: tensor.to("cpu", torch.float64),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_the_host_reads_zero_and_waits_as_for_a_value(name: str) -> None:
+    waits = []
+    for values in (False, True):
+        with running(ModelledDevice(values=values)) as device:
+            zero = torch.zeros((), device=HERE)
+            before = device.operations
+            found = READS[name](zero)
+            waits.append((found, device.operations - before, len(device.syncs)))
+    assert waits[0] == waits[1]
+
+
+def test_a_branch_on_what_has_no_value_is_an_error() -> None:
+    with running(ModelledDevice(values=False)):
+        with pytest.raises(RuntimeError, match=r"depends on a value \(.*test_without_values"):
+            assert torch.zeros((), device=HERE)
+        assert torch.tensor(1, device=HERE)
+
+
 def test_attention_keeps_no_matrix() -> None:
     with running(ModelledDevice(values=False)) as device:
         query, key = (torch.empty(1, heads, 4096, 64, device=HERE) for heads in (8, 2))

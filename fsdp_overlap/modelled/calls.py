@@ -63,6 +63,9 @@ class Calls(TorchFunctionMode):
             tensor.numpy: self._read,
         }
         if not device.values:
+            for read in (tensor.item, tensor.__float__, tensor.__int__, tensor.__format__):
+                self._instead[read] = self._read_one
+            self._instead[tensor.__bool__] = self._decide
             # Which of torch's kernels it runs depends on the device that C++ knows.
             self._instead[torch.nn.functional.scaled_dot_product_attention] = self._attend
 
@@ -148,10 +151,7 @@ class Calls(TorchFunctionMode):
         if memory_format is not None:
             options["memory_format"] = memory_format
         has_none = held is not None and not has_values(held)
-        if has_none and not goes_here:
-            zeros = partial(torch.zeros_like, tensor, dtype=dtype, device="cpu")
-            return self._with_memory(False, False, zeros)
-        below = "meta" if has_none else "cpu"
+        below = "meta" if has_none and goes_here else "cpu"
         return self._with_memory(goes_here, False, lambda: func(tensor, below, **options))
 
     def _to_host(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -184,9 +184,21 @@ class Calls(TorchFunctionMode):
                 )
             device.wait_on_host(device.mark(device.current), func.__name__)
         device.run(Operation(func.__name__, [tensor], []), on_host=True)
+        if has_values(tensor):
+            return func(tensor, *args, **kwargs)
+        with disable_current_modes():
+            return func(torch.zeros(tensor.shape, dtype=tensor.dtype), *args, **kwargs)
+
+    def _read_one(self, func: Any, tensor: torch.Tensor, *args: Any) -> Any:
+        # Of a tensor with values an operation tells.
+        return func(tensor, *args) if has_values(tensor) else self._read(func, tensor, *args)
+
+    def _decide(self, func: Any, tensor: torch.Tensor) -> bool:
         if not has_values(tensor):
-            tensor = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
-        return func(tensor, *args, **kwargs)
+            raise RuntimeError(
+                f"the program depends on a value ({place()}), and tensors on this device have none"
+            )
+        return func(tensor)
 
     def _attend(
         self,

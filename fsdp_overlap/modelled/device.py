@@ -25,12 +25,12 @@ class Issued(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call of one of torch's operators."""
+    """A call of one of torch's operators, and what it returned, once it has run."""
 
     func: Any
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
-    output: Any
+    output: Any = None
 
 
 class Operation(NamedTuple):
@@ -90,6 +90,8 @@ class ModelledDevice:
         self.host = Queue(0, "the host")
         self.queues = [self.host]
         self.default = self.current = self.add_stream("the default stream")
+        self.program_streams = {self.default}
+        """Those on which the program communicates by itself, as about activations."""
         self.allocator = Allocator()
         self.on_host = self.on_host_most = 0
         """The bytes of the host's tensors that were made, and the most that there were at once."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -94,18 +94,6 @@ class About:
         )
 
 
-class Called(NamedTuple):
-    """A call of an operator, and the ``values`` of all its arguments, in their order."""
-
-    func: Any
-    args: Sequence[Any]
-    kwargs: dict[str, Any]
-    values: Sequence[Any]
-
-    def run(self) -> Any:
-        return self.func(*self.args, **self.kwargs)
-
-
 class Dispatch(TorchDispatchMode):
     """Tells the device what each operation reads, writes and allocates."""
 
@@ -152,24 +140,28 @@ class Dispatch(TorchDispatchMode):
                 if w
                 for t in tensors_in(value)
             ]
-            return self._run(about, Called(func, args, kwargs, values), reads, writes)
+            return self._run(about, Call(func, args, kwargs), values, reads, writes)
 
     def _run(
         self,
         about: About,
-        called: Called,
+        call: Call,
+        values: Sequence[Any],
         reads: list[torch.Tensor],
         writes: list[torch.Tensor],
     ) -> Any:
+        """``values`` are those of all arguments, in their order."""
         device = self.device
         on_device = self._is_on_device(about, [*reads, *writes])
         device.check_is_there(about.name, [*reads, *writes])
-        loses_values = not device.values and are_mixed([*reads, *writes])
-        output = run_without_values(called) if loses_values else called.run()
+        makes = on_device if self.makes_on_device is None else self.makes_on_device
+        if device.values:
+            output = call.func(*call.args, **call.kwargs)
+        else:
+            output = run_without_values(about, call, [*reads, *writes], makes)
         outputs = tensors_in(output)
         if any(isinstance(tensor, FakeTensor) for tensor in outputs):
             return output
-        makes = on_device if self.makes_on_device is None else self.makes_on_device
         new = [tensor for tensor in outputs if not device.knows(tensor)]
         if not device.values and any(tensor.is_meta for tensor in new):
             makes = True  # what C++ makes beside operands without values
@@ -179,13 +171,11 @@ class Dispatch(TorchDispatchMode):
             return output
         reads = [] if about.reads_nothing else reads
         writes = [*writes, *new]
-        values = called.values
         group = _group_among(values) if about.is_collective and on_device else None
         if group is not None:
             device.issue(group, about.name, reads, writes)
         else:
-            call = Call(called.func, called.args, called.kwargs, output)
-            operation = Operation(about.name, reads, writes, call)
+            operation = Operation(about.name, reads, writes, call._replace(output=output))
             device.run(operation, on_host=not (on_device or (new and makes)))
         if about.gives_value and on_device:
             self._wait(about)
@@ -261,14 +251,18 @@ def has_values(tensor: torch.Tensor) -> bool:
         return not tensor.is_meta
 
 
-def are_mixed(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether some have values and others have none."""
-    return len({tensor.is_meta for tensor in tensors}) > 1
-
-
-def run_without_values(called: Called) -> Any:
-    """What a call returns for operands of which some have no values. What it would write to those
-    that have some is lost."""
+def run_without_values(
+    about: About, call: Call, tensors: Sequence[torch.Tensor], makes_on_device: bool
+) -> Any:
+    """What a call returns for ``tensors`` of which some have no values. What it would write to
+    those that have some is lost, and what comes to the host is zero."""
+    func, args, kwargs = call.func, call.args, call.kwargs
+    without = [tensor.is_meta for tensor in tensors]
+    if about.name == "_to_copy" and any(without) and not makes_on_device:
+        dtype = kwargs.get("dtype") or tensors[0].dtype
+        return torch.zeros(tensors[0].shape, dtype=dtype, device="cpu")
+    if all(without) or not any(without):
+        return func(*args, **kwargs)
     replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def without_values(tensor: torch.Tensor) -> torch.Tensor:
@@ -280,9 +274,9 @@ def run_without_values(called: Called) -> Any:
         replaced[id(empty)] = empty, tensor
         return empty
 
-    args, kwargs = tree_map_only(torch.Tensor, without_values, (called.args, called.kwargs))
+    args, kwargs = tree_map_only(torch.Tensor, without_values, (args, kwargs))
     return tree_map_only(
         torch.Tensor,
         lambda tensor: replaced.get(id(tensor), (tensor, tensor))[1],
-        called.func(*args, **kwargs),
+        func(*args, **kwargs),
     )

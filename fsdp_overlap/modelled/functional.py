@@ -62,6 +62,7 @@ class Functional:
         stream = self._streams.get(group)
         if stream is None:
             stream = self._streams[group] = device.add_stream(f"the stream of {group}")
+            device.program_streams.add(stream)
         device.wait(stream, device.mark(current))
         device.current = stream
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,8 @@ class Costs(Protocol):
         ...
 
 
-class Ran(NamedTuple):
+@dataclass
+class Ran:
     """An operation on a stream. Times in seconds since the device's start."""
 
     name: str
@@ -54,6 +55,15 @@ class Ran(NamedTuple):
     given: int = 0
     """Bytes that a collective reads on this rank; ``got``: that it writes."""
     got: int = 0
+
+
+@dataclass
+class Row:
+    """Compute on a stream without a pause, and its last operation."""
+
+    start: float
+    end: float
+    last: Ran
 
 
 class Link:
@@ -97,6 +107,8 @@ class Clock:
     """How many times as long compute takes on this device as the costs say."""
     ended: dict[str, float] = field(default_factory=dict)
     """When the last collective of each process group ends."""
+    rows: dict[Queue, list[Row]] = field(default_factory=dict)
+    """The compute of each stream."""
 
     def on_host(self, operation: Operation) -> float:
         return self.costs.on_host(operation)
@@ -107,7 +119,13 @@ class Clock:
         seconds = self.pace * self.costs.compute(operation)
         self.computed += seconds
         end = self._disturbed(ready, seconds)
-        self.ran.append(Ran(operation.name, stream.index, enqueued, ready, end))
+        ran = Ran(operation.name, stream.index, enqueued, ready, end)
+        self.ran.append(ran)
+        rows = self.rows.setdefault(stream, [])
+        if rows and ready <= rows[-1].end:
+            rows[-1].end, rows[-1].last = end, ran
+        else:
+            rows.append(Row(ready, end, ran))
         return end
 
     def _collective(
@@ -122,7 +140,9 @@ class Clock:
         # NCCL runs the collectives of a communicator one after the other, on whatever streams.
         ready = max(ready, self.ended.get(name, 0.0))
         link = self.links.setdefault(self.costs.link(ranks), Link())
+        busy = self._busy_after(ready)
         end = self.ended[name] = link.take(ready, self.costs.collective(operation, ranks))
+        self._delay(ready, busy)
         given, got = (sum(t.nbytes for t in each) for each in (operation.reads, operation.writes))
         ran = Ran(operation.name, stream.index, enqueued, ready, end, name, given, got)
         self.ran.append(ran)
@@ -145,6 +165,22 @@ class Clock:
             seconds -= (end - at) / slower
             at = end
         return at + seconds
+
+    def _delay(self, since: float, busy_before: Sequence[Interval]) -> None:
+        """Lets compute that is enqueued already end later, as far as links are now busy beside it
+        that were not before. Pauses of a stream take that up. What else waits for such compute has
+        been told its end, and does not learn of this."""
+        lost = 1.0 - 1.0 / (1.0 + self.costs.slowdown)  # of a second beside a collective
+        if not lost:
+            return
+        busy = self._busy_after(since)
+        for stream, rows in self.rows.items():
+            end = 0.0
+            for row in rows[bisect.bisect_right(rows, since, key=_end_of_row) :]:
+                more = _overlap(row, busy) - _overlap(row, busy_before)
+                row.end += max(0.0, end - row.start) + lost * more
+                row.last.end = end = row.end
+            stream.ends = max(stream.ends, end)
 
     def _busy_after(self, start: float) -> list[Interval]:
         """When any link is busy, from ``start`` on."""
@@ -171,3 +207,11 @@ def full_of(operation: Operation) -> Sequence[torch.Tensor]:
 
 def _end(interval: Interval) -> float:
     return interval[1]
+
+
+def _end_of_row(row: Row) -> float:
+    return row.end
+
+
+def _overlap(row: Row, busy: Sequence[Interval]) -> float:
+    return sum(max(0.0, min(row.end, end) - max(row.start, begin)) for begin, end in busy)

@@ -31,7 +31,7 @@ GLOO_PASSES = {"all_reduce": 2, "reduce_scatter": 2, "reduce": 2}
 GLOO_AT_A_TIME = 2
 
 # meta-pytorch/autoparallel, cost_models/nccl_cost_model.py: fits to nccl-tests' all-to-all on H100.
-# By nodes: microseconds that no bytes take, and the share of the network that is idle at two nodes.
+# By nodes: microseconds that no bytes take. Of N nodes, 0.44 / N of the network is idle.
 ALL_TO_ALL_US = Curve(((2, 37.0), (4, 42.0), (8, 60.0), (16, 98.0), (32, 290.0)))
 ALL_TO_ALL_WITHIN_US = 50.0
 ALL_TO_ALL_IDLE = 0.44
@@ -57,27 +57,29 @@ def seconds_of_collective(fabric: Fabric, group: Group, kind: Kind, size: float)
 
 
 def seconds_of_list(fabric: Fabric, group: Group, kind: Kind, sizes: Sequence[float]) -> float:
-    """Seconds of several broadcasts, or reduces, in one launch: a collective of ragged shards.
+    """Seconds of several collectives of one kind in one launch: one of each parameter, or the
+    broadcasts or reduces that ragged shards travel by.
 
-    As many sizes as ranks stand for one from each rank (or to it), and then the link into a rank
-    carries all but its own. NCCL gives each channel its part of the list, and adds up the latency
-    of those that follow each other on a channel (`src/enqueue.cc`: tasks over channels). The first
-    takes the way past all ranks, and the others come right behind it; that is an assumption.
+    As many broadcasts (or reduces) as ranks stand for one from each rank (or to it), and then the
+    link into a rank carries all but its own. NCCL gives each channel its part of the list, and adds
+    up the latency of those that follow each other on a channel (`src/enqueue.cc`: tasks over
+    channels). Assumptions: followers begin their way around the ring anew, but for broadcasts and
+    reduces, which come right behind the first.
     """
-    carried = sum(sizes) - (min(sizes) if len(sizes) == group.ranks else 0)
+    is_one_way = kind in ("broadcast", "reduce")
+    has_own = is_one_way and len(sizes) == group.ranks
+    carried = sum(sizes) - (min(sizes) if has_own else 0)
     count = sum(size > 0 for size in sizes)
     for size in (carried, *sizes):
         _check(group, kind, size)
-    if kind not in ("broadcast", "reduce"):
-        return sum(seconds_of_collective(fabric, group, kind, size) for size in sizes)
     if group.ranks == 1 or not count:
         return 0.0
     if fabric.library == "gloo":
         return _over_one_link(fabric, group, kind, sum(sizes), count)
     followers = math.ceil(count / channels(fabric, group)) - 1
-    pair = Group(2, 2 if group.nodes > 1 else 1)
-    one_step = min(ring(fabric, pair, kind, protocol).latency for protocol in PROTOCOLS)
-    return seconds_of_collective(fabric, group, kind, carried) + followers * one_step
+    way = Group(2, min(group.nodes, 2)) if is_one_way else group
+    latency = min(ring(fabric, way, kind, protocol).latency for protocol in PROTOCOLS)
+    return seconds_of_collective(fabric, group, kind, carried) + followers * latency
 
 
 def _check(group: Group, kind: Kind, size: float) -> None:

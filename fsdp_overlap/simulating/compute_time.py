@@ -16,6 +16,7 @@ from torch.utils import flop_counter
 from fsdp_overlap.simulating.hardware import Device
 from fsdp_overlap.simulating.tables import HardwareError
 
+# Tables of a device's products, by dtype. For all others it is that of float32.
 PRODUCTS_OF = {
     torch.float64: "float64",
     torch.bfloat16: "bfloat16",
@@ -89,7 +90,7 @@ def seconds_of(
 
 def rate_of(device: Device, name: str, args: Sequence[Any]) -> float:
     """FLOP/s that an operation reaches whose arithmetic is matrix products."""
-    dtype = next(tensor.dtype for tensor in _tensors(args) if tensor.is_floating_point())
+    dtype = next(_tensors(args)).dtype
     key = PRODUCTS_OF.get(dtype, "float32")
     if key == "float32" and torch.get_float32_matmul_precision() != "highest":
         key = "tfloat32"

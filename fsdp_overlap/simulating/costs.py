@@ -20,7 +20,7 @@ from fsdp_overlap.simulating.profile import Profile
 from fsdp_overlap.simulating.variation import expected_maximum
 
 # NCCL gathers and reduces ranges of different sizes as a list of these.
-_OF_LISTS: dict[str, Kind] = {"all_gather": "broadcast", "reduce_scatter": "reduce"}
+_OF_RAGGED: dict[str, Kind] = {"all_gather": "broadcast", "reduce_scatter": "reduce"}
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class Costs:
 
     def collective(self, operation: Operation, ranks: Sequence[int]) -> float:
         group, kind = group_of(self.fabric, ranks), cast(Kind, operation.name)
-        tensors = full_of(operation)
-        sizes = [tensor.nbytes for tensor in tensors]
-        is_ragged = len(operation.reads) != len(operation.writes) and len(sizes) > 1
-        if is_ragged and kind in _OF_LISTS:
-            return seconds_of_list(self.fabric, group, _OF_LISTS[kind], sizes)
-        return seconds_of_collective(self.fabric, group, kind, sum(sizes))
+        sizes = [tensor.nbytes for tensor in full_of(operation)]
+        if len(sizes) == 1:
+            return seconds_of_collective(self.fabric, group, kind, sizes[0])
+        if len(operation.reads) != len(operation.writes):
+            kind = _OF_RAGGED.get(kind, kind)
+        return seconds_of_list(self.fabric, group, kind, sizes)
 
     def link(self, ranks: Sequence[int]) -> str:
         """Names what these ranks communicate over. Collectives on one link share it."""

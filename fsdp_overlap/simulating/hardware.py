@@ -15,6 +15,7 @@ from typing import Self
 from fsdp_overlap.simulating.tables import Curve, Table, reading
 
 MICRO, GIGA, TERA, GIB = 1e-6, 1e9, 1e12, 2**30
+PRODUCTS = ("bfloat16", "float8", "float32", "tfloat32", "float64")
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Device:
 
     name: str
     products: Mapping[str, Products]
-    """By dtype: bfloat16 (and float16), float8, float32, tfloat32 (float32 that is rounded)."""
+    """By dtype, of those in ``PRODUCTS``: bfloat16 is float16 too, tfloat32 is float32 that is
+    rounded."""
     attention_forward: float
     """The share of the products' peak that the attention kernel reaches."""
     attention_backward: float
@@ -59,7 +61,7 @@ class Device:
                 dtype: Products(
                     table.number("peak_tflops", 1, 1e5) * TERA, table.number("efficiency", 0.01, 1)
                 )
-                for dtype, table in top.table("products").tables()
+                for dtype, table in top.table("products").tables(PRODUCTS)
             }
             attention, memory = top.table("attention"), top.table("memory")
             host, overlap = top.table("host"), top.table("overlap")

@@ -81,8 +81,7 @@ class Ledger(Allocator):
     def note(self, operation: Operation, stream: Queue) -> None:
         """Learns from an operation what memory is for."""
         if operation.group is not None:
-            # On the default stream the program communicates by itself, about activations.
-            if stream is not self._device.default:
+            if stream not in self._device.program_streams:
                 self._note_collective(operation, stream)
         elif operation.name in COPIES:
             reads, writes = list(self._held(operation.reads)), list(self._held(operation.writes))
@@ -137,12 +136,13 @@ class Ledger(Allocator):
 
     def _over(self, since: int) -> Iterator[Usage]:
         now: dict[Kind, int] = dict.fromkeys(KINDS, 0)
-        for number, (at, held, grown) in enumerate(self._changes):
-            if number == since:
-                yield Usage(at, dict(now))
+        for _, held, grown in self._changes[:since]:
             now[self.kind_of(held)] += grown
-            if number >= since:
-                yield Usage(at, dict(now))
+        changes = self._changes[since:]
+        yield Usage(changes[0][0] if changes else self._now(), dict(now))
+        for at, held, grown in changes:
+            now[self.kind_of(held)] += grown
+            yield Usage(at, dict(now))
 
 
 def counters(usage: Iterable[Usage]) -> list[dict[str, Any]]:

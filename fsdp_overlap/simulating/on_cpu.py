@@ -23,14 +23,13 @@ from fsdp_overlap.modelled import ModelledDevice, Operation, active, fake_ranks,
 from fsdp_overlap.modelled.dispatch import tensors_in
 from fsdp_overlap.modelled.queues import Queue
 from fsdp_overlap.modelled.ranks import Nobody
+from fsdp_overlap.simulating.collective_time import GLOO_AT_A_TIME, GLOO_PASSES
 from fsdp_overlap.simulating.compute_time import FREE
 from fsdp_overlap.simulating.hardware import Fabric
 from fsdp_overlap.simulating.profile import Profile
 from fsdp_overlap.simulating.simulate import Step
 
 BACKEND = "gloo_in_name_only"
-# gloo's threads of one process group.
-AT_A_TIME = 2
 
 
 @dataclass(eq=False)
@@ -73,7 +72,7 @@ class SharedLink:
         under_way = [
             (queue, transfer)
             for queue in self.queues.values()
-            for transfer in list(queue)[:AT_A_TIME]
+            for transfer in list(queue)[:GLOO_AT_A_TIME]
         ]
         if not under_way:
             return False
@@ -130,14 +129,14 @@ class Gloo(Nobody):
         clock = active().timing
         assert isinstance(clock, Clock)
         groups = dist.get_world_size() / self.size()
-        transfer = Transfer(clock.fabric.within.latency, nbytes * groups)
+        transfer = Transfer(clock.latency, nbytes * groups)
         clock.link.add(self, transfer, active().host.ends)
         return Sent(clock, transfer)
 
     def _issue(self, kind: str, writes: Any, reads: Any = ()) -> dist.Work:
         others = self.size() - 1
         nbytes = max(sum(t.nbytes for t in tensors_in(each)) for each in (writes, reads))
-        return self._send(others * nbytes * (2 if kind in ("all_reduce", "reduce_scatter") else 1))
+        return self._send(others * nbytes * GLOO_PASSES.get(kind, 1))
 
     def alltoall_base(self, output: Any, input: Any, *sizes: Any) -> dist.Work:
         own, size = self.rank(), self.size()
@@ -154,17 +153,15 @@ class Gloo(Nobody):
 class Clock:
     """The host's time, and the link's.
 
-    slower: how many times as long operations take as in the profile. unknown: the operators that
-    were not measured; they are taken to need no more than their call.
+    latency: of a collective. slower: how many times as long operations take as in the profile.
+    unknown: the operators that were not measured; they are taken to need no more than their call.
     """
 
     profile: Profile
-    fabric: Fabric
+    link: SharedLink
+    latency: float
     slower: float = 1.0
     unknown: set[str] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.link = SharedLink(self.fabric.within.bandwidth)
 
     def on_host(self, operation: Operation) -> float:
         return self.slower * (self.profile.host_seconds + self._measured(operation))
@@ -218,8 +215,18 @@ def simulate_on_cpu(
         cores: of the machine. Where ranks are more, what they compute takes so much longer.
         steps: how many are predicted.
         warmup: steps before these. Units are not gathered ahead in the first.
+
+    Raises:
+        ValueError: the fabric is not gloo's, or has not so many ranks on one machine.
     """
-    clock = Clock(profile, fabric, slower=max(1.0, world_size / cores))
+    if fabric.library != "gloo" or world_size > fabric.ranks_a_node:
+        raise ValueError(
+            f"{fabric.name}: {world_size} ranks on one machine's CPUs need a fabric with "
+            f'library = "gloo" and ranks_a_node = {world_size} or more'
+        )
+    bandwidth = fabric.within.bandwidth * fabric.within.efficiency.at(world_size)
+    slower = max(1.0, world_size / cores)
+    clock = Clock(profile, SharedLink(bandwidth), fabric.within.latency, slower)
     device = ModelledDevice(timing=clock)
     with fake_ranks(world_size, BACKEND), running(device), _sleeping(device):
         step = program()

@@ -40,8 +40,8 @@ DTYPES = {
 }
 
 
-class Call(NamedTuple):
-    """An operation on tensors of these shapes, and what it took."""
+class Measured(NamedTuple):
+    """What an operation on tensors of these shapes took."""
 
     shapes: Shapes
     dtypes: Dtypes
@@ -56,7 +56,7 @@ class Profile:
     an operation beside these.
     """
 
-    calls: Mapping[str, Sequence[Call]]
+    calls: Mapping[str, Sequence[Measured]]
     host_seconds: float
 
     @classmethod
@@ -85,15 +85,14 @@ class Profile:
             )
         kernels = _of_kernels(spans)
         found: dict[str, dict[Tensors, list[float]]] = defaultdict(lambda: defaultdict(list))
+        taken = _of_operators(operators, kernels) if kernels else None
         for span in measured:
-            seconds = 1e-6 * span["dur"]
-            if kernels:
-                seconds = kernels.get(span["args"].get("External id"), 0.0)
+            seconds = 1e-6 * span["dur"] if taken is None else taken[id(span)]
             key = tuple(_shapes(span)), tuple(_dtypes(span))
             found[span["name"]][key].append(seconds)
         calls = {
             name: [
-                Call(shapes, dtypes, statistics.median(each))
+                Measured(shapes, dtypes, statistics.median(each))
                 for (shapes, dtypes), each in by_tensors.items()
             ]
             for name, by_tensors in found.items()
@@ -101,23 +100,47 @@ class Profile:
         return cls(calls, _gaps(operators))
 
     def seconds_of(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float | None:
-        """What ``func(*args, **kwargs)`` takes, an ``OpOverload``: as measured, or in proportion to
-        the nearest shapes that were. ``None`` if the operator was not measured at all."""
+        """What ``func(*args, **kwargs)`` takes, an ``OpOverload``: as measured with these shapes,
+        and with these dtypes if there are such, or in proportion to the nearest shapes that were.
+        ``None`` if the operator was not measured at all."""
         known = self.calls.get(func._schema.name)
         if not known:
             return None
         tensors = list(_tensors([*args, *kwargs.values()]))
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-        same = [call.seconds for call in known if call.shapes == shapes]
-        if same:
-            return max(same)
+        if same := [call for call in known if call.shapes == shapes]:
+            dtypes = [tensor.dtype for tensor in tensors]
+            same_dtypes = [call for call in same if _may_be(call.dtypes, dtypes)]
+            return max(call.seconds for call in same_dtypes or same)
         work = _work(func, tensors)
 
-        def distance(call: Call) -> float:
+        def distance(call: Measured) -> float:
             return abs(math.log(max(1.0, work) / max(1.0, _work_of_call(func, call))))
 
         nearest = min(known, key=distance)
         return nearest.seconds * work / max(1.0, _work_of_call(func, nearest))
+
+
+def _may_be(traced: Dtypes, dtypes: Sequence[torch.dtype]) -> bool:
+    return all(one in (None, other) for one, other in zip(traced, dtypes, strict=True))
+
+
+def _of_operators(
+    operators: Iterable[Mapping[str, Any]], kernels: Mapping[Any, float]
+) -> dict[int, float]:
+    """The seconds of each operator's kernels, by the ``id()`` of its span. Those of operators that
+    it has called are its own too."""
+    seconds: dict[int, float] = {}
+    open_on: dict[Any, list[Mapping[str, Any]]] = defaultdict(list)
+    for span in sorted(operators, key=lambda span: (span["ts"], -span["dur"])):
+        calling = open_on[span["tid"]]
+        while calling and calling[-1]["ts"] + calling[-1]["dur"] <= span["ts"]:
+            calling.pop()
+        calling.append(span)
+        seconds[id(span)] = 0.0
+        for each in calling:
+            seconds[id(each)] += kernels.get(span["args"].get("External id"), 0.0)
+    return seconds
 
 
 def _of_kernels(spans: Iterable[Mapping[str, Any]]) -> dict[Any, float]:
@@ -134,11 +157,12 @@ def _gaps(operators: Sequence[Mapping[str, Any]]) -> float:
     gaps: list[float] = []
     ends: dict[Any, float] = {}
     for span in sorted(operators, key=lambda span: span["ts"]):
-        last = ends.get(span["tid"], span["ts"])
-        if span["ts"] >= last:
+        last = ends.get(span["tid"])
+        if last is not None and span["ts"] >= last:
             gaps.append(span["ts"] - last)
-        ends[span["tid"]] = max(last, span["ts"] + span["dur"])
-    return 1e-6 * statistics.mean(gap for gap in gaps if gap < LONGEST_GAP_US)
+        ends[span["tid"]] = max(last or 0.0, span["ts"] + span["dur"])
+    short = [gap for gap in gaps if gap < LONGEST_GAP_US]
+    return 1e-6 * statistics.mean(short) if short else 0.0
 
 
 def _shapes(span: Mapping[str, Any]) -> Iterator[Shape]:
@@ -157,7 +181,7 @@ def _dtypes(span: Mapping[str, Any]) -> Iterator[torch.dtype | None]:
             yield DTYPES.get(kind)
 
 
-def _work_of_call(func: Any, call: Call) -> float:
+def _work_of_call(func: Any, call: Measured) -> float:
     tensors = [
         torch.empty(shape, dtype=dtype or torch.float32, device="meta")
         for shape, dtype in zip(call.shapes, call.dtypes, strict=True)

@@ -162,7 +162,7 @@ class _Search:
     ) -> None:
         self.training, self.costs, self.limit = training, costs, limit
         self.workers, self.progress = workers, progress
-        self.equal_blocks = count_equal_blocks(training.model)
+        self.equal_blocks = training.blocks or count_equal_blocks(training.model)
         self.estimates: dict[Training, Taken] = {}
         self.full: dict[Training, Taken] = {}
         """Those of which all of the model was simulated."""

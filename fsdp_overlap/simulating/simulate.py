@@ -8,8 +8,10 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fsdp_overlap.modelled import fake_ranks, running, torch_module
+from fsdp_overlap.modelled.ranks import Nobody
 from fsdp_overlap.profiling import RankReport, read_report
 from fsdp_overlap.simulating.clock import Clock, Costs
 from fsdp_overlap.simulating.hardware import Device, Fabric
@@ -20,6 +22,20 @@ from fsdp_overlap.simulating.traffic import traffic
 
 Step = Callable[[], object]
 """A training step: forwards, backwards and the optimizer's step."""
+
+BACKEND = "nccl_in_name_only"
+
+
+class Nccl(Nobody):
+    """Ranks that name themselves NCCL, which the library has collectives of their own for."""
+
+    def name(self) -> str:
+        return "nccl"
+
+
+dist.Backend.register_backend(
+    BACKEND, lambda store, rank, size, timeout: Nccl(rank, size), devices=["cpu", "modelled"]
+)
 
 
 @dataclass(frozen=True)
@@ -90,7 +106,7 @@ def simulate(
     clock = Clock(costs, pace=costs.slowest(world_size))
     device = ObservedDevice(clock)
     ledger = device.allocator
-    with fake_ranks(world_size), running(device), marking(device) as marks:
+    with fake_ranks(world_size, BACKEND), running(device), marking(device) as marks:
         step = program()
         torch_module.empty_cache()
         torch_module.reset_peak_memory_stats()

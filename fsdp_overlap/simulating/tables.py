@@ -92,8 +92,9 @@ class Table:
         self._tables.append(table := Table(value, f"{self._where}: [{key}]"))
         return table
 
-    def tables(self) -> Iterator[tuple[str, Table]]:
-        return ((key, self.table(key)) for key in self._values)
+    def tables(self, of: tuple[str, ...]) -> Iterator[tuple[str, Table]]:
+        """Those of the names ``of`` that there are."""
+        return ((key, self.table(key)) for key in of if key in self)
 
     def refuse_the_rest(self) -> None:
         for key in self._values.keys() - self._known:
