@@ -474,3 +474,22 @@ def test_functional_collectives_that_are_not_modelled_are_an_error() -> None:
         source = torch.ones(4, device=HERE)
         with pytest.raises(NotImplementedError, match="broadcast on the modelled device"):
             functional.broadcast(source, 0, dist.group.WORLD.group_name)
+
+
+def test_memory_that_another_stream_has_used_is_kept_back_until_that_is_done() -> None:
+    with running(ModelledDevice(timing=Seconds({"add_": 2.0}))) as device:
+        side = Stream()
+        tensor = torch.zeros(MIB, device=HERE)
+        address = device.address_of(tensor)
+        side.wait_stream(current_stream())
+        with stream(side):
+            tensor.add_(1)
+        tensor.record_stream(side)
+        del tensor
+        assert device.allocator.allocated == 0
+        early = torch.empty(MIB, device=HERE)
+        assert device.address_of(early) != address
+        side.synchronize()
+        late = torch.empty(MIB, device=HERE)
+        assert device.address_of(late) == address
+    assert kinds(device) == []

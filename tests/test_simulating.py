@@ -99,6 +99,12 @@ def test_a_step_is_compute_and_what_has_nothing_to_run_under() -> None:
     assert report.exposed_time == pytest.approx(1e6 * 0.75)
 
 
+def test_the_next_microbatch_is_gathered_under_the_backward_before_it() -> None:
+    """Nothing was edited between the two, so only the first gather of the step is exposed."""
+    found = predict(compute=1.0, gather=0.25, reduce=0.5, microbatches=3)
+    assert found.seconds == pytest.approx(3 * PRODUCTS + 0.25 + 0.5)
+
+
 def test_a_step_goes_at_the_pace_of_the_slowest_device_and_collectives_do_not() -> None:
     found = predict(compute=1.0, gather=0.25, reduce=0.5, slowest=1.5)
     assert found.seconds == pytest.approx(1.5 * PRODUCTS + 0.25 + 0.5)

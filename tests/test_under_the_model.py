@@ -84,6 +84,7 @@ COPIES = "many units with copies"
 DIVIDED = "accumulation among shards, divided"
 SIDE = "the optimizer on a stream of its own"
 HOOKS = "hooks on another stream"
+UNEDITED = "forwards without edits"
 EXCHANGED = "Muon in rounds"
 ROWS = "prefetch 1, rows"
 COPIED = "torch._foreach_copy_(targets, sources)"
@@ -141,6 +142,11 @@ DEFECTS = [
     Defect(StreamLane, "enqueue", ", self._streams.stream(self.stream):", OFFLOADED, new=":"),
     Defect(StreamLane, "enqueue", "self.stream.record_event()", PLAIN, new="self._streams.Event()"),
     Defect(StreamLane, "free", "self.stream.wait_event(after)", PLAIN),
+    Defect(StreamLane, "let_go", "compute.wait_event(after)", UNEDITED),
+    Defect(StreamLane, "let_go", "buffer.record_stream(compute)", UNEDITED),
+    Defect(
+        StreamLane, "let_go", " or buffer.keeps_storage", f"{UNEDITED} with storage kept", new=""
+    ),
     Defect(Gathers, "begin_pass", "self._transfers.after_compute()", PLAIN),
     Defect(Gathers, "_gather", "self._transfers.after_compute()", "an edit past the event"),
     Defect(
@@ -164,9 +170,9 @@ DEFECTS = [
     Defect(
         Bucket,
         "reset",
-        "self.free(lane, lane.mark_compute())",
+        "self.free(lane.free, lane.mark_compute())",
         "a backward that raised and a reset",
-        new="self.free(lane, None)",
+        new="self.free(lane.free, None)",
     ),
     Defect(Bucket, "_gathered_shard", "self.divided.wait()", DIVIDED),
     Defect(Bucket, "is_filled_by", "self.domain.reading = ticket", OFFLOADED),

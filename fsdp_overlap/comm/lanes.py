@@ -26,6 +26,10 @@ Travel = tuple[Callable[[], Issued], Callable[[torch.Tensor], None] | None, int]
 """What :meth:`Lane.enqueue` runs and gives the result to, and how many bytes travel then."""
 
 
+Free = Callable[[str, Buffer, Mark], None]
+"""How a lane frees a buffer: :meth:`Lane.free` or :meth:`Lane.let_go`."""
+
+
 class Ticket(Protocol):
     """What a lane hands back for enqueued work."""
 
@@ -97,6 +101,10 @@ class Lane(Protocol):
     def free(self, label: str, buffer: Buffer, after: Mark) -> None:
         """Frees what this lane allocated, once the compute up to ``after`` is done (None: at
         once)."""
+        ...
+
+    def let_go(self, label: str, buffer: Buffer, after: Mark) -> None:
+        """As :meth:`free`, but what is enqueued from now on need not wait for that compute."""
         ...
 
 
@@ -203,6 +211,9 @@ class HostLane:
     def free(self, label: str, buffer: Buffer, after: Mark) -> None:
         buffer.free()
 
+    def let_go(self, label: str, buffer: Buffer, after: Mark) -> None:
+        self.free(label, buffer, after)
+
 
 class StreamTicket:
     """Work on a lane's stream, up to an event."""
@@ -273,6 +284,16 @@ class StreamLane:
         if after is not None:
             self.stream.wait_event(after)
         # Memory goes back to the stream that it was allocated on, so no record_stream() is needed.
+        buffer.free()
+
+    def let_go(self, label: str, buffer: Buffer, after: Mark) -> None:
+        if after is None or buffer.keeps_storage or buffer.memory is not None:
+            self.free(label, buffer, after)
+            return
+        compute = self._streams.current_stream()
+        compute.wait_event(after)
+        # The allocator keeps the memory back until compute is done with it: Note [between passes].
+        buffer.record_stream(compute)
         buffer.free()
 
 

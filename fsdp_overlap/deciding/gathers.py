@@ -138,7 +138,7 @@ class Gathers:
             if unit is not None and unit is before:
                 continue
             del self._delayed[index]
-            self._free(index, mark)
+            self._free(index, mark, self._transfers.let_go)
 
     def drop(self) -> None:
         """Forgets everything. The buckets' memory is freed elsewhere."""
@@ -159,8 +159,11 @@ class Gathers:
         self._waits_for_event = True
 
     def begin_pass(self, units: Iterable[Unit]) -> None:
-        """Makes the all-gathers of this pass see the edits of ``units`` made before it."""
-        if not self._waits_for_event:
+        """Makes the all-gathers of this pass see the edits of ``units`` made before it. If there
+        are none, they need not wait for compute: Note [between passes]."""
+        units = list(units)
+        is_edited = any(unit.seen_version != unit.version for unit in units)
+        if is_edited and not self._waits_for_event:
             self._transfers.after_compute()
             self._note_edits_seen(units)
         self._waits_for_event = False
@@ -212,9 +215,11 @@ class Gathers:
         self.stats.prefetches_unused += 1
         self._free(index, self._ahead.pop(index))
 
-    def _free(self, index: UnitIndex, mark: Mark) -> None:
+    def _free(
+        self, index: UnitIndex, mark: Mark, free: Callable[[Unit, Mark], None] | None = None
+    ) -> None:
         unit = self._unit_at(index)
         if unit is not None:
             if unit.shows_unsharded:  # it was gathered anew after an edit, ahead of use
                 self._transfers.use_sharded(unit)
-            self._transfers.free(unit, mark)
+            (free or self._transfers.free)(unit, mark)

@@ -173,6 +173,11 @@ class Transfers(Protocol):
         """Frees the full buffers once the compute up to ``after`` is done."""
         ...
 
+    def let_go(self, unit: Any, after: Mark) -> None:
+        """As :meth:`free`, but all-gathers that follow need not wait for that compute. Memory may
+        then be taken anew for them."""
+        ...
+
     def drop_parts(self, unit: Any) -> None:
         """Frees the parts of full buffers that were kept between forward and backward."""
         ...

@@ -3,7 +3,7 @@ on, and that stream may use it again at once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from fsdp_overlap.modelled.memory import Access
@@ -56,6 +56,7 @@ class Allocator:
         self.allocated = self.reserved = 0
         self.allocated_most = self.reserved_most = 0
         self._free: dict[tuple[MemPool | None, int, bool], list[Block]] = {}
+        self._held_back: list[tuple[Block, list[Access], Callable[[], bool]]] = []
         self._end = 0
         """The first address that no segment has had."""
 
@@ -66,6 +67,7 @@ class Allocator:
         that belong to none. Also returns the accesses that the new owner must come after: the last
         ones to every free block that is large enough, because which of these is taken depends on
         sizes that another model does not have."""
+        self._put_back_what_is_done()
         nbytes = -(-max(nbytes, 1) // ROUND) * ROUND
         is_small = nbytes <= SMALL
         free = self._free.setdefault((pool, stream.index, is_small), [])
@@ -85,9 +87,29 @@ class Allocator:
         self.allocated_most = max(self.allocated_most, self.allocated)
         return block, list(last.values())
 
-    def give_back(self, block: Block, accesses: Iterable[Access]) -> None:
-        """Frees ``block``. ``accesses`` to its memory may not be done yet."""
+    def give_back(
+        self,
+        block: Block,
+        accesses: Iterable[Access],
+        is_done: Callable[[], bool] | None = None,
+    ) -> None:
+        """Frees ``block``. ``accesses`` to its memory may not be done yet. If another stream has
+        used it, nobody gets it before ``is_done`` says that this stream is done with it."""
         self.allocated -= block.nbytes
+        if is_done is None:
+            self._put_back(block, accesses)
+        else:
+            self._held_back.append((block, list(accesses), is_done))
+
+    def _put_back_what_is_done(self) -> None:
+        waiting, self._held_back = self._held_back, []
+        for block, accesses, is_done in waiting:
+            if is_done():
+                self._put_back(block, accesses)
+            else:
+                self._held_back.append((block, accesses, is_done))
+
+    def _put_back(self, block: Block, accesses: Iterable[Access]) -> None:
         free = self._free[block.pool, block.stream, block.is_small]
         block.is_free = True
         for access in accesses:

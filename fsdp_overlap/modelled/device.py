@@ -244,7 +244,7 @@ class ModelledDevice:
     def release_after(self, tensor: torch.Tensor, stream: Queue) -> None:
         """``Tensor.record_stream``: the memory is not used again before ``stream`` is done with
         it."""
-        self.memory_of(tensor).waited_for.add(stream.index)
+        self.memory_of(tensor).waited_for.add(stream)
 
     def _give(self, memory: Memory, nbytes: int) -> None:
         if memory.is_on_device and nbytes:
@@ -260,11 +260,14 @@ class ModelledDevice:
 
     def _take(self, memory: Memory) -> None:
         block = self._blocks.pop(memory, None)
+        # Without timing no stream is ever done. Then the order alone is looked at.
+        used = [Moment.of(queue) for queue in memory.waited_for] if self.timing else []
         left = memory.hand_over()
         if not memory.is_on_device:
             self.on_host -= memory.nbytes
         if block is not None:
-            self.allocator.give_back(block, left)
+            is_done = (lambda: all(map(self.is_done, used))) if used else None
+            self.allocator.give_back(block, left, is_done)
 
     def _forget(self, key: int, memory: Memory) -> None:
         if self._memories.get(key) is memory:

@@ -33,7 +33,7 @@ class Memory:
     is_freed: bool = False
     """Whether its storage has been resized to nothing."""
     accesses: list[Access] = field(default_factory=list)
-    waited_for: set[int] = field(default_factory=set)
+    waited_for: set[Queue] = field(default_factory=set)
     """The queues that the allocator waits for before it gives the memory to a next owner, as
     ``Tensor.record_stream`` asks of it."""
 
@@ -58,8 +58,13 @@ class Memory:
         self.accesses.append(access)
 
     def hand_over(self) -> list[Access]:
-        """The accesses that the next owner of the memory has to come after."""
-        left = [access for access in self.accesses if access.stamp.queue not in self.waited_for]
+        """The accesses that the next owner of the memory has to come after: those that no stream of
+        :attr:`waited_for` comes after."""
+        left = [
+            access
+            for access in self.accesses
+            if not any(queue.knows(access.stamp) for queue in self.waited_for)
+        ]
         self.accesses.clear()
         self.waited_for.clear()
         return [replace(access, is_of_last_owner=True) for access in left]

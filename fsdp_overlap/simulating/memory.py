@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -68,10 +68,15 @@ class Ledger(Allocator):
         self._changes.append((self._now(), held, held.nbytes))
         return block, last
 
-    def give_back(self, block: Block, accesses: Iterable[Access]) -> None:
+    def give_back(
+        self,
+        block: Block,
+        accesses: Iterable[Access],
+        is_done: Callable[[], bool] | None = None,
+    ) -> None:
         held = self._live.pop(block.address)
         self._changes.append((self._now(), held, -held.nbytes))
-        super().give_back(block, accesses)
+        super().give_back(block, accesses, is_done)
 
     @property
     def position(self) -> int:

@@ -65,8 +65,8 @@ class GatheredTensors(Buffer):
         held = []
         for tensor in tensors:
             if tensor.untyped_storage().nbytes() and not self.holds(tensor):
-                self._add(tensor.untyped_storage())
                 held.append(tensor.detach())
+                self._add(held[-1])
         self._of_each.append(held)
 
     def digests(self) -> torch.Tensor:

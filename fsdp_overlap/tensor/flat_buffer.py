@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -32,6 +32,8 @@ class Buffer:
     def __init__(self) -> None:
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
         """Each with its size."""
+        self._tensors: list[torch.Tensor] = []
+        """One in each storage."""
         self.allocated = True
         self.keeps_storage = False
         """Whether :meth:`free` leaves the storages alone, so that addresses stay the same."""
@@ -41,8 +43,11 @@ class Buffer:
         """The text of the error that reading the freed buffer raises. Empty: no error."""
         self._refuses = False
 
-    def _add(self, storage: torch.UntypedStorage) -> None:
+    def _add(self, tensor: torch.Tensor) -> None:
+        """Adds the storage of ``tensor``."""
+        storage = tensor.untyped_storage()
         self._storages.append((storage, storage.nbytes()))
+        self._tensors.append(tensor)
 
     @property
     def nbytes(self) -> int:
@@ -73,6 +78,11 @@ class Buffer:
     def _resize(self) -> None:
         for storage, nbytes in self._storages:
             storage.resize_(nbytes)
+
+    def record_stream(self, stream: Any) -> None:
+        """As ``torch.Tensor.record_stream``, for all that is freed next."""
+        for tensor in self._tensors:
+            tensor.record_stream(stream)
 
     def free(self) -> None:
         """Gives the storage back to the current stream's allocator."""
@@ -110,7 +120,7 @@ class FlatBuffer(Buffer):
                 for end, start in zip([0, *ends], [*plan.offsets, plan.numel], strict=True)
                 if end < start
             ]
-        self._add(self.flat.untyped_storage())
+        self._add(self.flat)
         self.free()
 
     def nbytes_of_others(self, rank: int) -> int:

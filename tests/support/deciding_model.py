@@ -240,6 +240,8 @@ class Rank:
             raise Wrong(f"{unit.name} is freed before compute is done with it")
         unit.gathered_version, unit.is_ready, unit.last_use = None, False, -1
 
+    let_go = free
+
     def drop_parts(self, unit: Unit) -> None:
         pass
 

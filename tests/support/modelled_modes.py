@@ -202,6 +202,26 @@ def storage_kept() -> None:
 
 
 @mode
+def forwards_without_edits() -> None:
+    """On streams of their own, so that nothing but a gather's buffer leads from one to the next."""
+    program = Program()
+    for _ in range(4):
+        side = Stream()
+        side.wait_stream(current_stream())
+        with stream(side):
+            program.forward()
+
+
+@mode
+def forwards_without_edits_with_storage_kept() -> None:
+    program = Program()
+    program.model.set_keep_unsharded_storage(True)
+    with torch.no_grad():
+        for _ in range(4):
+            program.forward()
+
+
+@mode
 def gradients_of_gradients() -> None:
     program = Program()
     for _ in range(3):

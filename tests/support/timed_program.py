@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -52,8 +53,8 @@ class Seconds:
         return self.slowest_
 
 
-def program() -> Step:
-    """A step of blocks of one layer each."""
+def program(microbatches: int = 1) -> Step:
+    """A step of blocks of one layer each. The last microbatch is reduced."""
     mesh = init_device_mesh("modelled", (8,))
     with torch.device("modelled"):
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(UNITS)))
@@ -61,11 +62,13 @@ def program() -> Step:
     ctx = FsdpContext(mesh)
     for layer in model:
         fully_shard(layer, ctx)
-    fully_shard(model, ctx)
+    sharded = fully_shard(model, ctx)
     optimizer = AdamW(model.parameters())
 
     def step() -> None:
-        model(batch).sum().backward()
+        for number in range(microbatches):
+            sharded.set_requires_gradient_sync(number == microbatches - 1)
+            sharded(batch).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -73,7 +76,12 @@ def program() -> Step:
 
 
 def predict(
-    compute: float, gather: float, reduce: float, host: float = 0.0, slowest: float = 1.0
+    compute: float,
+    gather: float,
+    reduce: float,
+    host: float = 0.0,
+    slowest: float = 1.0,
+    microbatches: int = 1,
 ) -> Prediction:
     costs = Seconds(compute, gather, reduce, host, slowest_=slowest)
-    return simulate(program, 8, costs)
+    return simulate(partial(program, microbatches), 8, costs)
