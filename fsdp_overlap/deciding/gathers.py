@@ -127,6 +127,7 @@ class Gathers:
         delayed. With ``before_backward`` it is the unit that ran last, if the user left that
         choice to the library: backward needs it first. ``before`` is the unit that begins the next
         pass."""
+        free = self._transfers.let_go if self.prefetch else self._transfers.free
         self._ahead.update(self._asked)
         self._asked.clear()
         for index in list(self._ahead):
@@ -138,7 +139,7 @@ class Gathers:
             if unit is not None and unit is before:
                 continue
             del self._delayed[index]
-            self._free(index, mark, self._transfers.let_go)
+            self._free(index, mark, free)
 
     def drop(self) -> None:
         """Forgets everything. The buckets' memory is freed elsewhere."""

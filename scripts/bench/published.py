@@ -1,8 +1,10 @@
 """Predicts what others measured and published, each beside the measurement.
 
 Of each table the row with the fewest GPUs is used up: how long compute takes is stretched until the
-prediction is as measured there. All other rows are predicted with that. Their memory is predicted
-without any fit. What steps lose with scale is the time at a row over the time at the first.
+prediction is as measured there. All other rows are predicted with that. Tables of tensor
+parallelism have one row each, which is predicted with the stretch of the 8B on the same machines.
+Memory is predicted without any fit. What steps lose with scale is the time at a row over the time
+at the first.
 """
 
 from __future__ import annotations
@@ -64,11 +66,14 @@ class Published:
     fabric: str
     training: Training
     rows: tuple[Row, ...]
+    like: Published | None = None
+    """The table whose stretch is used, if not that of the first row."""
 
 
 TORCHTITAN = "https://github.com/pytorch/torchtitan/blob/main/benchmarks/"
 DECEMBER = f"{TORCHTITAN}llama3_h100_202412_torchtitan.md"
 JUNE = f"{TORCHTITAN}llama3-8b_h200_202506_trainy-whitefiber.md"
+ASYNC_TP = f"{TORCHTITAN}asyncTP_llama3_h100_2025-06_torchtitan.md"
 FOUNDRY = "https://github.com/mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md"
 
 LLAMA = Training("llama3-8b", gpus=1, batch=2, checkpointing="selective", optimizer="torch-adamw")
@@ -83,6 +88,24 @@ MPT = Training(
     optimizer="torch-adamw",
 )
 
+LLAMA_70B = replace(LLAMA, model="llama3-70b", tensor=8, batch=16, checkpointing="full")
+
+COMPILED = Published(
+    "the same, compiled",
+    DECEMBER,
+    "h100_500w",
+    "nvlink4_400g",
+    LLAMA,
+    (Row(8, 6667, 77.0), Row(128, 6514, 62.0)),
+)
+COMPILED_FLOAT8 = Published(
+    "the same, compiled, float8",
+    DECEMBER,
+    "h100_500w",
+    "nvlink4_400g",
+    FLOAT8,
+    (Row(8, 8532, 76.8), Row(128, 8380, 61.8)),
+)
 TABLES = (
     Published(
         "Llama 3.1 8B on H100, bfloat16",
@@ -92,22 +115,8 @@ TABLES = (
         LLAMA,
         (Row(8, 5762, 82.4), Row(128, 5605, 67.0)),
     ),
-    Published(
-        "the same, compiled",
-        DECEMBER,
-        "h100_500w",
-        "nvlink4_400g",
-        LLAMA,
-        (Row(8, 6667, 77.0), Row(128, 6514, 62.0)),
-    ),
-    Published(
-        "the same, compiled, float8",
-        DECEMBER,
-        "h100_500w",
-        "nvlink4_400g",
-        FLOAT8,
-        (Row(8, 8532, 76.8), Row(128, 8380, 61.8)),
-    ),
+    COMPILED,
+    COMPILED_FLOAT8,
     Published(
         "Llama 3.1 8B on H200, compiled, float8",
         JUNE,
@@ -115,6 +124,24 @@ TABLES = (
         "nvlink4_400g",
         FLOAT8,
         (Row(32, 10938, 47.96), Row(64, 10753, 46.97)),
+    ),
+    Published(
+        "Llama 3.1 70B on H100, compiled, tensor parallelism of 8",
+        ASYNC_TP,
+        "h100_500w",
+        "nvlink4_400g",
+        LLAMA_70B,
+        (Row(256, 597.3),),
+        like=COMPILED,
+    ),
+    Published(
+        "the same, float8",
+        DECEMBER,
+        "h100_500w",
+        "nvlink4_400g",
+        replace(LLAMA_70B, products="float8"),
+        (Row(256, 829, 71.9),),
+        like=COMPILED_FLOAT8,
     ),
     # Those of llm-foundry's models that ran with one batch on three or more numbers of GPUs: both
     # on H100, and the largest on A100.
@@ -152,8 +179,11 @@ def predict(table: Published, gpus: int, stretch: float) -> Prediction:
 
 
 def fit(table: Published) -> tuple[float, Prediction]:
-    """How much compute is stretched to take as long as in the first row."""
+    """How much compute is stretched to take as long as in the first row, and that row."""
     first = table.rows[0]
+    if table.like is not None:
+        stretch, _ = fit(table.like)
+        return stretch, predict(table, first.gpus, stretch)
     measured = table.training.tokens / first.tokens
     stretch, found = 1.0, predict(table, first.gpus, 1.0)
     while abs(found.seconds / measured - 1) > 1e-3:
@@ -168,6 +198,7 @@ def lines(table: Published) -> Iterator[list[str]]:
     stretch, first = fit(table)
     for row in table.rows:
         is_first = row is table.rows[0]
+        is_fitted = is_first and table.like is None
         found = first if is_first else predict(table, row.gpus, stretch)
         tokens = table.training.tokens / found.seconds
         losses = [
@@ -181,8 +212,8 @@ def lines(table: Published) -> Iterator[list[str]]:
             table.name if is_first else "",
             str(row.gpus),
             f"{row.tokens:.0f}",
-            f"fitted: {stretch:.3f}" if is_first else f"{tokens:.0f}",
-            "" if is_first else f"{100 * (row.tokens / tokens - 1):+.1f}",
+            f"fitted: {stretch:.3f}" if is_fitted else f"{tokens:.0f}",
+            "" if is_fitted else f"{100 * (row.tokens / tokens - 1):+.1f}",
             *(["", ""] if is_first else losses),
             *memory(row, found),
         ]
