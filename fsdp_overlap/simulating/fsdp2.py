@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -60,11 +61,26 @@ class Fsdp2Training(Training):
             unit.share(shard, mesh=unit.mesh, reshard_after_forward=among)
         sharded: Any = shard(model, mesh=meshes.whole)
         if self.prefetch > 1:  # one unit ahead is its default
-            order: list[Any] = [sharded, *(unit.modules[0] for unit in units)]
-            for at, module in enumerate(order):
-                module.set_modules_to_forward_prefetch(order[at + 1 :][: self.prefetch])
-                module.set_modules_to_backward_prefetch(order[1:at][::-1][: self.prefetch])
+            self._prefetch(sharded, units, meshes)
         return sharded
+
+    def _prefetch(self, sharded: Any, units: list[Unit], meshes: Meshes) -> None:
+        """Lists for each unit those that are entered next. A block is entered before the experts in
+        it, in forward and in backward."""
+        blocks: list[list[Any]] = []
+        experts: list[Any] = []
+        for unit in units:
+            if unit.mesh is meshes.whole:
+                blocks.append([unit.modules[0], *experts])
+                experts = []
+            else:
+                experts.append(unit.modules[0])
+        forward = [sharded, *chain.from_iterable(blocks)]
+        backward = [sharded, *chain.from_iterable(reversed(blocks))]
+        for at, module in enumerate(forward):
+            module.set_modules_to_forward_prefetch(forward[at + 1 :][: self.prefetch])
+        for at, module in enumerate(backward):
+            module.set_modules_to_backward_prefetch(backward[at + 1 :][: self.prefetch])
 
     def _begin(self, sharded: Any, is_last: bool) -> None:
         super()._begin(sharded, is_last)

@@ -88,7 +88,7 @@ MPT = Training(
     optimizer="torch-adamw",
 )
 
-LLAMA_70B = replace(LLAMA, model="llama3-70b", tensor=8, batch=16, checkpointing="full")
+LLAMA_70B = replace(LLAMA, model="llama3-70b", gpus=8, tensor=8, batch=16, checkpointing="full")
 
 COMPILED = Published(
     "the same, compiled",
