@@ -52,9 +52,9 @@ class WrittenLane(StreamLane):
         self.log.append(Entry(self.name, "enqueue", kind, label))
         return super().enqueue(kind, label, issue, accept, nbytes)
 
-    def free(self, label: str, buffer: Any, after: Mark) -> None:
+    def free(self, label: str, buffer: Any, after: Mark, waits: bool = True) -> None:
         self.log.append(Entry(self.name, "free", "", label))
-        super().free(label, buffer, after)
+        super().free(label, buffer, after, waits)
 
 
 def trained(device: str, make_lane: MakeLane, **options: Any) -> Stats:

@@ -142,11 +142,9 @@ DEFECTS = [
     Defect(StreamLane, "enqueue", ", self._streams.stream(self.stream):", OFFLOADED, new=":"),
     Defect(StreamLane, "enqueue", "self.stream.record_event()", PLAIN, new="self._streams.Event()"),
     Defect(StreamLane, "free", "self.stream.wait_event(after)", PLAIN),
-    Defect(StreamLane, "let_go", "compute.wait_event(after)", UNEDITED),
-    Defect(StreamLane, "let_go", "buffer.record_stream(compute)", UNEDITED),
-    Defect(
-        StreamLane, "let_go", " or buffer.keeps_storage", f"{UNEDITED} with storage kept", new=""
-    ),
+    Defect(StreamLane, "free", "compute.wait_event(after)", UNEDITED),
+    Defect(StreamLane, "free", "buffer.record_stream(compute)", UNEDITED),
+    Defect(StreamLane, "free", " or buffer.keeps_storage", f"{UNEDITED} with storage kept", new=""),
     Defect(Gathers, "begin_pass", "self._transfers.after_compute()", PLAIN),
     Defect(Gathers, "_gather", "self._transfers.after_compute()", "an edit past the event"),
     Defect(
@@ -170,9 +168,9 @@ DEFECTS = [
     Defect(
         Bucket,
         "reset",
-        "self.free(lane.free, lane.mark_compute())",
+        "self.free(lane, lane.mark_compute())",
         "a backward that raised and a reset",
-        new="self.free(lane.free, None)",
+        new="self.free(lane, None)",
     ),
     Defect(Bucket, "_gathered_shard", "self.divided.wait()", DIVIDED),
     Defect(Bucket, "is_filled_by", "self.domain.reading = ticket", OFFLOADED),

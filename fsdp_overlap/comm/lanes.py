@@ -26,10 +26,6 @@ Travel = tuple[Callable[[], Issued], Callable[[torch.Tensor], None] | None, int]
 """What :meth:`Lane.enqueue` runs and gives the result to, and how many bytes travel then."""
 
 
-Free = Callable[[str, Buffer, Mark], None]
-"""How a lane frees a buffer: :meth:`Lane.free` or :meth:`Lane.let_go`."""
-
-
 class Ticket(Protocol):
     """What a lane hands back for enqueued work."""
 
@@ -98,13 +94,10 @@ class Lane(Protocol):
         many bytes travel to or from this rank, 0 if they were not counted."""
         ...
 
-    def free(self, label: str, buffer: Buffer, after: Mark) -> None:
+    def free(self, label: str, buffer: Buffer, after: Mark, waits: bool = True) -> None:
         """Frees what this lane allocated, once the compute up to ``after`` is done (None: at
-        once)."""
-        ...
-
-    def let_go(self, label: str, buffer: Buffer, after: Mark) -> None:
-        """As :meth:`free`, but what is enqueued from now on need not wait for that compute."""
+        once). If the lane need not wait (``waits``), what is enqueued from now on may start before
+        that, in other memory."""
         ...
 
 
@@ -208,11 +201,8 @@ class HostLane:
         with span(kind, label, nbytes):
             return HostTicket(kind, label, issue(), accept)
 
-    def free(self, label: str, buffer: Buffer, after: Mark) -> None:
+    def free(self, label: str, buffer: Buffer, after: Mark, waits: bool = True) -> None:
         buffer.free()
-
-    def let_go(self, label: str, buffer: Buffer, after: Mark) -> None:
-        self.free(label, buffer, after)
 
 
 class StreamTicket:
@@ -280,20 +270,16 @@ class StreamLane:
                 accept(result)
             return StreamTicket(self.stream.record_event(), self._streams)
 
-    def free(self, label: str, buffer: Buffer, after: Mark) -> None:
-        if after is not None:
+    def free(self, label: str, buffer: Buffer, after: Mark, waits: bool = True) -> None:
+        if after is not None and (waits or buffer.keeps_storage or buffer.memory is not None):
+            # Memory goes back to the stream that it was allocated on, so no record_stream() is
+            # needed.
             self.stream.wait_event(after)
-        # Memory goes back to the stream that it was allocated on, so no record_stream() is needed.
-        buffer.free()
-
-    def let_go(self, label: str, buffer: Buffer, after: Mark) -> None:
-        if after is None or buffer.keeps_storage or buffer.memory is not None:
-            self.free(label, buffer, after)
-            return
-        compute = self._streams.current_stream()
-        compute.wait_event(after)
-        # The allocator keeps the memory back until compute is done with it: Note [between passes].
-        buffer.record_stream(compute)
+        elif after is not None:
+            # The allocator keeps the memory back until compute is done: Note [between passes].
+            compute = self._streams.current_stream()
+            compute.wait_event(after)
+            buffer.record_stream(compute)
         buffer.free()
 
 

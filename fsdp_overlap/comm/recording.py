@@ -61,6 +61,6 @@ class RecordingLane(HostLane):
         ticket.log, ticket.lane = self.log, self.name
         return ticket
 
-    def free(self, label: str, buffer: Buffer, after: Mark) -> None:
+    def free(self, label: str, buffer: Buffer, after: Mark, waits: bool = True) -> None:
         self.log.append(Entry(self.name, "free", "", label))
-        super().free(label, buffer, after)
+        super().free(label, buffer, after, waits)

@@ -127,7 +127,6 @@ class Gathers:
         delayed. With ``before_backward`` it is the unit that ran last, if the user left that
         choice to the library: backward needs it first. ``before`` is the unit that begins the next
         pass."""
-        free = self._transfers.let_go if self.prefetch else self._transfers.free
         self._ahead.update(self._asked)
         self._asked.clear()
         for index in list(self._ahead):
@@ -139,7 +138,7 @@ class Gathers:
             if unit is not None and unit is before:
                 continue
             del self._delayed[index]
-            self._free(index, mark, free)
+            self._free(index, mark, waits=not self.prefetch)
 
     def drop(self) -> None:
         """Forgets everything. The buckets' memory is freed elsewhere."""
@@ -216,11 +215,9 @@ class Gathers:
         self.stats.prefetches_unused += 1
         self._free(index, self._ahead.pop(index))
 
-    def _free(
-        self, index: UnitIndex, mark: Mark, free: Callable[[Unit, Mark], None] | None = None
-    ) -> None:
+    def _free(self, index: UnitIndex, mark: Mark, waits: bool = True) -> None:
         unit = self._unit_at(index)
         if unit is not None:
             if unit.shows_unsharded:  # it was gathered anew after an edit, ahead of use
                 self._transfers.use_sharded(unit)
-            (free or self._transfers.free)(unit, mark)
+            self._transfers.free(unit, mark, waits)

@@ -169,13 +169,9 @@ class Transfers(Protocol):
         """Makes compute wait for the unit's all-gathers."""
         ...
 
-    def free(self, unit: Any, after: Mark) -> None:
-        """Frees the full buffers once the compute up to ``after`` is done."""
-        ...
-
-    def let_go(self, unit: Any, after: Mark) -> None:
-        """As :meth:`free`, but all-gathers that follow need not wait for that compute. Memory may
-        then be taken anew for them."""
+    def free(self, unit: Any, after: Mark, waits: bool = True) -> None:
+        """Frees the full buffers once the compute up to ``after`` is done. Unless the lane
+        ``waits``, all-gathers that follow may start before that, in other memory."""
         ...
 
     def drop_parts(self, unit: Any) -> None:

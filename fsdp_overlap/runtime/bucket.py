@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from fsdp_overlap.comm.collectives import Collectives, GathersInPlace, Issued, Pieces
 from fsdp_overlap.comm.extension_gather import ExtensionGather
 from fsdp_overlap.comm.groups import LaneGroups
-from fsdp_overlap.comm.lanes import Free, Lane, Mark, Ticket, Travel
+from fsdp_overlap.comm.lanes import Lane, Mark, Ticket, Travel
 from fsdp_overlap.layout import Plan
 from fsdp_overlap.runtime.bucket_state import ALLOWED, BucketState
 from fsdp_overlap.runtime.chosen_collectives import chosen_collectives
@@ -361,18 +361,18 @@ class Bucket:
             self._ticket = None
             self._become(BucketState.UNSHARDED)
 
-    def free(self, free: Free, after: Mark) -> None:
-        """Frees the full buffer once the compute up to ``after`` is done."""
+    def free(self, lane: Lane, after: Mark, waits: bool = True) -> None:
+        """Frees the full buffer, as the lane does."""
         if self._ticket is not None:
             self._ticket.abandon()
             self._ticket = None
         self._become(BucketState.SHARDED)
-        free(self.label, self.full, after)
+        lane.free(self.label, self.full, after, waits)
 
     def reset(self, lane: Lane) -> None:
         """Brings the bucket to rest from any state, even if its all-gather failed."""
         if self.is_gathered:
-            self.free(lane.free, lane.mark_compute())
+            self.free(lane, lane.mark_compute())
         elif self.full.allocated:  # by a gather that raised
             lane.free(self.label, self.full, lane.mark_compute())
         self.drop_part()

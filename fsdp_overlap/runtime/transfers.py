@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fsdp_overlap.comm.lanes import Free, Lane, Mark, Ticket
+from fsdp_overlap.comm.lanes import Lane, Mark, Ticket
 from fsdp_overlap.comm.spans import span
 from fsdp_overlap.deciding.stats import Stats
 from fsdp_overlap.runtime.copies_reduction import CopiesReduction
@@ -96,18 +96,12 @@ class Transfers:
         for bucket in unit.buckets:
             bucket.wait()
 
-    def free(self, unit: Unit, after: Mark) -> None:
-        self._free(unit, after, self.gather_lane.free)
-
-    def let_go(self, unit: Unit, after: Mark) -> None:
-        self._free(unit, after, self.gather_lane.let_go)
-
-    def _free(self, unit: Unit, after: Mark, free: Free) -> None:
+    def free(self, unit: Unit, after: Mark, waits: bool = True) -> None:
         for bucket in unit.buckets:
             if bucket.is_gathered:
                 if not bucket.full.keeps_storage:
                     self._stats.count_full_buffer(-1)
-                bucket.free(free, after)
+                bucket.free(self.gather_lane, after, waits)
 
     def drop_parts(self, unit: Unit) -> None:
         for bucket in unit.buckets:

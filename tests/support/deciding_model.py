@@ -233,14 +233,12 @@ class Rank:
     def wait(self, unit: Unit) -> None:
         unit.is_ready = unit.is_gathered
 
-    def free(self, unit: Unit, after: int | None) -> None:
+    def free(self, unit: Unit, after: int | None, waits: bool = True) -> None:
         if unit.in_use:
             raise Wrong(f"{unit.name} is freed while it is used")
         if unit.last_use > (-1 if after is None else after):
             raise Wrong(f"{unit.name} is freed before compute is done with it")
         unit.gathered_version, unit.is_ready, unit.last_use = None, False, -1
-
-    let_go = free
 
     def drop_parts(self, unit: Unit) -> None:
         pass

@@ -66,7 +66,7 @@ class HostileLane(StreamLane):
             late()
         return super().enqueue(kind, label, issue, accept, nbytes)
 
-    def free(self, label: str, buffer: FlatBuffer, after: Mark) -> None:
+    def free(self, label: str, buffer: FlatBuffer, after: Mark, waits: bool = True) -> None:
         if after is not None:
             self.stream.wait_event(after)
         with torch.cuda.stream(self.stream):
