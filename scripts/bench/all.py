@@ -85,6 +85,7 @@ BENCHMARKS = (
         "--optimizer muon --stage 2 --steps 1",
         "--optimizer muon --stage 2 --rounds 1 --steps 1",
     ),
+    Benchmark("ddp", "ddp.py", "", "--rounds 2"),
     Benchmark("order_check", "order_check.py", "", "--rounds 2 --blocks 3"),
     Benchmark("memory", "memory.py", "", "--rounds 3"),
     Benchmark("stage_memory", "stage_memory.py", "", "--layers 3 --width 256"),

@@ -56,17 +56,17 @@ class Sleep(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """A transformer block of 12 * WIDTH^2 parameters, and two norms."""
+    """A transformer block of 12 * width^2 parameters, and two norms."""
 
-    def __init__(self, sleep_ms: float = 0.0) -> None:
+    def __init__(self, sleep_ms: float = 0.0, width: int = WIDTH) -> None:
         super().__init__()
         self.sleep_ms = sleep_ms
-        self.norm1 = nn.LayerNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.norm2 = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
-        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).unbind(-3)
@@ -77,15 +77,15 @@ class Block(nn.Module):
         return Sleep.apply(x, self.sleep_ms / 1e3) if self.sleep_ms else x
 
 
-def build(blocks: int, sleep_ms: float = 0.0) -> nn.Sequential:
+def build(blocks: int, sleep_ms: float = 0.0, width: int = WIDTH) -> nn.Sequential:
     """The same model on every rank and for every system."""
     torch.manual_seed(0)
-    return nn.Sequential(*(Block(sleep_ms) for _ in range(blocks)))
+    return nn.Sequential(*(Block(sleep_ms, width) for _ in range(blocks)))
 
 
-def make_batch(rank: int, rows: int) -> torch.Tensor:
+def make_batch(rank: int, rows: int, width: int = WIDTH) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rank)
-    return torch.randn(rows // SEQUENCE, SEQUENCE, WIDTH, generator=generator)
+    return torch.randn(rows // SEQUENCE, SEQUENCE, width, generator=generator)
 
 
 def make_step(model: nn.Module, rank: int, rows: int) -> Callable[[], float]:
