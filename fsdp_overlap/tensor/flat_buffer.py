@@ -10,7 +10,7 @@ import torch
 
 from fsdp_overlap.layout import Plan
 from fsdp_overlap.layout.bucket_plan import align
-from fsdp_overlap.tensor.huge_pages import use_huge_pages
+from fsdp_overlap.tensor.huge_pages import LARGE_BYTES, use_huge_pages
 from fsdp_overlap.torch_internals import allow_access, refuse_access
 
 
@@ -79,7 +79,7 @@ class Buffer:
     def _resize(self) -> None:
         for storage, nbytes in self._storages:
             storage.resize_(nbytes)
-            if storage.device.type == "cpu":
+            if nbytes >= LARGE_BYTES and storage.device.type == "cpu":
                 use_huge_pages(storage.data_ptr(), nbytes)
 
     def record_stream(self, stream: Any) -> None:

@@ -23,8 +23,7 @@ def _madvise() -> Any:
 
 
 def use_huge_pages(address: int, nbytes: int) -> None:
-    """Asks the system to make the memory there of huge pages, if it is large. The system may
-    decline."""
-    if nbytes >= LARGE_BYTES and (madvise := _madvise()) is not None:
+    """Asks the system to make the memory there of huge pages. The system may decline."""
+    if (madvise := _madvise()) is not None:
         start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
         madvise(start, address + nbytes - start, mmap.MADV_HUGEPAGE)
