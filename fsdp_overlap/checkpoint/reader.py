@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -77,24 +77,28 @@ class SafeFileSystemReader(FileSystemReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Reads and checks what this rank is about to load, and remembers where it lies."""
-        self._values: dict[MetadataIndex, Any] = {}
-        needed = {item.storage_index for item in plan.items}
-        for name, file, indices in self._by_file(needed):
-            for index in indices:
-                item = self._metadata.state_dict_metadata[index.fqn]
-                with refusing(f"{name}, {index.fqn!r}"):
-                    info = self.storage_data[index]
-                    self._values[index] = _checked(file, info, item, index, self.verify)
+        needed = self._as_they_lie({item.storage_index for item in plan.items})
+        with ThreadPoolExecutor(_threads()) as threads:
+            self._values: dict[MetadataIndex, Any] = dict(
+                zip(needed, threads.map(self._check, needed), strict=True)
+            )
         return plan
+
+    def _check(self, index: MetadataIndex) -> StoredTensor | io.BytesIO:
+        """The checked entry of this index. Many threads may ask at once."""
+        info, item = self.storage_data[index], self._metadata.state_dict_metadata[index.fqn]
+        path = Path(self.path) / info.relative_path
+        with opened(path) as file, refusing(f"{path}, {index.fqn!r}"):
+            return _checked(file, info, item, index, self.verify)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         self._check_targets(planner)
         items: dict[MetadataIndex, list[Any]] = {}
         for item in plan.items:
             items.setdefault(item.storage_index, []).append(item)
-        for _, file, indices in self._by_file(set(items)):
-            for index in indices:
-                value = self._values[index]
+        for index in self._as_they_lie(set(items)):
+            value = self._values[index]
+            with opened(Path(self.path) / self.storage_data[index].relative_path) as file:
                 for item in items[index]:
                     if item.type == LoadItemType.BYTE_IO:
                         value.seek(0)
@@ -132,16 +136,21 @@ class SafeFileSystemReader(FileSystemReader):
                     f"load what was stored as {target.dtype}"
                 )
 
-    def _by_file(
-        self, indices: set[MetadataIndex]
-    ) -> Iterator[tuple[str, FileIO, list[MetadataIndex]]]:
-        """Each file with the entries to read from it, in the order in which they lie there."""
-        files: dict[str, list[MetadataIndex]] = {}
-        for index in sorted(indices, key=lambda index: self.storage_data[index].offset):
-            files.setdefault(self.storage_data[index].relative_path, []).append(index)
-        for name, inside in files.items():
-            with opened(Path(self.path) / name) as file:
-                yield str(Path(self.path) / name), file, inside
+    def _as_they_lie(self, indices: set[MetadataIndex]) -> list[MetadataIndex]:
+        """The entries in the order in which they lie in their files."""
+
+        def place(index: MetadataIndex) -> tuple[str, int]:
+            info = self.storage_data[index]
+            return info.relative_path, info.offset
+
+        return sorted(indices, key=place)
+
+
+def _threads() -> int:
+    """As many as this rank has cores, and at most four, which read as fast as memory does."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun sets it
+    return max(1, min(4, (cores or 1) // ranks))
 
 
 def _checked(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 import io
 import zipfile
-import zlib
 from collections.abc import Iterator
 from io import FileIO
 from typing import Any
 
 import torch
 
+from fsdp_overlap.checkpoint import checksums
 from fsdp_overlap.checkpoint.errors import CheckpointError
 
 BLOCK_BYTES = 512 << 10
@@ -43,16 +43,16 @@ def check_sum(file: FileIO, position: int, info: zipfile.ZipInfo) -> None:
     file.seek(position)
     checksum = 0
     for part in parts(file, info.file_size):
-        checksum = zlib.crc32(part, checksum)
+        checksum = checksums.crc32(part, checksum)
     if checksum != info.CRC:
         raise ValueError(f"the checksum of record {info.filename[:100]!r} does not match")
 
 
 def parts(file: FileIO, size: int) -> Iterator[memoryview]:
     """Yields the next ``size`` bytes in blocks, each in the same memory as the last."""
-    block = memoryview(bytearray(min(size, BLOCK_BYTES)))
+    block = memoryview(bytearray(min(size, checksums.PART_BYTES)))
     while size:
-        count = file.readinto(block[: min(size, BLOCK_BYTES)])
+        count = file.readinto(block[: min(size, checksums.PART_BYTES)])
         if not count:
             raise CheckpointError(f"{file.name!s} ends early")
         yield block[:count]
