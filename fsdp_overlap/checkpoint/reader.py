@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from io import FileIO
+from io import BufferedReader
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -77,28 +79,31 @@ class SafeFileSystemReader(FileSystemReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Reads and checks what this rank is about to load, and remembers where it lies."""
-        needed = self._as_they_lie({item.storage_index for item in plan.items})
-        with ThreadPoolExecutor(_threads()) as threads:
-            self._values: dict[MetadataIndex, Any] = dict(
-                zip(needed, threads.map(self._check, needed), strict=True)
-            )
+        runs = self._runs({item.storage_index for item in plan.items}, _threads())
+        self._values: dict[MetadataIndex, Any] = {}
+        with ThreadPoolExecutor(len(runs)) as threads:
+            for values in threads.map(self._checked, runs):
+                self._values |= values
         return plan
 
-    def _check(self, index: MetadataIndex) -> StoredTensor | io.BytesIO:
-        """The checked entry of this index. Many threads may ask at once."""
-        info, item = self.storage_data[index], self._metadata.state_dict_metadata[index.fqn]
-        path = Path(self.path) / info.relative_path
-        with opened(path) as file, refusing(f"{path}, {index.fqn!r}"):
-            return _checked(file, info, item, index, self.verify)
+    def _checked(self, indices: list[MetadataIndex]) -> dict[MetadataIndex, Any]:
+        values = {}
+        for name, file, inside in self._by_file(indices):
+            for index in inside:
+                item = self._metadata.state_dict_metadata[index.fqn]
+                with refusing(f"{name}, {index.fqn!r}"):
+                    info = self.storage_data[index]
+                    values[index] = _checked(file, info, item, index, self.verify)
+        return values
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         self._check_targets(planner)
         items: dict[MetadataIndex, list[Any]] = {}
         for item in plan.items:
             items.setdefault(item.storage_index, []).append(item)
-        for index in self._as_they_lie(set(items)):
-            value = self._values[index]
-            with opened(Path(self.path) / self.storage_data[index].relative_path) as file:
+        for _, file, indices in self._by_file(self._as_they_lie(set(items))):
+            for index in indices:
+                value = self._values[index]
                 for item in items[index]:
                     if item.type == LoadItemType.BYTE_IO:
                         value.seek(0)
@@ -145,6 +150,24 @@ class SafeFileSystemReader(FileSystemReader):
 
         return sorted(indices, key=place)
 
+    def _runs(self, indices: set[MetadataIndex], count: int) -> list[list[MetadataIndex]]:
+        """The entries in at most ``count`` parts of about as many bytes, each as they lie."""
+        runs: list[list[MetadataIndex]] = [[] for _ in range(count)]
+        total = sum(self.storage_data[index].length for index in indices)
+        before = 0
+        for index in self._as_they_lie(indices):
+            runs[before * count // max(1, total)].append(index)
+            before += self.storage_data[index].length
+        return runs
+
+    def _by_file(
+        self, indices: list[MetadataIndex]
+    ) -> Iterator[tuple[str, BufferedReader, list[MetadataIndex]]]:
+        """Each file with the entries to read from it."""
+        for name, inside in groupby(indices, lambda index: self.storage_data[index].relative_path):
+            with opened(Path(self.path) / name) as file:
+                yield str(Path(self.path) / name), file, list(inside)
+
 
 def _threads() -> int:
     """As many as this rank has cores, and at most four, which read as fast as memory does."""
@@ -154,7 +177,7 @@ def _threads() -> int:
 
 
 def _checked(
-    file: FileIO,
+    file: BufferedReader,
     info: StorageInfo,
     item: TensorStorageMetadata | BytesStorageMetadata,
     index: MetadataIndex,
