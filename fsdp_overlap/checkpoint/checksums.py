@@ -115,7 +115,7 @@ class ChecksumStream(io.RawIOBase):
 @functools.cache
 def streams_work() -> bool:
     """Whether this torch saves as :class:`ChecksumStream` expects, and lets one thread alone do
-    without torch's checksums, as versions before 2.12 do not."""
+    without torch's checksums, as 2.11 does not."""
     before = get_crc32_options()
     contextvars.copy_context().run(set_crc32_options, not before)
     if get_crc32_options() != before:
