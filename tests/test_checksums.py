@@ -78,6 +78,11 @@ def test_a_damaged_byte_is_found(
 # ---- writing ----
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="its option reaches into other threads")
+def test_this_torch_writes_zips_as_expected() -> None:
+    assert streams_work()
+
+
 @needs_streams
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize(
