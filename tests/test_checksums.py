@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.serialization import get_crc32_options
 
 from fsdp_overlap.checkpoint import SafeFileSystemReader, SafeFileSystemWriter, checksums, reader
-from fsdp_overlap.checkpoint.checksums import PART_BYTES, ChecksumStream, streams_work
+from fsdp_overlap.checkpoint.checksums import BLOCK_BYTES, ChecksumStream, streams_work
 from support.tampering import check_failures
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -45,7 +45,7 @@ def state() -> dict[str, object]:
     """A tensor of several parts and a bit, one that is read as strides, and another value."""
     torch.manual_seed(0)
     return {
-        "long": torch.randint(0, 256, (3 * PART_BYTES + 5,), dtype=torch.uint8),
+        "long": torch.randint(0, 256, (3 * BLOCK_BYTES + 5,), dtype=torch.uint8),
         "strided": torch.rand(64, 64).t(),
         "value": (torch.rand(100),),
     }
@@ -64,7 +64,7 @@ def test_a_damaged_byte_is_found(
     data = bytearray((tmp_path / "__0_0.distcp").read_bytes())
     sample = {"strided": strided.t().contiguous(), "value": value}.get(where, long)
     position = data.index(bytes(sample.view(-1).view(torch.uint8)[:64].tolist()))
-    data[position + {"middle": 2 * PART_BYTES, "last byte": long.numel() - 1}.get(where, 0)] ^= 1
+    data[position + {"middle": 2 * BLOCK_BYTES, "last byte": long.numel() - 1}.get(where, 0)] ^= 1
     (tmp_path / "__0_0.distcp").write_bytes(data)
 
     target = {"long": torch.zeros_like(long), "strided": torch.zeros(64, 64), "value": None}
@@ -88,7 +88,7 @@ def test_this_torch_writes_zips_as_expected() -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        torch.arange(3 * PART_BYTES),
+        torch.arange(3 * BLOCK_BYTES),
         torch.empty(0),
         [torch.ones(()), torch.empty(0, 3), torch.rand(7).bfloat16(), {"a": 1}],
         torch.tensor([*b"PK\x07\x08", *[0] * 8, *[9] * 8], dtype=torch.uint8),
@@ -160,7 +160,7 @@ def test_tensors_are_saved_with_checksums_of_ours(
         path = tmp_path / str(threads)
         writer = SafeFileSystemWriter(path, thread_count=threads)
         dcp.save(state(), storage_writer=writer, no_dist=True)
-        assert sizes.count(PART_BYTES) == 3
+        assert sizes.count(BLOCK_BYTES) == 3
         loaded = {"long": torch.zeros_like(state()["long"])}
         dcp.load(loaded, storage_reader=SafeFileSystemReader(path), no_dist=True)
         assert torch.equal(loaded["long"], state()["long"])

@@ -18,10 +18,11 @@ try:  # several times as fast; an optional dependency
 except ImportError:
     from zlib import crc32
 
-__all__ = ["PART_BYTES", "ChecksumStream", "crc32", "streams_work"]
+__all__ = ["BLOCK_BYTES", "ChecksumStream", "crc32", "streams_work"]
 
-PART_BYTES = 128 << 10
-"""What is read or written is summed up in parts of this size, which a core's cache holds."""
+BLOCK_BYTES = 512 << 10
+"""Elements are read, written and summed up in blocks of this size, which a core's cache holds.
+Reading holds one in memory for each thread, beside its targets."""
 
 _IN_64_BITS = 0xFFFFFFFF  # for a size that stands elsewhere
 
@@ -87,8 +88,8 @@ class ChecksumStream(io.RawIOBase):
             part = _with(part, 4, self._sum)
             self._end_record()
             return part
-        for start in range(0, len(part), PART_BYTES):
-            piece = part[start : start + PART_BYTES]
+        for start in range(0, len(part), BLOCK_BYTES):
+            piece = part[start : start + BLOCK_BYTES]
             self._sum = crc32(piece, self._sum)
             self._target.write(piece)
         self._size += len(part)

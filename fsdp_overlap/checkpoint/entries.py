@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from fsdp_overlap.checkpoint.checksums import BLOCK_BYTES
 from fsdp_overlap.checkpoint.errors import CheckpointError
 from fsdp_overlap.checkpoint.files import refuse_holes
 from fsdp_overlap.checkpoint.pickles import Maker, key, read_pickle
 from fsdp_overlap.checkpoint.records import (
-    BLOCK_BYTES,
     Slice,
     check_sum,
     find_record,

@@ -48,15 +48,6 @@ def opened(path: Path) -> Iterator[BufferedReader]:
         yield file
 
 
-def fetch(file: BufferedReader, start: int, length: int) -> None:
-    """Has the system read bytes ``[start, start + length)`` from the disk, and waits for none.
-
-    Without it the disk would rest while what was read is summed up.
-    """
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file.fileno(), start, length, os.POSIX_FADV_WILLNEED)
-
-
 def refuse_holes(file: BufferedReader, start: int, length: int) -> None:
     """Refuses a range with a hole; call it before the whole range is read into memory.
 

@@ -25,12 +25,10 @@ from torch.futures import Future
 
 from fsdp_overlap.checkpoint.entries import StoredTensor, plain_value, read_entry
 from fsdp_overlap.checkpoint.errors import CheckpointError, refusing
-from fsdp_overlap.checkpoint.files import fetch, opened, refuse_holes
+from fsdp_overlap.checkpoint.files import opened, refuse_holes
 from fsdp_overlap.checkpoint.metadata import copies, read_metadata
 from fsdp_overlap.runtime.opaque import takes
 from fsdp_overlap.torch_internals import StorageInfo
-
-_FETCHED_AHEAD = 128 << 20  # bytes that the disk may be ahead of the checksums, in the page cache
 
 
 class SafeFileSystemReader(FileSystemReader):
@@ -91,13 +89,8 @@ class SafeFileSystemReader(FileSystemReader):
     def _checked(self, indices: list[MetadataIndex]) -> dict[MetadataIndex, Any]:
         values = {}
         for name, file, inside in self._by_file(indices):
-            infos = [self.storage_data[index] for index in inside]
-            unfetched, ahead = iter(infos), 0
-            for index, info in zip(inside, infos, strict=True):
-                while self.verify and ahead < _FETCHED_AHEAD and (later := next(unfetched, None)):
-                    fetch(file, later.offset, later.length)
-                    ahead += later.length
-                ahead -= info.length
+            for index in inside:
+                info = self.storage_data[index]
                 item = self._metadata.state_dict_metadata[index.fqn]
                 with refusing(f"{name}, {index.fqn!r}"):
                     values[index] = _checked(file, info, item, index, self.verify)

@@ -14,9 +14,6 @@ import torch
 from fsdp_overlap.checkpoint import checksums
 from fsdp_overlap.checkpoint.errors import CheckpointError
 
-BLOCK_BYTES = 512 << 10
-"""Reading holds a block of this size in memory, beside its targets."""
-
 _MOST_AT_ONCE = 16 << 20  # bytes of an entry's zip directory, a hundred or so for each record
 _LOCAL_HEADER = 30  # bytes, before a record's name and extra field
 
@@ -50,9 +47,9 @@ def check_sum(file: BufferedReader, position: int, info: zipfile.ZipInfo) -> Non
 
 def parts(file: BufferedReader, size: int) -> Iterator[memoryview]:
     """Yields the next ``size`` bytes in blocks, each in the same memory as the last."""
-    block = memoryview(bytearray(min(size, checksums.PART_BYTES)))
+    block = memoryview(bytearray(min(size, checksums.BLOCK_BYTES)))
     while size:
-        count = file.readinto(block[: min(size, checksums.PART_BYTES)])
+        count = file.readinto(block[: min(size, checksums.BLOCK_BYTES)])
         if not count:
             raise CheckpointError(f"{file.name!s} ends early")
         yield block[:count]
