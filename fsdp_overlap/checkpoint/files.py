@@ -41,7 +41,7 @@ def opened(path: Path) -> Iterator[BufferedReader]:
     """
     file_size(path)
     try:
-        file = BufferedReader(FileIO(str(path)), _BUFFER)
+        file: BufferedReader = BufferedReader(FileIO(str(path)), _BUFFER)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from None
     with file:

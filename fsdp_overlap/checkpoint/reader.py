@@ -82,11 +82,11 @@ class SafeFileSystemReader(FileSystemReader):
         runs = self._runs({item.storage_index for item in plan.items}, _threads())
         self._values: dict[MetadataIndex, Any] = {}
         with ThreadPoolExecutor(len(runs)) as threads:
-            for values in threads.map(self._checked, runs):
+            for values in threads.map(self._check_run, runs):
                 self._values |= values
         return plan
 
-    def _checked(self, indices: list[MetadataIndex]) -> dict[MetadataIndex, Any]:
+    def _check_run(self, indices: list[MetadataIndex]) -> dict[MetadataIndex, Any]:
         values = {}
         for name, file, inside in self._by_file(indices):
             for index in inside:
@@ -156,7 +156,7 @@ class SafeFileSystemReader(FileSystemReader):
         total = sum(self.storage_data[index].length for index in indices)
         before = 0
         for index in self._as_they_lie(indices):
-            runs[before * count // max(1, total)].append(index)
+            runs[min(count - 1, before * count // max(1, total))].append(index)
             before += self.storage_data[index].length
         return runs
 
@@ -170,7 +170,7 @@ class SafeFileSystemReader(FileSystemReader):
 
 
 def _threads() -> int:
-    """As many as this rank has cores, and at most four, which read as fast as memory does."""
+    """As many as this rank has cores, and at most four, since each holds a block in memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun sets it
     return max(1, min(4, (cores or 1) // ranks))
