@@ -8,17 +8,17 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from io import FileIO
+from io import BufferedReader
 from math import prod
 from typing import Any
 
 import torch
 
+from fsdp_overlap.checkpoint.checksums import BLOCK_BYTES
 from fsdp_overlap.checkpoint.errors import CheckpointError
 from fsdp_overlap.checkpoint.files import refuse_holes
 from fsdp_overlap.checkpoint.pickles import Maker, key, read_pickle
 from fsdp_overlap.checkpoint.records import (
-    BLOCK_BYTES,
     Slice,
     check_sum,
     find_record,
@@ -66,7 +66,7 @@ class Bytes:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
-    def read(self, file: FileIO) -> torch.Tensor:
+    def read(self, file: BufferedReader) -> torch.Tensor:
         flat = torch.empty(self.nbytes, dtype=torch.uint8)
         read_into(file, self.start, flat)
         return flat
@@ -91,7 +91,7 @@ class StoredTensor:
             expected *= n
         return True
 
-    def read(self, file: FileIO) -> torch.Tensor:
+    def read(self, file: BufferedReader) -> torch.Tensor:
         """The whole tensor, on the CPU."""
         return self.view(self.storage.read(file))
 
@@ -101,7 +101,7 @@ class StoredTensor:
 
     def copy_box(
         self,
-        file: FileIO,
+        file: BufferedReader,
         offsets: Sequence[int],
         lengths: Sequence[int],
         target: torch.Tensor,
@@ -122,7 +122,7 @@ class StoredTensor:
 
     def _copy_rows(
         self,
-        file: FileIO,
+        file: BufferedReader,
         block: torch.Tensor,
         dim: int,
         position: int,
@@ -158,7 +158,7 @@ class StoredTensor:
             target[i : i + rows].copy_(values)
 
 
-def read_entry(file: FileIO, start: int, length: int, verify: bool = True) -> Any:
+def read_entry(file: BufferedReader, start: int, length: int, verify: bool = True) -> Any:
     """The value of the entry in bytes ``[start, start + length)`` of ``file``, with
     :class:`StoredTensor` in place of tensors. Reads the whole entry and compares its checksums;
     without ``verify``, the elements of tensors are neither read nor compared.
@@ -208,7 +208,7 @@ def read_entry(file: FileIO, start: int, length: int, verify: bool = True) -> An
     return read_pickle(io.BytesIO(file.read(size)), size, _ADMITTED, storage)
 
 
-def plain_value(value: Any, file: FileIO) -> Any:
+def plain_value(value: Any, file: BufferedReader) -> Any:
     """``value`` as the user saved it: what :func:`read_entry` returned, with the tensors read from
     ``file``.
 
@@ -222,7 +222,7 @@ class _Plain:
     """Converts each shared value once and keeps it shared: following every path to it might never
     end."""
 
-    def __init__(self, file: FileIO) -> None:
+    def __init__(self, file: BufferedReader) -> None:
         self.file = file
         self.made: dict[int, Any] = {}
         self.storages: dict[tuple[int, int], torch.Tensor] = {}

@@ -6,7 +6,7 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import FileIO
+from io import BufferedReader, FileIO
 from pathlib import Path
 
 from fsdp_overlap.checkpoint.errors import CheckpointError
@@ -14,6 +14,7 @@ from fsdp_overlap.checkpoint.errors import CheckpointError
 # Bytes. A shorter range cannot exhaust memory, and may have a hole because zeros were copied
 # sparsely.
 _HOLES_FROM = 1 << 20
+_BUFFER = 4096  # bytes: all that is around a tensor's elements, before or behind them
 
 
 def file_size(path: Path) -> int:
@@ -32,7 +33,7 @@ def file_size(path: Path) -> int:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[FileIO]:
+def opened(path: Path) -> Iterator[BufferedReader]:
     """Opens the regular file at ``path`` for reading.
 
     Raises:
@@ -40,14 +41,14 @@ def opened(path: Path) -> Iterator[FileIO]:
     """
     file_size(path)
     try:
-        file = FileIO(str(path))
+        file: BufferedReader = BufferedReader(FileIO(str(path)), _BUFFER)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from None
     with file:
         yield file
 
 
-def refuse_holes(file: FileIO, start: int, length: int) -> None:
+def refuse_holes(file: BufferedReader, start: int, length: int) -> None:
     """Refuses a range with a hole; call it before the whole range is read into memory.
 
     A file with holes may claim any number of bytes.

@@ -7,7 +7,7 @@ import hashlib
 import os
 import warnings
 from collections import Counter
-from io import BufferedReader, FileIO
+from io import BufferedReader
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -74,7 +74,7 @@ def read_metadata(folder: Path) -> Metadata:
         size = file_size(path)
         refuse_holes(file, 0, size)
         _check_sum(folder, file)
-        metadata = _metadata(read_pickle(BufferedReader(file), size, _ADMITTED))
+        metadata = _metadata(read_pickle(file, size, _ADMITTED))
         _check_entries(folder, metadata)
     return metadata
 
@@ -91,7 +91,7 @@ def copies(source: torch.dtype, target: torch.dtype) -> bool:
     return True
 
 
-def _check_sum(folder: Path, file: FileIO) -> None:
+def _check_sum(folder: Path, file: BufferedReader) -> None:
     path = folder / CHECKSUM_FILE
     if not os.path.lexists(path):
         return  # torch's own writer writes no checksum

@@ -64,6 +64,8 @@ def key(value: Any) -> Any:
     Raises:
         ValueError: it may hash slowly.
     """
+    if isinstance(value, str):  # as nearly all are
+        return value
     parts = value if isinstance(value, tuple) else (value,)
     if len(parts) > _MOST_IN_KEY or any(
         isinstance(part, tuple) or (isinstance(part, int) and part.bit_length() > _MOST_IN_KEY)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterator
-from io import FileIO
+from concurrent.futures import ThreadPoolExecutor
+from io import BufferedReader
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -77,22 +79,29 @@ class SafeFileSystemReader(FileSystemReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Reads and checks what this rank is about to load, and remembers where it lies."""
+        runs = self._runs({item.storage_index for item in plan.items}, _threads())
         self._values: dict[MetadataIndex, Any] = {}
-        needed = {item.storage_index for item in plan.items}
-        for name, file, indices in self._by_file(needed):
-            for index in indices:
+        with ThreadPoolExecutor(len(runs)) as threads:
+            for values in threads.map(self._check_run, runs):
+                self._values |= values
+        return plan
+
+    def _check_run(self, indices: list[MetadataIndex]) -> dict[MetadataIndex, Any]:
+        values = {}
+        for name, file, inside in self._by_file(indices):
+            for index in inside:
+                info = self.storage_data[index]
                 item = self._metadata.state_dict_metadata[index.fqn]
                 with refusing(f"{name}, {index.fqn!r}"):
-                    info = self.storage_data[index]
-                    self._values[index] = _checked(file, info, item, index, self.verify)
-        return plan
+                    values[index] = _checked(file, info, item, index, self.verify)
+        return values
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         self._check_targets(planner)
         items: dict[MetadataIndex, list[Any]] = {}
         for item in plan.items:
             items.setdefault(item.storage_index, []).append(item)
-        for _, file, indices in self._by_file(set(items)):
+        for _, file, indices in self._by_file(self._as_they_lie(set(items))):
             for index in indices:
                 value = self._values[index]
                 for item in items[index]:
@@ -132,20 +141,43 @@ class SafeFileSystemReader(FileSystemReader):
                     f"load what was stored as {target.dtype}"
                 )
 
+    def _as_they_lie(self, indices: set[MetadataIndex]) -> list[MetadataIndex]:
+        """The entries in the order in which they lie in their files."""
+
+        def place(index: MetadataIndex) -> tuple[str, int]:
+            info = self.storage_data[index]
+            return info.relative_path, info.offset
+
+        return sorted(indices, key=place)
+
+    def _runs(self, indices: set[MetadataIndex], count: int) -> list[list[MetadataIndex]]:
+        """The entries in at most ``count`` parts of about as many bytes, each as they lie."""
+        runs: list[list[MetadataIndex]] = [[] for _ in range(count)]
+        total = sum(self.storage_data[index].length for index in indices)
+        before = 0
+        for index in self._as_they_lie(indices):
+            runs[min(count - 1, before * count // max(1, total))].append(index)
+            before += self.storage_data[index].length
+        return runs
+
     def _by_file(
-        self, indices: set[MetadataIndex]
-    ) -> Iterator[tuple[str, FileIO, list[MetadataIndex]]]:
-        """Each file with the entries to read from it, in the order in which they lie there."""
-        files: dict[str, list[MetadataIndex]] = {}
-        for index in sorted(indices, key=lambda index: self.storage_data[index].offset):
-            files.setdefault(self.storage_data[index].relative_path, []).append(index)
-        for name, inside in files.items():
+        self, indices: list[MetadataIndex]
+    ) -> Iterator[tuple[str, BufferedReader, list[MetadataIndex]]]:
+        """Each file with the entries to read from it."""
+        for name, inside in groupby(indices, lambda index: self.storage_data[index].relative_path):
             with opened(Path(self.path) / name) as file:
-                yield str(Path(self.path) / name), file, inside
+                yield str(Path(self.path) / name), file, list(inside)
+
+
+def _threads() -> int:
+    """As many as this rank has cores, and at most four, since each holds a block in memory."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun sets it
+    return max(1, min(4, (cores or 1) // ranks))
 
 
 def _checked(
-    file: FileIO,
+    file: BufferedReader,
     info: StorageInfo,
     item: TensorStorageMetadata | BytesStorageMetadata,
     index: MetadataIndex,

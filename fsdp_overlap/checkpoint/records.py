@@ -5,23 +5,20 @@ from __future__ import annotations
 import ctypes
 import io
 import zipfile
-import zlib
 from collections.abc import Iterator
-from io import FileIO
+from io import BufferedReader
 from typing import Any
 
 import torch
 
+from fsdp_overlap.checkpoint import checksums
 from fsdp_overlap.checkpoint.errors import CheckpointError
-
-BLOCK_BYTES = 512 << 10
-"""Reading holds a block of this size in memory, beside its targets."""
 
 _MOST_AT_ONCE = 16 << 20  # bytes of an entry's zip directory, a hundred or so for each record
 _LOCAL_HEADER = 30  # bytes, before a record's name and extra field
 
 
-def find_record(file: FileIO, start: int, length: int, info: zipfile.ZipInfo) -> int:
+def find_record(file: BufferedReader, start: int, length: int, info: zipfile.ZipInfo) -> int:
     """Where in ``file`` the record's bytes begin."""
     name = info.filename[:100]
     if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
@@ -39,20 +36,20 @@ def find_record(file: FileIO, start: int, length: int, info: zipfile.ZipInfo) ->
     return position
 
 
-def check_sum(file: FileIO, position: int, info: zipfile.ZipInfo) -> None:
+def check_sum(file: BufferedReader, position: int, info: zipfile.ZipInfo) -> None:
     file.seek(position)
     checksum = 0
     for part in parts(file, info.file_size):
-        checksum = zlib.crc32(part, checksum)
+        checksum = checksums.crc32(part, checksum)
     if checksum != info.CRC:
         raise ValueError(f"the checksum of record {info.filename[:100]!r} does not match")
 
 
-def parts(file: FileIO, size: int) -> Iterator[memoryview]:
+def parts(file: BufferedReader, size: int) -> Iterator[memoryview]:
     """Yields the next ``size`` bytes in blocks, each in the same memory as the last."""
-    block = memoryview(bytearray(min(size, BLOCK_BYTES)))
+    block = memoryview(bytearray(min(size, checksums.BLOCK_BYTES)))
     while size:
-        count = file.readinto(block[: min(size, BLOCK_BYTES)])
+        count = file.readinto(block[: min(size, checksums.BLOCK_BYTES)])
         if not count:
             raise CheckpointError(f"{file.name!s} ends early")
         yield block[:count]
@@ -65,7 +62,7 @@ def is_memory_of(target: torch.Tensor, dtype: torch.dtype) -> bool:
     return plain and not target.is_conj() and not target.is_neg()
 
 
-def read_into(file: FileIO, position: int, target: torch.Tensor) -> None:
+def read_into(file: BufferedReader, position: int, target: torch.Tensor) -> None:
     """Fills ``target``, contiguous bytes on the CPU, from ``position`` of ``file`` on."""
     file.seek(position)
     memory = memoryview((ctypes.c_char * target.numel()).from_address(target.data_ptr())).cast("B")
@@ -79,7 +76,7 @@ def read_into(file: FileIO, position: int, target: torch.Tensor) -> None:
 class Slice(io.RawIOBase):
     """A part of a file, for reading."""
 
-    def __init__(self, file: FileIO, start: int, length: int) -> None:
+    def __init__(self, file: BufferedReader, start: int, length: int) -> None:
         self._file, self._start, self._length = file, start, length
         self._position = 0
 

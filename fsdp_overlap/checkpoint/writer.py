@@ -5,19 +5,37 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+from torch.serialization import get_crc32_options, set_crc32_options
 
+from fsdp_overlap.checkpoint.checksums import ChecksumStream, streams_work
 from fsdp_overlap.checkpoint.metadata import CHECKSUM_FILE, METADATA_FILE
 
 
 class SafeFileSystemWriter(FileSystemWriter):
     """A ``FileSystemWriter`` that also writes a checksum of the metadata; entries have their own.
 
-    What it writes is an ordinary DCP checkpoint, which any reader loads.
+    What it writes is an ordinary DCP checkpoint, which any reader loads. Takes the arguments of
+    ``FileSystemWriter``.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if streams_work():
+            self.transforms = _WithChecksums(self.transforms)  # type: ignore[assignment]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        option = get_crc32_options()
+        try:
+            return super().write_data(plan, planner)
+        finally:
+            set_crc32_options(option)  # a stream does so itself, unless the disk is full, say
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         checksum = Path(self.path) / CHECKSUM_FILE
@@ -32,3 +50,18 @@ class SafeFileSystemWriter(FileSystemWriter):
             if self.sync_files:
                 os.fsync(file.fileno())
         unfinished.replace(checksum)  # half a checksum would make a good checkpoint look damaged
+
+
+class _WithChecksums:
+    """The writer's transforms, with our checksums of tensors in place of torch's slower ones."""
+
+    def __init__(self, transforms: Any) -> None:
+        self._transforms = transforms
+
+    def transform_save_stream(
+        self, write_item: WriteItem, raw_stream: Any
+    ) -> tuple[Any, list[str]]:
+        stream, descriptors = self._transforms.transform_save_stream(write_item, raw_stream)
+        if write_item.type != WriteItemType.BYTE_IO:  # those are saved already
+            stream = ChecksumStream(stream)
+        return stream, descriptors

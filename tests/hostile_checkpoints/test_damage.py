@@ -334,6 +334,7 @@ DAMAGE: dict[str, tuple[Change, str]] = {
     "a sparse value": (sparse_entry("name"), "claims 1,099,.* bytes, and from .* on is a hole"),
     "sparse metadata": (sparse_metadata, "claims 1,099,.* bytes, and from .* on is a hole"),
     "an empty entry": (at("weight", length=0), "'weight' claims 96 bytes of an entry of 0"),
+    "an empty value": (lambda folder: put(folder, "name", b""), "'name' is damaged: .*not a zip"),
     "a short entry": (at("weight", length=100), "'weight' is damaged: .*not a zip file"),
     "overlapping entries": (
         edit(lambda m: info_of(m, "weight").__dict__.update(info_of(m, "bias").__dict__)),

@@ -55,6 +55,7 @@ def launch_ranks(
             "BENCH_STORE": str(Path(folder) / "store"),
             "BENCH_RESULT": str(result),
             "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
             **(extra_env or {}),
         }
         ranks = [
