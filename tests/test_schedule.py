@@ -330,9 +330,9 @@ class MarkingLane(RecordingLane):
     def mark_compute(self) -> str:
         return "compute"
 
-    def free(self, label: str, buffer: FlatBuffer, after: Mark) -> None:
+    def free(self, label: str, buffer: FlatBuffer, after: Mark, waits: bool = True) -> None:
         self.log.append(Entry(self.name, "free after", str(after), label))
-        super().free(label, buffer, after)
+        super().free(label, buffer, after, waits)
 
 
 def used_then_kept_in_vain() -> None:

@@ -266,40 +266,6 @@ class GlooCollectives:
         return Issued(works, finish, group)
 
 
-class GlooPairCollectives:
-    """For two ranks on gloo: one exchange in place, where more ranks take two collectives. What was
-    received becomes the sum, which so needs no memory of its own."""
-
-    def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
-    ) -> Issued:
-        own_range(full, plan, group).copy_(shard)
-        ranges, rank = carried_ranges(full, plan.shard_numels), group.rank()
-        return Issued(exchange(ranges[1 - rank], ranges[rank], group).works, lambda: full, group)
-
-    def reduce_scatter(
-        self,
-        gradients: torch.Tensor,
-        plan: BucketPlan,
-        group: dist.ProcessGroup,
-        divisor: float | None = None,
-    ) -> Issued:
-        left = divide_early(gradients, 2 if divisor is None else divisor)
-        ranges, rank = gradients.split(list(plan.shard_numels)), group.rank()
-        received = torch.empty_like(ranges[rank])
-        works = exchange(received, ranges[1 - rank], group).works
-        return Issued(works, lambda: divided(received.add_(ranges[rank]), left), group)
-
-
-def exchange(output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> Issued:
-    """Sends ``source`` to the other of two ranks, and fills ``output`` with what it sends. Both are
-    flat. Collective over ``group``."""
-    received, sent = [0, 0], [0, 0]
-    other = 1 - group.rank()
-    received[other], sent[other] = len(output), len(source)
-    return all_to_all(output, source, received, sent, group)
-
-
 def all_to_all(
     output: torch.Tensor,
     source: torch.Tensor,
@@ -338,7 +304,7 @@ def choose(device_type: str, group: dist.ProcessGroup, plan: BucketPlan) -> Coll
     if group.size() == 1:
         return LocalCollectives()
     if device_type == "cpu" and backend_name(device_type, group) == "gloo":
-        return GlooPairCollectives() if group.size() == 2 else GlooCollectives()
+        return GlooCollectives()
     if not plan.is_equal:
         return RaggedTensorCollectives()
     is_nccl = backend_name(device_type, group) == "nccl"
