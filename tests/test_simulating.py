@@ -105,6 +105,11 @@ def test_the_next_microbatch_is_gathered_under_the_backward_before_it() -> None:
     assert found.seconds == pytest.approx(3 * PRODUCTS + 0.25 + 0.5)
 
 
+def test_a_host_that_is_many_passes_ahead_takes_no_memory_for_each() -> None:
+    few, many = (predict(1.0, 0.25, 0.5, microbatches=count).reserved for count in (3, 150))
+    assert few == many
+
+
 def test_a_step_goes_at_the_pace_of_the_slowest_device_and_collectives_do_not() -> None:
     found = predict(compute=1.0, gather=0.25, reduce=0.5, slowest=1.5)
     assert found.seconds == pytest.approx(1.5 * PRODUCTS + 0.25 + 0.5)

@@ -26,6 +26,11 @@ Travel = tuple[Callable[[], Issued], Callable[[torch.Tensor], None] | None, int]
 """What :meth:`Lane.enqueue` runs and gives the result to, and how many bytes travel then."""
 
 
+# How many buffers a lane may have freed while compute still reads them. A host that is many passes
+# ahead would take new memory for each.
+MAX_KEPT_BACK = 4
+
+
 class Ticket(Protocol):
     """What a lane hands back for enqueued work."""
 
@@ -235,6 +240,8 @@ class StreamLane:
         self._streams = streams_of(device)
         # High priority, so that a collective's few blocks are placed before those of waiting GEMMs.
         self.stream = self._streams.Stream(device, priority=-1)
+        self._kept_back: list[torch.Event] = []
+        """Marks of compute that memory was kept back for. Those that are past are dropped."""
 
     def after_compute(self) -> None:
         self.stream.wait_stream(self._streams.current_stream())
@@ -271,7 +278,8 @@ class StreamLane:
             return StreamTicket(self.stream.record_event(), self._streams)
 
     def free(self, label: str, buffer: Buffer, after: Mark, waits: bool = True) -> None:
-        if after is not None and (waits or buffer.keeps_storage or buffer.memory is not None):
+        late = waits or buffer.keeps_storage or buffer.memory is not None or self._keeps_enough()
+        if after is not None and late:
             # Memory goes back to the stream that it was allocated on, so no record_stream() is
             # needed.
             self.stream.wait_event(after)
@@ -280,7 +288,12 @@ class StreamLane:
             compute = self._streams.current_stream()
             compute.wait_event(after)
             buffer.record_stream(compute)
+            self._kept_back.append(after)
         buffer.free()
+
+    def _keeps_enough(self) -> bool:
+        self._kept_back = [mark for mark in self._kept_back if not mark.query()]
+        return len(self._kept_back) >= MAX_KEPT_BACK
 
 
 def make_lane(device: torch.device) -> Lane:
