@@ -20,7 +20,7 @@ except ImportError:
 
 __all__ = ["BLOCK_BYTES", "ChecksumStream", "crc32", "streams_work"]
 
-BLOCK_BYTES = 512 << 10
+BLOCK_BYTES = 256 << 10
 """Elements are read, written and summed up in blocks of this size, which a core's cache holds.
 Reading holds one in memory for each thread, beside its targets."""
 

@@ -86,7 +86,7 @@ def build(blocks: int, width: int, shard: Callable[[nn.Module], Any]) -> nn.Sequ
 
 
 TIME, RATE, EXTRA = "time", "throughput", "extra memory a rank"
-TARGET = 1.0  # of FSDP2's, time and memory
+TARGETS = {(TIME, SAVE_OURS): 0.8}  # of FSDP2's, where not 1
 PAGE = 4096  # bytes; of less than that memory cannot be seen to be taken
 
 Operation = Callable[[Path], None]
@@ -264,7 +264,7 @@ def measurement_of(
     figures += output.figures_of(RATE, "GB/s", rates)
     figures += output.figures_of(EXTRA, "MB", extra)
     ratios = [
-        Ratio.between(quantity, name, other, named, at_most=TARGET)
+        Ratio.between(quantity, name, other, named, at_most=TARGETS.get((quantity, name), 1.0))
         for quantity, named in ((TIME, seconds), (EXTRA, extra))
         for name, other in COMPARED.items()
     ]
