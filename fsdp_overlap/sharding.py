@@ -232,7 +232,8 @@ def _plan(
             f"{kind_of(modules)} was planned for another mesh than {domain.mesh}: name its "
             "mesh in ctx.plan(..., meshes={module: mesh})"
         )
-    return domain.plans.take(modules, [item.spec for item in owned])
+    # A unit that was given no context has one of its own, so nothing tells which unit is first.
+    return domain.plans.take(modules, [item.spec for item in owned], not ctx.is_implicit)
 
 
 def _make_buckets(

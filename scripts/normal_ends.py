@@ -3,8 +3,9 @@
     .venv/bin/python scripts/normal_ends.py --runs 50
 
 Prints how many of the runs ended with exit code 0 on both ranks, and what the others said. The
-program trains, gathers its parameters and destroys its process group, with nothing in between that
-would give threads time to come to rest.
+program trains, gathers its parameters, takes a last step, which gathers for a forward that never
+comes, and destroys its process group, with nothing in between that would give threads time to come
+to rest.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 RANKS = 2
+WIDTH = 512
 
 
 def main() -> None:
@@ -63,18 +65,22 @@ def train(rank: int, store: str, fsdp2: bool) -> None:
     torch.manual_seed(0)
     if fsdp2:
         from torch.distributed.fsdp import fully_shard
+        from torch.optim import AdamW
     else:
         from fsdp_overlap import fully_shard
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+        from fsdp_overlap.optim import AdamW
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(3):
-        model(torch.ones(2, 64)).sum().backward()
+    options = {} if fsdp2 else {"gather_next": True}
+    optimizer = AdamW(model.parameters(), **options)
+    for step in range(4):
+        model(torch.ones(2, WIDTH)).sum().backward()
+        if step == 3:
+            assert all(each.full_tensor().isfinite().all() for each in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
-    assert all(parameter.full_tensor().isfinite().all() for parameter in model.parameters())
     # Kept as globals would be: the model is freed when Python ends, and not before.
     globals()["kept"] = model, optimizer
     dist.destroy_process_group()

@@ -15,7 +15,8 @@ import pytest
 from fsdp_overlap.deciding.backward import Backward
 from fsdp_overlap.deciding.gathers import Gathers
 from fsdp_overlap.deciding.reductions import Reductions
-from support.deciding_model import Action, Options, Run, Wrong, count_calls, explore, subsets
+from fsdp_overlap.deciding.schedule import Schedule
+from support.deciding_model import Action, Options, Rank, Run, Wrong, count_calls, explore, subsets
 
 TREES = {
     1: [Run(0)],
@@ -52,7 +53,7 @@ def checkpointed(run: Run) -> Iterator[Run]:
 def actions(units: int) -> list[Action]:
     """All that a program of so many units may do at once: one rank's backward reaches all calls,
     the other's any of them."""
-    found = [Action("step")]
+    found = [Action("step"), Action("step", starts_sync=True)]
     for run in TREES[units]:
         found += [Action("evaluate", run), Action("forward alone", run)]
         for again in checkpointed(run):
@@ -90,12 +91,139 @@ def test_every_small_program_is_right() -> None:
     assert f"{count:,} programs, in which the ranks see {events:,} events" in " ".join(text.split())
 
 
+KINDS = ("", "reentrant", "same", "recomputed", "without gradients")
+
+
+def of_kinds(count: int) -> Iterator[Run]:
+    """So many units beside each other, with checkpoints of all kinds."""
+    for kinds in product(KINDS, repeat=count):
+        if all(
+            before in ("reentrant", "same")
+            for before, kind in zip(("", *kinds), kinds, strict=False)
+            if kind == "same"
+        ):
+            yield Run(0, tuple(Run(index + 1, checkpoint=kind) for index, kind in enumerate(kinds)))
+
+
 def test_checkpoints_of_all_kinds_beside_each_other_are_right() -> None:
     """They take one unit more than every small program has."""
-    for kinds in product(("", "reentrant", "recomputed"), repeat=3):
-        run = Run(0, tuple(Run(index + 1, checkpoint=kind) for index, kind in enumerate(kinds)))
+    for run in of_kinds(3):
         for options, skipped in product(OPTIONS, subsets(count_calls(run))):
             explore(4, options, [Action("train", run, (frozenset(), skipped))] * 2)
+
+
+def explore_after_a_step() -> None:
+    """A pass is known, a step gathers what the next one needs first, and anything follows."""
+    step = Action("step", starts_sync=True)
+    for options, units in product(OPTIONS, (2, 3)):
+        every = actions(units)
+        for known, following in product(TREES[units][:2], every):
+            train = Action("train", known)
+            explore(units, options, [train, step, following, train])
+
+
+def test_gathers_after_a_step_are_right_whatever_follows() -> None:
+    explore_after_a_step()
+
+
+def every_unit(schedule: Schedule) -> list[Any]:
+    return list(schedule._units())
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "instead"),
+    [
+        (Schedule, "next_units", every_unit),
+        (Gathers, "_take_over", lambda _: None),
+    ],
+)
+def test_what_is_wrong_after_a_step_is_found(
+    owner: type, method: str, instead: Callable[..., Any]
+) -> None:
+    found = pytest.raises(Wrong, match=r"gathered beside|not released")
+    with patch.object(owner, method, instead), found:
+        explore_after_a_step()
+
+
+def explore_in_pieces() -> None:
+    """Units of two buckets, which may be reduced one by one at the end of a backward."""
+    for options, units in product(OPTIONS, (1, 2, 3)):
+        for action in actions(units):
+            if action.kind == "train":
+                explore(units, options._replace(pieces=2), [action] * 2)
+
+
+def test_units_in_pieces_are_right() -> None:
+    explore_in_pieces()
+
+
+def test_the_last_unit_is_reduced_piece_by_piece_as_gradients_arrive() -> None:
+    alone = Rank(3, Options(pieces=2))
+    alone.act(Action("train", Run(0, (Run(1), Run(2)))), frozenset())
+    reduced = [each[1:] for each in alone.collectives if each[0] == "reduce"]
+    assert reduced == [(2, 1), (2, 0), (1, 1), (1, 0), (0, 1), (0, 0)]
+    assert alone.reduced_in_backward == reduced[:4]  # what the root has waits for the end
+
+
+def test_pieces_that_do_not_wait_for_the_last_gather_are_found() -> None:
+    with (
+        patch.object(Backward, "_has_reached_all", forever),
+        pytest.raises(Wrong, match="ranks issue"),
+    ):
+        explore_in_pieces()
+
+
+def test_checkpoints_around_units_within_each_other_are_right() -> None:
+    groups = product(("reentrant",), *[("reentrant", "same")] * 2)
+    for kinds in (*groups, ("recomputed",) * 3, ("recomputed", "", "reentrant")):
+        outer = [
+            Run(3 * at + 1, (Run(3 * at + 2), Run(3 * at + 3), Run(3 * at + 2)), kind)
+            for at, kind in enumerate(kinds)
+        ]
+        for options in OPTIONS:
+            explore(10, options, [Action("train", Run(0, tuple(outer)))] * 2)
+
+
+@pytest.mark.parametrize("prefetch", [1, 2])
+@pytest.mark.parametrize(("size", "late"), [(1, 0), (2, 1), (3, 1), (4, 1)])
+def test_a_backward_learns_from_the_first_checkpoint_around_how_many_units_others_are(
+    size: int, late: int, prefetch: int
+) -> None:
+    """It expects one, as most are."""
+    kinds = ["reentrant", *["same"] * (size - 1)] * 3
+    rank = Rank(len(kinds) + 1, Options(prefetch))
+    run = Run(0, tuple(Run(index + 1, checkpoint=kind) for index, kind in enumerate(kinds)))
+    for _ in range(2):
+        rank.act(Action("train", run), frozenset())
+        rank.act(Action("step"), frozenset())
+    (first, in_vain), second = rank.backwards
+    assert first <= late
+    assert in_vain <= prefetch * late
+    assert second == (0, 0)
+
+
+@pytest.mark.parametrize("prefetch", [1, 2, 3])
+def test_units_within_checkpointed_ones_are_gathered_ahead_and_once(prefetch: int) -> None:
+    """As experts within a block, of which both run again before the experts go back."""
+    blocks = [Run(unit, (Run(unit + 1),), "recomputed") for unit in (1, 3, 5, 7)]
+    rank = Rank(9, Options(prefetch))
+    rank.act(Action("train", Run(0, tuple(blocks))), frozenset())
+    assert rank.backwards == [(0, 0)]
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_what_runs_without_gradients_and_never_again_is_gathered_in_vain_once(
+    is_frozen: bool,
+) -> None:
+    """And never if it is frozen."""
+    rank = Rank(4, Options())
+    kinds = ("", "without gradients", "")
+    run = Run(0, tuple(Run(index + 1, checkpoint=kind) for index, kind in enumerate(kinds)))
+    if is_frozen:
+        rank.units[2].gradients = []
+    for _ in range(2):
+        rank.act(Action("train", run), frozenset())
+    assert [in_vain for _, in_vain in rank.backwards] == [0 if is_frozen else 1, 0]
 
 
 def nothing(*_: object, **__: object) -> None:

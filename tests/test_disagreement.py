@@ -54,6 +54,7 @@ class Wayward(nn.Module):
             "skips the last": [a, b, c],
             "stops early": [a, b],
             "one twice": [a, b, b, c, d],
+            "two again in backward": [a, b],
         }
         for layer in layers.get(way, self.layers):
             if way == "again in backward" and layer is c:
@@ -62,6 +63,8 @@ class Wayward(nn.Module):
                 x = x + layer(x.detach()).detach()
             else:
                 x = layer(x)
+        if way == "two again in backward":
+            x = checkpoint(lambda x: d(c(x)), x, use_reentrant=True)
         return self.head(x)
 
 
@@ -116,8 +119,7 @@ def differ(
         "skips one",
         "skips the last",
         "stops early",
-        "one twice",
-        "again in backward",
+        "two again in backward",
     ],
 )
 def test_ranks_that_differ_get_an_error_that_names_units_and_then_go_on(
@@ -130,9 +132,10 @@ def test_ranks_that_differ_get_an_error_that_names_units_and_then_go_on(
         assert "unit 'layers." in message
 
 
-@pytest.mark.parametrize("way", ["no gradient", "again in backward"])
-def test_ranks_that_differ_within_a_unit_train_as_unsharded(way: str) -> None:
-    assert run_ranks(differ, 2, way, False, 1, None, 0) == ["", ""]
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("way", ["no gradient", "again in backward", "one twice"])
+def test_ranks_that_differ_within_a_unit_train_as_unsharded(way: str, prefetch: int) -> None:
+    assert run_ranks(differ, 2, way, False, 1, None, prefetch) == ["", ""]
 
 
 def test_ranks_on_all_copies_hear_of_a_difference_on_one() -> None:

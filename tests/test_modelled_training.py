@@ -72,6 +72,7 @@ MODELS = (
     "views edited in place",
     "a layer that runs several times",
     "checkpointed, reentrant",
+    "checkpointed groups, reentrant",
     "odd parameters",
     "dynamic order",
 )

@@ -22,6 +22,7 @@ from support.ranks import run_ranks
 pytestmark = pytest.mark.alone
 
 BLOCKS = 4
+PIECES = {f"0 [float32, piece {number}]" for number in (1, 2)}
 STEPS = 2
 PAUSE = 0.1  # seconds
 
@@ -152,20 +153,26 @@ def test_gathers_and_reductions_have_lanes_of_their_own_and_run_at_once(
 
 
 def test_every_collective_of_every_step_is_there(reports: dict[str, list[Report]]) -> None:
-    for name, backward in (("healthy", BLOCKS - 1), ("FSDP2", BLOCKS)):
+    # float32: half of a block travels, of the first in two pieces when it is reduced.
+    size = sum(p.numel() for p in Block(0, 0.0).parameters()) // 2 * 4
+    names = {str(index) for index in range(BLOCKS)}
+    for name, backward, reductions in (
+        ("healthy", BLOCKS - 1, names - {"0"} | PIECES),
+        ("FSDP2", BLOCKS, names),
+    ):
         for rank in (rank for report in reports[name] for rank in report.ranks):
-            counts = [
-                rank.total("all_gather", "forward").count,
-                rank.total("all_gather", "backward").count,
-                rank.total("reduce_scatter").count,
-            ]
-            assert counts == [STEPS * BLOCKS, STEPS * backward, STEPS * BLOCKS]
+            forward = rank.total("all_gather", "forward")
+            assert (forward.count, forward.nbytes) == (STEPS * BLOCKS, STEPS * BLOCKS * size)
+            again = rank.total("all_gather", "backward")
+            assert (again.count, again.nbytes) == (STEPS * backward, STEPS * backward * size)
+            reduced = rank.total("reduce_scatter")
+            assert (reduced.count, reduced.nbytes) == (
+                STEPS * len(reductions),
+                STEPS * BLOCKS * size,
+            )
             assert (rank.steps, rank.world_size) == (STEPS, 2)
-            units = {c.name for c in rank.collectives if c.kind != "other"}
-            assert units == {str(index) for index in range(BLOCKS)}
-            # float32: half of a block travels.
-            size = sum(p.numel() for p in Block(0, 0.0).parameters()) // 2 * 4
-            assert {c.nbytes for c in rank.collectives if c.kind != "other"} == {size}
+            assert {c.name for c in rank.collectives if c.kind == "all_gather"} == names
+            assert {c.name for c in rank.collectives if c.kind == "reduce_scatter"} == reductions
 
 
 @pytest.mark.parametrize(
@@ -212,8 +219,8 @@ def profile_confirmations() -> None:
     found = [c for c in read_report(profiler).ranks[0].collectives if c.kind == "other"]
     confirmations = [c for c in found if c.name.startswith("confirmation of ")]
     assert len(confirmations) == ctx.stats.confirmations > 0
-    units = {c.name.removeprefix("confirmation of ") for c in confirmations}
-    assert units == {str(index) for index in range(BLOCKS)}
+    names = {c.name.removeprefix("confirmation of ") for c in confirmations}
+    assert names == {str(index) for index in range(1, BLOCKS)} | PIECES
     others = {c.name for c in found if c not in confirmations}
     assert others <= {"order_check", "all_gather", "barrier"}
     assert "all_gather" in others

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_overlap import FsdpContext, ShardedTensor, fully_shard, optim
@@ -234,6 +236,112 @@ def steps_written() -> None:
 
 def test_edits_of_the_state_count() -> None:
     run_ranks(steps_written, 2)
+
+
+def lined_up() -> nn.Sequential:
+    """A model of sizes that leave no gaps in memory between the parameters of a unit."""
+    torch.manual_seed(3)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(4)))
+    ctx = FsdpContext()
+    for block in model:
+        fully_shard(block, ctx)
+    fully_shard(model, ctx)
+    return model
+
+
+def rearranged(change: str) -> None:
+    """What users change between two steps counts in the next, although steps look alike."""
+    pair = [lined_up(), lined_up()]
+    halves = [
+        [{"params": list(half.parameters())} for half in (model[:2], model[2:])] for model in pair
+    ]
+    ours = optim.AdamW(halves[0])
+    theirs = torch.optim.AdamW(halves[1], fused=True)
+    for step in range(4):
+        for model, optimizer in zip(pair, (ours, theirs), strict=True):
+            model.zero_grad()
+            model(torch.full((2, 8), 0.1 * step + 0.1)).square().mean().backward()
+            weights = optimizer.param_groups[0]["params"]
+            if step == 2 and change == "a parameter leaves":
+                del weights[1]
+            elif step == 2 and change == "another takes its place":
+                weights[1] = optimizer.param_groups[1]["params"].pop(1)
+            elif step == 2 and change == "the order":
+                weights.reverse()
+            elif step == 2 and change == "no gradient":
+                weights[1].grad = None
+            elif step == 2 and change == "a gradient elsewhere":
+                weights[1].grad = weights[1].grad * 2
+            elif step == 2 and change == "a moment elsewhere":
+                optimizer.state[weights[1]]["exp_avg"] = optimizer.state[weights[1]]["exp_avg"] * 2
+            elif step == 2 and change == "the states of two":
+                first, second = (optimizer.state[weights[n]] for n in (1, 2))
+                first["step"], second["step"] = torch.tensor(9.0), torch.tensor(7.0)
+            elif step == 2 and change == "no states":
+                optimizer.state.clear()
+            optimizer.step()
+        check_same(ours, theirs, pair)
+
+
+CHANGES = [
+    "a parameter leaves",
+    "another takes its place",
+    "the order",
+    "no gradient",
+    "a gradient elsewhere",
+    "a moment elsewhere",
+    "the states of two",
+    "no states",
+]
+
+
+def each_rearranged() -> None:
+    for change in CHANGES:
+        rearranged(change)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_step_remembers_nothing_that_users_changed(world_size: int) -> None:
+    run_ranks(each_rearranged, world_size)
+
+
+def let_go() -> None:
+    """What a step remembers keeps no memory, without the cyclic collector."""
+    model = lined_up()
+    for way in ("moved", "cleared", "deleted"):
+        optimizer = optim.AdamW(model.parameters())
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+        assert len(runs_of(optimizer)) == 4
+        states = [its["exp_avg"] for its in optimizer.state.values()]
+        gradients = [parameter.grad for parameter in model.parameters()]
+        memory = [
+            StorageWeakRef(each.to_local().untyped_storage())
+            for each in [*states, *gradients]
+            if each.to_local().numel()
+        ]
+        assert not any(each.expired() for each in memory)
+        del states, gradients
+        model.zero_grad()
+        gc.disable()
+        if way == "moved":
+            for parameter in model.parameters():
+                its = optimizer.state[parameter]
+                its["exp_avg"] = its["exp_avg"].clone()
+            del its
+        elif way == "cleared":
+            optimizer.state.clear()
+        else:
+            del optimizer
+        gc.enable()
+        assert all(each.expired() for each in memory), way
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_states_and_gradients_are_freed_when_they_are_let_go(world_size: int) -> None:
+    run_ranks(let_go, world_size)
 
 
 def not_sharded() -> None:

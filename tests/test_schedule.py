@@ -287,8 +287,8 @@ def Layers5() -> nn.Module:
         (Layers5, 1 + 5 + 4, 6, True),
         (Layers5, 6, 0, False),
         (Checkpointed, 1 + 3 + 2, 4, True),
-        # 0, 1, 0, 0, 1: a unit that is expected next is not freed.
-        (SharedLayer, 1 + 3 + 2, 3, True),
+        # 0, 1, 0, 0, 1: a unit that is expected next is not freed, also while another runs twice.
+        (SharedLayer, 1 + 2 + 1, 3, True),
     ],
 )
 def test_one_all_gather_a_use_and_one_reduce_scatter_a_backward(

@@ -161,6 +161,7 @@ DEFECTS = [
         "a kept parameter read beside the optimizer",
         new="",
     ),
+    Defect(Gathers, "before_step", "self._transfers.wait(unit)", "stepped twice"),
     Defect(Gathers, "release", "self._transfers.mark_compute()", PLAIN, new="None"),
     Defect(Gathers, "wait_once_for", "self._transfers.after_event(event)", SIDE),
     Defect(Bucket, "wait", "self._ticket.wait()", PLAIN),
@@ -193,6 +194,8 @@ DEFECTS = [
     Defect(CopiesReduction, "finish", "ticket.wait()", COPIES),
     Defect(CopiesReduction, "finish_before", "lane.after_ticket(ticket)", COPIES),
     Defect(BucketGradients, "reduce", "lane.after_compute()", PLAIN),
+    Defect(BucketGradients, "reduce", "lane.after_compute()", "in pieces"),
+    Defect(Gathers, "_gather", "self._transfers.after_compute()", "stepped twice"),
     Defect(Transfers, "finish", "ticket.wait()", PLAIN),
     Defect(Transfers, "finish_sums", "copies.finish()", COPIES),
     Defect(

@@ -23,6 +23,7 @@ DIGEST_BYTES = 4
 
 # The code of a collective is the index of its bucket times the number of kinds, plus the kind.
 KINDS = ("all_gather", "reduce_scatter", "reduce_scatter and all_reduce across copies")
+N_KINDS = len(KINDS)
 
 # In place of a collective's code.
 FAILED_ELSEWHERE = -1
@@ -277,7 +278,7 @@ def describe_difference(
     said = {rank: _describe(code, units[rank]) for rank, code in sorted(codes.items())}
     if len(set(said.values())) == 1:
         places = ", ".join(
-            f"{codes[rank] // len(KINDS) + 1} of {len(units[rank])} on rank {rank}" for rank in said
+            f"{codes[rank] // N_KINDS + 1} of {len(units[rank])} on rank {rank}" for rank in said
         )
         return (
             "ranks have different units, or made them in another order: at "
@@ -305,7 +306,7 @@ def _describe(code: int, units: Sequence[str]) -> str:
         return "nothing, its backward ended"
     if code == NEW_UNIT:
         return "a new unit, given to fully_shard()"
-    index, kind = divmod(code, len(KINDS))
+    index, kind = divmod(code, N_KINDS)
     return f"{KINDS[kind]} of unit {units[index]!r}"
 
 

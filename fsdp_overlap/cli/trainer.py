@@ -148,13 +148,13 @@ class Trainer:
         self._sequences_summed = state["sequences_summed"]
 
     def release_unsharded(self) -> None:
-        """Frees the full buffers that stages 1 and 2 keep, before a checkpoint is written. The next
-        step gathers them again. On an accelerator torch's allocator gives back what it would hold
-        of them, for those who allocate without torch, such as NCCL."""
-        if self.config.zero_stage < 3:
-            self.context.release_unsharded()
-            if has_streams(self.device):
-                torch.accelerator.empty_cache()
+        """Frees the full buffers that stages 1 and 2 keep, and what was gathered for the next step,
+        before a checkpoint is written. The next step gathers them again. On an accelerator torch's
+        allocator gives back what it would hold of those that are kept, for those who allocate
+        without torch, such as NCCL."""
+        self.context.release_unsharded()
+        if self.config.zero_stage < 3 and has_streams(self.device):
+            torch.accelerator.empty_cache()
 
     def profile_steps(self, trace: Path, zero_stage: int) -> None:
         """Trains two more steps at `zero_stage` under the profiler and writes what this rank did to

@@ -18,6 +18,7 @@ from fsdp_overlap.comm.spans import span
 from fsdp_overlap.comm.streams import has_streams, streams_of
 from fsdp_overlap.comm.watch import Watch, wait, watch_of
 from fsdp_overlap.tensor.flat_buffer import Buffer
+from fsdp_overlap.torch_internals import profiler_enabled
 
 Mark = Any
 """A point in the compute enqueued so far, as :meth:`Lane.mark_compute` gives it."""
@@ -109,6 +110,8 @@ class Lane(Protocol):
 class HostTicket:
     """Asynchronous work of a CPU backend."""
 
+    __slots__ = ("_accept", "_issued", "kind", "label")
+
     def __init__(
         self,
         kind: str,
@@ -125,15 +128,14 @@ class HostTicket:
         issued = self._issued
         if issued is None:
             return
-        self._wait_for(issued)
+        if issued.works:
+            self._wait_for(issued)
         self._issued = None
         result = issued.finish()
         if self._accept is not None:
             self._accept(result)
 
     def _wait_for(self, issued: Issued) -> None:
-        if not issued.works:
-            return
         with span("wait_" + self.kind, self.label):
             watch = watch_of(issued.group)
             failure: RuntimeError | None = None
@@ -167,7 +169,7 @@ class HostTicket:
 
     def abandon(self) -> None:
         issued, self._issued = self._issued, None
-        if issued is not None:
+        if issued is not None and issued.works:
             with suppress(RuntimeError):  # the watch knows, and tells those who need a result
                 self._wait_for(issued)
 
@@ -203,6 +205,8 @@ class HostLane:
         accept: Callable[[torch.Tensor], None] | None = None,
         nbytes: int = 0,
     ) -> Ticket:
+        if not profiler_enabled():
+            return HostTicket(kind, label, issue(), accept)
         with span(kind, label, nbytes):
             return HostTicket(kind, label, issue(), accept)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from fsdp_overlap.deciding.gathers import Gathers
-from fsdp_overlap.deciding.interface import Engine, Transfers, Unit, UnitIndex
-from fsdp_overlap.deciding.order import Call, ForwardOrder, ForwardPass
+from fsdp_overlap.deciding.interface import Engine, Transfers, Unit, UnitIndex, UnitRefs
+from fsdp_overlap.deciding.order import Call, ForwardPass
 from fsdp_overlap.deciding.reductions import Reductions
+from fsdp_overlap.deciding.reruns import Reruns
 
 
 class Backward:
@@ -15,9 +16,8 @@ class Backward:
 
     ``serial`` counts backwards from 1. ``open_passes`` are the passes that it may come back to.
     ``read_by_others`` are the units of which a module did not run, and the passes in which.
-    ``order`` predicts which units run next. It is needed for forwards that left no call and run
-    again within backward, as reentrant checkpoints do. It is ``None`` until a backward has met one:
-    otherwise the calls that remain tell more.
+    ``reruns`` predicts which units are used next where forwards that left no call run again within
+    backward, as reentrant checkpoints do. Elsewhere the calls that remain tell more.
     """
 
     def __init__(
@@ -27,21 +27,19 @@ class Backward:
         reductions: Reductions,
         transfers: Transfers,
         engine: Engine,
-        unit_at: Callable[[UnitIndex], Unit | None],
+        refs: UnitRefs,
         open_passes: Sequence[ForwardPass],
         read_by_others: Mapping[UnitIndex, Collection[ForwardPass]],
-        order: ForwardOrder | None,
+        reruns: Reruns,
     ) -> None:
         self.serial = serial
         self.graph_task = engine.graph_task()
-        self.order = order
-        if order is not None:
-            order.begin()
         self._gathers = gathers
         self._reductions = reductions
         self._transfers = transfers
         self._engine = engine
-        self._unit_at = unit_at
+        self._refs = refs
+        self._reruns = reruns
         self._open_passes = open_passes
         self._read_by_others = read_by_others
         self.under_way: list[ForwardPass] = []
@@ -71,6 +69,7 @@ class Backward:
 
     def begin(self, units: Iterable[Unit]) -> None:
         """Is called at the first event of this backward."""
+        self._reruns.begin()
         # All ranks call backward(). What its graph reaches may differ, so that does not count. See
         # Note [gradients of inputs].
         self.accumulates = self._engine.is_for_all_leaves() or any(
@@ -94,7 +93,9 @@ class Backward:
             reached = remaining.pop()
             self._step(reached)
             if reached is call:
-                return
+                break
+        if not remaining and self._has_reached_all():
+            self._reductions.nothing_follows()
 
     def finish(self) -> None:
         """Ends the walk: this rank's graph reaches no more calls. Walks past the calls of forward
@@ -109,7 +110,7 @@ class Backward:
 
     def is_open(self, unit: Unit) -> bool:
         """Whether the backward of a call of ``unit`` is under way."""
-        return any(call.unit == unit.index for call in self.open_calls)
+        return self._has_open_call(unit.index)
 
     def before_recompute(self, unit: Unit, tick: int) -> None:
         """A forward of ``unit`` begins within this backward. See Note [recomputing]."""
@@ -119,7 +120,7 @@ class Backward:
         # A unit may be open without its parameters, because the user said that its backward does
         # not read them. The forward does.
         if unit.has_parameters and not (self.is_open(unit) and unit.is_gathered):
-            self._use(unit, None)
+            self._use(unit, self.under_way[-1] if self.under_way else None)
         self._transfers.wait(unit)
 
     def after_recompute(self, unit: Unit, start: int, end: int, is_in_use: bool) -> Call | None:
@@ -139,7 +140,7 @@ class Backward:
             if unit.index in forward_pass.spans:
                 start, end = forward_pass.spans[unit.index]
                 if all(call.unit != unit.index for call in forward_pass.calls):
-                    self.order = self.order or ForwardOrder()
+                    self._reruns.end_rerun()
         recompute.note(unit.index, start, end)
         return Call(unit.index, start, end, recompute, unit.version)
 
@@ -151,15 +152,25 @@ class Backward:
         while self.under_way and self.under_way[-1].graph_task not in (task, -1):
             self._walk_to_end(self.under_way.pop())
         for forward_pass in self._open_passes:
-            ends = forward_pass.without_call.get(unit.index)
-            if not ends or (self.under_way and self.under_way[-1] is not forward_pass):
+            runs = forward_pass.without_call.get(unit.index)
+            if not runs or (self.under_way and self.under_way[-1] is not forward_pass):
                 continue
             if not self.under_way:
                 self._enter(forward_pass)
-            end, remaining = ends.pop(), self.remaining[forward_pass]
-            while remaining and remaining[-1].end > end:
+            run, remaining = runs[-1], self.remaining[forward_pass]
+            while remaining and remaining[-1].end > run.end:
                 self._step(remaining.pop())
-            self._leave(end)
+            self._leave(run.end)
+            self._reruns.begin_rerun(run, forward_pass, remaining)
+            runs.pop()
+
+    def _has_reached_all(self) -> bool:
+        """Whether backward has come back to all calls of all passes, so that it gathers nothing
+        more. Where something may run again it might, and only a checkpoint's next forward tells."""
+        return self.recompute is None and not any(
+            forward_pass.without_call or self.remaining.get(forward_pass, forward_pass.calls)
+            for forward_pass in self._open_passes
+        )
 
     def _enter(self, forward_pass: ForwardPass) -> None:
         """Backward comes back to ``forward_pass``. It is done with the passes that this one is not
@@ -171,9 +182,11 @@ class Backward:
             under_way.append(forward_pass)
         if forward_pass not in self.remaining:
             self.remaining[forward_pass] = list(forward_pass.calls)
-            self._expect((call.unit, self._first_use(call)) for call in forward_pass.calls)
+            if not forward_pass.is_recompute:
+                self._reruns.enter(forward_pass)
+            self._expect([(call.unit, self._first_use(call)) for call in forward_pass.calls])
             for index, passes in self._read_by_others.items():
-                unit = self._unit_at(index)
+                unit = self._refs[index]()
                 if unit is not None and index in self._gathers.in_graphs and forward_pass in passes:
                     self._transfers.use_unsharded(unit)
                     self.shown.add(index)
@@ -181,9 +194,11 @@ class Backward:
     def _expect(self, first_uses: Iterable[tuple[UnitIndex, int]]) -> None:
         if self.accumulates:
             self._reductions.expect(
-                (unit, tick)
-                for index, tick in first_uses
-                if (unit := self._unit_at(index)) is not None
+                [
+                    (unit, tick)
+                    for index, tick in first_uses
+                    if (unit := self._refs[index]()) is not None
+                ]
             )
 
     def _walk_to_end(self, forward_pass: ForwardPass) -> None:
@@ -192,7 +207,7 @@ class Backward:
             self._step(remaining.pop())
 
     def _step(self, call: Call) -> None:
-        unit = self._unit_at(call.unit)
+        unit = self._refs[call.unit]()
         if unit is None:
             return
         self._leave(call.end)
@@ -213,8 +228,14 @@ class Backward:
         """Backward is done with every call that started after ``tick``."""
         for call in [call for call in self.open_calls if call.start > tick]:
             self.open_calls.remove(call)
-            if all(other.unit != call.unit for other in self.open_calls):
+            if not self._has_open_call(call.unit):
                 self._release_passed(call.unit)
+
+    def _has_open_call(self, index: UnitIndex) -> bool:
+        for call in self.open_calls:  # noqa: SIM110, asked often, and any() makes a generator first
+            if call.unit == index:
+                return True
+        return False
 
     def _use(self, unit: Unit, forward_pass: ForwardPass | None) -> None:
         prefetch = self._gathers.prefetch
@@ -223,31 +244,38 @@ class Backward:
             for find in unit.backward_prefetch
             if (other := find()) and other.settings.unshard_in_backward
         ]
-        if self.order is not None:
-            self.order.visit(unit.index)
-            if self._gathers.use(unit, self.order.upcoming(prefetch), asked):
-                self.order.teach()
-            return
-        remaining = self.remaining[forward_pass] if forward_pass is not None else []
-        following = remaining[: -prefetch - 1 : -1]
-        upcoming = [call.unit for call in following if call.needs_parameters]
-        self._gathers.use(unit, upcoming, asked)
+        upcoming = self._reruns.upcoming(unit.index, prefetch)
+        if upcoming is None:
+            remaining = self.remaining[forward_pass] if forward_pass is not None else []
+            following = remaining[: -prefetch - 2 : -1]
+            others = [call.unit for call in following if call.needs_parameters]
+            if unit.index in others:  # which runs again now, and goes back then
+                others.remove(unit.index)
+            upcoming = others[:prefetch]
+        if self._gathers.use(unit, upcoming, asked):
+            self._reruns.teach()
 
     def _release_passed(self, index: UnitIndex) -> None:
-        unit = self._unit_at(index)
+        unit = self._refs[index]()
         if unit is None:
             return
-        with self._transfers.span("post_backward", unit.name):
-            # In backwards 1, 2, 4, 8 ... only: the unit's next forward finds what others miss.
-            if not self.serial & (self.serial - 1):
-                self.lost = self.lost or unit.edited()
-            if unit.is_list and self._comes_back_to(index):
-                self.unfinished.add(index)
-            elif unit.settings.reshard_after_backward:
-                self._gathers.release(unit)
-            is_asked_for = unit.shows_unsharded and not unit.syncs_gradients
-            if index not in self.shown and not is_asked_for:
-                self._transfers.use_sharded(unit)
+        if self._transfers.is_profiled():
+            with self._transfers.span("post_backward", unit.name):
+                self._release(unit)
+        else:
+            self._release(unit)
+
+    def _release(self, unit: Unit) -> None:
+        # In backwards 1, 2, 4, 8 ... only: the unit's next forward finds what others miss.
+        if not self.serial & (self.serial - 1):
+            self.lost = self.lost or unit.edited()
+        if unit.is_list and self._comes_back_to(unit.index):
+            self.unfinished.add(unit.index)
+        elif unit.settings.reshard_after_backward:
+            self._gathers.release(unit)
+        is_asked_for = unit.shows_unsharded and not unit.syncs_gradients
+        if unit.index not in self.shown and not is_asked_for:
+            self._transfers.use_sharded(unit)
 
     def _comes_back_to(self, unit: UnitIndex) -> bool:
         """Whether a call of ``unit`` is yet to be reached."""
@@ -256,9 +284,8 @@ class Backward:
     def _first_use(self, call: Call) -> int:
         """The tick at which the call's unit first ran in the forwards that this backward may
         reach."""
-        first = call.start
-        for forward_pass in (*self._open_passes, call.forward_pass):
-            span = forward_pass.spans.get(call.unit)
-            if span is not None and span[0] < first:
-                first = span[0]
+        first, _ = call.forward_pass.spans[call.unit]
+        for other in self._open_passes:
+            if other is not call.forward_pass and call.unit in other.spans:
+                first = min(first, other.spans[call.unit][0])
         return first

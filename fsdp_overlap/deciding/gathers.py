@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from fsdp_overlap.deciding.interface import Mark, Transfers, Unit, UnitIndex
+from fsdp_overlap.deciding.interface import Mark, Transfers, Unit, UnitIndex, UnitRefs
 from fsdp_overlap.deciding.stats import Stats
 
 
@@ -24,17 +24,22 @@ class Gathers:
         transfers: Transfers,
         prefetch: int,
         stats: Stats,
-        unit_at: Callable[[UnitIndex], Unit | None],
+        refs: UnitRefs,
     ) -> None:
         self._transfers = transfers
         self.prefetch = prefetch
         self.stats = stats
-        self._unit_at = unit_at
+        self._refs = refs
         # Each mark is of the compute that still reads the buffer, None if no compute has used it.
         self._ahead: dict[UnitIndex, Mark] = {}
         self._delayed: dict[UnitIndex, Mark] = {}
         # As _ahead, but asked for by the user, and so kept until used or until the pass ends.
         self._asked: dict[UnitIndex, Mark] = {}
+        # The units that the next pass needs first. Each with its version after the last step, and
+        # whether its full buffer is there for that alone.
+        self._for_next_pass: dict[UnitIndex, tuple[int, bool]] = {}
+        self._are_edited_later = False
+        """Whether they were edited between the last step and the pass that followed."""
         self.in_graphs: dict[UnitIndex, int] = {}
         """Units whose full buffers a graph made by ``backward(create_graph=True)`` may read, at
         moments that no hook sees: Note [graphs of gradients]. Each with the tick of its first
@@ -54,33 +59,40 @@ class Gathers:
         user ``asked`` for units, all of them are gathered instead of ``upcoming``. Returns whether
         anything was enqueued."""
         issued, mine = self._issued, unit.index
-        self._delayed.pop(mine, None)
-        ahead = mine in self._ahead or mine in self._asked
-        self._ahead.pop(mine, None)
-        self._asked.pop(mine, None)
+        if self._for_next_pass and (asked or self._is_for_all_ranks(unit, upcoming)):
+            self._take_over()
+        ahead, delayed = self._ahead, self._delayed
+        if mine in delayed:
+            del delayed[mine]
+        is_ahead = mine in ahead or mine in self._asked
+        if is_ahead:
+            ahead.pop(mine, None)
+            self._asked.pop(mine, None)
         if unit.is_whole:
-            self.stats.prefetch_hits += ahead
+            self.stats.prefetch_hits += is_ahead
         else:
             self._make_room()
             self._gather(unit)
             self.stats.prefetch_misses += 1
-        if self._ahead:
-            for index in [index for index in self._ahead if index not in upcoming]:
+        if ahead:
+            for index in [index for index in ahead if index not in upcoming]:
                 self._drop(index)
-        for index in upcoming:
-            if index in self._delayed:
-                self._ahead[index] = self._delayed.pop(index)
+        if delayed:
+            for index in upcoming:
+                if index in delayed:
+                    ahead[index] = delayed.pop(index)
         if asked:
             self._ask(unit, asked)
             return self._issued != issued
-        self.flush()
+        if delayed:
+            self.flush()
         for index in upcoming:
-            if len(self._ahead) + len(self._asked) >= self.prefetch:
+            if len(ahead) + len(self._asked) >= self.prefetch:
                 break
-            other = self._unit_at(index)
+            other = self._refs[index]()
             if other is not None and not other.is_whole:
                 self._gather(other)
-                self._ahead[index] = None
+                ahead[index] = None
         return self._issued != issued
 
     def refresh(self, units: Iterable[Unit]) -> None:
@@ -88,6 +100,28 @@ class Gathers:
         for unit in units:
             if unit.is_gathered and not unit.is_whole:
                 self._gather(unit)
+
+    def begin_next(self, units: Iterable[Unit]) -> None:
+        """Enqueues the all-gathers of those ``units`` that were edited since the last one. The next
+        pass is expected to begin with them: Note [after a step]."""
+        for unit in units:
+            # The user may edit what rests on the host at any time, without waiting for reads.
+            if unit.seen_version == unit.version or unit.is_offloaded:
+                continue
+            is_for_pass = not unit.is_gathered
+            if unit.index in self._for_next_pass:  # by the step before, and no pass came
+                _, is_for_pass = self._for_next_pass[unit.index]
+            self._for_next_pass[unit.index] = unit.version, is_for_pass
+            if not self._are_edited_later:
+                self._gather(unit)
+
+    def before_step(self) -> None:
+        """Compute is about to edit shards. So it waits for the all-gathers that read them for a
+        pass that has not begun."""
+        for index in self._for_next_pass:
+            unit = self._refs[index]()
+            if unit is not None:
+                self._transfers.wait(unit)
 
     def release(self, unit: Unit) -> None:
         """Frees the full buffer of ``unit`` once the compute enqueued so far has read it. That is
@@ -97,6 +131,7 @@ class Gathers:
         if unit.is_gathered and unit.index not in self.in_graphs:
             self._ahead.pop(unit.index, None)
             self._asked.pop(unit.index, None)
+            self._for_next_pass.pop(unit.index, None)
             self._delayed[unit.index] = self._transfers.mark_compute()
 
     def take_out_of_graphs(self, unit: Unit) -> None:
@@ -108,7 +143,7 @@ class Gathers:
     def release_stale(self) -> None:
         """Releases the units of :attr:`in_graphs` whose shards were edited since."""
         for index in list(self.in_graphs):
-            unit = self._unit_at(index)
+            unit = self._refs[index]()
             if unit is None:
                 del self.in_graphs[index]
             elif not unit.is_whole:
@@ -132,7 +167,7 @@ class Gathers:
         for index in list(self._ahead):
             self._drop(index)
         for index, mark in list(self._delayed.items()):
-            unit = self._unit_at(index)
+            unit = self._refs[index]()
             if before_backward and self.prefetch and unit and unit.is_kept_for_backward:
                 continue
             if unit is not None and unit is before:
@@ -142,11 +177,13 @@ class Gathers:
 
     def drop(self) -> None:
         """Forgets everything. The buckets' memory is freed elsewhere."""
+        self._for_next_pass.clear()
+        self._are_edited_later = False
         self._ahead.clear()
         self._asked.clear()
         self._delayed.clear()
         for index in list(self.in_graphs):
-            unit = self._unit_at(index)
+            unit = self._refs[index]()
             if unit is not None:
                 self.take_out_of_graphs(unit)
         self.in_graphs.clear()
@@ -183,13 +220,33 @@ class Gathers:
         self._issued += 1
         self._transfers.gather(unit)
 
+    def _is_for_all_ranks(self, unit: Unit, upcoming: Sequence[UnitIndex]) -> bool:
+        """Whether the pass that now comes to ``unit`` runs on every rank, as far as that is known.
+        What users keep whole this rank may run alone: Note [order]. Then the others must find here
+        what they have too."""
+        if unit.index in self._for_next_pass or not unit.is_whole:
+            return True
+        others = [other for index in upcoming if (other := self._refs[index]()) is not None]
+        return not all(other.is_whole for other in others)
+
+    def _take_over(self) -> None:
+        """A pass has begun: what was gathered for it counts as gathered ahead."""
+        was_gathered = not self._are_edited_later
+        self._are_edited_later = False
+        for index, (version, is_for_pass) in self._for_next_pass.items():
+            unit = self._refs[index]()
+            self._are_edited_later |= unit is not None and unit.version != version
+            if is_for_pass and was_gathered:
+                self._ahead[index] = None
+        self._for_next_pass.clear()
+
     def _ask(self, unit: Unit, asked: Sequence[Callable[[], Unit | None]]) -> None:
         """Gathers the units that the user listed for ``unit``, unless they are whole already. See
         Note [asked for]."""
         others = [
             other
             for find in asked
-            if (other := find()) is not None and self._unit_at(other.index) is other
+            if (other := find()) is not None and self._refs[other.index]() is other
         ]
         for other in others:
             for waiting in (self._ahead, self._delayed):
@@ -216,7 +273,7 @@ class Gathers:
         self._free(index, self._ahead.pop(index))
 
     def _free(self, index: UnitIndex, mark: Mark, waits: bool = True) -> None:
-        unit = self._unit_at(index)
+        unit = self._refs[index]()
         if unit is not None:
             if unit.shows_unsharded:  # it was gathered anew after an edit, ahead of use
                 self._transfers.use_sharded(unit)

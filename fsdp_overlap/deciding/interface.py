@@ -31,6 +31,9 @@ class Gradients(Protocol):
     is_in_flight: bool
     """Whether a reduce-scatter reads the reduce input. :class:`Reductions` sets it."""
 
+    count: int
+    """How many gradients there are at most."""
+
     @property
     def has_input(self) -> bool:
         """Whether the reduce input has memory."""
@@ -70,7 +73,7 @@ class Unit(Protocol):
     def settings(self) -> Settings: ...
     @property
     def gradients(self) -> Sequence[Any]:
-        """A :class:`Gradients` for each trainable bucket."""
+        """A :class:`Gradients` for each trainable bucket. Empty if all are frozen."""
         ...
 
     @property
@@ -99,6 +102,11 @@ class Unit(Protocol):
         """Grows with every edit of the unit's shards."""
         ...
 
+    is_in_pieces: bool
+    """Whether its buckets may be reduced one by one, and all of their gradients are noticed."""
+    is_offloaded: bool
+    """Whether shards rest on the host, and all-gathers copy them from there."""
+
     @property
     def keeps_part(self) -> bool:
         """Whether a part of the full buffer is kept between forward and backward."""
@@ -111,8 +119,6 @@ class Unit(Protocol):
 
     def reshards_after_forward(self) -> bool: ...
 
-    @property
-    def is_trainable(self) -> bool: ...
     @property
     def is_waiting(self) -> bool:
         """Whether autograd holds a gradient that no reduce input has yet."""
@@ -136,6 +142,10 @@ class Unit(Protocol):
     def edited(self) -> str | None:
         """An edit of unsharded parameters in place that would be lost, in words, or ``None``."""
         ...
+
+
+UnitRefs = Sequence[Callable[[], Unit | None]]
+"""For each index, what gives the unit, or ``None`` if it is gone. A weak reference does."""
 
 
 class Ticket(Protocol):
@@ -226,6 +236,10 @@ class Transfers(Protocol):
 
     def finish_backward(self) -> None:
         """Compares what the ranks issued, and settles which parameters have a gradient."""
+        ...
+
+    def is_profiled(self) -> bool:
+        """Whether a profiler runs. Without one, :meth:`span` marks nothing."""
         ...
 
     def span(self, kind: str, name: str) -> AbstractContextManager[Any]:

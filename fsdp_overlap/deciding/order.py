@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from fsdp_overlap.deciding.interface import UnitIndex
 
@@ -26,26 +27,35 @@ class ForwardOrder:
         self._learned: Sequence[UnitIndex] = []
         self._first = -1
         self._running: list[UnitIndex] = []
-        self._teaches = False
+        self.teaches = False
+        """Whether the pass under way counts: see :meth:`teach`."""
         self._next = 0
 
     def begin(self, first: UnitIndex = -1) -> None:
         """Begins a new pass. ``first`` is the unit that begins it; passes are told apart by it."""
-        if self._teaches:
+        if self.teaches:
             self._taught[self._first] = self._last_taught = self._running
         self._learned = self._taught.get(first, self._last_taught)
         self._first = first
         self._running = []
-        self._teaches = False
+        self.teaches = False
+        self._next = 0
+
+    def expect(self, units: Sequence[UnitIndex]) -> None:
+        """Predicts the rest of the pass under way as ``units``."""
+        self._learned = units
         self._next = 0
 
     def teach(self) -> None:
         """The pass under way counts: it enqueues all-gathers, so it runs on every rank."""
-        self._teaches = True
+        self.teaches = True
 
     def visit(self, unit: UnitIndex) -> None:
         """``unit`` runs now. If another unit was predicted, the prediction moves on to behind this
-        one. If this one is not ahead in the learned order, the prediction stays where it is."""
+        one. If this one is not ahead in the learned order, the prediction stays where it is. Runs
+        of one unit that follow each other count as one, because it stays gathered between them."""
+        if self._running and self._running[-1] == unit:
+            return
         self._running.append(unit)
         if self._next < len(self._learned) and self._learned[self._next] == unit:
             self._next += 1
@@ -59,7 +69,7 @@ class ForwardOrder:
 
     def predicted(self) -> Sequence[UnitIndex]:
         """The units of the longest pass known, in order."""
-        known = {**self._taught, self._first: self._running} if self._teaches else self._taught
+        known = {**self._taught, self._first: self._running} if self.teaches else self._taught
         return max(known.values(), key=len, default=[])
 
     def has_visited(self, unit: UnitIndex) -> bool:
@@ -74,9 +84,9 @@ class ForwardPass:
     """Calls that backward will come back to, in the order of their ``end``."""
     spans: dict[UnitIndex, tuple[int, int]] = field(default_factory=dict)
     """The first start and the last end of each unit that ran, with or without gradients."""
-    without_call: dict[UnitIndex, list[int]] = field(default_factory=dict)
-    """For each unit, the ends of its forwards without gradients: a reentrant checkpoint may run
-    these again."""
+    without_call: dict[UnitIndex, list[Run]] = field(default_factory=dict)
+    """For each unit, its forwards without gradients: a reentrant checkpoint may run these
+    again."""
     is_recompute: bool = False
     """Whether it ran inside a backward, as activation checkpointing does."""
     outer_task: int = -1
@@ -96,6 +106,14 @@ class ForwardPass:
             first, last = self.spans[unit]
             start, end = min(first, start), max(last, end)
         self.spans[unit] = start, end
+
+
+class Run(NamedTuple):
+    """One forward of a unit without gradients."""
+
+    unit: UnitIndex
+    start: int
+    end: int
 
 
 @dataclass(eq=False, slots=True)

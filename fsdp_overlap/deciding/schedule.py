@@ -14,13 +14,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from itertools import count
 
 from fsdp_overlap.deciding.backward import Backward
 from fsdp_overlap.deciding.finalization import Finalization
 from fsdp_overlap.deciding.gathers import Gathers
-from fsdp_overlap.deciding.interface import Engine, Gradients, Transfers, Unit, UnitIndex
-from fsdp_overlap.deciding.order import Call, ForwardOrder, ForwardPass
+from fsdp_overlap.deciding.interface import Engine, Gradients, Transfers, Unit, UnitIndex, UnitRefs
+from fsdp_overlap.deciding.order import Call, ForwardOrder, ForwardPass, Run
 from fsdp_overlap.deciding.reductions import Reductions
+from fsdp_overlap.deciding.reruns import Reruns
 from fsdp_overlap.deciding.stats import Stats
 
 # How many passes with gradients are remembered until a backward follows. Older ones are forgotten,
@@ -37,8 +39,7 @@ UNFINISHED = (
 class Schedule:
     """Hears the events of one context's forwards and backwards, and decides at each.
 
-    ``unit_at`` gives the unit of an index, or ``None`` if it is gone. ``units`` lists those that
-    exist.
+    ``refs`` find the units, and ``units`` lists those that exist.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Schedule:
         transfers: Transfers,
         engine: Engine,
         stats: Stats,
-        unit_at: Callable[[UnitIndex], Unit | None],
+        refs: UnitRefs,
         units: Callable[[], Sequence[Unit]],
         prefetch: int,
         max_reduce_inputs: int,
@@ -54,15 +55,16 @@ class Schedule:
     ) -> None:
         self._transfers = transfers
         self._engine = engine
-        self._unit_at = unit_at
+        self._graph_task = engine.graph_task  # asked in every event
+        self._refs = refs
         self._units = units
-        self.gathers = Gathers(transfers, prefetch, stats, unit_at)
+        self.gathers = Gathers(transfers, prefetch, stats, refs)
         self.reductions = Reductions(transfers, max_reduce_inputs)
         self.finalization = Finalization(self.gathers, self.reductions, transfers, engine, units)
         self.order = ForwardOrder()
-        self._backward_order: ForwardOrder | None = None
+        self._reruns = Reruns(refs)
         self._divides_copies = divides_copies
-        self._clock = 0
+        self._tick = count(1).__next__
         self._running: list[tuple[Unit, int]] = []
         self._pass = ForwardPass()
         self._is_pass_over = True
@@ -80,7 +82,7 @@ class Schedule:
 
     def before_forward(self, unit: Unit) -> None:
         """``unit``'s forward is about to run. Afterwards compute may use its full buffers."""
-        if self._engine.is_in_backward():
+        if self._graph_task() != -1:
             backward = self._backward or self._begin_backward()
             backward.before_recompute(unit, self._tick())
             return
@@ -101,7 +103,7 @@ class Schedule:
         not need the unit's full buffers for it. If gradients will flow back through the call, the
         caller gives it to :meth:`add_call`, and later to :meth:`before_backward`."""
         running = self._running
-        backward = self._backward if self._engine.is_in_backward() else None
+        backward = self._backward if self._graph_task() != -1 else None
         if backward is not None:
             running = backward.recomputing
         if not running or running[-1][0] is not unit:
@@ -109,7 +111,10 @@ class Schedule:
         _, start = running.pop()
         end = self._tick()
         if backward is not None:
-            return backward.after_recompute(unit, start, end, self.is_in_use(unit))
+            is_in_use = self.is_in_use(unit)
+            if not is_in_use and not unit.shows_unsharded:
+                self._transfers.use_sharded(unit)
+            return backward.after_recompute(unit, start, end, is_in_use)
         self._pass.note(unit.index, start, end)
         if unit.is_list and unit in self._unfinished:
             self._unfinished.remove(unit)
@@ -117,7 +122,10 @@ class Schedule:
             if unit.to_run and running and not raised:
                 self._unfinished.append(unit)
             else:
-                unit.to_run.clear()
+                if unit.to_run:
+                    unit.to_run.clear()
+                if not unit.shows_unsharded:
+                    self._transfers.use_sharded(unit)
                 if raised or unit.reshards_after_forward():
                     self.gathers.release(unit)
         if self._unfinished and not running:
@@ -128,23 +136,24 @@ class Schedule:
         if not unit.has_parameters:
             return None
         if not self._engine.is_grad_enabled():
-            self._pass.without_call.setdefault(unit.index, []).append(end)
+            self._pass.without_call.setdefault(unit.index, []).append(Run(unit.index, start, end))
             return None
         return Call(unit.index, start, end, self._pass, unit.version)
 
     def is_in_use(self, unit: Unit) -> bool:
         """Whether a forward or backward of ``unit`` is under way. A module may call itself, and
         backward may run a forward again. A list of modules is in use until all of them have run."""
-        if unit in self._unfinished:
+        for other, _ in self._running:  # a loop, as in Unit.is_whole
+            if other is unit:
+                return True
+        if self._unfinished and unit in self._unfinished:
             return True
         backward = self._backward
-        if backward is not None and (
+        return backward is not None and (
             backward.is_open(unit)
             or unit.index in backward.shown
-            or _is_among(unit, backward.recomputing)
-        ):
-            return True
-        return _is_among(unit, self._running)
+            or any(other is unit for other, _ in backward.recomputing)
+        )
 
     @property
     def is_in_forward(self) -> bool:
@@ -217,11 +226,11 @@ class Schedule:
         if call.backward == backward.serial:
             return
         # A backward within this one belongs to it only if a forward ran within this one before.
-        if self._engine.graph_task() != backward.graph_task and backward.recompute is None:
+        if self._graph_task() != backward.graph_task and backward.recompute is None:
             raise RuntimeError(UNFINISHED.format("backward"))
         call.backward = backward.serial
         backward.creates_graph = self._engine.is_grad_enabled()
-        unit = self._unit_at(call.unit)
+        unit = self._refs[call.unit]()
         if unit is None:
             return
         if unit.version != call.version:
@@ -229,10 +238,15 @@ class Schedule:
                 f"parameters of unit {unit.name!r} were modified between its forward and its "
                 "backward; run backward before optimizer.step() and before editing weights"
             )
-        with self._transfers.span("pre_backward", unit.name):
-            backward.advance_to(call)
-            if not call.needs_parameters:
-                return
+        if self._transfers.is_profiled():
+            with self._transfers.span("pre_backward", unit.name):
+                self._come_back_to(call, unit, backward)
+        else:
+            self._come_back_to(call, unit, backward)
+
+    def _come_back_to(self, call: Call, unit: Unit, backward: Backward) -> None:
+        backward.advance_to(call)
+        if call.needs_parameters:
             self._transfers.wait(unit)
             # Activation checkpointing inside the unit runs its modules again, without the unit's
             # hooks.
@@ -240,8 +254,10 @@ class Schedule:
 
     def gradient_arrived(self, unit: Unit, gradients: Gradients, index: int) -> None:
         """Autograd accumulated into the unsharded parameter ``index`` of a bucket."""
-        if self._backward is None:
-            self._begin_backward()
+        backward = self._backward or self._begin_backward()
+        if self._graph_task() != backward.graph_task:
+            # A reentrant checkpoint within the unit. Each accumulates what it finds by itself.
+            self.reductions.more_may_arrive()
         self.reductions.arrived(unit, gradients, index)
 
     def _begin_backward(self) -> Backward:
@@ -254,10 +270,10 @@ class Schedule:
             self.reductions,
             self._transfers,
             self._engine,
-            self._unit_at,
+            self._refs,
             self._open_passes,
             self._read_by_others,
-            self._backward_order,
+            self._reruns,
         )
         backward.begin(self._units())
         return backward
@@ -280,7 +296,7 @@ class Schedule:
                 raise RuntimeError(backward.lost)
         finally:
             self._backward = None
-            self._backward_order = backward.order
+            self._reruns.end()
             self._is_pass_over = True
             self._open_passes.clear()
 
@@ -294,7 +310,7 @@ class Schedule:
             if passes:
                 continue
             del self._read_by_others[index]
-            unit = self._unit_at(index)
+            unit = self._refs[index]()
             if unit is not None and unit.left_out and unit.settings.reshard_after_backward:
                 self.gathers.take_out_of_graphs(unit)
                 self.gathers.release(unit)
@@ -302,12 +318,25 @@ class Schedule:
     # Between passes
 
     def start_param_sync(self) -> None:
-        """Gathers stale full buffers again, in the order in which forward will use them."""
+        """Gathers stale full buffers again, in the order in which forward will use them. Where full
+        buffers are not kept, gathers the units that forward needs first."""
+        self.begin_next_pass()
         self.gathers.refresh(unit for unit in self._predicted_units() if not self.is_in_use(unit))
+
+    def begin_next_pass(self) -> None:
+        """Gathers the units that the next pass needs first, if they were edited since."""
+        if not self._running and not self._engine.is_in_backward():
+            self.gathers.begin_next(self.next_units())
+
+    def next_units(self) -> list[Unit]:
+        """The units with which the next pass is expected to begin, as many as may be gathered ahead
+        of use."""
+        following = self.order.predicted()[: self.gathers.prefetch]
+        return [unit for index in following if (unit := self._refs[index]()) is not None]
 
     def _predicted_units(self) -> list[Unit]:
         """All units, in the order in which the next forward is expected to run them."""
-        predicted = [self._unit_at(index) for index in self.order.predicted()]
+        predicted = [self._refs[index]() for index in self.order.predicted()]
         return [unit for unit in dict.fromkeys([*predicted, *self._units()]) if unit is not None]
 
     def finish_param_sync(self) -> None:
@@ -332,7 +361,7 @@ class Schedule:
         """Forgets what is under way. Also forgets the recorded order, which may differ from rank to
         rank. See Note [errors]."""
         self.order = ForwardOrder()
-        self._backward_order = None
+        self._reruns = Reruns(self._refs)
         self.gathers.drop()
         self.reductions.drop()
         self.finalization.drop()
@@ -342,14 +371,3 @@ class Schedule:
         self._unfinished.clear()
         self._read_by_others.clear()
         self._open_passes.clear()
-
-    def _tick(self) -> int:
-        self._clock += 1
-        return self._clock
-
-
-def _is_among(unit: Unit, running: Sequence[tuple[Unit, int]]) -> bool:
-    for other, _ in running:  # noqa: SIM110, as in Unit.is_whole
-        if other is unit:
-            return True
-    return False

@@ -44,13 +44,13 @@ class Stats:
     def count_confirmation(self) -> None:
         self.confirmations += 1
 
-    def count_full_buffer(self, change: int) -> None:
-        self.full_buffers_alive += change
+    def count_full_buffer(self) -> None:
+        self.full_buffers_alive += 1
         if self.full_buffers_alive > self.full_buffers_most:
             self.full_buffers_most = self.full_buffers_alive
 
-    def count_reduce_input(self, change: int) -> None:
-        self.reduce_inputs_alive += change
+    def count_reduce_input(self) -> None:
+        self.reduce_inputs_alive += 1
         if self.reduce_inputs_alive > self.reduce_inputs_most:
             self.reduce_inputs_most = self.reduce_inputs_alive
 

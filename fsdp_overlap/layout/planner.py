@@ -36,8 +36,8 @@ def plan_units(
     units: Sequence[Sequence[ParamSpec]], world_size: int, layout: LayoutRule
 ) -> list[Plan]:
     """Plans the buckets of ``units``, in order. Parameters of a unit share a bucket if they have
-    the same dtype at rest, the same dtype in compute and the same trainability, and if all of them
-    or none are opaque, and in ``Rows()``.
+    the same dtype at rest, the same dtype in compute and the same trainability, if all of them or
+    none are opaque, and in ``Rows()``, and if they are of the same piece.
 
     Loads are balanced over all units. The same input gives the same plan on every rank.
 
@@ -99,7 +99,7 @@ class Planner:
             item = Item(spec, lcm(rule.grain(spec), spec.block), rule.work(spec), padding)
             dtypes = spec.dtype, spec.keeps_dtype, spec.grad_dtype
             travels = spec.is_opaque, spec.is_extension, spec.is_kept, spec.requires_grad
-            kind = isinstance(rule, Rows), dtypes, travels
+            kind = isinstance(rule, Rows), dtypes, travels, spec.piece
             found.setdefault(kind, []).append(item)
         world_size = self._loads.world_size
         return [

@@ -24,6 +24,8 @@ class ParamSpec:
     have its own then. ``is_opaque`` says that its elements are no numbers: nothing may cast or
     quantize them.
     ``is_extension`` says that its tensor is of a class that says itself how it is gathered.
+    ``piece`` is the number of the piece that it travels in, counted from 1. It is 0 in a unit that
+    travels whole.
     """
 
     fqn: str
@@ -38,6 +40,7 @@ class ParamSpec:
     grad_dtype: torch.dtype | None = None
     is_opaque: bool = False
     is_extension: bool = False
+    piece: int = 0
 
     @property
     def ndim(self) -> int:

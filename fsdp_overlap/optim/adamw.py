@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fsdp_overlap.optim.fused_adamw import FusedAdamW
+from fsdp_overlap.optim.next_forward import NextForward
 from fsdp_overlap.optim.states import restore
 
 
@@ -23,6 +24,10 @@ class AdamW(torch.optim.AdamW):
         moment_dtype: the dtype of the moments. The default is the dtype of each parameter.
             ``torch.bfloat16`` halves the memory of float32 moments. It keeps 8 bits, so the second
             moment cannot decay if ``betas[1]`` is above 0.998: use 0.99 or less with it.
+        gather_next: whether the units that the next forward needs first are stepped first and
+            all-gathered under the rest of the step. Their full buffers are there until that
+            forward. Do not edit weights on some ranks only between the two, nor by
+            ``to_local().data``: other edits are followed.
 
     A step is computed in the widest dtype of parameter, gradient and moments.
     """
@@ -38,11 +43,13 @@ class AdamW(torch.optim.AdamW):
         *,
         maximize: bool = False,
         moment_dtype: torch.dtype | None = None,
+        gather_next: bool = False,
     ) -> None:
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True
         )
         self._moment_dtype = moment_dtype
+        self._gather_next = gather_next
         self._kernel = FusedAdamW(moment_dtype)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -50,7 +57,8 @@ class AdamW(torch.optim.AdamW):
         restore(self, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_moment_dtype": self._moment_dtype}
+        own = {"_moment_dtype": self._moment_dtype, "_gather_next": self._gather_next}
+        return super().__getstate__() | own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -71,6 +79,18 @@ class AdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        for index, group in enumerate(self.param_groups):
-            self._kernel.step(self.state, index, group, *scaling)
+        next_forward = NextForward(self.param_groups if self._gather_next else ())
+        lots = [
+            (lot, group)
+            for index, group in enumerate(self.param_groups)
+            for lot in self._kernel.lots(index, group, next_forward.edits)
+        ]
+        for lot, group in lots:
+            if lot.is_first:
+                self._kernel.step(self.state, lot, group, *scaling)
+        next_forward.begin(sum(len(lot.parameters) for lot, _ in lots if lot.is_first))
+        for lot, group in lots:
+            if not lot.is_first:
+                self._kernel.step(self.state, lot, group, *scaling)
+        next_forward.finish()
         return loss

@@ -4,14 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import reduce
+from itertools import compress
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap.optim.runs import find_runs, flatten, local_of
-from fsdp_overlap.tensor.sums_and_norms import by_cut, combine_norms, local_norms, norms
+from fsdp_overlap.optim.runs import (
+    classes_of,
+    find_runs,
+    flatten,
+    gradients_of,
+    locals_of,
+    numels_of,
+    with_gradient,
+)
+from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
+from fsdp_overlap.tensor.sums_and_norms import (
+    by_cut,
+    combine_norms,
+    local_norms,
+    norms,
+)
 from fsdp_overlap.torch_internals import DTensorSpec
+
+_dtype = attrgetter("dtype")
 
 
 @torch.no_grad()
@@ -37,22 +55,25 @@ def clip_grad_norm_(
     """
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
-    gradients = [grad for parameter in parameters if (grad := parameter.grad) is not None]
+    gradients = gradients_of(with_gradient(list(parameters)))
     if not gradients:
         return torch.tensor(0.0)
     order = float(norm_type)
     flats: list[torch.Tensor] = []
-    parts = []
+    parts: list[torch.Tensor] = []
+    dtypes: list[torch.dtype] = []
     for spec, members in _by_cut(gradients):
-        flat = _flat(members)
+        locals_ = locals_of(members)
+        flat = _flat(members, locals_)
         flats += flat
         # Ranks must agree on the dtype, so members that this rank holds nothing of count too.
-        wide = _promoted(members)
+        wide = reduce(torch.promote_types, set(map(_dtype, locals_))).to_real()
+        dtypes.append(wide)
         if order == 0:  # as in torch, the number of tensors that are not all zero
             counts = norms(members, order) if spec is not None else local_norms(members, order)
             parts.append(torch.linalg.vector_norm(torch.stack(list(counts)), order))
             continue
-        each = local_norms(flat or [local_of(members[0])], order, wide)
+        each = local_norms(flat or locals_[:1], order, wide)
         part = torch.linalg.vector_norm(each, order)
         parts.append(combine_norms(part, order, spec) if spec is not None else part)
     device = gradients[0].device
@@ -69,33 +90,28 @@ def clip_grad_norm_(
         torch._foreach_mul_(
             [flat for flat in flats if flat.device == on_device], scale.to(on_device)
         )
-    return total.to(_promoted(gradients))
-
-
-def _promoted(gradients: list[Any]) -> torch.dtype:
-    """The dtype of a norm of all ``gradients``."""
-    dtypes = {local_of(gradient).dtype for gradient in gradients}
-    return reduce(torch.promote_types, dtypes).to_real()
+    return total.to(reduce(torch.promote_types, dtypes))
 
 
 def _by_cut(gradients: list[Any]) -> list[tuple[DTensorSpec | None, list[Any]]]:
     """Groups gradients that are cut among the same ranks. ``None`` stands for plain gradients."""
-    sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
-    plain = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
-    if any(placement.is_partial() for each in sharded for placement in each.placements):
-        raise ValueError(
-            "a gradient is a DTensor placed as Partial(), of which ranks have parts of a sum: "
-            "redistribute() it like its parameter first"
-        )
+    sharded, plain = gradients, []
+    if not all(issubclass(each, DTensor) for each in classes_of(gradients)):
+        sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
+        plain = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
     found: list[tuple[DTensorSpec | None, list[Any]]] = [
         (spec, [sharded[index] for index in members]) for spec, members in by_cut(sharded)
     ]
     return [*found, (None, plain)] if plain else found
 
 
-def _flat(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+def _flat(gradients: list[torch.Tensor], locals_: list[torch.Tensor]) -> list[torch.Tensor]:
     """What this rank holds of the gradients. Neighbours in memory are one flat tensor."""
-    is_sharded = isinstance(gradients[0], DTensor)
-    held = [local for local in map(local_of, gradients) if local.numel()]
-    marks = [local.dtype if is_sharded and local.is_contiguous() else object() for local in held]
+    held = list(compress(locals_, numels_of(locals_)))
+    marks: list[object] = list(map(_dtype, held))
+    if not classes_of(gradients) <= {ShardedTensor}:  # whose ranges are flat
+        is_sharded = isinstance(gradients[0], DTensor)
+        marks = [
+            local.dtype if is_sharded and local.is_contiguous() else object() for local in held
+        ]
     return flatten(held, find_runs([held], marks))

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import reduce
-from operator import is_
+from itertools import compress
+from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
 
 from fsdp_overlap.comm.streams import has_streams
-from fsdp_overlap.optim.runs import find_runs, flatten, local_of, mark_of
+from fsdp_overlap.optim.runs import (
+    RestingRuns,
+    classes_of,
+    edits_of,
+    gradients_of,
+    local_of,
+    locals_of,
+    marks_of,
+    numels_of,
+    with_gradient,
+)
 from fsdp_overlap.optim.states import pack
 from fsdp_overlap.tensor.extension import is_subclass
-from fsdp_overlap.tensor.operands import note_edits
+from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded
+from fsdp_overlap.tensor.sharded_tensor import ShardEdits, ShardedTensor
 from fsdp_overlap.torch_internals import fused_adamw_
 
 State = Mapping[torch.Tensor, dict[str, Any]]
@@ -23,6 +35,8 @@ State = Mapping[torch.Tensor, dict[str, Any]]
 # parameters: enough to fill an accelerator, and no more than a CPU's cache holds.
 _ACCELERATOR_CHUNK = 1 << 25
 _CPU_CHUNK = 1 << 20
+
+_kind = attrgetter("device", "dtype")
 
 
 class Known(NamedTuple):
@@ -93,82 +107,120 @@ class Steps:
         self.version = self.flat._version
 
 
+@dataclass(frozen=True)
+class Lot:
+    """Parameters of one group that the kernel steps together: all have a gradient, on one device
+    and of one dtype. ``numels`` is how many elements this rank holds of each. ``edits`` are those
+    of the buckets that they belong to. ``is_first``: whether the next forward needs them first."""
+
+    is_first: bool
+    key: object
+    parameters: list[torch.Tensor]
+    numels: list[int]
+    edits: list[ShardEdits]
+    runs: RestingRuns = field(default_factory=RestingRuns)
+
+    @classmethod
+    def of(cls, is_first: bool, key: object, parameters: list[torch.Tensor]) -> Lot:
+        numels = numels_of(locals_of(parameters))
+        return cls(is_first, key, parameters, numels, edits_of(parameters))
+
+
+class Lots:
+    """The parameters of a group that have a gradient, in lots. ``index`` is the group's. ``first``
+    are the edits of the buckets that the next forward needs first."""
+
+    def __init__(
+        self, index: int, parameters: list[torch.Tensor], first: Collection[ShardEdits]
+    ) -> None:
+        self._first = first
+        self._parameters = list(parameters)
+        self._is_lasting = classes_of(parameters) <= {ShardedTensor, RowTensor}
+        locals_ = locals_of(parameters)
+        kinds = list(map(_kind, locals_))
+        if any(map(is_subclass, locals_)):
+            # An op on tensors of a class of its own may run once for each of their parts.
+            kinds = list(zip(kinds, map(type, locals_), strict=True))
+        is_first = [isinstance(p, Sharded) and p.edits in first for p in parameters]
+        kinds = list(zip(is_first, kinds, strict=True))
+        self.lots = [
+            Lot.of(kind[0], (index, kind), list(compress(parameters, map(kind.__eq__, kinds))))
+            for kind in dict.fromkeys(kinds)
+        ]
+
+    def are_of(self, parameters: list[torch.Tensor], first: Collection[ShardEdits]) -> bool:
+        """Whether they are still right, and of these very parameters. What a rank holds of a
+        sharded parameter stays as large, of that dtype and on that device. Others may be moved."""
+        return (
+            self._is_lasting
+            and first == self._first
+            and len(parameters) == len(self._parameters)
+            and all(map(is_, parameters, self._parameters))
+        )
+
+
 class FusedAdamW:
     """Steps the parameters of an optimizer's groups. ``moment_dtype`` is the dtype of the moments.
     The default is the dtype of each parameter."""
 
     def __init__(self, moment_dtype: torch.dtype | None = None) -> None:
         self._moment_dtype = moment_dtype
+        self._lots: dict[int, Lots] = {}
         self._steps: dict[object, Steps] = {}
-        self._knows_classes = False
-        """Whether some parameters are of a class of their own."""
 
     def load(self, state: State, group: dict[str, Any]) -> None:
         """Takes over the loaded state of ``group``."""
         started = [parameter for parameter in group["params"] if state.get(parameter)]
         self._prepare(state, started, _moments(group))
 
+    def lots(
+        self, index: int, group: dict[str, Any], first: Collection[ShardEdits] = ()
+    ) -> list[Lot]:
+        """The parameters of ``group`` that have a gradient, in lots for :meth:`step`. ``index`` is
+        the position of the group in the optimizer. ``first`` are the edits of the buckets that the
+        next forward needs first."""
+        parameters = with_gradient(group["params"])
+        known = self._lots.get(index)
+        if known is None or not known.are_of(parameters, first):
+            known = self._lots[index] = Lots(index, parameters, first)
+        return known.lots
+
     def step(
         self,
         state: State,
-        index: int,
+        lot: Lot,
         group: dict[str, Any],
         grad_scale: torch.Tensor | None = None,
         found_inf: torch.Tensor | None = None,
     ) -> None:
-        """Steps the parameters of ``group`` that have a gradient. ``index`` is the position of the
-        group in the optimizer. A ``GradScaler`` gives ``grad_scale`` and ``found_inf``.
+        """Steps the parameters of ``lot``, which is of ``group``. A ``GradScaler`` gives
+        ``grad_scale`` and ``found_inf``.
 
         Raises:
             RuntimeError: the dtype of a parameter is not floating-point.
         """
-        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-        kinds = {(local.device, local.dtype) for local in map(local_of, parameters)}
-        for kind in kinds:
-            alike = parameters
-            if len(kinds) > 1:
-                alike = [p for p in parameters if (p.device, p.dtype) == kind]
-            self._step(state, (index, kind), group, alike, grad_scale, found_inf)
-
-    def _step(
-        self,
-        state: State,
-        key: object,
-        group: dict[str, Any],
-        parameters: list[torch.Tensor],
-        grad_scale: torch.Tensor | None,
-        found_inf: torch.Tensor | None,
-    ) -> None:
-        """Steps parameters of one device and dtype."""
         moments = _moments(group)
-        states = [state[parameter] for parameter in parameters]
+        parameters, numels = lot.parameters, lot.numels
+        states = list(map(state.__getitem__, parameters))
         if not all(states):
             self._prepare(state, [p for p in parameters if not state[p]], moments)
-        locals_ = [local_of(parameter) for parameter in parameters]
-        if self._knows_classes and len(classes := {type(local) for local in locals_}) > 1:
-            # An op on tensors of a class of its own may run once for each of their parts.
-            for cls in classes:
-                alike = [p for p in parameters if type(local_of(p)) is cls]
-                self._step(state, (key, cls), group, alike, grad_scale, found_inf)
-            return
-        device = locals_[0].device
-        steps = self._steps.get(key)
-        if steps is None or not steps.are([its["step"] for its in states]):
-            counts = [its["step"] for its in states]
-            steps = self._steps[key] = Steps.of(counts, device, steps)
+        device = local_of(parameters[0]).device
+        counts = [its["step"] for its in states]
+        steps = self._steps.get(lot.key)
+        if steps is None or not steps.are(counts):
+            steps = self._steps[lot.key] = Steps.of(counts, device, steps)
             for its, view in zip(states, steps.views, strict=True):
                 its["step"] = view
 
-        held = [row for row, local in enumerate(locals_) if local.numel()]
-        columns = [
-            [locals_[row] for row in held],
-            [local_of(parameters[row].grad) for row in held],  # type: ignore[arg-type]
-            *([local_of(states[row][name]) for row in held] for name in moments),
+        held = list(compress(parameters, numels))
+        resting = [
+            locals_of(held),
+            *map(locals_of, zip(*map(itemgetter(*moments), compress(states, numels)), strict=True)),
         ]
-        marks = [mark_of(parameters[row], steps.marks[row]) for row in held]
-        runs = find_runs(columns, marks)
-        flat = [flatten(column, runs) for column in columns]
-        counts = [steps.views[held[first]] for first, _ in runs]
+        marks = marks_of(held, compress(steps.marks, numels))
+        runs, flat = lot.runs.find(resting, locals_of(gradients_of(held)), marks)
+        views = list(compress(steps.views, numels))
+        of_runs = [views[first] for first, _ in runs]
         steps.add(1)
         lr = group["lr"]
         if isinstance(lr, torch.Tensor) and lr.device.type != "cpu":
@@ -185,15 +237,15 @@ class FusedAdamW:
             "found_inf": found_inf,
         }
         if runs:  # this rank may hold nothing of these parameters
-            _run_kernel(flat, counts, options)
+            _run_kernel(flat, of_runs, options)
         if found_inf is not None:
             steps.add(-found_inf)
-        note_edits(parameters)
+        for edits in lot.edits:
+            edits.note_values()
 
     def _prepare(
         self, state: State, parameters: list[torch.Tensor], moments: Sequence[str]
     ) -> None:
-        self._knows_classes |= any(is_subclass(local_of(parameter)) for parameter in parameters)
         pack(state, parameters, moments, self._moment_dtype)
         for parameter in parameters:
             zero = torch.zeros((), dtype=torch.float32, device=local_of(parameter).device)

@@ -17,6 +17,7 @@ from fsdp_overlap.optim.fused_adamw import FusedAdamW
 from fsdp_overlap.optim.groups import ALGORITHMS, parameter_groups
 from fsdp_overlap.optim.matrices import Split, part_rows
 from fsdp_overlap.optim.newton_schulz import COEFFICIENTS, Polynomial, polynomials
+from fsdp_overlap.optim.next_forward import NextForward
 from fsdp_overlap.optim.orthogonalization import Products, Task, run, run_rounds, tasks_of
 from fsdp_overlap.optim.runs import local_of
 from fsdp_overlap.optim.states import pack, restore
@@ -62,6 +63,8 @@ class Muon(torch.optim.Optimizer):
             parameters, or patterns. In a group of parameters it is the option ``"split"``.
         adamw: options of :class:`~fsdp_overlap.optim.AdamW`, ``lr`` among them. Those that are not
             given have that class's defaults.
+        gather_next: as for :class:`~fsdp_overlap.optim.AdamW`. The gathers run under the products,
+            unless ranks share matrices: then they begin when the step is over.
 
     Raises:
         TypeError, ValueError: an option or a parameter is one that Muon cannot work with.
@@ -83,6 +86,7 @@ class Muon(torch.optim.Optimizer):
         algorithms: Mapping[str, str] | None = None,
         split: Mapping[str, Split] | None = None,
         adamw: Mapping[str, Any] | None = None,
+        gather_next: bool = False,
     ) -> None:
         options = dict(adamw or {})
         checked = AdamW([torch.empty(0)], **options).defaults  # torch checks them
@@ -91,6 +95,7 @@ class Muon(torch.optim.Optimizer):
             raise ValueError(f"ns_dtype={ns_dtype}: products need a dtype of floating point")
         self._moment_dtype = options.get("moment_dtype")
         self._ns_dtype = ns_dtype
+        self._gather_next = gather_next
         self._forget()
         if isinstance(params, nn.Module):
             params = parameter_groups(params, algorithms or {}, split or {})
@@ -144,7 +149,7 @@ class Muon(torch.optim.Optimizer):
             group["split"] = tuple(group["split"])
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_adamw_options", "_moment_dtype", "_ns_dtype")
+        names = ("_adamw_options", "_moment_dtype", "_ns_dtype", "_gather_next")
         return super().__getstate__() | {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -200,21 +205,32 @@ class Muon(torch.optim.Optimizer):
             if group["algorithm"] == "muon"
             for update in self._updates(group)
         ]
+        next_forward = NextForward(self.param_groups if self._gather_next else ())
+        stepped = 0
         for index, group in enumerate(self.param_groups):
             if group["algorithm"] == "adamw":
-                self._adamw.step(self.state, index, group)
+                for lot in self._adamw.lots(index, group, next_forward.edits):
+                    self._adamw.step(self.state, lot, group)
+                    stepped += len(lot.parameters) if lot.is_first else 0
+        first = [update for update in updates if next_forward.needs(update.parameter)]
+        rest = [update for update in updates if not next_forward.needs(update.parameter)]
+        if any(update.member.division.shared for update in updates):
+            # What ranks share they exchange together, in as few rounds as can be.
+            self._step_matrices(updates)
+            rest = []
+        else:
+            self._step_matrices(first)
+        next_forward.begin(stepped + len(first))
+        self._step_matrices(rest)
+        next_forward.finish()
+        return loss
+
+    def _step_matrices(self, updates: list[Update]) -> None:
         for settings in dict.fromkeys(update.settings for update in updates):
             _advance(settings, [u for u in updates if u.settings == settings and u.local.numel()])
         for device in dict.fromkeys(update.device for update in updates):
             self._orthogonalize(device, [u for u in updates if u.device == device])
-        note_edits(
-            parameter
-            for group in self.param_groups
-            if group["algorithm"] == "muon"
-            for parameter in group["params"]
-            if parameter.grad is not None
-        )
-        return loss
+        note_edits(update.parameter for update in updates)
 
     def _updates(self, group: dict[str, Any]) -> list[Update]:
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]

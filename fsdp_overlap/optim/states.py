@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fsdp_overlap.optim.runs import find_runs, local_of, mark_of
+from fsdp_overlap.optim.runs import find_runs, local_of, locals_of, marks_of
 from fsdp_overlap.tensor.operands import local_operand
 from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded
 
@@ -34,10 +34,8 @@ def pack(
                 f"optimizers step floating-point parameters, not {local_of(parameter).dtype}"
             )
     held = [parameter for parameter in parameters if local_of(parameter).numel()]
-    locals_ = [local_of(parameter) for parameter in held]
-    marks = [
-        mark_of(parameter, local.dtype) for parameter, local in zip(held, locals_, strict=True)
-    ]
+    locals_ = locals_of(held)
+    marks = marks_of(held, (local.dtype for local in locals_))
     runs = {id(held[first]): numel for first, numel in find_runs([locals_], marks)}
     flats: list[torch.Tensor] = []
     start = 0

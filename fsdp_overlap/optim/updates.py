@@ -65,6 +65,7 @@ class Update:
         member: Member,
     ) -> None:
         assert parameter.grad is not None
+        self.parameter = parameter
         self.settings = settings
         self.member = member
         self.local = local_of(parameter).detach().view(-1)

@@ -17,7 +17,7 @@ from fsdp_overlap.comm.extension_gather import ExtensionGather
 from fsdp_overlap.comm.groups import LaneGroups
 from fsdp_overlap.comm.lanes import Lane, Mark, Ticket, Travel
 from fsdp_overlap.layout import Plan
-from fsdp_overlap.runtime.bucket_state import ALLOWED, BucketState
+from fsdp_overlap.runtime.bucket_state import BucketState
 from fsdp_overlap.runtime.chosen_collectives import chosen_collectives
 from fsdp_overlap.runtime.digests import Start
 from fsdp_overlap.runtime.divided_shard import DividedShard
@@ -98,7 +98,8 @@ class Bucket:
         """The shard, if the ranks that hold copies of it divide it."""
         self._ticket: Ticket | None = None
         self._before: BucketState | None = None  # the state before a gather that is being issued
-        self._gathered_version = -1
+        self.gathered_version = -1
+        """The :attr:`version` that the full buffer has, or will have."""
 
     def allocate(self, device: torch.device, like: Sequence[torch.Tensor]) -> None:
         """Makes the buffers and the sharded parameters, and registers these parameters in the
@@ -274,7 +275,7 @@ class Bucket:
     def outdate(self) -> None:
         """Notes that the full buffer has other values than the shards. Its next use gathers it
         again."""
-        self._gathered_version = -1
+        self.gathered_version = -1
 
     @property
     def is_gathered(self) -> bool:
@@ -284,7 +285,7 @@ class Bucket:
     @property
     def is_whole(self) -> bool:
         """Whether it is gathered and the shard was not edited since."""
-        return self.state is not BucketState.SHARDED and self._gathered_version == self.version
+        return self.state is not BucketState.SHARDED and self.gathered_version == self.version
 
     def begin_gather(self, lane: Lane) -> None:
         """Gives the full buffer memory. :meth:`is_filled_by` or :meth:`cancel_gather` comes next.
@@ -300,7 +301,7 @@ class Bucket:
         if self.state is BucketState.GATHERING:
             self.wait()
         self._before = self.state
-        self._become(BucketState.GATHERING)
+        self.state = BucketState.GATHERING
         if not self.full.allocated:
             lane.allocate(self.label, self.full)
 
@@ -313,7 +314,7 @@ class Bucket:
         """Notes what fills the full buffer."""
         self._ticket = ticket
         self._before = None
-        self._gathered_version = self.version
+        self.gathered_version = self.version
         if self.offload is not None:
             self.domain.reading = ticket
 
@@ -343,8 +344,9 @@ class Bucket:
         )
 
     def _all_gather(self) -> Issued:
+        shard = self.shard if self.divided is None else self._gathered_shard()
         return self.collectives.all_gather(
-            self.full.flat, self._gathered_shard(), self.gather_plan, self.groups.gather
+            self.full.flat, shard, self.gather_plan, self.groups.gather
         )
 
     def _gathered_shard(self) -> torch.Tensor:
@@ -359,14 +361,23 @@ class Bucket:
             assert self._ticket is not None
             self._ticket.wait()
             self._ticket = None
-            self._become(BucketState.UNSHARDED)
+            self.state = BucketState.UNSHARDED
 
     def free(self, lane: Lane, after: Mark, waits: bool = True) -> None:
-        """Frees the full buffer, as the lane does."""
+        """Frees the full buffer, as the lane does.
+
+        Raises:
+            RuntimeError: it is sharded, which is a mistake of the schedule.
+        """
+        if self.state is BucketState.SHARDED:
+            raise RuntimeError(
+                f"bucket of unit {self.label!r} is freed and not gathered; after an error call "
+                "ctx.reset() on every rank"
+            )
         if self._ticket is not None:
             self._ticket.abandon()
             self._ticket = None
-        self._become(BucketState.SHARDED)
+        self.state = BucketState.SHARDED
         lane.free(self.label, self.full, after, waits)
 
     def reset(self, lane: Lane) -> None:
@@ -384,11 +395,3 @@ class Bucket:
         """Frees the kept part. Backward then gathers from all ranks."""
         if self.part is not None:
             self.part.drop()
-
-    def _become(self, state: BucketState) -> None:
-        if state not in ALLOWED[self.state]:
-            raise RuntimeError(
-                f"bucket of unit {self.label!r} is {self.state.value} and cannot become "
-                f"{state.value}; after an error call ctx.reset() on every rank"
-            )
-        self.state = state

@@ -5,16 +5,21 @@ from __future__ import annotations
 from enum import StrEnum
 
 
-class BucketState(StrEnum):  # states are looked up often, and a string caches its hash
+class BucketState(StrEnum):
+    """What changes it, and to what:
+
+    =========  =========  =========  =======
+    state      a gather   a wait     freeing
+    =========  =========  =========  =======
+    sharded    gathering  sharded    raises
+    gathering  gathering  unsharded  sharded
+    unsharded  gathering  unsharded  sharded
+    =========  =========  =========  =======
+
+    A gather of a bucket that is gathering waits first. One that is unsharded is gathered again, in
+    place, if its shard was edited since.
+    """
+
     SHARDED = "sharded"
     GATHERING = "gathering"
     UNSHARDED = "unsharded"
-
-
-# The allowed changes of state. Any other change is a mistake of the schedule.
-ALLOWED = {
-    BucketState.SHARDED: {BucketState.GATHERING},
-    BucketState.GATHERING: {BucketState.UNSHARDED, BucketState.SHARDED},
-    # A bucket is gathered again, in place, if its shard was edited since.
-    BucketState.UNSHARDED: {BucketState.GATHERING, BucketState.SHARDED},
-}

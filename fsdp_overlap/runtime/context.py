@@ -6,7 +6,6 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
-from typing import cast
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ from fsdp_overlap.agreement.faults import Faults
 from fsdp_overlap.comm.groups import GroupCache, LaneGroups
 from fsdp_overlap.comm.lanes import Lane, make_lane
 from fsdp_overlap.comm.mesh_groups import MeshGroups
-from fsdp_overlap.comm.streams import current_device
+from fsdp_overlap.comm.streams import current_device, has_streams
 from fsdp_overlap.deciding.reductions import MAX_INPUTS
 from fsdp_overlap.deciding.schedule import Schedule
 from fsdp_overlap.deciding.stats import Stats
@@ -44,8 +43,8 @@ class FsdpContext:
             parameters are sharded along the second and copied along the first. By default it has
             one dimension over all ranks. A unit may have a mesh of its own (:func:`fully_shard`).
         prefetch: how many all-gathers are enqueued ahead of use, and so how many full buffers exist
-            beside those in use. 0 takes the least memory, also for reductions, and hides almost no
-            communication on a CPU.
+            beside those in use. 2 may gain where heavy and light units take turns, as experts do.
+            0 takes the least memory, also for reductions, and hides almost nothing on a CPU.
         separate_groups: whether reduce-scatters get a process group of their own. If they share one
             with the all-gathers, both run one after the other.
         layout: where parameters may be cut: ``Flat()`` anywhere, ``Blocks(rows=...)`` between rows,
@@ -121,8 +120,6 @@ class FsdpContext:
         """Whether :meth:`settle` has nothing left to do."""
         self.was_settled = False
         """Whether units have groups, as after a forward. The same on every rank."""
-        self._transfers: Transfers | None = None
-        self._schedule: Schedule | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> FsdpContext:
         """A context for a copy of the model, with the same mesh and options and no units yet.
@@ -138,7 +135,7 @@ class FsdpContext:
             pg_options=self._groups.options,
         )
         duplicate.is_implicit = self.is_implicit
-        if self._schedule is not None and self._schedule.finalization.is_manual:
+        if self.has_schedule and self.schedule.finalization.is_manual:
             duplicate.schedule.finalization.set_manual(True)
         return duplicate
 
@@ -172,6 +169,11 @@ class FsdpContext:
     def device(self) -> torch.device:
         return current_device(self.mesh.device_type)
 
+    @cached_property
+    def has_streams(self) -> bool:
+        """Whether compute is enqueued on streams."""
+        return has_streams(self.device)
+
     @property
     def stats(self) -> Stats:
         """What was gathered, reduced and prefetched. ``stats.reset()`` counts anew."""
@@ -195,39 +197,35 @@ class FsdpContext:
         """
         return self._domains.of(mesh, self.device, self.faults)
 
-    @property
+    @cached_property
     def transfers(self) -> Transfers:
         """Carries out what the schedule decides."""
-        if self._transfers is None:
-            make_lane, device = self.lane_factory, self.device
-            self._transfers = Transfers(
-                lambda name: make_lane(name, device),
-                self._stats,
-                self._domains.all,
-                self._units.existing,
-            )
-        return self._transfers
+        make_lane, device = self.lane_factory, self.device
+        return Transfers(
+            lambda name: make_lane(name, device),
+            self._stats,
+            self._domains.all,
+            self._units.existing,
+        )
 
     @property
     def has_schedule(self) -> bool:
         """Whether a forward or backward may have run."""
-        return self._schedule is not None
+        return "schedule" in vars(self)
 
-    @property
+    @cached_property
     def schedule(self) -> Schedule:
         """Decides when units are gathered, released and reduced."""
-        if self._schedule is None:
-            self._schedule = Schedule(
-                self.transfers,
-                engine,
-                self._stats,
-                self._units.at,
-                self._units.existing,
-                self.prefetch,
-                self.max_reduce_inputs,
-                self.divide_copies,
-            )
-        return self._schedule
+        return Schedule(
+            self.transfers,
+            engine,
+            self._stats,
+            self._units.refs,
+            self._units.existing,
+            self.prefetch,
+            self.max_reduce_inputs,
+            self.divide_copies,
+        )
 
     def gradient_arrived(self, unit: Unit, gradients: BucketGradients, index: int) -> None:
         """Autograd accumulated into the unsharded parameter ``index`` of a bucket of ``unit``."""
@@ -330,16 +328,16 @@ class FsdpContext:
         return max(asked, default=MAX_INPUTS if self.prefetch else 1)
 
     def follow_reduce_inputs(self) -> None:
-        if self._schedule is not None:
-            self._schedule.reductions.max_inputs = self.max_reduce_inputs
+        if self.has_schedule:
+            self.schedule.reductions.max_inputs = self.max_reduce_inputs
 
     # Full buffers that are kept between steps
 
     def start_param_sync(self) -> None:
-        """Enqueues the all-gathers of all full buffers that are kept and stale. Call it after
-        ``optimizer.step()``: they run under what comes before the next forward, and under the
-        forward itself, which waits unit by unit. Without this call, forward gathers them,
-        ``prefetch`` units ahead.
+        """Enqueues the all-gathers of all full buffers that are kept and stale, and of those that
+        the next forward needs first. Call it after ``optimizer.step()``: they run under what comes
+        before the next forward, and under the forward itself, which waits unit by unit. Without
+        this call, forward gathers them, ``prefetch`` units ahead.
 
         This method, :meth:`finish_param_sync` and :meth:`release_unsharded` may be called at any
         time, and do nothing if there is nothing to do. They leave alone what a forward or backward
@@ -385,9 +383,9 @@ class FsdpContext:
 
     def rest(self) -> None:
         """Brings every unit to rest. Call it only if no rank has more under way than others."""
-        if self._schedule is not None:  # else nothing ran yet
+        if self.has_schedule:  # else nothing ran yet
             self.transfers.wait_for_lanes()
-            self._schedule.drop()
+            self.schedule.drop()
             self.transfers.rest()
         for domain in self.domains:
             domain.reset()
@@ -396,4 +394,6 @@ class FsdpContext:
 
 def context_of(unit: Unit) -> FsdpContext:
     """The context that ``unit`` is in. The unit itself knows it by a smaller protocol."""
-    return cast(FsdpContext, unit.context)
+    context = unit.context
+    assert isinstance(context, FsdpContext)
+    return context

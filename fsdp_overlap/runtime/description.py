@@ -71,10 +71,12 @@ def _row(unit: Unit, is_outermost: bool) -> tuple[str, ...]:
     whole, here = _bytes_of(unit)
     meshes = dict.fromkeys(_mesh(bucket.domain.mesh) for bucket in unit.buckets)
     is_equal = all(bucket.plan.is_equal for bucket in unit.buckets)
+    pieces = len({spec.piece for spec in specs if spec.piece})
+    dtypes = ", ".join(dict.fromkeys(bucket.dtypes for bucket in unit.buckets))
     return (
         str(len(specs)),
         f"{sum(spec.numel for spec in specs):,}",
-        ", ".join(dict.fromkeys(bucket.dtypes for bucket in unit.buckets)),
+        f"{dtypes}, {_count(pieces, 'piece')}" if pieces else dtypes,
         _size(whole),
         "meta" if unit.is_meta else _size(here),
         " and ".join(meshes) or _mesh(unit.mesh),

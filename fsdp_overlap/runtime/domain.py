@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Sequence
 from functools import cached_property
 from operator import or_
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_overlap.agreement.faults import Faults
-from fsdp_overlap.agreement.order_check import KINDS, OrderCheck, Subject
+from fsdp_overlap.agreement.order_check import N_KINDS, OrderCheck, Subject
 from fsdp_overlap.comm.group_facts import can_close
 from fsdp_overlap.comm.group_memory import GroupMemory
 from fsdp_overlap.comm.groups import GroupCache, LaneGroups
@@ -43,13 +43,14 @@ class Member(Subject, Protocol):
 
 class BucketEdits(ShardEdits):
     """Counts the edits of one bucket's shards. Every sharded parameter has it, and so leads to its
-    domain."""
+    domain and its ``unit``."""
 
-    __slots__ = ("domain",)
+    __slots__ = ("domain", "unit")
 
     def __init__(self, domain: Domain) -> None:
         super().__init__()
         self.domain = weakref.ref(domain)
+        self.unit: weakref.ref[Any] | None = None
 
 
 def domain_of(edits: ShardEdits | None) -> Domain | None:
@@ -270,13 +271,13 @@ class Domain:
 
     def note_gather(self, bucket: Member) -> None:
         """Notes that this rank is about to issue the all-gather of ``bucket``."""
-        self.order_check.note(bucket.index * len(KINDS), bucket, bucket.compute_dtype)
+        self.order_check.note(bucket.index * N_KINDS, bucket, bucket.compute_dtype)
 
     def note_reduction(self, bucket: Member, dtype: torch.dtype, across: bool) -> None:
         """Notes that this rank is about to issue the reduce-scatter of ``bucket`` in ``dtype``.
         ``across``: whether a reduction across copies follows."""
         self.has_reduced = True
-        self.order_check.note(bucket.index * len(KINDS) + 1 + across, bucket, dtype)
+        self.order_check.note(bucket.index * N_KINDS + 1 + across, bucket, dtype)
 
     def note_gradients(self, bucket: Member, filled: Sequence[bool]) -> None:
         """Notes that this rank reduces gradients of the ``filled`` parameters of ``bucket``."""

@@ -16,11 +16,9 @@ from fsdp_overlap.runtime.unit import Unit
 
 
 def gathers_of(unit: Unit) -> list[tuple[str, list[Bucket]]]:
-    """What is to be gathered: the name of each collective, and its buckets. A bucket that is asked
-    to keep a part goes alone, because it may travel among other ranks than the rest."""
-    if len(unit.buckets) == 1:
-        [bucket] = unit.buckets
-        return [] if bucket.is_whole else [(bucket.label, unit.buckets)]
+    """What is to be gathered of a unit that is not whole: the name of each collective, and its
+    buckets. A bucket that is asked to keep a part goes alone, because it may travel among other
+    ranks than the rest."""
     waiting = [bucket for bucket in unit.buckets if not bucket.is_whole]
     together: dict[dist.ProcessGroup | Bucket, list[Bucket]] = {}
     for bucket in waiting:
@@ -41,8 +39,8 @@ def gather(buckets: Sequence[Bucket], lane: Lane, label: str) -> None:
     try:
         for bucket in buckets:
             bucket.begin_gather(lane)
-        travel = buckets[0].travel() if len(buckets) == 1 else _together(buckets)
-        ticket = lane.enqueue("all_gather", label, *travel)
+        issue, accept, nbytes = buckets[0].travel() if len(buckets) == 1 else _together(buckets)
+        ticket = lane.enqueue("all_gather", label, issue, accept, nbytes)
     except BaseException:
         for bucket in buckets:
             bucket.cancel_gather()

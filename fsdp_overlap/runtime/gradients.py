@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import repeat
+from operator import attrgetter, is_
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -23,6 +25,8 @@ from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 # Gradients of at least this size may move to the reduce input as soon as they arrive. Smaller ones
 # are cheaper to copy together.
 LARGE_BYTES = 1024 * 1024
+
+_grad = attrgetter("grad")
 
 
 class BucketGradients:
@@ -50,8 +54,8 @@ class BucketGradients:
             # Autograd rounds gradients to the grad_dtype of what it accumulates into.
             for parameter in bucket.parameters:
                 parameter.grad_dtype = reduce_dtype
-        count = len(bucket.parameters)
-        self.filled = [False] * count
+        self.count = len(bucket.parameters)
+        self.filled = [False] * self.count
         self.is_in_flight = False
         """Whether a reduce-scatter reads the reduce input."""
         self.is_large = [
@@ -112,8 +116,9 @@ class BucketGradients:
     def absorb_all(self) -> None:
         """Moves every gradient that autograd holds into the reduce input."""
         parameters = self.bucket.parameters
-        gradients = [g for p in parameters if (g := p.grad) is not None and not g.requires_grad]
-        if len(gradients) < len(parameters) or any(self.filled):
+        gradients = list(map(_grad, parameters))
+        # With create_graph=True gradients may require grad.
+        if torch.is_grad_enabled() or any(map(is_, gradients, repeat(None))) or any(self.filled):
             self.absorb(range(len(parameters)))
         else:
             if self.bucket.is_tensor_parallel:

@@ -30,7 +30,7 @@ from fsdp_overlap.runtime.unit import Unit
 from fsdp_overlap.runtime.unsharded_edits import compare
 from fsdp_overlap.runtime.untraced import untraced
 from fsdp_overlap.tensor.extension import inner_tensors
-from fsdp_overlap.torch_internals import are_functorch_transforms_active
+from fsdp_overlap.torch_internals import are_functorch_transforms_active, profiler_enabled
 
 
 def install(module: nn.Module, unit: Unit) -> None:
@@ -40,6 +40,8 @@ def install(module: nn.Module, unit: Unit) -> None:
     module.register_forward_hook(partial(after_forward, unit), always_call=True)
     module.register_load_state_dict_post_hook(partial(after_load, unit))
 
+
+_PLAIN = torch.Tensor, nn.Parameter
 
 # The attributes in which nn.Module notes hooks, and how to call those of a forward.
 _HOOK_TABLES = (
@@ -75,18 +77,13 @@ def before_forward(
     unit.handled.append(sys.exc_info()[2])
     if are_functorch_transforms_active():
         _refuse_transform(unit)
-    if is_capturing(context.device):
+    if context.has_streams and is_capturing(context.device):
         _refuse_capture(unit)
-    with span("pre_forward", unit.name):
-        context.settle()
-        unit.follow_trainability()
-        context.schedule.before_forward(unit)
-        unit.use_unsharded()
-        if (id(module), module.training) not in unit.compared:
-            for edits in unit.edits:
-                edits.begin_comparison()
-        if not unit.settings.unshard_in_backward and torch.is_grad_enabled():
-            note_saved(unit)
+    if profiler_enabled():
+        with span("pre_forward", unit.name):
+            _begin_forward(unit, module, context)
+    else:
+        _begin_forward(unit, module, context)
     if unit.is_root and context.device.type != "cpu":
         move = partial(_move, context.device)
         args, kwargs = map_tensors(move, args), map_tensors(move, kwargs)
@@ -95,6 +92,19 @@ def before_forward(
         cast = partial(_cast_floating, policy.param_dtype)
         args, kwargs = map_tensors(cast, args), map_tensors(cast, kwargs)
     return args, kwargs
+
+
+def _begin_forward(unit: Unit, module: nn.Module, context: FsdpContext) -> None:
+    if not context.is_settled:
+        context.settle()
+    unit.follow_trainability()
+    context.schedule.before_forward(unit)
+    unit.use_unsharded()
+    if (id(module), module.training) not in unit.compared:
+        for edits in unit.edits:
+            edits.begin_comparison()
+    if not unit.settings.unshard_in_backward and torch.is_grad_enabled():
+        note_saved(unit)
 
 
 def _refuse_transform(unit: Unit) -> NoReturn:
@@ -132,17 +142,16 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
             unit.compared.add((id(module), module.training))
             for edits in unit.edits:
                 edits.end_comparison(context.uncompared)
-    with span("post_forward", unit.name):
-        if unit.is_list and not is_in_backward():
-            unit.module_ran(module)
-        call = schedule.after_forward(unit, raised)
-        if not unit.shows_unsharded and not schedule.is_in_use(unit):
-            unit.use_sharded()
-        if error is not None or context.uncompared:
-            error = _end_of_forward(unit, context, error)
-        # With gradients a backward may follow, and its end waits for offloaded shards to be read.
-        if unit.is_offloaded and not torch.is_grad_enabled() and not schedule.is_in_forward:
-            context.transfers.finish_reading()
+    if profiler_enabled():
+        with span("post_forward", unit.name):
+            call = _end_forward(unit, module, schedule, raised)
+    else:
+        call = _end_forward(unit, module, schedule, raised)
+    if error is not None or context.uncompared:
+        error = _error_to_raise(unit, context, error)
+    # With gradients a backward may follow, and its end waits for offloaded shards to be read.
+    if unit.is_offloaded and not torch.is_grad_enabled() and not schedule.is_in_forward:
+        context.transfers.finish_reading()
     if error is not None and not raised:
         raise error
     tensors = tensors_in(output)
@@ -162,7 +171,7 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
                 if tensor._base is not None and tensor._base.grad_fn is not None:
                     tensor._base.register_hook(before_backward)
             schedule.add_call(call)
-        elif unit.is_trainable and may_hide_tensors(output):
+        elif unit.gradients and may_hide_tensors(output):
             raise RuntimeError(
                 f"unit {unit.name!r} returned a {type(output).__name__}, in which its tensors "
                 "cannot be found, so backward could not gather its parameters: return tensors, "
@@ -180,7 +189,13 @@ def _error_of_forward(handled: TracebackType | None) -> BaseException | None:
     return None if sys.exc_info()[2] is handled else sys.exception()
 
 
-def _end_of_forward(
+def _end_forward(unit: Unit, module: nn.Module, schedule: Schedule, raised: bool) -> Call | None:
+    if unit.is_list and not is_in_backward():
+        unit.module_ran(module)
+    return schedule.after_forward(unit, raised)
+
+
+def _error_to_raise(
     unit: Unit, context: FsdpContext, error: BaseException | None
 ) -> BaseException | None:
     """The error to raise after a forward of ``unit``: ``error``, if there is one. If no other
@@ -206,7 +221,7 @@ def after_load(unit: Unit, module: nn.Module, keys: Any) -> None:
 def _check_no_parameter_leaves(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
     """Refuses an output that lies in a full buffer: it would be read after the buffer is freed."""
     for tensor in tensors:
-        if type(tensor) in (torch.Tensor, nn.Parameter) or is_opaque(tensor):
+        if type(tensor) in _PLAIN or is_opaque(tensor):
             is_held = unit.holds(tensor)
         else:
             is_held = any(map(unit.holds, inner_tensors(tensor)))

@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
-import torch
-
 from fsdp_overlap.comm.lanes import Lane, Mark, Ticket
 from fsdp_overlap.comm.spans import span
 from fsdp_overlap.deciding.stats import Stats
+from fsdp_overlap.runtime.bucket_state import BucketState
 from fsdp_overlap.runtime.copies_reduction import CopiesReduction
 from fsdp_overlap.runtime.domain import Domain
 from fsdp_overlap.runtime.gathering import gather, gathers_of
 from fsdp_overlap.runtime.gradients import BucketGradients
 from fsdp_overlap.runtime.unit import Unit
+from fsdp_overlap.torch_internals import profiler_enabled
 
 # If the host runs ahead: how many reductions across copies may be under way, beside those of reduce
 # inputs that still travel.
@@ -41,8 +41,7 @@ class Transfers:
         self._stats = stats
         self._domains = domains
         self._units = units
-        self.gather_lane = make_lane("all_gather")
-        self.reduce_lane = make_lane("reduce_scatter")
+        self._use_lanes(make_lane("all_gather"), make_lane("reduce_scatter"))
         self._copies_lane: Lane | None = None
         self._across: deque[CopiesReduction] = deque()
         """The buckets' reductions across copies that are under way, oldest first."""
@@ -56,32 +55,31 @@ class Transfers:
 
     def use_lanes_of(self, other: Transfers) -> None:
         """Communicates on the lanes of ``other``."""
-        self.gather_lane = other.gather_lane
-        self.reduce_lane = other.reduce_lane
+        self._use_lanes(other.gather_lane, other.reduce_lane)
         self._copies_lane = other.copies_lane
+
+    def _use_lanes(self, gather: Lane, reduce: Lane) -> None:
+        self.gather_lane = gather
+        self.reduce_lane = reduce
+        self.after_compute = gather.after_compute
+        self.after_event = gather.after_event
+        self.mark_compute = gather.mark_compute
+
+    is_profiled = staticmethod(profiler_enabled)
 
     def span(self, kind: str, name: str) -> AbstractContextManager[Any]:
         return span(kind, name)
 
     # Full buffers
 
-    def after_compute(self) -> None:
-        self.gather_lane.after_compute()
-
-    def after_event(self, event: torch.Event) -> None:
-        self.gather_lane.after_event(event)
-
-    def mark_compute(self) -> Mark:
-        return self.gather_lane.mark_compute()
-
     def gather(self, unit: Unit) -> None:
         stats = self._stats
-        for label, buckets in gathers_of(unit):
+        for label, buckets in unit.as_one or gathers_of(unit):
             for bucket in buckets:
                 bucket.domain.note_gather(bucket)
                 stats.all_gather_bytes += bucket.gathered_nbytes
                 if not bucket.full.allocated:
-                    stats.count_full_buffer(1)
+                    stats.count_full_buffer()
                 if bucket.divided is not None:
                     bucket.divided.gather(self.copies_lane)
             stats.all_gathers += 1
@@ -98,9 +96,9 @@ class Transfers:
 
     def free(self, unit: Unit, after: Mark, waits: bool = True) -> None:
         for bucket in unit.buckets:
-            if bucket.is_gathered:
+            if bucket.state is not BucketState.SHARDED:
                 if not bucket.full.keeps_storage:
-                    self._stats.count_full_buffer(-1)
+                    self._stats.full_buffers_alive -= 1
                 bucket.free(self.gather_lane, after, waits)
 
     def drop_parts(self, unit: Unit) -> None:
@@ -131,13 +129,13 @@ class Transfers:
         for bucket in unit.buckets:
             bucket.full.keeps_storage = keep
             if not keep and bucket.full.allocated and not bucket.is_gathered:
-                self._stats.count_full_buffer(-1)
+                self._stats.full_buffers_alive -= 1
                 self.gather_lane.free(bucket.label, bucket.full, self.gather_lane.mark_compute())
 
     # Gradients
 
     def allocate_input(self, gradients: BucketGradients) -> None:
-        self._stats.count_reduce_input(1)
+        self._stats.count_reduce_input()
         gradients.input.allocate()
 
     def absorb(self, gradients: BucketGradients, index: int) -> None:
@@ -161,7 +159,7 @@ class Transfers:
             self._across.append(gradients.copies)
             while self._across and self._across[0].is_done():
                 self._across.popleft().finish()  # lets go of what was sent
-        self._stats.count_reduce_input(-1)
+        self._stats.reduce_inputs_alive -= 1
         gradients.input.free()
 
     def finish_sums(self) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp_overlap.comm.lanes import Lane
 from fsdp_overlap.runtime.bucket import Bucket
+from fsdp_overlap.runtime.bucket_state import BucketState
 from fsdp_overlap.runtime.engine import is_to_accumulate
 from fsdp_overlap.runtime.gradients import BucketGradients
 from fsdp_overlap.runtime.opaque import check_frozen
@@ -82,6 +83,10 @@ class Unit:
         self.offload_policy = OffloadPolicy()
         self.wire_policy: WirePolicy | None = None
         self.is_offloaded = any(bucket.offload is not None for bucket in buckets)
+        # Tensor parallelism may take a collective before a reduction, at a point of its own.
+        self.is_in_pieces = any(bucket.plan.specs[0].piece for bucket in buckets) and not any(
+            bucket.is_tensor_parallel for bucket in buckets
+        )
         self.has_copies = any(bucket.domain.copies > 1 for bucket in buckets)
         self.has_unreduced = False
         """Whether backwards left gradients that are not reduced, or not across copies. The same on
@@ -93,6 +98,8 @@ class Unit:
         """The :attr:`version` that all-gathers see: their lane runs after the edits up to it."""
         self.is_root = False
         self.name = kind_of(modules)
+        self.as_one: list[tuple[str, list[Bucket]]] = []
+        """The name of its all-gather, and the bucket. Empty if it has several, or no name yet."""
         self._look_for_edits()
         self.gradients: list[BucketGradients] = []
         self._trainability = -1
@@ -104,8 +111,11 @@ class Unit:
     def rename(self, name: str) -> None:
         """Names the unit and its buckets by the name in the root module, by which users know it."""
         self.name = name
+        self.as_one = [(name, self.buckets)] if len(self.buckets) == 1 else []
         for bucket in self.buckets:
-            bucket.label = name if len(self.buckets) == 1 else f"{name} [{bucket.dtypes}]"
+            number = bucket.plan.specs[0].piece
+            contents = f"{bucket.dtypes}, piece {number}" if number else bucket.dtypes
+            bucket.label = name if len(self.buckets) == 1 else f"{name} [{contents}]"
             bucket.full.when_freed = FREED.format(bucket.label)
 
     def connect(self) -> None:
@@ -149,7 +159,7 @@ class Unit:
 
     @property
     def is_gathered(self) -> bool:
-        return bool(self.buckets) and self.buckets[0].is_gathered
+        return self.has_parameters and self.buckets[0].state is not BucketState.SHARDED
 
     @property
     def is_meta(self) -> bool:
@@ -159,8 +169,9 @@ class Unit:
     @property
     def is_whole(self) -> bool:
         """Whether nothing is to be gathered before compute can use the unit."""
-        for bucket in self.buckets:  # noqa: SIM110, asked often, and all() makes a generator first
-            if not bucket.is_whole:
+        for bucket in self.buckets:  # as Bucket.is_whole, without a call for each: asked often
+            version = bucket.edits.values + bucket.shard._version
+            if bucket.state is BucketState.SHARDED or bucket.gathered_version != version:
                 return False
         return True
 
@@ -186,10 +197,6 @@ class Unit:
         return self.syncs_gradients and (
             self.settings.reduce_options.across_copies or not self.has_copies
         )
-
-    @property
-    def is_trainable(self) -> bool:
-        return bool(self.gradients)
 
     @property
     def is_waiting(self) -> bool:
@@ -349,7 +356,7 @@ class Unit:
                     gradients = BucketGradients(bucket, dtype, self.settings.reduce_options)
                     self._known_gradients[bucket] = gradients
                 self.gradients.append(gradients)
-                self._hook(gradients, only_large=True)
+                self._hook(gradients, only_large=not self.is_in_pieces)
             elif gradients is not None and self.has_unreduced:
                 # It is frozen, but has sums that a backward has yet to reduce. The next forward
                 # looks again.

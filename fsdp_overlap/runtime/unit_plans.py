@@ -10,6 +10,7 @@ from dataclasses import replace
 from torch import nn
 
 from fsdp_overlap.layout import LayoutRule, ParamSpec, Plan
+from fsdp_overlap.layout.pieces import in_pieces
 from fsdp_overlap.layout.planner import Planner
 from fsdp_overlap.runtime.ownership import kind_of, owned_parameters
 
@@ -29,6 +30,8 @@ class UnitPlans:
         self._one_by_one: weakref.WeakKeyDictionary[nn.Module, Sequence[ParamSpec]]
         self._one_by_one = weakref.WeakKeyDictionary()
         self._has_plans_ahead = False
+        self._is_first = True
+        """Whether no unit with parameters was planned yet."""
 
     def has(self, module: nn.Module) -> bool:
         """Whether ``module`` is the first of a unit that was planned ahead and is not made yet."""
@@ -43,7 +46,8 @@ class UnitPlans:
         """Plans ``units`` together: each will be a unit of these modules. ``among``: all modules
         that will be units, or belong to one that is a list."""
         owned = [owned_parameters(unit, ignored, among) for unit in units]
-        planned = self._planner.plan([[item.spec for item in items] for items in owned])
+        specs = self._begin_in_pieces([[item.spec for item in items] for items in owned])
+        planned = self._planner.plan(specs)
         for unit, plans in zip(units, planned, strict=True):
             self.place(unit, plans)
 
@@ -52,15 +56,20 @@ class UnitPlans:
         self._has_plans_ahead = True
         self._ahead[modules[0]] = [*self._ahead.get(modules[0], []), *plans]
 
-    def take(self, modules: Sequence[nn.Module], specs: Sequence[ParamSpec]) -> list[Plan]:
+    def take(
+        self, modules: Sequence[nn.Module], specs: Sequence[ParamSpec], may_be_first: bool = True
+    ) -> list[Plan]:
         """The plans for ``modules``, which are becoming a unit of the parameters ``specs``. They
-        are made now unless they were made ahead.
+        are made now unless they were made ahead. ``may_be_first``: whether the unit is the first of
+        its model if it is the first here.
 
         Raises:
             ValueError: the unit was planned ahead with other parameters.
         """
         plans = self._ahead.get(modules[0])
         if plans is None:
+            if may_be_first:
+                [specs] = self._begin_in_pieces([specs])
             self._one_by_one[modules[0]] = specs
             return self._planner.plan([specs])[0]
         different = _unquantized(spec for plan in plans for spec in plan.specs) ^ _unquantized(
@@ -77,6 +86,16 @@ class UnitPlans:
             )
         del self._ahead[modules[0]]
         return plans
+
+    def _begin_in_pieces(
+        self, units: Sequence[Sequence[ParamSpec]]
+    ) -> Sequence[Sequence[ParamSpec]]:
+        """``units``, the first of all that are planned in pieces: see Note [pieces]."""
+        for index, specs in enumerate(units if self._is_first else ()):
+            if specs:
+                self._is_first = False
+                return [*units[:index], in_pieces(specs, self._world_size), *units[index + 1 :]]
+        return units
 
     @property
     def are_sand(self) -> bool:
@@ -106,18 +125,18 @@ class UnitPlans:
     def way_back(self) -> Callable[[], None]:
         """A function that takes back what is planned between now and its call."""
         planner, ahead, alone = self._planner.copy(), self._ahead.copy(), self._one_by_one.copy()
-        has_plans_ahead = self._has_plans_ahead
+        flags = self._has_plans_ahead, self._is_first
 
         def go_back() -> None:
             self._planner, self._ahead, self._one_by_one = planner, ahead, alone
-            self._has_plans_ahead = has_plans_ahead
+            self._has_plans_ahead, self._is_first = flags
 
         return go_back
 
 
 def _unquantized(specs: Iterable[ParamSpec]) -> set[ParamSpec]:
     """``specs`` without what travels how, because ahead of a unit nobody knows that."""
-    return {replace(spec, block=1, is_kept=False) for spec in specs}
+    return {replace(spec, block=1, is_kept=False, piece=0) for spec in specs}
 
 
 @contextmanager

@@ -5,26 +5,32 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 
+from fsdp_overlap.runtime.domain import BucketEdits
 from fsdp_overlap.runtime.unit import Unit, unit_of
+from fsdp_overlap.tensor.sharded_tensor import ShardEdits
 
 
 class Units:
     """The units of one context, by index. They are not kept alive."""
 
     def __init__(self) -> None:
-        self._all: list[weakref.ref[Unit]] = []
+        self.refs: list[weakref.ref[Unit]] = []
 
     def add(self, unit: Unit) -> int:
         """Takes ``unit`` in and returns its index, the same on every rank."""
-        self._all.append(weakref.ref(unit))
-        return len(self._all) - 1
-
-    def at(self, index: int) -> Unit | None:
-        return self._all[index]()
+        self.refs.append(weakref.ref(unit))
+        for bucket in unit.buckets:
+            bucket.edits.unit = self.refs[-1]
+        return len(self.refs) - 1
 
     def existing(self) -> list[Unit]:
         """The units that still exist, in the order in which they were added."""
-        return [unit for unit in (ref() for ref in self._all) if unit is not None]
+        return [unit for ref in self.refs if (unit := ref()) is not None]
+
+
+def unit_of_edits(edits: ShardEdits | None) -> Unit | None:
+    """The unit whose edits these are. ``None`` if there is none, or it was freed."""
+    return edits.unit() if isinstance(edits, BucketEdits) and edits.unit is not None else None
 
 
 def unit_names(units: Sequence[Unit]) -> dict[Unit, str]:

@@ -13,7 +13,7 @@ from fsdp_overlap.simulating.training import Training, model_of
 
 # So many blocks, in units and in all, are enough for a step to grow by the same with each further
 # unit. tests/test_search.py holds it.
-ENOUGH_UNITS, ENOUGH_BLOCKS = 2, 4
+ENOUGH_UNITS, ENOUGH_BLOCKS = 4, 4
 ENOUGH_MICROBATCHES = 2
 
 

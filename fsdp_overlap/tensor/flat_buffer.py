@@ -65,10 +65,8 @@ class Buffer:
 
     def allocate(self) -> None:
         """Gives the buffer storage on the current stream; its contents are undefined."""
-        if self._refuses and allow_access is not None:
-            for storage, _ in self._storages:
-                allow_access(storage._cdata)
-            self._refuses = False
+        if self._refuses:
+            self._allow()
         if self.memory is None:
             self._resize()
         else:
@@ -94,10 +92,20 @@ class Buffer:
         for storage, _ in self._storages:
             storage.resize_(0)
         self.allocated = False
-        if self.when_freed and refuse_access is not None and allow_access is not None:
-            for storage, _ in self._storages:
-                refuse_access(storage._cdata, self.when_freed)
-            self._refuses = True
+        if allow_access is not None and self.when_freed:  # what refuses must be able to allow
+            self._refuse()
+
+    def _refuse(self) -> None:
+        assert refuse_access is not None
+        for storage, _ in self._storages:
+            refuse_access(storage._cdata, self.when_freed)
+        self._refuses = True
+
+    def _allow(self) -> None:
+        assert allow_access is not None
+        for storage, _ in self._storages:
+            allow_access(storage._cdata)
+        self._refuses = False
 
 
 class FlatBuffer(Buffer):

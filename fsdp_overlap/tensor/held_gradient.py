@@ -17,10 +17,12 @@ def _count_references() -> int:
     return getrefcount(probe)
 
 
-# The count of an object to which one variable refers. It depends on the Python version.
-_UNSHARED = _count_references()
+# The count of an object to which one variable refers depends on the Python version. Here an
+# attribute refers to it too.
+_HELD_HERE = _count_references() + 1
 
-_NOTHING = torch.empty(0)
+NOTHING = torch.empty(0)
+"""The memory of a wrapper that is kept for the next gradient."""
 
 
 def refused_grad_dtype(dtype: torch.dtype, grad_dtype: torch.dtype | None) -> str | None:
@@ -53,7 +55,8 @@ class HoldsGradient:
     _grad_spec: Any = None
     """The spec of gradients that a unit gives to its parameter."""
     _gradient: Any = None
-    _spare_gradient: Any = None
+    _given_gradient: Any = None
+    """The wrapper of the last gradient that a unit gave, without memory once that is dropped."""
 
     def _fits(self, gradient: torch.Tensor) -> bool:
         """Whether ``gradient`` may be the gradient of this tensor."""
@@ -88,7 +91,7 @@ class HoldsGradient:
         """Gives gradients ``dtype`` from now on. ``None`` stands for the parameter's own."""
         spec = self._spec
         self._given_grad_dtype = dtype
-        self._spare_gradient = None
+        self._given_gradient = None
         self._grad_spec = spec
         if self._grad_dtype != spec.tensor_meta.dtype:
             shape = spec.tensor_meta.shape
@@ -96,19 +99,21 @@ class HoldsGradient:
 
     def _set_grad(self, gradient: torch.Tensor | None) -> None:
         if gradient is None:
-            dropped = self._gradient
+            given = self._given_gradient
             self._gradient = None
+            if given is None:
+                return
             # Making a wrapper takes longer than all else that is done for a gradient. So one that
             # nobody else holds is kept for the next gradient, without its memory.
-            if dropped is None or dropped._spec is not self._grad_spec:
-                return
-            if getrefcount(dropped) == _UNSHARED:
-                dropped._local_tensor = _NOTHING
-                self._spare_gradient = dropped
+            if getrefcount(given) == _HELD_HERE and given._spec is self._grad_spec:
+                given._local_tensor = NOTHING
+            else:
+                self._given_gradient = None
         elif self._fits(gradient):
             # As autograd does with what it accumulates. torch's set_optimizer_state_dict() gives a
             # parameter a gradient of the parameter's own dtype.
             self._gradient = gradient.to(self._grad_dtype)
+            self._given_gradient = None
         else:
             raise TypeError(
                 f"the gradient of {self!r} must be of the same kind, shape and layout or None, got "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -158,9 +159,15 @@ def note_edit(tensor: ShardedTensor) -> None:
         tensor.edits.note_values()
 
 
+_edits = attrgetter("edits")
+
+
 def note_edits(tensors: Iterable[torch.Tensor]) -> None:
     """:func:`note_edit` for many tensors. The parameters of a bucket share a counter, which counts
     once."""
-    for edits in {tensor.edits for tensor in tensors if isinstance(tensor, Sharded)}:
+    tensors = list(tensors)
+    if not all(issubclass(each, Sharded) for each in set(map(type, tensors))):
+        tensors = [tensor for tensor in tensors if isinstance(tensor, Sharded)]
+    for edits in set(map(_edits, tensors)):
         if edits is not None:
             edits.note_values()

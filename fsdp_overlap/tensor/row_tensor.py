@@ -241,6 +241,7 @@ def _add_gradient(parameter: RowTensor, gradient: DTensor) -> None:
     if held is not None:
         gradient = held + gradient.redistribute(placements=held.placements)
     parameter._gradient = gradient
+    parameter._given_gradient = None
 
 
 def give_row_grads(parameters: Iterable[RowTensor], chunks: Iterable[torch.Tensor]) -> None:
@@ -256,11 +257,10 @@ def give_row_grads(parameters: Iterable[RowTensor], chunks: Iterable[torch.Tenso
             else:  # what autograd left
                 _add_gradient(parameter, parameter.wrap_like(local))
             continue
-        gradient = parameter._spare_gradient
+        gradient = parameter._given_gradient
         if gradient is None:
-            gradient = _wrap(DTensor, local, parameter._grad_spec)
+            gradient = parameter._given_gradient = _wrap(DTensor, local, parameter._grad_spec)
         else:
-            parameter._spare_gradient = None
             gradient._local_tensor = local
         parameter._gradient = gradient
 

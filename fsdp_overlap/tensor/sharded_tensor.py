@@ -311,7 +311,7 @@ _OWN_ATTRIBUTES = frozenset(
         "_given_grad_dtype",
         "_grad_spec",
         "_gradient",
-        "_spare_gradient",
+        "_given_gradient",
         "unsharded_form",
     }
 )
@@ -353,11 +353,10 @@ def give_grads(parameters: Iterable[ShardedTensor], ranges: Iterable[torch.Tenso
         if gradient is not None:
             gradient._local_tensor.add_(local)
             continue
-        gradient = parameter._spare_gradient
+        gradient = parameter._given_gradient
         if gradient is None:
-            gradient = ShardedTensor.wrap(local, parameter._grad_spec)
+            gradient = parameter._given_gradient = ShardedTensor.wrap(local, parameter._grad_spec)
         else:
-            parameter._spare_gradient = None
             gradient._local_tensor = local
         parameter._gradient = gradient
 

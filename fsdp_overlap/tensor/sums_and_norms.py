@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from math import inf
+from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from fsdp_overlap.tensor.carried import CARRIED
 from fsdp_overlap.tensor.operands import check_no_gradient, local_operand
@@ -83,10 +85,16 @@ def norms(
 def by_cut(tensors: Iterable[DTensor]) -> list[tuple[DTensorSpec, list[int]]]:
     """Groups ``tensors`` that are cut among the same ranks. A group is the spec of its first tensor
     and the positions of its tensors in ``tensors``. The order of groups is the order of their first
-    tensors, and so the same on all ranks."""
+    tensors, and so the same on all ranks.
+
+    Raises:
+        ValueError: of some tensor, ranks have parts of a sum.
+    """
+    specs = list(map(_spec, tensors))
+    if _are_cut_alike(specs):
+        return [(specs[0], list(range(len(specs))))]
     found: list[tuple[DTensorSpec, list[int]]] = []
-    for index, tensor in enumerate(tensors):
-        spec = tensor._spec
+    for index, spec in enumerate(specs):
         for known, members in found:
             is_same_mesh = known.mesh is spec.mesh or known.mesh == spec.mesh
             if is_same_mesh and cut_dims(known) == cut_dims(spec):
@@ -95,6 +103,29 @@ def by_cut(tensors: Iterable[DTensor]) -> list[tuple[DTensorSpec, list[int]]]:
         else:
             found.append((spec, [index]))
     return found
+
+
+_spec = attrgetter("_spec")
+_mesh = attrgetter("mesh")
+_placements = attrgetter("placements")
+
+
+def _are_cut_alike(specs: Sequence[DTensorSpec]) -> bool:
+    """Whether all lie over the same mesh, and each of its dimensions cuts all or none. It takes no
+    Python frame for each, and holds for the gradients of most models."""
+    placements = list(map(_placements, specs))
+    classes = set(map(type, chain.from_iterable(placements)))
+    if any(issubclass(each, Partial) for each in classes):
+        raise ValueError(
+            "a gradient is a DTensor placed as Partial(), of which ranks have parts of a sum: "
+            "redistribute() it like its parameter first"
+        )
+    if len(set(map(id, map(_mesh, specs)))) != 1:
+        return False
+    return all(
+        len({issubclass(each, Replicate) for each in set(map(type, along))}) == 1
+        for along in zip(*placements, strict=True)
+    )
 
 
 def local_norms(

@@ -26,7 +26,11 @@ def run_rank(args: argparse.Namespace) -> None:
     ours, _ = link_training.shard_ours(args, "flat", args.prefetch)
     theirs = link_training.shard_fsdp2(args)
     for name, model in ((OURS, ours), (FSDP2, theirs)):
-        step = link_training.make_step(model, rank, args.rows)
+        update = None
+        if args.whole:
+            updates = {OURS: link_training.update_ours, FSDP2: link_training.update_torchs}
+            update = updates[name](model)
+        step = link_training.make_step(model, rank, args.rows, update)
         step()  # the order is known from now on
         trace(step, args.steps, args.out / name / f"rank-{rank}.json.gz")
     if rank == 0:
@@ -61,8 +65,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--steps", type=int, default=2, help="steps to profile")
+    parser.add_argument("--sleep", type=float, default=0.0, metavar="MS", help="as in link.py")
+    parser.add_argument("--whole", action="store_true", help="as in link.py")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds, for the whole run")
-    parser.set_defaults(sleep=0.0)
     return parser.parse_args()
 
 

@@ -11,6 +11,13 @@ the machine runs. Overhead per unit = (sharded step - unsharded step of that rou
 microseconds. The headline is the ratio of ours to FSDP2's. With several numbers of `--blocks`, one
 after the other, it shows whether a unit costs the same in a deep model. CPU only, one process, one
 thread.
+
+`--copies 2` shards over a mesh of two dimensions, with copies along the first. `--mixed` computes
+in bfloat16, the unsharded step too, and reduces in float32. Neither has a floor or a target.
+
+`--calls` counts instead how many Python functions of ours and of `torch.distributed` a step calls
+for a unit. That has no noise, and can be said of lanes that are streams too: there on a modelled
+device, whose own functions do not count.
 """
 
 from __future__ import annotations
@@ -29,13 +36,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_overlap
+from fsdp_overlap.modelled import ModelledDevice, fake_ranks, running
 from harness import output, turns
 from harness.bare_sharding import BareUnit
+from harness.calls import count_calls
 from harness.measurement import Figure, Measurement, Ratio, Sweep
 
 ROWS = 4
-TARGETS = {"ours": 0.15, "ours, in rows": 0.35}  # of FSDP2's overhead
+TARGETS = {"ours": 0.12, "ours, in rows": 0.35}  # of FSDP2's overhead
 OVERHEAD = "overhead a unit"
+CALLS = "calls of Python functions a unit"
+# torch's own policy: both systems take it.
+MIXED = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+FULL = fsdp2.MixedPrecisionPolicy()
 
 
 class Block(nn.Module):
@@ -72,26 +85,38 @@ def build(blocks: int, width: int) -> nn.Sequential:
 
 
 def shard_ours(
-    model: nn.Sequential, mesh: DeviceMesh, prefetch: int, *, in_rows: bool = False
+    model: nn.Sequential,
+    mesh: DeviceMesh,
+    prefetch: int,
+    *,
+    in_rows: bool = False,
+    policy: fsdp2.MixedPrecisionPolicy = FULL,
 ) -> None:
     """Shard every block, then the root, in one context."""
     layout = fsdp_overlap.Rows() if in_rows else fsdp_overlap.Flat()
     ctx = fsdp_overlap.FsdpContext(mesh, prefetch=prefetch, layout=layout)
     for block in model:
-        fsdp_overlap.fully_shard(block, ctx)
-    fsdp_overlap.fully_shard(model, ctx)
+        fsdp_overlap.fully_shard(block, ctx, mp_policy=policy)
+    fsdp_overlap.fully_shard(model, ctx, mp_policy=policy)
 
 
-def shard_fsdp2(model: nn.Sequential, mesh: DeviceMesh) -> None:
+def shard_fsdp2(
+    model: nn.Sequential, mesh: DeviceMesh, policy: fsdp2.MixedPrecisionPolicy = FULL
+) -> None:
     """Shard every block, then the root, as users of FSDP2 do."""
     for block in model:
-        fsdp2.fully_shard(block, mesh=mesh)
-    fsdp2.fully_shard(model, mesh=mesh)
+        fsdp2.fully_shard(block, mesh=mesh, mp_policy=policy)
+    fsdp2.fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def make_step(model: nn.Module, width: int) -> Callable[[], torch.Tensor]:
+def make_step(
+    model: nn.Module,
+    width: int,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> Callable[[], torch.Tensor]:
     """A training step without optimizer; returns the loss."""
-    batch = torch.linspace(-1.0, 1.0, ROWS * width).view(ROWS, width)
+    batch = torch.linspace(-1.0, 1.0, ROWS * width).view(ROWS, width).to(device, dtype)
 
     def step() -> torch.Tensor:
         loss = model(batch).square().mean()
@@ -132,6 +157,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prefetch", type=int, default=1, help="of our context")
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--warmup", type=int, default=10, help="rounds thrown away")
+    parser.add_argument("--copies", type=int, default=1, help="ranks that hold each shard")
+    parser.add_argument("--mixed", action="store_true", help="compute in bfloat16")
+    parser.add_argument("--calls", action="store_true", help="count calls of functions instead")
     parser.add_argument("--profile", action="store_true", help="print a profile of ours instead")
     output.add_outputs(parser)
     return parser.parse_args()
@@ -139,22 +167,37 @@ def parse() -> argparse.Namespace:
 
 def make_steps(args: argparse.Namespace, blocks: int) -> dict[str, Callable[[], torch.Tensor]]:
     """A training step of each system."""
-    mesh = init_device_mesh("cpu", (args.world_size,))
-    systems = ("unsharded", "FSDP2", *TARGETS, "bare")
+    mesh, policy = make_mesh(args, "cpu"), MIXED if args.mixed else FULL
+    has_floor = args.copies == 1 and not args.mixed
+    systems = ("unsharded", "FSDP2", *TARGETS, *(["bare"] if has_floor else []))
     models = {name: build(blocks, args.width) for name in systems}
-    shard_fsdp2(models["FSDP2"], mesh)
+    shard_fsdp2(models["FSDP2"], mesh, policy)
     for name in TARGETS:
-        shard_ours(models[name], mesh, args.prefetch, in_rows=name != "ours")
-    for block in models["bare"]:
-        BareUnit(block, mesh.get_group())
-    return {name: make_step(model, args.width) for name, model in models.items()}
+        shard_ours(models[name], mesh, args.prefetch, in_rows=name != "ours", policy=policy)
+    if has_floor:
+        for block in models["bare"]:
+            BareUnit(block, mesh.get_group())
+    models["unsharded"].to(policy.param_dtype)
+    steps = {name: make_step(model, args.width) for name, model in models.items()}
+    if args.mixed:  # the others cast what they are given
+        steps["unsharded"] = make_step(models["unsharded"], args.width, torch.bfloat16)
+    return steps
+
+
+def make_mesh(args: argparse.Namespace, device: str) -> DeviceMesh:
+    """One dimension, or two if there are copies."""
+    if args.copies == 1:
+        return init_device_mesh(device, (args.world_size,))
+    dims = args.copies, args.world_size // args.copies
+    return init_device_mesh(device, dims, mesh_dim_names=("replicate", "shard"))
 
 
 def measure(args: argparse.Namespace, blocks: int) -> dict[str, list[float]]:
     """Microseconds per step of each system, by round."""
     steps = make_steps(args, blocks)
     losses = {name: step().item() for name, step in steps.items()}
-    if max(losses.values()) - min(losses.values()) > 1e-5 * abs(losses["unsharded"]):
+    tolerance = 1e-2 if args.mixed else 1e-5
+    if max(losses.values()) - min(losses.values()) > tolerance * abs(losses["unsharded"]):
         output.fail(f"the systems compute different losses: {losses}", code=1)
     with turns.quiet_gc():
         samplers = {name: timed(step, 1) for name, step in steps.items()}
@@ -168,21 +211,64 @@ def figures(
     overhead = {
         name: [
             (sharded - plain) / blocks
-            for sharded, plain in zip(samples[name], samples["unsharded"], strict=True)
+            for sharded, plain in zip(values, samples["unsharded"], strict=True)
         ]
-        for name in ("FSDP2", *TARGETS, "bare")
+        for name, values in samples.items()
+        if name != "unsharded"
     }
+    has_floor = "bare" in overhead
     at = blocks if len(args.blocks) > 1 else None
     steps = {name: [us / 1e3 for us in values] for name, values in samples.items()}
     found = output.figures_of("step", "ms", steps, at=at)
     found += output.figures_of(OVERHEAD, "us", overhead, at=at)
     return found, [
         *(
-            Ratio.between(OVERHEAD, name, "FSDP2", overhead, at=at, at_most=target)
+            Ratio.between(
+                OVERHEAD, name, "FSDP2", overhead, at=at, at_most=target if has_floor else None
+            )
             for name, target in TARGETS.items()
         ),
-        Ratio.between(OVERHEAD, "bare", "FSDP2", overhead, at=at),
+        *([Ratio.between(OVERHEAD, "bare", "FSDP2", overhead, at=at)] if has_floor else []),
     ]
+
+
+def calls(args: argparse.Namespace, blocks: int) -> tuple[list[Figure], list[Ratio]]:
+    """Calls of Python functions in a step, on host lanes and on lanes that are streams."""
+    found = {
+        f"{name}, host lanes": counted(step, args.warmup, blocks)
+        for name, step in make_steps(args, blocks).items()
+        if name in ("FSDP2", "ours")
+    }
+    policy = MIXED if args.mixed else FULL
+    with fake_ranks(args.world_size), running(ModelledDevice()):
+        for name in ("FSDP2", "ours"):
+            model, mesh = build(blocks, args.width).to("modelled"), make_mesh(args, "modelled")
+            if name == "ours":
+                shard_ours(model, mesh, args.prefetch, policy=policy)
+            else:
+                shard_fsdp2(model, mesh, policy)
+            step = make_step(model, args.width, device="modelled")
+            found[f"{name}, stream lanes"] = counted(step, args.warmup, blocks)
+    join_ranks(args.world_size)  # again, in place of those of the model
+    at = blocks if len(args.blocks) > 1 else None
+    samples = {name: [value] for name, value in found.items()}
+    return output.figures_of(CALLS, "", samples, at=at), [
+        Ratio.between(CALLS, f"ours, {lanes}", f"FSDP2, {lanes}", samples, at=at)
+        for lanes in ("host lanes", "stream lanes")
+    ]
+
+
+def counted(step: Callable[[], object], warmup: int, blocks: int) -> float:
+    """The calls of a steady step for each unit."""
+    for _ in range(warmup):
+        step()
+    return count_calls(step, is_systems) / blocks
+
+
+def is_systems(file: str) -> bool:
+    """Whether a file is of a system that shards, and not of the device that it runs on."""
+    is_ours = "/fsdp_overlap/" in file and "/fsdp_overlap/modelled/" not in file
+    return is_ours or "/torch/distributed/" in file
 
 
 def main() -> None:
@@ -190,18 +276,23 @@ def main() -> None:
     torch.set_num_threads(1)
     # Denormals would make some steps slower than others for no reason of ours.
     torch.set_flush_denormal(True)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.world_size)
+    join_ranks(args.world_size)
     if args.profile:
         step = make_steps(args, args.blocks[0])["ours"]
         for _ in range(args.warmup):
             step()
         profile(step, 20)
     else:
-        found = [figures(args, blocks, measure(args, blocks)) for blocks in args.blocks]
+        if args.calls:
+            found = [calls(args, blocks) for blocks in args.blocks]
+        else:
+            found = [figures(args, blocks, measure(args, blocks)) for blocks in args.blocks]
         counts = ", ".join(map(str, args.blocks))
         about = (
             f"torch {torch.__version__}, {counts} blocks of 14 parameters, width {args.width}, "
             f"fake world of {args.world_size}, prefetch {args.prefetch}, {args.rounds} rounds"
+            f"{f', {args.copies} copies' if args.copies > 1 else ''}"
+            f"{', bfloat16 reduced in float32' if args.mixed else ''}"
         )
         settings = {
             "torch": torch.__version__,
@@ -210,6 +301,8 @@ def main() -> None:
             "world_size": args.world_size,
             "prefetch": args.prefetch,
             "rounds": args.rounds,
+            "copies": args.copies,
+            "mixed": args.mixed,
         }
         measurement = Measurement(
             about,
@@ -221,6 +314,11 @@ def main() -> None:
         )
         output.publish(measurement, args.json, args.plot)
     dist.destroy_process_group()
+
+
+def join_ranks(world_size: int) -> None:
+    """Make this process the first of so many ranks, of which the others do not exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ whole forward and backward run there instead, as in training, so that nothing ca
 the gradients of the sample before.
 
 *Optimizer step*: `step()` of AdamW with the same settings everywhere, its states warmed up. The
-reference, 1.0, is torch's foreach AdamW on what FSDP2 shards.
+reference, 1.0, is torch's foreach AdamW on what FSDP2 shards. Our AdamW is a fused one, so it is
+compared with torch's fused one too.
 
 *Clipping*: from `model.parameters()` to the norm as a plain tensor on every rank. The limit is half
 the norm, so every gradient is scaled in every sample. FSDP2's norm is a DTensor; `full_tensor()`,
@@ -334,6 +335,9 @@ def measurement_of(
             for key, system in systems.items()
             if key.startswith("ours")
         ]
+    named = {system.name: measured["step"][key] for key, system in STEPS.items()}
+    same_form = (STEPS[key].name for key in ("ours-adamw", "fsdp2-adamw-fused"))
+    ratios.append(Ratio.between("step", *same_form, named, at_most=0.06))
     return Measurement(about, settings, output.repeated_argv(), figures, ratios)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, combinations
 from typing import Any, NamedTuple
 
@@ -21,6 +21,8 @@ from fsdp_overlap.deciding.stats import Stats
 LARGE, SMALL = 0, 1
 """The two parameters of each unit. The gradient of the first may leave early."""
 
+WITHOUT_GRADIENTS = ("reentrant", "same", "without gradients")
+
 
 class Options(NamedTuple):
     """Of all units of a model."""
@@ -28,6 +30,8 @@ class Options(NamedTuple):
     prefetch: int = 1
     reshard_after_forward: bool | None = None
     reshard_after_backward: bool = True
+    pieces: int = 1
+    """How many buckets each unit has."""
 
     @property
     def reshards(self) -> bool:
@@ -41,7 +45,9 @@ class Run(NamedTuple):
     unit: int
     inner: tuple[Run, ...] = ()
     checkpoint: str = ""
-    """How its forward runs again in backward: "reentrant", "recomputed" or not at all."""
+    """How its forward runs again in backward: "reentrant", "recomputed", in the "same" reentrant
+    checkpoint as the run before it, or not at all. "without gradients" it is
+    never gone back to."""
 
 
 class Action(NamedTuple):
@@ -51,6 +57,8 @@ class Action(NamedTuple):
     run: Run | None = None
     skips: tuple[frozenset[int], ...] = ()
     """For each rank, which calls its backward does not reach, counted in forward's order."""
+    starts_sync: bool = False
+    """Whether a step is followed by the gathers of the next forward."""
 
 
 class Wrong(AssertionError):
@@ -60,6 +68,8 @@ class Wrong(AssertionError):
 @dataclass(eq=False)
 class Gradients:
     unit: Unit
+    piece: int
+    count = 2
     is_in_flight: bool = False
     has_input: bool = False
     arrived: set[int] = field(default_factory=set)
@@ -76,9 +86,9 @@ class Settings:
 
 
 class Unit:
-    is_list = False
+    is_list = is_offloaded = False
     keeps_part = shows_unsharded = False
-    has_parameters = is_trainable = accumulates = True
+    has_parameters = accumulates = True
     forward_prefetch: Sequence[Callable[[], Any]] = ()
     backward_prefetch: Sequence[Callable[[], Any]] = ()
 
@@ -90,7 +100,8 @@ class Unit:
         self.seen_version = -1
         self.has_unreduced = False
         self.settings = Settings(rank.options.reshard_after_backward)
-        self.gradients = [Gradients(self)]
+        self.gradients = [Gradients(self, piece) for piece in range(rank.options.pieces)]
+        self.is_in_pieces = rank.options.pieces > 1
         self.version = 0
         self.gathered_version: int | None = None
         self.is_ready = False
@@ -118,7 +129,7 @@ class Unit:
 
     @property
     def is_waiting(self) -> bool:
-        return bool(self.gradients[0].arrived)
+        return any(each.arrived for each in self.gradients)
 
     @property
     def syncs_gradients(self) -> bool:
@@ -169,6 +180,8 @@ class Done:
     end: int
     call: Call | None
     """``None`` of a reentrant checkpoint, which runs it again."""
+    same: tuple[Run, ...] = ()
+    """What runs again after it, in the same checkpoint."""
 
 
 class Ticket:
@@ -190,22 +203,31 @@ class Rank:
         self.skipped = 0
         """How many calls the backward under way does not reach on this rank."""
         self.is_ending = False
-        self.collectives: list[tuple[str, int]] = []
-        self.inputs = 0
+        self.collectives: list[tuple[str | int, ...]] = []
+        self.reduced_in_backward: list[tuple[int, int]] = []
+        """What was reduced before backward ended: units and their pieces."""
         self.held = 0
-        """Reduce inputs that hold the gradients of backwards without synchronization."""
+        """How many units hold the gradients of backwards without synchronization."""
         self.events = 0
+        self.backwards: list[tuple[int, int]] = []
+        """For each backward, how many units were gathered late, and how many in vain."""
+        self.stats = Stats()
         self.units = [Unit(index, self) for index in range(units)]
         self.schedule = Schedule(
             self,
             self.engine,
-            Stats(),
-            lambda index: self.units[index],
+            self.stats,
+            [lambda unit=unit: unit for unit in self.units],
             lambda: self.units,
             options.prefetch,
             MAX_INPUTS if options.prefetch else 1,
             divides_copies=False,
         )
+
+    @property
+    def inputs(self) -> int:
+        """How many units have reduce inputs."""
+        return sum(any(each.has_input for each in unit.gradients) for unit in self.units)
 
     # What schedules have done
 
@@ -257,12 +279,11 @@ class Rank:
         pass
 
     def allocate_input(self, gradients: Gradients) -> None:
-        self.inputs += 1
+        gradients.has_input = True
         # What runs again in backward is not expected while the unit around it fills its own.
         most = self.schedule.reductions.max_inputs + self.runs_again + self.held
         if self.syncs and self.inputs > most:
-            raise Wrong(f"{self.inputs} reduce inputs")
-        gradients.has_input = True
+            raise Wrong(f"{self.inputs} units have reduce inputs")
 
     def absorb(self, gradients: Gradients, index: int) -> None:
         if gradients.is_in_flight or not gradients.has_input:
@@ -274,11 +295,12 @@ class Rank:
             self.absorb(gradients, index)
 
     def reduce(self, gradients: Gradients) -> Ticket:
-        self.collectives.append(("reduce", gradients.unit.index))
+        self.collectives.append(("reduce", gradients.unit.index, gradients.piece))
+        if not self.is_ending:
+            self.reduced_in_backward.append((gradients.unit.index, gradients.piece))
         return Ticket()
 
     def finish(self, gradients: Gradients, ticket: Ticket) -> None:
-        self.inputs -= 1
         gradients.has_input = False
 
     def finish_sums(self) -> None:
@@ -290,6 +312,9 @@ class Rank:
     def finish_backward(self) -> None:
         pass
 
+    def is_profiled(self) -> bool:
+        return False
+
     def span(self, kind: str, name: str) -> AbstractContextManager[Any]:
         return nullcontext()
 
@@ -299,6 +324,8 @@ class Rank:
         if action.kind == "step":
             for unit in self.units:
                 unit.version += 1
+            if action.starts_sync:
+                self.schedule.start_param_sync()
             return
         assert action.run is not None
         self.engine.grad = action.kind != "evaluate"
@@ -310,21 +337,28 @@ class Rank:
             skipped = [calls[index] for index in skips]
             self.skipped = len(skipped)
             self.runs_again = any(each.call is None for each in done)
+            misses, unused = self.stats.prefetch_misses, self.stats.prefetches_unused
             self._backward([each for each in done if each not in skipped])
+            misses = self.stats.prefetch_misses - misses
+            self.backwards.append((misses, self.stats.prefetches_unused - unused))
             self._check_rest(done)
             self.held = self.inputs
 
     def _forward(self, run: Run) -> list[Done]:
         unit, start = self.units[run.unit], self.clock
         grad = self.engine.grad
-        if run.checkpoint == "reentrant":
+        if run.checkpoint in WITHOUT_GRADIENTS:
             self.engine.grad = False
         self._event(unit)
         self.schedule.before_forward(unit)
         self.use_unsharded(unit)
         self._use(unit)
         unit.in_use += 1
-        done = [each for inner in run.inner for each in self._forward(inner)]
+        done: list[Done] = []
+        for inner in run.inner:
+            done += self._forward(inner)
+            if inner.checkpoint == "same" and grad:
+                done[-1] = replace(done[-1], end=self.clock, same=(*done[-1].same, inner))
         self._use(unit)
         unit.in_use -= 1
         call = self.schedule.after_forward(unit)
@@ -338,6 +372,16 @@ class Rank:
     def _backward(self, reached: list[Done]) -> None:
         self.engine.begin()
         self.engine.grad = False
+        self._walk_back(reached)
+        self.is_ending = True
+        for function in self.engine.at_end:
+            function()
+        self.is_ending = False
+        self.engine.at_end.clear()
+        self.engine.tasks.pop()
+        self.engine.grad = True
+
+    def _walk_back(self, reached: list[Done]) -> None:
         reached.reverse()
         last = {each.run.unit: each for each in reached}
         under_way: list[Done] = []
@@ -346,7 +390,7 @@ class Rank:
                 self._leave(under_way.pop(), last)
             unit = self.units[each.run.unit]
             if each.call is None:
-                self._run_again(each.run)
+                self._run_again(each.run, *each.same)
                 continue
             self._event(unit)
             self.schedule.before_backward(each.call)
@@ -357,34 +401,33 @@ class Rank:
                 self._arrive(unit, LARGE)
             if each.run.checkpoint == "recomputed":
                 self.engine.grad = True
-                self.schedule.before_forward(unit)
-                self._use(unit)
-                self.schedule.after_forward(unit)
+                self._recompute(each.run)
                 self.engine.grad = False
         while under_way:
             self._leave(under_way.pop(), last)
-        self.is_ending = True
-        for function in self.engine.at_end:
-            function()
-        self.is_ending = False
-        self.engine.at_end.clear()
-        self.engine.tasks.pop()
-        self.engine.grad = True
 
-    def _run_again(self, run: Run) -> None:
-        """A reentrant checkpoint: a forward, and a backward of its own, within a backward."""
+    def _recompute(self, run: Run) -> None:
+        """A forward within the backward of the same call, or of one around it."""
+        unit = self.units[run.unit]
+        self.schedule.before_forward(unit)
+        self._use(unit)
+        unit.in_use += 1
+        for inner in run.inner:
+            self._event(self.units[inner.unit])
+            self._recompute(inner)
+        self._use(unit)
+        unit.in_use -= 1
+        call = self.schedule.after_forward(unit)
+        if call is not None:  # what this makes, backward does not come to
+            self.schedule.add_call(call)
+
+    def _run_again(self, *runs: Run) -> None:
+        """A reentrant checkpoint: forwards, and a backward of their own, within a backward."""
         self.engine.grad = True
-        done = self._forward(run._replace(checkpoint=""))
+        done = [each for run in runs for each in self._forward(run._replace(checkpoint=""))]
         self.engine.grad = False
         self.engine.begin()
-        for each in reversed(done):
-            unit = self.units[each.run.unit]
-            self._event(unit)
-            assert each.call is not None
-            self.schedule.before_backward(each.call)
-            self._use(unit)
-            self._arrive(unit, LARGE)
-            self._arrive(unit, SMALL)
+        self._walk_back(done)
         self.engine.tasks.pop()
 
     def _leave(self, done: Done, last: dict[int, Done]) -> None:
@@ -395,9 +438,17 @@ class Rank:
             self._arrive(unit, SMALL)
 
     def _arrive(self, unit: Unit, parameter: int) -> None:
-        gradients = unit.gradients[0]
+        """A gradient arrives: of the first bucket, and before it all of the others."""
+        first, *others = unit.gradients
+        for gradients in others if parameter == LARGE else ():
+            for each in (LARGE, SMALL):
+                self._arrive_in(gradients, each)
+        self._arrive_in(first, parameter)
+
+    def _arrive_in(self, gradients: Gradients, parameter: int) -> None:
         gradients.arrived.add(parameter)
-        if parameter == LARGE:  # which alone is watched
+        unit = gradients.unit
+        if parameter == LARGE or unit.is_in_pieces:  # otherwise the large one alone is watched
             self.events += 1
             self.schedule.gradient_arrived(unit, gradients, parameter)
 
@@ -442,7 +493,7 @@ class Rank:
                 raise Wrong(f"{unit.name} is not released")
             if unit.is_waiting:
                 raise Wrong(f"a gradient of {unit.name} is left")
-            if self.syncs and unit.gradients[0].has_input:
+            if self.syncs and any(each.has_input for each in unit.gradients):
                 raise Wrong(f"the reduce input of {unit.name} is not freed")
 
 
@@ -454,7 +505,9 @@ def subsets(count: int) -> Iterator[frozenset[int]]:
 
 def count_calls(run: Run) -> int:
     """How many calls backward comes back to."""
-    return sum(map(count_calls, run.inner)) + (run.checkpoint != "reentrant")
+    if run.checkpoint in WITHOUT_GRADIENTS:
+        return 0
+    return sum(map(count_calls, run.inner)) + 1
 
 
 def explore(units: int, options: Options, program: Sequence[Action], ranks: int = 2) -> int:

@@ -232,9 +232,10 @@ def programs(draw: st.DrawFn, device: str) -> Program:
     else:
         node = draw(trees())
     mesh, divide_copies = draw(meshes(world_size // tensor_ranks))
+    prefetch = draw(st.integers(0, 2))
     setup = Setup(
         node=node,
-        prefetch=draw(st.integers(0, 2)),
+        prefetch=prefetch,
         layout=draw(st.sampled_from(layouts_for(divide_copies))),
         ends=draw(st.booleans()),
         mesh=mesh,
@@ -243,6 +244,7 @@ def programs(draw: st.DrawFn, device: str) -> Program:
         device=device,
         tensor_ranks=tensor_ranks,
         expert_ranks=expert_ranks,
+        in_pieces=prefetch != 1,
     )
     # What others build upon is drawn more often than what ends it; nothing, the simplest, is what
     # the other operations of a failing program become.

@@ -224,9 +224,12 @@ class Run(Twins):
             registered = list(self.model.parameters())
             assert all(a is b for a, b in zip(registered, self.sharded, strict=True))
         if self.at_rest:
-            assert self.ctx.stats.full_buffers_alive == 0, self.ctx.stats
+            # A step leaves what the next forward needs first.
+            left = self.ctx.schedule.gathers._for_next_pass if self.ctx.has_schedule else ()
+            alive = sum(len(unit.buckets) for unit in self.ctx.units if unit.index in left)
+            assert self.ctx.stats.full_buffers_alive <= alive, self.ctx.stats
             for unit in self.ctx.units:
-                for bucket in unit.buckets:
+                for bucket in unit.buckets if unit.index not in left else ():
                     assert bucket.full.flat.untyped_storage().nbytes() == 0, unit.name
         if not self.accumulates:
             assert self.ctx.stats.reduce_inputs_alive == 0, self.ctx.stats

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_overlap import FsdpContext, fully_shard
-from fsdp_overlap.layout import LayoutRule
+from fsdp_overlap.layout import LayoutRule, pieces
 from fsdp_overlap.optim import AdamW, Muon
 from support.random_models import Built, Experts, Node, Whole, units_of
 from support.twins import NAMES
@@ -41,7 +42,8 @@ class Setup:
     """What is trained, and how it is sharded. ``ends``: the embedding and the head are a unit.
     ``mesh``: how many copies, and how many shards. ``device``: the type of the one that it is
     trained on. ``optimizer``: one of `OPTIMIZERS`. Linear layers are divided among ``tensor_ranks``
-    by tensor parallelism, and experts among ``expert_ranks``."""
+    by tensor parallelism, and experts among ``expert_ranks``. ``in_pieces``: whether the first unit
+    travels in pieces, small as it is."""
 
     node: Node
     prefetch: int
@@ -53,6 +55,7 @@ class Setup:
     device: str = "cpu"
     tensor_ranks: int = 1
     expert_ranks: int = 1
+    in_pieces: bool = False
 
     @property
     def notes(self) -> list[str]:
@@ -89,6 +92,11 @@ class Setup:
         )
 
     def shard(self, model: Whole, ctx: FsdpContext, meshes: Meshes) -> None:
+        least = 1 if self.in_pieces else pieces.LEAST_SHARD_BYTES
+        with patch.object(pieces, "LEAST_SHARD_BYTES", least):
+            self._shard(model, ctx, meshes)
+
+    def _shard(self, model: Whole, ctx: FsdpContext, meshes: Meshes) -> None:
         for module in model.tree.modules():
             if isinstance(module, Built) and module.node.kind == "linear" and meshes.tensor:
                 parallelize(module, meshes.tensor)
@@ -104,10 +112,10 @@ class Setup:
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         if self.optimizer == "Muon":
-            return Muon(model, **MUON_OPTIONS)
-        kind: Any = AdamW if self.optimizer == "AdamW" else torch.optim.AdamW
-        optimizer: torch.optim.Optimizer = kind(model.parameters(), **OPTIONS)
-        return optimizer
+            return Muon(model, **MUON_OPTIONS, gather_next=True)
+        if self.optimizer == "AdamW":
+            return AdamW(model.parameters(), **OPTIONS, gather_next=True)
+        return torch.optim.AdamW(model.parameters(), **OPTIONS)
 
     def make_twin_optimizer(self, twin: nn.Module) -> torch.optim.Optimizer:
         """torch's, where it has one for a whole model."""

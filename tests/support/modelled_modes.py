@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from fsdp_overlap import FsdpContext, WirePolicy, fully_shard
-from fsdp_overlap.layout import Blocks, Flat, LayoutRule, Rows, Whole
+from fsdp_overlap.layout import Blocks, Flat, LayoutRule, Rows, Whole, pieces
 from fsdp_overlap.modelled import Stream, current_stream, fake_ranks, stream
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_, exchange
 from fsdp_overlap.runtime import gradients
@@ -106,6 +106,32 @@ MODES["offloaded, Muon"] = trained(shard_options=dict(OFFLOAD), optimizer=Muon)
 MODES["offloaded, not pinned"] = trained(
     shard_options={"offload_policy": CPUOffloadPolicy(pin_memory=False)}
 )
+
+
+def in_pieces(program: Callable[[], object]) -> None:
+    """With a first unit of several pieces, small as it is."""
+    with patch.object(pieces, "LEAST_SHARD_BYTES", 1):
+        program()
+
+
+MODES["in pieces"] = partial(in_pieces, trained())
+MODES["in pieces, copies"] = partial(in_pieces, trained(dims=(2, 2)))
+MODES["in pieces, rows"] = partial(in_pieces, trained(layout=Rows()))
+
+
+def stepped_twice() -> None:
+    program = Program(optimizer_options={"gather_next": True})
+    for _ in range(2):
+        program.backward()
+        program.optimizer.step()
+        program.step()
+
+
+MODES["stepped twice"] = stepped_twice
+for optimizer in (AdamW, Muon):
+    MODES[f"{optimizer.__name__} gathers for the next forward"] = trained(
+        optimizer=optimizer, optimizer_options={"gather_next": True}
+    )
 
 
 def at_stage(stage: int, starts: bool) -> None:

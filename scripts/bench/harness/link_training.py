@@ -10,7 +10,7 @@ import argparse
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -25,12 +25,13 @@ import fsdp_overlap
 from fsdp_overlap.comm.collectives import Issued, choose
 from fsdp_overlap.deciding.reductions import MAX_INPUTS
 from fsdp_overlap.layout import Blocks, BucketPlan, Flat, Layout, ParamSpec, Rows, Whole, plan_units
-from fsdp_overlap.optim import AdamW, Muon
+from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 from harness.optimizers import ADAMW, LR, torchs
 
 WIDTH = 512
 HEADS = 8
 SEQUENCE = 64
+MAX_NORM = 1.0
 LAYOUTS: dict[str, Layout] = {
     "flat": Flat(),
     "rows": Rows(),
@@ -69,12 +70,16 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).unbind(-3)
+        q, k, v = self._run(self.qkv, self.norm1(x), 3).unflatten(-1, (3, HEADS, -1)).unbind(-3)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).flatten(-2))
-        x = x + self.down(F.gelu(self.up(self.norm2(x))))
-        return Sleep.apply(x, self.sleep_ms / 1e3) if self.sleep_ms else x
+        x = x + self._run(self.out, attended.transpose(1, 2).flatten(-2), 1)
+        return x + self._run(self.down, F.gelu(self._run(self.up, self.norm2(x), 4)), 4)
+
+    def _run(self, layer: nn.Linear, x: torch.Tensor, share: int) -> torch.Tensor:
+        """Runs a layer, which has `share` twelfths of the block's parameters and sleeps as long."""
+        x = layer(x)
+        return Sleep.apply(x, share / 12 * self.sleep_ms / 1e3) if self.sleep_ms else x
 
 
 def build(blocks: int, sleep_ms: float = 0.0, width: int = WIDTH) -> nn.Sequential:
@@ -88,13 +93,17 @@ def make_batch(rank: int, rows: int, width: int = WIDTH) -> torch.Tensor:
     return torch.randn(rows // SEQUENCE, SEQUENCE, width, generator=generator)
 
 
-def make_step(model: nn.Module, rank: int, rows: int) -> Callable[[], float]:
-    """Forward and backward on this rank's rows; returns the loss."""
+def make_step(
+    model: nn.Module, rank: int, rows: int, update: Callable[[], None] | None = None
+) -> Callable[[], float]:
+    """Forward and backward on this rank's rows, and `update`; returns the loss."""
     batch = make_batch(rank, rows)
 
     def step() -> float:
         loss = model(batch).square().mean()
         loss.backward()
+        if update is not None:
+            update()
         model.zero_grad(set_to_none=True)
         return loss.item()
 
@@ -151,6 +160,42 @@ def finish(issued: Issued) -> torch.Tensor:
     for work in issued.works:
         work.wait()
     return issued.finish()
+
+
+def make_update(
+    parameters: Sequence[torch.Tensor], clip: Callable[..., Any], optimizer: torch.optim.Optimizer
+) -> Callable[[], None]:
+    """What follows backward: clipping by the norm of all gradients, and a step."""
+
+    def update() -> None:
+        clip(parameters, MAX_NORM)
+        optimizer.step()
+
+    return update
+
+
+def update_ours(model: nn.Module) -> Callable[[], None]:
+    parameters = list(model.parameters())
+    optimizer = AdamW(parameters, **ADAMW, gather_next=True)
+    return make_update(parameters, clip_grad_norm_, optimizer)
+
+
+def update_torchs(model: nn.Module) -> Callable[[], None]:
+    parameters = list(model.parameters())
+    clip = partial(nn.utils.clip_grad_norm_, foreach=True)
+    return make_update(parameters, clip, torch.optim.AdamW(parameters, **ADAMW, fused=True))
+
+
+def update_alone(model: nn.Module) -> Callable[[], None]:
+    """What falls to one rank of an update of `model`, as little as can be: a tensor for each of its
+    children."""
+    share = nn.ParameterList(
+        torch.zeros(sum(each.numel() for each in child.parameters()) // dist.get_world_size())
+        for child in model.children()
+    )
+    for parameter in share:
+        parameter.grad = torch.zeros_like(parameter)
+    return update_torchs(share)
 
 
 def shard_fsdp2(args: argparse.Namespace, with_our_collectives: bool = False) -> nn.Sequential:

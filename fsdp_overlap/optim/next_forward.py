@@ -1,0 +1,59 @@
+"""What the next forward needs first is stepped first, and gathered under the rest of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fsdp_overlap.optim.runs import edits_of
+from fsdp_overlap.runtime.context import context_of
+from fsdp_overlap.runtime.units import unit_of_edits
+from fsdp_overlap.tensor.row_tensor import Sharded
+
+
+class NextForward:
+    """The units with which the next forwards are expected to begin, of the contexts that shard the
+    parameters of an optimizer's ``groups``. Make it before the parameters are stepped. See Note
+    [after a step]."""
+
+    def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
+        units = map(unit_of_edits, edits_of(p for group in groups for p in group["params"]))
+        contexts = dict.fromkeys(context_of(unit) for unit in units if unit is not None)
+        self._contexts = [ctx for ctx in contexts if ctx.is_settled and ctx.has_schedule]
+        for ctx in self._contexts:
+            ctx.schedule.gathers.before_step()
+        buckets = [
+            bucket
+            for ctx in self._contexts
+            if (needed := ctx.schedule.next_units())
+            for unit in ctx.units
+            if unit in needed
+            for bucket in unit.buckets
+        ]
+        self._parameters = [each for bucket in buckets for each in bucket.sharded_parameters]
+        self.edits = frozenset(bucket.edits for bucket in buckets)
+        """Those of the buckets that belong to the units."""
+        self._error: Exception | None = None
+
+    def needs(self, parameter: torch.Tensor) -> bool:
+        """Whether ``parameter`` is one of the units'."""
+        return isinstance(parameter, Sharded) and parameter.edits in self.edits
+
+    def begin(self, stepped: int) -> None:
+        """Gathers the units, of which so many parameters were ``stepped``. Does nothing if others
+        of them have gradients too, which another optimizer steps. What goes wrong is kept for
+        :meth:`finish`, so that a step is never left half-way."""
+        if not stepped or stepped < sum(each.grad is not None for each in self._parameters):
+            return
+        try:
+            for ctx in self._contexts:
+                ctx.schedule.begin_next_pass()
+        except Exception as error:
+            self._error = error
+
+    def finish(self) -> None:
+        """Raises what went wrong in :meth:`begin`."""
+        if self._error is not None:
+            raise self._error
