@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 pytest.register_assert_rewrite("support")  # which must come before what is imported from there
 
 from support.ranks import close_pool  # noqa: E402
+
+# On a busy machine an example takes many times as long. That is no fault of what is tested.
+settings.register_profile(
+    "unhurried", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("unhurried")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
