@@ -138,6 +138,14 @@ def test_the_trace_has_what_the_context_counts() -> None:
     assert names == {str(number) for number in range(UNITS)}
 
 
+def test_the_trace_says_which_unit_computes_and_in_which_pass() -> None:
+    report = predict(1.0, 0.25, 0.5, host=1e-6).report
+    products = [part.label for part in report.compute if part.end - part.start > 0.5e6]
+    forward = [f"forward {number}" for number in range(UNITS)]
+    backward = [f"backward {number}" for number in reversed(range(1, UNITS))]
+    assert list(dict.fromkeys(products)) == [*forward, *backward, "backward 0"]
+
+
 def test_memory_is_what_tensors_take() -> None:
     """Parameters, gradients and two moments of this rank, at most three full layers, a reduce input
     or two, and activations."""

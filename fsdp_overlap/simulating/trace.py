@@ -11,6 +11,8 @@ from torch.profiler import record_function
 
 from fsdp_overlap.comm import spans
 from fsdp_overlap.modelled import ModelledDevice
+from fsdp_overlap.runtime import hooks
+from fsdp_overlap.runtime.transfers import Transfers
 from fsdp_overlap.simulating.clock import Ran
 
 HOST_THREAD = 1
@@ -41,8 +43,14 @@ def marking(device: ModelledDevice) -> Iterator[list[Mark]]:
     def leave(mark: record_function, *error: object) -> None:
         marks.append(Mark(mark.name, begun.pop(), device.host.ends))
 
+    def is_profiled() -> bool:
+        return True
+
     with (
-        patch.object(spans, "profiler_enabled", lambda: True),
+        patch.object(spans, "profiler_enabled", is_profiled),
+        # These ask by themselves, which is faster than an empty span.
+        patch.object(hooks, "profiler_enabled", is_profiled),
+        patch.object(Transfers, "is_profiled", staticmethod(is_profiled)),
         patch.object(record_function, "__enter__", enter),
         patch.object(record_function, "__exit__", leave),
     ):

@@ -1,4 +1,5 @@
-"""Run `fsdp-overlap` in processes of its own, forked from a process that has imported torch.
+"""Run `fsdp-overlap`, or a script, in processes of its own, forked from a process that has imported
+torch.
 
 A new interpreter imports torch for 4 s, and so does every rank that a run starts. Claims about how
 the program starts and ends its processes need that; claims about what it computes do not.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import runpy
 import signal
 import sys
 import tempfile
@@ -25,10 +27,15 @@ END_SECONDS = 30.0  # for ranks, once their launcher has ended
 class Program:
     """`fsdp-overlap` with `arguments` in `folder`, by itself or under torchrun with the options
     `torchrun`; with the ranks that it forks, a session and a process group of its own. Like a
-    `subprocess.Popen` whose output is text."""
+    `subprocess.Popen` whose output is text. With `is_script` the first argument is a script to run
+    in place of `fsdp-overlap`."""
 
     def __init__(
-        self, folder: Path, arguments: Sequence[str], torchrun: Sequence[str] | None = None
+        self,
+        folder: Path,
+        arguments: Sequence[str],
+        torchrun: Sequence[str] | None = None,
+        is_script: bool = False,
     ) -> None:
         context: Any = multiprocessing.get_context(
             "forkserver" if sys.platform == "linux" else "spawn"
@@ -39,7 +46,13 @@ class Program:
         self._paths = [Path(self._output.name) / name for name in ("out", "err")]
         self._process = context.Process(
             target=_main,
-            args=(str(folder), list(arguments), [str(path) for path in self._paths], torchrun),
+            args=(
+                str(folder),
+                list(arguments),
+                [str(path) for path in self._paths],
+                torchrun,
+                is_script,
+            ),
         )
         self._process.start()
         self.pid: int = self._process.pid
@@ -82,7 +95,11 @@ def somebody_is_left(group: int) -> bool:
 
 
 def _main(
-    folder: str, arguments: list[str], output: list[str], torchrun: Sequence[str] | None
+    folder: str,
+    arguments: list[str],
+    output: list[str],
+    torchrun: Sequence[str] | None,
+    is_script: bool,
 ) -> None:
     os.setsid()
     for number, path in enumerate(output, 1):
@@ -93,7 +110,8 @@ def _main(
     if torchrun is not None:
         from support.torchrun import main
 
-        main([*torchrun, "-m", "fsdp_overlap.cli", *arguments])
+        program = [] if is_script else ["-m", "fsdp_overlap.cli"]
+        main([*torchrun, *program, *arguments])
         return
 
     import torch
@@ -102,6 +120,11 @@ def _main(
 
     # A pool of threads would be gone in forked ranks, which would wait for it.
     torch.set_num_threads(1)
+    if is_script:
+        sys.argv = arguments
+        sys.path.insert(0, str(Path(arguments[0]).parent))
+        runpy.run_path(arguments[0], run_name="__main__")
+        return
     launch.LaunchConfig = partial(launch.LaunchConfig, start_method="fork")  # type: ignore
     sys.argv = ["fsdp-overlap", *arguments]
     __main__.main()
