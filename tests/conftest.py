@@ -1,13 +1,29 @@
-"""The pool of ranks ends with the session; `gpu` tests are skipped where there is no GPU."""
+"""One thread computes in each process. The pool of ranks ends with the session; `gpu` tests are
+skipped where there is no GPU."""
 
 from __future__ import annotations
 
+import os
+
+# Tensors are small here: a thread more waits at the end of every operation, and takes the time of
+# other workers and ranks. Processes that tests start inherit it.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 pytest.register_assert_rewrite("support")  # which must come before what is imported from there
 
 from support.ranks import close_pool  # noqa: E402
+
+torch.set_num_threads(1)  # should torch have been imported before
+
+# On a busy machine an example takes many times as long. That is no fault of what is tested.
+settings.register_profile(
+    "unhurried", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("unhurried")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -148,10 +148,11 @@ class WithinEachOther(Model):
         self.layers = nn.ModuleList([Recomputed(Block(), inner, Block()), Recomputed(Block())])
 
 
-def train_within_each_other(prefetch: int) -> None:
+def train_within_each_other(prefetch: int, innermost: bool) -> None:
     def shard(model: WithinEachOther, ctx: FsdpContext) -> None:
+        others = () if innermost else tuple(model.layers[0].inside[1].inside)
         for module in reversed(list(model.layers.modules())):  # inner ones first
-            if isinstance(module, (Block, Recomputed)):
+            if isinstance(module, (Block, Recomputed)) and module not in others:
                 fully_shard(module, ctx)
         fully_shard(model, ctx)
 
@@ -159,10 +160,11 @@ def train_within_each_other(prefetch: int) -> None:
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_units_within_reentrant_checkpoints_within_others(prefetch: int) -> None:
+@pytest.mark.parametrize("innermost", [True, False])
+def test_units_within_reentrant_checkpoints_within_others(prefetch: int, innermost: bool) -> None:
     """A unit stays whole while what it encloses is recomputed, also when units before it in what
-    was recomputed are yet to come."""
-    run_ranks(train_within_each_other, 2, prefetch)
+    was recomputed are yet to come; whether or not the innermost checkpoints are units."""
+    run_ranks(train_within_each_other, 2, prefetch, innermost)
 
 
 def gathers_ahead(model: type[Model], late: int) -> None:

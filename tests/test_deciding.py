@@ -16,7 +16,17 @@ from fsdp_overlap.deciding.backward import Backward
 from fsdp_overlap.deciding.gathers import Gathers
 from fsdp_overlap.deciding.reductions import Reductions
 from fsdp_overlap.deciding.schedule import Schedule
-from support.deciding_model import Action, Options, Rank, Run, Wrong, count_calls, explore, subsets
+from support.deciding_model import (
+    Action,
+    Options,
+    Rank,
+    Run,
+    Seen,
+    Wrong,
+    count_calls,
+    explore,
+    subsets,
+)
 
 TREES = {
     1: [Run(0)],
@@ -74,10 +84,11 @@ def explore_all(units: int, length: int) -> tuple[int, int]:
     """Every program of so many actions on so many units. Returns the numbers of programs and of
     events that ranks saw in them."""
     count = events = 0
+    seen: Seen = {}
     for options, program in product(OPTIONS, programs(units, length)):
         count += 1
         try:
-            events += explore(units, options, program)
+            events += explore(units, options, program, seen=seen)
         except Exception as error:
             error.add_note(f"{options}, {program}")
             raise
@@ -107,19 +118,21 @@ def of_kinds(count: int) -> Iterator[Run]:
 
 def test_checkpoints_of_all_kinds_beside_each_other_are_right() -> None:
     """They take one unit more than every small program has."""
+    seen: Seen = {}
     for run in of_kinds(3):
         for options, skipped in product(OPTIONS, subsets(count_calls(run))):
-            explore(4, options, [Action("train", run, (frozenset(), skipped))] * 2)
+            explore(4, options, [Action("train", run, (frozenset(), skipped))] * 2, seen=seen)
 
 
 def explore_after_a_step() -> None:
     """A pass is known, a step gathers what the next one needs first, and anything follows."""
     step = Action("step", starts_sync=True)
-    for options, units in product(OPTIONS, (2, 3)):
+    seen: Seen = {}
+    for units, options in product((2, 3), OPTIONS):
         every = actions(units)
         for known, following in product(TREES[units][:2], every):
             train = Action("train", known)
-            explore(units, options, [train, step, following, train])
+            explore(units, options, [train, step, following, train], seen=seen)
 
 
 def test_gathers_after_a_step_are_right_whatever_follows() -> None:
@@ -147,10 +160,11 @@ def test_what_is_wrong_after_a_step_is_found(
 
 def explore_in_pieces() -> None:
     """Units of two buckets, which may be reduced one by one at the end of a backward."""
+    seen: Seen = {}
     for options, units in product(OPTIONS, (1, 2, 3)):
         for action in actions(units):
             if action.kind == "train":
-                explore(units, options._replace(pieces=2), [action] * 2)
+                explore(units, options._replace(pieces=2), [action] * 2, seen=seen)
 
 
 def test_units_in_pieces_are_right() -> None:

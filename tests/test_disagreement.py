@@ -267,7 +267,7 @@ def test_a_step_like_the_last_one_takes_no_confirmation(prefetch: int, stage: in
     assert last == 0
 
 
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.lists(st.integers(0, 3)))
 def test_what_repeats_is_expected_in_the_end(period: list[int], before: list[int]) -> None:
     expectation = Expectation()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from hypothesis import Phase
 
@@ -10,7 +11,8 @@ from fsdp_overlap import Flat
 from support.fuzz import OPERATIONS, Program, run_on_ranks, try_programs
 from support.fuzz_errors import SEEN, Stray
 from support.fuzz_setup import EXPERT_PARALLELISM, OPTIMIZERS, TENSOR_PARALLELISM, Setup
-from support.fuzz_training import AllReduce, Train
+from support.fuzz_states import Edit
+from support.fuzz_training import AllReduce, ParamSync, Step, Train
 from support.random_models import Node
 
 
@@ -39,3 +41,13 @@ def test_a_rank_that_strays_is_found_by_its_copies_too() -> None:
     setup = Setup(node=Node(kind="nothing"), prefetch=0, layout=Flat(), mesh=(2, 2))
     strays = Stray(rank=2, microbatches=0, evaluates=False)
     run_on_ranks(Program(setup, 4, (AllReduce(enable=False), Train(), Train(), Train(), strays)))
+
+
+def test_an_edit_after_what_gathers_ahead_is_no_difference() -> None:
+    """It may race with these gathers, which are not used then."""
+    setup = Setup(Node("norm"), prefetch=1, layout=Flat(), optimizer="AdamW", device="modelled")
+    edit = Edit(module=0, how="mul_")
+    run_on_ranks(Program(setup, 1, (Train(), Step(), edit, Train())))
+    setup = replace(setup, optimizer="AdamW of torch")
+    starts = ParamSync("start_param_sync")
+    run_on_ranks(Program(setup, 1, (Train(), Step(), starts, edit, starts, Step(), Train())))

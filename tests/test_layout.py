@@ -83,7 +83,7 @@ def check_cuts(plan: BucketPlan, layout: LayoutRule) -> None:
             assert plan.owner(spec.fqn) is not None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(units, world_sizes, layouts)
 def test_plans_keep_what_layouts_promise(
     specs: list[list[ParamSpec]], world_size: int, layout: LayoutRule
@@ -94,7 +94,7 @@ def test_plans_keep_what_layouts_promise(
     check_plans(plans, specs, world_size, layout)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(units, world_sizes, layouts, st.integers(1, 4))
 def test_plans_made_one_by_one_keep_it_too(
     specs: list[list[ParamSpec]], world_size: int, layout: LayoutRule, copies: int

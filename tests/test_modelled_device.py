@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.two_tensor import TwoTensor
 
 from fsdp_overlap.comm.streams import has_streams, streams_of
 from fsdp_overlap.modelled import (
@@ -433,7 +435,28 @@ def test_what_is_copied_deeply_lies_where_it_did(device: ModelledDevice) -> None
         copied, part = copy.deepcopy([whole, whole[1:]])
         assert copied.device == part.device == place
         assert copied[1:].data_ptr() == part.data_ptr()
+        weight = torch.ones(3, device=place, requires_grad=True)
+        (weight * 2).sum().backward()
+        gradient = copy.deepcopy(weight).grad
+        assert gradient is not None
+        assert gradient.device == place
+        two = copy.deepcopy(TwoTensor(whole, whole + 1))
+        assert two.a.device == two.b.device == place
     assert not device.syncs
+
+
+def test_so_do_tensors_that_lie_over_a_mesh_and_their_gradients() -> None:
+    with running(ModelledDevice()) as device, fake_ranks(2):
+        mesh = dist.init_device_mesh("modelled", (2,))
+        tensor = DTensor.from_local(torch.ones(3, device=HERE), mesh, [Shard(0)]).requires_grad_()
+        tensor.grad = DTensor.from_local(torch.ones(3, device=HERE), mesh, [Shard(0)])
+        copied = copy.deepcopy(tensor)
+        assert copied.to_local().device == HERE
+        assert isinstance(copied.grad, DTensor)
+        assert copied.grad.to_local().device == HERE
+        copied.grad.add_(1)
+        assert tensor.grad.to_local().tolist() == [1, 1, 1]
+    assert kinds(device) == []
 
 
 def test_in_inference_mode_it_sees_the_same(device: ModelledDevice) -> None:

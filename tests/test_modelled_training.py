@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -215,6 +216,30 @@ def none_where_a_unit_did_not_run() -> None:
     same(spare.grad.full_tensor(), torch.zeros_like(spare.grad.full_tensor()), "spare")
 
 
+def copied_twice() -> None:
+    """With its optimizer, and with gradients that the next step takes. torch copies what the first
+    copy consists of."""
+    twins = Trained.of("layers", optimizer=AdamW, layout=Rows())
+    twins.train(1)
+    for _ in range(2):
+        twins.backward(*next(twins.batches(1)))
+        twins.model, twins.optimizer = copy.deepcopy((twins.model, twins.optimizer))
+        twins.step()
+        twins.check_parameters()
+
+
+PROGRAMS[2]["copied twice"] = copied_twice
+
+
+def whole_rows() -> None:
+    """torch gathers them by a functional collective, and is to wait for what it brings."""
+    twins = Twins.of("layers", device="modelled", layout=Rows())
+    expected = {name: tensor.clone() for name, tensor in twins.twin.state_dict().items()}
+    for name, tensor in twins.model.state_dict().items():
+        same(tensor.full_tensor(), expected[name], name)
+
+
+PROGRAMS[2]["whole tensors of rows"] = whole_rows
 PROGRAMS[2]["gradients of nothing"] = none_where_a_unit_did_not_run
 
 

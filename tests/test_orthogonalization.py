@@ -121,7 +121,7 @@ def held_matrices(draw: st.DrawFn) -> tuple[tuple[int, ...], Split, tuple[Holdin
 
 
 @given(held_matrices())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_every_element_is_in_one_matrix_and_with_all_who_hold_it(
     held: tuple[tuple[int, ...], Split, tuple[Holding, ...]],
 ) -> None:
@@ -168,7 +168,7 @@ def test_a_tile_that_keeps_whole_matrices_is_whole() -> None:
     st.integers(1, 2000),
     st.randoms(use_true_random=False),
 )
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_owners_of_cut_matrices_are_balanced(
     shapes: list[tuple[int, int]], world_size: int, round_elements: int, random: Any
 ) -> None:

@@ -272,6 +272,20 @@ def rearranged(change: str) -> None:
                 weights[1].grad = None
             elif step == 2 and change == "a gradient elsewhere":
                 weights[1].grad = weights[1].grad * 2
+            elif step == 2 and change == "a gradient's local tensor elsewhere":
+                weights[1].grad._local_tensor = weights[1].grad._local_tensor * 2
+            elif step == 2 and change == "a gradient's memory elsewhere":
+                local = weights[1].grad.to_local()
+                local.data = local * 2
+            elif step == 2 and change == "a gradient scaled":
+                weights[1].grad.mul_(2)
+            elif step == 2 and change == "a sum of gradients":
+                model(torch.full((2, 8), 0.5)).sum().backward()
+            elif step == 2 and change == "gradients of another pass":
+                model.zero_grad()
+                model(torch.full((2, 8), 0.5)).sum().backward()
+            elif step == 2 and change == "gradients swapped":
+                weights[1].grad, weights[5].grad = weights[5].grad, weights[1].grad
             elif step == 2 and change == "a moment elsewhere":
                 optimizer.state[weights[1]]["exp_avg"] = optimizer.state[weights[1]]["exp_avg"] * 2
             elif step == 2 and change == "the states of two":
@@ -289,6 +303,12 @@ CHANGES = [
     "the order",
     "no gradient",
     "a gradient elsewhere",
+    "a gradient's local tensor elsewhere",
+    "a gradient's memory elsewhere",
+    "a gradient scaled",
+    "a sum of gradients",
+    "gradients of another pass",
+    "gradients swapped",
     "a moment elsewhere",
     "the states of two",
     "no states",

@@ -22,7 +22,6 @@ def train(node: Node, prefetch: int) -> None:
 
 @settings(
     max_examples=40,
-    deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

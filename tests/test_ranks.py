@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 import time
 
@@ -43,6 +45,14 @@ def _enter_only_on_rank_0() -> None:
         _never_come()
 
 
+def _import_much() -> None:
+    importlib.import_module("torch._inductor.compile_fx")
+
+
+def _count_objects() -> int:
+    return len(gc.get_objects())
+
+
 def _never_come() -> None:
     time.sleep(600)
 
@@ -59,6 +69,11 @@ def test_processes_are_reused() -> None:
     first = run_ranks(_pid, 2)
     assert run_ranks(_pid, 2) == first
     assert os.getpid() not in first
+
+
+def test_what_a_call_imported_is_not_looked_at_after_each_later_one() -> None:
+    run_ranks(_import_much, 1)
+    assert run_ranks(_count_objects, 1)[0] < 10_000
 
 
 def test_every_call_starts_from_the_same_seed() -> None:

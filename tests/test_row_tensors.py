@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_overlap import FsdpContext, Rows, ShardedTensor, fully_shard
 from fsdp_overlap import distribute_tensor as ours
@@ -116,6 +117,32 @@ def edited() -> None:
 
 def test_full_buffers_follow_every_edit() -> None:
     run_ranks(edited, 2)
+
+
+def put_together(tensor_ranks: int) -> None:
+    """Of each parameter this rank holds all, or all of a tile, or all of a copy."""
+    model: Any = deep()
+    mesh = init_device_mesh("cpu", (1, tensor_ranks), mesh_dim_names=("data", "tensor"))
+    for layer in model.layers if tensor_ranks > 1 else ():
+        parallelize_module(
+            layer, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        )
+    shard_layers(model, FsdpContext(mesh["data"], layout=Rows()))
+    model(tokens()).sum().backward()
+    saved = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
+    before = copy.deepcopy(saved)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for name, whole in saved.items():
+        assert torch.equal(whole, before[name]), name
+        assert not torch.equal(whole, model.get_parameter(name).full_tensor()), name
+    weight = model.layers[0].down.bias
+    gradient = torch.autograd.grad(weight.full_tensor().square().sum(), weight)[0]
+    same(gradient.full_tensor(), 2 * weight.full_tensor().detach(), "gradient")
+
+
+@pytest.mark.parametrize("tensor_ranks", [1, 2])
+def test_what_was_put_together_does_not_follow_the_parameter(tensor_ranks: int) -> None:
+    run_ranks(put_together, tensor_ranks, tensor_ranks)
 
 
 def clipped() -> None:

@@ -89,6 +89,24 @@ TINY, LONG, LONGER, ONE_BY_ONE = (f"{__name__}:{name}" for name in NAMES)
 COSTS = Costs(Device.read("h100_sxm"), Fabric.read("nvlink4_400g"))
 
 
+TAKEN: dict[Training, Taken] = {}
+"""What plans were found to take, with ``COSTS``."""
+
+
+def measure_once(plan: Training, costs: Costs) -> Taken:
+    assert costs is COSTS
+    if plan not in TAKEN:
+        TAKEN[plan] = measure(plan, costs)
+    return TAKEN[plan]
+
+
+@pytest.fixture
+def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches try the same plans, some of them twice, and a plan takes the same every time."""
+    for module in (search.__module__, estimate.__module__):
+        monkeypatch.setattr(sys.modules[module], "measure", measure_once)
+
+
 def training(**options: Any) -> Training:
     return Training(**{"model": TINY, "gpus": 64, "sequence": 4096, **options})
 
@@ -153,6 +171,7 @@ def cut(found: Training) -> tuple[Any, ...]:
     return found.batch, found.checkpointing
 
 
+@pytest.mark.usefixtures("measured_once")
 def test_the_best_plan_is_that_of_an_exhaustive_search() -> None:
     given, limit = training(sequence=2048), 500 * MIB
     found = search(given, COSTS, memory=limit)
@@ -163,7 +182,7 @@ def test_the_best_plan_is_that_of_an_exhaustive_search() -> None:
         for kind in ("none", "full")
         for prefetch, stage, size in product((1, 3), (2, 3), (1, 2, 4))
     ]
-    took = [taken for plan in everything if (taken := measure(plan, COSTS)).reserved <= limit]
+    took = [taken for plan in everything if (taken := measure_once(plan, COSTS)).reserved <= limit]
     assert best.seconds <= 1.005 * min(each.seconds for each in took)
     assert found.tried < 3 * 4 * 3 * 5 * 3 / 6  # a sixth of all that may be chosen
     assert found.defaults is not None
@@ -209,6 +228,7 @@ def test_nothing_is_skipped_that_would_have_been_the_best(
         assert [plan.seconds for plan in found.plans] == sorted(p.seconds for p in found.plans)
 
 
+@pytest.mark.usefixtures("measured_once")
 def test_less_memory_gives_a_slower_plan_and_none_if_it_is_too_little() -> None:
     given = training(sequence=2048)
     roomy, tight, none = (search(given, COSTS, memory=limit * MIB) for limit in (20_000, 260, 50))
@@ -222,6 +242,7 @@ def test_less_memory_gives_a_slower_plan_and_none_if_it_is_too_little() -> None:
     assert none.skipped[DOES_NOT_FIT] > 0
 
 
+@pytest.mark.usefixtures("measured_once")
 def test_what_cannot_run_is_skipped_and_counted() -> None:
     found = search(training(model=ONE_BY_ONE, batch=2, sequence=512), COSTS)
     assert {plan.training.batch for plan in found.plans} == {1}
@@ -312,7 +333,10 @@ def test_the_command_prints_the_best_plan_as_code(
     compile(code, "plan.py", "exec")
 
 
-def test_the_command_says_that_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_that_nothing_fits(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fsdp_overlap.cli.simulate.PROCESSES", 1)  # new ones import for seconds
     assert run_main("simulate", TINY, *"--gpus 64 --memory 0.2 --best".split()) == 2
     said = capsys.readouterr().err
     assert "no plan fits in 0.2 GiB; the least needs" in said

@@ -219,8 +219,12 @@ def test_casts_outside_of_a_simulation_are_torchaos() -> None:
     ],
 )
 def test_what_cannot_be_multiplied_is_said(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("fsdp_overlap.cli.simulate.PROCESSES", 1)  # new ones import for seconds
     given = [f"{__name__}:Plain", "--sequence", "2048", *arguments]
     assert run_main("simulate", *given) == 2
     assert said in capsys.readouterr().err

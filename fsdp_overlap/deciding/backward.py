@@ -148,6 +148,7 @@ class Backward:
         """``unit`` runs again. If its forward left no call, as in a reentrant checkpoint, walks
         back to where it ran: every rank is done with the calls after that."""
         task = self._engine.graph_task()
+        self._enter_nested(task)
         # What another checkpoint recomputed had a backward of its own, which is over.
         while self.under_way and self.under_way[-1].graph_task not in (task, -1):
             self._walk_to_end(self.under_way.pop())
@@ -163,6 +164,16 @@ class Backward:
             self._leave(run.end)
             self._reruns.begin_rerun(run, forward_pass, remaining)
             runs.pop()
+
+    def _enter_nested(self, task: int) -> None:
+        """If nothing of ``task`` was reached so far, it is the backward of what was recomputed
+        last. A checkpoint within that may run again before a call is reached, and the backward
+        around it is not over."""
+        known = (self.graph_task, *(under_way.graph_task for under_way in self.under_way))
+        recompute = self.recompute
+        if recompute is not None and recompute not in self.remaining and task not in known:
+            recompute.graph_task = task
+            self._enter(recompute)
 
     def _has_reached_all(self) -> bool:
         """Whether backward has come back to all calls of all passes, so that it gathers nothing

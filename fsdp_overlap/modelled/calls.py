@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -86,6 +88,8 @@ class Calls(TorchFunctionMode):
                 return instead(func, inner)
             if func == torch.Tensor.to and _inner(args[0]) is not None:
                 return self._to(func, *args, **kwargs)
+            if func == torch.Tensor.__deepcopy__:
+                self._copy_held(*args)
         if kwargs.get("device") is not None or kwargs.get("pin_memory"):
             return self._make(func, args, kwargs)
         output = func(*args, **kwargs)
@@ -160,6 +164,7 @@ class Calls(TorchFunctionMode):
     def _copy_deeply(self, func: Any, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
         """Places the copy: torch copies the storage by operations that do not tell where it
         lies."""
+        self._copy_held(tensor, memo)
         with disable_current_modes():
             output: torch.Tensor = func(tensor, memo)
         if not self.device.knows(output):
@@ -167,6 +172,17 @@ class Calls(TorchFunctionMode):
             self.device.place(output, is_here)
             self.device.run(Operation("deepcopy", [tensor], [output]), on_host=not is_here)
         return output
+
+    def _copy_held(self, tensor: torch.Tensor, memo: dict[int, Any]) -> None:
+        """Copies what torch copies together with ``tensor``: its gradient, and the tensors that it
+        consists of. torch, which finds the copies in ``memo``, would make them outside of this
+        mode."""
+        slots = chain.from_iterable(getattr(each, "__slots__", ()) for each in type(tensor).__mro__)
+        held = [tensor.grad, *(getattr(tensor, name, None) for name in (*slots, *vars(tensor)))]
+        with self:
+            for each in held:
+                if isinstance(each, torch.Tensor):
+                    deepcopy(each, memo)
 
     def _pin(self, func: Any, tensor: torch.Tensor, *args: Any) -> torch.Tensor:
         return self._with_memory(False, True, tensor.clone)

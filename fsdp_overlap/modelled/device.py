@@ -93,12 +93,15 @@ class ModelledDevice:
         self.program_streams = {self.default}
         """Those on which the program communicates by itself, as about activations."""
         self.allocator = Allocator()
+        """Has the device's memory, and counts it."""
         self.on_host = self.on_host_most = 0
         """The bytes of the host's tensors that were made, and the most that there were at once."""
         self.pool: MemPool | None = None
         """Where memory is taken now, if not from segments that belong to no pool."""
         self.findings: list[Finding] = []
+        """What is wrong so far."""
         self.syncs: list[Sync] = []
+        """When the host waited for the device."""
         self.issued: list[Issued] = []
         """The collectives, in the order in which the host enqueued them."""
         self.operations = 0

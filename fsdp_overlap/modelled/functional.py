@@ -66,22 +66,25 @@ class Functional:
         device.wait(stream, device.mark(current))
         device.current = stream
         try:
-            plain.issue()
+            work = plain.issue()
         finally:
             device.current = current
         key = plain.output.untyped_storage()._cdata
-        self._pending[key] = _Pending(device.mark(stream), source)
+        self._pending[key] = _Pending(device.mark(stream), work, source)
 
     def _wait(self, tensor: torch.Tensor) -> None:
         pending = self._pending.pop(tensor.untyped_storage()._cdata, None)
         if pending is not None:
+            pending.work.wait()
             self.device.wait(self.device.current, pending.moment)
 
 
 class _Pending(NamedTuple):
-    """When a collective ends, and what it reads until then."""
+    """When a collective ends, what it reads until then, and what to wait for: a group of real ranks
+    may put its result in place no earlier."""
 
     moment: Moment
+    work: dist.Work
     source: torch.Tensor
 
 
@@ -89,7 +92,7 @@ class _Plain(NamedTuple):
     """What a functional collective returns, and what issues the plain one that fills it."""
 
     output: torch.Tensor
-    issue: Callable[[], object]
+    issue: Callable[[], dist.Work]
 
 
 def _all_gather(group: Any, source: torch.Tensor, ranks: int) -> _Plain:

@@ -173,6 +173,7 @@ class Stream:
 
 
 def current_stream(device: object = None) -> Stream:
+    """The stream that operations are enqueued on."""
     return Stream(queue=active().current)
 
 

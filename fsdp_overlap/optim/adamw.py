@@ -20,7 +20,6 @@ class AdamW(torch.optim.AdamW):
     Parameters that are not sharded are stepped too.
 
     Args:
-        params, lr, betas, eps, weight_decay, amsgrad, maximize: as for ``torch.optim.AdamW``.
         moment_dtype: the dtype of the moments. The default is the dtype of each parameter.
             ``torch.bfloat16`` halves the memory of float32 moments. It keeps 8 bits, so the second
             moment cannot decay if ``betas[1]`` is above 0.998: use 0.99 or less with it.
@@ -29,7 +28,8 @@ class AdamW(torch.optim.AdamW):
             forward. Do not edit weights on some ranks only between the two, nor by
             ``to_local().data``: other edits are followed.
 
-    A step is computed in the widest dtype of parameter, gradient and moments.
+    The others are those of ``torch.optim.AdamW``. A step is computed in the widest dtype
+    of parameter, gradient and moments.
     """
 
     def __init__(

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import reduce
-from itertools import compress
+from itertools import chain, compress
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from fsdp_overlap.optim.given import segments_of
 from fsdp_overlap.optim.runs import (
     classes_of,
     find_runs,
     flatten,
     gradients_of,
+    local_of,
     locals_of,
     numels_of,
     with_gradient,
@@ -55,30 +57,17 @@ def clip_grad_norm_(
     """
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
-    gradients = gradients_of(with_gradient(list(parameters)))
-    if not gradients:
+    parameters, order = list(parameters), float(norm_type)
+    cuts = _given_cuts(parameters) or _cuts(gradients_of(with_gradient(parameters)))
+    if not cuts:
         return torch.tensor(0.0)
-    order = float(norm_type)
-    flats: list[torch.Tensor] = []
-    parts: list[torch.Tensor] = []
-    dtypes: list[torch.dtype] = []
-    for spec, members in _by_cut(gradients):
-        locals_ = locals_of(members)
-        flat = _flat(members, locals_)
-        flats += flat
-        # Ranks must agree on the dtype, so members that this rank holds nothing of count too.
-        wide = reduce(torch.promote_types, set(map(_dtype, locals_))).to_real()
-        dtypes.append(wide)
-        if order == 0:  # as in torch, the number of tensors that are not all zero
-            counts = norms(members, order) if spec is not None else local_norms(members, order)
-            parts.append(torch.linalg.vector_norm(torch.stack(list(counts)), order))
-            continue
-        each = local_norms(flat or locals_[:1], order, wide)
-        part = torch.linalg.vector_norm(each, order)
-        parts.append(combine_norms(part, order, spec) if spec is not None else part)
-    device = gradients[0].device
-    together = torch.stack([part.to(device) for part in parts])
-    total = together.sum() if order == 0 else torch.linalg.vector_norm(together, order)
+    parts = [_norm(cut, order) for cut in cuts]
+    total = parts[0]
+    if len(parts) > 1:
+        device = next(p.grad.device for p in parameters if p.grad is not None)
+        together = torch.stack([part.to(device) for part in parts])
+        total = together.sum() if order == 0 else torch.linalg.vector_norm(together, order)
+    flats = [flat for cut in cuts for flat in cut.flats]
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"the gradient norm of order {norm_type} is {total.item()}, not finite, so it cannot "
@@ -90,11 +79,35 @@ def clip_grad_norm_(
         torch._foreach_mul_(
             [flat for flat in flats if flat.device == on_device], scale.to(on_device)
         )
-    return total.to(reduce(torch.promote_types, dtypes))
+    return total.to(reduce(torch.promote_types, {cut.dtype for cut in cuts}))
 
 
-def _by_cut(gradients: list[Any]) -> list[tuple[DTensorSpec | None, list[Any]]]:
-    """Groups gradients that are cut among the same ranks. ``None`` stands for plain gradients."""
+class Cut(NamedTuple):
+    """Gradients that are cut among the same ranks, as ``spec`` says. ``None`` stands for plain
+    gradients. ``flats`` is what this rank holds of all ``members``, one tensor for each run.
+    ``dtype`` is the widest: of members that this rank holds nothing of too, because ranks must
+    agree on it."""
+
+    spec: DTensorSpec | None
+    members: Sequence[Any]
+    flats: list[torch.Tensor]
+    dtype: torch.dtype
+
+
+def _given_cuts(parameters: list[torch.Tensor]) -> list[Cut]:
+    """The gradients of ``parameters``, if all are what units gave to them, and else nothing."""
+    segments = segments_of(parameters)
+    firsts = [segment.given.gradients[segment.first] for segment in segments]
+    cuts = []
+    for spec, indices in by_cut(firsts) if firsts else ():
+        alike = [segments[index] for index in indices]
+        members = list(chain.from_iterable(each.gradients() for each in alike))
+        flats = [flat for each in alike for flat in each.flats()]
+        cuts.append(Cut(spec, members, flats, _widest(each.given.flat for each in alike)))
+    return cuts
+
+
+def _cuts(gradients: list[Any]) -> list[Cut]:
     sharded, plain = gradients, []
     if not all(issubclass(each, DTensor) for each in classes_of(gradients)):
         sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
@@ -102,7 +115,25 @@ def _by_cut(gradients: list[Any]) -> list[tuple[DTensorSpec | None, list[Any]]]:
     found: list[tuple[DTensorSpec | None, list[Any]]] = [
         (spec, [sharded[index] for index in members]) for spec, members in by_cut(sharded)
     ]
-    return [*found, (None, plain)] if plain else found
+    cuts = []
+    for spec, members in [*found, (None, plain)] if plain else found:
+        locals_ = locals_of(members)
+        cuts.append(Cut(spec, members, _flat(members, locals_), _widest(locals_)))
+    return cuts
+
+
+def _widest(tensors: Iterable[torch.Tensor]) -> torch.dtype:
+    return reduce(torch.promote_types, set(map(_dtype, tensors))).to_real()
+
+
+def _norm(cut: Cut, order: float) -> torch.Tensor:
+    """The norm of the gradients of ``cut`` on all ranks."""
+    if order == 0:  # as in torch, the number of tensors that are not all zero
+        counts = norms if cut.spec is not None else local_norms
+        return torch.linalg.vector_norm(torch.stack(list(counts(cut.members, order))), order)
+    each = local_norms(cut.flats or [local_of(cut.members[0])], order, cut.dtype)
+    part = torch.linalg.vector_norm(each, order)
+    return part if cut.spec is None else combine_norms(part, order, cut.spec)
 
 
 def _flat(gradients: list[torch.Tensor], locals_: list[torch.Tensor]) -> list[torch.Tensor]:

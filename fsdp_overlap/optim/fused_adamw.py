@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp_overlap.comm.streams import has_streams
+from fsdp_overlap.optim.given import GivenTo
 from fsdp_overlap.optim.runs import (
     RestingRuns,
     classes_of,
@@ -118,12 +119,20 @@ class Lot:
     parameters: list[torch.Tensor]
     numels: list[int]
     edits: list[ShardEdits]
+    held: list[torch.Tensor]
+    """Those of ``parameters`` of which this rank holds elements, and ``locals`` these elements."""
+    locals: list[torch.Tensor]
+    given: GivenTo
     runs: RestingRuns = field(default_factory=RestingRuns)
 
     @classmethod
     def of(cls, is_first: bool, key: object, parameters: list[torch.Tensor]) -> Lot:
-        numels = numels_of(locals_of(parameters))
-        return cls(is_first, key, parameters, numels, edits_of(parameters))
+        locals_ = locals_of(parameters)
+        numels, edits = numels_of(locals_), edits_of(parameters)
+        held = list(compress(parameters, numels))
+        given = GivenTo(parameters, held, edits)
+        held_locals = list(compress(locals_, numels))
+        return cls(is_first, key, parameters, numels, edits, held, held_locals, given)
 
 
 class Lots:
@@ -156,7 +165,13 @@ class Lots:
             and first == self._first
             and len(parameters) == len(self._parameters)
             and all(map(is_, parameters, self._parameters))
+            and all(lot.given.is_right() for lot in self.lots)
         )
+
+    def were_given(self) -> bool:
+        """Whether all have a gradient, as their units gave it. That is told without a look at
+        each."""
+        return all(lot.given.given() for lot in self.lots)
 
 
 class FusedAdamW:
@@ -179,8 +194,10 @@ class FusedAdamW:
         """The parameters of ``group`` that have a gradient, in lots for :meth:`step`. ``index`` is
         the position of the group in the optimizer. ``first`` are the edits of the buckets that the
         next forward needs first."""
-        parameters = with_gradient(group["params"])
         known = self._lots.get(index)
+        if known is not None and known.are_of(group["params"], first) and known.were_given():
+            return known.lots
+        parameters = with_gradient(group["params"])
         if known is None or not known.are_of(parameters, first):
             known = self._lots[index] = Lots(index, parameters, first)
         return known.lots
@@ -212,13 +229,13 @@ class FusedAdamW:
             for its, view in zip(states, steps.views, strict=True):
                 its["step"] = view
 
-        held = list(compress(parameters, numels))
         resting = [
-            locals_of(held),
+            lot.locals,
             *map(locals_of, zip(*map(itemgetter(*moments), compress(states, numels)), strict=True)),
         ]
-        marks = marks_of(held, compress(steps.marks, numels))
-        runs, flat = lot.runs.find(resting, locals_of(gradients_of(held)), marks)
+        marks = marks_of(lot.held, compress(steps.marks, numels))
+        gradients = lot.given.pieces() or locals_of(gradients_of(lot.held))
+        runs, flat = lot.runs.find(resting, gradients, marks)
         views = list(compress(steps.views, numels))
         of_runs = [views[first] for first, _ in runs]
         steps.add(1)

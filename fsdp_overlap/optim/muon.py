@@ -47,9 +47,6 @@ class Muon(torch.optim.Optimizer):
             embedding), the convolutions, and all that is neither a matrix nor a stack of several.
             Muon steps the rest. Parameters and groups are stepped by Muon, but groups with
             ``"algorithm": "adamw"`` by AdamW.
-        lr, weight_decay, momentum, nesterov, eps, ns_steps, adjust_lr_fn: as for
-            ``torch.optim.Muon``. A parameter of three dimensions or more is a stack of matrices,
-            which are its last two dimensions.
         ns_coefficients: ``"quintic"``, torch's default; ``"polar_express"`` (arXiv 2505.16932),
             which comes closer to orthogonal matrices; numbers ``(a, b, c)``; or such a tuple for
             each step.
@@ -65,6 +62,9 @@ class Muon(torch.optim.Optimizer):
             given have that class's defaults.
         gather_next: as for :class:`~fsdp_overlap.optim.AdamW`. The gathers run under the products,
             unless ranks share matrices: then they begin when the step is over.
+
+    The others are those of ``torch.optim.Muon``. A parameter of three dimensions or more is a stack
+    of matrices, which are its last two dimensions.
 
     Raises:
         TypeError, ValueError: an option or a parameter is one that Muon cannot work with.

@@ -25,13 +25,17 @@ def assert_overlapped(
     without such collectives, for example of microbatches that do not reduce, are left out. But at
     least as many passes as there are steps must have them.
 
-    source: a `Report`, or one rank's trace, which `read_report` reads with `steps`.
-    all_gathers: how many in each forward and in each backward, unless `forward_all_gathers` or
-    `backward_all_gathers` gives another number.
-    exposed_at_most: a collective counts as under compute if compute waited for it for at most this
-    share of its time in flight, and there was compute for as long as the rest
-    (`Collective.is_hidden`). From 0 to less than 1. By default a half; 0.05 asks for nearly all of
-    it to be hidden.
+    Args:
+        source: a :class:`Report`, or one rank's trace.
+        all_gathers: how many in each forward and in each backward.
+        forward_all_gathers: another number for forwards.
+        backward_all_gathers: another number for backwards.
+        reduce_scatters: how many in each backward.
+        exposed_at_most: a collective counts as under compute if compute waited for it for at most
+            this share of its time in flight, and there was compute for as long as the rest
+            (:meth:`Collective.is_hidden`). From 0 to less than 1. By default a half; 0.05 asks for
+            nearly all of it to be hidden.
+        steps: as :func:`read_report` takes it, for a trace.
 
     Raises:
         AssertionError: fewer did. The message lists those that did not, and how long each was

@@ -43,8 +43,13 @@ _NAMES = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
 
 @dataclass(frozen=True)
 class Finding:
-    """cost: how many microseconds of a step it costs, at most. text: what was found, how much it
-    costs, and what to do."""
+    """Something that costs time, or may.
+
+    Args:
+        cause: of what kind it is.
+        cost: how many microseconds of a step it costs, at most.
+        text: what was found, how much it costs, and what to do.
+    """
 
     cause: Cause
     cost: float

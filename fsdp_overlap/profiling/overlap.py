@@ -20,17 +20,30 @@ _LABELS = 3
 class Collective:
     """One collective on one rank. Times are in microseconds; moments are on the trace's clock.
 
-    kind, name, pass_, spans, nbytes, lanes, group, engine, blocks: as in `InFlight`.
-    exposed_spans: when this rank waited for it. Where the trace does not say, as on a GPU, where
-    the stream waits and not the host: when it was in flight and this rank did not compute.
-    overlapped: the part of `duration` in which this rank computed (see `read_timeline` for what
-    counts).
-    room: how long this rank computed between issuing it and waiting for it. Where the trace does
-    not say when it was issued or waited for, its start or end in flight counts instead.
-    under: the compute that ran meanwhile, by label (see `Compute`), and how long; at most three,
-    the longest first.
-    held_up: the label of the compute that came after the longest wait for it; None if there was no
-    such wait.
+    Args:
+        kind: what it does: ``"other"`` if it neither gathers parameters nor reduces gradients.
+        name: the unit it serves; for kind ``"other"``, the operation as the trace names it, or what
+            it is for: ``"confirmation of blocks.0"``.
+        pass_: the pass that issued it; None for kind ``"other"``.
+        spans: when its pieces were in flight, as a union of intervals.
+        exposed_spans: when this rank waited for it. Where the trace does not say, as on a GPU,
+            where the stream waits and not the host: when it was in flight and this rank did not
+            compute.
+        overlapped: the part of ``duration`` in which this rank computed: on a GPU every kernel but
+            NCCL's, on a CPU every op on a thread that gloo does not own.
+        room: how long this rank computed between issuing it and waiting for it. Where the trace
+            does not say when it was issued or waited for, its start or end in flight counts
+            instead.
+        under: the compute that ran meanwhile, by label, and how long; at most three, the longest
+            first.
+        held_up: the label of the compute that came after the longest wait for it; None if there was
+            no such wait.
+        nbytes: what traveled to this rank (all-gather) or from it; None where the trace does not
+            say.
+        lanes: the streams, or with gloo the threads, that it ran on.
+        group: its process group; None where the trace does not say.
+        engine: what issued it, ``"fsdp_overlap"`` or ``"FSDP"``; None if no engine did.
+        blocks: whether the call that issued it did not return before it was done.
     """
 
     kind: Kind
@@ -86,7 +99,12 @@ class Collective:
 class Total:
     """Sums over collectives. Times in microseconds; collectives in flight together each count.
 
-    nbytes: None unless it is known for each of them.
+    Args:
+        count: how many there are.
+        under_compute: how many of them ran under compute.
+        duration: time in flight.
+        exposed: the part of it in which compute waited.
+        nbytes: None unless it is known for each of them.
     """
 
     count: int
@@ -110,9 +128,15 @@ class Total:
 class RankReport:
     """What one rank did. Times in microseconds, of all its steps together.
 
-    rank, world_size: None where the trace does not say. steps: 1 if nobody says.
-    window: from the first to the last moment that is counted, on the trace's clock.
-    collectives, compute: sorted by start. gemms, engine: as in `Timeline`.
+    Args:
+        rank: None where the trace does not say.
+        world_size: None where the trace does not say.
+        steps: how many the window holds; 1 if nobody says.
+        window: from the first to the last moment that is counted, on the trace's clock.
+        collectives: sorted by start.
+        compute: sorted by start.
+        gemms: the part of compute that multiplies matrices, as a union of intervals.
+        engine: when an engine worked, for example to prepare a collective, as a union of intervals.
     """
 
     rank: int | None

@@ -99,11 +99,13 @@ def read_report(
     """The report of one run, from the traces of one or more of its ranks. If any trace does not
     name its rank, the order of the sources numbers the ranks.
 
-    A source is a path of a Chrome trace, gzipped or not, of this library or FSDP2; the loaded JSON
-    object; or a finished `torch.profiler.profile`. torch writes a profile's trace only once: to
-    keep the file, call `export_chrome_trace()` and give its path. `steps`: how many training steps
-    each trace holds, where the traces do not say so by `profile.step()` or steps of a torch
-    optimizer. `progress` is called with how many bytes of all files have been read.
+    Args:
+        sources: each a path of a Chrome trace, gzipped or not, of this library or FSDP2; the loaded
+            JSON object; or a finished ``torch.profiler.profile``. torch writes a profile's trace
+            only once: to keep the file, call ``export_chrome_trace()`` and give its path.
+        steps: how many training steps each trace holds, where the traces do not say so by
+            ``profile.step()`` or steps of a torch optimizer.
+        progress: is called with how many bytes of all files have been read.
 
     Raises:
         ValueError: a source is not such a trace, holds no collective and no compute, or two are of

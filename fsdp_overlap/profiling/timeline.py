@@ -43,17 +43,9 @@ _ANNOTATIONS = (*PREFIXES, OPTIMIZER_STEP, PROFILER_STEP, "gloo:")
 class InFlight:
     """One collective. Times are in microseconds on the trace's clock.
 
-    name: the unit it serves; for kind "other", the operation as the trace names it, or what it is
-    for: "confirmation of blocks.0".
-    pass_: the pass that issued it; None for kind "other".
-    spans: when its pieces were in flight, as a union of intervals.
-    engine: what issued it, "fsdp_overlap" or "FSDP"; None if no engine did.
     issued, wait: when the engine issued it and when the rank's compute was held up to wait for it;
-    None where the trace does not say, as on a GPU, whose host runs ahead.
-    blocks: whether the call that issued it did not return before it was done.
-    nbytes: what traveled to this rank (all-gather) or from it; None where the trace does not say.
-    lanes: the streams, or with gloo the threads, that it ran on.
-    group: its process group; None where the trace does not say.
+    None where the trace does not say, as on a GPU, whose host runs ahead. All else: as in
+    `Collective`, which is made of it.
     """
 
     kind: Kind

@@ -39,6 +39,7 @@ from fsdp_overlap.runtime.tiles import give_memory, parameter_like, tile_in
 from fsdp_overlap.runtime.wire_policy import WirePolicy, sent_sizes
 from fsdp_overlap.tensor.extension import GatheredTensors
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
+from fsdp_overlap.tensor.held_gradient import Recipients
 from fsdp_overlap.tensor.row_tensor import Sharded
 from fsdp_overlap.tensor.sharded_tensor import attributes_of
 
@@ -137,6 +138,7 @@ class Bucket:
     def register(self, sharded: list[Sharded]) -> None:
         """Makes ``sharded`` the sharded parameters, and registers them in the modules."""
         self.sharded_parameters = sharded
+        self.edits.recipients, self.edits.given = Recipients(self), None
         self.look_for_places()
         self.places.use_sharded()
 

@@ -16,6 +16,7 @@ from fsdp_overlap.runtime.domain import Domain
 from fsdp_overlap.runtime.opaque import share_attributes
 from fsdp_overlap.runtime.ownership import OwnedParameter
 from fsdp_overlap.tensor.extension import is_subclass, missing_methods
+from fsdp_overlap.tensor.held_gradient import GivenGradients
 from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded, call_hooks, give_row_grads
 from fsdp_overlap.tensor.sharded_tensor import (
     ShardEdits,
@@ -148,11 +149,18 @@ def refuse_methods(label: str, parameters: Sequence[Sharded]) -> None:
             )
 
 
-def give_gradients(parameters: Sequence[Sharded], locals_: Sequence[torch.Tensor]) -> None:
-    """Gives each sharded parameter of a bucket, or some, the gradient of what this rank has of it.
-    ``locals_`` are flat. Then it calls the hooks that users registered for that."""
-    give: Any = give_row_grads if isinstance(parameters[0], RowTensor) else give_grads
-    give(parameters, locals_)
+def give_gradients(
+    parameters: Sequence[Any], locals_: list[torch.Tensor], flat: torch.Tensor | None = None
+) -> None:
+    """Gives each sharded parameter of a bucket the gradient of what this rank has of it, or some of
+    them, if there is no ``flat``. ``locals_`` are flat, and parts of ``flat``. Then it calls the
+    hooks that users registered for that."""
     edits = parameters[0].edits
-    if edits is not None and edits.has_hooks:
+    if isinstance(parameters[0], RowTensor):
+        give_row_grads(parameters, locals_)
+    else:
+        gradients = give_grads(parameters, locals_)
+        if flat is not None and len(gradients) == len(parameters):
+            edits.given = GivenGradients(edits.recipients, flat, gradients, locals_)
+    if edits.has_hooks:
         call_hooks(parameters)

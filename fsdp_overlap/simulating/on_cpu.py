@@ -185,9 +185,10 @@ class Clock:
 class CpuPrediction(NamedTuple):
     """What a step takes on a CPU.
 
-    seconds: of a step, from the end of the one before, on average. memory: the most bytes that
-    tensors had in a step beyond those that they had before it. unknown: operators that the profile
-    has not, which were taken to need no time.
+    Attributes:
+        seconds: of a step, from the end of the one before, on average.
+        memory: the most bytes that tensors had in a step beyond those that they had before it.
+        unknown: operators that the profile has not, which were taken to need no time.
     """
 
     seconds: float

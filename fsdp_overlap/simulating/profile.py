@@ -52,8 +52,9 @@ class Measured(NamedTuple):
 class Profile:
     """What operations took.
 
-    calls: by the name of the operator, such as ``"aten::mm"``. host_seconds: what the host took for
-    an operation beside these.
+    Args:
+        calls: by the name of the operator, such as ``"aten::mm"``.
+        host_seconds: what the host took for an operation beside these.
     """
 
     calls: Mapping[str, Sequence[Measured]]

@@ -128,8 +128,10 @@ class Training:
             as torchtitan's default does.
         blocks_a_unit: how many blocks one ``fully_shard`` call takes.
         stage: as :meth:`FsdpModule.set_zero_stage` takes it. 3 frees weights after each use.
-        layout, prefetch: as :class:`FsdpContext` takes them.
-        param_dtype, reduce_dtype: as :class:`MixedPrecisionPolicy` takes them.
+        layout: as :class:`FsdpContext` takes it.
+        prefetch: as :class:`FsdpContext` takes it.
+        param_dtype: as :class:`MixedPrecisionPolicy` takes it.
+        reduce_dtype: as :class:`MixedPrecisionPolicy` takes it.
         gather_dtype: as :class:`WirePolicy` takes it. Without, weights travel in ``param_dtype``.
             With products in float8, ``torch.float8_e4m3fn`` in :class:`Rows` are torchao's gathers.
         products: ``"float8"`` computes the linear layers of blocks in float8, by torchao. Without,

@@ -102,6 +102,13 @@ class RowTensor(HoldsGradient, DTensor):
     def _fits(self, gradient: torch.Tensor) -> bool:
         return isinstance(gradient, DTensor) and gradient.shape == self._spec.shape
 
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """The whole tensor on every rank, a copy. torch's is a view where this rank holds all: what
+        was saved would follow the parameter, and edits of it would go unnoticed."""
+        whole: torch.Tensor = super().full_tensor(grad_placements=grad_placements)
+        of = self._local_tensor.untyped_storage()
+        return whole.clone() if whole.untyped_storage()._cdata == of._cdata else whole
+
     def wrap_like(self, local: torch.Tensor) -> RowTensor:
         """A tensor of ``local``'s dtype that lies as this one does. This rank has ``local`` of it,
         which may be flat."""

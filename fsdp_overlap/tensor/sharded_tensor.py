@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from fsdp_overlap.tensor.carried import as_carried
 from fsdp_overlap.tensor.chunks import all_of_a_storage, chunks_of
-from fsdp_overlap.tensor.held_gradient import HoldsGradient
+from fsdp_overlap.tensor.held_gradient import GivenGradients, HoldsGradient, Recipients
 from fsdp_overlap.tensor.placement import (
     RangeShard,
     contiguous_spec,
@@ -41,11 +41,15 @@ class ShardEdits:
     A shard changes through ops on its sharded parameters. Autograd's version counters alone do not
     tell of these, because fused optimizers do not bump them. ``has_hooks``: whether somebody asked
     to be told when a gradient is there. ``has_run``: whether the dtype of gradients is settled.
+    ``recipients``: the bucket's parameters. ``given``: what they were given as gradients, until
+    somebody sets ``.grad`` of one.
     """
 
-    __slots__ = ("has_hooks", "has_run", "trainability", "values")
+    __slots__ = ("given", "has_hooks", "has_run", "recipients", "trainability", "values")
 
     def __init__(self) -> None:
+        self.recipients: Recipients | None = None
+        self.given: GivenGradients | None = None
         self.values = 0
         self.trainability = 0
         self.has_hooks = False
@@ -345,9 +349,12 @@ def rebuild_sharded_tensor(
     return tensor
 
 
-def give_grads(parameters: Iterable[ShardedTensor], ranges: Iterable[torch.Tensor]) -> None:
+def give_grads(
+    parameters: Iterable[ShardedTensor], ranges: Iterable[torch.Tensor]
+) -> list[ShardedTensor]:
     """Gives each parameter its gradient. ``ranges`` has this rank's range of each gradient. If a
-    parameter has a gradient already, the two are added."""
+    parameter has a gradient already, the two are added. Returns the gradients that are new."""
+    given = []
     for parameter, local in zip(parameters, ranges, strict=True):
         gradient = parameter._gradient
         if gradient is not None:
@@ -359,6 +366,8 @@ def give_grads(parameters: Iterable[ShardedTensor], ranges: Iterable[torch.Tenso
         else:
             gradient._local_tensor = local
         parameter._gradient = gradient
+        given.append(gradient)
+    return given
 
 
 # torch.load() refuses what is not listed, unless weights_only=False.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from itertools import chain, compress
 from math import inf
 from operator import attrgetter
 from typing import Any
@@ -133,14 +133,20 @@ def local_norms(
 ) -> torch.Tensor:
     """The norms of plain tensors, shape ``[len(tensors)]``, in float32 or wider. The norm of an
     empty tensor is the neutral element of :func:`combine_norms`."""
-    tensors = [tensor.abs() if tensor.is_complex() else tensor for tensor in tensors]
+    if any(tensor.is_complex() for tensor in tensors):
+        tensors = [tensor.abs() if tensor.is_complex() else tensor for tensor in tensors]
     dtype = torch.promote_types((dtype or torch.float32).to_real(), torch.float32)
     for each in {tensor.dtype for tensor in tensors}:
         dtype = torch.promote_types(dtype, each)
-    neutral = torch.full((), inf if order < 0 else 0.0, dtype=dtype, device=tensors[0].device)
-    held = [tensor for tensor in tensors if tensor.numel()]
-    values = iter(torch._foreach_norm(held, order, dtype=dtype) if held else [])
-    return torch.stack([next(values) if tensor.numel() else neutral for tensor in tensors])
+    numels = [tensor.numel() for tensor in tensors]
+    held = list(compress(tensors, numels))
+    norms_: Sequence[torch.Tensor]
+    norms_ = torch._foreach_norm(held, order, dtype=dtype) if held else ()
+    if len(held) < len(tensors):
+        values = iter(norms_)
+        neutral = torch.full((), inf if order < 0 else 0.0, dtype=dtype, device=tensors[0].device)
+        norms_ = [next(values) if numel else neutral for numel in numels]
+    return torch.stack(norms_)
 
 
 def combine_norms(partial: torch.Tensor, order: float, spec: DTensorSpec) -> torch.Tensor:

@@ -510,20 +510,42 @@ def count_calls(run: Run) -> int:
     return sum(map(count_calls, run.inner)) + 1
 
 
-def explore(units: int, options: Options, program: Sequence[Action], ranks: int = 2) -> int:
-    """Runs ``program`` on so many ranks. Returns how many events they saw.
+Seen = dict[tuple[Any, ...], tuple[list[tuple[str | int, ...]], int]]
+"""By what a rank runs, the collectives that it issued and how many events it saw."""
+
+
+def explore(
+    units: int,
+    options: Options,
+    program: Sequence[Action],
+    ranks: int = 2,
+    seen: Seen | None = None,
+) -> int:
+    """Runs ``program`` on so many ranks. Returns how many events they saw. Of many programs, most
+    differ only in what one rank skips: what the others do is looked up in ``seen``.
 
     Raises:
         Wrong: they issued different collectives, or one of them did what may not be.
     """
-    found = []
-    for rank in range(ranks):
-        alone = Rank(units, options)
-        for action in program:
-            alone.act(action, action.skips[rank] if action.skips else frozenset())
-        found.append(alone)
-    first, *others = found
-    for other in others:
-        if other.collectives != first.collectives:
-            raise Wrong(f"ranks issue {first.collectives} and {other.collectives}")
-    return sum(rank.events for rank in found)
+    found = [_run_alone(units, options, program, rank, seen) for rank in range(ranks)]
+    (first, _), *others = found
+    for other, _ in others:
+        if other != first:
+            raise Wrong(f"ranks issue {first} and {other}")
+    return sum(events for _, events in found)
+
+
+def _run_alone(
+    units: int, options: Options, program: Sequence[Action], rank: int, seen: Seen | None
+) -> tuple[list[tuple[str | int, ...]], int]:
+    skips = [action.skips[rank] if action.skips else frozenset() for action in program]
+    is_shared = seen is not None and not any(skips)
+    key = (units, options, *[(each.kind, each.run, each.starts_sync) for each in program])
+    if seen is not None and is_shared and key in seen:
+        return seen[key]
+    alone = Rank(units, options)
+    for action, skipped in zip(program, skips, strict=True):
+        alone.act(action, skipped)
+    if seen is not None and is_shared:
+        seen[key] = alone.collectives, alone.events
+    return alone.collectives, alone.events

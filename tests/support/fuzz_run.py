@@ -146,6 +146,12 @@ class Run(Twins):
         self.accumulates = False
         self.at_rest, self.by_hand = True, False
 
+    def before_edit(self) -> None:
+        """An edit may race with gathers for the next pass, which then are not used: Note [after a
+        step]. The modelled device would report it. There the edit waits."""
+        if has_streams(torch.device(self.device)) and self.ctx.has_schedule:
+            self.ctx.schedule.gathers.before_step()
+
     def edited(self) -> None:
         """Weights were edited: graphs of before are of no use."""
         self.open.clear()

@@ -45,6 +45,7 @@ class Edit(Operation):
         chosen = run.under(self.module)
         if self.how == "rows":  # a view, which is refused of tiles
             chosen = [index for index in chosen if not has_tiles(run.sharded[index]._spec)]
+        run.before_edit()
         with torch.no_grad():
             for index in chosen:
                 EDITS[self.how](run.sharded[index])

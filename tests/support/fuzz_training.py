@@ -109,6 +109,8 @@ class Evaluate(Operation):
 @dataclass(frozen=True)
 class Step(Operation):
     def run(self, run: Run) -> bool:
+        if run.setup.optimizer == "AdamW of torch":  # ours wait by themselves
+            run.before_edit()
         run.optimizer.step()
         run.twin_optimizer.step()
         run.edited()

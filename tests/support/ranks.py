@@ -323,7 +323,7 @@ def _worker_main(conn: Connection, stacks_path: str) -> None:
     _rewrite_assertions()
     for module in PRELOAD:  # where there is no fork server
         importlib.import_module(module)
-    gc.freeze()  # what is imported stays, so that collecting after each call is cheap
+    _freeze_what_was_imported()
     conn.send_bytes(pickle.dumps(_Outcome("returned")))
     while True:
         job = pickle.loads(conn.recv_bytes())
@@ -399,3 +399,17 @@ def _forget_job() -> None:
     for each in gc.get_objects():
         if type(each) is DeviceMesh:
             let_go_of_groups(each)
+    _freeze_what_was_imported()
+
+
+_imported = 0
+"""How many modules there were when objects were last frozen."""
+
+
+def _freeze_what_was_imported() -> None:
+    """Modules stay. Those that clients import have more objects than all else, and each later call
+    would look at them again, for up to a second of all ranks."""
+    global _imported
+    if len(sys.modules) > _imported:
+        _imported = len(sys.modules)
+        gc.freeze()
