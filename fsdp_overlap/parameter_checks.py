@@ -112,7 +112,8 @@ def _check_no_owner(modules: Sequence[nn.Module], item: OwnedParameter, where: s
         )
     raise ValueError(
         f"{where} is also {owner.fqn!r} of the unit {owner.unit}: a parameter belongs to one unit; "
-        "call fully_shard only on a module that holds both, or on a list of the two"
+        "make one unit of the two modules that share it, by fully_shard([a, b], ctx), or call "
+        "fully_shard on neither and on a module that holds both"
     )
 
 

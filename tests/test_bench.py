@@ -260,6 +260,7 @@ def test_the_installed_program_needs_nothing_of_a_checkout(
         "export",
         "report",
         "simulate",
+        "doctor",
     ]
     for source in (REPOSITORY / "fsdp_overlap").rglob("*.py"):
         assert "scripts/" not in source.read_text(), source

@@ -141,7 +141,14 @@ def test_a_slurm_job_saves_before_its_time_is_over_and_goes_on_when_queued_again
     assert_is_the_run_left_alone(run, folder)
 
 
-@pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.sh")), ids=lambda path: path.name)
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+
+@pytest.mark.parametrize(
+    "script",
+    sorted([*EXAMPLES.glob("*.sh"), *SCRIPTS.rglob("*.sh")]),
+    ids=lambda path: path.name,
+)
 def test_the_scripts_are_free_of_what_shellcheck_knows(script: Path) -> None:
     if (shellcheck := shutil.which("shellcheck")) is None:
         pytest.skip("needs shellcheck, which is not installed")

@@ -102,16 +102,17 @@ def test_every_small_program_is_right() -> None:
     assert f"{count:,} programs, in which the ranks see {events:,} events" in " ".join(text.split())
 
 
-KINDS = ("", "reentrant", "same", "recomputed", "without gradients")
+IN_A_CHECKPOINT = ("reentrant", "same", "twice", "within")
+KINDS = ("", *IN_A_CHECKPOINT, "recomputed", "without gradients")
 
 
 def of_kinds(count: int) -> Iterator[Run]:
     """So many units beside each other, with checkpoints of all kinds."""
     for kinds in product(KINDS, repeat=count):
         if all(
-            before in ("reentrant", "same")
+            before in IN_A_CHECKPOINT
             for before, kind in zip(("", *kinds), kinds, strict=False)
-            if kind == "same"
+            if kind in ("same", "within")
         ):
             yield Run(0, tuple(Run(index + 1, checkpoint=kind) for index, kind in enumerate(kinds)))
 
@@ -122,6 +123,26 @@ def test_checkpoints_of_all_kinds_beside_each_other_are_right() -> None:
     for run in of_kinds(3):
         for options, skipped in product(OPTIONS, subsets(count_calls(run))):
             explore(4, options, [Action("train", run, (frozenset(), skipped))] * 2, seen=seen)
+
+
+def explore_a_unit_in_a_checkpoint() -> None:
+    """With others before and after it, and with checkpoints of all kinds within."""
+    for run, options in product(of_kinds(2), OPTIONS):
+        unit = Run(3, run.inner, "same")
+        around = Run(0, (Run(4, checkpoint="reentrant"), unit, Run(5, checkpoint="same")))
+        explore(6, options, [Action("train", around)] * 2)
+
+
+def test_a_unit_in_a_checkpoint_with_checkpoints_within_it_is_right() -> None:
+    explore_a_unit_in_a_checkpoint()
+
+
+def test_a_backward_whose_first_event_is_a_forward_is_found_if_taken_for_another() -> None:
+    with (
+        patch.object(Backward, "_enter_nested", nothing),
+        pytest.raises(Wrong, match=r"in use|used"),
+    ):
+        explore_a_unit_in_a_checkpoint()
 
 
 def explore_after_a_step() -> None:

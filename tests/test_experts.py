@@ -173,7 +173,7 @@ def a_fresh_process(folder: str) -> None:
 def joins(folder: str, rank: int) -> None:
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=15)
+        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=45)
     )
     makes_groups()
 

@@ -283,6 +283,20 @@ def test_a_sharded_model_can_be_copied() -> None:
     run_ranks(is_copied, 2)
 
 
+def puts_together() -> None:
+    ours, theirs, _ = both("rounded")
+    saved = {name: tensor.full_tensor() for name, tensor in ours.state_dict().items()}
+    before = {name: [part.clone() for part in parts(whole)] for name, whole in saved.items()}
+    train(ours, theirs, steps=1)
+    for name, whole in saved.items():
+        for part, its in zip(parts(whole), before[name], strict=True):
+            assert torch.equal(part, its), name
+
+
+def test_what_is_put_together_on_one_rank_does_not_follow_the_parameter() -> None:
+    run_ranks(puts_together, 1)
+
+
 def takes_states(kind: str, path: str) -> None:
     ours, theirs, _ = both(kind)
     train(ours, theirs, steps=1)

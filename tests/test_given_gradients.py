@@ -157,3 +157,26 @@ def nothing_kept() -> None:
 
 def test_dropped_gradients_are_not_kept() -> None:
     run_ranks(nothing_kept, 2)
+
+
+def stepped_without_the_model() -> None:
+    """A step before, in which gradients were the user's, found out which parameters there are."""
+    found = []
+    for keeps_model in (True, False):
+        model, weights = sharded()
+        kept = [model] if keeps_model else []
+        optimizer = optim.AdamW(weights, lr=0.1)
+        replace(weights)
+        optimizer.step()
+        optimizer.zero_grad()
+        model(torch.linspace(-1, 1, 16).view(2, 8)).square().sum().backward()
+        del model
+        optimizer.step()
+        found.append([weight.full_tensor() for weight in weights])
+        del kept
+    for with_model, without in zip(*found, strict=True):
+        assert torch.equal(with_model, without)
+
+
+def test_parameters_are_stepped_when_their_model_is_gone() -> None:
+    run_ranks(stepped_without_the_model, 2)

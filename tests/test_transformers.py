@@ -282,7 +282,7 @@ def generate_by_forwards() -> None:
     model, tokens = t5(), tokens[:1]
     shard(model, FsdpContext())
     with pytest.raises(
-        RuntimeError, match=r"or a method named to register_fsdp_forward_method\(\)"
+        RuntimeError, match=r"name another method that computes to register_fsdp_forward_method\(\)"
     ):
         model.generate(tokens)  # runs the encoder by itself
 

@@ -15,6 +15,7 @@ from fsdp_overlap.checkpoint import CheckpointError, read_metadata
 from fsdp_overlap.cli.checkpoints import Checkpoints, how_to_go_on
 from fsdp_overlap.cli.config import TrainConfig
 from fsdp_overlap.cli.data import load_text, unigram_entropy
+from fsdp_overlap.cli.doctor import doctor as examine
 from fsdp_overlap.cli.errors import BadInput
 from fsdp_overlap.cli.export import export as export_checkpoint
 from fsdp_overlap.cli.job import RUNS, run_of_this_job
@@ -321,6 +322,24 @@ def simulate(
         reshard_after_forward=reshard_after_forward,
         reduce_each=reduce_each,
     )
+
+
+@app.command()
+def doctor(
+    timeout: Annotated[
+        float, typer.Option(help="Seconds that the trial with two ranks may take.")
+    ] = 120.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say whether this machine is ready, and what to do where it is not. Looks at versions,
+    devices, the network and variables, then tries two ranks on gloo. Exit code 1 if something that
+    is needed is missing."""
+    if timeout <= 0:
+        raise BadInput(f"--timeout {timeout:g}: must be more than 0")
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK", "0") != "0":
+        return  # one answer, not one per rank, where torchrun started us
+    if not examine(timeout, as_json):
+        raise typer.Exit(1)
 
 
 def run() -> int:

@@ -31,8 +31,9 @@ from fsdp_overlap.deciding.stats import Stats
 MAX_OPEN_PASSES = 64
 
 UNFINISHED = (
-    "the last backward did not finish (did it raise?); call ctx.reset() on every rank before the "
-    "next {}"
+    "the last backward did not finish (did it raise, and was the error caught?); after an error "
+    "call ctx.reset(), or model.reset_iter_state(), which is the same, and optimizer.zero_grad() "
+    "on every rank before the next {}"
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import compress, count, repeat
+from itertools import compress, count
 from operator import attrgetter, is_, is_not
 from typing import Any, NamedTuple
 
@@ -31,10 +31,11 @@ _recipients = attrgetter("recipients")
 
 @dataclass(frozen=True)
 class Facts:
-    """What is the same in every step. ``numels`` is how many elements this rank has of each
-    gradient, ``starts`` where they begin in the flat tensor, ``runs`` which elements of it follow
-    each other without gaps: first and number. ``is_cut_alike``: whether all gradients are cut among
-    the same ranks."""
+    """How the gradients of a bucket lie in their flat tensor, which is the same in every step.
+
+    ``numels`` is how many elements this rank has of each gradient, ``starts`` where they begin in
+    the flat tensor, ``runs`` which elements of it follow each other without gaps: first and number.
+    ``is_cut_alike``: whether all gradients are cut among the same ranks."""
 
     numels: list[int]
     starts: list[int]
@@ -90,8 +91,15 @@ class GivenTo:
         self._held = held
         self._edits = edits
         self._recipients = [each.recipients for each in edits]
-        own = {id(p) for each in self._recipients if each is not None for p in each.parameters}
-        self._are_recipients = own.issuperset(map(id, parameters))
+        known = {
+            id(parameter): (index, position)
+            for index, each in enumerate(self._recipients)
+            if each is not None
+            for position, parameter in enumerate(each.parameters)
+        }
+        self._are_recipients = known.keys() >= set(map(id, parameters))
+        # Found out now, because a step may come when the model, and with it its buckets, is gone.
+        self._positions = [known[id(each)] for each in held] if self._are_recipients else []
         self._rows: list[tuple[int, int]] | None = None
 
     def is_right(self) -> bool:
@@ -101,22 +109,17 @@ class GivenTo:
     def given(self) -> list[GivenGradients]:
         """What was given, if all parameters have that as their gradients, and else nothing."""
         found = list(map(_given, self._edits))
-        return [] if any(map(is_, found, repeat(None))) or not self._are_recipients else found
+        return found if self._are_recipients and None not in found else []
 
     def pieces(self) -> Pieces | None:
-        """The gradients of those held, if they are what was given, and where."""
+        """Where the gradients of those held lie in what was given. ``None`` if some gradient is
+        another, or lies elsewhere."""
         given = self.given()
         if not given or not are_in_place(given):
             return None
         if self._rows is None:
-            rows = {
-                id(parameter): (index, start)
-                for index, each in enumerate(given)
-                for parameter, start in zip(
-                    each.recipients.parameters, facts_of(each).starts, strict=True
-                )
-            }
-            self._rows = [rows[id(parameter)] for parameter in self._held]
+            starts = [facts_of(each).starts for each in given]
+            self._rows = [(index, starts[index][position]) for index, position in self._positions]
         flats = [each.flat for each in given]
         return Pieces(flats, self._rows, lambda: locals_of(gradients_of(self._held)))
 
@@ -167,7 +170,7 @@ def segments_of(parameters: list[Any]) -> list[Segment]:
         found.append(Segment(given, first, first + same))
         ends[id(given)] = first + same
         place += same
-    given_ = [each.given for each in found if not each.first]
+    given_ = [each.given for each in found if not each.first]  # each once
     if not all(facts_of(each).is_cut_alike for each in given_) or not are_in_place(given_):
         return []
     return found
@@ -175,6 +178,4 @@ def segments_of(parameters: list[Any]) -> list[Segment]:
 
 def _common(tensors: list[Any], others: list[Any]) -> int:
     """How many of both are the same, from the first on."""
-    if len(tensors) == len(others) and all(map(is_, tensors, others)):
-        return len(tensors)
     return next(compress(count(), map(is_not, tensors, others)), min(len(tensors), len(others)))

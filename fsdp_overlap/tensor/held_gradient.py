@@ -131,7 +131,7 @@ class HoldsGradient:
 
     def _set_grad(self, gradient: torch.Tensor | None) -> None:
         if self.edits is not None:
-            self.edits.given = None
+            self.edits.given = None  # not all of it is a gradient any more
         if gradient is None:
             given = self._given_gradient
             self._gradient = None

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from fsdp_overlap.tensor import creation, pointwise, sums_and_norms, views
-from fsdp_overlap.tensor.operands import own_elements
+from fsdp_overlap.tensor.operands import own_elements, tensors_in
 from fsdp_overlap.tensor.sharded_tensor import CANNOT_MOVE, ShardedTensor, raise_unsupported
 from fsdp_overlap.torch_internals import DisableTorchFunctionSubclass
 
@@ -140,6 +140,17 @@ def _resolve(func: Callable[..., Any]) -> tuple[Handler, str]:
 
 
 def _refuse(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    for value in tensors_in([*args, *kwargs.values()]):
+        # As runtime/ownership notes it. Results of ops belong to no unit.
+        if isinstance(value, ShardedTensor) and (owner := getattr(value, "_fsdp_owner", None)):
+            raise RuntimeError(
+                f"{name} is not supported on a ShardedTensor: parameter {owner.fqn!r} of "
+                f"{owner.unit} is sharded except while {owner.unit}, its unit, runs, and this rank "
+                f"holds only a range of it. To compute with it, call the whole {owner.unit}, as in "
+                "module(x), not module.forward(x) or a module within it; name another method that "
+                "computes to register_fsdp_forward_method(). To read it, use full_tensor(), on "
+                "every rank of the mesh, or to_local() for this rank's range"
+            )
     raise_unsupported(name)
 
 

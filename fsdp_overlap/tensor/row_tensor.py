@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from fsdp_overlap.tensor.extension import is_subclass
 from fsdp_overlap.tensor.held_gradient import HoldsGradient
 from fsdp_overlap.tensor.placement import contiguous_spec
 from fsdp_overlap.tensor.sharded_tensor import (
@@ -107,7 +108,9 @@ class RowTensor(HoldsGradient, DTensor):
         was saved would follow the parameter, and edits of it would go unnoticed."""
         whole: torch.Tensor = super().full_tensor(grad_placements=grad_placements)
         of = self._local_tensor.untyped_storage()
-        return whole.clone() if whole.untyped_storage()._cdata == of._cdata else whole
+        # The storage of a tensor extension is empty, and does not tell.
+        may_be_view = is_subclass(whole) or whole.untyped_storage()._cdata == of._cdata
+        return whole.clone() if may_be_view else whole
 
     def wrap_like(self, local: torch.Tensor) -> RowTensor:
         """A tensor of ``local``'s dtype that lies as this one does. This rank has ``local`` of it,

@@ -21,7 +21,7 @@ from fsdp_overlap.deciding.stats import Stats
 LARGE, SMALL = 0, 1
 """The two parameters of each unit. The gradient of the first may leave early."""
 
-WITHOUT_GRADIENTS = ("reentrant", "same", "without gradients")
+WITHOUT_GRADIENTS = ("reentrant", "same", "twice", "within", "without gradients")
 
 
 class Options(NamedTuple):
@@ -46,8 +46,8 @@ class Run(NamedTuple):
     inner: tuple[Run, ...] = ()
     checkpoint: str = ""
     """How its forward runs again in backward: "reentrant", "recomputed", in the "same" reentrant
-    checkpoint as the run before it, or not at all. "without gradients" it is
-    never gone back to."""
+    checkpoint as the run before it, in one of its own "within" that, in one of its own in a
+    new one ("twice"), or not at all. "without gradients" it is never gone back to."""
 
 
 class Action(NamedTuple):
@@ -357,15 +357,17 @@ class Rank:
         done: list[Done] = []
         for inner in run.inner:
             done += self._forward(inner)
-            if inner.checkpoint == "same" and grad:
+            if inner.checkpoint in ("same", "within") and self.engine.grad:
                 done[-1] = replace(done[-1], end=self.clock, same=(*done[-1].same, inner))
         self._use(unit)
         unit.in_use -= 1
         call = self.schedule.after_forward(unit)
+        if not self.engine.grad:  # its output has no graph, which hooks look for
+            call = None
         self.engine.grad = grad
         if call is not None:
             self.schedule.add_call(call)
-        if call is not None or (run.checkpoint == "reentrant" and grad):
+        if call is not None or (run.checkpoint in ("reentrant", "twice") and grad):
             done.append(Done(run, start, self.clock, call))
         return done
 
@@ -424,7 +426,10 @@ class Rank:
     def _run_again(self, *runs: Run) -> None:
         """A reentrant checkpoint: forwards, and a backward of their own, within a backward."""
         self.engine.grad = True
-        done = [each for run in runs for each in self._forward(run._replace(checkpoint=""))]
+        done = []
+        for run in runs:
+            inner = "reentrant" if run.checkpoint in ("twice", "within") else ""
+            done += self._forward(run._replace(checkpoint=inner))
         self.engine.grad = False
         self.engine.begin()
         self._walk_back(done)
