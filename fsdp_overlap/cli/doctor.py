@@ -205,7 +205,7 @@ def _devices() -> Check:
         every = [torch.cuda.get_device_properties(index) for index in range(count)]
         names = [f"{each.name}, {each.total_memory / _GIB:.0f} GiB" for each in every]
     text = "; ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-    hint = "nothing was measured on a GPU yet; in a clone, scripts/gpu_suite.sh tries this one"
+    hint = "nothing was measured on a GPU yet; docs/commands.md has a suite that tries this one"
     return Check("devices", "note", text, hint)
 
 

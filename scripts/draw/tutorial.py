@@ -1,4 +1,4 @@
-"""Draws docs/tutorial.svg: what each of two ranks holds of four blocks, trained as usual and sharded.
+"""Draws docs/tutorial.svg: what each of two ranks holds of four blocks, unsharded and sharded.
 
 ``HELD`` is the picture in words. tests/test_tutorial.py compares it with what ranks hold."""
 
