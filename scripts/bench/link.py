@@ -196,9 +196,7 @@ def bound_target(samples: Mapping[str, Sequence[float]]) -> float:
     return UNEVEN_TARGET if max(both) >= 2 * min(both) else EVEN_TARGET
 
 
-def fsdp2_target(
-    args: argparse.Namespace, samples: Mapping[str, Sequence[float]]
-) -> float | None:
+def fsdp2_target(args: argparse.Namespace, samples: Mapping[str, Sequence[float]]) -> float | None:
     """Of ours to FSDP2's. Whole steps have one where compute and communication are equal."""
     if not args.whole:
         return FSDP2_TARGET
