@@ -247,7 +247,7 @@ def test_an_unknown_name_is_refused_with_those_there_are(
 ) -> None:
     assert command(monkeypatch, "link", "lnik", "--out", tmp_path / "out") == 2
     error = capsys.readouterr().err
-    assert "there is no benchmark 'lnik'; there are host_overhead, units, optimizer, link" in error
+    assert "there is no benchmark 'lnik'; there are host_overhead, host_copies" in error
     assert not (tmp_path / "out").exists()
 
 

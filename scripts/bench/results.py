@@ -1,4 +1,4 @@
-"""Makes docs/performance.md of what one run of all.py found.
+"""Makes docs/performance.md of what all.py found.
 
     python scripts/bench/all.py --out runs/bench
     python scripts/bench/results.py runs/bench
@@ -28,7 +28,7 @@ LABELS = 2
 INTRODUCTION = """\
 # Results
 
-All of this was measured in one run of `python scripts/bench/all.py`, and made into this page by
+All of this was measured by `python scripts/bench/all.py`, and made into this page by
 `scripts/bench/results.py`. [How it is measured](measuring.md) says what is compared, and
 [what was tried](performance_history.md) why targets are missed.
 
@@ -74,7 +74,7 @@ def main(
         Path | None, typer.Argument(help="What all.py was given as --out.", exists=True)
     ] = None,
 ) -> None:
-    """Make docs/performance.md of what one run of all.py found."""
+    """Make docs/performance.md of what all.py found."""
     if folder is not None:
         if json.loads((folder / "summary.json").read_text())["quick"]:
             raise typer.BadParameter(f"{folder} holds a quick run, whose figures are not for show")
