@@ -14,15 +14,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import typer
 from torch.distributed.tensor.debug import CommDebugMode
 
 import all as running
 import link
+import results
 import soak
 import stage_memory
-from all import Benchmark, bench
+from all import bench
 from fsdp_overlap.cli import main
 from harness import link_training
+from harness.benchmarks import Benchmark
 from harness.measurement import (
     Claim,
     Figure,
@@ -34,7 +37,7 @@ from harness.measurement import (
     read_measurement,
 )
 from harness.plot import plot
-from harness.summary import not_met, rows_of
+from harness.summary import not_met, read_summary, rows_of
 from support.ranks import run_ranks
 
 REPOSITORY = Path(__file__).parents[1]
@@ -244,7 +247,7 @@ def test_an_unknown_name_is_refused_with_those_there_are(
 ) -> None:
     assert command(monkeypatch, "link", "lnik", "--out", tmp_path / "out") == 2
     error = capsys.readouterr().err
-    assert "there is no benchmark 'lnik'; there are host_overhead, units, optimizer, link" in error
+    assert "there is no benchmark 'lnik'; there are host_overhead, host_copies" in error
     assert not (tmp_path / "out").exists()
 
 
@@ -266,20 +269,29 @@ def test_the_installed_program_needs_nothing_of_a_checkout(
         assert "scripts/" not in source.read_text(), source
 
 
-def test_the_documents_say_of_each_target_whether_it_is_met_and_list_all_that_are_not() -> None:
-    document = (REPOSITORY / "docs" / "performance.md").read_text()
-    _, suite = document.split("## The whole suite\n")
-    suite, _ = suite.split("\n## Host overhead\n")
-    table, listed = suite.split("\nNot met, ")
-    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
-    with_targets = [row for row in rows[1:] if len(row) == 7 and row[5] != "must hold"]
-    assert len(with_targets) > 20
-    for _, compared, ours, _, ratio, at_most, met in with_targets:
-        # Where the target has a unit or there is no ratio, it is for ours.
-        found = ours if not ratio or " " in at_most else ratio
-        is_met = float(found.split()[0]) <= float(at_most.split()[0])
-        assert met == ("yes" if is_met else "no"), compared
-        assert is_met or found.split()[0] in listed, compared
+def test_the_results_are_those_of_one_whole_run() -> None:
+    where, rows = read_summary(results.FIGURES)
+    assert not where.quick
+    assert {row.benchmark for row in rows} == {one.name for one in running.BENCHMARKS}
+    assert results.PAGE.read_text() == results.page_of(where, rows)
+
+
+def test_the_results_list_each_target_that_is_missed() -> None:
+    where, rows = read_summary(results.FIGURES)
+    listed = results.page_of(where, rows).split("## Targets\n")[1].split("\n## ")[0]
+    for row in rows:
+        assert (f"- {row.benchmark}: {row.compared}" in listed) == (row.is_met is False), row
+    for benchmark in running.BENCHMARKS:
+        assert benchmark.topic
+        assert benchmark.measures
+
+
+def test_a_quick_run_is_not_published(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text('{"quick": true}')
+    before = results.FIGURES.read_bytes()
+    with pytest.raises(typer.BadParameter, match="holds a quick run"):
+        results.main(tmp_path)
+    assert results.FIGURES.read_bytes() == before
 
 
 def test_every_benchmark_has_its_script() -> None:

@@ -94,6 +94,62 @@ def test_a_report_may_be_made_again_where_it_lies(
     assert report(monkeypatch, traces) == 0
 
 
+def test_a_job_that_runs_is_reported_again_when_it_has_written_traces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not while a file is written, and no trace, half a trace or the same ones are no end."""
+    traces = tmp_path / "run" / "traces"
+    page = tmp_path / "run" / "overlap.html"
+    pages: list[float | None] = []
+    whole = json.dumps(trace_of(*Step().events))
+
+    def write(text: str) -> None:
+        (traces / "rank-0.json").write_text(text)
+
+    def end() -> None:
+        raise KeyboardInterrupt
+
+    def nothing() -> None:
+        pass
+
+    # After each look; a first trace is seen in the second, and reported in the third.
+    happens = iter(
+        [
+            lambda: write(whole[:100]),
+            nothing,
+            lambda: write(whole),
+            nothing,
+            nothing,
+            lambda: write(json.dumps(trace_of(*Step(prefetch=0).events))),
+            nothing,
+            end,
+        ]
+    )
+
+    def look_again(seconds: float) -> None:
+        pages.append(page.stat().st_mtime_ns if page.exists() else None)
+        next(happens)()
+
+    monkeypatch.setattr("fsdp_overlap.cli.report.time.sleep", look_again)
+    traces.mkdir(parents=True)
+    assert report(monkeypatch, tmp_path / "run", "--watch") == 0
+    first, second = pages[4], pages[7]
+    assert pages == [None, None, None, None, first, first, first, second]
+    assert first is not None
+    assert second not in (None, first)
+    shown = capsys.readouterr()
+    assert shown.err.count("not reported: ") == 1
+    assert "rank-0.json" in shown.err
+    assert shown.out.count("overlap.html") == 2
+
+
+def test_a_path_that_is_not_there_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert report(monkeypatch, tmp_path / "rnu", "--watch") == 2
+    assert "rnu: no such file or folder" in capsys.readouterr().err
+
+
 def test_what_cannot_be_reported_is_refused_before_anything_is_written(
     run_folder: Path,
     tmp_path: Path,

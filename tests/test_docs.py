@@ -122,7 +122,7 @@ def test_every_fault_names_tests_that_exist() -> None:
 
 def test_the_readme_is_short_and_says_at_its_top_that_no_gpu_was_measured() -> None:
     text = README.read_text()
-    assert len(text.split()) <= 700
+    assert len(text.split()) <= 650  # 600 without the code
     first_screen = "\n".join(text.splitlines()[:15])
     assert "**Not measured yet: a GPU.**" in first_screen
     assert "(docs/modelled_device.md)" in first_screen

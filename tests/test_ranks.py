@@ -6,11 +6,13 @@ import gc
 import importlib
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from support.program import Program
 from support.ranks import RankError, expect_rank_errors, run_ranks
 
 
@@ -124,3 +126,24 @@ def test_pool_works_again_after_a_rank_died() -> None:
     with pytest.raises(RankError, match=r"rank 0: died ----\nexit code 7"):
         run_ranks(_die, 1)
     assert run_ranks(_rank_and_sum, 1, 5.0) == [(0, 5.0)]
+
+
+def test_a_program_that_hangs_writes_its_stacks(tmp_path: Path) -> None:
+    (tmp_path / "hangs.py").write_text(
+        "import os, pathlib, time\n"
+        "def launcher_waits():\n"
+        "    os.wait()\n"
+        "def rank_waits():\n"
+        "    pathlib.Path('waits').touch()\n"
+        "    time.sleep(60)\n"
+        "launcher_waits() if os.fork() else rank_waits()\n"
+    )
+    program = Program(tmp_path, ["hangs.py"], is_script=True)
+    end = time.monotonic() + 45
+    while not (tmp_path / "waits").exists():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    with pytest.raises(AssertionError, match=r"not done after 0.2 s") as raised:
+        program.communicate(timeout=0.2)
+    for name in ("launcher_waits", "rank_waits"):
+        assert f"in {name}" in str(raised.value)

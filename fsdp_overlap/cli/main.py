@@ -21,6 +21,7 @@ from fsdp_overlap.cli.export import export as export_checkpoint
 from fsdp_overlap.cli.job import RUNS, run_of_this_job
 from fsdp_overlap.cli.launch import Place, describe_failure, find_place, launch
 from fsdp_overlap.cli.report import report as write_overlap_report
+from fsdp_overlap.cli.report import watch as watch_traces
 from fsdp_overlap.cli.run_folder import check_out, read_begun
 
 app = typer.Typer(
@@ -218,12 +219,16 @@ def report(
     steps: Annotated[
         int | None, typer.Option(help="Steps in each trace [default: as the trace says].")
     ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Report again when a job has written other traces.")
+    ] = False,
 ) -> None:
     """Say which communication ran under compute, which did not, and why. Traces may be gzipped, and
     of this library or FSDP2."""
     if steps is not None and steps < 1:
         raise BadInput(f"--steps {steps}: must be at least 1")
-    write_overlap_report(traces, against or [], out, steps)
+    make_reports = watch_traces if watch else write_overlap_report
+    make_reports(traces, against or [], out, steps)
 
 
 @app.command()

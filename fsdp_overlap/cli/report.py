@@ -1,7 +1,10 @@
 """The overlap report in a terminal and in files."""
 
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 from rich.console import Console, JustifyMethod
@@ -17,6 +20,7 @@ from fsdp_overlap.profiling.tables import Table, kinds_table, ranks_table
 
 _SUFFIXES = (".json", ".json.gz")
 _RECORD = "overlap.json"
+_LOOK_SECONDS = 1.0  # between two looks at the files of a job that runs
 
 
 def report(
@@ -24,9 +28,8 @@ def report(
 ) -> None:
     """Reads the traces of one run, or of two, shows the report and writes it to `out`, by default
     where the first trace is. Raises BadInput before anything is written."""
+    _check_is_folder(out)
     runs = [(paths, find_traces(paths)) for paths in (given, against) if paths]
-    if out is not None and out.exists() and not out.is_dir():
-        raise BadInput(f"--out {out} is not a folder")
     if len(runs) == 2 and runs[0][1] == runs[1][1]:
         raise BadInput(f"--against {against[0]}: that is the same run")
     names = _names([paths for paths, _ in runs])
@@ -37,6 +40,45 @@ def report(
     write_report(reports, folder)
     show_report(reports)
     print(f"\n{folder / 'overlap.html'}, .png and .json")
+
+
+def watch(
+    given: Sequence[Path], against: Sequence[Path], out: Path | None, steps: int | None
+) -> None:
+    """Reports as `report` does, each time that there are other traces, until Ctrl-C. A file is read
+    when it was the same in two looks. Raises BadInput for a path that is not there."""
+    _check_is_folder(out)
+    console = Console(stderr=True, highlight=False)
+    before: dict[Path, tuple[int, int]] = {}
+    reported: dict[Path, tuple[int, int]] = {}
+    with console.status("waiting for traces; Ctrl-C ends this"), suppress(KeyboardInterrupt):
+        while True:
+            now = _changes(given, against)
+            if now and now == before and now != reported:
+                try:
+                    report(given, against, out, steps)
+                except BadInput as error:  # such as a file that is written right now
+                    console.print(f"not reported: {error}", markup=False, soft_wrap=True)
+                reported = now
+            before = now
+            time.sleep(_LOOK_SECONDS)
+
+
+def _changes(*runs: Sequence[Path]) -> dict[Path, tuple[int, int]]:
+    """When each trace was changed and its size; nothing while a run has none."""
+    for path in chain(*runs):
+        if not path.exists():
+            raise BadInput(f"{path}: no such file or folder")
+    try:
+        traces = {trace: trace.stat() for paths in runs for trace in find_traces(paths)}
+    except (BadInput, FileNotFoundError):
+        return {}
+    return {trace: (found.st_mtime_ns, found.st_size) for trace, found in traces.items()}
+
+
+def _check_is_folder(out: Path | None) -> None:
+    if out is not None and out.exists() and not out.is_dir():
+        raise BadInput(f"--out {out} is not a folder")
 
 
 def find_traces(paths: Sequence[Path]) -> list[Path]:

@@ -14,6 +14,7 @@ from torch import nn
 from fsdp_overlap.modelled.device import Call, ModelledDevice, Operation
 from fsdp_overlap.modelled.findings import place
 from fsdp_overlap.modelled.functional import Functional, is_functional
+from fsdp_overlap.modelled.shapes import run_on_shapes
 from fsdp_overlap.torch_internals import (
     DisableTorchFunction,
     FakeTensor,
@@ -261,8 +262,10 @@ def run_without_values(
     if about.name == "_to_copy" and any(without) and not makes_on_device:
         dtype = kwargs.get("dtype") or tensors[0].dtype
         return torch.zeros(tensors[0].shape, dtype=dtype, device="cpu")
-    if all(without) or not any(without):
+    if not any(without):
         return func(*args, **kwargs)
+    if all(without):
+        return run_on_shapes(func, args, kwargs, tensors)
     replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def without_values(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """Measures this library against FSDP2: all benchmarks, or those that are named.
 
 Each benchmark is a script of this folder and runs in a process of its own, one after the other.
-`--out` then holds summary.md and summary.json, and the figures, plot and output of each. The exit
-code is 1 if a benchmark could not run or a claim does not hold; a missed target is only reported.
+`--out` then holds summary.md and summary.json, and the figures, plot and output of each;
+`results.py` makes docs/performance.md of them. The exit code is 1 if a benchmark could not run or
+a claim does not hold; a missed target is only reported.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from fsdp_overlap.cli.errors import BadInput
 from fsdp_overlap.cli.run_folder import check_out
+from harness.benchmarks import BENCHMARKS, Benchmark
 from harness.measurement import Measurement, read_measurement
 from harness.output import fail
 from harness.plot import plot
@@ -33,71 +34,6 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 _POLL_SECONDS = 0.1
 # What the scripts say when a rank has said it before.
 _SAID_BEFORE = "its error is above"
-
-
-@dataclass(frozen=True)
-class Benchmark:
-    """A script of this folder and its arguments, in a full and in a quick run."""
-
-    name: str
-    script: str
-    arguments: str
-    quick: str
-
-    def command(self, quick: bool) -> list[str]:
-        """From the repository, without the interpreter."""
-        arguments = self.quick if quick else self.arguments
-        return [f"scripts/bench/{self.script}", *arguments.split()]
-
-
-BENCHMARKS = (
-    Benchmark("host_overhead", "host_overhead.py", "", "--rounds 10 --warmup 3"),
-    Benchmark(
-        "units",
-        "host_overhead.py",
-        "--blocks 8 32 64 128 256 --rounds 30 --warmup 3",
-        "--blocks 8 32 64 --rounds 5 --warmup 2",
-    ),
-    Benchmark("optimizer", "optimizer.py", "", "--rounds 10 --warmup 3"),
-    Benchmark("link", "link.py", "", "--rounds 2 --steps 1"),
-    Benchmark(
-        "link_speed",
-        "link_speed.py",
-        "--rows 64 --sleep 40",
-        "--rows 64 --sleep 40 --rounds 2 --steps 1 --rates 2gbit unlimited",
-    ),
-    Benchmark(
-        "link_4_ranks",
-        "link.py",
-        "--ranks 4 --rounds 5",
-        "--ranks 4 --rounds 2 --steps 1",
-    ),
-    Benchmark("hsdp", "hsdp.py", "", "--rounds 2 --blocks 3"),
-    Benchmark(
-        "schedule",
-        "link.py",
-        "--rows 64 --sleep 43 --rounds 5",
-        "--rows 64 --sleep 43 --rounds 2 --steps 1",
-    ),
-    Benchmark(
-        "training",
-        "link.py",
-        "--optimizer muon --stage 2 --steps 1",
-        "--optimizer muon --stage 2 --rounds 1 --steps 1",
-    ),
-    Benchmark("ddp", "ddp.py", "", "--rounds 2"),
-    Benchmark("order_check", "order_check.py", "", "--rounds 2 --blocks 3"),
-    Benchmark("memory", "memory.py", "", "--rounds 3"),
-    Benchmark("stage_memory", "stage_memory.py", "", "--layers 3 --width 256"),
-    Benchmark("muon", "muon.py", "", "--rounds 1"),
-    Benchmark("checkpoint", "checkpoint.py", "", "--rounds 2"),
-    Benchmark("collectives", "collectives.py", "", "--rounds 3 --warmup 1"),
-    Benchmark("layouts", "layouts.py", "", "--model Llama-3"),
-    Benchmark("ragged", "link.py", "--layout whole", "--layout whole --rounds 2 --steps 1"),
-    Benchmark("few_bits", "few_bits.py", "", "--rounds 1 --steps 1 --blocks 3"),
-    Benchmark("predicted", "predicted.py", "", "--rounds 1"),
-    Benchmark("soak", "soak.py", "", "--steps 200"),
-)
 
 
 def find_benchmarks(names: Sequence[str]) -> list[Benchmark]:

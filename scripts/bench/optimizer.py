@@ -126,7 +126,7 @@ CLIPS = {
         "ours, fsdp_overlap.optim.clip_grad_norm_",
         ours,
         clipping(optim.clip_grad_norm_),
-        target=0.35,
+        target=0.15,
     ),
 }
 CLIP_REFERENCES = ("fsdp2-clip", "fsdp2-clip-foreach")

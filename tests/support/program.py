@@ -7,6 +7,7 @@ the program starts and ends its processes need that; claims about what it comput
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import runpy
@@ -22,6 +23,8 @@ from typing import Any
 from support.ranks import PRELOAD
 
 END_SECONDS = 30.0  # for ranks, once their launcher has ended
+STACKS_SECONDS = 2.0  # for processes that hang, to write where
+_TELL_STACKS = signal.SIGUSR2
 
 
 class Program:
@@ -72,10 +75,12 @@ class Program:
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """What was printed, once the process has ended and so have its ranks. After `timeout`
-        seconds they are killed, which an assertion reports."""
+        seconds they write their stacks and are killed, which an assertion reports."""
         self._process.join(timeout)
         is_late = self.returncode is None
         if is_late:
+            os.killpg(self.pid, _TELL_STACKS)
+            time.sleep(STACKS_SECONDS)
             os.killpg(self.pid, signal.SIGKILL)
             self._process.join()
         end = time.monotonic() + END_SECONDS
@@ -106,6 +111,7 @@ def _main(
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, number)
         os.close(descriptor)
+    faulthandler.register(_TELL_STACKS, file=2)  # in the ranks that it forks, too
     os.chdir(folder)
     if torchrun is not None:
         from support.torchrun import main

@@ -181,6 +181,16 @@ def write_summary(rows: Sequence[Row], where: Circumstances, folder: Path) -> No
     (folder / "summary.md").write_text(page)
 
 
+def read_summary(path: Path) -> tuple[Circumstances, list[Row]]:
+    """What `write_summary` wrote as summary.json."""
+    record = json.loads(path.read_text())
+    rows = [
+        Row(**{**row, "ratio": None if row["ratio"] is None else Spread(**row["ratio"])})
+        for row in record.pop("rows")
+    ]
+    return Circumstances(**record), rows
+
+
 def not_met(rows: Sequence[Row]) -> list[str]:
     """A line for each target that was missed, each claim that does not hold, and each benchmark
     that measured nothing."""

@@ -1,0 +1,282 @@
+"""All benchmarks, in the order in which they run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A script of `scripts/bench` and its arguments, in a full and in a quick run.
+
+    topic: the heading under which its results stand. measures: what, in words. why: the section of
+    docs/performance_history.md that says what was tried.
+    """
+
+    name: str
+    script: str
+    arguments: str
+    quick: str
+    topic: str = ""
+    measures: str = ""
+    why: str = ""
+
+    def command(self, quick: bool) -> list[str]:
+        """From the repository, without the interpreter."""
+        arguments = self.quick if quick else self.arguments
+        return [f"scripts/bench/{self.script}", *arguments.split()]
+
+
+_HOST = "The host"
+_LINK = "A slow link"
+_DDP = "Against DDP"
+_MEMORY = "Memory"
+_MUON = "Muon"
+_CHECKPOINTS = "Checkpoints"
+_LAYOUTS = "Layouts and collectives"
+_TRUTH = "What must hold"
+
+BENCHMARKS = (
+    Benchmark(
+        "host_overhead",
+        "host_overhead.py",
+        "",
+        "--rounds 10 --warmup 3",
+        _HOST,
+        "host time of a unit of 14 parameters, beyond the unsharded step",
+        "host-overhead",
+    ),
+    Benchmark(
+        "host_copies",
+        "host_overhead.py",
+        "--rounds 40 --copies 2",
+        "--rounds 5 --warmup 2 --copies 2",
+        _HOST,
+        "the same with two copies of each shard (HSDP)",
+        "host-overhead",
+    ),
+    Benchmark(
+        "host_mixed",
+        "host_overhead.py",
+        "--rounds 40 --mixed",
+        "--rounds 5 --warmup 2 --mixed",
+        _HOST,
+        "the same in bfloat16, reduced in float32",
+        "host-overhead",
+    ),
+    Benchmark(
+        "units",
+        "host_overhead.py",
+        "--blocks 8 32 64 128 256 --rounds 30 --warmup 3",
+        "--blocks 8 32 64 --rounds 5 --warmup 2",
+        _HOST,
+        "the same for 8 to 256 blocks",
+        "host-overhead",
+    ),
+    Benchmark(
+        "optimizer",
+        "optimizer.py",
+        "",
+        "--rounds 10 --warmup 3",
+        _HOST,
+        "host time of AdamW's step and of clipping by norm, 448 small parameters",
+        "the-optimizers-step",
+    ),
+    Benchmark(
+        "link",
+        "link.py",
+        "",
+        "--rounds 2 --steps 1",
+        _LINK,
+        "forward and backward over 2 Gbit/s, against FSDP2 and the bound, with real compute",
+        "a-slow-link",
+    ),
+    Benchmark(
+        "schedule",
+        "link.py",
+        "--rows 64 --sleep 43 --rounds 5",
+        "--rows 64 --sleep 43 --rounds 2 --steps 1",
+        _LINK,
+        "the same with compute that leaves the cores alone",
+        "a-slow-link",
+    ),
+    Benchmark(
+        "whole",
+        "link.py",
+        "--whole --rate 1gbit --rows 64 --sleep 90 --rounds 6 --steps 1",
+        "--whole --rate 1gbit --rows 64 --sleep 90 --rounds 2 --steps 1 --blocks 4",
+        _LINK,
+        "a whole step, with clipping and AdamW, where compute takes as long as communication",
+        "whole-steps-and-their-edges",
+    ),
+    Benchmark(
+        "whole_ahead",
+        "link.py",
+        "--whole --rate 1gbit --rows 64 --sleep 90 --rounds 6 --steps 1 --prefetch 2",
+        "--whole --rate 1gbit --rows 64 --sleep 90 --rounds 2 --steps 1 --blocks 4 --prefetch 2",
+        _LINK,
+        "the same with two units fetched ahead",
+        "whole-steps-and-their-edges",
+    ),
+    Benchmark(
+        "whole_computing",
+        "link.py",
+        "--whole --rate 1gbit --rows 64 --sleep 190 --rounds 4 --steps 1",
+        "--whole --rate 1gbit --rows 64 --sleep 190 --rounds 2 --steps 1 --blocks 4",
+        _LINK,
+        "the same where compute takes twice as long",
+        "whole-steps-and-their-edges",
+    ),
+    Benchmark(
+        "whole_sending",
+        "link.py",
+        "--whole --rate 1gbit --rows 64 --sleep 40 --rounds 4 --steps 1",
+        "--whole --rate 1gbit --rows 64 --sleep 40 --rounds 2 --steps 1 --blocks 4",
+        _LINK,
+        "the same where communication takes twice as long",
+        "whole-steps-and-their-edges",
+    ),
+    Benchmark(
+        "link_speed",
+        "link_speed.py",
+        "--rows 64 --sleep 40",
+        "--rows 64 --sleep 40 --rounds 2 --steps 1 --rates 2gbit unlimited",
+        _LINK,
+        "forward and backward against the speed of the link",
+        "a-slow-link",
+    ),
+    Benchmark(
+        "link_4_ranks",
+        "link.py",
+        "--ranks 4 --rounds 5",
+        "--ranks 4 --rounds 2 --steps 1",
+        _LINK,
+        "the same on four ranks",
+        "a-slow-link",
+    ),
+    Benchmark(
+        "hsdp",
+        "hsdp.py",
+        "",
+        "--rounds 2 --blocks 3",
+        _LINK,
+        "training on a mesh with copies of each shard",
+        "copies-of-shards",
+    ),
+    Benchmark(
+        "training",
+        "link.py",
+        "--optimizer muon --stage 2 --steps 1",
+        "--optimizer muon --stage 2 --rounds 1 --steps 1",
+        _LINK,
+        "a step with Muon, and what overlap gains",
+        "training-with-an-optimizer",
+    ),
+    Benchmark(
+        "few_bits",
+        "few_bits.py",
+        "",
+        "--rounds 1 --steps 1 --blocks 3",
+        _LINK,
+        "a step with parameters and gradients sent in 8 bits, and the bytes on the link",
+        "few-bits",
+    ),
+    Benchmark(
+        "ddp",
+        "ddp.py",
+        "",
+        "--rounds 2",
+        _DDP,
+        "a step of training with clipping and AdamW, where a model fits",
+        "against-ddp",
+    ),
+    Benchmark(
+        "memory",
+        "memory.py",
+        "",
+        "--rounds 3",
+        _MEMORY,
+        "peak memory of forward and backward, in blocks of parameters",
+        "the-memory-of-a-step",
+    ),
+    Benchmark(
+        "stage_memory",
+        "stage_memory.py",
+        "",
+        "--layers 3 --width 256",
+        _MEMORY,
+        "what the main job keeps at each ZeRO stage, releases, and needs to save",
+        "the-memory-of-stages",
+    ),
+    Benchmark(
+        "muon",
+        "muon.py",
+        "",
+        "--rounds 1",
+        _MUON,
+        "Muon's step, against FSDP2's and unsharded",
+        "muons-step",
+    ),
+    Benchmark(
+        "checkpoint",
+        "checkpoint.py",
+        "",
+        "--rounds 2",
+        _CHECKPOINTS,
+        "time and memory of saving and loading",
+        "checkpoints",
+    ),
+    Benchmark(
+        "collectives",
+        "collectives.py",
+        "",
+        "--rounds 3 --warmup 1",
+        _LAYOUTS,
+        "ways to gather and to reduce on gloo",
+        "collectives-on-gloo",
+    ),
+    Benchmark(
+        "layouts",
+        "layouts.py",
+        "",
+        "--model Llama-3",
+        _LAYOUTS,
+        "balance and planning time for real models",
+        "layouts",
+    ),
+    Benchmark(
+        "ragged",
+        "link.py",
+        "--layout whole",
+        "--layout whole --rounds 2 --steps 1",
+        _LAYOUTS,
+        "a step over 2 Gbit/s with ragged shards, against equal ones",
+        "layouts",
+    ),
+    Benchmark(
+        "order_check",
+        "order_check.py",
+        "",
+        "--rounds 2 --blocks 3",
+        _TRUTH,
+        "what it costs that ranks check that they run the same units",
+        "the-check-of-the-order",
+    ),
+    Benchmark(
+        "predicted",
+        "predicted.py",
+        "",
+        "--rounds 1",
+        _TRUTH,
+        "steps and memory as predicted for this machine, against those measured",
+    ),
+    Benchmark(
+        "soak",
+        "soak.py",
+        "",
+        "--steps 200",
+        _TRUTH,
+        "2000 steps: flat memory, exact counters, equal ranks",
+        "the-soak",
+    ),
+)
