@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from typing import Any
 from support.ranks import PRELOAD
 
 END_SECONDS = 30.0  # for ranks, once their launcher has ended
-STACKS_SECONDS = 2.0  # for processes that hang, to write where
+STACKS_SECONDS = 0.5  # for a process that hangs, to write where
 _TELL_STACKS = signal.SIGUSR2
 
 
@@ -79,8 +80,10 @@ class Program:
         self._process.join(timeout)
         is_late = self.returncode is None
         if is_late:
-            os.killpg(self.pid, _TELL_STACKS)
-            time.sleep(STACKS_SECONDS)
+            for process in (self.pid, *self.ranks()):  # one by one: they write to the same file
+                with suppress(ProcessLookupError):
+                    os.kill(process, _TELL_STACKS)
+                time.sleep(STACKS_SECONDS)
             os.killpg(self.pid, signal.SIGKILL)
             self._process.join()
         end = time.monotonic() + END_SECONDS
