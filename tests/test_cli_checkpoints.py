@@ -99,7 +99,6 @@ def test_a_run_that_was_asked_to_stop_saves_and_goes_on_as_if_it_had_not(
     assert_is_the_run_left_alone(copy, runs)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("in_a_save", [False, True])
 def test_a_killed_run_resumes_as_if_it_had_not_been(
     runs: Path, tmp_path: Path, in_a_save: bool
@@ -132,7 +131,6 @@ def test_ranks_whose_launcher_was_killed_save_and_end(runs: Path, tmp_path: Path
     assert latest(run).name >= "step-000004"
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_ranks(runs: Path, copy: Path) -> None:
     finish(start(runs, f"--resume {copy} --ranks 1"))
     mine, alone = curve(copy), curve(runs / "alone")
@@ -141,7 +139,6 @@ def test_a_run_goes_on_with_another_number_of_ranks(runs: Path, copy: Path) -> N
     assert json.loads((copy / "config.json").read_text())["batch_size"] == 8
 
 
-@pytest.mark.slow
 def test_the_last_are_kept_and_a_finished_run_resumes_to_its_end(runs: Path) -> None:
     names = sorted(path.name for path in (runs / "alone" / "checkpoints").iterdir())
     assert names == ["step-000020", "step-000024"]
@@ -179,7 +176,6 @@ def test_a_damaged_checkpoint_is_refused_before_anything_starts(
     assert files_of(copy) == before
 
 
-@pytest.mark.slow
 def test_damaged_values_are_refused_before_the_run_is_touched(runs: Path, copy: Path) -> None:
     flip(latest(copy) / "__0_0.distcp")
     before = files_of(copy)

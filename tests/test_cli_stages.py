@@ -200,7 +200,6 @@ def gathers_of(run: Path) -> dict[str, set[float]]:
     return found
 
 
-@pytest.mark.slow
 def test_a_run_at_stage_1_with_microbatches_goes_on_as_if_it_had_not_stopped(
     runs: Path, interrupted: Path
 ) -> None:
@@ -213,7 +212,6 @@ def test_a_run_at_stage_1_with_microbatches_goes_on_as_if_it_had_not_stopped(
     assert gathers_of(interrupted) == gathers_of(runs / "alone")
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_at_its_stage_with_another_number_of_ranks(
     runs: Path, interrupted: Path
 ) -> None:
@@ -222,13 +220,11 @@ def test_a_run_goes_on_at_its_stage_with_another_number_of_ranks(
     assert [m["loss"] for m in mine] == pytest.approx([m["loss"] for m in alone], rel=1e-3)
 
 
-@pytest.mark.slow
 def test_the_report_shows_what_the_stage_gains(runs: Path) -> None:
     # At stage 3, for each of two microbatches: backward finds the root and the last block.
     assert gathers_of(runs / "alone") == {"stage 1": {UNITS}, "stage 3": {2 * (2 * UNITS - 2)}}
 
 
-@pytest.mark.slow
 def test_what_a_run_with_microbatches_cannot_be_resumed_with_is_one_line(
     interrupted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -59,6 +59,7 @@ def finished(
     return path, done
 
 
+@pytest.mark.slow
 def test_a_run_leaves_its_folder_and_says_what_it_did(
     finished: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
@@ -104,7 +105,6 @@ def test_the_traces_hold_every_collective_of_two_steps(
     assert re.search(r"^forward all-gathers +rank [01] +[\d.]+ of 4 ", done.stdout, re.MULTILINE)
 
 
-@pytest.mark.slow
 def test_torchrun_gives_the_same_run(
     tmp_path: Path, text_file: Path, finished: tuple[Path, subprocess.CompletedProcess[str]]
 ) -> None:
@@ -121,7 +121,6 @@ def test_torchrun_gives_the_same_run(
     ]
 
 
-@pytest.mark.slow
 def test_how_many_ranks_share_a_batch_does_not_change_the_run(
     tmp_path: Path, text_file: Path, finished: tuple[Path, subprocess.CompletedProcess[str]]
 ) -> None:
@@ -134,7 +133,6 @@ def test_how_many_ranks_share_a_batch_does_not_change_the_run(
     assert one[-1]["grad_norm"] == pytest.approx(two[-1]["grad_norm"], rel=1e-3)
 
 
-@pytest.mark.slow
 def test_a_failing_rank_fails_the_command_readably(tmp_path: Path, text_file: Path) -> None:
     # More sequences than any memory holds.
     huge = ["--batch-size", str(1 << 50), "--data", str(text_file)]

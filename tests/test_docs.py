@@ -94,7 +94,6 @@ def run_commands(page: Path, folder: Path) -> None:
         assert process.returncode == 0, err
 
 
-@pytest.mark.slow
 def test_the_commands_on_checkpoints_run(tmp_path: Path) -> None:
     run_commands(DOCS / "checkpoints.md", tmp_path)
     assert (tmp_path / "small.pt").exists()
@@ -146,7 +145,6 @@ def test_the_readmes_twelve_lines_train() -> None:
     run_ranks(train_by_the_readme, 2)
 
 
-@pytest.mark.slow
 def test_the_readmes_commands_run(tmp_path: Path) -> None:
     install, commands = blocks_of(README, "bash")
     assert "pip install ." in install

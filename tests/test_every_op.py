@@ -346,6 +346,7 @@ def walk(part: int, parts: int) -> tuple[set[str], set[str], list[str]]:
 
 
 # In parts, so that each test stays short. A third rank is no new case for most ops.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "part", "parts"), [(2, 0, 3), (2, 1, 3), (2, 2, 3), (3, 0, 12)]
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+import pytest
 from hypothesis import Phase
 
 from fsdp_overlap import Flat
@@ -16,6 +17,7 @@ from support.fuzz_training import AllReduce, ParamSync, Step, Train
 from support.random_models import Node
 
 
+@pytest.mark.slow
 def test_random_programs_do_what_they_do_without_sharding() -> None:
     """And every kind of operation was among them, and did something; so was every optimizer, and
     tensor parallelism and expert parallelism."""

@@ -258,6 +258,7 @@ def run_all(only: str = "") -> dict[str, tuple[list[str], list[Issued]]]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", PROGRAMS)
 def test_training_equals_unsharded_training_and_all_of_it_is_ordered(world_size: int) -> None:
     ranks = run_ranks(run_all, world_size, backend=BACKEND, timeout=100)

@@ -391,6 +391,7 @@ TRAINING = [
 ]
 
 
+@pytest.mark.slow
 def test_training_equals_unsharded_training_and_sends_nothing_that_nobody_wrote(
     tmp_path: Path,
 ) -> None:

@@ -47,7 +47,6 @@ def kill_rank(process: Program, rank: int, when: Callable[[], bool]) -> None:
     os.kill(process.ranks()[rank], signal.SIGKILL)
 
 
-@pytest.mark.slow
 def test_a_run_whose_rank_died_ends_as_if_it_had_not(runs: Path) -> None:
     """Before there is a checkpoint, and while one is written."""
     run = runs / "killed"
@@ -62,7 +61,6 @@ def test_a_run_whose_rank_died_ends_as_if_it_had_not(runs: Path) -> None:
     assert_is_the_run_left_alone(run, runs)
 
 
-@pytest.mark.slow
 def test_torchrun_restarts_the_run_that_it_has_begun(runs: Path) -> None:
     """Also where nobody named its folder."""
     torchrun = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
@@ -74,7 +72,6 @@ def test_torchrun_restarts_the_run_that_it_has_begun(runs: Path) -> None:
     assert_is_the_run_left_alone(run, runs)
 
 
-@pytest.mark.slow
 def test_when_restarts_are_used_up_the_dead_rank_is_named(runs: Path) -> None:
     run = runs / "dead"
     process = Program(runs, [*TINY.split(), "--out", "dead"])

@@ -177,6 +177,7 @@ def cut(found: Training) -> tuple[Any, ...]:
     return found.batch, found.checkpointing
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("measured_once")
 def test_the_best_plan_is_that_of_an_exhaustive_search() -> None:
     given, limit = training(sequence=2048), 500 * MIB

@@ -106,6 +106,7 @@ def counts_of(table: str) -> list[tuple[str, str]]:
     return [(row[1], row[2]) for row in found if row]
 
 
+@pytest.mark.slow
 def test_the_page_prints_what_it_says(tmp_path: Path) -> None:
     shown = [text.strip("\n") for language, text in blocks() if language == "text"]
     for command, out in run_page(tmp_path):

@@ -417,6 +417,7 @@ def long_run(steps: int) -> None:
             twins.check_parameters()
 
 
+@pytest.mark.slow
 def test_hundreds_of_steps_with_random_delays_never_use_a_stale_parameter() -> None:
     run_ranks(long_run, 2, 200)
 

@@ -108,6 +108,7 @@ def test_without_a_checksum_the_metadata_may_lie_but_not_surprise(
         assert_same(state, target())
 
 
+@pytest.mark.slow
 def test_without_verification_only_the_elements_of_tensors_are_believed(folder: Path) -> None:
     """All damage of one bit: refused, without effect, or in the elements."""
     state = target()
