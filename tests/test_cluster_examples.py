@@ -59,8 +59,9 @@ def free_port() -> int:
 def folder(tmp_path: Path) -> Path:
     """Where commands run, with a folder `bin` for stand-ins."""
     (tmp_path / "bin").mkdir()
-    torchrun = Path(__file__).parent / "support" / "torchrun.py"
-    for name, script in {**STUBS, "torchrun": f'exec {sys.executable} {torchrun} "$@"'}.items():
+    found = f'PYTHONPATH="{Path(__file__).parent}:$PYTHONPATH"'
+    torchrun = f'{found} exec {sys.executable} -m support.torchrun "$@"'
+    for name, script in {**STUBS, "torchrun": torchrun}.items():
         path = tmp_path / "bin" / name
         path.write_text(f"#!/usr/bin/env bash\n{script}\n")
         path.chmod(0o755)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,6 +76,32 @@ def test_where_there_is_no_browser_the_page_is_skipped_but_in_ci(
     monkeypatch.setenv("CI", "true")
     with pytest.raises(pytest.fail.Exception, match=r"install Debian's chromium.*CI=true"):
         find_browser()
+
+
+def test_it_is_dark_where_the_reader_wants_that(page: Page) -> None:
+    def brightness(selector: str, property: str) -> float:
+        colour = page.locator(selector).first.evaluate(
+            "(element, property) => getComputedStyle(element)[property]", property
+        )
+        return sum(map(int, re.findall(r"\d+", colour)[:3])) / 3
+
+    texts = [("td", "color"), ("#timeline .ytick text", "fill"), ("#timeline .legendtext", "fill")]
+    assert brightness("body", "backgroundColor") > 200
+    assert all(brightness(*text) < 100 for text in texts)
+    page.emulate_media(color_scheme="dark")
+    assert brightness("body", "backgroundColor") < 50
+    assert all(brightness(*text) > 180 for text in texts)
+    page.emulate_media(color_scheme="light")
+
+
+def test_on_a_phone_nothing_is_wider_than_it(page: Page) -> None:
+    browser = page.context.browser
+    assert browser is not None
+    phone = browser.new_page(viewport={"width": 400, "height": 800})
+    phone.goto(page.url)
+    phone.wait_for_selector("#timeline .trace.bars .point path")
+    assert phone.evaluate("document.documentElement.scrollWidth") <= 400
+    phone.close()
 
 
 def spans(record: dict[str, Any], which: str) -> list[tuple[float, float]]:

@@ -147,3 +147,33 @@ def test_a_program_that_hangs_writes_its_stacks(tmp_path: Path) -> None:
         program.communicate(timeout=0.2)
     for name in ("launcher_waits", "rank_waits"):
         assert f"in {name}" in str(raised.value)
+
+
+COUNTS = """
+import os
+from pathlib import Path
+
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+def count():
+    launcher = os.getppid()
+    ranks = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    Path(os.environ["RANK"]).write_text(str(len(ranks)))
+
+if "RANK" in os.environ:
+    count()
+else:
+    by = dict(rdzv_backend="c10d", rdzv_endpoint="localhost:0", run_id="it", start_method="fork")
+    elastic_launch(LaunchConfig(1, 1, 3, **by), count)()
+"""
+
+
+@pytest.mark.parametrize("torchrun", [None, ["--standalone", "--nproc-per-node", "3"]])
+def test_ranks_that_are_forked_begin_once_all_are(
+    tmp_path: Path, torchrun: list[str] | None
+) -> None:
+    (tmp_path / "counts.py").write_text(COUNTS)
+    program = Program(tmp_path, ["counts.py"], torchrun, is_script=True)
+    out = program.communicate(timeout=60)
+    assert program.returncode == 0, out
+    assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == ["3"] * 3

@@ -25,7 +25,12 @@ def write_html(reports: Mapping[str, Report], path: str | os.PathLike[str]) -> N
     page = environment.get_template("page.html").render(
         title=" against ".join(reports),
         findings={name: diagnose(report) for name, report in reports.items()},
-        timeline=figure.to_html(full_html=False, include_plotlyjs=True, div_id="timeline"),
+        timeline=figure.to_html(
+            full_html=False,
+            include_plotlyjs=True,
+            div_id="timeline",
+            config={"displayModeBar": False},  # on narrow screens it would cover the legend
+        ),
         ranks=ranks_table(reports),
         kinds=kinds_table(reports),
         collectives={
@@ -64,12 +69,14 @@ def _figure(reports: Mapping[str, Report]) -> Any:
     figure.update_layout(
         barmode="overlay",
         template="plotly_white",
+        paper_bgcolor="rgba(0, 0, 0, 0)",  # the page's own, light or dark
+        plot_bgcolor="rgba(0, 0, 0, 0)",
         dragmode="zoom",
         hovermode="closest",
         height=140 + _PIXELS_PER_ROW * rows,
         margin={"l": 10, "r": 10, "t": 10, "b": 40},
         legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"},
-        xaxis={"title": "ms"},
+        xaxis={"title": "ms", "zeroline": False},
         yaxis={
             "range": [rows - 0.4, -0.6],
             "tickvals": list(range(rows)),

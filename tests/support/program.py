@@ -126,7 +126,9 @@ def _main(
     import torch
 
     from fsdp_overlap.cli import __main__, launch
+    from support.beginning import begin_together
 
+    begin_together()
     # A pool of threads would be gone in forked ranks, which would wait for it.
     torch.set_num_threads(1)
     if is_script:

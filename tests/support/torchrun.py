@@ -1,5 +1,5 @@
 """torchrun, run as it is, but for one thing: ranks are forks of it, and not new interpreters that
-import torch for seconds each. ``python tests/support/torchrun.py`` takes torchrun's arguments."""
+import torch for seconds each. ``python -m support.torchrun`` takes torchrun's arguments."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing import subprocess_handler
+
+from support.beginning import begin_together
 
 _PR_SET_PDEATHSIG = 1
 
@@ -63,6 +65,7 @@ def main(arguments: list[str]) -> None:
     # A pool of threads would be gone in forked ranks, which would wait for it.
     torch.set_num_threads(1)
     subprocess_handler.subprocess_handler.Popen = Fork
+    begin_together()
     run.main(arguments)
 
 
