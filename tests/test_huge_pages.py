@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fsdp_overlap.layout import Flat, ParamSpec, plan_units
+from fsdp_overlap.tensor import flat_buffer
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 from fsdp_overlap.tensor.huge_pages import LARGE_BYTES
 
@@ -23,16 +24,28 @@ def asks_for_huge_pages(address: int) -> bool:
     raise AssertionError("no such mapping")
 
 
+def buffer_of(nbytes: int) -> FlatBuffer:
+    [plan] = plan_units([[ParamSpec("w", (nbytes // 4,), torch.float32)]], 1, Flat())
+    return FlatBuffer(plan, torch.float32, torch.device("cpu"))
+
+
 @pytest.mark.skipif(
     sys.platform != "linux" or not Path("/sys/kernel/mm/transparent_hugepage").exists(),
     reason="needs huge pages",
 )
-@pytest.mark.parametrize(("nbytes", "expected"), [(2 * LARGE_BYTES, True), (1 << 20, False)])
-def test_buffers_ask_for_huge_pages_if_they_are_large(nbytes: int, expected: bool) -> None:
-    [plan] = plan_units([[ParamSpec("w", (nbytes // 4,), torch.float32)]], 1, Flat())
-    buffer = FlatBuffer(plan, torch.float32, torch.device("cpu"))
+def test_large_buffers_ask_for_huge_pages() -> None:
+    buffer = buffer_of(2 * LARGE_BYTES)
     for _ in range(2):  # memory is new each time
         buffer.allocate()
         buffer.flat.zero_()
-        assert asks_for_huge_pages(buffer.flat.data_ptr() + nbytes // 2) is expected
+        assert asks_for_huge_pages(buffer.flat.data_ptr() + buffer.nbytes // 2)
         buffer.free()
+
+
+def test_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Their pages may be huge all the same: numpy asks for memory that is used again.
+    asked: list[int] = []
+    monkeypatch.setattr(flat_buffer, "use_huge_pages", lambda address, nbytes: asked.append(nbytes))
+    for nbytes in (1 << 20, LARGE_BYTES):
+        buffer_of(nbytes).allocate()
+    assert asked == [LARGE_BYTES]
