@@ -42,8 +42,8 @@ class Note:
     """How many order checks it issued, and how many other collectives."""
     issued: dict[str, int | None] = field(default_factory=dict)
     """How many collectives it issued on each group, by the group's name."""
-    steps: dict[str, int] = field(default_factory=dict)
-    """How many steps of optimizers it began on each group, by the group's name."""
+    begun: dict[str, int] = field(default_factory=dict)
+    """How many exchanges beside units it began on each group, by the group's name."""
     has_reset: bool = False
     units: tuple[str, ...] = ()
     """The labels of the mesh's buckets, in the order in which they were made."""
@@ -125,9 +125,9 @@ class Faults:
         self._resets_before: dict[str, int] = {}
         """How many resets came before the first at which ranks met in a store, by its name. Ranks
         of tensor parallelism that share a store may have reset more or less often before."""
-        self._steps: dict[str, tuple[frozenset[int], int]] = {}
-        """The ranks that share an optimizer's matrices, and how many steps this one began with
-        them, by the name of their group."""
+        self._begun: dict[str, tuple[frozenset[int], int, str]] = {}
+        """The ranks that exchange data beside units, how often this one began to with them, and
+        what the last time was for, by the name of their group."""
         _all.add(self)
 
     def look(self) -> None:
@@ -178,14 +178,14 @@ class Faults:
             self._event = f"{where} raised {error!r}"
             self._post()
 
-    def begins_step(self, group: dist.ProcessGroup) -> None:
-        """Notes that this rank begins a step of an optimizer for which the ranks of ``group``
-        exchange data. All of them must take it between the same other collectives."""
+    def begins(self, what: str, group: dist.ProcessGroup) -> None:
+        """Notes that this rank begins ``what``, as a step of an optimizer, for which the ranks of
+        ``group`` exchange data. All of them must take it between the same other collectives."""
         name = group.group_name
-        if name not in self._steps:
-            self._steps[name] = frozenset(dist.get_process_group_ranks(group)), 0
-        ranks, before = self._steps[name]
-        self._steps[name] = ranks, before + 1
+        if name not in self._begun:
+            self._begun[name] = frozenset(dist.get_process_group_ranks(group)), 0, what
+        ranks, before, _ = self._begun[name]
+        self._begun[name] = ranks, before + 1, what
 
     def gave_up(self, what: str, error: BaseException) -> None:
         """Ends what the others wait for, because ``error`` left collectives of ``what`` half
@@ -260,7 +260,7 @@ class Faults:
         """Forgets the last fault. Everything is at rest again."""
         self._failure = self._event = ""
         self._has_reset = False
-        self._steps.clear()
+        self._begun.clear()
 
     def _fail(self, text: str) -> str:
         """Notes what happened, and ends what the other ranks wait for. Returns ``text``."""
@@ -293,7 +293,7 @@ class Faults:
             self._failure,
             check.progress,
             self._groups.issued(),
-            {name: begun for name, (_, begun) in self._steps.items()},
+            {name: begun for name, (_, begun, _) in self._begun.items()},
             self._has_reset,
             tuple(party.labels),
             tuple(check.history),
@@ -322,20 +322,20 @@ class Faults:
                     # If that rank learned of the failure from another, the text names the other.
                     is_first = " ended: " not in note.failure
                     told = told or (f"rank {rank} ended: " if is_first else "") + note.failure
-                elif note.progress > check.progress and self._has_skipped(rank, note):
+                elif note.progress > check.progress and (what := self._skipped(rank, note)):
                     told = told or (
-                        f"rank {rank} went on without an optimizer's step that this rank has begun "
-                        "with it: call step() on every rank, or on none"
+                        f"rank {rank} went on without {what} that this rank has begun with it: "
+                        "call it on every rank, or on none"
                     )
         return told
 
-    def _has_skipped(self, rank: int, note: Note) -> bool:
-        """Whether ``rank``, which wrote ``note``, began fewer steps of an optimizer than this rank
-        did together with it."""
-        return any(
-            rank in ranks and note.steps.get(name, 0) < begun
-            for name, (ranks, begun) in self._steps.items()
-        )
+    def _skipped(self, rank: int, note: Note) -> str:
+        """What this rank has begun together with ``rank``, which wrote ``note``, more often than
+        that. Empty if nothing."""
+        for name, (ranks, begun, what) in self._begun.items():
+            if rank in ranks and note.begun.get(name, 0) < begun:
+                return what
+        return ""
 
     def _read_resets(self) -> str:
         """Like :meth:`_read`, for ranks that issued less than this one and wait for it in the reset

@@ -114,7 +114,7 @@ class Teams:
         missing, the others find that by asking."""
         self.connect(team)
         if team.domain is not None:
-            team.domain.faults.begins_step(team.group)
+            team.domain.faults.begins("an optimizer's step", team.group)
 
     def dtype(self, team: Team | None, device: torch.device) -> torch.dtype:
         """The dtype that matrices are multiplied and sent in. Where processors differ, all ranks of
