@@ -90,6 +90,31 @@ def test_the_transformers_example_learns_and_saves_what_it_learned(tmp_path: Pat
     assert one[2] == other[2]
 
 
+def run_generation(folder: str) -> list[list[list[int]]]:
+    """What was generated. The last of it is what the saved model generates."""
+    from transformers import LlamaForCausalLM
+
+    program = load(EXAMPLES / "generation.py")
+    generated = program.run(Path(folder), steps=40, every=20)
+    dist.barrier()
+    saved = LlamaForCausalLM.from_pretrained(folder)
+    if generated:
+        assert torch.equal(program.generate(saved), generated[-1])
+    return [tokens.tolist() for tokens in generated]
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+def test_the_generation_example_generates_with_the_weights_that_are_trained(
+    tmp_path: Path,
+) -> None:
+    *trained, one, other = run_ranks(run_generation, 4, str(tmp_path))
+    assert trained == [[], []]
+    assert one == other
+    first, *_, last = one
+    counted = [[(row[0] + k * (row[1] - row[0])) % 17 for k in range(12)] for row in last]
+    assert last[0] == counted[0] != first[0]
+
+
 def run_pipeline() -> list[float]:
     losses: list[float] = load(EXAMPLES / "pipeline.py").run(steps=40)
     return losses

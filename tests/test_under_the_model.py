@@ -34,6 +34,8 @@ from fsdp_overlap.runtime.gradients import BucketGradients
 from fsdp_overlap.runtime.landing import Landing
 from fsdp_overlap.runtime.reduce_options import ReduceOptions
 from fsdp_overlap.runtime.transfers import Transfers
+from fsdp_overlap.weights import Resharding, export
+from fsdp_overlap.weights.exchange import Exchange as WeightsExchange
 from support.modelled import Program, run
 from support.modelled_modes import EXTENSIONS, MODES, OFFLOAD
 from support.zoo import Model
@@ -101,6 +103,8 @@ SENT_ROWS = "sent = self._encode(regions, plan)"
 KEPT_LOW = "gradients kept in bfloat16"
 CAST = "mean = mean.to(self.bucket.grad_dtype)"
 EXTENDED = "extensions"
+PUT_IN = "weights put into a model that gathers ahead"
+EXPORTED = "weights exported, prefetch 2"
 TAKEN = "_copy([own[each.start : each.stop].view(each.dtype) for each in pieces.all], sources)"
 
 # Every line of the lanes, tickets and releases that orders something.
@@ -252,6 +256,22 @@ DEFECTS = [
         "then()",
         EXTENDED,
         new=aside("full", "then()"),
+    ),
+    Defect(WeightsExchange, "start", "self.lane.after_compute()", EXPORTED),
+    Defect(Resharding, "run", "context_of(unit).transfers.gather_lane.before_compute()", PUT_IN),
+    Defect(
+        export,
+        "handed_over",
+        "tensor.record_stream(streams_of(tensor.device).current_stream())",
+        EXPORTED,
+    ),
+    Defect(export, "whole_weights", "ticket.wait()\n            for", EXPORTED, new="for"),
+    Defect(
+        export,
+        "whole_weights",
+        "RuntimeError):\n                ticket.wait()",
+        EXPORTED,
+        new="OSError): pass",
     ),
     Defect(Domain, "finish_reading", "self.reading.wait_on_host()", OFFLOADED),
     Defect(

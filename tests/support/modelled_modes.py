@@ -17,6 +17,11 @@ from fsdp_overlap.layout import Blocks, Flat, LayoutRule, Rows, Whole, pieces
 from fsdp_overlap.modelled import Stream, current_stream, fake_ranks, stream
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_, exchange
 from fsdp_overlap.runtime import gradients
+from fsdp_overlap.tensor.boxes import boxes
+from fsdp_overlap.weights import Resharding, export_weights
+from fsdp_overlap.weights import exchange as weights_exchange
+from fsdp_overlap.weights.regions import Region
+from fsdp_overlap.weights.routes import Note
 from support.experts import ROWS, WIDTH, Moe
 from support.extensions import Rounded, with_matrices_of
 from support.modelled import Program, trained
@@ -324,6 +329,87 @@ def unsharded_by_hand() -> None:
         handle.wait()
         program.model.layers[1].reshard()
         program.train(1)
+
+
+def told_by_all(mine: Any, group: Any, device: Any, what: str) -> list[Any]:
+    """What ranks that are not there would tell: each has its range of what this one has a range
+    of."""
+    arguments, note, raised = mine
+    found = []
+    for rank in range(group.size()):
+        has = {}
+        for name, side in note.has.items():
+            _, start, stop = next((each for each in RANGES[name] if each[0] == rank), (rank, 0, 0))
+            regions = [Region(box.offsets, box.sizes) for box in boxes(side.shape, start, stop)]
+            has[name] = side._replace(regions=tuple(regions))
+        wants = note.wants if WANTED_BY in (None, rank) else {}
+        found.append((arguments, Note(has, wants), raised))
+    return found
+
+
+def exported(ranks: list[int] | None, prefetch: int) -> None:
+    program = Program()
+    ranges = {n: p.placements[0].ranges for n, p in program.model.named_parameters()}
+    with (
+        patch.dict(RANGES, ranges),
+        patch(f"{__name__}.WANTED_BY", None if ranks is None else ranks[0]),
+        patch.object(weights_exchange, "gather_objects", told_by_all),
+    ):
+        for _ in range(2):
+            program.train(1)
+            pieces = export_weights(program.model, ranks=ranks, prefetch=prefetch, piece_bytes=300)
+            kept = [weight for _, weight in pieces]
+
+            def use_and_free(*_: object, kept: list[torch.Tensor] = kept) -> None:
+                for weight in kept:
+                    weight.add_(1)
+                kept.clear()
+
+            # Gathers of the units that follow may take this memory.
+            hook = program.model.layers[0].register_forward_hook(use_and_free)
+            program.train(1)
+            hook.remove()
+            for number, (_, weight) in enumerate(
+                export_weights(program.model, ranks=ranks, prefetch=prefetch, piece_bytes=300)
+            ):
+                weight.mul_(2)
+                if number == 3:
+                    break
+            with torch.no_grad():
+                for parameter in program.model.parameters():
+                    parameter.mul_(0.5)
+            program.train(1)
+
+
+RANGES: dict[str, Any] = {}
+WANTED_BY: int | None = None
+for prefetch in (0, 2):
+    MODES[f"weights exported, prefetch {prefetch}"] = partial(exported, None, prefetch)
+    MODES[f"weights exported to one rank, prefetch {prefetch}"] = partial(exported, [0], prefetch)
+    MODES[f"weights exported to another, prefetch {prefetch}"] = partial(exported, [3], prefetch)
+
+
+@mode
+def weights_put_into_a_model_that_gathers_ahead() -> None:
+    program = Program(optimizer_options={"gather_next": True})
+    whole = {n: torch.ones(p.shape, device="modelled") for n, p in program.model.named_parameters()}
+
+    def tell(found: list[str], mine: str, group: Any) -> None:
+        found[:] = [mine] * len(found)
+
+    with (
+        patch.object(weights_exchange, "gather_objects", lambda mine, group, *_: [mine] * 4),
+        patch("torch.distributed.all_gather_object", tell),
+    ):
+        resharding = Resharding(whole, program.model, piece_bytes=300)
+        for _ in range(2):
+            program.train(2)
+            for weight in whole.values():
+                weight.mul_(0.5)
+            resharding.run()
+            for weight in whole.values():
+                weight.add_(1)
+    program.train(1)
 
 
 @mode

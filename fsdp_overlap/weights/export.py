@@ -1,0 +1,130 @@
+"""Whole weights of a sharded model, one after the other."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_overlap.comm.lanes import Ticket
+from fsdp_overlap.comm.streams import has_streams, streams_of
+from fsdp_overlap.weights.exchange import Exchange, exchange_of, sides_of
+from fsdp_overlap.weights.regions import Region, parts, whole
+from fsdp_overlap.weights.routes import Note, Round, Side
+from fsdp_overlap.weights.tensors import Names, checked, renamed, weights_of
+
+
+def export_weights(
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    ranks: Collection[int] | None = None,
+    names: Names | None = None,
+    prefetch: int = 1,
+    piece_bytes: int | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Iterates over the whole weights of a sharded model, in its order, with their names.
+
+    Parameters and persistent buffers come once each, also where several modules share one. They
+    travel in pieces. A rank has memory for the weight that is used, for those that the next pieces
+    are of, and for ``prefetch + 1`` pieces. A weight is the reader's own: it stays as it is.
+    Nothing of the model is gathered or freed.
+
+    Args:
+        model: the model, or a part of one, whose modules :func:`fully_shard` got. Others are
+            exported as they are.
+        dtype: what floating-point weights are cast to. They are cast before they travel where that
+            makes them smaller.
+        ranks: the global ranks that need the weights, all by default. On other ranks the iterator
+            yields nothing, and must be run to its end all the same.
+        names: gives the name to yield for a name in the model, or ``None`` for a weight to leave
+            out.
+        prefetch: how many pieces travel ahead of use.
+        piece_bytes: the size of a piece, by default a quarter of the largest weight, at most 64
+            MiB.
+
+    Call it on every rank that the model lies over, with the same arguments, between steps. Where
+    there are copies of shards (HSDP), each copy of the model may be exported without the others.
+    If ranks have different tensors of the same name, as experts that are plain tensors, each rank
+    gets that of its own mesh.
+
+    Raises:
+        RuntimeError: a weight is on the meta device; or a rank failed, or went on without the
+            export; names it.
+        ValueError: ranks gave other arguments, or have weights of the same name that differ in
+            shape or dtype; ``names`` gives a name twice; or ``prefetch`` is negative.
+    """
+    found = weights_of(model)
+    weights: dict[str, torch.Tensor] = {}
+    wants: dict[str, Side] = {}
+    is_asked = ranks is None or (dist.get_rank() if dist.is_initialized() else 0) in ranks
+
+    def note() -> Note:
+        if prefetch < 0:
+            raise ValueError(f"prefetch={prefetch} is not a number of pieces; use 0 or more")
+        weights.update(checked(renamed(found, names)))
+        if is_asked:
+            wants.update({name: wanted_whole(each, dtype) for name, each in weights.items()})
+        return Note(sides_of(weights), wants)
+
+    asked = None if ranks is None else sorted(ranks)
+    arguments = f"dtype={dtype}, ranks={asked}, prefetch={prefetch}, piece_bytes={piece_bytes}"
+    exchange = exchange_of(model, found.values(), "export_weights")
+    tensors = exchange.route(exchange.notes(note, arguments), strict=False, one=False)
+    rounds = exchange.rounds(tensors, piece_bytes)
+    return whole_weights(exchange, rounds, weights, wants, prefetch)
+
+
+def wanted_whole(tensor: torch.Tensor, dtype: torch.dtype | None) -> Side:
+    """All of ``tensor``, in ``dtype`` if it has floating-point numbers."""
+    cast = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    return Side(tuple(tensor.shape), cast, (whole(tensor.shape),))
+
+
+def whole_weights(
+    exchange: Exchange,
+    rounds: list[Round],
+    weights: Mapping[str, torch.Tensor],
+    wants: dict[str, Side],
+    prefetch: int,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights that this rank ``wants`` as they are complete, after so many ``rounds``."""
+    arriving: dict[str, torch.Tensor] = {}
+
+    def sources(name: str) -> list[tuple[Region, torch.Tensor]]:
+        return parts(weights[name])
+
+    def targets(name: str) -> list[tuple[Region, torch.Tensor]]:
+        if name not in arriving:
+            shape, dtype, *_ = wants[name]
+            arriving[name] = torch.empty(shape, dtype=dtype, device=exchange.device)
+        return [(whole(wants[name].shape), arriving[name])]
+
+    under_way: deque[tuple[Ticket, Round]] = deque()
+    to_start = iter(rounds)
+    try:
+        for _ in rounds:
+            while len(under_way) <= prefetch and (each := next(to_start, None)) is not None:
+                under_way.append((exchange.start(each, sources, targets), each))
+            ticket, done = under_way.popleft()
+            ticket.wait()
+            for name in done.completes:
+                if name in wants:
+                    targets(name)  # has memory by now, but for one without elements
+                    yield name, handed_over(arriving.pop(name))
+    finally:
+        # Where the loop was left, what travels still reads shards and writes to this memory.
+        for ticket, _ in under_way:
+            with suppress(RuntimeError):
+                ticket.wait()
+
+
+def handed_over(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, which a lane made, for compute to use."""
+    if has_streams(tensor.device):
+        tensor.record_stream(streams_of(tensor.device).current_stream())
+    return tensor

@@ -1,0 +1,260 @@
+"""Whole weights in files of safetensors, of which each rank writes some."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import nn
+
+from fsdp_overlap.weights.exchange import Exchange, exchange_of, sides_of
+from fsdp_overlap.weights.export import wanted_whole, whole_weights
+from fsdp_overlap.weights.regions import whole
+from fsdp_overlap.weights.routes import Note, Side
+from fsdp_overlap.weights.tensors import Names, checked, is_first, renamed, weights_of
+
+# Ranks share the work where each of them has a file of at least this size.
+_SHARED_BYTES = 256 << 20
+_UNFINISHED = ".unfinished"
+_DTYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+}
+
+
+@dataclass
+class _File:
+    """One file: its weights in order, and how many bytes they have."""
+
+    weights: dict[str, Side] = field(default_factory=dict)
+    nbytes: int = 0
+    path: Path = Path()
+
+    @property
+    def unfinished(self) -> Path:
+        """Where it is while it is written."""
+        return self.path.with_name(self.path.name + _UNFINISHED)
+
+    def header(self) -> bytes:
+        """What comes before the values: its own length, then names, dtypes, shapes and places."""
+        entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        start = 0
+        for name, side in self.weights.items():
+            stop = start + _nbytes(side)
+            entries[name] = {
+                "dtype": _DTYPES[side.dtype],
+                "shape": list(side.shape),
+                "data_offsets": [start, stop],
+            }
+            start = stop
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+
+def save_weights(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    names: Names | None = None,
+    file_bytes: int = 5 << 30,
+    piece_bytes: int | None = None,
+) -> None:
+    """Writes the whole weights of a sharded model as ``transformers`` loads them: files of
+    safetensors, and an index if there are several.
+
+    Each rank writes files of its own, one weight while the next is on its way, and has no more than
+    these in memory. The files get their names once all of them are on the disk; the index comes
+    last. Of plain tensors and buffers outside units, the first rank's are written.
+
+    Args:
+        model: as in :func:`export_weights`, as are ``dtype``, ``names`` and ``piece_bytes``.
+        folder: where files are written, which all ranks can reach. It is made if need be, and may
+            hold other files, but no weights.
+        file_bytes: the most that a file should have. One weight may have more.
+
+    Call it on every rank that the model lies over. Where there are copies of shards (HSDP), the
+    ranks of the first copy write, and the others return at once.
+
+    Raises:
+        FileExistsError: there are weights in ``folder``; on the first rank.
+        RuntimeError: as :func:`export_weights`; or a rank could not write: names it. Nothing that
+            was written is left.
+        ValueError: as :func:`export_weights`; safetensors does not know a dtype; or ranks have
+            different tensors of the same name, as experts. ``names`` may depend on the rank.
+    """
+    folder = Path(folder)
+    found = weights_of(model)
+    if not is_first(found.values()):
+        return
+    exchange = exchange_of(model, found.values(), "save_weights")
+    weights: dict[str, torch.Tensor] = {}
+
+    def note() -> Note:
+        if exchange.rank == 0:
+            _check(folder)
+        weights.update(checked(renamed(found, names)))
+        for name, tensor in weights.items():
+            if wanted_whole(tensor, dtype).dtype not in _DTYPES:
+                raise ValueError(f"{name!r} is of {tensor.dtype}, which safetensors does not know")
+        return Note(sides_of(weights), {})
+
+    arguments = f"folder={str(folder)!r}, dtype={dtype}, file_bytes={file_bytes}"
+    notes = exchange.notes(note, f"{arguments}, piece_bytes={piece_bytes}")
+    exchange.check_copies(notes, weights)
+    files = _files(folder, notes, dtype, file_bytes)
+    wants = [
+        {name: side for file in files[rank :: len(notes)] for name, side in file.weights.items()}
+        for rank in range(len(notes))
+    ]
+    turns = list(_in_turns(files, len(notes)))
+    asked = [
+        Note({name: note.has[name] for name in turns if name in note.has}, want)
+        for note, want in zip(notes, wants, strict=True)
+    ]
+    rank = exchange.rank
+    rounds = exchange.rounds(exchange.route(asked, strict=True, one=True), piece_bytes)
+    arriving = whole_weights(exchange, rounds, weights, wants[rank], prefetch=1)
+    mine = files[rank :: len(notes)]
+    try:
+        _on_all(exchange, lambda: _write_files(mine, arriving))
+        _on_all(exchange, lambda: [file.unfinished.rename(file.path) for file in mine])
+        _on_all(exchange, lambda: _write_index(folder, files) if rank == 0 else None)
+    except BaseException:
+        for file in mine:
+            file.unfinished.unlink(missing_ok=True)
+            file.path.unlink(missing_ok=True)
+        raise
+
+
+def _on_all(exchange: Exchange, run: Callable[[], object]) -> None:
+    """Does ``run`` on each rank, and goes on if all could. Collective.
+
+    Raises:
+        RuntimeError: a rank could not write; names it.
+    """
+    failure: OSError | None = None
+    try:
+        run()
+    except OSError as error:
+        failure = error
+    for rank, told in enumerate(exchange.told(failure and repr(failure))):
+        if told is not None:
+            who = f"{exchange.what}: rank {exchange.named(rank)} could not write: {told}"
+            raise RuntimeError(who) from failure
+
+
+def _check(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if found := sorted(path.name for path in folder.glob("*.safetensors*")):
+        raise FileExistsError(f"{folder} has weights already, as {found[0]}: name an empty folder")
+
+
+def _files(
+    folder: Path, notes: Sequence[Note], dtype: torch.dtype | None, file_bytes: int
+) -> list[_File]:
+    """The files of all weights that ranks have, in the order in which they named them. Ranks share
+    the work if it is enough."""
+    weights: dict[str, Side] = {}
+    for note in notes:
+        for name, side in note.has.items():
+            if name not in weights:
+                cast = dtype if dtype is not None and side.dtype.is_floating_point else side.dtype
+                weights[name] = Side(side.shape, cast, (whole(side.shape),))
+    total = sum(map(_nbytes, weights.values()))
+    most = min(file_bytes, max(_SHARED_BYTES, -(-total // len(notes))))
+    files = [_File()]
+    for name, side in weights.items():
+        if files[-1].weights and files[-1].nbytes + _nbytes(side) > most:
+            files.append(_File())
+        files[-1].weights[name] = side
+        files[-1].nbytes += _nbytes(side)
+    for number, file in enumerate(files, 1):
+        several = f"-{number:05d}-of-{len(files):05d}" if len(files) > 1 else ""
+        file.path = folder / f"model{several}.safetensors"
+    return files
+
+
+def _in_turns(files: list[_File], ranks: int) -> Iterator[str]:
+    """The order in which weights travel: each rank gets one file after the other, and all ranks
+    theirs at once."""
+    for first in range(0, len(files), ranks):
+        turn: list[tuple[int, int, str]] = []
+        for number, file in enumerate(files[first : first + ranks]):
+            starts = accumulate(map(_nbytes, file.weights.values()), initial=0)
+            turn += [(at, number, name) for at, name in zip(starts, file.weights, strict=False)]
+        yield from (name for _, _, name in sorted(turn))
+
+
+def _write_files(files: list[_File], arriving: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Writes ``files``, whose weights come in order. A thread writes one while the next is on its
+    way. If it fails, all weights are taken all the same, because other ranks wait for what this one
+    sends meanwhile."""
+    try:
+        with ThreadPoolExecutor(1) as writer:
+            for file in files:
+                with file.unfinished.open("wb") as out:
+                    writing: Future[object] = writer.submit(out.write, file.header())
+                    for name in file.weights:
+                        came, weight = next(arriving)
+                        assert came == name
+                        writing.result()
+                        writing = writer.submit(_write, out, weight)
+                    writing.result()
+                    out.flush()
+                    os.fsync(out.fileno())
+    finally:
+        for _ in arriving:
+            pass
+
+
+def _write(out: BinaryIO, weight: torch.Tensor) -> int:
+    values = weight.cpu().contiguous()
+    if not values.nbytes:
+        return 0
+    return out.write((ctypes.c_char * values.nbytes).from_address(values.data_ptr()))
+
+
+def _write_index(folder: Path, files: list[_File]) -> None:
+    if len(files) == 1:
+        return
+    index = {
+        "metadata": {"total_size": sum(file.nbytes for file in files)},
+        "weight_map": {name: file.path.name for file in files for name in file.weights},
+    }
+    path = folder / "model.safetensors.index.json"
+    unfinished = path.with_name(path.name + _UNFINISHED)
+    try:
+        unfinished.write_text(json.dumps(index, indent=2) + "\n")
+        unfinished.rename(path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def _nbytes(side: Side) -> int:
+    return prod(side.shape) * side.dtype.itemsize

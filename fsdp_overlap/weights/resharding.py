@@ -1,0 +1,191 @@
+"""Weights on their way to another placement, without ever being whole."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_overlap.comm.lanes import Ticket, make_lane
+from fsdp_overlap.comm.streams import current_device
+from fsdp_overlap.runtime.context import context_of
+from fsdp_overlap.weights.exchange import Exchange, sides_of
+from fsdp_overlap.weights.regions import Region, parts
+from fsdp_overlap.weights.routes import Note, Round, Routed
+from fsdp_overlap.weights.tensors import (
+    Names,
+    checked,
+    renamed,
+    units_of,
+    version_of,
+    weights_of,
+)
+
+Weights = nn.Module | Mapping[str, torch.Tensor]
+"""A model, sharded or not, or tensors by name: whole ones, DTensors, or sharded parameters."""
+
+_AHEAD = 1  # rounds under way beside the one that is waited for
+
+
+class Resharding:
+    """Copies weights from where they are to where they are wanted, as often as you like.
+
+    Each rank sends what another wants of it and nothing else, in pieces. It is planned once, and
+    :meth:`run` copies the values of that moment into the tensors of ``target``, which keep their
+    memory. Both sides may lie over any ranks of ``group`` in any way: ranges or rows of a sharded
+    model, DTensors of tensor parallelism on other ranks, whole tensors. Of a plain tensor that
+    several ranks have in ``source``, any rank's is taken.
+
+    A tensor of ``target`` may be a view of another. So a weight that is fused elsewhere, as q, k
+    and v in one matrix, is given as views of the fused one, each by its own name.
+
+    Args:
+        source: the weights that are sent. ``None`` on ranks that have none.
+        target: what they are copied into. ``None`` on ranks that want none.
+        group: the ranks among which weights move, by default all. Each calls this, and each
+            :meth:`run`.
+        names: gives the name in ``target`` for a name in ``source``, or ``None`` for a weight that
+            stays.
+        piece_bytes: the size of a piece, by default a quarter of the largest weight, at most 64
+            MiB. A rank has memory for two pieces that it sends, and two that it receives.
+
+    Attributes:
+        sent_bytes: what this rank has sent to others in the last :meth:`run`.
+        received_bytes: what it has received.
+
+    Raises:
+        RuntimeError: a weight is on the meta device, or a rank raised; names it.
+        TypeError: a DTensor is a sum that is still to be taken, or a tensor has a class of its own.
+        ValueError: names or shapes of the two sides differ, or some elements are nowhere; on all
+            ranks, before anything is moved.
+    """
+
+    def __init__(
+        self,
+        source: Weights | None,
+        target: Weights | None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        names: Names | None = None,
+        piece_bytes: int | None = None,
+    ) -> None:
+        self.sent_bytes = self.received_bytes = 0
+        self._piece_bytes = piece_bytes
+        self._sides = source, target
+        self._names = names
+        self._versions: dict[str, object] = {}
+        if group is None and dist.is_initialized():
+            group = dist.group.WORLD
+        if group is not None and group.size() == 1:
+            group = None
+        device = _device_of(source, target, group)
+        self._exchange = Exchange("Resharding", group, device, make_lane(device))
+
+        def note() -> Note:
+            self._find()
+            return Note(sides_of(self._source), sides_of(self._target))
+
+        notes = self._exchange.notes(note, f"piece_bytes={piece_bytes}")
+        self._exchange.check_copies(notes, self._source)
+        self._tensors: list[Routed] = self._exchange.route(notes, strict=True, one=True)
+
+    def _find(self) -> None:
+        """Looks for the tensors of both sides, which a module may have replaced."""
+        source, target = self._sides
+        self._source = checked(renamed(_by_name(source), self._names))
+        self._target = checked(_by_name(target))
+
+    def run(self, *, changed: bool = False) -> None:
+        """Copies the weights. Compute enqueued from now on waits for it. Collective.
+
+        Args:
+            changed: whether to leave out sharded parameters that were not edited since the last
+                :meth:`run`, on any rank. Parameters of one unit that are trainable, or frozen,
+                count as one. Other tensors are always copied. Give the same on all ranks.
+        """
+        self._find()
+        versions = {name: version_of(tensor) for name, tensor in self._source.items()}
+        rounds = self._planned(self._edited(versions)) if changed else self._rounds
+        self.sent_bytes = self.received_bytes = 0
+        if isinstance(self._sides[1], nn.Module):
+            for unit in units_of(self._sides[1]):  # whose weights may be gathered ahead
+                context_of(unit).transfers.gather_lane.before_compute()
+        under_way: deque[Ticket] = deque()
+        try:
+            with torch.no_grad():
+                for each in rounds:
+                    under_way.append(self._exchange.start(each, self._sources, self._targets))
+                    self._count(each)
+                    if len(under_way) > _AHEAD:
+                        under_way.popleft().wait()
+                while under_way:
+                    under_way.popleft().wait()
+        finally:
+            for ticket in under_way:  # after an error: it reads and writes all the same
+                with suppress(RuntimeError):
+                    ticket.wait()
+        self._versions.update(versions)
+
+    @cached_property
+    def _rounds(self) -> list[Round]:
+        return self._planned(self._tensors)
+
+    def _planned(self, tensors: list[Routed]) -> list[Round]:
+        return self._exchange.rounds(tensors, self._piece_bytes)
+
+    def _edited(self, versions: Mapping[str, object]) -> list[Routed]:
+        mine = [
+            name
+            for name, version in versions.items()
+            if version is None or self._versions.get(name) != version
+        ]
+        found = set().union(*self._exchange.told(mine))
+        return [tensor for tensor in self._tensors if tensor.name in found]
+
+    def _sources(self, name: str) -> list[tuple[Region, torch.Tensor]]:
+        return parts(self._source[name])
+
+    def _targets(self, name: str) -> list[tuple[Region, torch.Tensor]]:
+        return parts(self._target[name])
+
+    def _count(self, each: Round) -> None:
+        me, others = self._exchange.rank, self._exchange.ranks - 1
+        for rank in range(self._exchange.ranks):
+            sent = sum(part.region.numel * part.dtype.itemsize for part in each.sends[rank])
+            received = sum(part.region.numel * part.dtype.itemsize for part in each.receives[rank])
+            if each.gathered:
+                sent, received = sent * others, received if rank != me else 0
+            self.sent_bytes += sent
+            self.received_bytes += received
+
+
+def _by_name(weights: Weights | None) -> Mapping[str, torch.Tensor]:
+    if isinstance(weights, nn.Module):
+        return weights_of(weights)
+    return weights or {}
+
+
+def _device_of(
+    source: Weights | None, target: Weights | None, group: dist.ProcessGroup | None
+) -> torch.device:
+    """Where messages lie, of one type on all ranks: that of the tensors of some rank that has an
+    accelerator, or else the host. Collective over ``group``."""
+    kinds = [
+        each.device_mesh.device_type if isinstance(each, DTensor) else each.device.type
+        for side in (source, target)
+        for each in _by_name(side).values()
+        if isinstance(each, torch.Tensor)
+    ]
+    mine = next((kind for kind in kinds if kind not in ("cpu", "meta")), "cpu")
+    told: list[Any] = [mine]
+    if group is not None:
+        told = [None] * group.size()
+        dist.all_gather_object(told, mine, group=group)
+    return current_device(next((kind for kind in told if kind != "cpu"), "cpu"))

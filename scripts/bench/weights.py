@@ -1,0 +1,258 @@
+"""Weights out of a sharded model, over a slow link: ours against FSDP2 and the link alone.
+
+Gloo ranks on a loopback that carries at most `--rate` in a network namespace made for the run
+(needs root and `tc`). Blocks of 12 * width^2 float32 parameters, each a unit.
+
+*export*, on two ranks: all ranks get all weights, one after the other. Ours is `export_weights()`;
+FSDP2's are `full_tensor()` of each parameter, and torch's full state dict. The link alone is
+reckoned: the bytes that must travel, at its rate. Memory is the peak of a rank's resident memory
+above what rested before, in ranks of its own, where freed blocks go back to the system at once.
+
+*reshard*, on four: two ranks train, and each of the other two wants half of every matrix, by rows
+or columns, as tensor parallelism does. Ours is `Resharding`. What it is compared with puts weights
+of FSDP2 together on the ranks that train, and sends them whole to the others, each of which takes
+its part. The bytes that must move are those of the whole model.
+
+The systems take turns, round by round in the same processes. A sample is from a barrier to the end
+of the slowest rank, in milliseconds. Before anything is measured, all must give the same weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import fsdp as fsdp2
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+import fsdp_overlap
+from fsdp_overlap.weights import Resharding, export_weights
+from harness import output, peaks, processes, slow_link, turns
+from harness.measurement import Measurement, Ratio
+
+OURS, EACH, STATE, LINK = "ours", "FSDP2, full_tensor()", "FSDP2, state dict", "the link alone"
+GATHERED = "FSDP2, gathered and sent whole"
+TIME, EXTRA, MOVED = "time", "extra memory a rank", "bytes moved"
+TIME_TARGET, BYTES_TARGET = 1.15, 1.25
+
+
+def build(args: argparse.Namespace) -> nn.Sequential:
+    torch.manual_seed(0)
+    width = args.width
+    return nn.Sequential(
+        *(
+            nn.Sequential(
+                nn.Linear(width, 3 * width, bias=False),
+                nn.Linear(width, width, bias=False),
+                nn.Linear(width, 4 * width, bias=False),
+                nn.Linear(4 * width, width, bias=False),
+            )
+            for _ in range(args.blocks)
+        )
+    )
+
+
+def sharded(args: argparse.Namespace, mesh: DeviceMesh, ours: bool) -> nn.Sequential:
+    model = build(args)
+    ctx = fsdp_overlap.FsdpContext(mesh) if ours else None
+    for block in model:
+        if ctx is not None:
+            fsdp_overlap.fully_shard(block, ctx)
+        else:
+            fsdp2.fully_shard(block, mesh=mesh)
+    return model
+
+
+def timed(run: Callable[[], object]) -> Callable[[], float]:
+    """A sample: milliseconds on this rank, all starting together."""
+
+    def sample() -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        run()
+        return (time.perf_counter() - start) * 1e3
+
+    return sample
+
+
+def weighed(run: Callable[[], object]) -> Callable[[], float]:
+    """A sample: megabytes that this rank needs above what rested before."""
+
+    def sample() -> float:
+        dist.barrier()
+        with peaks.PeakMemory() as peak:
+            run()
+        return peak.nbytes / 1e6
+
+    return sample
+
+
+# Weights on all ranks
+
+
+def exporters(args: argparse.Namespace) -> dict[str, Callable[[], float]]:
+    """Each gives all weights and returns the sum of their first elements."""
+    mesh = DeviceMesh("cpu", [0, 1])
+    mine, others = sharded(args, mesh, True), sharded(args, mesh, False)
+
+    def ours() -> float:
+        return sum(float(weight.view(-1)[0]) for _, weight in export_weights(mine))
+
+    def each() -> float:
+        return sum(float(p.detach().full_tensor().view(-1)[0]) for p in others.parameters())
+
+    def state() -> float:
+        whole = get_model_state_dict(others, options=StateDictOptions(full_state_dict=True))
+        return sum(float(weight.view(-1)[0]) for weight in whole.values())
+
+    sums = {ours(), each(), state()}
+    assert len(sums) == 1, sums
+    return {OURS: ours, EACH: each, STATE: state}
+
+
+# Weights on other ranks
+
+
+def movers(args: argparse.Namespace) -> tuple[dict[str, Callable[[], object]], Resharding]:
+    training, inference = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
+    trains = dist.get_rank() < 2
+    shapes = {name: weight.shape for name, weight in build(args).state_dict().items()}
+    targets = [
+        {name: part(shape, number % 2) for number, (name, shape) in enumerate(shapes.items())}
+        for _ in range(2)
+    ]
+    placed = {
+        name: DTensor.from_local(target, inference, [Shard(number % 2)], run_check=False)
+        for number, (name, target) in enumerate(targets[0].items())
+    }
+    mine = sharded(args, training, True) if trains else None
+    others = sharded(args, training, False) if trains else None
+    resharding = Resharding(mine, None if trains else placed)
+    parameters = {} if others is None else dict(others.named_parameters())
+
+    def gathered() -> None:
+        for number, (name, shape) in enumerate(shapes.items()):
+            whole = parameters[name].full_tensor() if trains else torch.empty(shape)
+            if dist.get_rank() == 0:
+                for rank in (2, 3):
+                    dist.send(whole, rank)
+            elif not trains:
+                dist.recv(whole, 0)
+                held = whole.chunk(2, number % 2)[inference.get_local_rank()]
+                targets[1][name].copy_(held)
+
+    resharding.run()
+    gathered()
+    if not trains:
+        assert all(torch.equal(targets[0][name], targets[1][name]) for name in shapes)
+    return {OURS: resharding.run, GATHERED: gathered}, resharding
+
+
+def part(shape: torch.Size, dim: int) -> torch.Tensor:
+    """Memory for half of a matrix, along ``dim``."""
+    sizes = list(shape)
+    sizes[dim] //= 2
+    return torch.empty(sizes)
+
+
+def run_rank(args: argparse.Namespace) -> None:
+    """Measure on this rank; rank 0 reports the slowest rank's times, or the highest peaks."""
+    rank, _ = processes.join_ranks(timeout_s=args.timeout)
+    moved = [0]
+    if args.reshard:
+        systems, resharding = movers(args)
+        total = torch.tensor([resharding.received_bytes])
+        dist.all_reduce(total)
+        moved = total.tolist()
+    else:
+        systems = dict(exporters(args))
+    sample = weighed if args.memory else timed
+    with turns.quiet_gc():
+        taken = turns.alternate(
+            {name: sample(partial(run)) for name, run in systems.items()}, args.rounds, 1
+        )
+    most = processes.of_slowest_rank(taken)
+    if rank == 0:
+        processes.report({"samples": most, "moved": moved[0]})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--reshard", action="store_true", help="to other ranks, instead of to all")
+    parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--rate", default="2gbit", help="of the link, in tc's words")
+    parser.add_argument("--no-limit", action="store_true", help="plain loopback, needs no root")
+    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--width", type=int, default=1024, help="of a block of 12 * width^2")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds, for the whole run")
+    output.add_outputs(parser)
+    args = parser.parse_args()
+    args.ranks = 4 if args.reshard else 2
+    return args
+
+
+def main() -> None:
+    args = parse()
+    if processes.is_rank():
+        return run_rank(args)
+    found = slow_link.launch_on_link(args, sys.argv[1:])
+    samples = found["samples"]
+    nbytes = 12 * args.width**2 * 4 * args.blocks
+    link = "unlimited loopback" if args.no_limit else f"{args.rate} link"
+    about = (
+        f"torch {torch.__version__}, {args.ranks} ranks, {link}, {args.blocks} blocks of "
+        f"12*{args.width}^2 float32 ({nbytes / 1e6:.0f} MB); {args.rounds} rounds"
+    )
+    settings = {
+        "torch": torch.__version__,
+        "rate": None if args.no_limit else args.rate,
+        "ranks": args.ranks,
+        "blocks": args.blocks,
+        "width": args.width,
+        "rounds": args.rounds,
+    }
+    if not args.no_limit:
+        samples[LINK] = [nbytes * 8 / slow_link.gbit(args.rate) / 1e6] * args.rounds
+    figures = [*output.figures_of(TIME, "ms", samples)]
+    timed_against = (
+        [] if args.no_limit else [Ratio.between(TIME, OURS, LINK, samples, at_most=TIME_TARGET)]
+    )
+    if args.reshard:
+        moved = {OURS: [found["moved"] / 1e6], GATHERED: [3 * nbytes / 1e6]}
+        moved["must"] = [nbytes / 1e6]
+        figures += output.figures_of(MOVED, "MB", moved)
+        ratios = [
+            *timed_against,
+            Ratio.between(TIME, OURS, GATHERED, samples),
+            Ratio.between(MOVED, OURS, "must", moved, at_most=BYTES_TARGET),
+        ]
+    else:
+        args.rounds = min(args.rounds, 3)
+        weighed = slow_link.launch_on_link(args, [*sys.argv[1:], "--memory"], peaks.RETURNED)
+        peak = weighed["samples"]
+        peak["a unit"] = [nbytes / args.blocks / 1e6] * len(peak[OURS])
+        figures += output.figures_of(EXTRA, "MB", peak)
+        ratios = [
+            *timed_against,
+            Ratio.between(TIME, OURS, EACH, samples),
+            Ratio.between(TIME, OURS, STATE, samples),
+            Ratio.between(EXTRA, OURS, "a unit", peak, at_most=1.0),
+            Ratio.between(EXTRA, OURS, STATE, peak),
+        ]
+    argv = output.repeated_argv()
+    output.publish(Measurement(about, settings, argv, figures, ratios), args.json, args.plot)
+
+
+if __name__ == "__main__":
+    main()
