@@ -33,6 +33,8 @@ _DDP = "Against DDP"
 _MEMORY = "Memory"
 _MUON = "Muon"
 _CHECKPOINTS = "Checkpoints"
+_WEIGHTS = "Weights elsewhere"
+_THOUSANDS = "Jobs of thousands"
 _LAYOUTS = "Layouts and collectives"
 _TRUTH = "What must hold"
 
@@ -225,6 +227,32 @@ BENCHMARKS = (
         _CHECKPOINTS,
         "time and memory of saving and loading",
         "checkpoints",
+    ),
+    Benchmark(
+        "weights",
+        "weights.py",
+        "",
+        "--rounds 1 --blocks 2",
+        _WEIGHTS,
+        "whole weights on all ranks, over 2 Gbit/s",
+        "weights-elsewhere",
+    ),
+    Benchmark(
+        "weights_resharded",
+        "weights.py",
+        "--reshard",
+        "--reshard --rounds 1 --blocks 2",
+        _WEIGHTS,
+        "from two ranks that train to halves on two others",
+        "weights-elsewhere",
+    ),
+    Benchmark(
+        "thousands",
+        "thousands.py",
+        "",
+        "--rounds 1 --world-size 16 --blocks 2",
+        _THOUSANDS,
+        "sharding, and the plan of a checkpoint, on 1,024 ranks",
     ),
     Benchmark(
         "collectives",
