@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.tensor.boxes import boxes
+from fsdp_overlap.torch_internals import StridedShard
 from fsdp_overlap.weights import Resharding
 from fsdp_overlap.weights.regions import Region, slabs, whole
 from fsdp_overlap.weights.routes import Note, Part, Round, Side, plan_rounds, route
@@ -349,7 +350,10 @@ def _odd_dtensors() -> None:
     mesh, other = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [0])
     alone, _ = dist.new_subgroups(1)
     rank = dist.get_rank()
-    folded = distribute_tensor(torch.arange(32.0).view(4, 8), mesh, [Shard(1)]).view(32)
+    strided = StridedShard(0, split_factor=4)  # as a view of columns, flattened
+    folded = DTensor.from_local(
+        torch.ones(16), mesh, [strided], shape=torch.Size([32]), stride=(1,), run_check=False
+    )
     rows = torch.ones(1 + rank, 8)
     uneven = DTensor.from_local(rows, mesh, [Shard(0)], shape=torch.Size([3, 8]), stride=(8, 1))
     for source in (folded, uneven):
