@@ -63,6 +63,7 @@ ATTRIBUTES = {
     # Modules, whose tables are read without nn.Module's lookups and written without its checks
     "Module._parameters": "changes between sharded and unsharded parameters",
     "Module._buffers": "walked without those of submodules",
+    "Module._non_persistent_buffers_set": "which buffers are no weights, and no state",
     "Module._modules": "walked without what they hold",
     "Module._apply": "overridden, to see to_empty() and casts, and to refuse moves",
     "Module._forward_hooks": "without our hooks in a copy that is sharded anew",
@@ -71,8 +72,7 @@ ATTRIBUTES = {
     "Module._forward_pre_hooks": "without our hooks in a copy that is sharded anew",
     "Module._forward_pre_hooks_with_kwargs": "how each hook is called",
     "Module._load_state_dict_post_hooks": "without our hooks in a copy that is sharded anew",
-    # Process groups. Collectives are issued by the group's own methods, because the functions of
-    # torch.distributed around these take as long on the host as the calls.
+    # Process groups: torch.distributed's functions around these methods double the host's time
     "ProcessGroup._allgather_base": "gathers into one tensor; 2.11 has no all_gather_single()",
     "ProcessGroup._reduce_scatter_base": "reduces from one; 2.11 has no reduce_scatter_single()",
     "ProcessGroup._get_backend": "gives the backend's name and options",

@@ -368,6 +368,15 @@ def convolutions_are_known() -> None:
     assert not issubclass(nn.Linear, internals.ConvNd)
 
 
+@canary("Module._non_persistent_buffers_set")
+def buffers_that_are_not_saved_are_listed() -> None:
+    """Exports have buffers that are no weights, or lack some that are."""
+    module = nn.Module()
+    module.register_buffer("saved", torch.ones(1))
+    module.register_buffer("derived", torch.ones(1), persistent=False)
+    assert module._non_persistent_buffers_set == {"derived"}
+
+
 @canary("Module._parameters", "Module._buffers", "Module._modules")
 def modules_have_tables() -> None:
     """Units cannot change between sharded and unsharded parameters."""
