@@ -300,14 +300,14 @@ def _refused() -> None:
     rank = dist.get_rank()
     good = {name: torch.empty(w.shape) for name, w in Model().state_dict().items()}
     first, *others = good
-    cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-        ({**good, "more": torch.empty(2)}, {}, "nobody has 'more'"),
-        ({name: good[name] for name in others}, {}, f"nobody wants '{first}'"),
-        ({**good, first: torch.empty(3)}, {}, rf"'{first}' has not the same shape .*on rank"),
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({**good, "more": torch.empty(2)}, "nobody has 'more'"),
+        ({name: good[name] for name in others}, f"nobody wants '{first}'"),
+        ({**good, first: torch.empty(3)}, rf"'{first}' has not the same shape .*on rank"),
     ]
-    for target, options, message in cases:
+    for target, message in cases:
         with pytest.raises(ValueError, match=message):
-            Resharding(model, target if rank else None, **options)
+            Resharding(model, target if rank else None)
 
     def names(name: str) -> str:
         if rank:
@@ -321,9 +321,8 @@ def _refused() -> None:
         Resharding(model, good, names=names)
     Resharding(model, good).run()
     assert all(torch.equal(good[n], p.full_tensor()) for n, p in model.named_parameters())
-    partial = {"w": torch.ones(2, 2)} if rank else None
     with pytest.raises(ValueError, match="rank 0 gave piece_bytes=1, and"):
-        Resharding(partial, None, piece_bytes=1 + rank)
+        Resharding(model, good, piece_bytes=1 + rank)
 
 
 def test_what_does_not_go_together_is_an_error_on_all_ranks() -> None:

@@ -159,7 +159,9 @@ def _experts(folder: str) -> None:
     whole, shards, ep = experts.meshes()
     model, twin = experts.Moe(ep), experts.Moe(None)
     experts.shard(model, whole, shards, FsdpContext(whole))
-    with pytest.raises(ValueError, match=r"'0.experts.weight' has other values on rank 1 than on"):
+    with pytest.raises(
+        ValueError, match=r"'0.experts.weight' has other values on ranks \[1, 3\] than"
+    ):
         save_weights(model, folder)
     part = ep.get_local_rank()
     save_weights(model, folder, names=lambda name: name.replace("experts", f"experts.{part}"))

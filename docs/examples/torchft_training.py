@@ -1,12 +1,12 @@
 """Groups of ranks train copies of one sharded model with torchft. A group that dies is missed for a
 step, comes back, takes the weights of another and goes on:
 
-    torchft_lighthouse --min_replicas 1 &
+    torchft_lighthouse --bind "[::]:29510" --min_replicas 1 &
     TORCHFT_LIGHTHOUSE=http://localhost:29510 torchrun --nproc-per-node 2 --rdzv-backend c10d \\
-        --rdzv-endpoint localhost:0 --max-restarts 3 docs/examples/torchft_training.py --group 0
+        --rdzv-endpoint localhost:0 docs/examples/torchft_training.py --group 0
 
 and the same with ``--group 1``. Each torchrun is a group, with process groups of its own; between
-groups torchft averages gradients.
+groups torchft averages gradients. Start the torchrun of a group that died again.
 """
 
 from __future__ import annotations

@@ -98,14 +98,23 @@ class Exchange:
             if name in weights
             for region, values in parts(weights[name])
         }
-        found: dict[tuple[str, Region], int] = {}
-        for rank, told in enumerate(self.told(mine)):
-            for key, digest in told.items():
-                if found.setdefault(key, digest) != digest:
+        told = self.told(mine)
+        for name in names:
+            by_mesh: dict[tuple[int, ...], dict[Region, int]] = {}
+            for rank, note in enumerate(notes):
+                if name not in note.has:
+                    continue
+                of_mesh = by_mesh.setdefault(note.has[name].mesh, {})
+                of_mesh.update(
+                    {region: told[rank][name, region] for region in note.has[name].regions}
+                )
+            first, *others = by_mesh.items()
+            for mesh, digests in others:
+                if digests != first[1]:
                     raise ValueError(
-                        f"{self.what}: {key[0]!r} has other values on rank {self.named(rank)} than "
-                        "on ranks of another mesh, as experts have: give each a name of its own by "
-                        "names=, which may depend on the rank"
+                        f"{self.what}: {name!r} has other values on ranks {list(mesh)} than on "
+                        f"ranks {list(first[0])}, as experts have, or is cut otherwise: give each "
+                        "a name of its own by names=, which may depend on the rank"
                     )
 
     def rounds(self, tensors: Sequence[Routed], piece_bytes: int | None) -> list[Round]:

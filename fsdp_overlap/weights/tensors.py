@@ -100,8 +100,8 @@ def connected(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
         if isinstance(tensor, DTensor):
             cut = tuple(d for d, each in enumerate(tensor.placements) if not each.is_replicate())
             cuts.setdefault((tensor.device_mesh, cut), tensor)
-    for _, cut in cuts:
-        mesh = cuts[_, cut].device_mesh.mesh
+    for (_, cut), tensor in cuts.items():
+        mesh = tensor.device_mesh.mesh
         copied = [dim for dim in range(mesh.ndim) if dim not in cut]
         rows = mesh.permute(*copied, *cut).reshape(-1, *[mesh.size(dim) for dim in cut])
         for first, *others in (row.flatten().tolist() for row in rows):
