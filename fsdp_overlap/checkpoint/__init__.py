@@ -7,7 +7,14 @@ loads them. But torch's own reader runs the code that a checkpoint's pickles nam
 
 from fsdp_overlap.checkpoint.errors import CheckpointError
 from fsdp_overlap.checkpoint.metadata import read_metadata
+from fsdp_overlap.checkpoint.planner import ShardedSavePlanner
 from fsdp_overlap.checkpoint.reader import SafeFileSystemReader
 from fsdp_overlap.checkpoint.writer import SafeFileSystemWriter
 
-__all__ = ["CheckpointError", "SafeFileSystemReader", "SafeFileSystemWriter", "read_metadata"]
+__all__ = [
+    "CheckpointError",
+    "SafeFileSystemReader",
+    "SafeFileSystemWriter",
+    "ShardedSavePlanner",
+    "read_metadata",
+]

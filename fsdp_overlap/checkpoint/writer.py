@@ -8,14 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from fsdp_overlap.checkpoint.checksums import ChecksumStream, streams_work
 from fsdp_overlap.checkpoint.metadata import CHECKSUM_FILE, METADATA_FILE
+from fsdp_overlap.checkpoint.planner import ShardedSavePlanner
+from fsdp_overlap.checkpoint.written import (
+    PlannedMetadata,
+    PlannedStorageMeta,
+    Written,
+    put_together,
+    without_collector,
+)
 
 
 class SafeFileSystemWriter(FileSystemWriter):
@@ -30,17 +37,32 @@ class SafeFileSystemWriter(FileSystemWriter):
         if streams_work():
             self.transforms = _WithChecksums(self.transforms)  # type: ignore[assignment]
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def storage_meta(self) -> StorageMeta:
+        return PlannedStorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
         option = get_crc32_options()
         try:
-            return super().write_data(plan, planner)
+            results = super().write_data(plan, planner)
         finally:
             set_crc32_options(option)  # a stream does so itself, unless the disk is full, say
+        if not isinstance(planner, ShardedSavePlanner):
+            return results
+        told: Future[Written] = Future()
+        told.set_result(planner.written(results.value()))
+        return told
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: Metadata, results: list[Any]) -> None:
         checksum = Path(self.path) / CHECKSUM_FILE
         checksum.unlink(missing_ok=True)
-        super().finish(metadata, results)
+        if isinstance(metadata, PlannedMetadata):
+            metadata.folder = Path(self.path)
+            metadata.values = Metadata({})
+            with without_collector():
+                entries: Any = put_together(results, metadata.values)
+                super().finish(metadata.values, [entries])
+        else:
+            super().finish(metadata, results)
         with (Path(self.path) / METADATA_FILE).open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         unfinished = checksum.with_suffix(".tmp")

@@ -8,13 +8,16 @@ system in a process of its own, because groups and caches stay. Of one rank:
 - *plan*: what a rank plans to save, by `torch.distributed.checkpoint`'s planner, and how many
   tensors it writes.
 
-Of the first rank, which puts all ranks' plans together before anything is saved:
+Of a save, without the tensors:
 
-- *plans together*: the size of all plans, pickled as they are sent to it;
-- *coordinate*: the time to put them together, and the memory of a process that does. Plans of other
-  ranks are made in the same process, one after the other, outside of that time.
+- *sent to the first rank*: what all ranks send to it before and after they write, pickled;
+- *coordinate*: how long the first rank works while the others wait: it reads what they sent, plans,
+  answers, and writes the metadata; and the memory of a process that does. What other ranks send is
+  made in the same process, outside of that time;
+- *returned*: how long a rank takes to read what `save()` returns to it.
 
-A sample is one run of a process.
+Ours saves with `ShardedSavePlanner` and `SafeFileSystemWriter`, FSDP2 with torch's own. A sample is
+one run of a process.
 """
 
 from __future__ import annotations
@@ -26,8 +29,10 @@ import pickle
 import resource
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -36,12 +41,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp as fsdp2
-from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_overlap
+from fsdp_overlap.checkpoint import SafeFileSystemWriter, ShardedSavePlanner
+from fsdp_overlap.torch_internals import StorageInfo
 from harness import output
 from harness.measurement import Measurement, Ratio
 from harness.real_models import units_of
@@ -52,8 +61,9 @@ QUANTITIES = {
     "state dict": "ms",
     "plan": "ms",
     "tensors of a rank": "",
-    "plans together": "MB",
+    "sent to the first rank": "MB",
     "coordinate": "s",
+    "returned": "ms",
     "memory of the coordinator": "GB",
 }
 COORDINATE_TARGET = 0.1
@@ -93,16 +103,39 @@ def sharded(system: str, model: Any, mesh: DeviceMesh) -> None:
     shard(model)
 
 
-def plan_of(state: dict[str, Any], mesh: DeviceMesh, rank: int) -> SavePlan:
-    """What ``rank`` plans to save, reckoned on this one."""
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(state, is_coordinator=rank == 0)
+@contextmanager
+def seen_from(mesh: DeviceMesh, rank: int) -> Iterator[None]:
+    """This process reckons as ``rank`` does."""
     with (
         patch.object(mesh, "_coordinate_on_dim", (rank,)),
         patch.object(DeviceMesh, "get_local_rank", lambda *_: rank),
         patch.object(dist, "get_rank", lambda *_: rank),
     ):
-        return planner.create_local_plan()
+        yield
+
+
+class Saving:
+    """A rank's part in a save, as far as it needs no other rank."""
+
+    def __init__(self, system: str, state: dict[str, Any], folder: str, rank: int) -> None:
+        ours = system == OURS
+        self.state, self.rank = state, rank
+        self.writer = (SafeFileSystemWriter if ours else FileSystemWriter)(folder)
+        self.planner = ShardedSavePlanner() if ours else DefaultSavePlanner()
+
+    def plan(self) -> SavePlan:
+        self.planner.set_up_planner(self.state, self.writer.storage_meta(), self.rank == 0)
+        return self.planner.create_local_plan()
+
+    def written(self, plan: SavePlan) -> Any:
+        """What the rank tells when it has written what ``plan`` says."""
+        results = [
+            WriteResult(
+                item.index, 0, StorageInfo(f"__{self.rank}_0.distcp", number << 20, 1 << 20)
+            )
+            for number, item in enumerate(self.planner.finish_plan(plan).items)
+        ]
+        return self.planner.written(results) if hasattr(self.planner, "written") else results
 
 
 def measure(system: str, world_size: int, blocks: int | None) -> dict[str, float]:
@@ -115,18 +148,37 @@ def measure(system: str, world_size: int, blocks: int | None) -> dict[str, float
         gc.collect()
         start = time.perf_counter()
         result = run()
-        found[name] = (time.perf_counter() - start) * scale
+        found[name] = found.get(name, 0.0) + (time.perf_counter() - start) * scale
         return result
 
     timed("shard", lambda: sharded(system, model, mesh))
-    state = timed("state dict", model.state_dict, 1e3)
-    plan = timed("plan", lambda: plan_of(state, mesh, 0), 1e3)
-    found["tensors of a rank"] = len(plan.items)
-    plans = [plan_of(state, mesh, rank) for rank in range(world_size)]
-    found["plans together"] = sum(len(pickle.dumps(each)) for each in plans) / 1e6
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(state, is_coordinator=True)
-    timed("coordinate", lambda: planner.create_global_plan(plans))
+    state = {"model": timed("state dict", model.state_dict, 1e3)}
+    with tempfile.TemporaryDirectory() as folder:
+        savings = [Saving(system, state, folder, rank) for rank in range(world_size)]
+        first = savings[0]
+        sent = [pickle.dumps(timed("plan", first.plan, 1e3))]
+        for each in savings[1:]:
+            with seen_from(mesh, each.rank):
+                sent.append(pickle.dumps(each.plan()))
+
+        def answer() -> tuple[list[bytes], Metadata]:
+            plans, metadata = first.planner.create_global_plan([pickle.loads(e) for e in sent])
+            return [pickle.dumps(e) for e in first.writer.prepare_global_plan(plans)], metadata
+
+        answers, metadata = timed("coordinate", answer)
+        reports = []
+        for each, plan in zip(savings, answers, strict=True):
+            with seen_from(mesh, each.rank):
+                reports.append(pickle.dumps(each.written(pickle.loads(plan))))
+        found["tensors of a rank"] = len(first.planner.plan.items)
+        found["sent to the first rank"] = sum(map(len, sent + reports)) / 1e6
+
+        def finish() -> bytes:
+            first.writer.finish(metadata, [pickle.loads(each) for each in reports])
+            return pickle.dumps(metadata)
+
+        returned = timed("coordinate", finish)
+        timed("returned", lambda: pickle.loads(returned), 1e3)
     found["memory of the coordinator"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     return found
 

@@ -1,0 +1,258 @@
+"""A DCP planner whose ranks do not send their plans to the first one."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import sha256
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdp_overlap.checkpoint.written import (
+    Described,
+    PlannedMetadata,
+    PlannedStorageMeta,
+    Written,
+    written,
+)
+from fsdp_overlap.tensor.placement import RangeShard, copied_dims
+
+
+class _Agreed(NamedTuple):
+    """What some ranks must have in common: how many they are, and how many tensors lie over them,
+    with a digest of what is known of these."""
+
+    ranks: int
+    tensors: int
+    digest: str
+
+
+class _Told(NamedTuple):
+    """What a rank tells the first one.
+
+    The keys of ``sharded`` stand for ranks that tensors lie over, those of ``plain`` are outermost
+    keys of the state dict, with digests of what is below them and not sharded.
+    """
+
+    sharded: dict[str, _Agreed]
+    plain: dict[str, str]
+
+
+class _Turn(NamedTuple):
+    """What the first rank answers: the keys of :class:`_Told` of which a rank tells the names of
+    sharded tensors, and of which it writes what is not sharded. It is the first that has them."""
+
+    describes: list[str]
+    writes: list[str]
+
+
+class ShardedSavePlanner(DefaultSavePlanner):
+    """A planner for jobs of many ranks: the first rank does not put together the plans of all.
+
+    What each rank writes of a sharded tensor follows from the tensor's name, mesh and placements.
+    So ranks compare digests of these, and afterwards tell where in their files it is. Of copies
+    one is written, and the ranks that have them share that work. What is not sharded is written by
+    the first rank that has it. The checkpoint is an ordinary one, which any reader loads.
+
+    Use it with :class:`SafeFileSystemWriter`, on all ranks that the tensors lie over::
+
+        dcp.save(state, storage_writer=SafeFileSystemWriter(path), planner=ShardedSavePlanner())
+
+    Raises:
+        CheckpointException: on all ranks, before anything is written: ranks have other tensors
+            over the same mesh, or not all ranks of a mesh save; or the writer is another one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        if not isinstance(storage_meta, PlannedStorageMeta):
+            raise TypeError(
+                "ShardedSavePlanner needs storage_writer=SafeFileSystemWriter(...); with another "
+                "writer use torch's DefaultSavePlanner"
+            )
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    def create_local_plan(self) -> SavePlan:
+        self._keys = keys = _Keys()
+        self._sharded: dict[str, dict[str, DTensor]] = defaultdict(dict)
+        self._plain: dict[str, dict[str, Any]] = defaultdict(dict)
+        for fqn, value in self.state_dict.items():
+            if not isinstance(value, DTensor):
+                _check_plain(fqn, value)
+                self._plain[str(self.mappings[fqn][0])][fqn] = value
+            elif value.device_mesh.get_coordinate() is not None:
+                self._sharded[keys.of(value.device_mesh)][fqn] = value
+        plain = {key: _digest(map(_known, values.items())) for key, values in self._plain.items()}
+        self.plan = SavePlan([], planner_data=_Told(self._agreed(), plain))
+        return self.plan
+
+    def _agreed(self) -> dict[str, _Agreed]:
+        """What is known of the tensors over some ranks. Ranges are known to the ranks that have
+        them alone: those along one dimension of a mesh."""
+        ranks: dict[str, int] = {}
+        facts: dict[str, list[object]] = defaultdict(list)
+        hashes: dict[int, int] = {}
+        for key, tensors in self._sharded.items():
+            for fqn, tensor in tensors.items():
+                mesh = tensor.device_mesh
+                ranks[key] = mesh.size()
+                kinds = [str(each) for each in tensor.placements if type(each) is not RangeShard]
+                facts[key].append((self.mappings[fqn], tuple(tensor.shape), tensor.dtype, kinds))
+                for dim, each in enumerate(tensor.placements):
+                    if isinstance(each, RangeShard):
+                        if id(each.ranges) not in hashes:
+                            hashes[id(each.ranges)] = hash(each.ranges)  # numbers: same everywhere
+                        line = self._keys.of(mesh, dim)
+                        ranks[line] = mesh.size(dim)
+                        facts[line].append((fqn, hashes[id(each.ranges)]))
+        return {key: _Agreed(ranks[key], len(of), _digest(of)) for key, of in facts.items()}
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        told: list[_Told] = [plan.planner_data for plan in all_plans]
+        _check([each.sharded for each in told])
+        described: set[str] = set()
+        written: set[tuple[str, str]] = set()
+        answers = []
+        for each in told:
+            turn = _Turn(
+                [key for key in each.sharded if key not in described],
+                [key for key, digest in each.plain.items() if (key, digest) not in written],
+            )
+            described.update(turn.describes)
+            written.update((key, each.plain[key]) for key in turn.writes)
+            answers.append(SavePlan([], planner_data=turn))
+        self.metadata = PlannedMetadata()
+        return answers, self.metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        turn: _Turn = new_plan.planner_data
+        plain = {fqn: value for key in turn.writes for fqn, value in self._plain[key].items()}
+        self._whole = {
+            item.index: item for item in create_default_local_save_plan(plain, True).items
+        }
+        self._parts: dict[MetadataIndex, tuple[str, int, torch.Size]] = {}
+        items = list(self._whole.values())
+        for key, tensors in self._sharded.items():
+            numbers = {fqn: number for number, fqn in enumerate(tensors)}
+            for item in create_default_local_save_plan(_own(tensors), False).items:
+                assert item.tensor_data is not None
+                sizes = item.tensor_data.chunk.sizes
+                if prod(sizes) or not prod(item.tensor_data.size):
+                    self._parts[item.index] = key, numbers[item.index.fqn], sizes
+                    items.append(item)
+        self._described = {
+            key: [
+                Described(fqn, self.mappings[fqn], tensor.shape, tensor.dtype)
+                for fqn, tensor in self._sharded[key].items()
+            ]
+            for key in turn.describes
+            if key in self._sharded
+        }
+        self.plan = SavePlan(items, storage_data=new_plan.storage_data)
+        return self.plan
+
+    def written(self, results: Iterable[WriteResult]) -> Written:
+        """What this rank tells the first one of what it wrote."""
+        return written(results, self._parts, self._whole, self.mappings, self._described)
+
+
+class _Keys:
+    """Keys that stand for the ranks of meshes, the same on each of these ranks."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[DeviceMesh, int | None], str] = {}
+
+    def of(self, mesh: DeviceMesh, dim: int | None = None) -> str:
+        """That of all ranks of ``mesh``, or of those along ``dim`` at this rank's place."""
+        if (mesh, dim) not in self._found:
+            ranks = mesh.mesh
+            if dim is not None:
+                place = mesh.get_coordinate()
+                assert place is not None
+                ranks = ranks[tuple(slice(None) if d == dim else at for d, at in enumerate(place))]
+            self._found[mesh, dim] = _digest((tuple(ranks.shape), ranks.flatten().tolist()))
+        return self._found[mesh, dim]
+
+
+def _own(tensors: Mapping[str, DTensor]) -> dict[str, DTensor]:
+    """Those of ``tensors``, all over one mesh, of which this rank writes its part: all but copies.
+    Ranks that have copies take turns, so that each writes as many bytes as the others."""
+    loads: dict[tuple[int, ...], list[int]] = {}
+    found = {}
+    for fqn, tensor in tensors.items():
+        mesh, place = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+        assert place is not None
+        if not tensor.numel():
+            if not any(place):
+                found[fqn] = tensor
+            continue
+        dims = copied_dims(tensor._spec)
+        of_copies = loads.setdefault(dims, [0] * prod(mesh.size(dim) for dim in dims))
+        turn = of_copies.index(min(of_copies))
+        of_copies[turn] += tensor.numel() * tensor.dtype.itemsize
+        mine = 0
+        for dim in dims:
+            mine = mine * mesh.size(dim) + place[dim]
+        if mine == turn:
+            found[fqn] = tensor
+    return found
+
+
+def _known(named: tuple[str, Any]) -> tuple[object, ...]:
+    """What must be known of a value that is not sharded, so that another rank's may be written."""
+    fqn, value = named
+    return (fqn, value.shape, value.dtype) if isinstance(value, torch.Tensor) else (fqn,)
+
+
+def _check_plain(fqn: str, value: object) -> None:
+    if hasattr(value, "__create_write_items__") or hasattr(value, "local_shards"):
+        raise TypeError(
+            f"{fqn!r} is a {type(value).__name__}, of which only its class knows what each rank "
+            "has; use torch's DefaultSavePlanner"
+        )
+
+
+def _check(told: Sequence[Mapping[str, _Agreed]]) -> None:
+    """Checks that ranks have in common what they must.
+
+    Raises:
+        ValueError: they have not.
+    """
+    firsts: dict[str, tuple[int, _Agreed]] = {}
+    tellers: Counter[str] = Counter()
+    for rank, each in enumerate(told):
+        tellers.update(each.keys())
+        for key, agreed in each.items():
+            first, of_first = firsts.setdefault(key, (rank, agreed))
+            if agreed != of_first:
+                raise ValueError(
+                    f"rank {rank} saves {agreed.tensors} tensors where rank {first} saves "
+                    f"{of_first.tensors}, or others, or cut otherwise: save the same sharded "
+                    "tensors on all ranks that they lie over"
+                )
+    for key, (first, agreed) in firsts.items():
+        if tellers[key] != agreed.ranks:
+            raise ValueError(
+                f"tensors of rank {first} lie over {agreed.ranks} ranks, of which {tellers[key]} "
+                "save them: save on all of them, or use torch's DefaultSavePlanner"
+            )
+
+
+def _digest(facts: Iterable[object]) -> str:
+    return sha256(repr(list(facts)).encode()).hexdigest()[:16]
