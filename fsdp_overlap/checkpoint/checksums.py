@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import ctypes
 import functools
 import io
 import struct
@@ -18,7 +19,7 @@ try:  # several times as fast; an optional dependency
 except ImportError:
     from zlib import crc32
 
-__all__ = ["BLOCK_BYTES", "ChecksumStream", "crc32", "streams_work"]
+__all__ = ["BLOCK_BYTES", "ChecksumStream", "checksum_of", "crc32", "streams_work"]
 
 BLOCK_BYTES = 256 << 10
 """Elements are read, written and summed up in blocks of this size, which a core's cache holds.
@@ -144,3 +145,9 @@ def _with(part: memoryview, position: int, checksum: int) -> memoryview:
     changed = bytearray(part)
     changed[position : position + 4] = checksum.to_bytes(4, "little")
     return memoryview(changed)
+
+
+def checksum_of(tensor: torch.Tensor) -> int:
+    """The CRC-32 of the elements."""
+    values = tensor.detach().contiguous().cpu()
+    return crc32((ctypes.c_char * values.nbytes).from_address(values.data_ptr()))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from hashlib import sha256
 from math import prod
 from typing import Any, NamedTuple
@@ -12,28 +14,31 @@ import torch
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fsdp_overlap.checkpoint.checksums import checksum_of
 from fsdp_overlap.checkpoint.written import (
     Described,
+    Plain,
     PlannedMetadata,
     PlannedStorageMeta,
     Written,
-    written,
 )
 from fsdp_overlap.tensor.placement import RangeShard, copied_dims
+from fsdp_overlap.torch_internals import StorageInfo
 
 
 class _Agreed(NamedTuple):
-    """What some ranks must have in common: how many they are, and how many tensors lie over them,
-    with a digest of what is known of these."""
+    """What some ranks must have in common: how many they are, how many tensors lie over them, and
+    digests: of names, shapes and placements, and of ranges."""
 
     ranks: int
     tensors: int
     digest: str
+    ranges: str
 
 
 class _Told(NamedTuple):
@@ -48,11 +53,17 @@ class _Told(NamedTuple):
 
 
 class _Turn(NamedTuple):
-    """What the first rank answers: the keys of :class:`_Told` of which a rank tells the names of
-    sharded tensors, and of which it writes what is not sharded. It is the first that has them."""
+    """What the first rank answers, in keys of :class:`_Told`.
+
+    The rank is the first that has some, and so tells the names of these sharded tensors
+    (``describes``), and writes what is not sharded (``writes``). Other ranks have the names that
+    are below ``shares`` too, and of these the rank leaves to others what is below ``skips``.
+    """
 
     describes: list[str]
     writes: list[str]
+    shares: list[str]
+    skips: list[str]
 
 
 class ShardedSavePlanner(DefaultSavePlanner):
@@ -61,7 +72,8 @@ class ShardedSavePlanner(DefaultSavePlanner):
     What each rank writes of a sharded tensor follows from the tensor's name, mesh and placements.
     So ranks compare digests of these, and afterwards tell where in their files it is. Of copies
     one is written, and the ranks that have them share that work. What is not sharded is written by
-    the first rank that has it. The checkpoint is an ordinary one, which any reader loads.
+    the first rank that has it. Sharded tensors of one name on several meshes must be copies, and
+    are compared. The checkpoint is an ordinary one, which any reader loads.
 
     Use it with :class:`SafeFileSystemWriter`, on all ranks that the tensors lie over::
 
@@ -107,6 +119,7 @@ class ShardedSavePlanner(DefaultSavePlanner):
         them alone: those along one dimension of a mesh."""
         ranks: dict[str, int] = {}
         facts: dict[str, list[object]] = defaultdict(list)
+        ranges: dict[str, list[int]] = defaultdict(list)
         hashes: dict[int, int] = {}
         for key, tensors in self._sharded.items():
             for fqn, tensor in tensors.items():
@@ -120,19 +133,29 @@ class ShardedSavePlanner(DefaultSavePlanner):
                             hashes[id(each.ranges)] = hash(each.ranges)  # numbers: same everywhere
                         line = self._keys.of(mesh, dim)
                         ranks[line] = mesh.size(dim)
-                        facts[line].append((fqn, hashes[id(each.ranges)]))
-        return {key: _Agreed(ranks[key], len(of), _digest(of)) for key, of in facts.items()}
+                        ranges[line].append(hashes[id(each.ranges)])
+        return {
+            key: _Agreed(number, len(facts[key]), _digest(facts[key]), _digest(ranges[key]))
+            for key, number in ranks.items()
+        }
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         told: list[_Told] = [plan.planner_data for plan in all_plans]
         _check([each.sharded for each in told])
+        keys: dict[str, list[str]] = {}  # those of the same tensors
+        for key, agreed in {key: of for each in told for key, of in each.sharded.items()}.items():
+            if agreed.tensors:
+                keys.setdefault(agreed.digest, []).append(key)
+        shared = {key: of[0] for of in keys.values() if len(of) > 1 for key in of}
         described: set[str] = set()
         written: set[tuple[str, str]] = set()
         answers = []
         for each in told:
             turn = _Turn(
-                [key for key in each.sharded if key not in described],
+                [key for key, of in each.sharded.items() if of.tensors and key not in described],
                 [key for key, digest in each.plain.items() if (key, digest) not in written],
+                [key for key in each.sharded if key in shared],
+                [key for key in each.sharded if shared.get(key, key) != key],
             )
             described.update(turn.describes)
             written.update((key, each.plain[key]) for key in turn.writes)
@@ -143,18 +166,18 @@ class ShardedSavePlanner(DefaultSavePlanner):
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         turn: _Turn = new_plan.planner_data
         plain = {fqn: value for key in turn.writes for fqn, value in self._plain[key].items()}
-        self._whole = {
-            item.index: item for item in create_default_local_save_plan(plain, True).items
-        }
+        whole = create_default_local_save_plan(plain, True).items
+        self._whole = {item.index: item for item in whole}
         self._parts: dict[MetadataIndex, tuple[str, int, torch.Size]] = {}
-        items = list(self._whole.values())
+        self._checksums: dict[MetadataIndex, int] = {}
+        items = []
         for key, tensors in self._sharded.items():
             numbers = {fqn: number for number, fqn in enumerate(tensors)}
-            for item in create_default_local_save_plan(_own(tensors), False).items:
-                assert item.tensor_data is not None
-                sizes = item.tensor_data.chunk.sizes
-                if prod(sizes) or not prod(item.tensor_data.size):
-                    self._parts[item.index] = key, numbers[item.index.fqn], sizes
+            for item in _parts(tensors):
+                if key in turn.shares:
+                    self._checksums[item.index] = checksum_of(self.lookup_object(item.index))
+                if key not in turn.skips:
+                    self._parts[item.index] = key, numbers[item.index.fqn], _sizes(item)
                     items.append(item)
         self._described = {
             key: [
@@ -162,14 +185,27 @@ class ShardedSavePlanner(DefaultSavePlanner):
                 for fqn, tensor in self._sharded[key].items()
             ]
             for key in turn.describes
-            if key in self._sharded
         }
-        self.plan = SavePlan(items, storage_data=new_plan.storage_data)
+        self.plan = SavePlan(items + whole, storage_data=new_plan.storage_data)
         return self.plan
 
     def written(self, results: Iterable[WriteResult]) -> Written:
         """What this rank tells the first one of what it wrote."""
-        return written(results, self._parts, self._whole, self.mappings, self._described)
+        told = Written([], self._described, defaultdict(partial(array, "q")), [], self._checksums)
+        files: dict[str, int] = {}
+        for result in results:
+            if result.index in self._whole:
+                item = self._whole[result.index]
+                told.plain.append(Plain(item, self.mappings[item.index.fqn], result))
+                continue
+            info: StorageInfo = result.storage_data
+            if info.relative_path not in files:
+                files[info.relative_path] = len(files)
+                told.files.append((info.relative_path, info.transform_descriptors))
+            key, number, sizes = self._parts[result.index]
+            row = number, files[info.relative_path], info.offset, info.length
+            told.rows[key].extend((*row, *(result.index.offset or ()), *sizes))
+        return told
 
 
 class _Keys:
@@ -190,28 +226,30 @@ class _Keys:
         return self._found[mesh, dim]
 
 
-def _own(tensors: Mapping[str, DTensor]) -> dict[str, DTensor]:
-    """Those of ``tensors``, all over one mesh, of which this rank writes its part: all but copies.
-    Ranks that have copies take turns, so that each writes as many bytes as the others."""
+def _parts(tensors: Mapping[str, DTensor]) -> list[WriteItem]:
+    """What this rank writes of ``tensors``, which lie over one mesh. Of copies one is written.
+    Ranks that have them take turns, so that each writes as many bytes as the others."""
     loads: dict[tuple[int, ...], list[int]] = {}
-    found = {}
+    mine = {}
     for fqn, tensor in tensors.items():
         mesh, place = tensor.device_mesh, tensor.device_mesh.get_coordinate()
         assert place is not None
-        if not tensor.numel():
-            if not any(place):
-                found[fqn] = tensor
-            continue
-        dims = copied_dims(tensor._spec)
+        dims = copied_dims(tensor._spec) if tensor.numel() else tuple(range(mesh.ndim))
         of_copies = loads.setdefault(dims, [0] * prod(mesh.size(dim) for dim in dims))
         turn = of_copies.index(min(of_copies))
         of_copies[turn] += tensor.numel() * tensor.dtype.itemsize
-        mine = 0
+        number = 0
         for dim in dims:
-            mine = mine * mesh.size(dim) + place[dim]
-        if mine == turn:
-            found[fqn] = tensor
-    return found
+            number = number * mesh.size(dim) + place[dim]
+        if number == turn:
+            mine[fqn] = tensor
+    items = create_default_local_save_plan(mine, False).items
+    return [item for item in items if prod(_sizes(item)) or not mine[item.index.fqn].numel()]
+
+
+def _sizes(item: WriteItem) -> torch.Size:
+    assert item.tensor_data is not None
+    return item.tensor_data.chunk.sizes
 
 
 def _known(named: tuple[str, Any]) -> tuple[object, ...]:

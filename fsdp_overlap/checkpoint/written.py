@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import cached_property
@@ -56,46 +56,24 @@ class Written(NamedTuple):
 
     ``rows`` has for each part: the number of its tensor, the number of its file, where it lies in
     that and how many bytes it has, then its offsets in the tensor, then its sizes. ``tensors`` is
-    told by one of the ranks.
+    told by one of the ranks. ``checksums`` are those of parts of which there should be copies.
     """
 
     files: list[tuple[str, Sequence[str] | None]]
     tensors: dict[str, list[Described]]
     rows: dict[str, array[int]]
     plain: list[Plain]
-
-
-def written(
-    results: Iterable[WriteResult],
-    parts: Mapping[MetadataIndex, tuple[str, int, torch.Size]],
-    plain: Mapping[MetadataIndex, WriteItem],
-    paths: Mapping[str, tuple[str | int, ...]],
-    tensors: dict[str, list[Described]],
-) -> Written:
-    """What a rank tells of ``results``. ``parts`` has the key, number and sizes of each part of a
-    tensor, ``plain`` the other items."""
-    told = Written([], tensors, {}, [])
-    files: dict[str, int] = {}
-    for result in results:
-        if result.index in plain:
-            told.plain.append(Plain(plain[result.index], paths[result.index.fqn], result))
-            continue
-        info: StorageInfo = result.storage_data
-        if info.relative_path not in files:
-            files[info.relative_path] = len(files)
-            told.files.append((info.relative_path, info.transform_descriptors))
-        key, number, sizes = parts[result.index]
-        row = (number, files[info.relative_path], info.offset, info.length)
-        told.rows.setdefault(key, array("q")).extend((*row, *(result.index.offset or ()), *sizes))
-    return told
+    checksums: dict[MetadataIndex, int]
 
 
 def put_together(told: Sequence[Written], into: Metadata) -> Iterator[WriteResult]:
     """Gives ``into`` the tensors and values that all ranks wrote, and yields where each part lies.
 
     Raises:
-        ValueError: parts do not make up a tensor, when all are yielded.
+        ValueError: what should be copies differs; or parts do not make up a tensor, which is known
+            when all are yielded.
     """
+    _compare_copies(told)
     tensors = {key: found for each in told for key, found in each.tensors.items()}
     found: dict[str, TensorStorageMetadata] = {}
     into.planner_data = {}
@@ -138,9 +116,21 @@ def put_together(told: Sequence[Written], into: Metadata) -> Iterator[WriteResul
         fqn = wrong[0]
         raise ValueError(
             f"the parts that ranks wrote of {fqn!r} have {volumes[fqn]} elements, and it has "
-            f"{prod(found[fqn].size)} ({len(wrong)} such tensors): a name must stand for one "
-            "tensor; give those of other ranks, such as experts, names of their own"
+            f"{prod(found[fqn].size)} ({len(wrong)} such tensors): {_ONE_NAME}"
         )
+
+
+def _compare_copies(told: Sequence[Written]) -> None:
+    known: dict[MetadataIndex, int] = {}
+    for each in told:
+        for index, checksum in each.checksums.items():
+            if known.setdefault(index, checksum) != checksum:
+                raise ValueError(f"{index.fqn!r} has other values on some ranks: {_ONE_NAME}")
+
+
+_ONE_NAME = (
+    "a name must stand for one tensor; give those of other ranks, such as experts, other names"
+)
 
 
 class PlannedMetadata(Metadata):

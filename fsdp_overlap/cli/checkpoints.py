@@ -9,7 +9,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
-from fsdp_overlap.checkpoint import CheckpointError, SafeFileSystemReader, SafeFileSystemWriter
+from fsdp_overlap.checkpoint import (
+    CheckpointError,
+    SafeFileSystemReader,
+    SafeFileSystemWriter,
+    ShardedSavePlanner,
+)
 
 _PREFIX = "step-"
 _UNFINISHED = ".unfinished"  # there is at most one, being written or being removed
@@ -50,7 +55,8 @@ class Checkpoints:
         if dist.get_rank() == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
         dist.barrier()
-        dcp.save(run.state_dict(), storage_writer=SafeFileSystemWriter(unfinished))
+        writer = SafeFileSystemWriter(unfinished)
+        dcp.save(run.state_dict(), storage_writer=writer, planner=ShardedSavePlanner())
         if dist.get_rank() == 0:
             _sync(unfinished)
             unfinished.rename(path)

@@ -154,24 +154,29 @@ def measure(system: str, world_size: int, blocks: int | None) -> dict[str, float
     timed("shard", lambda: sharded(system, model, mesh))
     state = {"model": timed("state dict", model.state_dict, 1e3)}
     with tempfile.TemporaryDirectory() as folder:
-        savings = [Saving(system, state, folder, rank) for rank in range(world_size)]
-        first = savings[0]
-        sent = [pickle.dumps(timed("plan", first.plan, 1e3))]
-        for each in savings[1:]:
-            with seen_from(mesh, each.rank):
-                sent.append(pickle.dumps(each.plan()))
+        first = Saving(system, state, folder, 0)
+        plans = [pickle.dumps(timed("plan", first.plan, 1e3))]
+        for rank in range(1, world_size):
+            with seen_from(mesh, rank):
+                plans.append(pickle.dumps(Saving(system, state, folder, rank).plan()))
 
         def answer() -> tuple[list[bytes], Metadata]:
-            plans, metadata = first.planner.create_global_plan([pickle.loads(e) for e in sent])
-            return [pickle.dumps(e) for e in first.writer.prepare_global_plan(plans)], metadata
+            told = [pickle.loads(each) for each in plans]
+            turns, metadata = first.planner.create_global_plan(told)
+            return [
+                pickle.dumps(each) for each in first.writer.prepare_global_plan(turns)
+            ], metadata
 
         answers, metadata = timed("coordinate", answer)
         reports = []
-        for each, plan in zip(savings, answers, strict=True):
-            with seen_from(mesh, each.rank):
-                reports.append(pickle.dumps(each.written(pickle.loads(plan))))
-        found["tensors of a rank"] = len(first.planner.plan.items)
-        found["sent to the first rank"] = sum(map(len, sent + reports)) / 1e6
+        for rank, each in enumerate(answers):
+            saving = Saving(system, state, folder, rank)
+            with seen_from(mesh, rank):
+                saving.plan()
+                reports.append(pickle.dumps(saving.written(pickle.loads(each))))
+            if rank == 0:
+                found["tensors of a rank"] = len(saving.planner.plan.items)
+        found["sent to the first rank"] = sum(map(len, plans + reports)) / 1e6
 
         def finish() -> bytes:
             first.writer.finish(metadata, [pickle.loads(each) for each in reports])
