@@ -10,6 +10,7 @@ from typing import Any
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
@@ -55,14 +56,14 @@ class SafeFileSystemWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[Any]) -> None:
         checksum = Path(self.path) / CHECKSUM_FILE
         checksum.unlink(missing_ok=True)
-        if isinstance(metadata, PlannedMetadata):
-            metadata.folder = Path(self.path)
-            metadata.values = Metadata({})
-            with without_collector():
-                entries: Any = put_together(results, metadata.values)
-                super().finish(metadata.values, [entries])
-        else:
-            super().finish(metadata, results)
+        with without_collector():
+            if isinstance(metadata, PlannedMetadata):
+                metadata.folder, metadata.values = Path(self.path), put_together(results)
+                stored = metadata.values.storage_data.items()
+                results = [[WriteResult(index, info.length, info) for index, info in stored]]
+                super().finish(metadata.values, results)
+            else:
+                super().finish(metadata, results)
         with (Path(self.path) / METADATA_FILE).open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         unfinished = checksum.with_suffix(".tmp")

@@ -66,21 +66,20 @@ class Written(NamedTuple):
     checksums: dict[MetadataIndex, int]
 
 
-def put_together(told: Sequence[Written], into: Metadata) -> Iterator[WriteResult]:
-    """Gives ``into`` the tensors and values that all ranks wrote, and yields where each part lies.
+def put_together(told: Sequence[Written]) -> Metadata:
+    """The metadata of what all ranks wrote.
 
     Raises:
-        ValueError: what should be copies differs; or parts do not make up a tensor, which is known
-            when all are yielded.
+        ValueError: what should be copies differs, or parts do not make up a tensor.
     """
     _compare_copies(told)
     tensors = {key: found for each in told for key, found in each.tensors.items()}
+    paths: dict[str, tuple[str | int, ...]] = {}
     found: dict[str, TensorStorageMetadata] = {}
-    into.planner_data = {}
-    for described in (each for known in tensors.values() for each in known):
-        properties = TensorProperties(dtype=described.dtype)
-        found.setdefault(described.fqn, TensorStorageMetadata(properties, described.shape, []))
-        into.planner_data[described.fqn] = described.path
+    for fqn, path, shape, dtype in (each for known in tensors.values() for each in known):
+        paths[fqn] = path
+        found[fqn] = TensorStorageMetadata(TensorProperties(dtype=dtype), shape, [])
+    storage: dict[MetadataIndex, StorageInfo] = {}
     volumes = dict.fromkeys(found, 0)
     for each in told:
         for key, rows in each.rows.items():
@@ -93,31 +92,30 @@ def put_together(told: Sequence[Written], into: Metadata) -> Iterator[WriteResul
                 sizes = torch.Size(numbers[middle:end])
                 at = end
                 chunks = found[fqn].chunks
+                name, descriptors = each.files[file]
                 index = MetadataIndex(fqn, offsets, len(chunks))
+                storage[index] = StorageInfo(name, start, length, descriptors)
                 chunks.append(ChunkStorageMetadata(offsets, sizes))
                 volumes[fqn] += prod(sizes)
-                path, descriptors = each.files[file]
-                yield WriteResult(index, length, StorageInfo(path, start, length, descriptors))
-    wrong = [fqn for fqn, volume in volumes.items() if volume != prod(found[fqn].size)]
-    into.state_dict_metadata = dict(found)
-    for value in (value for each in told for value in each.plain):
-        fqn, data = value.item.index.fqn, value.item.tensor_data
-        if fqn in into.state_dict_metadata:  # other ranks have it too; the first one counts
-            wrong += [fqn] if fqn in found else []
-            continue
-        into.planner_data[fqn] = value.path
-        into.state_dict_metadata[fqn] = (
-            BytesStorageMetadata()
-            if data is None
-            else TensorStorageMetadata(data.properties, data.size, [data.chunk])
-        )
-        yield value.result
-    if wrong:
-        fqn = wrong[0]
-        raise ValueError(
-            f"the parts that ranks wrote of {fqn!r} have {volumes[fqn]} elements, and it has "
-            f"{prod(found[fqn].size)} ({len(wrong)} such tensors): {_ONE_NAME}"
-        )
+    for fqn, volume in volumes.items():
+        if volume != prod(found[fqn].size):
+            raise ValueError(
+                f"the parts that ranks wrote of {fqn!r} have {volume} elements, and it has "
+                f"{prod(found[fqn].size)}: {_ONE_NAME}"
+            )
+    plain: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    for item, path, result in (value for each in told for value in each.plain):
+        fqn, data = item.index.fqn, item.tensor_data
+        if fqn in found:
+            raise ValueError(f"{fqn!r} is sharded on some ranks alone: {_ONE_NAME}")
+        if fqn not in plain:  # other ranks may have it too; the first one counts
+            paths[fqn], storage[result.index] = path, result.storage_data
+            plain[fqn] = (
+                BytesStorageMetadata()
+                if data is None
+                else TensorStorageMetadata(data.properties, data.size, [data.chunk])
+            )
+    return Metadata({**found, **plain}, planner_data=paths, storage_data=storage)
 
 
 def _compare_copies(told: Sequence[Written]) -> None:

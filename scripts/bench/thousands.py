@@ -4,6 +4,10 @@ Llama-3 8B on the meta device, a block a unit, on a fake process group of `--wor
 system in a process of its own, because groups and caches stay. Of one rank:
 
 - *shard*: `fully_shard()` of all blocks and of the root;
+- *start*: how much longer the first step takes than a later one, and *step*: what a later one takes
+  for a unit beyond the floor of `host_overhead.py`, both of its tiny blocks, because nobody could
+  compute the others. The floor is most of what a step takes here, because a fake all-gather fills
+  the part of every rank;
 - *state dict*: `model.state_dict()`;
 - *plan*: what a rank plans to save, by `torch.distributed.checkpoint`'s planner, and how many
   tensors it writes.
@@ -34,6 +38,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from statistics import median
 from typing import Any
 from unittest.mock import patch
 
@@ -49,15 +54,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_overlap
+import host_overhead
 from fsdp_overlap.checkpoint import SafeFileSystemWriter, ShardedSavePlanner
 from fsdp_overlap.torch_internals import StorageInfo
-from harness import output
+from harness import output, turns
+from harness.bare_sharding import BareUnit
 from harness.measurement import Measurement, Ratio
 from harness.real_models import units_of
 
 OURS, FSDP2 = "ours", "FSDP2"
 QUANTITIES = {
     "shard": "s",
+    "start": "ms",
+    "step": "us",
     "state dict": "ms",
     "plan": "ms",
     "tensors of a rank": "",
@@ -68,6 +77,7 @@ QUANTITIES = {
 }
 COORDINATE_TARGET = 0.1
 MODEL = "Llama-3 8B"
+BLOCKS, WIDTH = 8, 32
 
 
 class Unit(nn.Module):
@@ -138,6 +148,25 @@ class Saving:
         return self.planner.written(results) if hasattr(self.planner, "written") else results
 
 
+def steps_of(system: str, mesh: DeviceMesh) -> dict[str, float]:
+    """The host's time for the first step, and for a unit of later ones."""
+    model, bare = host_overhead.build(BLOCKS, WIDTH), host_overhead.build(BLOCKS, WIDTH)
+    for block in bare:
+        BareUnit(block, mesh.get_group())
+    if system == OURS:
+        host_overhead.shard_ours(model, mesh, prefetch=1)
+    else:
+        host_overhead.shard_fsdp2(model, mesh)
+    step = host_overhead.timed(host_overhead.make_step(model, WIDTH), 1)
+    floor = host_overhead.timed(host_overhead.make_step(bare, WIDTH), 1)
+    floor()
+    first = step()
+    with turns.quiet_gc():
+        samples = turns.alternate({"step": step, "floor": floor}, rounds=10, warmup=2)
+    later, least = median(samples["step"]), median(samples["floor"])
+    return {"start": (first - later) / 1e3, "step": (later - least) / BLOCKS}
+
+
 def measure(system: str, world_size: int, blocks: int | None) -> dict[str, float]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     model = build(blocks)
@@ -184,6 +213,7 @@ def measure(system: str, world_size: int, blocks: int | None) -> dict[str, float
 
         returned = timed("coordinate", finish)
         timed("returned", lambda: pickle.loads(returned), 1e3)
+    found |= steps_of(system, mesh)
     found["memory of the coordinator"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     return found
 
