@@ -33,6 +33,7 @@ from fsdp_overlap.tensor.placement import (
     with_range,
 )
 from fsdp_overlap.torch_internals import DisableTorchFunctionSubclass, DTensorSpec, allow_foreach
+from fsdp_overlap.waits import waiting
 
 
 class ShardEdits:
@@ -170,8 +171,9 @@ class ShardedTensor(HoldsGradient, DTensor):
             dist.broadcast(as_carried(full[first:last]), group=group, group_src=rank, async_op=True)
             for rank, first, last in self.placement.ranges
         ]
-        for work in works:
-            work.wait()
+        with waiting():
+            for work in works:
+                work.wait()
         return full.view(tile.shape)
 
     def redistribute(

@@ -17,6 +17,7 @@ from fsdp_overlap.tensor.operands import check_no_gradient, local_operand
 from fsdp_overlap.tensor.placement import cut_dims, is_on_mesh, tile_of
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, raise_unsupported
 from fsdp_overlap.torch_internals import DTensorSpec
+from fsdp_overlap.waits import waiting
 
 Call = Callable[..., Any]
 Args = tuple[Any, ...]
@@ -273,6 +274,7 @@ def _all_reduce(
     sent = values.contiguous()
     if not is_on_mesh(values, spec):
         sent = values.to(spec.mesh.device_type)
-    for dim in cut_dims(spec):
-        dist.all_reduce(sent, op, spec.mesh.get_group(dim))
+    with waiting():
+        for dim in cut_dims(spec):
+            dist.all_reduce(sent, op, spec.mesh.get_group(dim))
     return sent.to(values.device)
