@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -89,7 +88,8 @@ def _ran() -> float:
     program has taken wants to compute, and is not idle."""
     ran = time.thread_time()
     try:
-        on_core, in_queue, _ = Path("/proc/thread-self/schedstat").read_text().split()
+        with open("/proc/thread-self/schedstat", "rb", buffering=0) as counts:
+            on_core, in_queue, _ = counts.read().split()
     except (OSError, ValueError):
         return ran  # a kernel without these counts
     return max(ran, (int(on_core) + int(in_queue)) / 1e9)

@@ -97,6 +97,34 @@ def _describe(ranks: Sequence[SlowRank]) -> str:
     return f"{they} than the others; look for {what_to_look_for(first.computes)}"
 
 
+class Stragglers:
+    """Which ranks are slow, step by step. ``ranks`` and ``hosts`` name them."""
+
+    def __init__(self, ranks: Sequence[int], hosts: Sequence[str]) -> None:
+        self._ranks = ranks
+        self._hosts = hosts
+        self._history: deque[frozenset[int]] = deque(maxlen=_REMEMBERED)
+        """The places of the ranks that were slow in each of the last steps."""
+
+    def of(self, times: Sequence[Times]) -> tuple[SlowRank, ...]:
+        """Those that are slow in the next step, which took ``times``, and were so often enough."""
+        own = [each.total - each.waited for each in times]
+        compute = [mine - each.idle for mine, each in zip(own, times, strict=True)]
+        behind = lags(own)
+        slow = [k for k, lag in enumerate(behind) if is_slow(lag, times[k].total)]
+        self._history.append(frozenset(slow))
+        return tuple(
+            SlowRank(
+                self._ranks[k],
+                self._hosts[k],
+                behind[k],
+                computes_longer(compute[k], compute, behind[k]),
+            )
+            for k in slow
+            if sum(k in before for before in self._history) >= _REMEMBERED / 2
+        )
+
+
 class StepLog:
     """Measures the steps of a model that trains, and says which rank the others wait for.
 
@@ -144,13 +172,11 @@ class StepLog:
         self._points: deque[int] = deque()
         """Where in the program the steps ended that were not sent yet."""
         self._pending: deque[tuple[HostTicket, torch.Tensor]] = deque()
-        self._history: deque[frozenset[int]] = deque(maxlen=_REMEMBERED)
-        """The places of the ranks that were slow in the last steps."""
         self._group: ref[dist.ProcessGroup] | None = None
-        self._hosts = [socket.gethostname()]
+        hosts = [socket.gethostname()]
         if len(self._ranks) > 1:
-            group = self._connected()
-            self._hosts = gather_objects(self._hosts[0], group, torch.device("cpu"), "StepLog()")
+            hosts = gather_objects(hosts[0], self._connected(), torch.device("cpu"), "StepLog()")
+        self._stragglers = Stragglers(self._ranks, hosts)
         waits.meters.append(self._clock)
         finalize(self, waits.meters.remove, self._clock).atexit = False
 
@@ -199,7 +225,9 @@ class StepLog:
 
     def _send(self, times: Times, point: int, group: dist.ProcessGroup | None) -> None:
         """Tells the ranks of ``group`` of a step, which ended at ``point``."""
-        sent = torch.tensor([point, times.total, times.waited, times.idle], dtype=torch.float64)
+        values = [point, times.total, times.waited, times.idle]
+        # On the host, whatever device is the default.
+        sent = torch.tensor(values, dtype=torch.float64, device="cpu")
         table = sent.new_empty(len(self._ranks), sent.numel())
         if group is None:
             table[0] = sent
@@ -220,19 +248,7 @@ class StepLog:
                     f"rank {self._ranks[0]} and after {point:.0f} on rank {rank}: call it once a "
                     "step, on every rank and at the same point"
                 )
-        own = [total - wait for total, wait in zip(totals, waited, strict=True)]
-        compute = [mine - nothing for mine, nothing in zip(own, idle, strict=True)]
-        behind = lags(own)
-        slow = [k for k, lag in enumerate(behind) if is_slow(lag, totals[k])]
-        self._history.append(frozenset(slow))
-        named = tuple(
-            SlowRank(
-                self._ranks[k],
-                self._hosts[k],
-                behind[k],
-                computes_longer(compute[k], compute, behind[k]),
-            )
-            for k in slow
-            if sum(k in before for before in self._history) >= _REMEMBERED / 2
+        times = [Times(*each) for each in zip(totals, waited, idle, strict=True)]
+        return StepTimes(
+            self._steps_told, median(totals), median(waited), self._stragglers.of(times)
         )
-        return StepTimes(self._steps_told, median(totals), median(waited), named)
