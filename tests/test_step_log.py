@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_overlap import FsdpContext, fully_shard, waits
+from fsdp_overlap import FsdpContext, fully_shard, meters
 from fsdp_overlap.comm import step_clocks
 from fsdp_overlap.comm.step_clocks import HostClock, StreamClock, Times
 from fsdp_overlap.modelled import (
@@ -160,7 +160,7 @@ def _one_is_slow() -> dict[str, list[StepTimes]]:
         log = StepLog(ctx, steps_done=100)
         found[busy.__name__] = train(log, model, 10)
         del log
-        assert not waits.meters  # so that nobody measures any more
+        assert not meters.present  # so that nobody measures any more
     return found
 
 
@@ -282,7 +282,7 @@ def logged(steps: int = 4, between: float = 0.0) -> list[Times]:
     """What the clock of a log measures on the modelled device, after the first two steps."""
     program = Program(optimizer=None)
     clock = StreamClock(program.ctx.device)
-    waits.meters.append(clock)
+    meters.present.append(clock)
     try:
         for _ in range(steps):
             active().host.ends = max(active().host.ends, active().default.ends) + between
@@ -290,7 +290,7 @@ def logged(steps: int = 4, between: float = 0.0) -> list[Times]:
             program.model.zero_grad()
             clock.step()
     finally:
-        waits.meters.remove(clock)
+        meters.present.remove(clock)
     active().host.ends = float("inf")  # all is done by now
     return list(clock.measured())[2:]
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from fsdp_overlap.comm.streams import has_streams, streams_of
-from fsdp_overlap.waits import Meter
+from fsdp_overlap.meters import Meter
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Times:
 
 
 class StepClock(Meter, Protocol):
-    """Measures the steps of this process. It is one of :data:`fsdp_overlap.waits.meters`."""
+    """Measures the steps of this process. It is one of :data:`fsdp_overlap.meters.present`."""
 
     def step(self) -> None:
         """A step ends. The host does not wait."""

@@ -12,7 +12,7 @@ from weakref import finalize, ref
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap import waits
+from fsdp_overlap import meters
 from fsdp_overlap.comm.collectives import Issued
 from fsdp_overlap.comm.lanes import HostTicket
 from fsdp_overlap.comm.objects import gather_objects
@@ -177,8 +177,8 @@ class StepLog:
         if len(self._ranks) > 1:
             hosts = gather_objects(hosts[0], self._connected(), torch.device("cpu"), "StepLog()")
         self._stragglers = Stragglers(self._ranks, hosts)
-        waits.meters.append(self._clock)
-        finalize(self, waits.meters.remove, self._clock).atexit = False
+        meters.present.append(self._clock)
+        finalize(self, meters.present.remove, self._clock).atexit = False
 
     def step(self) -> list[StepTimes]:
         """Ends a step, and returns those whose times have come since the last call: mostly one, the

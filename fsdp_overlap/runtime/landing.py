@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from fsdp_overlap.comm.streams import has_streams, streams_of
-from fsdp_overlap.waits import waiting
+from fsdp_overlap.meters import waiting
 
 
 class Landing(NamedTuple):

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
+from fsdp_overlap.meters import waiting
 from fsdp_overlap.tensor.carried import as_carried
 from fsdp_overlap.tensor.chunks import all_of_a_storage, chunks_of
 from fsdp_overlap.tensor.held_gradient import GivenGradients, HoldsGradient, Recipients
@@ -33,7 +34,6 @@ from fsdp_overlap.tensor.placement import (
     with_range,
 )
 from fsdp_overlap.torch_internals import DisableTorchFunctionSubclass, DTensorSpec, allow_foreach
-from fsdp_overlap.waits import waiting
 
 
 class ShardEdits:

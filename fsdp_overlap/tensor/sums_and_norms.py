@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from fsdp_overlap.meters import waiting
 from fsdp_overlap.tensor.carried import CARRIED
 from fsdp_overlap.tensor.operands import check_no_gradient, local_operand
 from fsdp_overlap.tensor.placement import cut_dims, is_on_mesh, tile_of
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, raise_unsupported
 from fsdp_overlap.torch_internals import DTensorSpec
-from fsdp_overlap.waits import waiting
 
 Call = Callable[..., Any]
 Args = tuple[Any, ...]

@@ -16,7 +16,7 @@ class Meter(Protocol):
         ...
 
 
-meters: list[Meter] = []
+present: list[Meter] = []
 """Those who measure. Ask whether there are any before you call :func:`begin`: as long as nobody
 measures, a wait then costs nothing more."""
 
@@ -25,7 +25,7 @@ Begun = list[tuple[Meter, Any]]
 
 def begin() -> Begun:
     """A wait begins."""
-    return [(meter, meter.begin()) for meter in meters]
+    return [(meter, meter.begin()) for meter in present]
 
 
 def end(begun: Begun) -> None:
