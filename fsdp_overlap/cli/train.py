@@ -105,6 +105,8 @@ def _train(
         stops = stop.end_step()
         step = trainer.steps_done
         times = [] if step_log is None else step_log.step()
+        if step_log is not None and (stops or trainer.steps_done == config.steps):
+            times += step_log.finish()
         if log is not None:
             log.show(metrics, times)
         if stops or step % config.save_every == 0 or step == config.steps:

@@ -39,8 +39,9 @@ class StepClock(Meter, Protocol):
         """A step ends. The host does not wait."""
         ...
 
-    def measured(self) -> Iterator[Times]:
-        """The steps whose times are known by now and were not returned before, in order."""
+    def measured(self, waits: bool) -> Iterator[Times]:
+        """The steps whose times are known by now and were not returned before, in order. With
+        ``waits`` the host waits until all are known."""
         ...
 
     def skip(self) -> None:
@@ -75,7 +76,7 @@ class HostClock:
         self._known.append(Times(total, self._waited, max(0.0, idle)))
         self._start, self._ran, self._waited = now, ran, 0.0
 
-    def measured(self) -> Iterator[Times]:
+    def measured(self, waits: bool) -> Iterator[Times]:
         known, self._known = self._known, []
         return iter(known)
 
@@ -124,16 +125,18 @@ class StreamClock:
         self._ended.append((self._start, self._waits, end))
         self._start, self._waits = end, []
 
-    def measured(self) -> Iterator[Times]:
+    def measured(self, waits: bool) -> Iterator[Times]:
+        if waits and self._ended:
+            self._ended[-1][2].synchronize()
         while self._ended and self._ended[0][2].query():
-            start, waits, end = self._ended.popleft()
+            start, waited, end = self._ended.popleft()
             yield Times(
                 _seconds(start, end),
-                sum(_seconds(*wait) for wait in waits),
+                sum(_seconds(*wait) for wait in waited),
                 # Where the host runs ahead, the first wait follows at once.
-                _seconds(start, waits[0][0]) if waits else 0.0,
+                _seconds(start, waited[0][0]) if waited else 0.0,
             )
-            self._spare += [start, *(event for wait in waits for event in wait)]
+            self._spare += [start, *(event for wait in waited for event in wait)]
 
     def skip(self) -> None:
         self._ended.clear()

@@ -14,10 +14,11 @@ import torch.distributed as dist
 
 from fsdp_overlap import meters
 from fsdp_overlap.comm.collectives import Issued
-from fsdp_overlap.comm.lanes import HostTicket
+from fsdp_overlap.comm.lanes import HostLane, Ticket
 from fsdp_overlap.comm.objects import gather_objects
 from fsdp_overlap.comm.step_clocks import Times, make_clock
 from fsdp_overlap.comm.store_notes import has_peers
+from fsdp_overlap.profiling.names import STEP_LOG
 from fsdp_overlap.profiling.slow_ranks import (
     computes_longer,
     in_ms,
@@ -36,7 +37,7 @@ _REMEMBERED = 8
 _MOST_PENDING = 8
 # Of how many hosts a line names the slow ranks.
 _SHOWN = 3
-_WHAT = "StepLog.step()"
+_WHAT = f"{STEP_LOG}.step()"
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ class StepLog:
 
     Steps are measured as long as the object exists. The ranks tell each other their times by one
     message a step of a few numbers, between hosts. No rank waits for it in the step, and so the
-    times of a step are there at the next one or later; those of the last steps are never returned.
+    times of a step are there at the next one or later. :meth:`finish` waits for the last ones.
 
     Args:
         context: the context of the model, after its ``fully_shard()`` calls.
@@ -171,11 +172,12 @@ class StepLog:
         self._clock = make_clock(context.device)
         self._points: deque[int] = deque()
         """Where in the program the steps ended that were not sent yet."""
-        self._pending: deque[tuple[HostTicket, torch.Tensor]] = deque()
+        self._lane = HostLane()
+        self._pending: deque[tuple[Ticket, torch.Tensor]] = deque()
         self._group: ref[dist.ProcessGroup] | None = None
         hosts = [socket.gethostname()]
         if len(self._ranks) > 1:
-            hosts = gather_objects(hosts[0], self._connected(), torch.device("cpu"), "StepLog()")
+            hosts = gather_objects(hosts[0], self._connected(), torch.device("cpu"), STEP_LOG)
         self._stragglers = Stragglers(self._ranks, hosts)
         meters.present.append(self._clock)
         finalize(self, meters.present.remove, self._clock).atexit = False
@@ -196,12 +198,24 @@ class StepLog:
         group = self._connected() if len(self._ranks) > 1 else None
         if group is not None:
             self._context.faults.begins(_WHAT, group)
-        for times in self._clock.measured():
+        return self._told(group, waits=False)
+
+    def finish(self) -> list[StepTimes]:
+        """Returns the steps that were not returned yet, as when training is over. Collective; the
+        host waits for the other ranks and for the device.
+
+        Raises:
+            RuntimeError: as :meth:`step`.
+        """
+        return self._told(self._connected() if len(self._ranks) > 1 else None, waits=True)
+
+    def _told(self, group: dist.ProcessGroup | None, waits: bool) -> list[StepTimes]:
+        for times in self._clock.measured(waits):
             self._send(times, self._points.popleft(), group)
         told = []
         while self._pending:
             ticket, table = self._pending[0]
-            if not ticket.done() and len(self._pending) <= _MOST_PENDING:
+            if not (waits or ticket.done() or len(self._pending) > _MOST_PENDING):
                 break
             ticket.wait()
             self._pending.popleft()
@@ -229,13 +243,15 @@ class StepLog:
         # On the host, whatever device is the default.
         sent = torch.tensor(values, dtype=torch.float64, device="cpu")
         table = sent.new_empty(len(self._ranks), sent.numel())
-        if group is None:
-            table[0] = sent
-            issued = Issued((), lambda: table)
-        else:
+
+        def issue() -> Issued:
+            if group is None:
+                table[0] = sent
+                return Issued((), lambda: table)
             work = dist.all_gather(list(table.unbind()), sent, group, async_op=True)
-            issued = Issued([work], lambda: table, group)
-        self._pending.append((HostTicket(_WHAT, "", issued, None), table))
+            return Issued([work], lambda: table, group)
+
+        self._pending.append((self._lane.enqueue(STEP_LOG, "", issue), table))
 
     def _read(self, table: torch.Tensor) -> StepTimes:
         """What ranks told of the next step."""
