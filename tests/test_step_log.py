@@ -404,22 +404,29 @@ def test_a_log_that_reads_its_events_too_early_would_be_a_wait() -> None:
     assert any("in measured" in wait for wait in waits_of_host)
 
 
-def _on_streams() -> tuple[list[str], list[str]]:
+def _on_streams() -> tuple[list[str], list[str], list[int]]:
     pace = 3.0 if dist.get_rank() == 1 else 1.0
     with running(ModelledDevice(timing=Seconds(pace, 0.1))) as device:
         twins = Trained(Model, shard_layers)
         log = StepLog(twins.ctx)
-        told = []
-        for batch in twins.batches(8):
-            twins.backward(*batch)
-            twins.step()
-            told += log.step()
-        told += log.finish()
-        return [str(times) for times in told], list(map(str, device.findings))
+
+        def train(steps: int) -> list[StepTimes]:
+            told = []
+            for batch in twins.batches(steps):
+                twins.backward(*batch)
+                twins.step()
+                told += log.step()
+            return told + log.finish()
+
+        told = [str(times) for times in train(8)]
+        twins.ctx.reset()
+        after = [times.step for times in train(3)]
+        return told, list(map(str, device.findings)), after
 
 
 def test_ranks_with_streams_name_the_slow_one() -> None:
-    for told, findings in run_ranks(_on_streams, 2, backend=BACKEND):
+    for told, findings, after in run_ranks(_on_streams, 2, backend=BACKEND):
+        assert after == [10, 11]  # a reset ends the group, and the next step makes another
         assert findings == []
         assert len(told) == 8
         assert "; rank 1 (" in told[-1]

@@ -32,8 +32,9 @@ from fsdp_overlap.torch_internals import is_registered
 # A rank is named if it was slow in half of the last steps. One step alone is a hiccup, and of a
 # thousand ranks some rank has one in every step. Two ranks that take turns are slow in half each.
 _REMEMBERED = 8
-# How many exchanges may be under way. Ranks that train together are never so far apart, so whoever
-# has more waits for a rank that leaves the log out, and is told so.
+# How many messages may be under way. Hosts of a CPU that train together are never so far apart, so
+# whoever has more waits for a rank that leaves the log out, and is told so. Where hosts run ahead,
+# the device of one that is so far ahead has to wait for the other's anyway.
 _MOST_PENDING = 8
 # Of how many hosts a line names the slow ranks.
 _SHOWN = 3
