@@ -1,5 +1,6 @@
 """What rank 0 shows and writes about a run."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -15,7 +16,7 @@ from fsdp_overlap.cli.report import show_report, write_report
 from fsdp_overlap.cli.run_folder import TRACES_AT_STAGE_3, RunFolder
 from fsdp_overlap.cli.trainer import PROFILED_STEPS, Trainer
 from fsdp_overlap.optim import Muon
-from fsdp_overlap.profiling import read_report
+from fsdp_overlap.profiling import StepTimes, read_report
 
 
 class RunLog:
@@ -70,8 +71,11 @@ class RunLog:
     ) -> None:
         self._display.__exit__(kind, error, traceback)
 
-    def show(self, metrics: dict[str, float]) -> None:
-        """Shows the figures of one step, as the trainer gives them."""
+    def show(self, metrics: dict[str, float], times: Sequence[StepTimes]) -> None:
+        """Shows the figures of one step, as the trainer gives them, and how long earlier steps
+        took."""
+        for each in times:
+            self._display.print(str(each))
         if "loss" not in metrics:
             return
         self._folder.log(metrics)

@@ -9,6 +9,7 @@ from fsdp_overlap.profiling.intervals import measure, union
 from fsdp_overlap.profiling.names import CHECK, CONFIRMATION, Kind, Pass
 from fsdp_overlap.profiling.overlap import Collective, RankReport
 from fsdp_overlap.profiling.report import Report
+from fsdp_overlap.profiling.slow_ranks import computes_longer, in_ms, what_to_look_for
 
 Cause = Literal[
     "slow rank",
@@ -71,11 +72,8 @@ def _slow_rank(report: Report) -> Iterator[Finding]:
         return
     rank = report.slowest
     others = "the other" if len(report.ranks) == 2 else "the others"
-    busy = (
-        "compute that it does alone, or a slower device"
-        if _computes_longer(report)
-        else "what it does alone that is no compute, such as reading data"
-    )
+    all_compute = [each.compute_time for each in report.ranks]
+    busy = what_to_look_for(computes_longer(rank.compute_time, all_compute, report.lag))
     lag = report.lag / rank.steps
     yield Finding(
         "slow rank",
@@ -83,13 +81,6 @@ def _slow_rank(report: Report) -> Iterator[Finding]:
         f"rank {rank.rank} is slow: it works {_ms(lag)} a step longer than {others}, and the "
         f"difference is spent waiting in collectives; look for {busy}",
     )
-
-
-def _computes_longer(report: Report) -> bool:
-    """Whether most of the slowest rank's lag is compute."""
-    slowest = report.slowest
-    least = min(rank.compute_time for rank in report.ranks)
-    return slowest.compute_time - least > report.lag / 2
 
 
 def _exposed(rank: RankReport) -> Iterator[Finding]:
@@ -291,5 +282,4 @@ def _name(c: Collective) -> str:
 
 
 def _ms(microseconds: float) -> str:
-    milliseconds = microseconds / 1e3
-    return f"{milliseconds:.{0 if milliseconds >= 100 else 1 if milliseconds >= 10 else 2}f} ms"
+    return in_ms(microseconds / 1e6)

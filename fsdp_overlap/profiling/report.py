@@ -10,6 +10,7 @@ from typing import Any
 from fsdp_overlap.profiling.events import Progress
 from fsdp_overlap.profiling.names import Kind, Pass
 from fsdp_overlap.profiling.overlap import Collective, RankReport, measure_overlap
+from fsdp_overlap.profiling.slow_ranks import is_slow, lags
 from fsdp_overlap.profiling.timeline import read_timeline
 
 # The rows of every table.
@@ -19,9 +20,6 @@ ROWS: tuple[tuple[str, Kind, Pass | None], ...] = (
     ("reduce-scatters", "reduce_scatter", None),
     ("other", "other", None),
 )
-# How much longer than the others a rank works by itself before it is called slow, as a part of a
-# step.
-_SLOW = 0.1
 
 
 @dataclass(frozen=True)
@@ -39,12 +37,11 @@ class Report:
     def lag(self) -> float:
         """How much longer `slowest` works by itself than the median of the others, in microseconds
         over all steps; 0 for one rank."""
-        others = [rank.own_time for rank in self.ranks if rank is not self.slowest]
-        return self.slowest.own_time - statistics.median(others) if others else 0.0
+        return max(lags([rank.own_time for rank in self.ranks]))
 
     @property
     def has_straggler(self) -> bool:
-        return self.lag > _SLOW * self.slowest.duration
+        return is_slow(self.lag, self.slowest.duration)
 
     @cached_property
     def waits_for_ranks(self) -> tuple[float | None, ...]:

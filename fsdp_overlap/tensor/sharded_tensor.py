@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
+from fsdp_overlap.meters import waiting
 from fsdp_overlap.tensor.carried import as_carried
 from fsdp_overlap.tensor.chunks import all_of_a_storage, chunks_of
 from fsdp_overlap.tensor.held_gradient import GivenGradients, HoldsGradient, Recipients
@@ -170,8 +171,9 @@ class ShardedTensor(HoldsGradient, DTensor):
             dist.broadcast(as_carried(full[first:last]), group=group, group_src=rank, async_op=True)
             for rank, first, last in self.placement.ranges
         ]
-        for work in works:
-            work.wait()
+        with waiting():
+            for work in works:
+                work.wait()
         return full.view(tile.shape)
 
     def redistribute(

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from fsdp_overlap.meters import waiting
 from fsdp_overlap.tensor.carried import CARRIED
 from fsdp_overlap.tensor.operands import check_no_gradient, local_operand
 from fsdp_overlap.tensor.placement import cut_dims, is_on_mesh, tile_of
@@ -273,6 +274,7 @@ def _all_reduce(
     sent = values.contiguous()
     if not is_on_mesh(values, spec):
         sent = values.to(spec.mesh.device_type)
-    for dim in cut_dims(spec):
-        dist.all_reduce(sent, op, spec.mesh.get_group(dim))
+    with waiting():
+        for dim in cut_dims(spec):
+            dist.all_reduce(sent, op, spec.mesh.get_group(dim))
     return sent.to(values.device)
