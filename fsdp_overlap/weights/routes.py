@@ -297,16 +297,20 @@ def _route(
         there, all_of_it = sum(region.numel for region in holders), whole(shape).numel
         if there != all_of_it:
             raise ValueError(f"of {name!r} ranks have {there} elements, and it has {all_of_it}")
-    first = next(iter(by_mesh))
-    own = {}
+    # The number of the mesh from which a rank gets what it wants: its own, or else the first.
+    own: dict[int, int] = {}
     if len(by_mesh) > 1 and not one:
-        own = {rank: side.mesh for side, members in has for rank in members}
-    asked: dict[tuple[int, ...], dict[tuple[Region, ...], list[int]]] = {}
+        numbers = {mesh: number for number, mesh in enumerate(by_mesh)}
+        own = {rank: numbers[side.mesh] for side, members in has for rank in members}
+    asked: list[dict[tuple[Region, ...], list[int]]] = [{} for _ in by_mesh]
     for side, members in wants:
         for rank, regions in side.on(members):
-            of_mesh = asked.setdefault(own.get(rank, first), {})
-            of_mesh.setdefault(regions, []).append(rank)
-    flows = [Flow(by_mesh[mesh], of_mesh, shape, ranks) for mesh, of_mesh in asked.items()]
+            asked[own.get(rank, 0)].setdefault(regions, []).append(rank)
+    flows = [
+        Flow(holders, of_mesh, shape, ranks)
+        for holders, of_mesh in zip(by_mesh.values(), asked, strict=True)
+        if of_mesh
+    ]
     return Route(shape, flows, ranks)
 
 

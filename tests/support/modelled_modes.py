@@ -355,7 +355,7 @@ def exported(ranks: list[int] | None, prefetch: int) -> None:
                 export_weights(program.model, ranks=ranks, prefetch=prefetch, piece_bytes=300)
             ):
                 weight.mul_(2)
-                if number == 3:
+                if number == 2:  # more of this shard is on its way
                     break
             with torch.no_grad():
                 for parameter in program.model.parameters():
