@@ -54,6 +54,10 @@ class Plans:
         if len(self._kept) > _MOST:
             del self._kept[next(iter(self._kept))]
 
+    def clear(self) -> None:
+        """Forgets them all."""
+        self._kept.clear()
+
 
 def plans_of(context: FsdpContext) -> Plans:
     """The plans of ``context``, which go with it."""
