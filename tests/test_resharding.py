@@ -43,9 +43,19 @@ def test_slabs_follow_each_other_and_are_small(shape: tuple[int, ...], most: int
 
 @st.composite
 def divided(draw: Any, shape: tuple[int, ...], ranks: int) -> list[list[Region]]:
-    """Which regions of a tensor each rank has: ranges, chunks along a dimension, or copies."""
-    kind = draw(st.sampled_from(["ranges", "chunks", "copies"]))
+    """Which regions of a tensor each rank has: ranges, of all of it or of halves along the last
+    dimension, chunks along a dimension, or copies."""
+    kind = draw(st.sampled_from(["ranges", "halves", "chunks", "copies"]))
     numel = prod(shape)
+    if kind == "halves" and len(shape) > 1:
+        half = shape[-1] // 2
+        left = draw(divided((*shape[:-1], half), ranks))
+        right = draw(divided((*shape[:-1], shape[-1] - half), ranks))
+        offsets = (*(0,) * (len(shape) - 1), half)
+        return [
+            [*first, *(region.moved(offsets) for region in others)]
+            for first, others in zip(left, right, strict=True)
+        ]
     if kind == "ranges" or not shape:
         cuts = sorted(draw(st.lists(st.integers(0, numel), min_size=ranks - 1, max_size=ranks - 1)))
         ends = zip([0, *cuts], [*cuts, numel], strict=True)
