@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
+import weakref
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +22,9 @@ from fsdp_overlap import (
     fully_shard,
 )
 from fsdp_overlap.optim import AdamW
-from fsdp_overlap.weights import export_weights
+from fsdp_overlap.weights import export_weights, plans
+from fsdp_overlap.weights.exchange import Exchange
+from fsdp_overlap.weights.plans import plans_of
 from support import experts
 from support import tensor_parallel as tp
 from support.layouts import LAYOUTS, Giant
@@ -205,6 +210,68 @@ def _kept() -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_weights_are_the_readers_own(world: int) -> None:
     run_ranks(_kept, world)
+
+
+def exchanged(model: nn.Module, twin: nn.Module, **options: Any) -> int:
+    """How often ranks told each other more than one number for an export, which is right."""
+    told = Exchange.told
+    calls: list[object] = []
+
+    def counted(exchange: Exchange, mine: Any) -> list[Any]:
+        calls.append(mine)
+        return told(exchange, mine)
+
+    with patch.object(Exchange, "told", counted):
+        check(model, twin, **options)
+    return len(calls)
+
+
+def _again() -> None:
+    twins = Twins(Model, shard_layers)
+    model, twin = twins.model, twins.twin
+    assert exchanged(model, twin) == 1
+    assert exchanged(model, twin) == 0
+    assert exchanged(model, twin, dtype=torch.float32) == 1
+    assert exchanged(model, twin, ranks=[1], piece_bytes=SMALL) == 1
+    for parameter in twin.parameters():
+        parameter.data.mul_(0.5)
+    with torch.no_grad():
+        torch._foreach_mul_(list(model.parameters()), 0.5)
+    assert exchanged(model, twin) == exchanged(model, twin, ranks=[1], piece_bytes=SMALL) == 0
+    if twins.rank:  # one rank alone has none
+        plans_of(twins.ctx).clear()
+    assert exchanged(model, twin) == 1
+    assert exchanged(model, twin) == 0
+    for each in (model, twin):
+        each.register_buffer("steps", torch.arange(3))
+    assert exchanged(model, twin) == 1
+    for each in (model, twin):
+        each.steps = torch.arange(4)  # the same names, and they lie otherwise
+    assert exchanged(model, twin) == 1
+    for number in range(2 * plans._MOST):
+        assert exchanged(model, twin, piece_bytes=1000 + number) == 1
+    assert len(plans_of(twins.ctx)._kept) == plans._MOST
+
+
+def test_ranks_plan_an_export_once() -> None:
+    run_ranks(_again, 2)
+
+
+def _freed() -> None:
+    twins = Twins(Model, shard_layers)
+    check(twins.model, twins.twin)
+    alive = weakref.ref(twins.model), weakref.ref(twins.ctx)
+    gc.collect()
+    gc.disable()
+    try:
+        del twins
+        assert [each() for each in alive] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_a_plan_keeps_no_model() -> None:
+    run_ranks(_freed, 2)
 
 
 def _renamed() -> None:

@@ -21,7 +21,7 @@ from fsdp_overlap.tensor.boxes import boxes
 from fsdp_overlap.torch_internals import StridedShard
 from fsdp_overlap.weights import Resharding
 from fsdp_overlap.weights.regions import Region, slabs, whole
-from fsdp_overlap.weights.routes import Note, Part, Round, Side, plan_rounds, route
+from fsdp_overlap.weights.routes import Messages, Round, Side, Sides, plan_rounds, route
 from support.layouts import LAYOUTS
 from support.ranks import run_ranks
 from support.twins import Twins
@@ -43,9 +43,19 @@ def test_slabs_follow_each_other_and_are_small(shape: tuple[int, ...], most: int
 
 @st.composite
 def divided(draw: Any, shape: tuple[int, ...], ranks: int) -> list[list[Region]]:
-    """Which regions of a tensor each rank has: ranges, chunks along a dimension, or copies."""
-    kind = draw(st.sampled_from(["ranges", "chunks", "copies"]))
+    """Which regions of a tensor each rank has: ranges, of all of it or of halves along the last
+    dimension, chunks along a dimension, or copies."""
+    kind = draw(st.sampled_from(["ranges", "halves", "chunks", "copies"]))
     numel = prod(shape)
+    if kind == "halves" and len(shape) > 1:
+        half = shape[-1] // 2
+        left = draw(divided((*shape[:-1], half), ranks))
+        right = draw(divided((*shape[:-1], shape[-1] - half), ranks))
+        offsets = (*(0,) * (len(shape) - 1), half)
+        return [
+            [*first, *(region.moved(offsets) for region in others)]
+            for first, others in zip(left, right, strict=True)
+        ]
     if kind == "ranges" or not shape:
         cuts = sorted(draw(st.lists(st.integers(0, numel), min_size=ranks - 1, max_size=ranks - 1)))
         ends = zip([0, *cuts], [*cuts, numel], strict=True)
@@ -68,79 +78,77 @@ def divided(draw: Any, shape: tuple[int, ...], ranks: int) -> list[list[Region]]
 
 
 @st.composite
-def exchanges(draw: Any) -> tuple[list[Note], int]:
+def exchanges(draw: Any) -> tuple[int, Sides, Sides, int]:
     ranks = draw(st.integers(1, 4))
-    notes = [Note({}, {}) for _ in range(ranks)]
+    has: dict[str, Any] = {}
+    wants: dict[str, Any] = {}
     for number in range(draw(st.integers(1, 4))):
         shape = draw(shapes)
-        dtypes = [draw(st.sampled_from([torch.float32, torch.float64])) for _ in range(2)]
-        sides = [draw(divided(shape, ranks)) for _ in range(2)]
-        for rank, note in enumerate(notes):
-            for held, dtype, regions in zip(note, dtypes, sides, strict=True):
-                held[f"w{number}"] = Side(shape, dtype, tuple(regions[rank]))  # type: ignore
-    return notes, draw(st.integers(1, 400))
+        for sides in (has, wants):
+            dtype = draw(st.sampled_from([torch.float32, torch.float64]))
+            lies = dict(enumerate(map(tuple, draw(divided(shape, ranks)))))
+            if draw(st.booleans()):  # all ranks tell the same, or each what it has
+                told = [(Side(shape, dtype, lies), [*range(ranks)])]
+            else:
+                told = [(Side(shape, dtype, {rank: lies[rank]}), [rank]) for rank in lies]
+            sides[f"w{number}"] = told
+    return ranks, has, wants, draw(st.integers(1, 400))
+
+
+def regions_on(rank: int, sides: Sides, name: str) -> tuple[Region, ...]:
+    return tuple(
+        region
+        for side, ranks in sides[name]
+        for _, regions in side.on([rank] if rank in ranks else [])
+        for region in regions
+    )
 
 
 @given(exchanges())
 def test_everyone_gets_what_it_wants_and_messages_are_small(
-    exchange: tuple[list[Note], int],
+    exchange: tuple[int, Sides, Sides, int],
 ) -> None:
-    notes, most = exchange
-    ranks = len(notes)
-    tensors = route(notes, strict=True, one=True)
-    plans = [plan_rounds(tensors, me, ranks, most) for me in range(ranks)]
-    values = {
-        name: torch.arange(prod(side.shape), dtype=torch.float64).view(side.shape)
-        for name, side in notes[0].has.items()
-    }
-    got = [
-        {(name, k): [] for name, side in note.wants.items() for k in range(len(side.regions))}
-        for note in notes
-    ]
-    for rounds in zip(*plans, strict=True):
-        check_messages(rounds, notes, most)
-        for rank, mine in enumerate(rounds):
-            for part in [*mine.own, *(part for parts in mine.receives for part in parts)]:
-                got[rank][part.name, part.wanted].append(part.region)
-    for note, mine in zip(notes, got, strict=True):
-        for name, side in note.wants.items():
-            for number, wanted in enumerate(side.regions):
-                target = torch.full(wanted.sizes, -1.0, dtype=torch.float64)
-                for region in mine[name, number]:
-                    piece = region.of(whole(side.shape), values[name])
-                    assert bool((region.of(wanted, target) == -1).all()), "came twice"
-                    region.of(wanted, target).copy_(piece)
-                assert torch.equal(target, wanted.of(whole(side.shape), values[name]))
-    completed = [[name for each in rounds for name in each.completes] for rounds in plans]
-    assert all(names == [tensor.name for tensor in tensors] for names in completed)
+    ranks, has, wants, most = exchange
+    tensors = route(has, wants, ranks, strict=True, one=True)
+    got: list[dict[str, list[Region]]] = [{name: [] for name in has} for _ in range(ranks)]
+    rounds = plan_rounds(tensors, most)
+    for each in rounds:
+        messages = [each.messages(me) for me in range(ranks)]
+        check_messages(each, messages, has, most)
+        for rank, mine in enumerate(messages):
+            for part in [*mine.own, *(part for parts in mine.receives.values() for part in parts)]:
+                got[rank][part.name].append(part.region)
+    for name in has:
+        shape = has[name][0][0].shape
+        values = torch.arange(prod(shape), dtype=torch.float64).view(shape)
+        for rank in range(ranks):
+            target, expected = torch.full_like(values, -1), torch.full_like(values, -1)
+            for wanted in regions_on(rank, wants, name):
+                wanted.of(whole(shape), expected).copy_(wanted.of(whole(shape), values))
+            for region in got[rank][name]:
+                assert bool((region.of(whole(shape), target) == -1).all()), "came twice"
+                region.of(whole(shape), target).copy_(region.of(whole(shape), values))
+            assert torch.equal(target, expected)
+    assert [name for each in rounds for name in each.completes] == list(has)
 
 
-def check_messages(rounds: tuple[Round, ...], notes: list[Note], most: int) -> None:
+def check_messages(each: Round, messages: list[Messages], has: Sides, most: int) -> None:
     """What one sends is what the other expects, and what it has. Bytes are bounded."""
-    for source, mine in enumerate(rounds):
-        for target, its in enumerate(rounds):
-            if mine.gathered:
-                assert [_sent(part) for part in mine.sends[source]] == [
-                    _sent(part) for part in its.receives[source]
-                ]
-            elif source != target:
-                assert mine.sends[target] == its.receives[source]
-            else:
-                assert not mine.sends[target]
-                assert not mine.receives[target]
-        for part in [*mine.own, *(part for parts in mine.sends for part in parts)]:
-            held = notes[source].has[part.name].regions[part.held]
-            assert part.region & held == part.region
+    ranks = len(messages)
+    for source, mine in enumerate(messages):
+        for target, its in enumerate(messages):
+            sent = mine.sends.get(source if each.gathered else target, [])
+            assert sent == its.receives.get(source, [])
+        for part in [*mine.own, *(part for parts in mine.sends.values() for part in parts)]:
+            held = regions_on(source, has, part.name)
+            assert any(part.region & region == part.region for region in held)
+        assert each.gathered or source not in mine.sends
         # A piece has a part of each region, and of the least one a row, or an element.
-        regions = sum(len(side.regions) for note in notes for side in note.has.values())
-        for messages in (mine.sends, mine.receives):
-            parts = [part for message in messages for part in message]
+        regions = sum(len(regions_on(rank, has, name)) for rank in range(ranks) for name in has)
+        for by_rank in (mine.sends, mine.receives):
+            parts = [part for message in by_rank.values() for part in message]
             nbytes = sum(part.region.numel * part.dtype.itemsize for part in parts)
-            assert nbytes <= most + 8 * len(notes) * regions
-
-
-def _sent(part: Part) -> tuple[str, Region]:
-    return part.name, part.region
+            assert nbytes <= most + 8 * ranks * regions
 
 
 def placed(model: nn.Module, mesh: DeviceMesh) -> dict[str, DTensor]:

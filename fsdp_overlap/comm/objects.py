@@ -34,8 +34,46 @@ def gather_objects(mine: T, group: dist.ProcessGroup, device: torch.device, what
     ]
 
 
+def tell_object(
+    mine: T, source: int, group: dist.ProcessGroup, device: torch.device, what: str
+) -> T:
+    """What the rank at place ``source`` of ``group`` gives; that of others is ignored. As
+    :func:`gather_objects` otherwise.
+
+    Raises:
+        RuntimeError: a rank did not come.
+    """
+    is_mine = group.rank() == source
+    sent = torch.frombuffer(bytearray(pickle.dumps(mine) if is_mine else b"-"), dtype=torch.uint8)
+    size = torch.tensor([sent.numel()], device=device)
+    _wait(dist.broadcast(size, group=group, group_src=source, async_op=True), group, what)
+    received = (
+        sent.to(device) if is_mine else torch.empty(int(size), dtype=torch.uint8, device=device)
+    )
+    _wait(dist.broadcast(received, group=group, group_src=source, async_op=True), group, what)
+    held = received.cpu()
+    told: T = pickle.loads(ctypes.string_at(held.data_ptr(), held.numel()))
+    return told
+
+
+def all_give(number: int, group: dist.ProcessGroup, device: torch.device, what: str) -> bool:
+    """Whether all ranks of ``group`` give the same ``number``, of 63 bits. One collective of two
+    numbers, as :func:`gather_objects` otherwise.
+
+    Raises:
+        RuntimeError: a rank did not come.
+    """
+    ends = torch.tensor([number, -number], device=device)
+    _wait(dist.all_reduce(ends, dist.ReduceOp.MAX, group=group, async_op=True), group, what)
+    most, least = ends.tolist()
+    return bool(most == -least)
+
+
 def _gather(mine: torch.Tensor, group: dist.ProcessGroup, what: str) -> list[torch.Tensor]:
     others = [torch.empty_like(mine) for _ in range(group.size())]
-    work = dist.all_gather(others, mine, group, async_op=True)
-    HostTicket(what, "", Issued([work], lambda: mine, group), None).wait()
+    _wait(dist.all_gather(others, mine, group, async_op=True), group, what)
     return others
+
+
+def _wait(work: dist.Work, group: dist.ProcessGroup, what: str) -> None:
+    HostTicket(what, "", Issued([work], lambda: torch.empty(0), group), None).wait()

@@ -12,9 +12,9 @@ from torch import nn
 
 from fsdp_overlap.comm.lanes import Ticket
 from fsdp_overlap.comm.streams import has_streams, streams_of
-from fsdp_overlap.weights.exchange import Exchange, exchange_of, sides_of
+from fsdp_overlap.weights.exchange import Exchange, exchange_of
 from fsdp_overlap.weights.regions import Region, parts, whole
-from fsdp_overlap.weights.routes import Note, Round, Side
+from fsdp_overlap.weights.routes import Round, Side, Sides, wants_all, whole_of
 from fsdp_overlap.weights.tensors import Names, checked, renamed, weights_of
 
 
@@ -59,30 +59,26 @@ def export_weights(
             shape or dtype; ``names`` gives a name twice; or ``prefetch`` is negative.
     """
     found = weights_of(model)
-    weights: dict[str, torch.Tensor] = {}
-    wants: dict[str, Side] = {}
-    is_asked = ranks is None or (dist.get_rank() if dist.is_initialized() else 0) in ranks
+    exchange = exchange_of(model, found.values(), "export_weights")
+    asked = None if ranks is None else sorted(ranks)
 
-    def note() -> Note:
+    def find() -> Mapping[str, torch.Tensor]:
         if prefetch < 0:
             raise ValueError(f"prefetch={prefetch} is not a number of pieces; use 0 or more")
-        weights.update(checked(renamed(found, names)))
-        if is_asked:
-            wants.update({name: wanted_whole(each, dtype) for name, each in weights.items()})
-        return Note(sides_of(weights), wants)
+        return checked(renamed(found, names))
 
-    asked = None if ranks is None else sorted(ranks)
+    def make(has: Sides) -> list[Round]:
+        """Each rank that is asked for wants all that it has."""
+        places = exchange.places
+        among = None if asked is None else {places[rank] for rank in asked if rank in places}
+        wants = wants_all(has, dtype, among)
+        return exchange.rounds(exchange.route(has, wants, strict=False, one=False), piece_bytes)
+
     arguments = f"dtype={dtype}, ranks={asked}, prefetch={prefetch}, piece_bytes={piece_bytes}"
-    exchange = exchange_of(model, found.values(), "export_weights")
-    tensors = exchange.route(exchange.notes(note, arguments), strict=False, one=False)
-    rounds = exchange.rounds(tensors, piece_bytes)
-    return whole_weights(exchange, rounds, weights, wants, prefetch)
-
-
-def wanted_whole(tensor: torch.Tensor, dtype: torch.dtype | None) -> Side:
-    """All of ``tensor``, in ``dtype`` if it has floating-point numbers."""
-    cast = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    return Side(tuple(tensor.shape), cast, (whole(tensor.shape),))
+    weights, plan = exchange.planned(find, arguments, make)
+    is_asked = asked is None or (dist.get_rank() if dist.is_initialized() else 0) in asked
+    wants = {n: whole_of(w.shape, w.dtype, dtype) for n, w in weights.items()} if is_asked else {}
+    return whole_weights(exchange, plan.rounds, weights, wants, prefetch)
 
 
 def whole_weights(
@@ -109,7 +105,8 @@ def whole_weights(
     try:
         for _ in rounds:
             while len(under_way) <= prefetch and (each := next(to_start, None)) is not None:
-                under_way.append((exchange.start(each, sources, targets), each))
+                messages = each.messages(exchange.rank)
+                under_way.append((exchange.start(each, messages, sources, targets), each))
             ticket, done = under_way.popleft()
             ticket.wait()
             for name in done.completes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -16,10 +16,9 @@ from typing import BinaryIO
 import torch
 from torch import nn
 
-from fsdp_overlap.weights.exchange import Exchange, exchange_of, sides_of
-from fsdp_overlap.weights.export import wanted_whole, whole_weights
-from fsdp_overlap.weights.regions import whole
-from fsdp_overlap.weights.routes import Note, Side
+from fsdp_overlap.weights.exchange import Exchange, exchange_of
+from fsdp_overlap.weights.export import whole_weights
+from fsdp_overlap.weights.routes import Round, Side, Sides, whole_of
 from fsdp_overlap.weights.tensors import Names, checked, is_first, renamed, weights_of
 
 # Ranks share the work where each of them has a file of at least this size.
@@ -112,34 +111,36 @@ def save_weights(
     if not is_first(found.values()):
         return
     exchange = exchange_of(model, found.values(), "save_weights")
-    weights: dict[str, torch.Tensor] = {}
 
-    def note() -> Note:
+    def find() -> Mapping[str, torch.Tensor]:
         if exchange.rank == 0:
             _check(folder)
-        weights.update(checked(renamed(found, names)))
+        weights = checked(renamed(found, names))
         for name, tensor in weights.items():
-            if wanted_whole(tensor, dtype).dtype not in _DTYPES:
+            if whole_of(tensor.shape, tensor.dtype, dtype).dtype not in _DTYPES:
                 raise ValueError(f"{name!r} is of {tensor.dtype}, which safetensors does not know")
-        return Note(sides_of(weights), {})
+        return weights
 
-    arguments = f"folder={str(folder)!r}, dtype={dtype}, file_bytes={file_bytes}"
-    notes = exchange.notes(note, f"{arguments}, piece_bytes={piece_bytes}")
-    exchange.check_copies(notes, weights)
-    files = _files(folder, notes, dtype, file_bytes)
-    wants = [
-        {name: side for file in files[rank :: len(notes)] for name, side in file.weights.items()}
-        for rank in range(len(notes))
-    ]
-    turns = list(_in_turns(files, len(notes)))
-    asked = [
-        Note({name: note.has[name] for name in turns if name in note.has}, want)
-        for note, want in zip(notes, wants, strict=True)
-    ]
+    def make(has: Sides) -> list[Round]:
+        """Each rank wants what it writes. Weights travel in the order in which they are written."""
+        files = _files(folder, has, dtype, file_bytes, exchange.ranks)
+        wants: dict[str, list[tuple[Side, list[int]]]] = {}
+        for number, file in enumerate(files):
+            writer = [number % exchange.ranks]
+            wants.update({name: [(side, writer)] for name, side in file.weights.items()})
+        turns = {name: has[name] for name in _in_turns(files, exchange.ranks)}
+        tensors = exchange.route(turns, wants, strict=True, one=True)
+        return exchange.rounds(tensors, piece_bytes)
+
+    arguments = f"dtype={dtype}, file_bytes={file_bytes}, piece_bytes={piece_bytes}"
+    alone = f", folder={str(folder)!r}"
+    weights, plan = exchange.planned(find, arguments, make, alone)
+    exchange.check_copies(plan.has, weights)
+    files = _files(folder, plan.has, dtype, file_bytes, exchange.ranks)
     rank = exchange.rank
-    rounds = exchange.rounds(exchange.route(asked, strict=True, one=True), piece_bytes)
-    arriving = whole_weights(exchange, rounds, weights, wants[rank], prefetch=1)
-    mine = files[rank :: len(notes)]
+    mine = files[rank :: exchange.ranks]
+    wants = {name: side for file in mine for name, side in file.weights.items()}
+    arriving = whole_weights(exchange, plan.rounds, weights, wants, prefetch=1)
     try:
         _on_all(exchange, lambda: _write_files(mine, arriving))
         _on_all(exchange, lambda: [file.unfinished.rename(file.path) for file in mine])
@@ -175,18 +176,16 @@ def _check(folder: Path) -> None:
 
 
 def _files(
-    folder: Path, notes: Sequence[Note], dtype: torch.dtype | None, file_bytes: int
+    folder: Path, has: Sides, dtype: torch.dtype | None, file_bytes: int, ranks: int
 ) -> list[_File]:
-    """The files of all weights that ranks have, in the order in which they named them. Ranks share
-    the work if it is enough."""
+    """The files of all weights, in order. Ranks share the work if it is enough."""
+    known: dict[Side, Side] = {}
     weights: dict[str, Side] = {}
-    for note in notes:
-        for name, side in note.has.items():
-            if name not in weights:
-                cast = dtype if dtype is not None and side.dtype.is_floating_point else side.dtype
-                weights[name] = Side(side.shape, cast, (whole(side.shape),))
+    for name, [(side, _), *_] in has.items():
+        want = whole_of(side.shape, side.dtype, dtype)
+        weights[name] = known.setdefault(want, want)
     total = sum(map(_nbytes, weights.values()))
-    most = min(file_bytes, max(_SHARED_BYTES, -(-total // len(notes))))
+    most = min(file_bytes, max(_SHARED_BYTES, -(-total // ranks)))
     files = [_File()]
     for name, side in weights.items():
         if files[-1].weights and files[-1].nbytes + _nbytes(side) > most:

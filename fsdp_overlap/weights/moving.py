@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -12,7 +12,7 @@ from fsdp_overlap.comm.collectives import Issued, all_to_all, choose
 from fsdp_overlap.comm.lanes import Lane, Ticket
 from fsdp_overlap.layout import BucketPlan
 from fsdp_overlap.weights.regions import Region
-from fsdp_overlap.weights.routes import Part, Round
+from fsdp_overlap.weights.routes import Messages, Part, Round
 
 Parts = Callable[[str], Sequence[tuple[Region, torch.Tensor]]]
 """Gives regions of the tensor of a name, and views of their values."""
@@ -20,6 +20,7 @@ Parts = Callable[[str], Sequence[tuple[Region, torch.Tensor]]]
 
 def start(
     each: Round,
+    messages: Messages,
     sources: Parts,
     targets: Parts,
     group: dist.ProcessGroup | None,
@@ -28,39 +29,52 @@ def start(
     what: str,
 ) -> Ticket:
     """Enqueues a round, from ``sources`` into ``targets``, which are asked in the lane's order.
-    Messages lie in memory of ``device``. ``what`` names it in errors and traces. Collective over
-    ``group``, which may be ``None`` where there is one rank."""
-    sizes = [sum(part.nbytes for part in parts) for parts in each.receives]
+    ``messages`` are those of this rank, and lie in memory of ``device``. ``what`` names it in
+    errors and traces. Collective over ``group``, which may be ``None`` where there is one rank."""
+    ranks = 1 if group is None else group.size()
+    sizes = _sizes(messages.receives, ranks)
     label = ", ".join(each.completes[:3])
 
     def issue() -> Issued:
-        for part in each.own:
-            _target(part, targets).copy_(_source(part, sources))
+        for part in messages.own:
+            _view(part, targets).copy_(_view(part, sources))
         received = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         if group is None:
             return Issued((), lambda: received)
         if each.gathered:
-            mine = received.split(sizes)[group.rank()]
-            _pack(mine, each.sends[group.rank()], sources)
+            me = group.rank()
+            mine = received[sum(sizes[:me]) :][: sizes[me]]
+            _pack(mine, messages.sends[me], sources)
             plan = BucketPlan((), (), tuple(sizes))
             return choose(device.type, group, plan).all_gather(received, mine, plan, group)
-        sent_sizes = [sum(part.nbytes for part in parts) for parts in each.sends]
+        sent_sizes = _sizes(messages.sends, ranks)
         sent = torch.empty(sum(sent_sizes), dtype=torch.uint8, device=device)
-        for message, parts in zip(sent.split(sent_sizes), each.sends, strict=True):
-            _pack(message, parts, sources)
+        _pack(sent, _in_order(messages.sends), sources)
         return all_to_all(received, sent, sizes, sent_sizes, group)
 
     def accept(received: torch.Tensor) -> None:
-        for message, parts in zip(received.split(sizes), each.receives, strict=True):
-            for part, values in _views(message, parts):
-                _target(part, targets).copy_(values)
+        for part, values in _views(received, _in_order(messages.receives)):
+            _view(part, targets).copy_(values)
 
     return lane.enqueue(what, label, issue, accept, sum(sizes))
 
 
+def _sizes(messages: Mapping[int, Sequence[Part]], ranks: int) -> list[int]:
+    """The bytes of the message of each of so many ``ranks``."""
+    sizes = [0] * ranks
+    for rank, parts in messages.items():
+        sizes[rank] = sum(part.nbytes for part in parts)
+    return sizes
+
+
+def _in_order(messages: Mapping[int, Sequence[Part]]) -> list[Part]:
+    """All parts, as messages follow each other in memory."""
+    return [part for rank in sorted(messages) for part in messages[rank]]
+
+
 def _pack(message: torch.Tensor, parts: Sequence[Part], sources: Parts) -> None:
     for part, values in _views(message, parts):
-        values.copy_(_source(part, sources))
+        values.copy_(_view(part, sources))
 
 
 def _views(message: torch.Tensor, parts: Sequence[Part]) -> list[tuple[Part, torch.Tensor]]:
@@ -77,11 +91,12 @@ def _views(message: torch.Tensor, parts: Sequence[Part]) -> list[tuple[Part, tor
     ]
 
 
-def _source(part: Part, sources: Parts) -> torch.Tensor:
-    outer, values = sources(part.name)[part.held]
-    return part.region.of(outer, values)
-
-
-def _target(part: Part, targets: Parts) -> torch.Tensor:
-    outer, values = targets(part.name)[part.wanted]
+def _view(part: Part, tensors: Parts) -> torch.Tensor:
+    """Where the values of ``part`` are, or belong."""
+    found = tensors(part.name)
+    outer, values = (
+        found[0]
+        if len(found) == 1
+        else next(each for each in found if part.region & each[0] == part.region)
+    )
     return part.region.of(outer, values)

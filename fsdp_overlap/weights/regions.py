@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import product
 from math import prod
+from operator import add
 from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_overlap.tensor.boxes import boxes
-from fsdp_overlap.tensor.placement import local_range, tile_of
+from fsdp_overlap.tensor.placement import RangeShard, local_range, range_dim, tile_at, tile_of
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
 from fsdp_overlap.torch_internals import StridedShard
 
@@ -36,6 +39,10 @@ class Region(NamedTuple):
         )
         return Region(starts, sizes) if all(size > 0 for size in sizes) else None
 
+    def moved(self, offsets: Sequence[int]) -> Region:
+        """The same region of a larger tensor, in which this tensor begins at ``offsets``."""
+        return Region(tuple(map(add, self.offsets, offsets)), self.sizes)
+
     def of(self, outer: Region, values: torch.Tensor) -> torch.Tensor:
         """This region of ``values``, which are those of ``outer``, as a view."""
         for dim, size in enumerate(self.sizes):
@@ -52,41 +59,49 @@ def whole(shape: Sequence[int]) -> Region:
 def slabs(shape: Sequence[int], most: int) -> list[Region]:
     """The tensor of ``shape``, cut into regions of at most ``most`` elements, but of one element at
     least. They follow each other in the flattened tensor."""
-    outer: tuple[int, ...] = ()
-    inner, found = tuple(shape), [whole(shape)]
-    for dim, size in enumerate(shape):
-        rest = prod(inner[1:])
-        if found[0].numel <= most:
-            break
-        step = max(1, most // max(1, rest))
-        found = [
-            Region(
-                (*each.offsets[:dim], start, *each.offsets[dim + 1 :]),
-                (*outer, min(step, size - start), *inner[1:]),
-            )
-            for each in found
-            for start in range(0, size, step)
-        ]
-        if step > 1:
-            break
-        outer, inner = (*outer, 1), inner[1:]
-    return found
+    sizes = tuple(shape)
+    return [slab(sizes, most, number) for number in range(slab_count(sizes, most))]
+
+
+def slab(shape: tuple[int, ...], most: int, number: int) -> Region:
+    """One of :func:`slabs`, reckoned without the others."""
+    offsets, sizes = [], []
+    for size, step, count in reversed(_steps(shape, most)):
+        number, along = divmod(number, count)
+        offsets.append(along * step)
+        sizes.append(min(step, size - along * step))
+    return Region(tuple(offsets[::-1]), tuple(sizes[::-1]))
+
+
+def slab_count(shape: tuple[int, ...], most: int) -> int:
+    """How many :func:`slabs` there are."""
+    return prod(count for _, _, count in _steps(shape, most))
+
+
+@lru_cache(maxsize=1024)
+def _steps(shape: tuple[int, ...], most: int) -> tuple[tuple[int, int, int], ...]:
+    """For each dimension its size, that of a slab, and how many slabs follow each other in it."""
+    rest = prod(shape)
+    found: list[tuple[int, int, int]] = []
+    is_cut = True
+    for size in shape:
+        is_cut = is_cut and rest > most
+        rest //= max(1, size)
+        step = max(1, most // max(1, rest)) if is_cut else max(1, size)
+        is_cut = is_cut and step == 1
+        found.append((size, step, max(1, -(-size // step))))
+    return tuple(found)
 
 
 def parts(tensor: torch.Tensor) -> list[tuple[Region, torch.Tensor]]:
     """What this rank has of ``tensor``, which may lie over ranks: regions, and views of their
-    values.
-
-    Raises:
-        TypeError: it is a DTensor that is placed otherwise than by shards and copies, or cut
-            otherwise than by ``distribute_tensor``.
-    """
+    values."""
     if isinstance(tensor, ShardedTensor):
         spec, local = tensor._spec, tensor._local_tensor.detach()
         tile, (start, stop) = tile_of(spec), local_range(spec)
         return [
             (
-                Region(box.moved(tile.offsets).offsets, box.sizes),
+                Region(box.offsets, box.sizes).moved(tile.offsets),
                 local[box.start - start : box.start - start + box.numel].view(box.sizes),
             )
             for box in boxes(tile.shape, start, stop)
@@ -94,21 +109,55 @@ def parts(tensor: torch.Tensor) -> list[tuple[Region, torch.Tensor]]:
     if isinstance(tensor, DTensor):
         if tensor.device_mesh.get_coordinate() is None:
             return []
-        if not _is_known(tensor):
-            raise TypeError(
-                f"a DTensor of shape {tuple(tensor.shape)} placed as {tensor.placements}: only "
-                "Shard(dim) and Replicate() are supported, and parts as distribute_tensor makes "
-                "them; redistribute() it first"
-            )
         tile = tile_of(tensor._spec)
         local = tensor._local_tensor.detach()
         return [(Region(tile.offsets, tile.shape), local)] if tile.numel else []
     return [(whole(tensor.shape), tensor.detach())] if tensor.numel() else []
 
 
+def spread_of(tensor: DTensor) -> Mapping[int, tuple[Region, ...]]:
+    """What each rank has of ``tensor``, in the order of its :func:`parts`, by global ranks: of a
+    sharded parameter all ranks that its ranges are divided among, of another DTensor all of its
+    mesh.
+
+    Raises:
+        TypeError: it is placed otherwise than by shards and copies, or cut otherwise than by
+            ``distribute_tensor``.
+    """
+    spec, ranks = tensor._spec, tensor.device_mesh.mesh
+    if isinstance(tensor, ShardedTensor):
+        dim, tile, coordinate = range_dim(spec), tile_of(spec), spec.mesh.get_coordinate()
+        assert coordinate is not None
+        place: list[int | slice] = list(coordinate)
+        place[dim] = slice(None)
+        row, ranges = ranks[tuple(place)].tolist(), spec.placements[dim]
+        assert isinstance(ranges, RangeShard)
+        return {
+            row[rank]: tuple(
+                Region(box.offsets, box.sizes).moved(tile.offsets)
+                for box in boxes(tile.shape, start, stop)
+            )
+            for rank, start, stop in ranges.ranges
+        }
+    if not _is_known(tensor):
+        raise TypeError(
+            f"a DTensor of shape {tuple(tensor.shape)} placed as {tensor.placements}: only "
+            "Shard(dim) and Replicate() are supported, and parts as distribute_tensor makes "
+            "them; redistribute() it first"
+        )
+    coordinates = product(*map(range, ranks.shape))
+    tiles = (
+        (rank, tile_at(spec, at))
+        for rank, at in zip(ranks.flatten().tolist(), coordinates, strict=True)
+    )
+    return {rank: (Region(tile.offsets, tile.shape),) for rank, tile in tiles if tile.numel}
+
+
 def _is_known(tensor: DTensor) -> bool:
     """Whether this rank's part is a box, and the one that is reckoned. A strided shard is one where
     it is cut after, by other dimensions of the mesh, into as many parts as it says."""
+    if tensor.device_mesh.get_coordinate() is None:
+        return True  # nothing of it is here
     for dim, placement in enumerate(tensor.placements):
         if isinstance(placement, StridedShard):
             later = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from fsdp_overlap.comm.lanes import Ticket, make_lane
 from fsdp_overlap.comm.streams import current_device
 from fsdp_overlap.runtime.context import context_of
-from fsdp_overlap.weights.exchange import Exchange, sides_of
+from fsdp_overlap.weights.exchange import Exchange, Note
 from fsdp_overlap.weights.regions import Region, parts
-from fsdp_overlap.weights.routes import Note, Round, Routed
+from fsdp_overlap.weights.routes import Messages, Part, Round, Routed
 from fsdp_overlap.weights.tensors import (
     Names,
     checked,
@@ -90,11 +90,11 @@ class Resharding:
 
         def note() -> Note:
             self._find()
-            return Note(sides_of(self._source), sides_of(self._target))
+            return self._exchange.note_of(self._source, self._target)
 
-        notes = self._exchange.notes(note, f"piece_bytes={piece_bytes}")
-        self._exchange.check_copies(notes, self._source)
-        self._tensors: list[Routed] = self._exchange.route(notes, strict=True, one=True)
+        told = self._exchange.told_sides(note, f"piece_bytes={piece_bytes}")
+        self._exchange.check_copies(told.has, self._source)
+        self._tensors = self._exchange.route(told.has, told.wants, strict=True, one=True)
 
     def _find(self) -> None:
         """Looks for the tensors of both sides, which a module may have replaced."""
@@ -120,9 +120,10 @@ class Resharding:
         under_way: deque[Ticket] = deque()
         try:
             with torch.no_grad():
-                for each in rounds:
-                    under_way.append(self._exchange.start(each, self._sources, self._targets))
-                    self._count(each)
+                for each, messages in rounds:
+                    start = self._exchange.start(each, messages, self._sources, self._targets)
+                    under_way.append(start)
+                    self._count(each, messages)
                     if len(under_way) > _AHEAD:
                         under_way.popleft().wait()
                 while under_way:
@@ -134,11 +135,13 @@ class Resharding:
         self._versions.update(versions)
 
     @cached_property
-    def _rounds(self) -> list[Round]:
+    def _rounds(self) -> list[tuple[Round, Messages]]:
         return self._planned(self._tensors)
 
-    def _planned(self, tensors: list[Routed]) -> list[Round]:
-        return self._exchange.rounds(tensors, self._piece_bytes)
+    def _planned(self, tensors: list[Routed]) -> list[tuple[Round, Messages]]:
+        """The rounds in which ``tensors`` travel, and what this rank sends and receives in each."""
+        rounds = self._exchange.rounds(tensors, self._piece_bytes)
+        return [(each, each.messages(self._exchange.rank)) for each in rounds]
 
     def _edited(self, versions: Mapping[str, object]) -> list[Routed]:
         mine = [
@@ -155,15 +158,16 @@ class Resharding:
     def _targets(self, name: str) -> list[tuple[Region, torch.Tensor]]:
         return parts(self._target[name])
 
-    def _count(self, each: Round) -> None:
+    def _count(self, each: Round, messages: Messages) -> None:
         me, others = self._exchange.rank, self._exchange.ranks - 1
-        for rank in range(self._exchange.ranks):
-            sent = sum(part.region.numel * part.dtype.itemsize for part in each.sends[rank])
-            received = sum(part.region.numel * part.dtype.itemsize for part in each.receives[rank])
-            if each.gathered:
-                sent, received = sent * others, received if rank != me else 0
-            self.sent_bytes += sent
-            self.received_bytes += received
+        for sent in messages.sends.values():
+            self.sent_bytes += _nbytes(sent) * (others if each.gathered else 1)
+        for rank, received in messages.receives.items():
+            self.received_bytes += _nbytes(received) if rank != me else 0
+
+
+def _nbytes(parts: Sequence[Part]) -> int:
+    return sum(part.region.numel * part.dtype.itemsize for part in parts)
 
 
 def _by_name(weights: Weights | None) -> Mapping[str, torch.Tensor]:

@@ -69,22 +69,6 @@ def units_of(model: nn.Module) -> list[Unit]:
     return list(dict.fromkeys(unit for unit in found if unit is not None))
 
 
-class Meshes:
-    """The ranks that tensors lie over. One tuple for each mesh, so that it is sent once."""
-
-    def __init__(self) -> None:
-        self._known: dict[object, tuple[int, ...]] = {}
-
-    def of(self, tensor: torch.Tensor) -> tuple[int, ...]:
-        """Empty for a plain tensor."""
-        if not isinstance(tensor, DTensor):
-            return ()
-        mesh = tensor.device_mesh
-        if mesh not in self._known:
-            self._known[mesh] = tuple(sorted(mesh.mesh.flatten().tolist()))
-        return self._known[mesh]
-
-
 def connected(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
     """The ranks that together have all of ``tensors``, of which this rank has parts: those along
     the dimensions of meshes that cut, over all tensors. Not those that hold copies alone."""
@@ -114,9 +98,8 @@ def connected(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
 def is_first(tensors: Collection[torch.Tensor]) -> bool:
     """Whether this rank is among those that :func:`connected` gives for the first rank that has
     parts of ``tensors``. Others hold copies of theirs."""
-    meshes = Meshes()
-    holders = (rank for tensor in tensors for rank in meshes.of(tensor))
-    return min(holders, default=0) in connected(tensors)
+    meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
+    return min((int(mesh.mesh.min()) for mesh in meshes), default=0) in connected(tensors)
 
 
 def version_of(tensor: torch.Tensor) -> tuple[int, int] | None:

@@ -13,6 +13,11 @@ or columns, as tensor parallelism does. Ours is `Resharding`. What it is compare
 of FSDP2 together on the ranks that train, and sends them whole to the others, each of which takes
 its part. The bytes that must move are those of the whole model.
 
+*--plan*, on one rank of a fake process group: what an export of Llama-3 8B, with a block a unit,
+takes a rank's host beside collectives and copies. *first*: the call that plans, in which the other
+ranks tell the same as this one; *again*: the next calls, to which the plan is known; *messages*:
+what this rank sends and receives in all rounds, reckoned one by one while weights travel.
+
 The systems take turns, round by round in the same processes. A sample is from a barrier to the end
 of the slowest rank, in milliseconds. Before anything is measured, all must give the same weights.
 """
@@ -24,22 +29,28 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp as fsdp2
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_overlap
-from fsdp_overlap.weights import Resharding, export_weights
+from fsdp_overlap.weights import Resharding, exchange, export, export_weights
+from fsdp_overlap.weights.plans import plans_of
 from harness import output, peaks, processes, slow_link, turns
 from harness.measurement import Measurement, Ratio
+from harness.real_models import units_of
 
 OURS, EACH, STATE, LINK = "ours", "FSDP2, full_tensor()", "FSDP2, state dict", "the link alone"
 GATHERED = "FSDP2, gathered and sent whole"
+FIRST, AGAIN, MESSAGES = "first", "again", "messages"
 TIME, EXTRA, MOVED = "time", "extra memory a rank", "bytes moved"
 TIME_TARGET, BYTES_TARGET = 1.15, 1.25
 
@@ -163,6 +174,58 @@ def part(shape: torch.Size, dim: int) -> torch.Tensor:
     return torch.empty(sizes)
 
 
+# Planning
+
+
+def shapes_of_llama() -> nn.Module:
+    """Llama-3 8B on the meta device. Nobody computes here."""
+    with torch.device("meta"):
+        blocks = [
+            nn.ParameterDict({spec.fqn.replace(".", "_"): torch.empty(spec.shape) for spec in unit})
+            for unit in units_of("Llama-3 8B")
+        ]
+    return nn.ModuleList(blocks)
+
+
+def plan(args: argparse.Namespace) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.plan)
+    ctx = fsdp_overlap.FsdpContext(init_device_mesh("cpu", (args.plan,)))
+    model = shapes_of_llama()
+    for block in model.children():
+        fsdp_overlap.fully_shard(block, ctx)
+    taken: dict[str, list[float]] = {FIRST: [], AGAIN: [], MESSAGES: []}
+
+    def timed(name: str, run: Callable[[], object]) -> None:
+        start = time.perf_counter()
+        run()
+        taken[name].append((time.perf_counter() - start) * 1e3)
+
+    def alike(mine: Any, *_: object) -> list[Any]:
+        return [mine] * args.plan
+
+    with (
+        patch.object(exchange, "gather_objects", alike),
+        patch.object(export, "checked", lambda weights: weights),  # which have no values
+        turns.quiet_gc(),
+    ):
+        export_weights(model[0])  # makes the group
+        for _ in range(args.rounds):
+            plans_of(ctx).clear()
+            timed(FIRST, lambda: export_weights(model))
+            timed(AGAIN, lambda: export_weights(model))
+            [(_, kept)] = plans_of(ctx)._kept.values()
+            timed(MESSAGES, lambda: [each.messages(0) for each in kept.rounds])  # noqa: B023
+    weights = len(list(model.parameters()))
+    about = (
+        f"torch {torch.__version__}, an export of {weights} weights of Llama-3 8B on a fake group "
+        f"of {args.plan} ranks; {args.rounds} rounds"
+    )
+    settings = {"torch": torch.__version__, "ranks": args.plan, "rounds": args.rounds}
+    figures = [*output.figures_of(TIME, "ms", taken)]
+    argv = output.repeated_argv()
+    output.publish(Measurement(about, settings, argv, figures, []), args.json, args.plot)
+
+
 def run_rank(args: argparse.Namespace) -> None:
     """Measure on this rank; rank 0 reports the slowest rank's times, or the highest peaks."""
     rank, _ = processes.join_ranks(timeout_s=args.timeout)
@@ -189,6 +252,7 @@ def run_rank(args: argparse.Namespace) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--reshard", action="store_true", help="to other ranks, instead of to all")
+    parser.add_argument("--plan", type=int, help="only plan, on a fake group of so many ranks")
     parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--rate", default="2gbit", help="of the link, in tc's words")
     parser.add_argument("--no-limit", action="store_true", help="plain loopback, needs no root")
@@ -206,6 +270,8 @@ def main() -> None:
     args = parse()
     if processes.is_rank():
         return run_rank(args)
+    if args.plan:
+        return plan(args)
     found = slow_link.launch_on_link(args, sys.argv[1:])
     samples = found["samples"]
     nbytes = 12 * args.width**2 * 4 * args.blocks
