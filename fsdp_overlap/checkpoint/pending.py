@@ -75,7 +75,8 @@ class Piece:
 
 class PendingShard:
     """This rank's part of one sharded tensor, with the version that is saved. ``pieces`` are those
-    that the writer has not taken, by their offsets in the whole tensor."""
+    that the writer has not taken, by their offsets in the whole tensor, and ``given`` those that it
+    has."""
 
     def __init__(self, name: str, tensor: Sharded) -> None:
         self.name = name
@@ -84,7 +85,7 @@ class PendingShard:
         self._edits = tensor.edits
         self._saved = self._version(tensor._local_tensor)
         self.pieces: dict[Offsets, Piece] = {}
-        self._given: dict[Offsets, torch.Tensor] = {}
+        self.given: dict[Offsets, torch.Tensor] = {}
         local = tensor._local_tensor.detach()
         if isinstance(tensor, ShardedTensor):
             first, _ = tensor.local_range
@@ -107,13 +108,9 @@ class PendingShard:
         """From now on the shard may be edited, and freed."""
         self._local = None
 
-    def give(self, offsets: Offsets, values: torch.Tensor) -> None:
-        """The writer has got a piece."""
-        self._given[offsets] = values
-
     def free(self, offsets: Offsets) -> None:
         """Frees a piece that is written. Writers keep tensors until their file is done."""
-        values = self._given.pop(offsets, None)
+        values = self.given.pop(offsets, None)
         if values is not None:
             values.untyped_storage().resize_(0)
 
@@ -181,7 +178,7 @@ class PendingSave:
                 self._look_for_edit(each)
             self._taken_last = shard
             self._raise_failure()
-            shard.give(offsets, values)
+            shard.given[offsets] = values
             self._copy_ahead()
         return values
 
@@ -267,8 +264,8 @@ class PendingSave:
             for piece in shard.pieces.values():
                 self._let_go(piece)
             shard.pieces.clear()
+            shard.given.clear()
             shard.forget()
-            shard.give_up()
         self._shards = []
         self._unread = {}
         self._copies.changed.notify_all()

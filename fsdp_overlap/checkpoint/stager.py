@@ -87,7 +87,7 @@ class _Ready(Future[STATE_DICT_TYPE]):
         return super().result(timeout)
 
 
-class _Staged:
+class Staged:
     """A sharded tensor that is being saved. It lies as the original, without its memory."""
 
     save: PendingSave
@@ -95,6 +95,10 @@ class _Staged:
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         return self.save.take(self.shard, tuple(index.offset or ()))
+
+    def free(self, index: MetadataIndex) -> None:
+        """Frees what :meth:`__get_tensor_shard__` gave for ``index``, which is written."""
+        self.shard.free(tuple(index.offset or ()))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         failure = RuntimeError(
@@ -105,11 +109,11 @@ class _Staged:
         raise failure
 
 
-class _StagedRange(_Staged, ShardedTensor):
+class _StagedRange(Staged, ShardedTensor):
     pass
 
 
-class _StagedRows(_Staged, RowTensor):
+class _StagedRows(Staged, RowTensor):
     pass
 
 
@@ -161,13 +165,13 @@ def _filled(value: Any, others: list[Any]) -> Any:
     return others[value] if isinstance(value, _Other) else value
 
 
-def keep_planned(plan: SavePlan, planner: SavePlanner) -> None:
-    """Lets go of shards' pieces that other ranks write, which hold copies of them. ``plan`` is what
-    this rank writes."""
+def keep_planned(plan: SavePlan, planner: SavePlanner) -> dict[str, Staged]:
+    """The tensors that a stager staged, by name. Lets go of their pieces that are not in ``plan``:
+    other ranks, which hold copies of them, write these."""
     planned: dict[PendingSave, dict[PendingShard, set[Offsets]]] = {}
-    staged: dict[str, _Staged] = {}
+    staged: dict[str, Staged] = {}
     for name, value in getattr(planner, "state_dict", {}).items():  # a planner need not have one
-        if isinstance(value, _Staged):
+        if isinstance(value, Staged):
             staged[name] = value
             planned.setdefault(value.save, {})[value.shard] = set()
     for item in plan.items:
@@ -176,6 +180,7 @@ def keep_planned(plan: SavePlan, planner: SavePlanner) -> None:
             planned[value.save][value.shard].add(tuple(item.index.offset or ()))
     for save, offsets in planned.items():
         save.keep(offsets)
+    return staged
 
 
 _saves: WeakSet[PendingSave] = WeakSet()

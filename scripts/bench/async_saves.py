@@ -223,13 +223,13 @@ def run_rank(args: argparse.Namespace) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--blocks", type=int, default=16)
+    parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--rows", type=int, default=64, help="of the batch of a rank")
-    parser.add_argument("--sleep", type=float, default=10.0, help="of a block in forward, in ms")
+    parser.add_argument("--sleep", type=float, default=15.0, help="of a block in forward, in ms")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--copied", type=int, default=1024, metavar="MIB", help="of ShardStager")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument(
         "--folder",
         default=tempfile.gettempdir(),
