@@ -79,8 +79,7 @@ class System:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def save(self) -> Any:
-        """Begins a save in a new `folder`; returns its future."""
-        self.folder = next(self.folders)
+        """Begins a save; returns its future."""
         saving = dcp.async_save(
             self.state(),
             storage_writer=self.writer(self.folder),
@@ -90,6 +89,7 @@ class System:
         return getattr(saving, "upload_completion", saving)
 
     def run_beside(self, steps: int) -> None:
+        self.folder = next(self.folders)
         saving = self.save()
         for _ in range(steps):
             self.step()
@@ -137,6 +137,7 @@ def timed(system: System, steps: int) -> Callable[[], float]:
     def sample() -> float:
         alone = [slowest(system.step) for _ in range(steps)]
         savings: list[Any] = []
+        system.folder = next(system.folders)
         call = slowest(lambda: savings.append(system.save()))
         beside = [slowest(system.step) for _ in range(steps)]
         rest = slowest(savings[0].result)
@@ -269,9 +270,10 @@ def measurement_of(args: argparse.Namespace, measured: dict[str, Any]) -> Measur
         for figure in output.figures_of(quantity, "s", samples)
     ]
     figures += output.figures_of(EXTRA, "MB", extra)
+    # What is lost may be nothing, so it has no ratio.
     ratios = [
         Ratio.between(quantity, name, other, named, at_most=1.0 if name == OURS else None)
-        for quantity, named in ((CALL, times[CALL]), (LOST, times[LOST]), (EXTRA, extra))
+        for quantity, named in ((CALL, times[CALL]), (SLOWEST, times[SLOWEST]), (EXTRA, extra))
         for name, other in COMPARED.items()
     ]
     return Measurement(about, settings, output.repeated_argv(), figures, ratios)
