@@ -25,10 +25,7 @@ from fsdp_overlap import FsdpContext, Rows, fully_shard
 from fsdp_overlap.checkpoint import SafeFileSystemWriter, ShardedSavePlanner, ShardStager
 from fsdp_overlap.modelled import ModelledDevice, fake_ranks, running
 from fsdp_overlap.optim import AdamW
-from support.modelled import Program
-from support.ranks import run_ranks
-from support.zoo import shard_layers
-from test_checkpoints import (
+from support.checkpoints import (
     as_one,
     assert_same,
     build,
@@ -39,6 +36,9 @@ from test_checkpoints import (
     state_of,
     train,
 )
+from support.modelled import Program
+from support.ranks import run_ranks
+from support.zoo import shard_layers
 
 ENOUGH = 1 << 20  # bytes, for a copy of all that a rank has
 

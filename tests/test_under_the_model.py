@@ -279,13 +279,13 @@ DEFECTS = [
     Defect(
         Copies,
         "after_compute",
-        "self._streams[device].wait_stream(streams_of(device).current_stream())",
+        "self._streams[device].wait_stream(streams_of(device).current_stream(device))",
         f"{SAVED}, copied ahead",
     ),
     Defect(
         Copies,
         "before_compute",
-        "streams_of(device).current_stream().wait_stream(stream)",
+        "streams_of(device).current_stream(device).wait_stream(stream)",
         SAVED,
     ),
     Defect(Copies, "copy", "source.record_stream(stream)", "a save that failed"),

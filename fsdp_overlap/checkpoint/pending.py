@@ -43,17 +43,18 @@ class Copies:
         if has_streams(device):
             if device not in self._streams:
                 self._streams[device] = streams_of(device).Stream(device)
-            self._streams[device].wait_stream(streams_of(device).current_stream())
+            self._streams[device].wait_stream(streams_of(device).current_stream(device))
 
     def before_compute(self) -> None:
         """Compute enqueued from now on starts after the copies made so far."""
         for device, stream in self._streams.items():
-            streams_of(device).current_stream().wait_stream(stream)
+            streams_of(device).current_stream(device).wait_stream(stream)
 
     def copy(self, source: torch.Tensor) -> Landing:
         """A copy on the host. One from a device with streams is only enqueued, in pinned memory."""
         stream = self._streams.get(source.device)
-        host = torch.empty(source.shape, dtype=source.dtype, pin_memory=stream is not None)
+        pinned = stream is not None
+        host = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=pinned)
         if stream is None:
             return land(source, host)
         with streams_of(source.device).stream(stream):

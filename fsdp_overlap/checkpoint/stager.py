@@ -48,8 +48,7 @@ class ShardStager(AsyncStager):
 
     @property
     def most_copied_bytes(self) -> int:
-        """The most that copies took at once so far. Less than ``max_copied_bytes`` means that no
-        step had to wait for a writer."""
+        """The most that copies took at once so far."""
         return self._copies.most_nbytes
 
     def stage(self, state_dict: STATE_DICT_TYPE) -> Future[STATE_DICT_TYPE]:
@@ -138,9 +137,9 @@ class _Tree:
         return _Other(len(self._others) - 1)
 
     def _staged_shard(self, value: Sharded, name: str) -> Sharded:
-        nothing = torch.empty(0, dtype=value._local_tensor.dtype)
+        shape_alone = torch.empty_like(value._local_tensor, device="meta")
         kind: Any = _StagedRange if isinstance(value, ShardedTensor) else _StagedRows
-        staged = kind.wrap(nothing, value._spec)
+        staged = kind.wrap(shape_alone, value._spec)
         staged.save, staged.shard = self._save, PendingShard(name, value)
         self._shards.append(staged.shard)
         return cast(Sharded, staged)
