@@ -22,6 +22,7 @@ from fsdp_overlap.checkpoint import (
     SafeFileSystemReader,
     SafeFileSystemWriter,
     ShardedSavePlanner,
+    ShardStager,
     read_metadata,
 )
 from fsdp_overlap.modelled import fake_ranks
@@ -205,25 +206,29 @@ def test_stages_of_a_pipeline_save_together(tmp_path: Path) -> None:
     run_ranks(stages, 4, str(tmp_path))
 
 
-def asynchronously(folder: str) -> None:
-    model = layers()
+def asynchronously(name: str, folder: str) -> None:
+    model = MODELS[name][1]()
     expected = {f"model.{fqn}": value.full_tensor() for fqn, value in model.state_dict().items()}
+    stager = ShardStager()
     saving = dcp.async_save(
         {"model": model.state_dict()},
         storage_writer=SafeFileSystemWriter(folder),
         planner=ShardedSavePlanner(),
         process_group=dist.new_group(),
+        async_stager=stager,
     )
+    stager.synchronize_staging()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    getattr(saving, "upload_completion", saving).result()
+    saving.upload_completion.result()
     saved = loaded(folder)
     assert all(torch.equal(saved[fqn], value) for fqn, value in expected.items())
 
 
-def test_it_plans_asynchronous_saves(tmp_path: Path) -> None:
-    run_ranks(asynchronously, 2, str(tmp_path))
+@pytest.mark.parametrize("name", ["ranges", "tensor parallelism"])
+def test_it_plans_asynchronous_saves(name: str, tmp_path: Path) -> None:
+    run_ranks(asynchronously, MODELS[name][0], name, str(tmp_path))
 
 
 # ---- what cannot be saved is an error ----

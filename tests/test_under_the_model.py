@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from fsdp_overlap.agreement.order_check import OrderCheck
+from fsdp_overlap.checkpoint import stager
+from fsdp_overlap.checkpoint.pending import Copies, PendingSave
 from fsdp_overlap.comm import quantized
 from fsdp_overlap.comm.extension_gather import ExtensionGather
 from fsdp_overlap.comm.lanes import StreamLane, StreamTicket
@@ -105,6 +107,7 @@ CAST = "mean = mean.to(self.bucket.grad_dtype)"
 EXTENDED = "extensions"
 PUT_IN = "weights put into a model that gathers ahead"
 EXPORTED = "weights exported, prefetch 2"
+SAVED = "saved beside training"
 TAKEN = "_copy([own[each.start : each.stop].view(each.dtype) for each in pieces.all], sources)"
 
 # Every line of the lanes, tickets and releases that orders something.
@@ -273,6 +276,22 @@ DEFECTS = [
         EXPORTED,
         new="OSError): pass",
     ),
+    Defect(
+        Copies,
+        "after_compute",
+        "self._streams[device].wait_stream(streams_of(device).current_stream(device))",
+        f"{SAVED}, copied ahead",
+    ),
+    Defect(
+        Copies,
+        "before_compute",
+        "streams_of(device).current_stream(device).wait_stream(stream)",
+        SAVED,
+    ),
+    Defect(Copies, "copy", "source.record_stream(stream)", "a save that failed"),
+    Defect(PendingSave, "settle", "copies.before_compute()", f"{SAVED}, copied ahead"),
+    Defect(PendingSave, "take", "values = copy.wait()", SAVED, new="values = copy.host"),
+    Defect(stager, "_settle", "save.settle()", SAVED),
     Defect(Domain, "finish_reading", "self.reading.wait_on_host()", OFFLOADED),
     Defect(
         Transfers,

@@ -9,12 +9,14 @@ from fsdp_overlap.checkpoint.errors import CheckpointError
 from fsdp_overlap.checkpoint.metadata import read_metadata
 from fsdp_overlap.checkpoint.planner import ShardedSavePlanner
 from fsdp_overlap.checkpoint.reader import SafeFileSystemReader
+from fsdp_overlap.checkpoint.stager import ShardStager
 from fsdp_overlap.checkpoint.writer import SafeFileSystemWriter
 
 __all__ = [
     "CheckpointError",
     "SafeFileSystemReader",
     "SafeFileSystemWriter",
+    "ShardStager",
     "ShardedSavePlanner",
     "read_metadata",
 ]

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.checkpoint.checksums import checksum_of
+from fsdp_overlap.checkpoint.stager import Staged
 from fsdp_overlap.checkpoint.written import (
     Described,
     Plain,
@@ -175,7 +176,13 @@ class ShardedSavePlanner(DefaultSavePlanner):
             numbers = {fqn: number for number, fqn in enumerate(tensors)}
             for item in _parts(tensors):
                 if key in turn.shares:
-                    self._checksums[item.index] = checksum_of(self.lookup_object(item.index))
+                    tensor, index = tensors[item.index.fqn], item.index
+                    values = (
+                        tensor.look_at(index)
+                        if isinstance(tensor, Staged)
+                        else self.lookup_object(index)
+                    )
+                    self._checksums[index] = checksum_of(values)
                 if key not in turn.skips:
                     self._parts[item.index] = key, numbers[item.index.fqn], _sizes(item)
                     items.append(item)

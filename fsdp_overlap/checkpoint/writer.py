@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
@@ -17,6 +20,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from fsdp_overlap.checkpoint.checksums import ChecksumStream, streams_work
 from fsdp_overlap.checkpoint.metadata import CHECKSUM_FILE, METADATA_FILE
 from fsdp_overlap.checkpoint.planner import ShardedSavePlanner
+from fsdp_overlap.checkpoint.stager import Staged, keep_planned
 from fsdp_overlap.checkpoint.written import (
     PlannedMetadata,
     PlannedStorageMeta,
@@ -35,17 +39,21 @@ class SafeFileSystemWriter(FileSystemWriter):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if streams_work():
-            self.transforms = _WithChecksums(self.transforms)  # type: ignore[assignment]
+        self._entries = _Entries(self.transforms)
+        self.transforms = self._entries  # type: ignore[assignment]
 
     def storage_meta(self) -> StorageMeta:
         return PlannedStorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
+        staged = keep_planned(plan, planner)
+        if self.serialization_format == SerializationFormat.TORCH_SAVE:  # others write at the end
+            self._entries.staged = staged
         option = get_crc32_options()
         try:
             results = super().write_data(plan, planner)
         finally:
+            self._entries.staged = {}
             set_crc32_options(option)  # a stream does so itself, unless the disk is full, say
         if not isinstance(planner, ShardedSavePlanner):
             return results
@@ -75,16 +83,24 @@ class SafeFileSystemWriter(FileSystemWriter):
         unfinished.replace(checksum)  # half a checksum would make a good checkpoint look damaged
 
 
-class _WithChecksums:
-    """The writer's transforms, with our checksums of tensors in place of torch's slower ones."""
+class _Entries:
+    """The writer's transforms, with our checksums of tensors in place of torch's slower ones. They
+    are told when an entry begins: then the one before is written, and what was ``staged`` for it is
+    freed, which the writer would keep until the file is done."""
 
     def __init__(self, transforms: Any) -> None:
         self._transforms = transforms
+        self._thread = threading.local()
+        self.staged: Mapping[str, Staged] = {}
 
     def transform_save_stream(
         self, write_item: WriteItem, raw_stream: Any
     ) -> tuple[Any, list[str]]:
         stream, descriptors = self._transforms.transform_save_stream(write_item, raw_stream)
-        if write_item.type != WriteItemType.BYTE_IO:  # those are saved already
+        before: WriteItem | None = getattr(self._thread, "item", None)
+        if before is not None and before.index.fqn in self.staged:
+            self.staged[before.index.fqn].free(before.index)
+        self._thread.item = write_item
+        if write_item.type != WriteItemType.BYTE_IO and streams_work():  # those are saved already
             stream = ChecksumStream(stream)
         return stream, descriptors

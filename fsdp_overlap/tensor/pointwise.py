@@ -46,13 +46,14 @@ def pointwise(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
         target = args[0] if args else kwargs.get("input")
     if target is not None and not isinstance(target, ShardedTensor):
         return func(*map(whole_operand, args), **{k: whole_operand(v) for k, v in kwargs.items()})
-    result = func(
-        *(local_operand(name, value, model) for value in args),
-        **{key: local_operand(name, value, model) for key, value in kwargs.items()},
-    )
+    locals_ = [local_operand(name, value, model) for value in args]
+    named = {key: local_operand(name, value, model) for key, value in kwargs.items()}
     if target is not None:
+        # Before it begins: a save in another thread may be reading.
         note_edit(target)
+        func(*locals_, **named)
         return target
+    result = func(*locals_, **named)
     if not isinstance(result, torch.Tensor):
         raise_unsupported(f"{name} with these arguments")
     # `to` and `contiguous` return their argument if there is nothing to do.
@@ -73,9 +74,10 @@ def foreach(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
         else value
         for key, value in kwargs.items()
     }
-    result = func([_own(tensor) for tensor in tensors], *operands, **named)
     if name.endswith("_"):
         note_edits(tensors)
+    result = func([_own(tensor) for tensor in tensors], *operands, **named)
+    if name.endswith("_"):
         return tensors
     return [
         tensor.wrap_like(local) if isinstance(tensor, ShardedTensor) else local
@@ -124,8 +126,8 @@ def fused(name: str, func: Call, args: Args, kwargs: Kwargs) -> None:
                 for value, parameter in zip(values, parameters, strict=True)
             ]
         columns.append(values)
-    func(*columns, **kwargs)
     note_edits(parameters)
+    func(*columns, **kwargs)
 
 
 def copy(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
@@ -147,8 +149,8 @@ def copy(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
             "copy_ into a ShardedTensor on the meta device, which has no memory: call "
             "to_empty(device=...) on the model first"
         )
-    target._local_tensor.detach().copy_(local, *args[2:], **kwargs)
     note_edit(target)
+    target._local_tensor.detach().copy_(local, *args[2:], **kwargs)
     return target
 
 
@@ -204,6 +206,6 @@ def random(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
         dist.broadcast(as_carried(drawn), group=target._spec.mesh.get_group(dim), group_src=0)
     if name.endswith("_like"):
         return target.wrap_like(drawn.clone())
-    local.copy_(drawn)
     note_edit(target)
+    local.copy_(drawn)
     return target

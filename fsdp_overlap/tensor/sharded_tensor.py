@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NoReturn, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -254,6 +255,7 @@ class ShardedTensor(HoldsGradient, DTensor):
         # A load calls this on every rank, so all notice the edit, even those that hold nothing.
         if self.edits is not None:
             self.edits.note_values()
+        increment_version(self._local_tensor)  # a save may be reading it
         return self._chunks()
 
     def _chunks(self) -> list[ChunkStorageMetadata]:

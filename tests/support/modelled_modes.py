@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -12,8 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from fsdp_overlap import FsdpContext, WirePolicy, fully_shard
+from fsdp_overlap.checkpoint import ShardStager
 from fsdp_overlap.layout import Blocks, Flat, LayoutRule, Rows, Whole, pieces
 from fsdp_overlap.modelled import Stream, current_stream, fake_ranks, stream
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_, exchange
@@ -389,6 +392,63 @@ def weights_put_into_a_model_that_gathers_ahead() -> None:
             resharding.run()
             for weight in whole.values():
                 weight.add_(1)
+    program.train(1)
+
+
+def written(value: Any, name: str = "") -> Iterator[None]:
+    """Takes what is staged as a writer does, a piece each time."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from written(each, f"{name}.{key}")
+    elif isinstance(value, DTensor):
+        for item in value.__create_write_items__(name, value):  # type: ignore[no-untyped-call]
+            value.__get_tensor_shard__(item.index).add_(1)  # type: ignore[no-untyped-call]
+            yield
+
+
+def saved_beside_training(room: int, **options: Any) -> None:
+    """``room``: for how many bytes of copies that are made ahead. The writer takes a few pieces
+    before the optimizer's step, and the others after it."""
+    program = Program(**options)
+    program.train(2)
+    stager = ShardStager(room)
+    for _ in range(2):
+        staged = stager.stage(
+            {"model": program.model.state_dict(), "optimizer": program.optimizer.state_dict()}
+        )
+        pieces = written(staged.result())
+        program.backward()
+        for _ in range(4):
+            next(pieces)
+        stager._copies.max_bytes = 1 << 20  # else the step would wait for a writer in vain
+        program.step()
+        program.backward()
+        assert len(list(pieces)) > 10
+        stager._copies.max_bytes = room
+        program.step()
+
+
+MODES["saved beside training"] = partial(saved_beside_training, 0)
+MODES["saved beside training, copied ahead"] = partial(saved_beside_training, 1 << 20)
+MODES["saved beside training, some copied ahead"] = partial(saved_beside_training, 600)
+MODES["saved beside training, Muon"] = partial(saved_beside_training, 600, optimizer=Muon)
+MODES["saved beside training, divided"] = partial(
+    saved_beside_training, 600, dims=(2, 2), divide_copies=True
+)
+MODES["saved beside training, rows"] = partial(saved_beside_training, 600, layout=Rows())
+MODES["saved beside training, offloaded"] = partial(
+    saved_beside_training, 600, shard_options=dict(OFFLOAD)
+)
+
+
+@mode
+def a_save_that_failed() -> None:
+    program = Program()
+    program.train(2)
+    staged = ShardStager().stage({"optimizer": program.optimizer.state_dict()}).result()
+    with pytest.raises(RuntimeError, match="needs async_checkpointer_type"):
+        pickle.dumps(staged)
+    program.optimizer.state.clear()  # the next step takes its memory
     program.train(1)
 
 

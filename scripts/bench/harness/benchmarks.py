@@ -229,6 +229,15 @@ BENCHMARKS = (
         "checkpoints",
     ),
     Benchmark(
+        "async_saves",
+        "async_saves.py",
+        "",
+        "--rounds 1 --blocks 2 --steps 2",
+        _CHECKPOINTS,
+        "what training loses to a save that is written beside it",
+        "asynchronous-saves",
+    ),
+    Benchmark(
         "weights",
         "weights.py",
         "",

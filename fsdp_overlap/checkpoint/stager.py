@@ -1,0 +1,209 @@
+"""Asynchronous saves that read shards where they lie, until an optimizer edits them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any, NoReturn, cast
+from weakref import WeakSet
+
+import torch
+from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fsdp_overlap.checkpoint.pending import Copies, Offsets, PendingSave, PendingShard
+from fsdp_overlap.tensor.extension import is_subclass
+from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded
+from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
+
+
+class ShardStager(AsyncStager):
+    """Has ``dcp.async_save(..., async_stager=...)`` read sharded parameters and optimizer states
+    where they lie, as long as nobody edits them.
+
+    Before the next step of any ``torch.optim.Optimizer`` what is not yet written is copied to the
+    host, and beyond ``max_copied_bytes`` the step waits for the writer. On a device with streams
+    copies are made ahead, beside compute, in pinned memory, and a step waits on its stream. What is
+    no sharded tensor of this library is copied within the call, as by torch's own stager. In the
+    hands of the writer there is one piece more, of at most 32 MiB, or of all that a rank has of a
+    parameter in rows.
+
+    Call :meth:`synchronize_staging` before edits that are no optimizer's step. Without it they are
+    an error of the save. Use one stager for all saves, and ``AsyncCheckpointerType.THREAD``.
+    ``async_save()`` returns an ``AsyncSaveResponse``: its ``upload_completion`` is the save. Not
+    collective.
+
+    Args:
+        max_copied_bytes: how much copies that are not yet written may take on this rank, for all
+            saves together.
+    """
+
+    def __init__(self, max_copied_bytes: int = 1 << 30) -> None:
+        if max_copied_bytes < 0:
+            raise ValueError(f"max_copied_bytes is a number of bytes, not {max_copied_bytes}")
+        self._copies = Copies(max_copied_bytes)
+
+    @property
+    def most_copied_bytes(self) -> int:
+        """The most that copies took at once so far."""
+        return self._copies.most_nbytes
+
+    def stage(self, state_dict: STATE_DICT_TYPE) -> Future[STATE_DICT_TYPE]:
+        """What ``dcp.save()`` can write, once, in another thread. It is ready at once."""
+        save = PendingSave(self._copies)
+        shards: list[PendingShard] = []
+        others: list[Any] = []
+        staged = _Tree(save, shards, others).staged(state_dict, "")
+        save.begin(shards)
+        # A stager of its own: one that is used again would fill the memory of the save before.
+        plain = DefaultStager(StagingOptions(False, False, False, False))
+        copied = cast(dict[str, Any], plain.stage({"others": others}))
+        plain.close()
+        _guard(save)
+        ready = _Ready(save)
+        ready.set_result(_filled(staged, copied["others"]))
+        return ready
+
+    def synchronize_staging(self) -> None:
+        """Returns when all shards that are being saved may be edited. Optimizers' steps do this
+        themselves."""
+        _settle()
+
+
+class _Ready(Future[STATE_DICT_TYPE]):
+    """A staged state dict, which is there already. The thread that saves it asks for it first, so
+    that it is known, and its end."""
+
+    def __init__(self, save: PendingSave) -> None:
+        super().__init__()
+        self._save = save
+
+    def result(self, timeout: float | None = None) -> STATE_DICT_TYPE:
+        self._save.release_after(threading.current_thread())
+        return super().result(timeout)
+
+
+class Staged:
+    """A sharded tensor that is being saved. It lies as the original, without its memory."""
+
+    save: PendingSave
+    shard: PendingShard
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return self.save.take(self.shard, tuple(index.offset or ()))
+
+    def look_at(self, index: MetadataIndex) -> torch.Tensor:
+        """The values that are written later."""
+        return self.save.look_at(self.shard, tuple(index.offset or ()))
+
+    def free(self, index: MetadataIndex) -> None:
+        """Frees what :meth:`__get_tensor_shard__` gave for ``index``, which is written."""
+        self.shard.free(tuple(index.offset or ()))
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        failure = RuntimeError(
+            f"{self.shard.name!r} is read by this process while it is saved: a ShardStager needs "
+            "async_checkpointer_type=AsyncCheckpointerType.THREAD"
+        )
+        self.save.refuse(failure)
+        raise failure
+
+
+class _StagedRange(Staged, ShardedTensor):
+    pass
+
+
+class _StagedRows(Staged, RowTensor):
+    pass
+
+
+class _Other(int):
+    """Stands for a value that is copied: its place in the list of these."""
+
+
+class _Tree:
+    """Goes through a state dict as DCP does."""
+
+    def __init__(self, save: PendingSave, shards: list[PendingShard], others: list[Any]) -> None:
+        self._save, self._shards, self._others = save, shards, others
+
+    def staged(self, value: Any, name: str) -> Any:
+        if isinstance(value, Mapping):
+            return {key: self.staged(each, _join(name, key)) for key, each in value.items()}
+        if isinstance(value, list):
+            return [self.staged(each, _join(name, i)) for i, each in enumerate(value)]
+        if isinstance(value, Sharded) and _is_readable(value):
+            return self._staged_shard(value, name)
+        self._others.append(value)
+        return _Other(len(self._others) - 1)
+
+    def _staged_shard(self, value: Sharded, name: str) -> Sharded:
+        shape_alone = torch.empty_like(value._local_tensor, device="meta")
+        kind: Any = _StagedRange if isinstance(value, ShardedTensor) else _StagedRows
+        staged = kind.wrap(shape_alone, value._spec)
+        staged.save, staged.shard = self._save, PendingShard(name, value)
+        self._shards.append(staged.shard)
+        return cast(Sharded, staged)
+
+
+def _join(name: str, key: Any) -> str:
+    return f"{name}.{key}" if name else str(key)
+
+
+def _is_readable(tensor: Sharded) -> bool:
+    """Whether its memory is all of it, and tells of edits."""
+    local = tensor._local_tensor
+    is_here = tensor.device_mesh.get_coordinate() is not None
+    return is_here and not (is_subclass(local) or local.is_meta or local.is_inference())
+
+
+def _filled(value: Any, others: list[Any]) -> Any:
+    if isinstance(value, dict):
+        return {key: _filled(each, others) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_filled(each, others) for each in value]
+    return others[value] if isinstance(value, _Other) else value
+
+
+def keep_planned(plan: SavePlan, planner: SavePlanner) -> dict[str, Staged]:
+    """The tensors that a stager staged, by name. Lets go of their pieces that are not in ``plan``:
+    other ranks, which hold copies of them, write these."""
+    planned: dict[PendingSave, dict[PendingShard, set[Offsets]]] = {}
+    staged: dict[str, Staged] = {}
+    for name, value in getattr(planner, "state_dict", {}).items():  # a planner need not have one
+        if isinstance(value, Staged):
+            staged[name] = value
+            planned.setdefault(value.save, {})[value.shard] = set()
+    for item in plan.items:
+        value = staged.get(item.index.fqn)
+        if value is not None:
+            planned[value.save][value.shard].add(tuple(item.index.offset or ()))
+    for save, offsets in planned.items():
+        save.keep(offsets)
+    return staged
+
+
+_saves: WeakSet[PendingSave] = WeakSet()
+_has_guard = False
+
+
+def _guard(save: PendingSave) -> None:
+    """Has optimizers' steps settle ``save``."""
+    global _has_guard
+    _saves.add(save)
+    if not _has_guard:
+        register_optimizer_step_pre_hook(_before_step)
+        _has_guard = True
+
+
+def _settle() -> None:
+    for save in list(_saves):
+        save.settle()
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    # Of any optimizer: averages of weights, say, are edited after the step of another.
+    _settle()

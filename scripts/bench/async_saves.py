@@ -1,0 +1,295 @@
+"""What a training step loses to a checkpoint that is written beside it: ours against FSDP2's.
+
+Gloo ranks train one model of transformer blocks, every block a unit, with AdamW, sharded by each
+system. `dcp.async_save()` saves parameters and moments into a new folder and training goes on.
+Three systems take turns, round by round in the same processes:
+
+- ours with `ShardStager`, which reads shards where they lie until the optimizer's step, and then
+  copies what is not written, up to `--copied` MiB;
+- ours, and FSDP2, with torch's stager, which copies everything within the call.
+
+A round is `--steps` steps without a save, and `async_save()` and as many steps with it. Each step
+begins at a barrier, and its time is that of the slowest rank:
+
+- *step, no save*: the mean of the first;
+- *call*: how long `async_save()` takes;
+- *slowest step beside*: of the second;
+- *lost*: the call and all steps beside it, less as many steps without a save. If the save takes
+  longer than these, the wait for it is lost too.
+
+With `--sleep` a block sleeps, which takes time and no core, as a GPU's compute does (see
+`link.py`). Without it ranks compute on the cores that the writers need.
+
+*Memory* is how far the peak of a rank's resident memory with the save is above that of the steps
+without. It is measured in ranks of its own, in which freed memory goes back to the system (see
+`checkpoint.py`), and nothing is timed there.
+
+Before anything is measured a save of each system must load as what was there when it was called.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed import fsdp as fsdp2
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp_overlap
+from fsdp_overlap.checkpoint import SafeFileSystemWriter, ShardStager
+from fsdp_overlap.optim import AdamW
+from harness import link_training, output, peaks, processes, turns
+from harness.measurement import Measurement, Ratio
+
+OURS, OURS_TORCHS, FSDP2 = "ours, ShardStager", "ours, torch's stager", "FSDP2"
+COMPARED = {OURS: FSDP2, OURS_TORCHS: FSDP2}
+STEP, CALL, SLOWEST, LOST = "step, no save", "call", "slowest step beside", "lost"
+EXTRA = "extra memory a rank"
+PAGE = 4096  # bytes; of less than that memory cannot be seen to be taken
+
+
+@dataclass
+class System:
+    """A model that trains and is saved. `times` are in seconds, of all rounds."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    step: Callable[[], None]
+    writer: type[dcp.FileSystemWriter]
+    stager: ShardStager | None
+    folders: Iterator[Path]
+    group: dist.ProcessGroup
+    folder: Path = Path()
+    times: dict[str, list[float]] = field(default_factory=dict)
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def save(self) -> Any:
+        """Begins a save; returns its future."""
+        saving = dcp.async_save(
+            self.state(),
+            storage_writer=self.writer(self.folder),
+            process_group=self.group,
+            async_stager=self.stager,
+        )
+        return getattr(saving, "upload_completion", saving)
+
+    def run_beside(self, steps: int) -> None:
+        self.folder = next(self.folders)
+        saving = self.save()
+        for _ in range(steps):
+            self.step()
+        saving.result()
+
+
+def build(
+    args: argparse.Namespace, rank: int, system: str, folders: Iterator[Path], group: Any
+) -> System:
+    mesh = init_device_mesh("cpu", (args.ranks,))
+    model = link_training.build(args.blocks, args.sleep, args.width)
+    optimizer: torch.optim.Optimizer
+    if system == FSDP2:
+        for module in [*model, model]:
+            fsdp2.fully_shard(module, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    else:
+        ctx = fsdp_overlap.FsdpContext(mesh)
+        for module in [*model, model]:
+            fsdp_overlap.fully_shard(module, ctx)
+        optimizer = AdamW(model.parameters())
+    batch = link_training.make_batch(rank, args.rows, args.width)
+
+    def step() -> None:
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    writer = dcp.FileSystemWriter if system == FSDP2 else SafeFileSystemWriter
+    stager = ShardStager(args.copied << 20) if system == OURS else None
+    return System(model, optimizer, step, writer, stager, folders, group)
+
+
+def timed(system: System, steps: int) -> Callable[[], float]:
+    """A sample: what a save takes from training, in seconds."""
+
+    def slowest(run: Callable[[], Any]) -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        run()
+        seconds = torch.tensor(time.perf_counter() - start)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        return seconds.item()
+
+    def sample() -> float:
+        alone = [slowest(system.step) for _ in range(steps)]
+        savings: list[Any] = []
+        system.folder = next(system.folders)
+        call = slowest(lambda: savings.append(system.save()))
+        beside = [slowest(system.step) for _ in range(steps)]
+        rest = slowest(savings[0].result)
+        lost = call + sum(beside) + rest - sum(alone)
+        found = {STEP: statistics.mean(alone), CALL: call, SLOWEST: max(beside), LOST: lost}
+        for name, seconds in found.items():
+            system.times.setdefault(name, []).append(seconds)
+        return lost
+
+    return sample
+
+
+def weighed(system: System, steps: int) -> Callable[[], float]:
+    """A sample: bytes that this rank needs for a save beside steps, above what steps need."""
+
+    def sample() -> float:
+        with peaks.PeakMemory() as alone:
+            for _ in range(steps):
+                system.step()
+        with peaks.PeakMemory() as beside:
+            system.run_beside(steps)
+        return max(0, beside.nbytes - alone.nbytes)
+
+    return sample
+
+
+SAMPLERS = {"seconds": timed, "bytes": weighed}
+MALLOC = {"seconds": {}, "bytes": peaks.RETURNED}
+
+
+def new_folders(parent: Path) -> Iterator[Path]:
+    """A new one in `parent` each time, the same on every rank; the one before is removed."""
+    for number in itertools.count():
+        dist.barrier()
+        if dist.get_rank() == 0:
+            for old in parent.glob("*"):
+                shutil.rmtree(old)
+        dist.barrier()
+        yield parent / str(number)
+
+
+def check(name: str, system: System) -> None:
+    """Fails unless a save beside two steps has what was there when it was called."""
+    system.step()
+    shards = [parameter.detach().to_local() for parameter in system.model.parameters()]
+    expected = [shard.clone() for shard in shards]
+    system.run_beside(2)
+    reader = dcp.FileSystemReader(system.folder)
+    dcp.load({"model": system.model.state_dict()}, storage_reader=reader)
+    if not all(map(torch.equal, shards, expected)):
+        output.fail(f"{name}: the checkpoint is not what was there", code=1)
+
+
+def run_rank(args: argparse.Namespace) -> None:
+    """Measure on this rank; rank 0 reports the figures of the slowest, or the heaviest, rank."""
+    rank, _ = processes.join_ranks(timeout_s=args.timeout)
+    group = dist.new_group()
+    folders = new_folders(Path(args.folder))
+    systems = {name: build(args, rank, name, folders, group) for name in (OURS, OURS_TORCHS, FSDP2)}
+    for name, system in systems.items():
+        check(name, system)
+    sampler = SAMPLERS[args.measure]
+    samplers = {name: sampler(system, args.steps) for name, system in systems.items()}
+    with turns.quiet_gc():
+        mine = turns.alternate(samplers, args.rounds, 1)
+    worst = processes.of_slowest_rank(mine)
+    if dist.get_rank() == 0:
+        model = systems[OURS].model
+        times = {name: system.times for name, system in systems.items()}
+        stager = systems[OURS].stager
+        assert stager is not None
+        processes.report(
+            {
+                "nbytes": 12 * sum(parameter.numel() for parameter in model.parameters()),
+                "samples": worst,
+                "times": times,
+                "copied": stager.most_copied_bytes,
+            }
+        )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--rows", type=int, default=64, help="of the batch of a rank")
+    parser.add_argument("--sleep", type=float, default=15.0, help="of a block in forward, in ms")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--copied", type=int, default=1024, metavar="MIB", help="of ShardStager")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument(
+        "--folder",
+        default=tempfile.gettempdir(),
+        help="where to save, in a folder that is removed at the end; takes one checkpoint",
+    )
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds, for each of the two")
+    output.add_outputs(parser)
+    # Of the ranks, which this script starts twice.
+    parser.add_argument("--measure", choices=list(SAMPLERS), help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def measurement_of(args: argparse.Namespace, measured: dict[str, Any]) -> Measurement:
+    """`measured` is what ranks reported for each unit in SAMPLERS."""
+    seconds, weights = measured["seconds"], measured["bytes"]
+    about = (
+        f"torch {torch.__version__}, {args.ranks} ranks, {args.blocks} blocks of "
+        f"12*{args.width}^2, {args.rows} rows a rank, sleep {args.sleep:g} ms, a checkpoint of "
+        f"{seconds['nbytes'] / 1e6:.0f} MB in {args.folder} beside {args.steps} steps, at most "
+        f"{args.copied} MiB copied, {seconds['copied'] / 1e6:.0f} MB were; {args.rounds} rounds"
+    )
+    settings = {
+        key: getattr(args, key)
+        for key in "ranks blocks width rows sleep steps copied rounds folder".split()
+    } | {"torch": torch.__version__, "nbytes": seconds["nbytes"], "copied_most": seconds["copied"]}
+    times = {
+        quantity: {name: found[quantity][1:] for name, found in seconds["times"].items()}
+        for quantity in (STEP, CALL, SLOWEST, LOST)
+    }
+    extra = {
+        name: [max(nbytes, PAGE) / 1e6 for nbytes in values]
+        for name, values in weights["samples"].items()
+    }
+    figures = [
+        figure
+        for quantity, samples in times.items()
+        for figure in output.figures_of(quantity, "s", samples)
+    ]
+    figures += output.figures_of(EXTRA, "MB", extra)
+    # What is lost may be nothing, so it has no ratio.
+    ratios = [
+        Ratio.between(quantity, name, other, named, at_most=1.0 if name == OURS else None)
+        for quantity, named in ((CALL, times[CALL]), (SLOWEST, times[SLOWEST]), (EXTRA, extra))
+        for name, other in COMPARED.items()
+    ]
+    return Measurement(about, settings, output.repeated_argv(), figures, ratios)
+
+
+def main() -> None:
+    args = parse()
+    if processes.is_rank():
+        return run_rank(args)
+    measured = {}
+    for unit, malloc in MALLOC.items():
+        with tempfile.TemporaryDirectory(prefix="fsdp_overlap_async_", dir=args.folder) as folder:
+            argv = [*sys.argv[1:], f"--folder={folder}", f"--measure={unit}"]
+            measured[unit] = processes.launch_ranks(args.ranks, argv, args.timeout, malloc)
+    output.publish(measurement_of(args, measured), args.json, args.plot)
+
+
+if __name__ == "__main__":
+    main()
