@@ -13,6 +13,10 @@ or columns, as tensor parallelism does. Ours is `Resharding`. What it is compare
 of FSDP2 together on the ranks that train, and sends them whole to the others, each of which takes
 its part. The bytes that must move are those of the whole model.
 
+*--files*, on four: weights are written into a folder as safetensors, until they are on the disk.
+Ours is `save_weights()`, of which each rank writes a part. In the two others the first rank writes
+what it has gathered, from `export_weights()` or from FSDP2's full state dict.
+
 *--plan*, on one rank of a fake process group: what an export of Llama-3 8B, with a block a unit,
 takes a rank's host beside collectives and copies. *first*: the call that plans, in which the other
 ranks tell the same as this one; *again*: the next calls, to which the plan is known; *messages*:
@@ -25,15 +29,19 @@ of the slowest rank, in milliseconds. Before anything is measured, all must give
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed import fsdp as fsdp2
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -42,13 +50,14 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_overlap
-from fsdp_overlap.weights import Resharding, exchange, export, export_weights
+from fsdp_overlap.weights import Resharding, exchange, export, export_weights, save_weights
 from fsdp_overlap.weights.plans import plans_of
 from harness import output, peaks, processes, slow_link, turns
 from harness.measurement import Measurement, Ratio
 from harness.real_models import units_of
 
 OURS, EACH, STATE, LINK = "ours", "FSDP2, full_tensor()", "FSDP2, state dict", "the link alone"
+ALONE = "written by one rank"
 GATHERED = "FSDP2, gathered and sent whole"
 FIRST, AGAIN, MESSAGES = "first", "again", "messages"
 TIME, EXTRA, MOVED = "time", "extra memory a rank", "bytes moved"
@@ -174,6 +183,44 @@ def part(shape: torch.Size, dim: int) -> torch.Tensor:
     return torch.empty(sizes)
 
 
+# Weights in files
+
+
+def writers(args: argparse.Namespace) -> dict[str, Callable[[], object]]:
+    """Each writes all weights, and removes the files."""
+    mesh = DeviceMesh("cpu", range(args.ranks))
+    mine, others = sharded(args, mesh, True), sharded(args, mesh, False)
+    folder, is_first = Path(args.files) / "weights", dist.get_rank() == 0
+
+    def ours() -> None:
+        save_weights(mine, folder)
+
+    def alone() -> None:
+        write(dict(export_weights(mine, ranks=[0])))
+
+    def state() -> None:
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        write(get_model_state_dict(others, options=options))
+
+    def write(weights: dict[str, torch.Tensor]) -> None:
+        if is_first:
+            folder.mkdir()
+            save_file(weights, folder / "model.safetensors")
+            with (folder / "model.safetensors").open("rb") as file:
+                os.fsync(file.fileno())
+
+    def removed(run: Callable[[], None]) -> None:
+        run()
+        dist.barrier()
+        if is_first:
+            shutil.rmtree(folder)
+
+    return {
+        name: partial(removed, run)
+        for name, run in {OURS: ours, ALONE: alone, STATE: state}.items()
+    }
+
+
 # Planning
 
 
@@ -236,7 +283,7 @@ def run_rank(args: argparse.Namespace) -> None:
         dist.all_reduce(total)
         moved = total.tolist()
     else:
-        systems = dict(exporters(args))
+        systems = writers(args) if args.files else dict(exporters(args))
     sample = weighed if args.memory else timed
     with turns.quiet_gc():
         taken = turns.alternate(
@@ -252,6 +299,7 @@ def run_rank(args: argparse.Namespace) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--reshard", action="store_true", help="to other ranks, instead of to all")
+    parser.add_argument("--files", help="into files in this folder, instead of to all")
     parser.add_argument("--plan", type=int, help="only plan, on a fake group of so many ranks")
     parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--rate", default="2gbit", help="of the link, in tc's words")
@@ -262,7 +310,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds, for the whole run")
     output.add_outputs(parser)
     args = parser.parse_args()
-    args.ranks = 4 if args.reshard else 2
+    args.ranks = 4 if args.reshard or args.files else 2
+    args.no_limit |= args.files is not None
     return args
 
 
@@ -303,6 +352,8 @@ def main() -> None:
             Ratio.between(TIME, OURS, GATHERED, samples),
             Ratio.between(MOVED, OURS, "must", moved, at_most=BYTES_TARGET),
         ]
+    elif args.files:
+        ratios = [Ratio.between(TIME, OURS, other, samples) for other in (ALONE, STATE)]
     else:
         args.rounds = min(args.rounds, 3)
         weighed = slow_link.launch_on_link(args, [*sys.argv[1:], "--memory"], peaks.RETURNED)
