@@ -3,7 +3,7 @@
 Llama-3 8B on the meta device, a block a unit, on a fake process group of `--world-size` ranks; each
 system in a process of its own, because groups and caches stay. Of one rank:
 
-- *shard*: `fully_shard()` of all blocks and of the root;
+- *shard*: `fully_shard()` of all blocks and of the root, and the resident memory that it takes;
 - *start*: how much longer the first step takes than a later one, and *step*: what a later one takes
   for a unit beyond the floor of `host_overhead.py`, both of its tiny blocks, because nobody could
   compute the others. The floor is most of what a step takes here, because a fake all-gather fills
@@ -57,7 +57,7 @@ import fsdp_overlap
 import host_overhead
 from fsdp_overlap.checkpoint import SafeFileSystemWriter, ShardedSavePlanner
 from fsdp_overlap.torch_internals import StorageInfo
-from harness import output, turns
+from harness import output, peaks, turns
 from harness.bare_sharding import BareUnit
 from harness.measurement import Measurement, Ratio
 from harness.real_models import units_of
@@ -65,6 +65,7 @@ from harness.real_models import units_of
 OURS, FSDP2 = "ours", "FSDP2"
 QUANTITIES = {
     "shard": "s",
+    "memory of shard": "MB",
     "start": "ms",
     "step": "us",
     "state dict": "ms",
@@ -168,6 +169,7 @@ def steps_of(system: str, mesh: DeviceMesh) -> dict[str, float]:
 
 
 def measure(system: str, world_size: int, blocks: int | None) -> dict[str, float]:
+    torch.set_num_threads(1)  # others would spin, which counts as time of the processor
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     model = build(blocks)
     mesh = init_device_mesh("cpu", (world_size,))
@@ -180,7 +182,9 @@ def measure(system: str, world_size: int, blocks: int | None) -> dict[str, float
         found[name] = found.get(name, 0.0) + (time.perf_counter() - start) * scale
         return result
 
-    timed("shard", lambda: sharded(system, model, mesh))
+    with peaks.PeakMemory() as peak:
+        timed("shard", lambda: sharded(system, model, mesh))
+    found["memory of shard"] = peak.nbytes / 1e6
     state = {"model": timed("state dict", model.state_dict, 1e3)}
     with tempfile.TemporaryDirectory() as folder:
         first = Saving(system, state, folder, 0)
