@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 
@@ -128,6 +128,11 @@ class PendingSave:
         self._shards: list[PendingShard] = []
         self._unread: dict[Piece, None] = {}
         """Those without a copy, in the order of writing."""
+        self._left = 0
+        """The pieces that the writer has not taken."""
+        self._counted = [0]
+        """The bytes of copies that take up room, which is given back when this is gone."""
+        finalize(self, _give_back, copies, self._counted).atexit = False
         self._taken_last: PendingShard | None = None
         self._settled = False
         self._failure: RuntimeError | None = None
@@ -136,6 +141,7 @@ class PendingSave:
         with self._copies.changed:
             self._shards = list(shards)
             self._unread = {piece: None for each in self._shards for piece in each.pieces.values()}
+            self._left = len(self._unread)
             for device in {shard.device for shard in self._shards}:
                 self._copies.after_compute(device)
             self._copy_ahead()
@@ -146,6 +152,7 @@ class PendingSave:
             for shard, kept in planned.items():
                 for offsets in [each for each in shard.pieces if each not in kept]:
                     piece = shard.pieces.pop(offsets)
+                    self._left -= 1
                     self._unread.pop(piece, None)
                     self._let_go(piece)
             self._copies.changed.notify_all()
@@ -159,12 +166,9 @@ class PendingSave:
         copies = self._copies
         with copies.changed:
             self._raise_failure()
-            piece = shard.pieces.pop(offsets, None)
-            if piece is None:
-                raise RuntimeError(
-                    f"the part of {shard.name!r} at {offsets} was written before: what "
-                    "ShardStager.stage() returns can be written once"
-                )
+            piece = self._piece(shard, offsets)
+            del shard.pieces[offsets]
+            self._left -= 1
             copy = piece.copy
             if copy is None:
                 assert piece.source is not None
@@ -174,8 +178,9 @@ class PendingSave:
             copies.changed.notify_all()
         values = copy.wait()
         with copies.changed:
-            # Again also the one before: an edit that ran meanwhile was counted at its end.
-            for each in (shard, self._taken_last or shard):
+            # Again also those before: an edit that ran meanwhile was counted at its end.
+            recent = (shard, self._taken_last or shard)
+            for each in recent if self._left else self._shards:
                 self._look_for_edit(each)
             self._taken_last = shard
             self._raise_failure()
@@ -187,11 +192,11 @@ class PendingSave:
         """The values of a piece that is still to be taken.
 
         Raises:
-            RuntimeError: the shard was edited before.
+            RuntimeError: as :meth:`take`.
         """
         with self._copies.changed:
             self._raise_failure()
-            piece = shard.pieces[offsets]
+            piece = self._piece(shard, offsets)
             copy = piece.copy
             if copy is None:
                 assert piece.source is not None
@@ -246,15 +251,25 @@ class PendingSave:
             self._failure = self._failure or failure
             self._release()
 
+    def _piece(self, shard: PendingShard, offsets: Offsets) -> Piece:
+        if offsets not in shard.pieces:
+            raise RuntimeError(
+                f"the part of {shard.name!r} at {offsets} was written before: what "
+                "ShardStager.stage() returns can be written once"
+            )
+        return shard.pieces[offsets]
+
     def _copy(self, piece: Piece) -> None:
         assert piece.source is not None
         piece.copy = self._copies.copy(piece.source)
         piece.source = None
+        self._counted[0] += piece.nbytes
         self._copies.add(piece.nbytes)
         del self._unread[piece]
 
     def _let_go(self, piece: Piece) -> None:
         if piece.copy is not None:
+            self._counted[0] -= piece.nbytes
             self._copies.nbytes -= piece.nbytes
 
     def _copy_ahead(self) -> None:
@@ -289,3 +304,9 @@ class PendingSave:
         self._shards = []
         self._unread = {}
         self._copies.changed.notify_all()
+
+
+def _give_back(copies: Copies, counted: list[int]) -> None:
+    with copies.changed:
+        copies.nbytes -= counted[0]
+        copies.changed.notify_all()

@@ -73,8 +73,9 @@ class ShardedSavePlanner(DefaultSavePlanner):
     What each rank writes of a sharded tensor follows from the tensor's name, mesh and placements.
     So ranks compare digests of these, and afterwards tell where in their files it is. Of copies
     one is written, and the ranks that have them share that work. What is not sharded is written by
-    the first rank that has it. Sharded tensors of one name on several meshes must be copies, and
-    are compared. The checkpoint is an ordinary one, which any reader loads.
+    the first rank that has it. If a name stands for tensors over several meshes, these must be
+    copies, and all other sharded tensors over these meshes too. They are compared. The checkpoint
+    is an ordinary one, which any reader loads.
 
     Use it with :class:`SafeFileSystemWriter`, on all ranks that the tensors lie over::
 
@@ -105,7 +106,7 @@ class ShardedSavePlanner(DefaultSavePlanner):
         self._keys = keys = _Keys()
         self._sharded: dict[str, dict[str, DTensor]] = defaultdict(dict)
         self._plain: dict[str, dict[str, Any]] = defaultdict(dict)
-        for fqn, value in self.state_dict.items():
+        for fqn, value in sorted(self.state_dict.items()):
             if not isinstance(value, DTensor):
                 _check_plain(fqn, value)
                 self._plain[str(self.mappings[fqn][0])][fqn] = value
@@ -170,7 +171,7 @@ class ShardedSavePlanner(DefaultSavePlanner):
         whole = create_default_local_save_plan(plain, True).items
         self._whole = {item.index: item for item in whole}
         self._parts: dict[MetadataIndex, tuple[str, int, torch.Size]] = {}
-        self._checksums: dict[MetadataIndex, int] = {}
+        self._checksums: dict[MetadataIndex, tuple[torch.Size, int]] = {}
         items = []
         for key, tensors in self._sharded.items():
             numbers = {fqn: number for number, fqn in enumerate(tensors)}
@@ -182,7 +183,7 @@ class ShardedSavePlanner(DefaultSavePlanner):
                         if isinstance(tensor, Staged)
                         else self.lookup_object(index)
                     )
-                    self._checksums[index] = checksum_of(values)
+                    self._checksums[index] = values.shape, checksum_of(values)
                 if key not in turn.skips:
                     self._parts[item.index] = key, numbers[item.index.fqn], _sizes(item)
                     items.append(item)
@@ -287,9 +288,9 @@ def _check(told: Sequence[Mapping[str, _Agreed]]) -> None:
             first, of_first = firsts.setdefault(key, (rank, agreed))
             if agreed != of_first:
                 raise ValueError(
-                    f"rank {rank} saves {agreed.tensors} tensors where rank {first} saves "
-                    f"{of_first.tensors}, or others, or cut otherwise: save the same sharded "
-                    "tensors on all ranks that they lie over"
+                    f"rank {rank} of those that save has {agreed.tensors} tensors where rank "
+                    f"{first} has {of_first.tensors}, or others, or cut otherwise: save the same "
+                    "sharded tensors on all ranks that they lie over"
                 )
     for key, (first, agreed) in firsts.items():
         if tellers[key] != agreed.ranks:

@@ -10,6 +10,7 @@ from io import BufferedReader
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from fsdp_overlap.checkpoint import checksums
 from fsdp_overlap.checkpoint.errors import CheckpointError
@@ -64,6 +65,7 @@ def is_memory_of(target: torch.Tensor, dtype: torch.dtype) -> bool:
 
 def read_into(file: BufferedReader, position: int, target: torch.Tensor) -> None:
     """Fills ``target``, contiguous bytes on the CPU, from ``position`` of ``file`` on."""
+    increment_version(target)  # nobody else sees this edit, as a save that reads beside
     file.seek(position)
     memory = memoryview((ctypes.c_char * target.numel()).from_address(target.data_ptr())).cast("B")
     while memory:

@@ -49,12 +49,19 @@ class SafeFileSystemWriter(FileSystemWriter):
         staged = keep_planned(plan, planner)
         if self.serialization_format == SerializationFormat.TORCH_SAVE:  # others write at the end
             self._entries.staged = staged
+        self._entries.thread = threading.local()
         option = get_crc32_options()
         try:
             results = super().write_data(plan, planner)
         finally:
-            self._entries.staged = {}
+            self._entries.staged, self._entries.thread = {}, None
             set_crc32_options(option)  # a stream does so itself, unless the disk is full, say
+        # torch's writer forgets what its threads raise.
+        if len(results.value()) != len(plan.items):
+            raise RuntimeError(
+                f"of {len(plan.items)} entries {len(results.value())} were written: a thread of "
+                "the writer failed, and its error is above; thread_count=1 raises it here"
+            )
         if not isinstance(planner, ShardedSavePlanner):
             return results
         told: Future[Written] = Future()
@@ -66,7 +73,8 @@ class SafeFileSystemWriter(FileSystemWriter):
         checksum.unlink(missing_ok=True)
         with without_collector():
             if isinstance(metadata, PlannedMetadata):
-                metadata.folder, metadata.values = Path(self.path), put_together(results)
+                metadata.folder = Path(self.path).absolute()
+                metadata.values = put_together(results)
                 stored = metadata.values.storage_data.items()
                 results = [[WriteResult(index, info.length, info) for index, info in stored]]
                 super().finish(metadata.values, results)
@@ -90,17 +98,19 @@ class _Entries:
 
     def __init__(self, transforms: Any) -> None:
         self._transforms = transforms
-        self._thread = threading.local()
         self.staged: Mapping[str, Staged] = {}
+        self.thread: threading.local | None = None
+        """Has the item that each thread writes, while there is a save."""
 
     def transform_save_stream(
         self, write_item: WriteItem, raw_stream: Any
     ) -> tuple[Any, list[str]]:
         stream, descriptors = self._transforms.transform_save_stream(write_item, raw_stream)
-        before: WriteItem | None = getattr(self._thread, "item", None)
+        before: WriteItem | None = getattr(self.thread, "item", None)
         if before is not None and before.index.fqn in self.staged:
             self.staged[before.index.fqn].free(before.index)
-        self._thread.item = write_item
+        if self.thread is not None:
+            self.thread.item = write_item
         if write_item.type != WriteItemType.BYTE_IO and streams_work():  # those are saved already
             stream = ChecksumStream(stream)
         return stream, descriptors

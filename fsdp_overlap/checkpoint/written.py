@@ -63,7 +63,7 @@ class Written(NamedTuple):
     tensors: dict[str, list[Described]]
     rows: dict[str, array[int]]
     plain: list[Plain]
-    checksums: dict[MetadataIndex, int]
+    checksums: dict[MetadataIndex, tuple[torch.Size, int]]
 
 
 def put_together(told: Sequence[Written]) -> Metadata:
@@ -81,6 +81,7 @@ def put_together(told: Sequence[Written]) -> Metadata:
         found[fqn] = TensorStorageMetadata(TensorProperties(dtype=dtype), shape, [])
     storage: dict[MetadataIndex, StorageInfo] = {}
     volumes = dict.fromkeys(found, 0)
+    writers: dict[str, set[str]] = {fqn: set() for fqn in found}
     for each in told:
         for key, rows in each.rows.items():
             known, numbers, at = tensors[key], rows.tolist(), 0
@@ -97,7 +98,13 @@ def put_together(told: Sequence[Written]) -> Metadata:
                 storage[index] = StorageInfo(name, start, length, descriptors)
                 chunks.append(ChunkStorageMetadata(offsets, sizes))
                 volumes[fqn] += prod(sizes)
+                writers[fqn].add(key)
     for fqn, volume in volumes.items():
+        if len(writers[fqn]) > 1:
+            raise ValueError(
+                f"{fqn!r} lies over several meshes, over which there are not the same sharded "
+                "tensors: save it from one of them, or use torch's DefaultSavePlanner"
+            )
         if volume != prod(found[fqn].size):
             raise ValueError(
                 f"the parts that ranks wrote of {fqn!r} have {volume} elements, and it has "
@@ -119,11 +126,13 @@ def put_together(told: Sequence[Written]) -> Metadata:
 
 
 def _compare_copies(told: Sequence[Written]) -> None:
-    known: dict[MetadataIndex, int] = {}
+    known: dict[MetadataIndex, tuple[torch.Size, int]] = {}
     for each in told:
         for index, checksum in each.checksums.items():
             if known.setdefault(index, checksum) != checksum:
-                raise ValueError(f"{index.fqn!r} has other values on some ranks: {_ONE_NAME}")
+                raise ValueError(
+                    f"{index.fqn!r} has other values on some ranks, or other parts: {_ONE_NAME}"
+                )
 
 
 _ONE_NAME = (

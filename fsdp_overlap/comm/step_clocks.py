@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -55,19 +56,21 @@ def make_clock(device: torch.device) -> StepClock:
 
 
 class HostClock:
-    """A clock of steps that run on the host. The thread that waits and that calls :meth:`step` is
-    the one that computes."""
+    """A clock of steps that run on the host, in the thread that makes the clock. Other threads, as
+    those that save, hold up no compute when they wait."""
 
     def __init__(self) -> None:
+        self._thread = threading.get_ident()
         self._known: list[Times] = []
         self._waited = 0.0
         self._start, self._ran = time.perf_counter(), _ran()
 
-    def begin(self) -> float:
-        return time.perf_counter()
+    def begin(self) -> float | None:
+        return time.perf_counter() if threading.get_ident() == self._thread else None
 
-    def end(self, begun: float) -> None:
-        self._waited += time.perf_counter() - begun
+    def end(self, begun: float | None) -> None:
+        if begun is not None:
+            self._waited += time.perf_counter() - begun
 
     def step(self) -> None:
         now, ran = time.perf_counter(), _ran()
@@ -101,6 +104,7 @@ class StreamClock:
     is made. It reads events when they are past, so the host waits for nothing."""
 
     def __init__(self, device: torch.device) -> None:
+        self._thread = threading.get_ident()
         self._device = device
         self._streams = streams_of(device)
         self._compute = self._streams.current_stream(device)
@@ -113,8 +117,10 @@ class StreamClock:
 
     def begin(self) -> Any:
         # A lane that waits for another lane holds up no compute.
-        is_compute = self._streams.current_stream(self._device) == self._compute
-        return self._record() if is_compute else None
+        is_mine = threading.get_ident() == self._thread
+        if is_mine and self._streams.current_stream(self._device) == self._compute:
+            return self._record()
+        return None
 
     def end(self, begun: Any) -> None:
         if begun is not None:
