@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import threading
 from collections.abc import Callable, Iterator
@@ -16,13 +17,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_overlap import FsdpContext, Rows, fully_shard
-from fsdp_overlap.checkpoint import SafeFileSystemWriter, ShardedSavePlanner, ShardStager
+from fsdp_overlap.checkpoint import (
+    SafeFileSystemReader,
+    SafeFileSystemWriter,
+    ShardedSavePlanner,
+    ShardStager,
+)
 from fsdp_overlap.modelled import ModelledDevice, fake_ranks, running
 from fsdp_overlap.optim import AdamW
 from support.checkpoints import (
@@ -309,7 +316,116 @@ def test_a_step_after_such_an_edit_copies_nothing(tmp_path: Path) -> None:
     run_ranks(edited_under_a_step, 2, str(tmp_path))
 
 
+def loaded_by_rows(folder: str) -> None:
+    """A load writes into the memory of a row, where nothing else counts it."""
+    model, optimizer = build(1, by_rows)
+    train(model, optimizer, range(1))
+    dcp.save({"model": model.state_dict()}, storage_writer=SafeFileSystemWriter(folder + "/old"))
+    stager, writer = ShardStager(ENOUGH), HeldWriter(folder + "/new")
+    saving = save({"model": model.state_dict()}, writer, stager)
+    assert writer.planned.wait(30)
+    reader = SafeFileSystemReader(folder + "/old")
+    dcp.load({"model": model.state_dict()}, storage_reader=reader)
+    writer.go.set()
+    with pytest.raises(dcp.CheckpointException, match="was edited while it was being saved"):
+        saving.result()
+
+
+def test_a_load_into_rows_is_an_edit(tmp_path: Path) -> None:
+    run_ranks(loaded_by_rows, 2, str(tmp_path))
+
+
+def edited_for_long() -> str:
+    """An edit that begins before a piece is taken and is counted when others have been."""
+    model, optimizer = build(1, as_one)
+    train(model, optimizer, range(1))
+    moments = [optimizer.state[parameter]["exp_avg"] for parameter in list(model.parameters())[:3]]
+    state = {str(number): each for number, each in enumerate(moments)}
+    staged: Any = ShardStager(ENOUGH).stage(state).result()
+    items = {n: [i.index for i in v.__create_write_items__(n, v)] for n, v in staged.items()}
+
+    def take(name: str) -> None:
+        for index in items[name]:
+            staged[name].__get_tensor_shard__(index)
+
+    take("0")
+    take("1")
+    increment_version(moments[0].to_local())
+    with pytest.raises(RuntimeError) as raised:
+        take("2")
+    return str(raised.value)
+
+
+def test_an_edit_that_lasts_for_several_pieces_is_found() -> None:
+    assert run_ranks(edited_for_long, 1)[0].startswith("'0', or another")
+
+
 # ---- saves that fail ----
+
+
+def dropped() -> int:
+    """What a step has copied of a save that nobody writes."""
+    model, optimizer = build(1)
+    train(model, optimizer, range(1))
+    stager = ShardStager(ENOUGH)
+    staged = stager.stage(state_of(model, optimizer))
+    train(model, optimizer, range(1))
+    assert stager._copies.nbytes > 0
+    del staged
+    gc.collect()
+    return stager._copies.nbytes
+
+
+def test_what_is_dropped_gives_its_room_back() -> None:
+    assert run_ranks(dropped, 1) == [0]
+
+
+def one_writer_again(folder: str) -> None:
+    """The thread that has written before writes again: what it takes first is not freed."""
+    model, optimizer = build(1, as_one)
+    train(model, optimizer, range(1))
+    writer, stager = SafeFileSystemWriter(folder), ShardStager(ENOUGH)
+    for _ in range(2):
+        staged = stager.stage({"w": model.head.weight}).result()
+        dcp.save(staged, storage_writer=writer)
+        whole = {"w": torch.zeros(model.head.weight.shape)}
+        dcp.load(whole, storage_reader=SafeFileSystemReader(folder), no_dist=True)
+        assert torch.equal(whole["w"], model.head.weight.full_tensor())
+
+
+def test_a_thread_may_write_one_save_after_the_other(tmp_path: Path) -> None:
+    run_ranks(one_writer_again, 1, str(tmp_path))
+
+
+def test_a_writer_goes_to_another_process(tmp_path: Path) -> None:
+    writer = pickle.loads(pickle.dumps(SafeFileSystemWriter(tmp_path)))
+    dcp.save({"w": torch.ones(2)}, storage_writer=writer, no_dist=True)
+    assert (tmp_path / ".metadata").exists()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("planner", [ShardedSavePlanner, dcp.DefaultSavePlanner])
+def test_entries_that_a_thread_of_the_writer_loses_are_an_error(
+    tmp_path: Path, planner: Any
+) -> None:
+    main = threading.current_thread()
+    helped = threading.Event()
+    resolve = dcp.DefaultSavePlanner.resolve_data
+
+    def resolve_alone(self: Any, item: Any) -> Any:
+        if threading.current_thread() is main:
+            assert helped.wait(30)
+            return resolve(self, item)
+        helped.set()
+        raise OSError("the disk is full")
+
+    state = {str(number): torch.ones(number) for number in range(1, 9)}
+    writer = SafeFileSystemWriter(tmp_path, thread_count=2)
+    with (
+        patch.object(dcp.DefaultSavePlanner, "resolve_data", resolve_alone),
+        pytest.raises(dcp.CheckpointException, match=r"of 8 entries \d were written"),
+    ):
+        dcp.save(state, storage_writer=writer, planner=planner(), no_dist=True)
 
 
 def failing(folder: str) -> None:

@@ -294,6 +294,31 @@ def test_of_one_name_on_several_meshes_there_may_be_copies_alone(tmp_path: Path)
         assert "'weight' has other values on some ranks" in told
 
 
+def shared_by_stages(folder: str) -> str:
+    """Stages of a pipeline that both have the embedding, each beside a tensor of its own."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    ones = distribute_tensor(torch.ones(8), mesh["dp"])
+    return failure({"embedding": ones, f"stage {dist.get_rank() // 2}": ones}, folder)
+
+
+def test_a_name_on_meshes_with_other_tensors_is_an_error(tmp_path: Path) -> None:
+    for told in run_ranks(shared_by_stages, 4, str(tmp_path)):
+        assert "'embedding' lies over several meshes" in told
+
+
+def in_other_order(folder: str) -> None:
+    state = layers().state_dict()
+    named = list(state.items())
+    save(dict(named if dist.get_rank() == 0 else reversed(named)), folder)
+    dist.barrier()
+    saved = loaded(folder)
+    assert all(torch.equal(saved[fqn], value.full_tensor()) for fqn, value in named)
+
+
+def test_the_order_of_names_does_not_matter(tmp_path: Path) -> None:
+    run_ranks(in_other_order, 2, str(tmp_path))
+
+
 def with_another_writer(folder: str) -> None:
     with pytest.raises(dcp.CheckpointException, match="needs storage_writer=SafeFileSystemWriter"):
         dcp.save(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
 from unittest.mock import patch
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 from fsdp_overlap import FsdpContext, fully_shard, meters
@@ -258,6 +260,56 @@ def test_ranks_that_end_their_steps_at_other_points_are_told() -> None:
     )
     said = run_ranks(_leaves_out, 2, False)
     assert any(re.search(told, rank[0]) for rank in said), said
+
+
+class _WithExpert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.expert = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, has_tokens: bool) -> torch.Tensor:
+        x = self.first(x)
+        return self.expert(x) if has_tokens else x
+
+
+def _without_tokens() -> int:
+    """In one step the expert of two ranks, which lies over a mesh of its own, gets no tokens."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "shard"))
+    model, context = _WithExpert(), FsdpContext(init_device_mesh("cpu", (4,)))
+    fully_shard(model.expert, context, mesh=grid["shard"])
+    fully_shard(model, context)
+    log = StepLog(context)
+    told = []
+    for step in range(4):
+        model(torch.ones(2, 4), step != 1 or dist.get_rank() > 1).sum().backward()
+        model.zero_grad()
+        told += log.step()
+    return len(told + log.finish())
+
+
+def test_an_expert_without_tokens_is_no_step_at_another_point() -> None:
+    assert run_ranks(_without_tokens, 4) == [4] * 4
+
+
+def test_what_another_thread_waits_for_holds_up_no_compute() -> None:
+    clock = HostClock()
+    with patch.object(meters, "present", [clock]):
+        begun = threading.Event()
+        done = threading.Event()
+
+        def wait() -> None:
+            with meters.waiting():
+                begun.set()
+                assert done.wait(30)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        assert begun.wait(30)
+        done.set()
+        thread.join()
+    clock.step()
+    [times] = clock.measured(True)
+    assert times.waited == 0
 
 
 def _profiled() -> list[str]:
