@@ -76,8 +76,8 @@ class SafeFileSystemWriter(FileSystemWriter):
                 metadata.folder = Path(self.path).absolute()
                 metadata.values = put_together(results)
                 stored = metadata.values.storage_data.items()
-                results = [[WriteResult(index, info.length, info) for index, info in stored]]
-                super().finish(metadata.values, results)
+                entries: Any = (WriteResult(index, info.length, info) for index, info in stored)
+                super().finish(metadata.values, [entries])
             else:
                 super().finish(metadata, results)
         with (Path(self.path) / METADATA_FILE).open("rb") as file:
