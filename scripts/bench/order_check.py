@@ -24,7 +24,7 @@ import torch.distributed as dist
 import fsdp_overlap
 from fsdp_overlap.agreement.order_check import OrderCheck
 from fsdp_overlap.comm.lanes import Lane
-from harness import link_training, output, processes, slow_link, turns
+from harness import link_training, loopback, output, processes, slow_link, turns
 from harness.measurement import Measurement, Ratio
 from link import check, timed
 
@@ -101,36 +101,13 @@ def run_rank(args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=256, help="of each rank's batch")
-    parser.add_argument("--blocks", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=2, help="in a sample")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds, for the whole run")
-    output.add_outputs(parser)
-    parser.set_defaults(ranks=2, no_limit=True, rate="")
-    return parser.parse_args()
-
-
 def main() -> None:
-    args = parse()
+    args = loopback.parse(__doc__.splitlines()[0], rows=256, rounds=15)
     if processes.is_rank():
         return run_rank(args)
     found = slow_link.launch_on_link(args, sys.argv[1:])
     samples = found["samples"]
-    about = (
-        f"torch {torch.__version__}, 2 ranks on loopback, {args.blocks} blocks of "
-        f"12*{link_training.WIDTH}^2, {args.rows} rows, {args.steps} steps a sample; "
-        f"{args.rounds} rounds"
-    )
-    settings = {
-        "torch": torch.__version__,
-        "blocks": args.blocks,
-        "rows": args.rows,
-        "steps": args.steps,
-        "rounds": args.rounds,
-    }
+    about, settings = loopback.circumstances(args)
     figures = [
         figure
         for quantity, of_each in samples.items()
