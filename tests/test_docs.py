@@ -212,6 +212,8 @@ def test_every_printed_command_has_its_script_and_options(page: Path) -> None:
         source = path.read_text()
         if script == "scripts/train.sh":
             source = (ROOT / "fsdp_overlap" / "cli" / "main.py").read_text() + "--help"
+        if "loopback.parse(" in source:
+            source += (path.parent / "harness" / "loopback.py").read_text()
         if "add_outputs(parser)" in source:
             source += "--json --plot"
         for option in (argument for argument in arguments if argument.startswith("--")):
