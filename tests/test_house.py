@@ -20,7 +20,8 @@ ROOT = TESTS.parent
 PACKAGE = "fsdp_overlap"
 DESIGN = (ROOT / "docs" / "design.md").read_text()
 HOUSE = DESIGN.partition("\n## 3. The house\n")[2].partition("\n## 4. ")[0]
-TOO_MANY_LINES = 400
+LINES_OF_A_FUNCTION = 80
+"""At most, without its signature and its docstring."""
 
 Imports = Mapping[str, set[str]]
 """What each module imports, of all modules that are looked at."""
@@ -157,9 +158,25 @@ def test_deciding_imports_the_standard_library_alone() -> None:
                 assert is_own or name.split(".")[0] in sys.stdlib_module_names, f"{module}: {name}"
 
 
-def test_files_are_short() -> None:
-    lines = {module: len(path.read_text().splitlines()) for module, path in FILES.items()}
-    assert not {module: count for module, count in lines.items() if count >= TOO_MANY_LINES}
+def lines_of_functions(text: str) -> Iterator[tuple[str, int]]:
+    """The name of each function in ``text``, and the number of lines of its body."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            has_docstring = ast.get_docstring(node) is not None
+            body = node.body[1:] if has_docstring else node.body
+            yield node.name, body[-1].end_lineno - body[0].lineno + 1 if body else 0
+
+
+def test_functions_are_short() -> None:
+    assert dict(lines_of_functions('def f(\n    a\n):\n    """A."""\n    a()\n\n    a()')) == {
+        "f": 3
+    }
+    assert not [
+        f"{module}: {name}"
+        for module, path in FILES.items()
+        for name, count in lines_of_functions(path.read_text())
+        if count > LINES_OF_A_FUNCTION
+    ]
 
 
 def test_tests_do_not_import_each_other_and_all_else_is_in_support() -> None:
