@@ -117,6 +117,12 @@ top_saved_tensors_default_hooks = torch._C._autograd._top_saved_tensors_default_
 """The hooks that handle the tensors which autograd saves now, such as those of checkpointing. Its
 argument must be true, or it tells of tracing instead."""
 
+are_saved_tensors_hooks_enabled = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+push_saved_tensors_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+pop_saved_tensors_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+"""Whether saved tensors may be handled, which ``torch.func`` forbids within its transforms; and how
+hooks are set aside meanwhile, because it refuses to begin where there are any."""
+
 are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 """Whether a transform of ``torch.func`` is around a forward. All-gathers do not go through it."""
 
@@ -144,6 +150,10 @@ def determinism_checks() -> dict[str, Callable[[torch.Tensor], Any]]:
 keep_version = grad_mode._unsafe_preserve_version_counter
 """Within it edits of a tensor are not counted, as those that gather it anew. torch's own tests of
 tensor extensions use it."""
+
+set_versions = torch._C._autograd._unsafe_set_version_counter
+"""Sets the version counters of tensors. Autograd refuses to read what it saved at another version,
+so it refuses parameters that are not gathered. ``keep_version`` is made of it."""
 
 # Tensor subclasses and modes
 

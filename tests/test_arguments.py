@@ -298,20 +298,6 @@ def test_a_unit_must_not_return_its_parameters() -> None:
     run_ranks(returns_parameter, 2)
 
 
-def returns_hidden() -> None:
-    module = fully_shard(Returns(lambda weight, x: Hiding(weight @ x)), FsdpContext())
-    with pytest.raises(
-        RuntimeError, match="'Returns' returned a Hiding, in which its tensors cannot"
-    ):
-        module(torch.ones(4))
-    with torch.no_grad():
-        assert module(torch.ones(4)).tensor.sum() == 16
-
-
-def test_outputs_that_hide_tensors_are_refused_where_gradients_flow() -> None:
-    run_ranks(returns_hidden, 2)
-
-
 def shared_module() -> None:
     inner = nn.Sequential(linear())
     model = nn.ModuleDict({"inner": inner, "alias": inner[0]})

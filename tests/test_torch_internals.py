@@ -146,6 +146,30 @@ def who_handles_saved_tensors_is_known() -> None:
         assert internals.top_saved_tensors_default_hooks(True) == (pack, unpack)
 
 
+@canary("are_saved_tensors_hooks_enabled", "push_saved_tensors_hooks", "pop_saved_tensors_hooks")
+def whether_saved_tensors_may_be_handled_is_known() -> None:
+    """A unit within a transform of torch.func fails with torch's error about hooks."""
+    assert internals.are_saved_tensors_hooks_enabled()
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        assert not internals.are_saved_tensors_hooks_enabled()
+    internals.push_saved_tensors_hooks(operator.pos, operator.neg)
+    assert internals.top_saved_tensors_default_hooks(True) == (operator.pos, operator.neg)
+    internals.pop_saved_tensors_hooks()
+    assert internals.top_saved_tensors_default_hooks(True) is None
+
+
+@canary("set_versions")
+def versions_can_be_set() -> None:
+    """Backward reads freed parameters, silently."""
+    weight = nn.Parameter(torch.ones(2, 2))
+    loss = (torch.ones(2, 2, requires_grad=True) * weight.t()).sum()
+    internals.set_versions((weight,), (2**31,))
+    with pytest.raises(RuntimeError, match="is at version 2147483648; expected version 0"):
+        loss.backward(retain_graph=True)
+    internals.set_versions((weight,), (0,))
+    loss.backward()
+
+
 @canary("are_functorch_transforms_active")
 def transforms_are_known() -> None:
     """torch.func around a unit gives wrong gradients instead of an error."""

@@ -216,8 +216,9 @@ class Schedule:
 
     # Backward
 
-    def before_backward(self, call: Call) -> None:
-        """The gradient of an output of ``call`` is there: its backward is about to run.
+    def before_backward(self, call: Call) -> bool:
+        """The gradient of an output of ``call`` is there, or something is read that autograd saved
+        in it: its backward is about to run. Returns whether this backward comes to it only now.
 
         Raises:
             RuntimeError: the unit's parameters were edited since its forward, or an earlier
@@ -225,7 +226,7 @@ class Schedule:
         """
         backward = self._backward or self._begin_backward()
         if call.backward == backward.serial:
-            return
+            return False
         # A backward within this one belongs to it only if a forward ran within this one before.
         if self._graph_task() != backward.graph_task and backward.recompute is None:
             raise RuntimeError(UNFINISHED.format("backward"))
@@ -233,7 +234,7 @@ class Schedule:
         backward.creates_graph = self._engine.is_grad_enabled()
         unit = self._refs[call.unit]()
         if unit is None:
-            return
+            return False
         if unit.version != call.version:
             raise RuntimeError(
                 f"parameters of unit {unit.name!r} were modified between its forward and its "
@@ -244,6 +245,7 @@ class Schedule:
                 self._come_back_to(call, unit, backward)
         else:
             self._come_back_to(call, unit, backward)
+        return True
 
     def _come_back_to(self, call: Call, unit: Unit, backward: Backward) -> None:
         backward.advance_to(call)
@@ -264,6 +266,9 @@ class Schedule:
     def _begin_backward(self) -> Backward:
         self.finalization.begin_backward()
         self._engine.at_end_of_backward(self._end_backward)
+        units = self._units()
+        for unit in units:
+            unit.follow_trainability()
         self._backwards += 1
         self._backward = backward = Backward(
             self._backwards,
@@ -276,7 +281,7 @@ class Schedule:
             self._read_by_others,
             self._reruns,
         )
-        backward.begin(self._units())
+        backward.begin(units)
         return backward
 
     def _end_backward(self) -> None:

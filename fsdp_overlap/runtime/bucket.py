@@ -36,6 +36,7 @@ from fsdp_overlap.runtime.sharded_forms import (
     sharded_parameters,
 )
 from fsdp_overlap.runtime.tiles import give_memory, parameter_like, tile_in
+from fsdp_overlap.runtime.version_counters import VersionCounters
 from fsdp_overlap.runtime.wire_policy import WirePolicy, sent_sizes
 from fsdp_overlap.tensor.extension import GatheredTensors
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
@@ -95,6 +96,8 @@ class Bucket:
         """Digests of what this rank sharded, until ranks have compared them."""
         self.part: KeptPart | None = None
         """The part of the full buffer that is kept until backward, if the unit asks for one."""
+        self.counters: VersionCounters
+        """Those of the unsharded parameters, which autograd must not read unless they are there."""
         self.divided: DividedShard | None = None
         """The shard, if the ranks that hold copies of it divide it."""
         self._ticket: Ticket | None = None
@@ -304,6 +307,8 @@ class Bucket:
             self.wait()
         self._before = self.state
         self.state = BucketState.GATHERING
+        if is_in_backward():  # which may read them before it waits for this gather
+            self.counters.forbid_reads()
         if not self.full.allocated:
             lane.allocate(self.label, self.full)
 
@@ -311,6 +316,8 @@ class Bucket:
         """Takes :meth:`begin_gather` back, if it was called: nothing will be gathered."""
         self.state = self._before or self.state
         self._before = None
+        if self.state is BucketState.UNSHARDED:
+            self.counters.allow_reads()
 
     def is_filled_by(self, ticket: Ticket) -> None:
         """Notes what fills the full buffer."""
@@ -364,6 +371,7 @@ class Bucket:
             self._ticket.wait()
             self._ticket = None
             self.state = BucketState.UNSHARDED
+            self.counters.allow_reads()
 
     def free(self, lane: Lane, after: Mark, waits: bool = True) -> None:
         """Frees the full buffer, as the lane does.
@@ -380,6 +388,8 @@ class Bucket:
             self._ticket.abandon()
             self._ticket = None
         self.state = BucketState.SHARDED
+        if not is_in_backward():  # a backward may follow
+            self.counters.forbid_reads()
         lane.free(self.label, self.full, after, waits)
 
     def reset(self, lane: Lane) -> None:

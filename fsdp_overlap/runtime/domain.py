@@ -52,6 +52,12 @@ class BucketEdits(ShardEdits):
         self.domain = weakref.ref(domain)
         self.unit: weakref.ref[Any] | None = None
 
+    def note_trainability(self, parameter: torch.Tensor) -> None:
+        super().note_trainability(parameter)
+        unit = self.unit() if self.unit is not None else None
+        if unit is not None:
+            unit.copy_requires_grad(parameter)
+
 
 def domain_of(edits: ShardEdits | None) -> Domain | None:
     """The domain of the bucket whose edits these are. ``None`` if there is no bucket, or its

@@ -24,8 +24,7 @@ from fsdp_overlap.runtime.context import FsdpContext, context_of
 from fsdp_overlap.runtime.engine import is_in_backward
 from fsdp_overlap.runtime.late_memory import take_assigned
 from fsdp_overlap.runtime.opaque import is_opaque
-from fsdp_overlap.runtime.saved_tensors import end_note, note_saved
-from fsdp_overlap.runtime.trees import map_tensors, may_hide_tensors, tensors_in
+from fsdp_overlap.runtime.trees import map_tensors, tensors_in
 from fsdp_overlap.runtime.unit import Unit
 from fsdp_overlap.runtime.unsharded_edits import compare
 from fsdp_overlap.runtime.untraced import untraced
@@ -103,8 +102,8 @@ def _begin_forward(unit: Unit, module: nn.Module, context: FsdpContext) -> None:
     if (id(module), module.training) not in unit.compared:
         for edits in unit.edits:
             edits.begin_comparison()
-    if not unit.settings.unshard_in_backward and torch.is_grad_enabled():
-        note_saved(unit)
+        unit.saved_tensors.look_again()
+    unit.saved_tensors.begin(unit, context.schedule)
 
 
 def _refuse_transform(unit: Unit) -> NoReturn:
@@ -127,9 +126,7 @@ def _refuse_capture(unit: Unit) -> NoReturn:
 
 @untraced
 def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    is_noted = bool(unit.saved_hooks)
-    if is_noted:
-        end_note(unit)
+    tracked = unit.saved_tensors.end()
     context = context_of(unit)
     schedule = context.schedule
     handled = unit.handled.pop() if unit.handled else None  # empty: another hook raised before ours
@@ -161,22 +158,21 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
         tensors = tensors_in(output)
     if call is not None:
         differentiable = [tensor for tensor in tensors if tensor.grad_fn is not None]
-        if differentiable:
-            call.needs_parameters = not is_noted
-            before_backward = partial(_before_backward, weakref.ref(schedule), call)
-            for tensor in differentiable:
-                tensor.register_hook(before_backward)
-                # Editing a view in place gives it a new history, which starts from its base. So the
-                # base gets the hook too.
-                if tensor._base is not None and tensor._base.grad_fn is not None:
-                    tensor._base.register_hook(before_backward)
+        is_read_freely = unit.settings.unshard_in_backward
+        call.needs_parameters = is_read_freely or tracked is None or tracked.is_shared
+        before_backward = partial(_before_backward, weakref.ref(schedule), call)
+        for tensor in differentiable:
+            tensor.register_hook(before_backward)
+            # Editing a view in place gives it a new history, which starts from its base. So the
+            # base gets the hook too.
+            if tensor._base is not None and tensor._base.grad_fn is not None:
+                tensor._base.register_hook(before_backward)
+        if tracked is not None:
+            tracked.call = call
+        if not differentiable and unit.saved_tensors.are_any:
+            unit.saved_tensors.are_read_early = True
+        if differentiable or unit.saved_tensors.are_any:
             schedule.add_call(call)
-        elif unit.gradients and may_hide_tensors(output):
-            raise RuntimeError(
-                f"unit {unit.name!r} returned a {type(output).__name__}, in which its tensors "
-                "cannot be found, so backward could not gather its parameters: return tensors, "
-                "lists, tuples, mappings or dataclasses, or register the class as a pytree node"
-            )
     return output
 
 

@@ -33,6 +33,10 @@ class Places:
     def __iter__(self) -> Iterator[Place]:
         return iter(self._all)
 
+    def index_of(self, sharded: torch.Tensor) -> int | None:
+        """Return the index of a sharded parameter in the bucket. ``None`` if it is none of it."""
+        return self._indices.get(id(sharded))
+
     def use_unsharded(self, label: str) -> None:
         """Registers the unsharded parameters. ``label`` names the unit in errors.
 

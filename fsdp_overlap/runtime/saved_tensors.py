@@ -1,65 +1,256 @@
-"""Finds backwards that read parameters although the user said that they need none."""
+"""What autograd saves in a unit's forward: the unit is gathered before backward reads it.
+
+A tensor may leave a unit otherwise than by its output, as a router's loss in an attribute does.
+Its backward runs nodes of the unit before the gradient of an output is there.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd import graph
 
-from fsdp_overlap.runtime.bucket import Bucket
-from fsdp_overlap.runtime.unit import Unit
+from fsdp_overlap.deciding.order import Call
+from fsdp_overlap.deciding.schedule import Schedule
+from fsdp_overlap.runtime.engine import is_in_backward
+from fsdp_overlap.runtime.settings import Settings
+from fsdp_overlap.runtime.untraced import untraced
 from fsdp_overlap.tensor.extension import inner_tensors
-from fsdp_overlap.torch_internals import top_saved_tensors_default_hooks
+from fsdp_overlap.torch_internals import (
+    DisableTorchFunctionSubclass,
+    are_saved_tensors_hooks_enabled,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    top_saved_tensors_default_hooks,
+)
+
+Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+"""What packs a saved tensor, and what unpacks it."""
 
 
-@dataclass(frozen=True)
-class SavedParameter:
-    """A tensor that autograd saved and that lies in a full buffer."""
+class Unit(Protocol):
+    """The unit whose forwards are tracked, as far as this file knows it."""
 
-    tensor: torch.Tensor
-    bucket: Bucket
+    name: str
+    settings: Settings
+    saved_tensors: SavedTensors
+    has_parameters: bool
+
+    @property
+    def is_gathered(self) -> bool: ...
+    def wait(self) -> None: ...
+    def holds(self, tensor: torch.Tensor) -> bool: ...
 
 
-def note_saved(unit: Unit) -> None:
-    """Notes which parameters of ``unit`` autograd saves for backward, until :func:`end_note`. The
-    user said that backward reads none of them, so their memory is freed by then, and reading it
-    must raise. Does nothing if somebody else handles saved tensors, as checkpointing does."""
-    buckets = unit.buckets
-    handled = top_saved_tensors_default_hooks(True)
-    if handled is not None:
-        pack = handled[0]
-        if not isinstance(pack, partial) or pack.func is not _pack:
+class SavedForward:
+    """One forward of a unit in which saved tensors are tracked. They refer to it, so it keeps
+    neither the unit nor the schedule alive."""
+
+    __slots__ = ("call", "has_saved", "is_shared", "schedule", "unit")
+
+    def __init__(self, unit: Unit, schedule: Schedule, is_shared: bool) -> None:
+        self.unit = weakref.ref(unit)
+        self.schedule = weakref.ref(schedule)
+        self.is_shared = is_shared
+        """Whether others handle saved tensors too, as activation checkpointing does."""
+        self.has_saved = False
+        """Whether autograd saved anything."""
+        self.call: Call | None = None
+        """What backward comes back to."""
+
+    def before_read(self) -> None:
+        """Gather the unit, if backward has yet to come back to this forward."""
+        unit, schedule = self.unit(), self.schedule()
+        if unit is None or schedule is None:
             return
-        buckets = [*pack.args[0], *buckets]  # with those of a unit around this one
-    noting = saved_tensors_hooks(partial(_pack, buckets), _unpack)
-    noting.__enter__()
-    unit.saved_hooks.append(noting)
+        if self.call is not None and schedule.before_backward(self.call):
+            unit.saved_tensors.are_read_early = True
+        unit.saved_tensors.has_seen_backward = True
+        unit.wait()
 
+    def check(self, tensor: torch.Tensor) -> None:
+        """Check that ``tensor`` may be read.
 
-def end_note(unit: Unit) -> None:
-    unit.saved_hooks.pop().__exit__()
-
-
-def _pack(buckets: list[Bucket], tensor: torch.Tensor) -> Any:
-    for inner in inner_tensors(tensor):
-        for bucket in buckets:
-            if bucket.full.holds(inner):
-                return SavedParameter(tensor, bucket)
-    return tensor
-
-
-def _unpack(saved: Any) -> Any:
-    if not isinstance(saved, SavedParameter):
-        return saved
-    saved.bucket.wait()
-    if not saved.bucket.is_gathered:
+        Raises:
+            RuntimeError: it lies in a full buffer of the unit, which is freed.
+        """
+        unit = self.unit()
+        if unit is None or unit.is_gathered or not any(map(unit.holds, inner_tensors(tensor))):
+            return
+        if not unit.settings.unshard_in_backward:
+            raise RuntimeError(
+                f"backward of unit {unit.name!r} reads a parameter of shape "
+                f"{tuple(tensor.shape)}, and set_unshard_in_backward(False) said that it needs "
+                "none: call set_unshard_in_backward(True) before forward, and ctx.reset() on every "
+                "rank now"
+            )
         raise RuntimeError(
-            f"backward of unit {saved.bucket.label!r} reads a parameter of shape "
-            f"{tuple(saved.tensor.shape)}, and set_unshard_in_backward(False) said that it needs "
-            "none: call set_unshard_in_backward(True) before forward, and ctx.reset() on every "
-            "rank now"
+            f"a graph reads a parameter of unit {unit.name!r}, of shape {tuple(tensor.shape)}, "
+            "whose memory is freed, and no backward of the unit is under way: run backward() on "
+            "what forward returned or left in an attribute, before ctx.reset()"
         )
-    return saved.tensor
+
+
+class SavedTensor(NamedTuple):
+    """A tensor that autograd saved in ``forwards``, each within the one before it."""
+
+    packed: Any
+    version: int
+    forwards: Sequence[SavedForward]
+    unpack: Callable[[Any], Any] | None
+    """What unpacks it, if others handle saved tensors too."""
+
+
+class SavedTensors:
+    """Tracks what autograd saves in forwards of one unit.
+
+    Tracking a tensor takes about a microsecond, so it is not done in every forward, but
+
+    - in each one until a backward has shown whether anything is read early, from the first one,
+      from the first in training or evaluation, and from where other parameters are trainable,
+    - from then on in forwards 1, 2, 4, 8 ..., and in each one if something was read early,
+    - where others handle saved tensors: autograd does not check the versions of these.
+
+    In any other forward what is read early is an error, by the :class:`VersionCounters`.
+    """
+
+    def __init__(self) -> None:
+        self.are_read_early = False
+        """Whether a backward has read a saved tensor before the gradient of an output was there, or
+        no output has a gradient."""
+        self.has_seen_backward = False
+        """Whether a backward has come back to a forward that was tracked."""
+        self.are_any = False
+        """Whether autograd saved anything in the last of forwards 1, 2, 4, 8 ... The same on every
+        rank, as these are tracked on every rank."""
+        self._forwards = 0
+        self._under_way: list[SavedForward | None] = []
+
+    def begin(self, unit: Unit, schedule: Schedule) -> None:
+        """Begin to track a forward of ``unit``, if that is to be done. :meth:`end` comes next."""
+        self._under_way.append(None)
+        if not torch.is_grad_enabled() or not unit.has_parameters:
+            return
+        is_rerun = is_in_backward()
+        if not is_rerun:
+            self._forwards += 1
+        outer, others = _current_hooks()
+        is_tracked = (
+            self.are_read_early
+            or not self.has_seen_backward
+            or not unit.settings.unshard_in_backward
+            or self._is_looked_at
+            if others is None
+            else not is_rerun  # the graph of the first forward reads what a checkpoint saves again
+        )
+        if is_tracked and are_saved_tensors_hooks_enabled():
+            forward = SavedForward(unit, schedule, others is not None)
+            push_saved_tensors_hooks(partial(_pack, (*outer, forward), others), _unpack)
+            self._under_way[-1] = forward
+            _let_transforms_begin(+1)
+
+    def end(self) -> SavedForward | None:
+        """End the last :meth:`begin`. Return what was tracked."""
+        forward = self._under_way.pop() if self._under_way else None
+        if forward is None:
+            return None
+        pop_saved_tensors_hooks()
+        _let_transforms_begin(-1)
+        if self._is_looked_at and not is_in_backward():
+            self.are_any = forward.has_saved
+        return forward
+
+    @property
+    def _is_looked_at(self) -> bool:
+        return not self._forwards & (self._forwards - 1)
+
+    def look_again(self) -> None:
+        """Track forwards until the next backward: what they save may have changed."""
+        self.has_seen_backward = False
+
+    def reset(self) -> None:
+        """Forget the forwards under way, after an error."""
+        self._under_way.clear()
+        self.look_again()
+
+
+def _hooks_of_ours() -> Hooks | None:
+    hooks: Hooks | None = top_saved_tensors_default_hooks(True)
+    pack = hooks[0] if hooks is not None else None
+    return hooks if isinstance(pack, partial) and pack.func is _pack else None
+
+
+def _current_hooks() -> tuple[Sequence[SavedForward], Hooks | None]:
+    """Return the forwards that are tracked now, and the hooks of others."""
+    ours: Any = _hooks_of_ours()
+    if ours is None:
+        return (), top_saved_tensors_default_hooks(True)
+    forwards, others = ours[0].args
+    return forwards, others
+
+
+_disable = graph.disable_saved_tensors_hooks
+_tracked = 0
+"""How many forwards are tracked now, in all threads."""
+
+
+def _let_transforms_begin(change: int) -> None:
+    """Note that ``change`` more forwards are tracked. While there are any, what disables hooks of
+    saved tensors, as ``torch.func.grad`` does, finds none of ours, where torch would raise."""
+    global _tracked
+    _tracked += change
+    graph.disable_saved_tensors_hooks = _disable_others if _tracked else _disable
+
+
+@contextmanager
+def _disable_others(error_message: str) -> Iterator[None]:
+    aside = []
+    while (hooks := _hooks_of_ours()) is not None:
+        aside.append(hooks)
+        pop_saved_tensors_hooks()
+    try:
+        with _disable(error_message):
+            yield
+    finally:
+        for hooks in reversed(aside):
+            push_saved_tensors_hooks(*hooks)
+
+
+@untraced
+def _pack(
+    forwards: Sequence[SavedForward], others: Hooks | None, tensor: torch.Tensor
+) -> SavedTensor:
+    forwards[-1].has_saved = True
+    if others is not None:
+        return SavedTensor(others[0](tensor), 0, forwards, others[1])
+    with DisableTorchFunctionSubclass():
+        # An output that is saved refers to its node, which refers to what is returned here.
+        packed = tensor if tensor.grad_fn is None else tensor.detach()
+        return SavedTensor(packed, tensor._version, forwards, None)
+
+
+@untraced
+def _unpack(saved: SavedTensor) -> Any:
+    if is_in_backward():  # and not somebody who looks at a node's attributes
+        for forward in saved.forwards:
+            forward.before_read()
+    if saved.unpack is not None:
+        return saved.unpack(saved.packed)
+    tensor: torch.Tensor = saved.packed
+    for forward in saved.forwards:
+        forward.check(tensor)
+    with DisableTorchFunctionSubclass():
+        version = tensor._version
+    if version != saved.version:
+        # As torch says it, which does not compare the versions of what hooks return.
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: [{tensor.dtype} {list(tensor.shape)}] is at version {version}; expected "
+            f"version {saved.version} instead"
+        )
+    return tensor

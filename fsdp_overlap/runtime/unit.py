@@ -12,7 +12,6 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
@@ -24,6 +23,7 @@ from fsdp_overlap.runtime.gradients import BucketGradients
 from fsdp_overlap.runtime.opaque import check_frozen
 from fsdp_overlap.runtime.ownership import kind_of, modules_outside_units
 from fsdp_overlap.runtime.policy_dtypes import reduce_dtype
+from fsdp_overlap.runtime.saved_tensors import SavedTensors
 from fsdp_overlap.runtime.settings import Settings
 from fsdp_overlap.runtime.unsharded_edits import FREED, UnshardedEdits
 from fsdp_overlap.runtime.untraced import untraced
@@ -74,8 +74,7 @@ class Unit:
         self.settings = Settings()
         self.handled: list[TracebackType | None] = []
         """For each forward under way, the traceback of the error that was handled when it began."""
-        self.saved_hooks: list[saved_tensors_hooks] = []
-        """A hook for each forward under way whose backward should read no parameters."""
+        self.saved_tensors = SavedTensors()
         self.forward_prefetch: Sequence[weakref.ref[Unit]] = ()
         self.backward_prefetch: Sequence[weakref.ref[Unit]] = ()
         """The units that the user wants gathered when this one runs, instead of those predicted."""
@@ -103,6 +102,7 @@ class Unit:
         self._look_for_edits()
         self.gradients: list[BucketGradients] = []
         self._trainability = -1
+        self._were_trainable: set[tuple[bool, ...]] = set()
         self._known_gradients: dict[Bucket, BucketGradients] = {}
         self._hooked: set[int] = set()
         self.context = context
@@ -265,6 +265,7 @@ class Unit:
         self.shows_unsharded = False
         self.to_run.clear()
         self.handled.clear()
+        self.saved_tensors.reset()
 
     def copy_to(self, other: Unit) -> None:
         """Copies values, gradients and settings to ``other``, which was sharded likewise."""
@@ -331,9 +332,17 @@ class Unit:
         See Note [kept for backward]."""
         return self.reshard_after_forward is None and self.settings.unshard_in_backward
 
+    def copy_requires_grad(self, sharded: torch.Tensor) -> None:
+        """Gives an unsharded parameter the ``requires_grad`` of its sharded one. At once, because
+        the graph of an earlier forward may accumulate into it before anything else happens."""
+        for bucket in self.buckets:
+            index = bucket.places.index_of(sharded)
+            if index is not None and not bucket.is_opaque:
+                bucket.parameters[index].requires_grad_(sharded.requires_grad)
+
     def follow_trainability(self) -> None:
-        """Gives the unsharded parameters the ``requires_grad`` of the sharded ones, and hooks those
-        that became trainable."""
+        """Gives the unsharded parameters the ``requires_grad`` of the sharded ones, hooks those
+        that became trainable, and finds the buckets that get gradients."""
         edits = 0
         for bucket in self.buckets:
             edits += bucket.edits.trainability
@@ -343,6 +352,11 @@ class Unit:
             if bucket.is_opaque:
                 check_frozen(bucket.label, bucket.parameters, bucket.sharded_parameters)
         self._trainability = edits
+        parameters = (each for bucket in self.buckets for each in bucket.sharded_parameters)
+        trainable = tuple(parameter.requires_grad for parameter in parameters)
+        if trainable not in self._were_trainable:
+            self._were_trainable.add(trainable)
+            self.saved_tensors.look_again()
         self.gradients = []
         for bucket in self.buckets:
             for parameter, sharded in zip(

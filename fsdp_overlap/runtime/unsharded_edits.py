@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
 
 from fsdp_overlap.runtime.bucket import Bucket
 from fsdp_overlap.runtime.opaque import plain
 from fsdp_overlap.runtime.tiles import tile_in
-
-_version = attrgetter("_version")
+from fsdp_overlap.runtime.version_counters import VersionCounters
 
 INSTEAD = (
     "Edit the sharded parameter, under torch.no_grad(), before forward or after optimizer.step(); "
@@ -53,11 +51,11 @@ class UnshardedEdits:
         self._bucket = bucket
         self._tiles = list(map(tile_in, bucket.parameters))
         # Opaque parameters have slow attributes, and share their counters with plain tensors.
-        is_opaque = bucket.is_opaque
-        self._counted = [*map(plain, bucket.parameters)] if is_opaque else [*bucket.parameters]
+        counted: list[torch.Tensor]
+        counted = [*map(plain, bucket.parameters)] if bucket.is_opaque else [*bucket.parameters]
         if bucket.is_tensor_parallel:
-            self._counted += self._tiles  # a DTensor does not count what is done to its own
-        self._versions = list(map(_version, self._counted))
+            counted += self._tiles  # a DTensor does not count what is done to its own
+        self._counters = bucket.counters = VersionCounters(counted)
         self.look_for_places()
         self._tables = tables
         self._registered = sum(map(len, tables))
@@ -84,23 +82,17 @@ class UnshardedEdits:
     def edited(self) -> str | None:
         """Which parameter was edited in place since this was last asked, in words. ``None`` if none
         was."""
-        versions = list(map(_version, self._counted))
-        if versions == self._versions:
-            return None
-        pairs = zip(versions, self._versions, strict=True)
-        index = next(index for index, (now, before) in enumerate(pairs) if now != before)
-        self._versions = versions
-        return self.describe(index % len(self._tiles))
+        index = self._counters.edited()
+        return None if index is None else self.describe(index % len(self._tiles))
 
     def changed(self) -> str | None:
         """As :meth:`edited`, and also finds a parameter that was replaced, given other memory or
         registered again. The full buffer must exist."""
-        if list(map(_version, self._counted)) != self._versions:
-            return self.edited()
-        if not all(map(is_, map(dict.get, *self._places), self._placed)):
-            found = self._replaced()
-            if found is not None:
-                return found
+        if (found := self.edited()) is not None:
+            return found
+        are_in_place = all(map(is_, map(dict.get, *self._places), self._placed))
+        if not are_in_place and (found := self._replaced()) is not None:
+            return found
         # What the checks below find lasts, so forwards 1, 2, 4, 8 ... of a mode are enough.
         self._forwards += 1
         if self._forwards & (self._forwards - 1):
@@ -120,16 +112,13 @@ class UnshardedEdits:
     def forbid_old_graphs(self, tables: Collection[int]) -> None:
         """Makes autograd refuse to read the parameters for a graph that was made before: those
         registered in ``tables``, which are ids, or all if there are none."""
-        before = list(map(_version, self._counted))
-        increment_version(
+        self._counters.increment(
             [
                 item.parameter
                 for item in self._bucket.owned
                 if not tables or any(id(table) in tables for table, _ in item.places)
             ]
         )
-        for index, version in enumerate(map(_version, self._counted)):
-            self._versions[index] += version - before[index]
 
     def describe(self, index: int) -> str:
         """An edit of parameter ``index``, in words. Makes the next use of the full buffer, which

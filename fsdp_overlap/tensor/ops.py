@@ -198,7 +198,7 @@ def _data_ptr(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 def _set_requires_grad(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = _metadata(name, func, args, kwargs)
     if args[0].edits is not None:
-        args[0].edits.trainability += 1
+        args[0].edits.note_trainability(args[0])
     return result
 
 

@@ -84,13 +84,14 @@ class RowTensor(HoldsGradient, DTensor):
             _note_edits(args[0] if args else next(iter(kwargs.values())))
             if func is torch.Tensor.copy_ and isinstance(args[0], RowTensor):
                 args = (args[0], args[0]._as_dtensor(args[1]), *args[2:])
-        elif kind in ("hook", "trainability"):
-            _note(kind, args[0])
+        elif kind == "hook" and args[0].edits is not None:
+            args[0].edits.has_hooks = True
         if "out" in kwargs:
             _note_edits(kwargs["out"])
         with DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-            if kind == "trainability":
+            if kind == "trainability" and args[0].edits is not None:
+                args[0].edits.note_trainability(args[0])
                 _watch_autograd(args[0])
         return result if kind else _with_edits(result, args)
 
@@ -222,19 +223,10 @@ def _note_edits(edited: Any) -> None:
             tensor.edits.note_values()
 
 
-def _note(kind: str, tensor: Any) -> None:
-    if tensor.edits is None:
-        return
-    if kind == "hook":
-        tensor.edits.has_hooks = True
-    else:
-        tensor.edits.trainability += 1
-
-
 def _watch_autograd(parameter: Any) -> None:
     """Has gradients taken over that autograd accumulates, because the sharded parameter itself was
     used, as in a penalty on weights. Call it with torch's own attributes at hand."""
-    if parameter.requires_grad and parameter.edits is not None and not parameter.is_watched:
+    if parameter.requires_grad and not parameter.is_watched:
         parameter.is_watched = True
         parameter.register_post_accumulate_grad_hook(_take_accumulated)
 

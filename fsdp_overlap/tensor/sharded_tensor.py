@@ -60,6 +60,10 @@ class ShardEdits:
     def note_values(self) -> None:
         self.values += 1
 
+    def note_trainability(self, parameter: torch.Tensor) -> None:
+        """Somebody set ``requires_grad`` of a sharded parameter."""
+        self.trainability += 1
+
 
 class ShardedTensor(HoldsGradient, DTensor):
     """A tensor of which each rank of a mesh holds one contiguous range, flattened.

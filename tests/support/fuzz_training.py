@@ -277,7 +277,9 @@ class Freeze(Operation):
     requires_grad: bool
 
     def run(self, run: Run) -> bool:
-        chosen = [] if run.open else run.under(self.module)
+        # A checkpoint that runs again would save other tensors than before, which is an error.
+        waits = run.open and run.setup.node.has("checkpoint", "reentrant")
+        chosen = [] if waits else run.under(self.module)
         for index in chosen:
             run.sharded[index].requires_grad_(self.requires_grad)
             run.whole[index].requires_grad_(self.requires_grad)

@@ -19,13 +19,19 @@ from support.zoo import VOCABULARY, WIDTH
 
 @dataclass(frozen=True)
 class Node:
-    """``kind`` says what it computes with its children, ``unit`` whether it is a unit."""
+    """``kind`` says what it computes with its children, ``unit`` whether it is a unit, ``leaves``
+    whether something leaves it in an attribute."""
 
     kind: str
     unit: bool = False
     frozen: bool = False
     hidden: int = 1
+    leaves: bool = False
     children: tuple[Node, ...] = field(default=())
+
+    def has(self, *kinds: str) -> bool:
+        """Whether it or a node under it is of one of these kinds."""
+        return self.kind in kinds or any(child.has(*kinds) for child in self.children)
 
 
 KINDS = ("chain", "residual", "twice", "parallel", "checkpoint", "reentrant", "skip", "detached")
@@ -41,6 +47,7 @@ def leaves(kinds: Sequence[str], multiple: int) -> st.SearchStrategy[Node]:
         unit=st.booleans(),
         frozen=st.booleans(),
         hidden=st.integers(1, 9).map(lambda hidden: hidden * multiple),
+        leaves=st.booleans(),
     )
 
 
@@ -86,6 +93,15 @@ class Experts(nn.Module):
         return through_experts(padded, weight, group)[: len(tokens)].view_as(x)
 
 
+class Left:
+    """What leaves a module in an attribute. A copy of the module has none."""
+
+    value: torch.Tensor | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Left:
+        return Left()
+
+
 class Built(nn.Module):
     def __init__(self, node: Node) -> None:
         super().__init__()
@@ -101,6 +117,7 @@ class Built(nn.Module):
             self.experts = Experts()
         if node.kind == "norm":
             self.norm = nn.LayerNorm(WIDTH)
+        self.left = Left()
         if node.frozen:
             for parameter in self.parameters():
                 parameter.requires_grad_(False)
@@ -111,6 +128,11 @@ class Built(nn.Module):
         return x
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.compute(x)
+        self.left.value = self.compute(y).mean() if self.node.leaves else None
+        return y
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
         kind = self.node.kind
         if kind == "linear":
             return self.down(torch.tanh(self.up(x)))
@@ -148,7 +170,11 @@ class Whole(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.tree(self.embedding(tokens)))
+        x = self.tree(self.embedding(tokens))
+        for module in self.tree.modules():
+            if isinstance(module, Built) and module.left.value is not None:
+                x = x + module.left.value
+        return self.head(x)
 
 
 def units_of(module: Built) -> Iterator[Built]:
