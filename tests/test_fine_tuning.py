@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -153,3 +154,57 @@ def check_written(program: Any, folder: Path, values: dict[str, torch.Tensor], l
 @pytest.mark.parametrize("lora", [False, True])
 def test_trl_fine_tunes_as_on_fsdp2(tmp_path: Path, lora: bool) -> None:
     run_ranks(tuned, 2, str(tmp_path), lora, timeout=150)
+
+
+def preferences(program: Any) -> Any:
+    """Prompts that count up, and completions that go on or go back."""
+    from datasets import Dataset
+
+    rows = []
+    for index in range(32):
+        words = [str((index + index // 3 * place) % program.NUMBERS) for place in range(8)]
+        last, first = f" {' '.join(words[4:])} <eos>", f" {' '.join(words[3::-1])} <eos>"
+        rows.append({"prompt": " ".join(words[:4]), "chosen": last, "rejected": first})
+    return Dataset.from_list(rows)
+
+
+def preferred(folder: str) -> None:
+    """The reference is the model with its adapters switched off."""
+    with example("trl_training") as program:
+        from trl import DPOConfig, DPOTrainer
+
+        class Trainer(DPOTrainer):
+            def create_accelerator_and_postprocess(self) -> None:
+                super().create_accelerator_and_postprocess()
+                program.use_fsdp_on_cpu(self)
+
+        ctx = program.FsdpContext()
+        models, logs = [], []
+        for sharding in (program.replacing_fsdp2(ctx), nullcontext()):
+            forget_accelerators()
+            tokenizer = program.make_tokenizer()
+            trainer = Trainer(
+                model=program.make_model(tokenizer),
+                args=DPOConfig(**program.make_settings(Path(folder), STEPS)),
+                train_dataset=preferences(program),
+                processing_class=tokenizer,
+                peft_config=program.ADAPTERS,
+            )
+            with sharding:
+                trainer.train()
+            models.append(trainer.model)
+            logs.append([log for log in trainer.state.log_history if "grad_norm" in log])
+        forget_accelerators()
+        check_whose(*models)
+        for key in ("loss", "grad_norm", "rewards/margins"):
+            found, expected = ([log[key] for log in each] for each in logs)
+            assert len(found) == STEPS
+            assert found == pytest.approx(expected, rel=1e-4, abs=1e-6), key
+        values, expected = map(whole, models)
+        assert values.keys() == expected.keys()
+        for name, value in values.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_trl_learns_preferences_as_on_fsdp2(tmp_path: Path) -> None:
+    run_ranks(preferred, 2, str(tmp_path), timeout=150)

@@ -165,8 +165,11 @@ def checkpointed(name: str, use_reentrant: bool) -> None:
         twins.step()
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("name", ["Llama", "T5"])
+@pytest.mark.parametrize(
+    ("name", "use_reentrant"),
+    # A router's loss leaves a reentrant checkpoint without a graph.
+    [("Llama", True), ("Llama", False), ("T5", True), ("T5", False), ("Mixtral", False)],
+)
 def test_activation_checkpointing_changes_nothing(name: str, use_reentrant: bool) -> None:
     run_ranks(checkpointed, 2, name, use_reentrant)
 

@@ -35,7 +35,9 @@ from fsdp_overlap.runtime.domain import Domain
 from fsdp_overlap.runtime.gradients import BucketGradients
 from fsdp_overlap.runtime.landing import Landing
 from fsdp_overlap.runtime.reduce_options import ReduceOptions
+from fsdp_overlap.runtime.saved_tensors import SavedForward
 from fsdp_overlap.runtime.transfers import Transfers
+from fsdp_overlap.runtime.version_counters import VersionCounters
 from fsdp_overlap.weights import Resharding, export
 from fsdp_overlap.weights.exchange import Exchange as WeightsExchange
 from support.modelled import Program, run
@@ -108,6 +110,7 @@ EXTENDED = "extensions"
 PUT_IN = "weights put into a model that gathers ahead"
 EXPORTED = "weights exported, prefetch 2"
 SAVED = "saved beside training"
+SKIPS = "the model of skips in a list"
 TAKEN = "_copy([own[each.start : each.stop].view(each.dtype) for each in pieces.all], sources)"
 
 # Every line of the lanes, tickets and releases that orders something.
@@ -310,6 +313,22 @@ def test_every_planted_defect_is_found(defect: Defect) -> None:
     # Operations on memory that is not there are not run.
     with defect.plant(), running(device), suppress(RuntimeError):
         MODES[defect.mode]()
+    assert device.findings
+
+
+READS_EARLY = Defect(
+    SavedForward, "before_read", "schedule.before_backward(self.call)", SKIPS, new="False"
+)
+
+
+def test_reads_before_a_gather_are_refused_and_would_be_races() -> None:
+    refused = pytest.raises(RuntimeError, match="at version 2147483648")
+    with READS_EARLY.plant(), running(ModelledDevice()), refused:
+        MODES[SKIPS]()
+    forbids = Defect(VersionCounters, "forbid_reads", "self._are_forbidden:", "", new="True:")
+    device = ModelledDevice()
+    with READS_EARLY.plant(), forbids.plant(), running(device), suppress(RuntimeError):
+        MODES[SKIPS]()
     assert device.findings
 
 

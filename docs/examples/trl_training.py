@@ -33,16 +33,20 @@ NUMBERS = 17
 ADAPTERS = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"])
 
 
+def use_fsdp_on_cpu(trainer: Any) -> None:
+    """accelerate knows FSDP on accelerators alone: on a CPU it says nothing, leaves the plugin
+    aside and takes DDP. Once told, it does there what it does on GPUs."""
+    if not torch.cuda.is_available():
+        state = trainer.accelerator.state
+        PartialState().distributed_type = state.distributed_type = DistributedType.FSDP
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(**trainer.args.fsdp_plugin_args)
+        trainer.is_fsdp_enabled = True
+
+
 class Trainer(SFTTrainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        if not torch.cuda.is_available():
-            # accelerate knows FSDP on accelerators alone: on a CPU it says nothing, leaves the
-            # plugin aside and takes DDP. Once told, it does there what it does on GPUs.
-            state = self.accelerator.state
-            PartialState().distributed_type = state.distributed_type = DistributedType.FSDP
-            state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
-            self.is_fsdp_enabled = True
+        use_fsdp_on_cpu(self)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -83,13 +87,8 @@ def make_model(tokenizer: PreTrainedTokenizerFast, **options: Any) -> Any:
     return AutoModelForCausalLM.from_config(config)
 
 
-def run(
-    folder: Path, steps: int, is_fsdp2: bool = False, lora: bool = False, **options: Any
-) -> tuple[Any, FsdpContext]:
-    """Trains and saves. ``options`` are more of those of ``SFTConfig``."""
-    tokenizer = make_tokenizer()
-    is_on_cpu = not torch.cuda.is_available()
-    settings: dict[str, Any] = {
+def make_settings(folder: Path, steps: int) -> dict[str, Any]:
+    return {
         "output_dir": str(folder),
         "max_steps": steps,
         "per_device_train_batch_size": 8,
@@ -98,14 +97,21 @@ def run(
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
-        "use_cpu": is_on_cpu,
+        "use_cpu": not torch.cuda.is_available(),
         "bf16": False,
         "fsdp": True,
         "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": "Qwen3DecoderLayer"},
     }
+
+
+def run(
+    folder: Path, steps: int, is_fsdp2: bool = False, lora: bool = False, **options: Any
+) -> tuple[Any, FsdpContext]:
+    """Trains and saves. ``options`` are more of those of ``SFTConfig``."""
+    tokenizer = make_tokenizer()
     trainer = Trainer(
         model=make_model(tokenizer),
-        args=SFTConfig(**settings | options),
+        args=SFTConfig(**make_settings(folder, steps) | options),
         train_dataset=make_texts(),
         processing_class=tokenizer,
         peft_config=ADAPTERS if lora else None,

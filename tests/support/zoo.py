@@ -141,6 +141,36 @@ def shard_everything(model: WithoutParameters, ctx: FsdpContext) -> None:
     shard_layers(model, ctx)
 
 
+class SkipBlock(Block):
+    """Adds to a list what its caller uses later: it leaves otherwise than by the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = nn.Linear(WIDTH, WIDTH)
+        self.skips: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        self.skips.append(self.side(y))
+        return y
+
+
+class Skips(Model):
+    """As a U-Net."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.layers = nn.ModuleList(SkipBlock() for _ in range(3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        for layer in reversed(self.layers):
+            x = torch.tanh(x + layer.skips.pop())
+        return self.head(x)
+
+
 class Tied(Model):
     """Embedding and head share one weight."""
 
@@ -452,6 +482,7 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], Shard]] = {
     "checkpointed inside, reentrant": (CheckpointedInsideReentrant, shard_layers),
     "checkpointed groups": (CheckpointedGroups, shard_layers),
     "checkpointed groups, reentrant": (CheckpointedGroupsReentrant, shard_layers),
+    "skips in a list": (Skips, shard_layers),
     "buffers": (Buffers, shard_layers),
     "recurrent": (Recurrent, shard_layers),
     "odd parameters": (Odd, shard_odd),
