@@ -1,8 +1,5 @@
-"""What autograd saves in a unit's forward: the unit is gathered before backward reads it.
-
-A tensor may leave a unit otherwise than by its output, as a router's loss in an attribute does.
-Its backward runs nodes of the unit before the gradient of an output is there.
-"""
+"""What autograd saves in a unit's forward: the unit is gathered before backward reads it. See Note
+[saved tensors]."""
 
 from __future__ import annotations
 
@@ -159,7 +156,8 @@ class SavedTensors:
         forward = self._under_way.pop() if self._under_way else None
         if forward is None:
             return None
-        pop_saved_tensors_hooks()
+        if _hooks_of_ours() is not None:
+            pop_saved_tensors_hooks()
         _let_transforms_begin(-1)
         if self._is_looked_at and not is_in_backward():
             self.are_any = forward.has_saved
@@ -174,8 +172,9 @@ class SavedTensors:
         self.has_seen_backward = False
 
     def reset(self) -> None:
-        """Forget the forwards under way, after an error."""
-        self._under_way.clear()
+        """End the forwards under way, after an error."""
+        while self._under_way:
+            self.end()
         self.look_again()
 
 
