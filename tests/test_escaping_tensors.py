@@ -284,6 +284,15 @@ class OfOneRank(Escaping):
         return loss_of(model(tokens), targets)
 
 
+class ExtrasOfOneRank(OfOneRank):
+    """The first rank's loss has nothing else, and the second's nothing of it."""
+
+    def loss(self, model: Any, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        model(tokens)
+        extra: torch.Tensor = model.extra
+        return extra
+
+
 def on_one_rank_only() -> None:
     OfOneRank(partial(Model, KINDS), shard).train(3)
 
@@ -370,6 +379,64 @@ def stops_tracking() -> None:
 
 def test_where_nothing_leaves_few_forwards_are_tracked() -> None:
     run_ranks(stops_tracking, 2)
+
+
+class Around(nn.Module):
+    """Has a unit inside it, and leaves what it computes before and after that."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.inner = Block("after the output")
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.place, self.kind = place, ""
+        self.kept: Any = None
+
+    def forward(self, x: torch.Tensor, shared: list[torch.Tensor]) -> torch.Tensor:
+        before = self.first(torch.tanh(self.first(x)))
+        h = self.inner(before, shared)
+        after = self.last(torch.tanh(self.last(h)))
+        both = {"before": before, "after": after, "both": before * after}
+        self.kept = both[self.place].square().mean() + self.inner.kept
+        return x + h
+
+
+class Nested(Model):
+    def __init__(self) -> None:
+        super().__init__(())
+        self.layers = nn.ModuleList(map(Around, ("before", "after", "both")))
+
+
+def shard_nested(model: Any, ctx: FsdpContext) -> None:
+    for layer in model.layers:
+        fully_shard(layer.inner, ctx)
+    shard(model, ctx)
+
+
+def train_nested(prefetch: int) -> None:
+    for twins in (Escaping, ExtrasAlone, OfOneRank, ExtrasOfOneRank):
+        twins(Nested, shard_nested, prefetch=prefetch).train(5)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_units_within_units(prefetch: int) -> None:
+    run_ranks(train_nested, 2, prefetch)
+
+
+class Compiled(Model):
+    def run(self, layer: nn.Module, x: torch.Tensor, shared: list[torch.Tensor]) -> Any:
+        if not hasattr(layer, "compiled"):
+            layer.compile(backend="aot_eager")
+            layer.compiled = True
+        return layer(x, shared)
+
+
+def train_compiled() -> None:
+    train(partial(Compiled, ["after the output", "before the output", "a norm alone"]), {})
+
+
+def test_compiled_units() -> None:
+    run_ranks(train_compiled, 2, timeout=120)
 
 
 class Transforms(nn.Module):
