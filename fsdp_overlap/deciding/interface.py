@@ -139,10 +139,6 @@ class Unit(Protocol):
         """Whether backward also reduces them across copies."""
         ...
 
-    def follow_trainability(self) -> None:
-        """Finds out which buckets get gradients: the user may freeze parameters at any time."""
-        ...
-
     def edited(self) -> str | None:
         """An edit of unsharded parameters in place that would be lost, in words, or ``None``."""
         ...

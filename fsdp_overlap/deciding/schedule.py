@@ -40,7 +40,8 @@ UNFINISHED = (
 class Schedule:
     """Hears the events of one context's forwards and backwards, and decides at each.
 
-    ``refs`` find the units, and ``units`` lists those that exist.
+    ``refs`` find the units, and ``units`` lists those that exist. ``follow_trainability`` finds out
+    which buckets get gradients: the user may freeze parameters between forward and backward.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Schedule:
         prefetch: int,
         max_reduce_inputs: int,
         divides_copies: bool,
+        follow_trainability: Callable[[], None] = lambda: None,
     ) -> None:
         self._transfers = transfers
         self._engine = engine
@@ -65,6 +67,7 @@ class Schedule:
         self.order = ForwardOrder()
         self._reruns = Reruns(refs)
         self._divides_copies = divides_copies
+        self._follow_trainability = follow_trainability
         self._tick = count(1).__next__
         self._running: list[tuple[Unit, int]] = []
         self._pass = ForwardPass()
@@ -266,9 +269,7 @@ class Schedule:
     def _begin_backward(self) -> Backward:
         self.finalization.begin_backward()
         self._engine.at_end_of_backward(self._end_backward)
-        units = self._units()
-        for unit in units:
-            unit.follow_trainability()
+        self._follow_trainability()
         self._backwards += 1
         self._backward = backward = Backward(
             self._backwards,
@@ -281,7 +282,7 @@ class Schedule:
             self._read_by_others,
             self._reruns,
         )
-        backward.begin(units)
+        backward.begin(self._units())
         return backward
 
     def _end_backward(self) -> None:

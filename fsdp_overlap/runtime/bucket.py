@@ -22,7 +22,7 @@ from fsdp_overlap.runtime.chosen_collectives import chosen_collectives
 from fsdp_overlap.runtime.digests import Start
 from fsdp_overlap.runtime.divided_shard import DividedShard
 from fsdp_overlap.runtime.domain import BucketEdits, Domain
-from fsdp_overlap.runtime.engine import is_in_backward
+from fsdp_overlap.runtime.engine import graph_task, is_in_backward
 from fsdp_overlap.runtime.landing import Landing, land
 from fsdp_overlap.runtime.opaque import plain
 from fsdp_overlap.runtime.ownership import OwnedParameter
@@ -307,7 +307,7 @@ class Bucket:
             self.wait()
         self._before = self.state
         self.state = BucketState.GATHERING
-        if is_in_backward():  # which may read them before it waits for this gather
+        if graph_task() != -1:  # a backward, which may read them before it waits for this gather
             self.counters.forbid_reads()
         if not self.full.allocated:
             lane.allocate(self.label, self.full)
@@ -388,7 +388,7 @@ class Bucket:
             self._ticket.abandon()
             self._ticket = None
         self.state = BucketState.SHARDED
-        if not is_in_backward():  # a backward may follow
+        if graph_task() == -1:  # a backward may follow
             self.counters.forbid_reads()
         lane.free(self.label, self.full, after, waits)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import nn
@@ -115,6 +115,8 @@ class FsdpContext:
         domains = weakref.ref(self._domains)
         self.faults = Faults(lambda: found.all() if (found := domains()) else (), self._groups)
         self._groups.watch = weakref.ref(self.faults)
+        self._toggled: weakref.WeakSet[Unit] = weakref.WeakSet()
+        """Units whose trainability has changed since the last backward began."""
         self.uncompared: Uncompared = []
         self.is_settled = False
         """Whether :meth:`settle` has nothing left to do."""
@@ -225,7 +227,12 @@ class FsdpContext:
             self.prefetch,
             self.max_reduce_inputs,
             self.divide_copies,
+            partial(_follow_trainability, self._toggled),
         )
+
+    def trainability_changed(self, unit: Unit) -> None:
+        """``requires_grad`` of a parameter of ``unit`` was set."""
+        self._toggled.add(unit)
 
     def gradient_arrived(self, unit: Unit, gradients: BucketGradients, index: int) -> None:
         """Autograd accumulated into the unsharded parameter ``index`` of a bucket of ``unit``."""
@@ -390,6 +397,12 @@ class FsdpContext:
         for domain in self.domains:
             domain.reset()
         self.uncompared.clear()
+
+
+def _follow_trainability(toggled: weakref.WeakSet[Unit]) -> None:
+    for unit in toggled:
+        unit.follow_trainability()
+    toggled.clear()
 
 
 def context_of(unit: Unit) -> FsdpContext:

@@ -126,7 +126,8 @@ def _refuse_capture(unit: Unit) -> NoReturn:
 
 @untraced
 def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    tracked = unit.saved_tensors.end()
+    saved = unit.saved_tensors
+    tracked = saved.end() if saved.under_way else None
     context = context_of(unit)
     schedule = context.schedule
     handled = unit.handled.pop() if unit.handled else None  # empty: another hook raised before ours
@@ -169,9 +170,9 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
                 tensor._base.register_hook(before_backward)
         if tracked is not None:
             tracked.call = call
-        if not differentiable and unit.saved_tensors.are_any:
-            unit.saved_tensors.are_read_early = True
-        if differentiable or unit.saved_tensors.are_any:
+        if not differentiable and saved.are_any:
+            saved.are_read_early = True
+        if differentiable or saved.are_any:
             schedule.add_call(call)
     return output
 

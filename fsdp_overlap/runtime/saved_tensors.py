@@ -14,7 +14,7 @@ from torch.autograd import graph
 
 from fsdp_overlap.deciding.order import Call
 from fsdp_overlap.deciding.schedule import Schedule
-from fsdp_overlap.runtime.engine import is_in_backward
+from fsdp_overlap.runtime.engine import graph_task
 from fsdp_overlap.runtime.settings import Settings
 from fsdp_overlap.runtime.untraced import untraced
 from fsdp_overlap.tensor.extension import inner_tensors
@@ -48,7 +48,7 @@ class SavedForward:
     """One forward of a unit in which saved tensors are tracked. They refer to it, so it keeps
     neither the unit nor the schedule alive."""
 
-    __slots__ = ("call", "has_saved", "is_shared", "schedule", "unit")
+    __slots__ = ("call", "has_saved", "is_shared", "schedule", "tells", "unit")
 
     def __init__(self, unit: Unit, schedule: Schedule, is_shared: bool) -> None:
         self.unit = weakref.ref(unit)
@@ -57,6 +57,8 @@ class SavedForward:
         """Whether others handle saved tensors too, as activation checkpointing does."""
         self.has_saved = False
         """Whether autograd saved anything."""
+        self.tells = False
+        """Whether it is one of forwards 1, 2, 4, 8 ..., which are tracked on every rank."""
         self.call: Call | None = None
         """What backward comes back to."""
 
@@ -126,46 +128,47 @@ class SavedTensors:
         """Whether autograd saved anything in the last of forwards 1, 2, 4, 8 ... The same on every
         rank, as these are tracked on every rank."""
         self._forwards = 0
-        self._under_way: list[SavedForward | None] = []
+        self.under_way: list[SavedForward | None] = []
+        """The forwards that are tracked now, and those within them."""
 
     def begin(self, unit: Unit, schedule: Schedule) -> None:
         """Begin to track a forward of ``unit``, if that is to be done. :meth:`end` comes next."""
-        self._under_way.append(None)
+        if self.under_way:
+            self.under_way.append(None)  # the unit runs within its own forward
         if not torch.is_grad_enabled() or not unit.has_parameters:
             return
-        is_rerun = is_in_backward()
+        is_rerun = graph_task() != -1
         if not is_rerun:
             self._forwards += 1
+        hooks: Hooks | None = top_saved_tensors_default_hooks(True)
+        is_looked_at = not self._forwards & (self._forwards - 1)
+        is_tracked = self.are_read_early or not self.has_seen_backward or is_looked_at
+        if hooks is None and not is_tracked and unit.settings.unshard_in_backward:
+            return  # first, for most forwards
         outer, others = _current_hooks()
-        is_tracked = (
-            self.are_read_early
-            or not self.has_seen_backward
-            or not unit.settings.unshard_in_backward
-            or self._is_looked_at
-            if others is None
-            else not is_rerun  # the graph of the first forward reads what a checkpoint saves again
-        )
+        if others is not None:
+            # The graph of the first forward reads what a checkpoint saves when it runs again.
+            is_tracked = not is_rerun
+        elif not unit.settings.unshard_in_backward:
+            is_tracked = True
         if is_tracked and are_saved_tensors_hooks_enabled():
             forward = SavedForward(unit, schedule, others is not None)
+            forward.tells = is_looked_at and not is_rerun
             push_saved_tensors_hooks(partial(_pack, (*outer, forward), others), _unpack)
-            self._under_way[-1] = forward
+            self.under_way[-1:] = [forward]
             _let_transforms_begin(+1)
 
     def end(self) -> SavedForward | None:
-        """End the last :meth:`begin`. Return what was tracked."""
-        forward = self._under_way.pop() if self._under_way else None
+        """End the last :meth:`begin`, if any is under way. Return what was tracked."""
+        forward = self.under_way.pop()
         if forward is None:
             return None
         if _hooks_of_ours() is not None:
             pop_saved_tensors_hooks()
         _let_transforms_begin(-1)
-        if self._is_looked_at and not is_in_backward():
+        if forward.tells:
             self.are_any = forward.has_saved
         return forward
-
-    @property
-    def _is_looked_at(self) -> bool:
-        return not self._forwards & (self._forwards - 1)
 
     def look_again(self) -> None:
         """Track forwards until the next backward: what they save may have changed."""
@@ -173,7 +176,7 @@ class SavedTensors:
 
     def reset(self) -> None:
         """End the forwards under way, after an error."""
-        while self._under_way:
+        while self.under_way:
             self.end()
         self.look_again()
 
@@ -235,7 +238,7 @@ def _pack(
 
 @untraced
 def _unpack(saved: SavedTensor) -> Any:
-    if is_in_backward():  # and not somebody who looks at a node's attributes
+    if graph_task() != -1:  # and not somebody who looks at a node's attributes
         for forward in saved.forwards:
             forward.before_read()
     if saved.unpack is not None:

@@ -39,6 +39,10 @@ class Context(Protocol):
         """Takes ``unit`` in and returns its index."""
         ...
 
+    def trainability_changed(self, unit: Unit) -> None:
+        """Is told that ``requires_grad`` of a parameter of ``unit`` was set."""
+        ...
+
     def gradient_arrived(self, unit: Unit, gradients: BucketGradients, index: int) -> None:
         """Is told that autograd accumulated into parameter ``index`` of a bucket."""
         ...
@@ -339,6 +343,7 @@ class Unit:
             index = bucket.places.index_of(sharded)
             if index is not None and not bucket.is_opaque:
                 bucket.parameters[index].requires_grad_(sharded.requires_grad)
+        self.context.trainability_changed(self)
 
     def follow_trainability(self) -> None:
         """Gives the unsharded parameters the ``requires_grad`` of the sharded ones, hooks those

@@ -88,8 +88,8 @@ class UnshardedEdits:
     def changed(self) -> str | None:
         """As :meth:`edited`, and also finds a parameter that was replaced, given other memory or
         registered again. The full buffer must exist."""
-        if (found := self.edited()) is not None:
-            return found
+        if self._counters.has_edits():
+            return self.edited()
         are_in_place = all(map(is_, map(dict.get, *self._places), self._placed))
         if not are_in_place and (found := self._replaced()) is not None:
             return found

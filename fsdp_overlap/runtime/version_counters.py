@@ -28,7 +28,7 @@ class VersionCounters:
 
     def __init__(self, counted: Sequence[torch.Tensor]) -> None:
         self._counted = tuple(counted)
-        self._versions = self._current()
+        self._versions = tuple(map(_version, self._counted))
         self._not_gathered = (NOT_GATHERED,) * len(counted)
         self._are_forbidden = False
         self._times_forbidden = 0
@@ -41,7 +41,7 @@ class VersionCounters:
         # times 1, 2, 4, 8 ...: an edit stays in the counters for :meth:`edited`.
         self._times_forbidden += 1
         is_looked_at = not self._times_forbidden & (self._times_forbidden - 1)
-        if is_looked_at and self._current() != self._versions:
+        if is_looked_at and tuple(map(_version, self._counted)) != self._versions:
             return
         self._are_forbidden = True
         set_versions(self._counted, self._not_gathered)
@@ -52,14 +52,16 @@ class VersionCounters:
             self._are_forbidden = False
             set_versions(self._counted, self._versions)
 
+    def has_edits(self) -> bool:
+        """Return whether a tensor was edited in place since :meth:`edited` was last asked."""
+        return tuple(map(_version, self._counted)) != self._versions and not self._are_forbidden
+
     def edited(self) -> int | None:
         """Return the index of a tensor that was edited in place since this was last asked. ``None``
         if none was."""
-        if self._are_forbidden:
+        if not self.has_edits():
             return None
-        versions = self._current()
-        if versions == self._versions:
-            return None
+        versions = tuple(map(_version, self._counted))
         pairs = zip(versions, self._versions, strict=True)
         index = next(index for index, (now, before) in enumerate(pairs) if now != before)
         self._versions = versions
@@ -68,12 +70,11 @@ class VersionCounters:
     def increment(self, parameters: Collection[torch.Tensor]) -> None:
         """Make autograd refuse to read ``parameters`` for every graph made so far."""
         self.allow_reads()
-        before = self._current()
+        before = tuple(map(_version, self._counted))
         increment_version(parameters)
         self._versions = tuple(
             known + now - then
-            for known, now, then in zip(self._versions, self._current(), before, strict=True)
+            for known, now, then in zip(
+                self._versions, map(_version, self._counted), before, strict=True
+            )
         )
-
-    def _current(self) -> tuple[int, ...]:
-        return tuple(map(_version, self._counted))

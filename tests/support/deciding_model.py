@@ -137,9 +137,6 @@ class Unit:
 
     completes_gradients = syncs_gradients
 
-    def follow_trainability(self) -> None:
-        pass
-
     def edited(self) -> str | None:
         return None
 
