@@ -70,6 +70,11 @@ def read_metadata(folder: Path) -> Metadata:
         CheckpointError: this does not hold, or the metadata is missing, damaged or no metadata.
     """
     path = folder / METADATA_FILE
+    if not path.exists() and any(folder.glob(f"__*{METADATA_FILE}")):
+        raise CheckpointError(
+            f"{folder} was saved with use_collectives=False: ranks have metadata of their own, "
+            "which torch's FileSystemReader loads"
+        )
     with opened(path) as file, refusing(str(path)):
         size = file_size(path)
         refuse_holes(file, 0, size)

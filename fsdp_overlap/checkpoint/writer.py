@@ -45,6 +45,14 @@ class SafeFileSystemWriter(FileSystemWriter):
     def storage_meta(self) -> StorageMeta:
         return PlannedStorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if not kwargs.get("use_collectives", True):
+            raise ValueError(
+                "SafeFileSystemWriter writes the metadata of all ranks, for which they must "
+                "communicate: with use_collectives=False use torch's FileSystemWriter"
+            )
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
         staged = keep_planned(plan, planner)
         if self.serialization_format == SerializationFormat.TORCH_SAVE:  # others write at the end
