@@ -123,6 +123,18 @@ def test_huggingface_files_have_every_element_once(
     run_ranks(_huggingface, world_size, str(tmp_path), layout, {"thread_count": world_size})
 
 
+def _saved_over_another(folder: str) -> None:
+    for layout in (Flat(), Rows()):
+        model = sharded(0, layout=layout)
+        writer = HuggingFaceStorageWriter(folder, save_distributed=True)
+        dcp.save(dict(model.state_dict()), storage_writer=writer)
+    assert_same(assembled(Path(folder)), Shapes().state_dict())
+
+
+def test_no_file_is_left_of_a_save_before(tmp_path: Path) -> None:
+    run_ranks(_saved_over_another, 2, str(tmp_path))
+
+
 def _optimizer_and_copies(folder: str, **options: Any) -> None:
     model, optimizer = build(1, lambda model: fully_shard(model, FsdpContext(**options)))
     train(model, optimizer, range(2))

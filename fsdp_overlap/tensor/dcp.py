@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import wraps
+from itertools import count
 from math import prod
 from queue import SimpleQueue
 from typing import Any
@@ -52,11 +53,17 @@ def _writing_one_chunk_per_name(torchs: Callable[..., Any]) -> Callable[..., Any
         while not file_queue.empty():
             path, name, items = file_queue.get_nowait()
             stem, dot, suffix = name.rpartition(".")
-            for part, of_part in enumerate(_parts(items)):
+            parts = _parts(items)
+            for part in count():
                 if part:
                     name = f"{stem}-part-{part}{dot}{suffix}"
                     path = self.fs.concat_path(self.path, name)
-                files.put((path, name, of_part))
+                if part < len(parts):
+                    files.put((path, name, parts[part]))
+                elif self.fs.exists(path):
+                    self.fs.rm_file(path)  # of a save before, in the same folder
+                else:
+                    break
         return torchs(self, planner, files)
 
     return write
