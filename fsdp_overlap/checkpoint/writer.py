@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
@@ -20,6 +20,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from fsdp_overlap.checkpoint.checksums import ChecksumStream, streams_work
 from fsdp_overlap.checkpoint.metadata import CHECKSUM_FILE, METADATA_FILE
 from fsdp_overlap.checkpoint.planner import ShardedSavePlanner
+from fsdp_overlap.checkpoint.savable import check_savable
 from fsdp_overlap.checkpoint.stager import Staged, keep_planned
 from fsdp_overlap.checkpoint.written import (
     PlannedMetadata,
@@ -28,6 +29,7 @@ from fsdp_overlap.checkpoint.written import (
     put_together,
     without_collector,
 )
+from fsdp_overlap.tensor.dcp import wrap_method
 
 
 class SafeFileSystemWriter(FileSystemWriter):
@@ -35,6 +37,10 @@ class SafeFileSystemWriter(FileSystemWriter):
 
     What it writes is an ordinary DCP checkpoint, which any reader loads. Takes the arguments of
     ``FileSystemWriter``.
+
+    Raises:
+        CheckpointException: with the :class:`CheckpointError` of each rank, before anything is
+            written: the state has a value that :class:`SafeFileSystemReader` would refuse.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -122,3 +128,21 @@ class _Entries:
         if write_item.type != WriteItemType.BYTE_IO and streams_work():  # those are saved already
             stream = ChecksumStream(stream)
         return stream, descriptors
+
+
+def _checking_what_is_saved(torchs: Callable[..., None]) -> Callable[..., None]:
+    def set_up(
+        self: DefaultSavePlanner,
+        state_dict: dict[str, Any],
+        storage_meta: Any = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        torchs(self, state_dict, storage_meta, is_coordinator)
+        if isinstance(storage_meta, PlannedStorageMeta):  # SafeFileSystemWriter's
+            check_savable(self.state_dict, self.mappings)
+
+    return set_up
+
+
+# A writer sees plans, and values only once some ranks have written.
+wrap_method(DefaultSavePlanner, "set_up_planner", _checking_what_is_saved)

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
 
-def _wrap(owner: type[Any], name: str, make: Callable[[Any], Any]) -> None:
+def wrap_method(owner: type[Any], name: str, make: Callable[[Any], Any]) -> None:
     torchs = getattr(owner, name)
     setattr(owner, name, wraps(torchs)(make(torchs)))
 
@@ -166,6 +166,6 @@ def _is_held(value: object) -> bool:
     return isinstance(value, DTensor) and value.device_mesh.get_coordinate() is not None
 
 
-_wrap(FileSystemWriter, "_write_data", _writing_one_chunk_per_name)
-_wrap(HuggingFaceStorageWriter, "prepare_global_plan", _refusing_what_is_lost)
-_wrap(DefaultLoadPlanner, "create_local_plan", _planning_to_read_all)
+wrap_method(FileSystemWriter, "_write_data", _writing_one_chunk_per_name)
+wrap_method(HuggingFaceStorageWriter, "prepare_global_plan", _refusing_what_is_lost)
+wrap_method(DefaultLoadPlanner, "create_local_plan", _planning_to_read_all)
