@@ -130,7 +130,7 @@ def plain_values() -> dict[str, Any]:
         "times": [moment, moment.date(), moment.time(), timedelta(-1, 2, 3)],
         "zones": (
             moment.replace(tzinfo=UTC),
-            moment.replace(fold=1, tzinfo=timezone(timedelta(1) / 3, "x")),
+            moment.replace(tzinfo=timezone(timedelta(1) / 3, "x")),
         ),
         "paths": (Path("a"), Path("/a/b"), Path(), PurePosixPath("c"), PureWindowsPath("c:/d")),
         "ranges": [range(3), range(9, -5, -2), slice(None), slice(1, None, -1)],
@@ -147,7 +147,8 @@ def test_plain_values_load_as_they_were(writer: Any, tmp_path: Path) -> None:
     loaded: dict[str, Any] = blank(state)
     dcp.load(loaded, storage_reader=SafeFileSystemReader(tmp_path))
     # Types, dtypes and elements. Arrays of another byte order come back in this machine's.
-    assert repr(loaded) == repr(pickle.loads(pickle.dumps(state)))
+    for name, value in pickle.loads(pickle.dumps(state)).items():
+        assert repr(loaded[name]) == repr(value), name
     arrays = zip(loaded["arrays"], state["arrays"], strict=True)
     assert all(one.flags.f_contiguous == other.flags.f_contiguous for one, other in arrays)
     loaded["arrays"][0][0] = 7  # they can be edited
