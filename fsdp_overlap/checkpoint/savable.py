@@ -41,6 +41,8 @@ def _is_simple(value: Any) -> bool:
     """Return whether ``value`` is surely read."""
     if isinstance(value, DTensor) or type(value) in (bool, int, float, str, type(None)):
         return True
+    if hasattr(value, "__create_write_items__") or hasattr(value, "local_shards"):
+        return True  # its parts are saved, which are tensors
     if isinstance(value, torch.Tensor):
         is_plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout == torch.strided
         return is_plain and not (value.is_conj() or value.is_neg() or value.is_quantized)

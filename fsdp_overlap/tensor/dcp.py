@@ -29,6 +29,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
+from fsdp_overlap.disk_errors import writing
+
 
 def wrap_method(owner: type[Any], name: str, make: Callable[[Any], Any]) -> None:
     torchs = getattr(owner, name)
@@ -48,7 +50,8 @@ def _writing_one_chunk_per_name(torchs: Callable[..., Any]) -> Callable[..., Any
 
     def write(self: FileSystemWriter, planner: Any, file_queue: Any) -> Any:
         if self.serialization_format != SerializationFormat.SAFETENSORS:
-            return torchs(self, planner, file_queue)
+            with writing(self.path):
+                return torchs(self, planner, file_queue)
         files: Any = SimpleQueue()
         while not file_queue.empty():
             path, name, items = file_queue.get_nowait()
@@ -64,7 +67,8 @@ def _writing_one_chunk_per_name(torchs: Callable[..., Any]) -> Callable[..., Any
                     self.fs.rm_file(path)  # of a save before, in the same folder
                 else:
                     break
-        return torchs(self, planner, files)
+        with writing(self.path):
+            return torchs(self, planner, files)
 
     return write
 
