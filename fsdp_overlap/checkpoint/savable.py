@@ -39,14 +39,20 @@ def check_savable(state_dict: Mapping[str, Any], paths: Mapping[str, Any]) -> No
 
 def _is_simple(value: Any) -> bool:
     """Return whether ``value`` is surely read."""
-    if isinstance(value, DTensor) or type(value) in (bool, int, float, str, type(None)):
+    if isinstance(value, DTensor):
         return True
-    if hasattr(value, "__create_write_items__") or hasattr(value, "local_shards"):
-        return True  # its parts are saved, which are tensors
     if isinstance(value, torch.Tensor):
         is_plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout == torch.strided
         return is_plain and not (value.is_conj() or value.is_neg() or value.is_quantized)
-    return type(value) is tuple and all(map(_is_simple, value))
+    if hasattr(value, "__create_write_items__") or hasattr(value, "local_shards"):
+        return True  # its parts are saved, which are tensors
+    return all(map(_is_number, value if type(value) in (tuple, list) else (value,)))
+
+
+def _is_number(value: Any) -> bool:
+    if type(value) is int:
+        return value.bit_length() <= 64
+    return type(value) in (bool, float, str, type(None))
 
 
 def _check_value(fqn: str, value: Any) -> None:

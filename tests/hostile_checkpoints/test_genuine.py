@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import random
@@ -40,6 +41,7 @@ from support.zoo import Model
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is"),
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
+    pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor"),
 ]
 
 
@@ -187,6 +189,8 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "an array of records": lambda: np.zeros(2, dtype=[("a", "i4")]),
     "a large range": lambda: range(1 << 80),
     "a set of sets": lambda: {frozenset({1})},
+    "a giant number": lambda: 1 << 5000,
+    "deep tuples": lambda: functools.reduce(lambda inner, _: (inner,), range(120), ()),
     "a queue": lambda: deque([1]),
     "a tensor that conjugates": lambda: torch.ones(2, dtype=torch.complex64).conj(),
     "a sparse tensor": lambda: torch.eye(3).to_sparse(),
