@@ -6,7 +6,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +140,8 @@ class _Files(FileSystem):
             with writing(path), super().create_stream(path, mode) as stream:
                 yield stream
         except OSError as error:
-            Path(path).unlink(missing_ok=True)
+            with suppress(OSError):
+                Path(path).unlink()
             self.failure = OSError(
                 error.errno,
                 f"{error.strerror}; this checkpoint is incomplete and does not load, those in "
