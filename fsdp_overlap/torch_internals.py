@@ -1,9 +1,8 @@
 """What the library uses of torch that torch does not promise to keep.
 
 No other file names a private module, function or class of torch. If a new release of torch breaks
-the library, read here. ``tests/test_torch_internals.py`` has a test for each name, which says in
-one line what broke. Everything here was seen on torch 2.11, 2.13 and 2.15, and comments say where
-these differ.
+the library, read here. ``tests/test_torch_internals.py`` has a test for each name, which says what
+broke. Everything here was seen on torch 2.11, 2.13 and 2.15, and comments say where these differ.
 
 There are three kinds:
 
@@ -83,6 +82,7 @@ ATTRIBUTES = {
     "FSDPState._state_ctx": "through it pipeline stages of 2.13 find all states, and we have none",
     "FSDPState._comm_ctx": "tells pipeline schedules of 2.15 which stages share lanes",
     "FSDPState._root_post_backward_final_callback": "ends a step of a pipeline stage of 2.13",
+    "FileSystemWriter._write_data": "wrapped, since each file of safetensors has a name once",
     # Operations, as modes see them
     "OpOverload._schema": "tells which arguments an operation writes",
     "OpOverload._can_decompose": "whether inference mode left an operation whole",

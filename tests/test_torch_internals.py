@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed import _state_dict_utils as state_dict_utils
 from torch.distributed import fsdp
 from torch.distributed._composable import _get_registry, replicate
+from torch.distributed.checkpoint import FileSystemWriter, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -692,6 +693,14 @@ def symmetric_memory_has_a_pool_and_is_registered() -> None:
     assert module.get_backend(torch.device("cpu")) is None
     with pytest.raises(RuntimeError):
         module.get_mem_pool(torch.device("cpu"))
+
+
+@canary("FileSystemWriter._write_data")
+def every_writer_of_files_calls_one_method() -> None:
+    """A file of safetensors would keep one chunk of a name, as torch's writer does by itself."""
+    parameters = inspect.signature(FileSystemWriter._write_data).parameters
+    assert list(parameters) == ["self", "planner", "file_queue"]
+    assert "super()._write_data(planner, file_queue)" in inspect.getsource(HuggingFaceStorageWriter)
 
 
 @canary("AllgatherOptions", "ProcessGroup._allgather_base", "ProcessGroup._reduce_scatter_base")

@@ -17,7 +17,7 @@ import torch
 from fsdp_overlap.checkpoint.checksums import BLOCK_BYTES
 from fsdp_overlap.checkpoint.errors import CheckpointError
 from fsdp_overlap.checkpoint.files import refuse_holes
-from fsdp_overlap.checkpoint.pickles import Maker, key, read_pickle
+from fsdp_overlap.checkpoint.pickles import Maker, Record, key, read_pickle
 from fsdp_overlap.checkpoint.records import (
     Slice,
     check_sum,
@@ -25,6 +25,7 @@ from fsdp_overlap.checkpoint.records import (
     is_memory_of,
     read_into,
 )
+from fsdp_overlap.checkpoint.values import ADMITTED, nbytes_of
 
 _MOST_DEEP = 100  # levels of containers in containers
 _MOST_DIMS = 64
@@ -208,22 +209,25 @@ def read_entry(file: BufferedReader, start: int, length: int, verify: bool = Tru
     return read_pickle(io.BytesIO(file.read(size)), size, _ADMITTED, storage)
 
 
-def plain_value(value: Any, file: BufferedReader) -> Any:
-    """``value`` as the user saved it: what :func:`read_entry` returned, with the tensors read from
-    ``file``.
+def read_value(file: BufferedReader, start: int, length: int) -> Any:
+    """Return the value in bytes ``[start, start + length)`` of ``file`` as the user saved it.
 
     Raises:
-        ValueError: no checkpoint holds such a value, or containers are nested too deep.
+        CheckpointError: as :func:`read_entry`.
+        Exception: the entry is damaged, or no checkpoint holds such a value.
     """
-    return _Plain(file).of(value)
+    return _Plain(file, length).of(read_entry(file, start, length))
 
 
 class _Plain:
     """Converts each shared value once and keeps it shared: following every path to it might never
     end."""
 
-    def __init__(self, file: BufferedReader) -> None:
+    def __init__(self, file: BufferedReader, length: int) -> None:
         self.file = file
+        # A pickle could have many values made of the same bytes. They are in it once for each, and
+        # there are two of those that are made of others, such as arrays.
+        self.left = 2 * length
         self.made: dict[int, Any] = {}
         self.storages: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -245,7 +249,13 @@ class _Plain:
         if isinstance(value, dict):
             items = [(self.of(k, depth + 1), self.of(v, depth + 1)) for k, v in value.items()]
             return type(value)(items)
-        if isinstance(value, (list, tuple, set)):
+        if isinstance(value, Record):
+            made = value.kind(*(self.of(part, depth + 1) for part in (value.state, *value.args)))
+            self.left -= nbytes_of(made)
+            if self.left < 0:
+                raise ValueError("its values claim more bytes than it has")
+            return made
+        if isinstance(value, (list, tuple, set, frozenset)):
             return type(value)([self.of(item, depth + 1) for item in value])
         raise ValueError("something that is no value of a checkpoint")
 
@@ -311,6 +321,10 @@ def _set(items: Any) -> set[Any]:
     return made
 
 
+def _frozenset(items: Any) -> frozenset[Any]:
+    return frozenset(_set(items))
+
+
 def _complex(real: Any, imaginary: Any) -> complex:
     if not isinstance(real, float) or not isinstance(imaginary, float):
         raise ValueError("a complex number of what are no numbers")
@@ -328,7 +342,9 @@ _ADMITTED: dict[str, Any] = {
     "torch.device": Maker(_device),
     "collections.OrderedDict": Maker(lambda: OrderedDict()),
     "__builtin__.set": Maker(_set),  # Python 2's name, which pickle protocol 2 writes
+    "__builtin__.frozenset": Maker(_frozenset),
     "__builtin__.complex": Maker(_complex),
+    **ADMITTED,
 }
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 

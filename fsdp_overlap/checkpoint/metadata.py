@@ -7,6 +7,7 @@ import hashlib
 import os
 import warnings
 from collections import Counter
+from collections.abc import Mapping
 from io import BufferedReader
 from itertools import product
 from math import prod
@@ -70,6 +71,11 @@ def read_metadata(folder: Path) -> Metadata:
         CheckpointError: this does not hold, or the metadata is missing, damaged or no metadata.
     """
     path = folder / METADATA_FILE
+    if not path.exists() and any(folder.glob(f"__*{METADATA_FILE}")):
+        raise CheckpointError(
+            f"{folder} was saved with use_collectives=False: ranks have metadata of their own, "
+            "which torch's FileSystemReader loads"
+        )
     with opened(path) as file, refusing(str(path)):
         size = file_size(path)
         refuse_holes(file, 0, size)
@@ -120,7 +126,7 @@ def _metadata(value: Any) -> Metadata:
         raise ValueError("two entries of one value")
     paths = state.get("planner_data")
     if paths is not None:
-        _check_paths(_typed(paths, dict), tensors)
+        check_paths(_typed(paths, dict), tensors)
     metadata = Metadata(tensors, paths, entries)
     metadata.storage_meta = StorageMeta()
     version = state.get("version")
@@ -135,8 +141,6 @@ def _storage_type(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     dtype = _typed(state["properties"], Record).state[0]
     if state["properties"].kind != "TensorProperties" or dtype not in DTYPES.values():
         raise ValueError("a tensor without a dtype")
-    if not copies(dtype, dtype):
-        raise CheckpointError(f"{dtype} is refused: torch cannot copy tensors of it")
     size = shape_of(state["size"])
     chunks = []
     for item in _typed(state["chunks"], list):
@@ -170,11 +174,17 @@ def _storage_info(value: Any) -> StorageInfo:
     return StorageInfo(name, offset, length)
 
 
-def _check_paths(paths: dict[Any, Any], tensors: dict[str, Any]) -> None:
-    """Checks each key's path in the nested state dict, which DCP saves flattened."""
+def check_paths(paths: Mapping[Any, Any], tensors: Mapping[str, Any]) -> None:
+    """Checks each key's path in the nested state dict, which DCP saves flattened.
+
+    Raises:
+        ValueError: a path is none, or is too long, or would make a load fill long lists.
+    """
     lengths: dict[tuple[Any, ...], int] = {}  # by list; DCP fills a list up to its last item
     for fqn, path in paths.items():
-        if len(_typed(path, tuple)) > _MOST_DEEP or any(type(s) not in (str, int) for s in path):
+        if len(_typed(path, tuple)) > _MOST_DEEP:
+            raise ValueError(f"a key has a path of more than {_MOST_DEEP} steps")
+        if any(type(step) not in (str, int) for step in path):
             raise ValueError("a key has a path that is none")
         if ".".join(map(str, path)) != _text(fqn) or fqn not in tensors:
             raise ValueError(f"{fqn!r} has the path of another key")

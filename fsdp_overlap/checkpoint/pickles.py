@@ -44,14 +44,15 @@ class Maker:
 
 @dataclass(eq=False, repr=False)  # hashing or printing one must not look at its state
 class Record:
-    """Stands for an object: its class's name and its state, without the constructor's arguments."""
+    """Stands for an object: its kind, its state, and the arguments that it is made of."""
 
-    kind: str
+    kind: Any
     state: Any = None
+    args: tuple[Any, ...] = ()
 
 
 def record(kind: str) -> Maker:
-    """Stands for a class whose objects become Records of ``kind``."""
+    """Stands for a class whose objects become Records of ``kind``, without arguments."""
     return Maker(lambda *_: Record(kind))
 
 
@@ -68,7 +69,8 @@ def key(value: Any) -> Any:
         return value
     parts = value if isinstance(value, tuple) else (value,)
     if len(parts) > _MOST_IN_KEY or any(
-        isinstance(part, tuple) or (isinstance(part, int) and part.bit_length() > _MOST_IN_KEY)
+        isinstance(part, (tuple, frozenset))
+        or (isinstance(part, int) and part.bit_length() > _MOST_IN_KEY)
         for part in parts
     ):
         raise ValueError("a key is no string, number or short tuple of these")
@@ -191,7 +193,7 @@ class _Machine:
         if name not in self.admitted:
             raise CheckpointError(
                 f"{name[:_MOST_OF_A_NAME]!r} is refused: a checkpoint needs tensors, numbers, "
-                "strings and containers of these, nothing else"
+                "strings, other plain values and containers of these, nothing else"
             )
         return self.admitted[name]
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from fsdp_overlap.checkpoint.entries import StoredTensor, plain_value, read_entry
+from fsdp_overlap.checkpoint.entries import StoredTensor, read_entry, read_value
 from fsdp_overlap.checkpoint.errors import CheckpointError, refusing
 from fsdp_overlap.checkpoint.files import opened, refuse_holes
 from fsdp_overlap.checkpoint.metadata import copies, read_metadata
@@ -38,8 +38,10 @@ class SafeFileSystemReader(FileSystemReader):
     what torch's own reader loads, from any DCP writer. Before anything is changed, every rank
     compares what it is about to read with its checksums, sizes and dtypes; if one rank refuses, all
     do. Besides the tensors that it loads into, it uses a few megabytes, whatever the size of a
-    tensor. Values other than tensors may be numbers, strings, ``None``, dtypes, devices, and dicts,
-    lists, tuples and sets of these and of tensors.
+    tensor. Values other than tensors may be numbers, strings, bytes, ``BytesIO``, ``None``, dtypes,
+    devices, numbers and arrays of numpy, times, paths, ranges and slices, and dicts, lists, tuples
+    and sets of these and of tensors. If a checkpoint holds another value, leave its key out of the
+    state dict, and the rest loads.
 
     Args:
         path: the checkpoint's folder.
@@ -188,10 +190,16 @@ def _checked(
     planners load the bytes without a check."""
     if isinstance(item, BytesStorageMetadata):
         refuse_holes(file, info.offset, info.length)
-        value = plain_value(read_entry(file, info.offset, info.length), file)
         data = io.BytesIO()
-        torch.save(value, data)
+        try:
+            torch.save(read_value(file, info.offset, info.length), data)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}. Leave it out of the state dict, and the rest loads"
+            ) from None
         return data
+    if not copies(item.properties.dtype, item.properties.dtype):
+        raise CheckpointError(f"torch cannot copy tensors of {item.properties.dtype}")
     value = read_entry(file, info.offset, info.length, verify)
     assert index.index is not None  # which of the tensor's chunks
     size = tuple(item.chunks[index.index].sizes)

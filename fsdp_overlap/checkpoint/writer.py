@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, SerializationFormat
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
@@ -20,6 +21,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from fsdp_overlap.checkpoint.checksums import ChecksumStream, streams_work
 from fsdp_overlap.checkpoint.metadata import CHECKSUM_FILE, METADATA_FILE
 from fsdp_overlap.checkpoint.planner import ShardedSavePlanner
+from fsdp_overlap.checkpoint.savable import check_savable
 from fsdp_overlap.checkpoint.stager import Staged, keep_planned
 from fsdp_overlap.checkpoint.written import (
     PlannedMetadata,
@@ -28,6 +30,8 @@ from fsdp_overlap.checkpoint.written import (
     put_together,
     without_collector,
 )
+from fsdp_overlap.disk_errors import writing
+from fsdp_overlap.tensor.dcp import wrap_method
 
 
 class SafeFileSystemWriter(FileSystemWriter):
@@ -35,21 +39,41 @@ class SafeFileSystemWriter(FileSystemWriter):
 
     What it writes is an ordinary DCP checkpoint, which any reader loads. Takes the arguments of
     ``FileSystemWriter``.
+
+    Raises:
+        CheckpointException: with the :class:`CheckpointError` of each rank, before anything is
+            written: the state has a value that :class:`SafeFileSystemReader` would refuse.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.fs = self._files = _Files()
         self._entries = _Entries(self.transforms)
         self.transforms = self._entries  # type: ignore[assignment]
 
     def storage_meta(self) -> StorageMeta:
         return PlannedStorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if not kwargs.get("use_collectives", True):
+            raise ValueError(
+                "SafeFileSystemWriter writes the metadata of all ranks, for which they must "
+                "communicate: with use_collectives=False use torch's FileSystemWriter"
+            )
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        # From here on files of an earlier save in this folder are overwritten. If that fails, its
+        # metadata must not stand for a mixture.
+        self._remove_metadata()
+        return super().prepare_global_plan(plans)
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
         staged = keep_planned(plan, planner)
         if self.serialization_format == SerializationFormat.TORCH_SAVE:  # others write at the end
             self._entries.staged = staged
         self._entries.thread = threading.local()
+        self._files.failure = None
         option = get_crc32_options()
         try:
             results = super().write_data(plan, planner)
@@ -58,6 +82,8 @@ class SafeFileSystemWriter(FileSystemWriter):
             set_crc32_options(option)  # a stream does so itself, unless the disk is full, say
         # torch's writer forgets what its threads raise.
         if len(results.value()) != len(plan.items):
+            if self._files.failure is not None:
+                raise self._files.failure
             raise RuntimeError(
                 f"of {len(plan.items)} entries {len(results.value())} were written: a thread of "
                 "the writer failed, and its error is above; thread_count=1 raises it here"
@@ -69,8 +95,13 @@ class SafeFileSystemWriter(FileSystemWriter):
         return told
 
     def finish(self, metadata: Metadata, results: list[Any]) -> None:
-        checksum = Path(self.path) / CHECKSUM_FILE
-        checksum.unlink(missing_ok=True)
+        try:
+            self._finish(metadata, results)
+        except OSError:
+            self._remove_metadata()
+            raise
+
+    def _finish(self, metadata: Metadata, results: list[Any]) -> None:
         with without_collector():
             if isinstance(metadata, PlannedMetadata):
                 metadata.folder = Path(self.path).absolute()
@@ -82,13 +113,42 @@ class SafeFileSystemWriter(FileSystemWriter):
                 super().finish(metadata, results)
         with (Path(self.path) / METADATA_FILE).open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
+        checksum = Path(self.path) / CHECKSUM_FILE
         unfinished = checksum.with_suffix(".tmp")
-        with unfinished.open("w") as file:
-            file.write(digest + "\n")
+        with self.fs.create_stream(unfinished, "wb") as file:
+            file.write(f"{digest}\n".encode())
             file.flush()
             if self.sync_files:
                 os.fsync(file.fileno())
         unfinished.replace(checksum)  # half a checksum would make a good checkpoint look damaged
+
+    def _remove_metadata(self) -> None:
+        for name in (CHECKSUM_FILE, METADATA_FILE):
+            (Path(self.path) / name).unlink(missing_ok=True)
+
+
+class _Files(FileSystem):
+    """The file system of a writer. What it cannot write it removes, which makes room on a full
+    disk. ``failure`` is the last error of this, also of a thread whose errors nobody sees."""
+
+    def __init__(self) -> None:
+        self.failure: OSError | None = None
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        try:
+            with writing(path), super().create_stream(path, mode) as stream:
+                yield stream
+        except OSError as error:
+            with suppress(OSError):
+                Path(path).unlink()
+            self.failure = OSError(
+                error.errno,
+                f"{error.strerror}; this checkpoint is incomplete and does not load, those in "
+                "other folders are as they were",
+                error.filename,
+            )
+            raise self.failure from error
 
 
 class _Entries:
@@ -114,3 +174,21 @@ class _Entries:
         if write_item.type != WriteItemType.BYTE_IO and streams_work():  # those are saved already
             stream = ChecksumStream(stream)
         return stream, descriptors
+
+
+def _checking_what_is_saved(torchs: Callable[..., None]) -> Callable[..., None]:
+    def set_up(
+        self: DefaultSavePlanner,
+        state_dict: dict[str, Any],
+        storage_meta: Any = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        torchs(self, state_dict, storage_meta, is_coordinator)
+        if isinstance(storage_meta, PlannedStorageMeta):  # SafeFileSystemWriter's
+            check_savable(self.state_dict, self.mappings)
+
+    return set_up
+
+
+# A writer sees plans, and values only once some ranks have written.
+wrap_method(DefaultSavePlanner, "set_up_planner", _checking_what_is_saved)

@@ -15,6 +15,7 @@ from fsdp_overlap.checkpoint import (
     SafeFileSystemWriter,
     ShardedSavePlanner,
 )
+from fsdp_overlap.disk_errors import writing
 
 _PREFIX = "step-"
 _UNFINISHED = ".unfinished"  # there is at most one, being written or being removed
@@ -49,14 +50,25 @@ class Checkpoints:
         return next(reversed(self.all()), None)
 
     def save(self, step: int, run: Stateful) -> Path:
-        """Saves `run` after `step` steps; collective. Returns the checkpoint's folder."""
+        """Saves `run` after `step` steps; collective. Returns the checkpoint's folder.
+
+        Raises CheckpointError, and leaves the earlier checkpoints, if it cannot be written.
+        """
         path = self.folder / f"{_PREFIX}{step:06d}"
         unfinished = self.folder / _UNFINISHED
         if dist.get_rank() == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
         dist.barrier()
         writer = SafeFileSystemWriter(unfinished)
-        dcp.save(run.state_dict(), storage_writer=writer, planner=ShardedSavePlanner())
+        try:
+            dcp.save(run.state_dict(), storage_writer=writer, planner=ShardedSavePlanner())
+        except CheckpointException as failed:
+            if dist.get_rank() == 0:
+                shutil.rmtree(unfinished, ignore_errors=True)
+            # No Exception, so launchers would not tell of it.
+            raise CheckpointError(
+                f"cannot save step {step}: {_reason(failed)}; {self._kept()}"
+            ) from None
         if dist.get_rank() == 0:
             _sync(unfinished)
             unfinished.rename(path)
@@ -68,6 +80,10 @@ class Checkpoints:
         dist.barrier()
         return path
 
+    def _kept(self) -> str:
+        latest = self.latest()
+        return "none was saved before" if latest is None else f"kept: {latest}"
+
     def load(self, path: Path, run: Stateful) -> None:
         """Loads the checkpoint at `path` into `run`; collective.
 
@@ -78,12 +94,15 @@ class Checkpoints:
         try:
             dcp.load(state, storage_reader=SafeFileSystemReader(path))
         except CheckpointException as failed:
-            reason = next(iter(failed.failures.values()))[0]
             raise CheckpointError(
-                f"cannot resume from {path}: {reason}; remove this folder to resume from the "
-                "checkpoint before it"
+                f"cannot resume from {path}: {_reason(failed)}; remove this folder to resume from "
+                "the checkpoint before it"
             ) from None
         run.load_state_dict(state)
+
+
+def _reason(failed: CheckpointException) -> BaseException:
+    return next(iter(failed.failures.values()))[0]
 
 
 def how_to_go_on(run: Path) -> str | None:
@@ -97,6 +116,7 @@ def _sync(folder: Path) -> None:
     """Waits until the names in `folder` are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with writing(folder):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)

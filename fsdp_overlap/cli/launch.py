@@ -26,6 +26,7 @@ from fsdp_overlap.cli.train import train
 _RANKS_PER_CORE = 4
 _LAUNCHER_SECONDS = 2.0
 _MONITOR_SECONDS = 0.1  # how often a launcher, ours or torchrun, checks whether a rank has died
+_NO_MESSAGE = "To enable traceback see"  # how torch's begins for a rank that left none
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
@@ -135,6 +136,8 @@ def describe_failure(error: ChildFailedError) -> str:
     # Declared a string; where the rank raised, it is a dictionary.
     raised: Any = failure.message
     message = raised["message"] if isinstance(raised, dict) else raised
+    if message.startswith(_NO_MESSAGE):
+        message = f"exit code {failure.exitcode}, its last words are above"
     return f"rank {rank} failed: {' '.join(message.split()) or f'exit code {failure.exitcode}'}"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from fsdp_overlap.cli.config import TrainConfig
 from fsdp_overlap.cli.errors import BadInput
+from fsdp_overlap.disk_errors import writing
 
 TRACES = "traces"
 TRACES_AT_STAGE_3 = "traces-at-stage-3"  # for comparison, of a run at another stage
@@ -99,7 +100,8 @@ class RunFolder:
 
     def log(self, metrics: dict[str, float]) -> None:
         """Adds a line at once, so that a run that dies keeps what it had."""
-        with (self.path / "metrics.jsonl").open("a") as file:
+        path = self.path / "metrics.jsonl"
+        with writing(path), path.open("a") as file:
             file.write(json.dumps(metrics) + "\n")
             file.flush()
             os.fsync(file.fileno())  # metrics must be on the disk before their checkpoint is
@@ -130,11 +132,13 @@ class RunFolder:
         axes.axhline(entropy, color="gray", linestyle="--", label="byte-unigram entropy")
         axes.set(xlabel="step", ylabel="nats per byte")
         axes.legend()
-        figure.savefig(self.path / "loss.png", dpi=150)
+        with writing(self.path / "loss.png"):
+            figure.savefig(self.path / "loss.png", dpi=150)
 
 
 def _replace(path: Path, text: str) -> None:
     """Writes the file anew; a run that is killed leaves the old or the new."""
     new = path.with_name(path.name + _NEW)
-    new.write_text(text)
+    with writing(new):
+        new.write_text(text)
     new.replace(path)

@@ -15,6 +15,7 @@ from fsdp_overlap.cli.job import restarts, this_job
 from fsdp_overlap.cli.report import show_report, write_report
 from fsdp_overlap.cli.run_folder import TRACES_AT_STAGE_3, RunFolder
 from fsdp_overlap.cli.trainer import PROFILED_STEPS, Trainer
+from fsdp_overlap.disk_errors import writing
 from fsdp_overlap.optim import Muon
 from fsdp_overlap.profiling import StepTimes, read_report
 
@@ -101,7 +102,8 @@ class RunLog:
         reports = {self._folder.path.absolute().name: mine}
         if traces := self._folder.traces(TRACES_AT_STAGE_3):
             reports = {f"stage {config.zero_stage}": mine, "stage 3": read_report(*traces)}
-        write_report(reports, self._folder.path)
+        with writing(self._folder.path):
+            write_report(reports, self._folder.path)
         show_report(reports)
         print(f"\n{stats}")
         print(f"\nvalidation loss       {val_loss:.3f} nats/byte ({bits(val_loss):.3f} bits)")

@@ -21,6 +21,7 @@ from fsdp_overlap.cli.config import TrainConfig
 from fsdp_overlap.cli.data import Text, move, sample_batch
 from fsdp_overlap.cli.model import GPT
 from fsdp_overlap.comm.streams import has_streams
+from fsdp_overlap.disk_errors import writing
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 
 PROFILED_STEPS = 2
@@ -178,8 +179,9 @@ class Trainer:
             for _ in range(PROFILED_STEPS):
                 step()
             dist.barrier()  # a profiler that stops may crash on what is in flight
-        trace.parent.mkdir(exist_ok=True)
-        profiler.export_chrome_trace(str(trace))
+        with writing(trace):
+            trace.parent.mkdir(exist_ok=True)
+            profiler.export_chrome_trace(str(trace))
         dist.barrier()  # all traces are written
 
     def _microbatches(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import copy
 import io
 import os
@@ -12,9 +13,11 @@ import time
 import warnings
 import zipfile
 from collections.abc import Callable
-from pathlib import Path
+from datetime import datetime
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -221,6 +224,22 @@ def set_item(name: str, value: Callable[[], Any]) -> Change:
     return edit(lambda m: setattr(m, name, value()))
 
 
+ENCODED = named("_codecs", "encode") + b"h\x00h\x01\x86R"
+ARRAY = named("numpy._core.multiarray", "_reconstruct") + (
+    named("numpy", "ndarray") + b"K\x00\x85h\x02\x87R"
+)
+MORE = "its values claim more bytes than it has"
+
+
+def many(value: bytes, state: bytes) -> bytes:
+    """A thousand times the same code, in a list. The memo has 64 KiB of text at 0, as bytes at 2,
+    and numpy's dtype of bytes at 3."""
+    dtype = named("numpy", "dtype") + text("u1") + b"\x89\x88\x87R"
+    dtype += b"(K\x03" + text("|") + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+    start = text("x" * (1 << 16)) + b"q\x00" + text("latin1") + b"q\x01"
+    return b"](" + start + ENCODED + b"q\x02" + dtype + b"q\x03" + (value + state) * 1000 + b"e."
+
+
 DAMAGE: dict[str, tuple[Change, str]] = {
     # Files.
     "no metadata": (unlinked(".metadata"), r"\.metadata: No such file or directory; a complete"),
@@ -314,7 +333,10 @@ DAMAGE: dict[str, tuple[Change, str]] = {
     ),
     "another dtype": (with_dtype(torch.int32), "it is not the tensor of torch.int32"),
     "a wider dtype": (with_dtype(torch.complex128), "it is not the tensor of torch.complex128"),
-    "a dtype that cannot be copied": (with_dtype(torch.qint8), "torch.qint8 is refused"),
+    "a dtype that cannot be copied": (
+        with_dtype(torch.qint8),
+        "torch cannot copy tensors of torch.qint8",
+    ),
     "a dtype that cannot be converted": (
         all_of(
             with_dtype(torch.float4_e2m1fn_x2),
@@ -357,7 +379,7 @@ DAMAGE: dict[str, tuple[Change, str]] = {
         edit(lambda m: m.planner_data.update(weight=("bias",))),
         "'weight' has the path of another key",
     ),
-    "a path of a thousand steps": (path_of_list(*["x"] * 1000), "a key has a path that is none"),
+    "a path of a thousand steps": (path_of_list(*["x"] * 1000), "a path of more than 100 steps"),
     "a path of laughs": (
         edit(lambda m: m.planner_data.update(weight=(laughs(),))),
         "a key has a path that is none",
@@ -519,8 +541,52 @@ DAMAGE: dict[str, tuple[Change, str]] = {
         pickled(named("__builtin__", "set") + b"](" + TUPLES + b"e\x85R.")("name"),
         "a key is no string",
     ),
-    "a frozenset": (saved(frozenset())("name"), "'__builtin__.frozenset' is refused"),
-    "an array": (saved(lambda: Call(bytearray, 3))("name"), "'__builtin__.bytearray' is refused"),
+    "an array of a size": (
+        saved(lambda: Call(bytearray, 1 << 40))("name"),
+        "a bytes was expected, not a int",
+    ),
+    "the same text as bytes": (pickled(many(ENCODED, b""))("name"), MORE),
+    "the same bytes in files": (
+        pickled(many(named("_io", "BytesIO") + b")\x81", b"h\x02K\x00N\x87b"))("name"),
+        MORE,
+    ),
+    "the same bytes as arrays of bytes": (
+        pickled(many(named("__builtin__", "bytearray") + b"h\x02\x85R", b""))("name"),
+        MORE,
+    ),
+    "the same bytes as arrays": (
+        pickled(many(ARRAY, b"(K\x01" + number(1 << 16) + b"\x85h\x03\x89h\x02tb"))("name"),
+        MORE,
+    ),
+    "an array of more": (
+        pickled(many(ARRAY, b"(K\x01" + number(1 << 40) + b"\x85h\x03\x89h\x02tb"))("name"),
+        "an array whose shape does not fit its bytes",
+    ),
+    "an array of objects": (
+        saved(lambda: np.array([None], dtype=object))("name"),
+        "dtype 'O8' of numpy is none of plain",
+    ),
+    "a number of objects": (
+        saved(lambda: Call(np.float64(1).__reduce__()[0], np.dtype("O"), b"x" * 8))("name"),
+        "dtype 'O8' of numpy is none of plain",
+    ),
+    "two numbers as one": (
+        saved(lambda: Call(np.float64(1).__reduce__()[0], np.dtype("i4"), b"x" * 8))("name"),
+        "damaged: too many values",
+    ),
+    "bytes by another codec": (
+        saved(lambda: Call(codecs.encode, "x", "rot13"))("name"),
+        "encoding",
+    ),
+    "a time of nothing": (
+        saved(lambda: Call(datetime, None))("name"),
+        "made of what tells no time",
+    ),
+    "a time that is none": (saved(lambda: Call(datetime, b"x" * 10))("name"), "damaged: "),
+    "a path of numbers": (saved(lambda: Call(PurePosixPath, 3))("name"), "a str was expected"),
+    "a range of laughs": (saved(lambda: Call(range, laughs()))("name"), "a int was expected"),
+    "a large range": (saved(range(1 << 100))("name"), "of more than 64 bits"),
+    "a frozen set in a set": (saved({frozenset({1})})("name"), "a key is no string"),
 }
 
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import functools
+import io
+import pickle
+import random
+from collections import OrderedDict, deque, namedtuple
 from collections.abc import Callable
-from pathlib import Path
+from datetime import UTC, datetime, timedelta, timezone
+from enum import Enum
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
@@ -33,6 +41,7 @@ from support.zoo import Model
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is"),
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
+    pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor"),
 ]
 
 
@@ -95,6 +104,136 @@ def blank(value: Any) -> Any:
     if isinstance(value, list) and any(isinstance(i, (dict, list, torch.Tensor)) for i in value):
         return [blank(item) for item in value]
     return None
+
+
+def plain_values() -> dict[str, Any]:
+    """Those that are neither tensors nor numbers, and what trainers keep them in."""
+    generator = np.random.default_rng(1)
+    moment = datetime(2026, 11, 25, 2, 4, 57, 123456)
+    return {
+        "bytes": [b"", b"b", pickle.dumps({"epoch": 3}), bytes(range(256)) * 9000],
+        "bytearray": (bytearray(), bytearray(b"x\xff")),
+        "states of random": (random.getstate(), np.random.get_state(), torch.get_rng_state()),
+        "state of a generator": np.random.Generator(np.random.MT19937(3)).bit_generator.state,
+        "another": generator.bit_generator.state,
+        "numbers of numpy": [np.float64(0.5), np.int8(-3), np.bool_(True), np.complex64(1j)],
+        "text of numpy": (np.str_("\u00e4b"), np.bytes_(b"a\0b")),
+        "arrays": [
+            np.arange(6.0).reshape(2, 3),
+            np.asfortranarray(np.ones((2, 3))),
+            np.zeros((0, 3)),
+        ],
+        "more arrays": (
+            np.array(3),
+            np.arange(3, dtype=">i4"),
+            np.array(["a", "bc"]),
+            np.eye(2)[1:],
+        ),
+        "times": [moment, moment.date(), moment.time(), timedelta(-1, 2, 3)],
+        "zones": (
+            moment.replace(tzinfo=UTC),
+            moment.replace(tzinfo=timezone(timedelta(1) / 3, "x")),
+        ),
+        "paths": (Path("a"), Path("/a/b"), Path(), PurePosixPath("c"), PureWindowsPath("c:/d")),
+        "ranges": [range(3), range(9, -5, -2), slice(None), slice(1, None, -1)],
+        "frozen": (frozenset(), frozenset({(2, 3)})),
+        "keys": ({Path("a"): 1, b"x": 2, moment: 3}, {timedelta(3)}),
+        "nested": ({"a": [np.float32(1), (b"x", {"b": slice(0, 2)})]}, torch.ones(2)),
+    }
+
+
+@pytest.mark.parametrize("writer", [dcp.FileSystemWriter, SafeFileSystemWriter])
+def test_plain_values_load_as_they_were(writer: Any, tmp_path: Path) -> None:
+    state = plain_values()
+    dcp.save(state, storage_writer=writer(tmp_path))
+    loaded: dict[str, Any] = blank(state)
+    dcp.load(loaded, storage_reader=SafeFileSystemReader(tmp_path))
+    # Types, dtypes and elements. Arrays of another byte order come back in this machine's.
+    for name, value in pickle.loads(pickle.dumps(state)).items():
+        assert repr(loaded[name]) == repr(value), name
+    arrays = zip(loaded["arrays"], state["arrays"], strict=True)
+    assert all(one.flags.f_contiguous == other.flags.f_contiguous for one, other in arrays)
+    loaded["arrays"][0][0] = 7  # they can be edited
+    file = io.BytesIO(b"abc")
+    file.seek(2)
+    dcp.save({"file": file}, storage_writer=writer(tmp_path / "file"))
+    dcp.load(loaded := {"file": None}, storage_reader=SafeFileSystemReader(tmp_path / "file"))
+    assert (loaded["file"].tell(), loaded["file"].getvalue()) == (2, b"abc")
+
+
+class Color(Enum):
+    RED = 1
+
+
+Pair = namedtuple("Pair", "first second")
+
+
+def deep() -> dict[str, Any]:
+    state: dict[str, Any] = {"x": torch.ones(1)}
+    for _ in range(120):
+        state = {"x": state}
+    return state
+
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    "an enum": lambda: Color.RED,
+    "a named tuple": lambda: Pair(1, 2),
+    "deep inside": lambda: ({"a": [1, (Color.RED,)]},),
+    "a class": lambda: Color,
+    "a function": lambda: len,
+    "a lambda": lambda: lambda: 1,
+    "an exception": lambda: ValueError("x"),
+    "a generator": lambda: np.random.default_rng(1),
+    "a generator of torch": torch.Generator,
+    "an array of objects": lambda: np.array([None, 1], dtype=object),
+    "an array of records": lambda: np.zeros(2, dtype=[("a", "i4")]),
+    "a large range": lambda: range(1 << 80),
+    "a set of sets": lambda: {frozenset({1})},
+    "a giant number": lambda: 1 << 5000,
+    "deep tuples": lambda: functools.reduce(lambda inner, _: (inner,), range(120), ()),
+    "a queue": lambda: deque([1]),
+    "a tensor that conjugates": lambda: torch.ones(2, dtype=torch.complex64).conj(),
+    "a sparse tensor": lambda: torch.eye(3).to_sparse(),
+    "a quantized tensor": lambda: torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.quint8),
+    "deep keys": deep,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_reader_would_refuse_is_not_written(name: str, tmp_path: Path) -> None:
+    state = {"weight": torch.ones(2), "it": REFUSED[name]()}
+    for planner in (None, DefaultSavePlanner(flatten_state_dict=name == "deep keys")):
+        with pytest.raises(CheckpointException, match="SafeFileSystemReader would refuse"):
+            dcp.save(state, storage_writer=SafeFileSystemWriter(tmp_path), planner=planner)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["an enum", "a queue", "a quantized tensor"])
+def test_one_value_that_is_refused_does_not_keep_the_others_from_loading(
+    name: str, tmp_path: Path
+) -> None:
+    state = {"weight": torch.ones(2), "it": REFUSED[name]()}
+    dcp.save(state, checkpoint_id=tmp_path)
+    loaded = {"weight": torch.zeros(2), "it": None if name != "a quantized tensor" else state["it"]}
+    reader = SafeFileSystemReader(tmp_path)
+    with pytest.raises(CheckpointException, match=r"'it': .*(Leave it out|cannot copy)"):
+        dcp.load(loaded, storage_reader=reader)
+    assert not loaded["weight"].any()
+    del loaded["it"]
+    dcp.load(loaded, storage_reader=reader)
+    assert loaded["weight"].all()
+
+
+def refused_on_one_rank(folder: str) -> None:
+    state = {"weight": torch.ones(2), "it": Color.RED if dist.get_rank() else 3}
+    with pytest.raises(CheckpointException, match=r"'it', of type Color"):
+        dcp.save(state, storage_writer=SafeFileSystemWriter(folder))
+    dist.barrier()
+    assert not list(Path(folder).rglob("*.distcp"))
+
+
+def test_all_ranks_refuse_what_one_has(tmp_path: Path) -> None:
+    run_ranks(refused_on_one_rank, 2, str(tmp_path))
 
 
 def load_both(folder: Path, make: Callable[[], dict[str, Any]], **kwargs: Any) -> dict[str, Any]:
