@@ -246,7 +246,7 @@ def simulate(
         str,
         typer.Argument(
             help="llama3-8b, llama3-70b, llama3-405b, moonlight-16b, deepseek-v3, a config.json of "
-            "transformers, or module:function that makes a module."
+            "transformers or its folder, or module:function that makes a module."
         ),
     ],
     gpus: Annotated[int, typer.Option(help="Devices, one a rank.")] = 8,
@@ -266,7 +266,10 @@ def simulate(
         int, typer.Option(help="Neighbours that share products and sequences, as one rank.")
     ] = 1,
     batch: Annotated[int, typer.Option(help="Sequences per rank and microbatch.")] = 1,
-    sequence: Annotated[int, typer.Option(help="Tokens per sequence.")] = 8192,
+    sequence: Annotated[
+        int | None,
+        typer.Option(help="Tokens per sequence [default: the model's positions, at most 8192]."),
+    ] = None,
     microbatches: Annotated[int, typer.Option(help="Backwards per optimizer step.")] = 1,
     checkpointing: Annotated[
         str, typer.Option(help="none, selective, or full: what runs again in backward.")
