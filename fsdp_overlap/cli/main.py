@@ -200,8 +200,12 @@ def export(
     checkpoint: Annotated[Path, typer.Argument(help="A folder that DCP wrote.")],
     out: Annotated[Path, typer.Argument(help="A new .pt, .pth or .safetensors file.")],
     prefix: Annotated[
-        str, typer.Option(help="Take what is under this key, with names less the key.")
-    ] = "model",
+        str | None,
+        typer.Option(
+            help="Take what is under this key, with names less the key [default: model, or all of "
+            "a bare state dict]."
+        ),
+    ] = None,
 ) -> None:
     """Write the tensors of a checkpoint to one file that needs no DCP to be read."""
     count = export_checkpoint(checkpoint, out, prefix)
@@ -368,6 +372,11 @@ def run() -> int:
             os.environ.get("RANK", "0") == "0"
         ):  # one line, not one per rank, where torchrun started us
             _complain(str(error))
+        return 2
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _complain(f"{error.filename}: {error.strerror}")
         return 2
     return 0
 

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from fsdp_overlap.cli.best_plan import show_best
 from fsdp_overlap.cli.errors import BadInput
+from fsdp_overlap.cli.output import check_writable, writing
 from fsdp_overlap.cli.report import show_report, write_report
 from fsdp_overlap.layout import Flat, LayoutRule, Rows, Whole
 from fsdp_overlap.profiling import read_report
@@ -73,8 +74,8 @@ def predict(asked: Asked, layout: str, sequence: int | None, **options: Any) -> 
     for name, number in (("memory", asked.memory), ("price", asked.price)):
         if number is not None and number <= 0:
             raise BadInput(f"--{name} {number:g}: must be more than 0")
-    if asked.out is not None and asked.out.exists() and not asked.out.is_dir():
-        raise BadInput(f"--out {asked.out} is not a folder")
+    if asked.out is not None:
+        check_writable(asked.out)
     try:
         costs = _costs(asked)
         model = on_meta(model_of(options["model"]))
@@ -140,12 +141,12 @@ def _predict(training: Training, costs: Costs, asked: Asked) -> None:
     reports = {name: read_report(each.trace, steps=1) for name, each in predictions.items()}
     show_report(reports)
     if asked.out is not None:
-        asked.out.mkdir(parents=True, exist_ok=True)
-        _write_trace(prediction, asked.out / "rank0.json.gz")
-        if asked.against_fsdp2:
-            (asked.out / "fsdp2").mkdir(exist_ok=True)
-            _write_trace(predictions["FSDP2"], asked.out / "fsdp2" / "rank0.json.gz")
-        write_report(reports, asked.out)
+        with writing(asked.out) as new:
+            _write_trace(prediction, new / "rank0.json.gz")
+            if asked.against_fsdp2:
+                (new / "fsdp2").mkdir()
+                _write_trace(predictions["FSDP2"], new / "fsdp2" / "rank0.json.gz")
+            write_report(reports, new)
         console.print(f"\n{asked.out / 'overlap.html'}, .png and .json")
     if not prediction.fits(costs.device):
         raise BadInput(_why_not(training, prediction, costs.device))

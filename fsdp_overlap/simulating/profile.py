@@ -6,8 +6,6 @@ took are its kernels; of a CPU, the operation itself.
 
 from __future__ import annotations
 
-import gzip
-import json
 import math
 import statistics
 from collections import defaultdict
@@ -19,6 +17,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import nn
 
+from fsdp_overlap.profiling.events import raw_events
 from fsdp_overlap.simulating.compute_time import flops_of
 from fsdp_overlap.simulating.tables import HardwareError
 
@@ -76,8 +75,7 @@ class Profile:
         """
         path = Path(path)
         try:
-            read = gzip.decompress if path.suffix == ".gz" else bytes
-            return cls._of(json.loads(read(path.read_bytes()))["traceEvents"])
+            return cls._of(raw_events(path, {}))
         except _WithoutShapes:
             raise HardwareError(
                 f"{path} has no shapes of operations: profile with record_shapes=True"
