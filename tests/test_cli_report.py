@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import gzip
 import json
+import resource
+import signal
 import sys
+import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
 
 from fsdp_overlap.cli import main
+from fsdp_overlap.cli.model import GPT
 from fsdp_overlap.profiling import Report
 from fsdp_overlap.profiling.tables import kinds_table
+from support.cli_runs import export, run_main
 from support.traces import Step, read, trace_of
 
 
@@ -173,3 +182,84 @@ def test_what_cannot_be_reported_is_refused_before_anything_is_written(
     assert "both of rank 0" in refusal(one, one)
     assert "--steps 0: must be at least 1" in refusal(run_folder, "--steps", "0")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def full_disk() -> Iterator[None]:
+    """No file of this process may have more than 1,000 bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, ignored)
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Path:
+    """A checkpoint of a bare state dict, as of a model whose names begin with "model."."""
+    weights = {"model.embed.weight": torch.ones(1000), "head.weight": torch.zeros(2)}
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save({**weights, "step": 3}, checkpoint_id=tmp_path / "bare", no_dist=True)
+    return tmp_path / "bare"
+
+
+def test_where_nothing_can_be_written_nothing_is(
+    run_folder: Path,
+    bare: Path,
+    tmp_path: Path,
+    full_disk: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "overlap.html").write_text("of before")
+    assert report(monkeypatch, run_folder, "--out", out) == 2
+    shown = capsys.readouterr()
+    assert f"error: {out}: cannot write there: File too large\n" in shown.err
+    assert "rank 0" in shown.out  # what was found is not lost
+    for name in ("model.pt", "model.safetensors"):
+        assert export(bare, out / name) == 2
+        assert "File too large" in capsys.readouterr().err
+    assert run_main("simulate", f"{__name__}:tiny", "--sequence", "16", "--out", str(out)) == 2
+    assert "File too large" in capsys.readouterr().err
+    assert [path.name for path in out.iterdir()] == ["overlap.html"]
+    assert (out / "overlap.html").read_text() == "of before"
+
+
+def tiny() -> nn.Module:
+    return GPT(layers=2, width=16, heads=2, tied=False)
+
+
+def test_a_folder_that_cannot_be_written_to_is_said_first(
+    run_folder: Path,
+    bare: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for folder in (file, file / "below", Path("/proc/nothing")):
+        assert report(monkeypatch, run_folder, "--out", folder) == 2
+        assert run_main("simulate", f"{__name__}:tiny", "--out", str(folder)) == 2
+        assert export(bare, folder / "model.pt") == 2
+        error = capsys.readouterr().err
+        assert error.count(f"error: {folder} is not a folder to write to") == 3, error
+        assert error.count("\n") == 3, error
+
+
+def test_a_bare_state_dict_is_exported_whole(bare: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.pt"
+    assert export(bare, out) == 0
+    assert torch.load(out, weights_only=True).keys() == {"model.embed.weight", "head.weight"}
+    out.unlink()
+    assert export(bare, out, "--prefix", "model") == 0
+    assert torch.load(out, weights_only=True).keys() == {"embed.weight"}
+    nested = {"model": {"model.w": torch.ones(2)}, "optimizer": {"w": torch.ones(2)}}
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save(nested, checkpoint_id=tmp_path / "nested", no_dist=True)
+    out.unlink()
+    assert export(tmp_path / "nested", out) == 0
+    assert torch.load(out, weights_only=True).keys() == {"model.w"}

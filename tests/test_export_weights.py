@@ -105,6 +105,34 @@ def test_every_layout_on_all_ranks_or_some(name: str, ranks: list[int] | None) -
     run_ranks(_layout, 3, name, ranks)
 
 
+def _reads_late() -> None:
+    twins = Twins(Model, shard_layers)
+
+    def step() -> None:
+        for batch in twins.batches(1):
+            twins.backward(*batch)
+            twins.step()
+
+    before = {name: weight.clone() for name, weight in expected(twins.twin).items()}
+    weights = export_weights(twins.model, piece_bytes=SMALL, prefetch=0)
+    step()
+    for name, weight in weights:
+        torch.testing.assert_close(weight, expected(twins.twin)[name], msg=name)
+        assert not torch.equal(weight, before[name])
+    # A step within the loop: what has travelled is of before, and what has not of after.
+    before = {name: weight.clone() for name, weight in expected(twins.twin).items()}
+    weights = export_weights(twins.model, piece_bytes=SMALL, prefetch=0)
+    name, first = next(weights)
+    step()
+    torch.testing.assert_close(first, before[name])
+    *_, (name, last) = weights
+    torch.testing.assert_close(last, expected(twins.twin)[name])
+
+
+def test_weights_are_read_in_the_loop_and_not_by_the_call() -> None:
+    run_ranks(_reads_late, 2)
+
+
 def _copies(divide: bool, ranks: list[int] | None) -> None:
     twins = Twins(Model, shard_layers, divide_copies=divide, **COPIES)
     train_and_check(twins, ranks=ranks, piece_bytes=SMALL)

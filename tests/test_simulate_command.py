@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from fsdp_overlap.simulating import Costs, Device, Fabric, Prediction, Training, simulate
 from fsdp_overlap.simulating.training import CHECKPOINTING
@@ -25,6 +27,32 @@ CONFIG = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+
+
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "intermediate_size": 4 * WIDTH,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+GPT = {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": 2, "n_head": 4}
+EXPERTS = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+
+def saved(folder: Path, kind: str, **options: Any) -> Path:
+    """The config of an architecture, as transformers writes it."""
+    config = transformers.CONFIG_MAPPING[kind](**options, bos_token_id=1, eos_token_id=2)
+    config.save_pretrained(folder)
+    return folder / "config.json"
 
 
 class Tiny(nn.Module):
@@ -122,8 +150,149 @@ def test_a_config_of_transformers_is_predicted_and_drawn(
 
 
 @pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("llama", SIZES | {"num_key_value_heads": 2}),
+        ("mixtral", SIZES | EXPERTS | {"num_key_value_heads": 2}),
+        ("deepseek_v2", SIZES | EXPERTS),
+        ("gpt_oss", SIZES | EXPERTS | {"head_dim": 16, "num_key_value_heads": 2}),
+        ("gemma2", SIZES | {"head_dim": 16, "num_key_value_heads": 2}),
+        ("gpt2", GPT),
+        ("gpt_neox", SIZES),
+        ("bloom", GPT | {"hidden_size": WIDTH}),
+        ("falcon", SIZES),
+        ("opt", SIZES | {"ffn_dim": WIDTH, "word_embed_proj_dim": WIDTH}),
+        ("mamba2", SIZES | {"num_heads": 8, "head_dim": 16, "state_size": 16}),
+        ("distilbert", {"dim": WIDTH, "hidden_dim": WIDTH, "n_layers": 2, "n_heads": 4}),
+    ],
+)
+def test_configs_that_transformers_saved_are_predicted(
+    kind: str, options: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = saved(tmp_path, kind, **options)
+    assert run_main("simulate", str(path), "--sequence", "128") == 0
+    assert "tokens a step and GPU    128\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "why"),
+    [
+        ("t5", {"d_model": WIDTH}, "has an encoder and a decoder"),
+        ("whisper", {"d_model": WIDTH}, "has an encoder and a decoder"),
+        ("gemma3", {"text_config": SIZES}, "its text_config describes can be predicted"),
+        ("clip", {}, "takes more than tokens. What"),
+        ("vit", {}, "vit is no language model"),
+        ("mamba", {"num_hidden_layers": 2, "hidden_size": WIDTH}, "runs token by token"),
+        # Its mask depends on values.
+        ("biogpt", SIZES, "cannot be predicted: RuntimeError: the program depends on a value"),
+    ],
+)
+def test_other_configs_are_refused_in_a_line(
+    kind: str,
+    options: dict[str, Any],
+    why: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = saved(tmp_path, kind, **options)
+    assert run_main("simulate", str(path), "--sequence", "128") == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1
+    assert str(path) in said[0]
+    assert why in said[0]
+    assert "What can be predicted: decoders such as llama" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "is no JSON"),
+        ("[]", "has no model_type"),
+        ('{"model_type": "lama"}', "has no model_type 'lama'; did you mean llama?"),
+        ('{"model_type": "llama", "hidden_size": "wide"}', "is no config of llama: "),
+    ],
+)
+def test_files_that_are_no_configs_are_said(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert run_main("simulate", str(tmp_path)) == 2
+    error = capsys.readouterr().err
+    assert str(tmp_path / "config.json") in error
+    assert said in error
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "positions"),
+    [
+        ("gpt2", GPT, 1024),
+        ("llama", SIZES | {"max_position_embeddings": 96}, 96),
+        ("roberta", SIZES | {"max_position_embeddings": 130}, 128),
+    ],
+)
+def test_sequences_are_as_long_as_the_model_has_positions(
+    kind: str,
+    options: dict[str, Any],
+    positions: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = saved(tmp_path, kind, **options)
+    assert run_main("simulate", str(path)) == 0
+    assert f"tokens a step and GPU    {positions}\n" in capsys.readouterr().out
+    assert run_main("simulate", str(path), "--sequence", str(positions + 1)) == 2
+    assert f"has {positions} positions" in capsys.readouterr().err
+
+
+class Positions(Tiny):
+    """Learned ones, of which no config tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(96, WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        at = torch.arange(tokens.shape[1], device=tokens.device)
+        return super().forward(tokens) + self.head(self.positions(at))
+
+
+def test_positions_that_are_missing_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    model = f"{__name__}:Positions"
+    assert run_main("simulate", model, "--sequence", "96") == 0
+    assert run_main("simulate", model, "--sequence", "97") == 2
+    assert "an embedding of 96 rows has no row 96 (" in capsys.readouterr().err
+
+
+def fails() -> nn.Module:
+    raise KeyError("two\nlines")
+
+
+def traced(model: nn.Module, path: Path) -> Path:
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        model(torch.zeros(1, 32, dtype=torch.int64)).sum().backward()
+    profiler.export_chrome_trace(str(path))
+    return path
+
+
+def test_a_profile_is_of_the_model_that_is_predicted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own, head = Tiny(), Tiny()
+    head.head = nn.Linear(WIDTH, VOCABULARY + 1)
+    deeper = Tiny()
+    deeper.layers.extend(Tiny().layers)
+    wide = nn.Sequential(nn.Embedding(VOCABULARY, 48), nn.Linear(48, VOCABULARY))
+    for model, code in ((own, 0), (deeper, 0), (head, 2), (wide, 2)):
+        trace = str(traced(model, tmp_path / "trace.json"))
+        assert run_main("simulate", TINY, "--profile", trace, "--sequence", "128") == code
+        assert ("the profile is of another model" in capsys.readouterr().err) == bool(code)
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        ([f"{__name__}:fails"], r"fails cannot be predicted: KeyError: 'two\nlines' (test_simu"),
+        ([f"{__name__}:dict"], "module 'test_simulate_command' has no attribute 'dict'"),
         (
             ["llama9"],
             "there is no model 'llama9': give one of deepseek-v3, llama3-405b, llama3-70b",

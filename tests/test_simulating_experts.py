@@ -14,7 +14,7 @@ from fsdp_overlap.simulating import (
     Training,
 )
 from fsdp_overlap.simulating.mixture import Mixture
-from fsdp_overlap.simulating.training import model_of
+from fsdp_overlap.simulating.models import model_of
 from support.predicted import kernels, predict, write_config
 
 WIDTH, INNER, EXPERTS, CHOSEN, TOKENS = 32, 48, 8, 2, 128

@@ -19,9 +19,9 @@ from fsdp_overlap.simulating import (
     Prediction,
     Training,
 )
+from fsdp_overlap.simulating.models import model_of
 from fsdp_overlap.simulating.plan_code import code_of
 from fsdp_overlap.simulating.tensor_parallel import parallelize
-from fsdp_overlap.simulating.training import model_of
 from support.predicted import GPUS, kernels, predict, write_config
 from support.ranks import run_ranks
 
@@ -115,10 +115,10 @@ def test_the_first_step_takes_no_more_memory_than_others(config: str) -> None:
     assert first.memory < 4 * logits
 
 
-def losses() -> None:
+def losses(config: str) -> None:
     """``parallelize`` changes no result."""
     torch.manual_seed(0)
-    model = model_of("llama3-8b").func(CONFIG)  # type: ignore[attr-defined]
+    model = model_of(config)()
     tokens = torch.randint(WORDS, (2, 8))
     expected = F.cross_entropy(model(tokens).logits.flatten(0, 1), tokens.flatten())
     expected.backward()
@@ -135,8 +135,8 @@ def losses() -> None:
         torch.testing.assert_close(parameter.grad.full_tensor(), gradients[name], msg=name)
 
 
-def test_a_model_that_is_cut_gives_the_same_losses_and_gradients() -> None:
-    run_ranks(losses, 2)
+def test_a_model_that_is_cut_gives_the_same_losses_and_gradients(config: str) -> None:
+    run_ranks(losses, 2, config)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -447,12 +448,79 @@ def test_files_are_read_in_chunks(
 def test_what_is_no_trace_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "trace.json"
     path.write_text(content)
-    with pytest.raises(ValueError, match="not a Chrome trace"):
+    with pytest.raises(ValueError, match=f"{path}, line 1: not a Chrome trace"):
         read_report(path)
 
 
 @pytest.mark.parametrize(
-    "broken", [3, None, {"ph": "X", "ts": 1}, {"ph": "X", "cat": "kernel", "name": "k", "ts": "1"}]
+    ("key", "value"),
+    [("ts", "1"), ("ts", math.nan), ("dur", -1), ("dur", None), ("name", 3), ("ph", None)],
+)
+def test_the_line_of_a_broken_event_is_said(tmp_path: Path, key: str, value: Any) -> None:
+    """Also far behind the text that is held at once."""
+    path = tmp_path / "trace.json"
+    event = {"cat": "kernel", "name": "k" * 100, "ts": 1, "dur": 1}
+    good, bad = ({"ph": "X", **event}, {"ph": "X", **event, key: value})
+    if value is None:
+        del bad[key]
+        bad["ts"] = None
+    lines = [json.dumps(good)] * 20000 + [json.dumps(bad), json.dumps(good)]
+    path.write_text('{"traceEvents": [\n' + ",\n".join(lines) + "]}")
+    with pytest.raises(ValueError, match=f"{path}, line 20002: not a Chrome trace: cannot read"):
+        read_report(path)
+    path.write_text(path.read_text().replace(lines[20000], lines[20000].replace(":", "")))
+    with pytest.raises(ValueError, match=f"{path}, line 20002: not a Chrome trace: an event"):
+        read_report(path)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"distributedInfo": 3},
+        {"distributedInfo": {"rank": "0"}},
+        {"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1, "tid": []}]},
+    ],
+)
+def test_a_trace_that_torch_would_not_write_is_named(
+    tmp_path: Path, values: dict[str, Any]
+) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({**trace_of(*Step().events), **values}))
+    with pytest.raises(ValueError, match=f"^{path}(:| says)"):
+        read_report(path)
+
+
+@pytest.mark.parametrize(
+    ("before", "row", "behind"),
+    [
+        ("[", '{"a": 1},', "1]"),
+        ('{"x": [', '{"a": 1},', '1], "traceEvents": []}'),
+        ('{"x": "', "long", '"}'),
+        ('{"traceEvents": [', '{"a": 1},', "{}]}"),
+        ('{"traceEvents": [{"x": [', "[1, 2,     3],", "1]}]}"),
+        ('{"traceEvents": [], "x": [', '{"a": 1},', "1]}"),
+    ],
+)
+def test_a_large_file_that_is_no_trace_is_not_read_to_its_end(
+    before: str, row: str, behind: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "large.json"
+    path.write_text(before + row * (24 * 2**20 // len(row)) + behind)
+    read: list[int] = []
+    with pytest.raises(ValueError, match=f"{path}, line 1: not a Chrome trace"):
+        read_report(path, progress=read.append)
+    assert read[-1] < path.stat().st_size
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        3,
+        None,
+        {"name": "k"},
+        {"ph": "X", "ts": 1},
+        {"ph": "X", "cat": "kernel", "name": "k", "ts": "1"},
+    ],
 )
 def test_an_event_that_is_none_is_shown(broken: Any) -> None:
     with pytest.raises(ValueError, match="not a Chrome trace: cannot read the event"):

@@ -905,6 +905,7 @@ OTHERS = {
     "_fields",  # of named tuples
     "_fsdp_owner",  # hung by us on parameters
     "_no_split_modules",  # of models of transformers
+    "_is_stateful",  # of models of transformers
 }
 LOOKUPS = ("getattr", "setattr", "hasattr", "delattr", "attrgetter", "methodcaller", "object")
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fsdp_overlap.cli.errors import BadInput
+from fsdp_overlap.cli.output import writing
 from fsdp_overlap.simulating import Device, Found, Plan
 from fsdp_overlap.simulating.hardware import GIB
 from fsdp_overlap.simulating.plan_code import code_of
@@ -64,8 +65,8 @@ def show_best(
     code = code_of(best.training)
     print(f"\nThe best as code:\n\n{code}")
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "plan.py").write_text(code)
+        with writing(out) as new:
+            (new / "plan.py").write_text(code)
         console.print(f"{out / 'plan.py'}", markup=False)
 
 

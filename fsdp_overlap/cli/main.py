@@ -200,8 +200,12 @@ def export(
     checkpoint: Annotated[Path, typer.Argument(help="A folder that DCP wrote.")],
     out: Annotated[Path, typer.Argument(help="A new .pt, .pth or .safetensors file.")],
     prefix: Annotated[
-        str, typer.Option(help="Take what is under this key, with names less the key.")
-    ] = "model",
+        str | None,
+        typer.Option(
+            help="Take what is under this key, with names less the key [default: model, or all of "
+            "a bare state dict]."
+        ),
+    ] = None,
 ) -> None:
     """Write the tensors of a checkpoint to one file that needs no DCP to be read."""
     count = export_checkpoint(checkpoint, out, prefix)
@@ -246,7 +250,7 @@ def simulate(
         str,
         typer.Argument(
             help="llama3-8b, llama3-70b, llama3-405b, moonlight-16b, deepseek-v3, a config.json of "
-            "transformers, or module:function that makes a module."
+            "transformers or its folder, or module:function that makes a module."
         ),
     ],
     gpus: Annotated[int, typer.Option(help="Devices, one a rank.")] = 8,
@@ -266,7 +270,10 @@ def simulate(
         int, typer.Option(help="Neighbours that share products and sequences, as one rank.")
     ] = 1,
     batch: Annotated[int, typer.Option(help="Sequences per rank and microbatch.")] = 1,
-    sequence: Annotated[int, typer.Option(help="Tokens per sequence.")] = 8192,
+    sequence: Annotated[
+        int | None,
+        typer.Option(help="Tokens per sequence [default: the model's positions, at most 8192]."),
+    ] = None,
     microbatches: Annotated[int, typer.Option(help="Backwards per optimizer step.")] = 1,
     checkpointing: Annotated[
         str, typer.Option(help="none, selective, or full: what runs again in backward.")
@@ -365,6 +372,11 @@ def run() -> int:
             os.environ.get("RANK", "0") == "0"
         ):  # one line, not one per rank, where torchrun started us
             _complain(str(error))
+        return 2
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _complain(f"{error.filename}: {error.strerror}")
         return 2
     return 0
 

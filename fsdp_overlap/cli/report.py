@@ -12,6 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table as RichTable
 
 from fsdp_overlap.cli.errors import BadInput
+from fsdp_overlap.cli.output import check_writable, writing
 from fsdp_overlap.profiling import Report, diagnose, read_report
 from fsdp_overlap.profiling.json_report import write_json
 from fsdp_overlap.profiling.page import write_html
@@ -28,17 +29,17 @@ def report(
 ) -> None:
     """Reads the traces of one run, or of two, shows the report and writes it to `out`, by default
     where the first trace is. Raises BadInput before anything is written."""
-    _check_is_folder(out)
+    first = given[0]
+    folder = out or (first if first.is_dir() else first.parent)
+    check_writable(folder)
     runs = [(paths, find_traces(paths)) for paths in (given, against) if paths]
     if len(runs) == 2 and runs[0][1] == runs[1][1]:
         raise BadInput(f"--against {against[0]}: that is the same run")
     names = _names([paths for paths, _ in runs])
     reports = {name: _read(traces, steps) for name, (_, traces) in zip(names, runs, strict=True)}
-    first = given[0]
-    folder = out or (first if first.is_dir() else first.parent)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_report(reports, folder)
     show_report(reports)
+    with writing(folder) as new:
+        write_report(reports, new)
     print(f"\n{folder / 'overlap.html'}, .png and .json")
 
 
@@ -47,7 +48,8 @@ def watch(
 ) -> None:
     """Reports as `report` does, each time that there are other traces, until Ctrl-C. A file is read
     when it was the same in two looks. Raises BadInput for a path that is not there."""
-    _check_is_folder(out)
+    if out is not None:
+        check_writable(out)
     console = Console(stderr=True, highlight=False)
     before: dict[Path, tuple[int, int]] = {}
     reported: dict[Path, tuple[int, int]] = {}
@@ -74,11 +76,6 @@ def _changes(*runs: Sequence[Path]) -> dict[Path, tuple[int, int]]:
     except (BadInput, FileNotFoundError):
         return {}
     return {trace: (found.st_mtime_ns, found.st_size) for trace, found in traces.items()}
-
-
-def _check_is_folder(out: Path | None) -> None:
-    if out is not None and out.exists() and not out.is_dir():
-        raise BadInput(f"--out {out} is not a folder")
 
 
 def find_traces(paths: Sequence[Path]) -> list[Path]:

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from fsdp_overlap.cli.best_plan import show_best
 from fsdp_overlap.cli.errors import BadInput
+from fsdp_overlap.cli.output import check_writable, writing
 from fsdp_overlap.cli.report import show_report, write_report
 from fsdp_overlap.layout import Flat, LayoutRule, Rows, Whole
 from fsdp_overlap.profiling import read_report
@@ -31,9 +32,16 @@ from fsdp_overlap.simulating import (
 )
 from fsdp_overlap.simulating.choices import ways_to_save
 from fsdp_overlap.simulating.hardware import GIB
-from fsdp_overlap.simulating.training import model_of
+from fsdp_overlap.simulating.models import (
+    check_positions,
+    model_of,
+    on_meta,
+    positions_of,
+    unpredictable,
+)
 
 LAYOUTS: dict[str, LayoutRule] = {"flat": Flat(), "rows": Rows(), "whole": Whole()}
+LONGEST = 8192
 PROCESSES = min(2, os.cpu_count() or 1)
 
 
@@ -52,9 +60,10 @@ class Asked:
     out: Path | None
 
 
-def predict(asked: Asked, layout: str, **options: Any) -> None:
+def predict(asked: Asked, layout: str, sequence: int | None, **options: Any) -> None:
     """Predicts a step, or looks for the best plan of it, and shows what was found. Writes files to
-    ``asked.out``. ``options`` are those of :class:`Training`.
+    ``asked.out``. ``options`` are those of :class:`Training`. Without ``sequence``, sequences have
+    as many tokens as the model has positions, at most ``LONGEST``.
 
     Raises:
         BadInput: unknown hardware, model or layout, numbers that do not go together, or a step that
@@ -65,12 +74,18 @@ def predict(asked: Asked, layout: str, **options: Any) -> None:
     for name, number in (("memory", asked.memory), ("price", asked.price)):
         if number is not None and number <= 0:
             raise BadInput(f"--{name} {number:g}: must be more than 0")
-    if asked.out is not None and asked.out.exists() and not asked.out.is_dir():
-        raise BadInput(f"--out {asked.out} is not a folder")
+    if asked.out is not None:
+        check_writable(asked.out)
     try:
         costs = _costs(asked)
-        training = Training(layout=LAYOUTS[layout], **options)
-        model_of(training.model)
+        model = on_meta(model_of(options["model"]))
+        if sequence is None:
+            sequence = min(LONGEST, (model and positions_of(model)) or LONGEST)
+        if model is not None:
+            check_positions(model, sequence)
+            if costs.profile is not None:
+                costs.profile.check_model(model)
+        training = Training(layout=LAYOUTS[layout], sequence=sequence, **options)
         if asked.best:
             _search(training, costs, asked)
         else:
@@ -106,9 +121,12 @@ def _predict(training: Training, costs: Costs, asked: Asked) -> None:
     console = Console(highlight=False, soft_wrap=True)
     start = time.perf_counter()
     with Console(stderr=True).status(f"{training.model} on {training.gpus} GPUs"):
-        predictions = {
-            name: simulate(each.program, each.gpus, costs) for name, each in trainings.items()
-        }
+        try:
+            predictions = {
+                name: simulate(each.program, each.gpus, costs) for name, each in trainings.items()
+            }
+        except Exception as error:  # whatever the code of a model raises
+            raise unpredictable(training.model, error) from error
     took = time.perf_counter() - start
     prediction = predictions[training.model]
     for name, value in (
@@ -123,12 +141,12 @@ def _predict(training: Training, costs: Costs, asked: Asked) -> None:
     reports = {name: read_report(each.trace, steps=1) for name, each in predictions.items()}
     show_report(reports)
     if asked.out is not None:
-        asked.out.mkdir(parents=True, exist_ok=True)
-        _write_trace(prediction, asked.out / "rank0.json.gz")
-        if asked.against_fsdp2:
-            (asked.out / "fsdp2").mkdir(exist_ok=True)
-            _write_trace(predictions["FSDP2"], asked.out / "fsdp2" / "rank0.json.gz")
-        write_report(reports, asked.out)
+        with writing(asked.out) as new:
+            _write_trace(prediction, new / "rank0.json.gz")
+            if asked.against_fsdp2:
+                (new / "fsdp2").mkdir()
+                _write_trace(predictions["FSDP2"], new / "fsdp2" / "rank0.json.gz")
+            write_report(reports, new)
         console.print(f"\n{asked.out / 'overlap.html'}, .png and .json")
     if not prediction.fits(costs.device):
         raise BadInput(_why_not(training, prediction, costs.device))
@@ -166,6 +184,7 @@ def _lines(
         waits += f", the longest {1e3 * max(each.waited for each in stretches):.1f} ms"
     lines = [
         ("step", f"{1e3 * prediction.seconds:.0f} ms"),
+        ("tokens a step and GPU", f"{training.tokens:.0f}"),
         ("tokens a second and GPU", f"{training.tokens / prediction.seconds:.0f}"),
         (
             "memory",

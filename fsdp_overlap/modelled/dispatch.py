@@ -44,7 +44,15 @@ _READ_NOTHING = {
 } | {"new_zeros", "new_ones", "new_full"}
 
 # Operations that may have operands both on the host and on the device.
-_CROSSING = {"copy_", "_to_copy", "_foreach_copy_", "index", "index_put_", "_index_put_impl_"}
+_CROSSING = {
+    "copy_",
+    "_to_copy",
+    "_foreach_copy_",
+    "index",
+    "index_put",
+    "index_put_",
+    "_index_put_impl_",
+}
 
 # Collectives write their first argument, and read it if they have no other; their schemas do not
 # say so. These write nothing.
@@ -266,6 +274,10 @@ def run_without_values(
         return func(*args, **kwargs)
     if all(without):
         return run_on_shapes(func, args, kwargs, tensors)
+    if about.name == "embedding" and not without[1] and int(tensors[1].max()) >= len(tensors[0]):
+        raise IndexError(
+            f"an embedding of {len(tensors[0])} rows has no row {int(tensors[1].max())} ({place()})"
+        )
     replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def without_values(tensor: torch.Tensor) -> torch.Tensor:

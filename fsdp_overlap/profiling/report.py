@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from fsdp_overlap.profiling.events import Progress
+from fsdp_overlap.profiling.events import Progress, TraceError
 from fsdp_overlap.profiling.names import Kind, Pass
 from fsdp_overlap.profiling.overlap import Collective, RankReport, measure_overlap
 from fsdp_overlap.profiling.slow_ranks import is_slow, lags
@@ -123,7 +123,15 @@ def read_report(
             if progress is not None:
                 progress(done + now)  # noqa: B023
 
-        rank = measure_overlap(read_timeline(source, told), steps)
+        try:
+            rank = measure_overlap(read_timeline(source, told), steps)
+        except (OSError, TraceError):
+            raise
+        except Exception as error:  # of what a broken trace may hold
+            said = error if isinstance(error, ValueError) else f"not as torch writes it: {error!r}"
+            raise TraceError(f"{_describe(source)}: {said}") from error
+        if not isinstance(rank.rank, int | None):
+            raise TraceError(f"{_describe(source)} says that its rank is {rank.rank!r}")
         done += read
         if not rank.collectives and not rank.compute:
             raise ValueError(

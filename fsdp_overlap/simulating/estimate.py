@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from fsdp_overlap.simulating.costs import Costs
+from fsdp_overlap.simulating.models import model_of
 from fsdp_overlap.simulating.shortening import longest_run
 from fsdp_overlap.simulating.simulate import simulate
-from fsdp_overlap.simulating.training import Training, model_of
+from fsdp_overlap.simulating.training import Training
 
 # So many blocks, in units and in all, are enough for a step to grow by the same with each further
 # unit. tests/test_search.py holds it.

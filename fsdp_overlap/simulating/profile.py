@@ -6,8 +6,6 @@ took are its kernels; of a CPU, the operation itself.
 
 from __future__ import annotations
 
-import gzip
-import json
 import math
 import statistics
 from collections import defaultdict
@@ -17,7 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
+from torch import nn
 
+from fsdp_overlap.profiling.events import raw_events
 from fsdp_overlap.simulating.compute_time import flops_of
 from fsdp_overlap.simulating.tables import HardwareError
 
@@ -30,6 +30,8 @@ Tensors = tuple[Shapes, Dtypes]
 
 # Longer pauses between operations are not the host's work: it sleeps, or waits for something.
 LONGEST_GAP_US = 1000.0
+# The share of a model's elements that may be of matrices whose shape a trace of it does not have.
+UNMEASURED = 0.01
 DTYPES = {
     "float": torch.float32,
     "double": torch.float64,
@@ -38,6 +40,10 @@ DTYPES = {
     "long int": torch.int64,
     "int": torch.int32,
 }
+
+
+class _WithoutShapes(Exception):
+    pass
 
 
 class Measured(NamedTuple):
@@ -69,10 +75,17 @@ class Profile:
         """
         path = Path(path)
         try:
-            read = gzip.decompress if path.suffix == ".gz" else bytes
-            events = json.loads(read(path.read_bytes()))["traceEvents"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise HardwareError(f"{path} cannot be read as a trace: {error}") from error
+            return cls._of(raw_events(path, {}))
+        except _WithoutShapes:
+            raise HardwareError(
+                f"{path} has no shapes of operations: profile with record_shapes=True"
+            ) from None
+        except Exception as error:  # there are many ways not to be a trace
+            kind = type(error).__name__
+            raise HardwareError(f"{path} cannot be read as a trace: {kind}: {error}") from error
+
+    @classmethod
+    def _of(cls, events: Iterable[Mapping[str, Any]]) -> Self:
         spans = [event for event in events if event.get("ph") == "X" and "args" in event]
         operators = [
             span
@@ -81,9 +94,7 @@ class Profile:
         ]
         measured = [span for span in operators if "Input Dims" in span["args"]]
         if not measured:
-            raise HardwareError(
-                f"{path} has no shapes of operations: profile with record_shapes=True"
-            )
+            raise _WithoutShapes
         kernels = _of_kernels(spans)
         found: dict[str, dict[Tensors, list[float]]] = defaultdict(lambda: defaultdict(list))
         taken = _of_operators(operators, kernels) if kernels else None
@@ -99,6 +110,40 @@ class Profile:
             for name, by_tensors in found.items()
         }
         return cls(calls, _gaps(operators))
+
+    def check_model(self, model: nn.Module) -> None:
+        """Checks that the trace may be one of ``model``, or of one that differs in depth alone.
+
+        Raises:
+            HardwareError: it has no operation on matrices of the shape of some of the model's, or
+                linear layers of shapes that the model has not.
+        """
+        measured = {
+            _sides(each) for calls in self.calls.values() for c in calls for each in c.shapes
+        }
+        matrices = {name: p for name, p in model.named_parameters() if p.ndim > 1}
+        # Experts may be multiplied one by one.
+        shapes = {_sides(shape) for p in matrices.values() for shape in (p.shape, p.shape[-2:])}
+        embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+        # Compiled models read embeddings within kernels, which say no shapes.
+        missing = {
+            name: p
+            for name, p in matrices.items()
+            if p not in embeddings and _sides(p.shape) not in measured
+        }
+        size = sum(p.numel() for p in matrices.values())
+        if sum(p.numel() for p in missing.values()) > UNMEASURED * size:
+            name, shape = next((name, list(p.shape)) for name, p in missing.items())
+            raise HardwareError(
+                "the profile is of another model: none of its operations has a matrix of the "
+                f"shape {shape}, as {name} is; profile a step of this model"
+            )
+        for call in self.calls.get("aten::linear", ()):
+            if len(call.shapes) > 1 and _sides(call.shapes[1]) not in shapes:
+                raise HardwareError(
+                    "the profile is of another model: it has a linear layer of the shape "
+                    f"{list(call.shapes[1])}, which this one has not; profile a step of this model"
+                )
 
     def seconds_of(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float | None:
         """What ``func(*args, **kwargs)`` takes, an ``OpOverload``: as measured with these shapes,
@@ -120,6 +165,11 @@ class Profile:
 
         nearest = min(known, key=distance)
         return nearest.seconds * work / max(1.0, _work_of_call(func, nearest))
+
+
+def _sides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Equal for a matrix, or stacked ones, and what is transposed of it."""
+    return tuple(sorted(shape))
 
 
 def _may_be(traced: Dtypes, dtypes: Sequence[torch.dtype]) -> bool:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import resources
 from itertools import count
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +28,7 @@ from fsdp_overlap.layout import Flat, LayoutRule, Rows
 from fsdp_overlap.optim import AdamW, Muon
 from fsdp_overlap.simulating.float8 import check_products, compute_in_float8, step_in_float8
 from fsdp_overlap.simulating.mixture import Experts, spread_experts
+from fsdp_overlap.simulating.models import check_positions, model_of
 from fsdp_overlap.simulating.shortening import shorten
 from fsdp_overlap.simulating.simulate import Step
 from fsdp_overlap.simulating.tensor_parallel import parallelize
@@ -110,9 +107,9 @@ class Training:
 
     Args:
         model: the name of a model that comes with the library (:func:`known_models`), the path of
-            a ``config.json`` of Hugging Face's transformers, or ``module:function`` for a function
-            that makes a module. The module maps token ids of shape ``[batch, sequence]`` to
-            logits, or to what has ``.logits``.
+            a ``config.json`` of Hugging Face's transformers or of its folder, or
+            ``module:function`` for a function that makes a module. The module maps token ids of
+            shape ``[batch, sequence]`` to logits, or to what has ``.logits``.
         gpus: devices, one a rank.
         replicate: how many copies of each shard there are.
         experts: how many ranks share the experts of a mixture, each with a part of them. Only of
@@ -121,7 +118,7 @@ class Training:
         tensor: how many neighbouring ranks share the products of a block, and its sequences
             (:func:`parallelize`). They count as one rank for ``batch``.
         batch: sequences of a rank in a microbatch.
-        sequence: tokens in a sequence.
+        sequence: tokens in a sequence, no more than the model has positions.
         microbatches: forwards and backwards before each optimizer step.
         checkpointing: what blocks keep for backward: ``"none"`` runs again, ``"full"`` keeps their
             inputs alone, ``"selective"`` keeps attention's and every second product's output too,
@@ -229,6 +226,7 @@ class Training:
         meshes = self._meshes()
         with torch.device(DEVICE):
             model = model_of(self.model)()
+            check_positions(model, self.sequence)
             if self.blocks is not None:
                 shorten(model, self.blocks)
             spread = spread_experts(model, meshes.tokens)
@@ -317,45 +315,3 @@ class Training:
     def _begin(self, sharded: Any, is_last: bool) -> None:
         """Called before each microbatch."""
         sharded.set_requires_gradient_sync(is_last or self.reduce_each)
-
-
-def known_models() -> list[str]:
-    """The models that come with the library."""
-    folder = resources.files("fsdp_overlap.simulating") / "models"
-    return sorted(Path(each.name).stem for each in folder.iterdir() if each.name.endswith(".json"))
-
-
-def model_of(name: str) -> Callable[[], nn.Module]:
-    """What makes the model of ``name``, as :class:`Training` takes it.
-
-    Raises:
-        ValueError: there is no such model; says which there are.
-    """
-    if name in known_models():
-        text = (resources.files("fsdp_overlap.simulating") / "models" / f"{name}.json").read_text()
-        return partial(_of_config, json.loads(text))
-    if Path(name).is_file():
-        return partial(_of_config, json.loads(Path(name).read_text()))
-    module, colon, function = name.partition(":")
-    if not colon:
-        raise ValueError(
-            f"there is no model {name!r}: give one of {', '.join(known_models())}, the path of a "
-            "config.json of transformers, or module:function"
-        )
-    try:
-        made: Callable[[], nn.Module] = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"model {name!r}: {error}") from error
-    return made
-
-
-def _of_config(config: dict[str, Any]) -> nn.Module:
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError as error:
-        raise ValueError(
-            "models by a config.json need transformers: pip install transformers"
-        ) from error
-    made = AutoConfig.for_model(**config, use_cache=False)
-    model: nn.Module = AutoModelForCausalLM.from_config(made, attn_implementation="sdpa")
-    return model

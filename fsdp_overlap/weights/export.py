@@ -47,6 +47,11 @@ def export_weights(
         piece_bytes: the size of a piece, by default a quarter of the largest weight, at most 64
             MiB.
 
+    The call is collective: it compares what ranks have and plans, and reads no value. The loop
+    reads each piece when it sets off, from the first ``next()`` on. So a step between the call and
+    the loop is exported, and one within the loop would mix weights of before and after: train on
+    when the loop has ended.
+
     Call it on every rank that the model lies over, with the same arguments, between steps. Where
     there are copies of shards (HSDP), each copy of the model may be exported without the others.
     If ranks have different tensors of the same name, as experts that are plain tensors, each rank

@@ -1,0 +1,40 @@
+"""Files that commands write: all of them, or none."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory, TemporaryFile
+
+from fsdp_overlap.cli.errors import BadInput
+
+
+def check_writable(folder: Path) -> None:
+    """Raises BadInput if no file can be written to `folder`, which need not be there. Makes
+    nothing; call it before long work."""
+    try:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        with TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise BadInput(f"{folder} is not a folder to write to: {error.strerror}") from None
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[Path]:
+    """Yields a new folder. When the block ends, what it has written there replaces the files of the
+    same names in `folder`. If one cannot be written, these stay as they are, and nothing is left of
+    the new ones.
+
+    Raises:
+        BadInput: a file cannot be written, or not be moved.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=".unfinished-", dir=folder) as new:
+            yield Path(new)
+            for file in Path(new).rglob("*.*"):
+                target = folder / file.relative_to(new)
+                target.parent.mkdir(exist_ok=True)
+                file.replace(target)
+    except OSError as error:
+        raise BadInput(f"{folder}: cannot write there: {error.strerror or error}") from None
