@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from copy import deepcopy
 from itertools import repeat
 from operator import attrgetter, is_
-from types import TracebackType
 from typing import Protocol
 
 import torch
@@ -25,6 +24,7 @@ from fsdp_overlap.runtime.opaque import check_frozen
 from fsdp_overlap.runtime.ownership import kind_of, modules_outside_units
 from fsdp_overlap.runtime.policy_dtypes import reduce_dtype
 from fsdp_overlap.runtime.settings import Settings
+from fsdp_overlap.runtime.trees import UnderWay
 from fsdp_overlap.runtime.unsharded_edits import FREED, UnshardedEdits
 from fsdp_overlap.runtime.untraced import untraced
 from fsdp_overlap.runtime.wire_policy import WirePolicy
@@ -72,8 +72,8 @@ class Unit:
         self.mp_policy = mp_policy
         self.reshard_after_forward = reshard_after_forward
         self.settings = Settings()
-        self.handled: list[TracebackType | None] = []
-        """For each forward under way, the traceback of the error that was handled when it began."""
+        self.under_way: list[UnderWay] = []
+        """What is remembered of each forward under way."""
         self.saved_hooks: list[saved_tensors_hooks] = []
         """A hook for each forward under way whose backward should read no parameters."""
         self.forward_prefetch: Sequence[weakref.ref[Unit]] = ()
@@ -264,7 +264,7 @@ class Unit:
         self.has_unreduced = False
         self.shows_unsharded = False
         self.to_run.clear()
-        self.handled.clear()
+        self.under_way.clear()
 
     def copy_to(self, other: Unit) -> None:
         """Copies values, gradients and settings to ``other``, which was sharded likewise."""
