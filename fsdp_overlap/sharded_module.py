@@ -75,6 +75,10 @@ class ShardedModule(nn.Module):
 
     _fsdp_unit: Unit
 
+    def __init_subclass__(cls) -> None:
+        """Do not call that of the user's class, which may want arguments, register each subclass,
+        or wrap methods once more."""
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Makes a module of the plain class, because a new module is not a unit. A slice of a
         sharded container comes here."""
@@ -251,7 +255,7 @@ class ShardedModule(nn.Module):
             ignored=frozenset(deepcopy(parameter, memo) for parameter in unit.ignored),
         )
         for module, duplicate in zip(originals, duplicates, strict=True):
-            duplicate.__class__ = type(module)
+            object.__setattr__(duplicate, "__class__", type(module))
         for mine, its in zip(unit.buckets, copied_unit.buckets, strict=True):
             # For an optimizer that is copied together with the model.
             memo.update(zip(map(id, mine.sharded_parameters), its.sharded_parameters, strict=True))
