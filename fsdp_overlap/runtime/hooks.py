@@ -100,11 +100,27 @@ def _begin_forward(unit: Unit, module: nn.Module, context: FsdpContext) -> None:
     unit.follow_trainability()
     context.schedule.before_forward(unit)
     unit.use_unsharded()
+    if torch.is_grad_enabled() and unit.unowned.is_due():
+        _check_all_are_owned(unit)
     if (id(module), module.training) not in unit.compared:
         for edits in unit.edits:
             edits.begin_comparison()
     if not unit.settings.unshard_in_backward and torch.is_grad_enabled():
         note_saved(unit)
+
+
+def _check_all_are_owned(unit: Unit) -> None:
+    own = (
+        each for bucket in unit.buckets for each in bucket.parameters + bucket.sharded_parameters
+    )
+    if (name := unit.unowned.find(unit.modules, own)) is not None:
+        raise RuntimeError(
+            f"parameter {name!r} of unit {unit.name!r} was added after fully_shard(), so no unit "
+            "owns it: each rank would train it on its own data alone, and ranks would drift apart. "
+            "Replace modules and add adapters before fully_shard(), or call fully_shard() on the "
+            "new module too; freeze the parameter by requires_grad_(False); or put it in the place "
+            "of one of ignored_params, and reduce its gradients yourself"
+        )
 
 
 def _refuse_transform(unit: Unit) -> NoReturn:

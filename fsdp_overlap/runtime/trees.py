@@ -124,8 +124,8 @@ class CopiedArguments:
 
 
 UnderWay = tuple[TracebackType | None, CopiedArguments | None]
-"""Of a forward under way: the traceback of the error that was handled when it began, and what was
-copied of its arguments."""
+"""What is remembered of a forward: the traceback of the error that was handled when it began, and
+what was copied of its arguments."""
 
 
 class _Contents(NamedTuple):

@@ -21,7 +21,7 @@ from fsdp_overlap.runtime.bucket_state import BucketState
 from fsdp_overlap.runtime.engine import is_to_accumulate
 from fsdp_overlap.runtime.gradients import BucketGradients
 from fsdp_overlap.runtime.opaque import check_frozen
-from fsdp_overlap.runtime.ownership import kind_of, modules_outside_units
+from fsdp_overlap.runtime.ownership import UnownedParameters, kind_of, modules_outside_units
 from fsdp_overlap.runtime.policy_dtypes import reduce_dtype
 from fsdp_overlap.runtime.settings import Settings
 from fsdp_overlap.runtime.trees import UnderWay
@@ -79,7 +79,7 @@ class Unit:
         self.forward_prefetch: Sequence[weakref.ref[Unit]] = ()
         self.backward_prefetch: Sequence[weakref.ref[Unit]] = ()
         """The units that the user wants gathered when this one runs, instead of those predicted."""
-        self.ignored: frozenset[nn.Parameter] = frozenset()
+        self.unowned = UnownedParameters()
         self.offload_policy = OffloadPolicy()
         self.wire_policy: WirePolicy | None = None
         self.is_offloaded = any(bucket.offload is not None for bucket in buckets)
