@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_overlap.comm.group_facts import (
     alive,
     backend_name,
+    backend_of,
     can_close,
     collectives_issued,
     options_of,
@@ -299,6 +300,7 @@ class GroupCache:
         if key not in self._groups:
             is_taken = any(group is other() for other in self._groups.values())
             is_needed = (is_taken and self.separate) or purpose in self.options
+            is_needed &= backend_of(group, mesh.device_type) is not None
             if len(ranks) > 1 and (is_needed or can_close(mesh.device_type, group)):
                 group = self._borrow(purpose, group, ranks, mesh.device_type, purpose)
             self._groups[key] = ref(group)
