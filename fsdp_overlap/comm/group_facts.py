@@ -43,12 +43,17 @@ def registered_backend(group: dist.ProcessGroup, device_type: str) -> str:
 
 
 def backend_of(group: dist.ProcessGroup, device_type: str) -> Any:
-    """Return the backend that serves ``device_type`` in ``group``. ``None`` if the group is written
-    in Python and does all itself, as that of torch's ``MultiThreadedTestCase``."""
+    """Return the backend that serves ``device_type`` in ``group``. ``None`` if there is none."""
     try:
         return group._get_backend(torch.device(device_type))
     except RuntimeError:
         return None
+
+
+def is_in_python(group: dist.ProcessGroup, device_type: str) -> bool:
+    """Return whether ``group`` is written in Python and does all itself, without a backend, as that
+    of torch's ``MultiThreadedTestCase``."""
+    return type(group) is not dist.ProcessGroup and backend_of(group, device_type) is None
 
 
 def options_of(group: dist.ProcessGroup, device_type: str) -> Any:

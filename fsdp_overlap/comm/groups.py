@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_overlap.comm.group_facts import (
     alive,
     backend_name,
-    backend_of,
     can_close,
     collectives_issued,
+    is_in_python,
     options_of,
 )
 from fsdp_overlap.comm.mesh_groups import LANES, PURPOSES, MeshGroups
@@ -300,7 +300,7 @@ class GroupCache:
         if key not in self._groups:
             is_taken = any(group is other() for other in self._groups.values())
             is_needed = (is_taken and self.separate) or purpose in self.options
-            is_needed &= backend_of(group, mesh.device_type) is not None
+            is_needed &= not is_in_python(group, mesh.device_type)
             if len(ranks) > 1 and (is_needed or can_close(mesh.device_type, group)):
                 group = self._borrow(purpose, group, ranks, mesh.device_type, purpose)
             self._groups[key] = ref(group)
