@@ -15,6 +15,7 @@ from fsdp_overlap.runtime.context import FsdpContext
 from fsdp_overlap.runtime.full_mesh import DataParallelMeshDims, full_mesh
 from fsdp_overlap.runtime.unit import unit_of
 from fsdp_overlap.runtime.wire_policy import WirePolicy
+from fsdp_overlap.sharded_module import ShardedModule
 from fsdp_overlap.sharding import make_unit, plan_late
 from fsdp_overlap.torch_internals import is_replicated, note_fully_sharded, teach_fully_shard
 
@@ -146,6 +147,7 @@ def fully_shard(
         RuntimeError: ranks planned their units differently.
     """
     modules = _modules_of(module)
+    classes = [_fsdp_class(type(each)) for each in modules]
     _check_context(ctx)
     full = full_mesh(mesh, dp_mesh_dims)
     if full is not None:
@@ -165,8 +167,8 @@ def fully_shard(
         ignored=frozenset(ignored_params or ()),
         full=full,
     )
-    for each in modules:
-        each.__class__ = _fsdp_class(type(each))
+    for each, fsdp_class in zip(modules, classes, strict=True):
+        object.__setattr__(each, "__class__", fsdp_class)  # modules may guard their attributes
         note_fully_sharded(each)
     plan_late(unit, ctx)
     return cast(FsdpModule | Sequence[FsdpModule], module)
@@ -225,17 +227,52 @@ _fsdp_classes: dict[type, Any] = {}
 
 
 def _fsdp_class(cls: type) -> Any:
-    """The subclass of :class:`FsdpModule` and ``cls``. All modules of class ``cls`` share it.
+    """Return the subclass of :class:`FsdpModule` and ``cls``. All modules of class ``cls`` share
+    it.
 
     The name begins with ``FSDP``, as FSDP2's do: transformers drops that where it saves a model. It
     stands in the module of ``cls``: transformers looks there to tell its own models from those of
     users, which it initializes otherwise.
+
+    Raises:
+        TypeError: no subclass of ``cls`` can be made, or none that its modules can change to.
     """
     if cls not in _fsdp_classes:
-        _fsdp_classes[cls] = type(
-            f"FSDP{cls.__name__}", (FsdpModule, cls), {"__module__": cls.__module__}
-        )
+        try:
+            _fsdp_classes[cls] = _make_fsdp_class(cls)
+        except Exception as error:
+            raise TypeError(
+                f"{cls.__name__} cannot be sharded, because a class cannot be made that derives "
+                f"from FsdpModule and from {cls.__name__}, as class FSDP{cls.__name__}(FsdpModule, "
+                f"{cls.__name__}) would be: {error}. Make that possible, for example by a "
+                "metaclass whose arguments have defaults, or shard the modules within it"
+            ) from error
     return _fsdp_classes[cls]
+
+
+def _make_fsdp_class(cls: type) -> Any:
+    name, namespace = f"FSDP{cls.__name__}", {"__module__": cls.__module__}
+    made = type(name, (FsdpModule, cls), namespace)
+    try:
+        object.__setattr__(object.__new__(cls), "__class__", made)
+    except TypeError:
+        # Python lays objects out by the first base. It does not take those of a class whose first
+        # base has no attributes, such as ABC, Generic or Protocol, for those of FsdpModule. So cls
+        # is the first base, and only methods are looked up in FsdpModule before.
+        made = _verbs_first(type(cls))(name, (cls, FsdpModule), namespace)
+        object.__setattr__(object.__new__(cls), "__class__", made)
+    return made
+
+
+def _verbs_first(metaclass: Any) -> Any:
+    """Return a metaclass of classes whose methods are looked up in :class:`FsdpModule` first."""
+
+    class VerbsFirst(metaclass):
+        def mro(cls) -> list[type]:
+            own, *bases = super().mro()
+            return [own, *sorted(bases, key=lambda base: not issubclass(base, ShardedModule))]
+
+    return VerbsFirst
 
 
 teach_fully_shard(state_of)

@@ -22,7 +22,11 @@ from fsdp_overlap.runtime.context import context_of
 from fsdp_overlap.runtime.full_mesh import FullMesh
 from fsdp_overlap.runtime.grad_dtypes import follow_grad_dtypes
 from fsdp_overlap.runtime.late_memory import announce_unsharded, materialize
-from fsdp_overlap.runtime.ownership import modules_outside_units, move_buffers
+from fsdp_overlap.runtime.ownership import (
+    modules_outside_units,
+    move_buffers,
+    parameters_outside_units,
+)
 from fsdp_overlap.runtime.tiles import parameter_like, tile_in
 from fsdp_overlap.runtime.unit import Unit, unit_of
 from fsdp_overlap.runtime.units import unit_names
@@ -74,6 +78,10 @@ class ShardedModule(nn.Module):
     :class:`FsdpModule` use."""
 
     _fsdp_unit: Unit
+
+    def __init_subclass__(cls) -> None:
+        """Do not call that of the user's class, which may want arguments, register each subclass,
+        or wrap methods once more."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Makes a module of the plain class, because a new module is not a unit. A slice of a
@@ -248,10 +256,16 @@ class ShardedModule(nn.Module):
             mp_policy=_keeping_dtypes(unit.mp_policy, kept),
             offload_policy=unit.offload_policy,
             wire_policy=unit.wire_policy,
-            ignored=frozenset(deepcopy(parameter, memo) for parameter in unit.ignored),
+            # What the unit does not own, the copy does not: ignored, or frozen and added later.
+            ignored=frozenset(
+                parameter
+                for _, parameter, *_ in parameters_outside_units(duplicates)
+                if parameter not in meshes
+            ),
         )
+        copied_unit.unowned = deepcopy(unit.unowned, memo)
         for module, duplicate in zip(originals, duplicates, strict=True):
-            duplicate.__class__ = type(module)
+            object.__setattr__(duplicate, "__class__", type(module))
         for mine, its in zip(unit.buckets, copied_unit.buckets, strict=True):
             # For an optimizer that is copied together with the model.
             memo.update(zip(map(id, mine.sharded_parameters), its.sharded_parameters, strict=True))

@@ -33,6 +33,7 @@ from fsdp_overlap.runtime.full_mesh import FullMesh, full_mesh_of, lie_over
 from fsdp_overlap.runtime.ownership import (
     OwnedParameter,
     Owner,
+    UnownedParameters,
     kind_of,
     mark_owner,
     mark_replaced,
@@ -114,7 +115,7 @@ def make_unit(
         for bucket in _make_buckets(planned[domain], items, domain, mp_policy, offload, wire_policy)
     ]
     unit = Unit(modules, ctx, mesh, buckets, mp_policy, reshard_after_forward)
-    unit.ignored = ignored
+    unit.unowned = UnownedParameters(modules, ignored)
     unit.offload_policy = offload_policy
     unit.wire_policy = wire_policy
     _mark_owner(unit)

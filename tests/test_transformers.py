@@ -24,6 +24,7 @@ from fsdp_overlap import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from fsdp_overlap.runtime.trees import map_arguments, map_tensors
 from support.ranks import run_ranks
 from support.twins import Twins
 from support.zoo import ROWS, VOCABULARY
@@ -292,6 +293,65 @@ def generate_by_forwards() -> None:
 
 def test_decoders_generate_without_more_ado_and_encoders_say_what_they_need() -> None:
     run_ranks(generate_by_forwards, 2)
+
+
+def generate_with_a_cache() -> None:
+    """The cache is the caller's, and holds what the prompt was read with in another dtype."""
+    from transformers import DynamicCache
+    from transformers.integrations.executorch import register_dynamic_cache_export_support
+
+    torch.manual_seed(1)
+    model = llama().eval()
+    twin = copy.deepcopy(model).bfloat16()
+    shard(model, FsdpContext(), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    tokens = torch.randint(3, VOCABULARY, (ROWS, 6))
+    for is_node in (False, True):
+        if is_node:
+            register_dynamic_cache_export_support()
+        caches = []
+        for each in (model, twin):
+            cache = DynamicCache()
+            with torch.no_grad():
+                read = each(tokens[:, :3], past_key_values=cache, use_cache=True)
+                assert read.past_key_values is cache
+                if is_node and each is model:
+                    for layer in cache.layers:
+                        layer.keys, layer.values = layer.keys.float(), layer.values.float()
+                each(tokens[:, 3:5], past_key_values=cache, use_cache=True)
+            found = each.generate(
+                tokens, past_key_values=cache, max_new_tokens=6, do_sample=False, min_new_tokens=6
+            )
+            caches.append((found, [layer.values for layer in cache.layers]))
+        (mine, values), (its, expected) = caches
+        assert torch.equal(mine, its)
+        torch.testing.assert_close([each.bfloat16() for each in values], expected)
+
+
+def test_a_cache_is_filled_as_without_sharding() -> None:
+    run_ranks(generate_with_a_cache, 2)
+
+
+def containers_of_transformers() -> None:
+    from transformers import BatchEncoding
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    output = CausalLMOutputWithPast(logits=torch.ones(2), hidden_states=(torch.ones(1),))
+    copied = map_tensors(lambda tensor: tensor.bfloat16(), output)
+    assert type(copied) is CausalLMOutputWithPast
+    assert copied.logits is copied["logits"] is copied[0]
+    assert copied.hidden_states[0].dtype is torch.bfloat16
+    assert list(copied) == list(output)
+    batch = BatchEncoding({"x": torch.ones(2), "input_ids": torch.ones(1).int()})
+    (mine,), _, arguments = map_arguments(lambda tensor: tensor.double(), (batch,), {})
+    assert (type(mine), mine["x"].dtype) == (BatchEncoding, torch.float64)
+    mine["y"] = mine["x"] + 1
+    assert arguments is not None
+    arguments.finish(None)
+    assert (batch["y"].dtype, batch["x"].dtype) == (torch.float64, torch.float32)
+
+
+def test_outputs_and_batches_of_transformers_are_cast_as_what_they_are() -> None:
+    run_ranks(containers_of_transformers, 2)
 
 
 def save(name: str, folder: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.comm.group_facts import backend_name
+from fsdp_overlap.comm.group_facts import backend_name, is_in_python
 from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.layout import BucketPlan, Plan
 from fsdp_overlap.tensor.carried import CARRIED, as_carried, carried_ranges
@@ -305,6 +305,9 @@ def all_to_all(
     with ``output_sizes[r]`` elements from each. Both are flat. Collective over ``group``."""
     is_host = not has_streams(output.device)  # elsewhere the current stream waits, not the host
     sent, received = as_real(source), as_real(output)
+    if is_in_python(group, output.device.type):
+        dist.all_to_all_single(received, sent, output_sizes, source_sizes, group)
+        return Issued((), lambda: output)
     work = group.alltoall_base(received, sent, output_sizes, source_sizes, _ALL_TO_ALL[is_host])
     if not is_host:
         end(work)
@@ -333,7 +336,7 @@ def choose(device_type: str, group: dist.ProcessGroup, plan: BucketPlan) -> Coll
         return LocalCollectives()
     if device_type == "cpu" and backend_name(device_type, group) == "gloo":
         return GlooPairCollectives() if group.size() == 2 else GlooCollectives()
-    if not plan.is_equal:
+    if not plan.is_equal or is_in_python(group, device_type):
         return RaggedTensorCollectives()
     is_nccl = backend_name(device_type, group) == "nccl"
     return NcclCollectives() if is_nccl else TensorCollectives()

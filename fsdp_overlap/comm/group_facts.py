@@ -42,14 +42,30 @@ def registered_backend(group: dist.ProcessGroup, device_type: str) -> str:
     return devices.get(device_type, "")
 
 
+def backend_of(group: dist.ProcessGroup, device_type: str) -> Any:
+    """Return the backend that serves ``device_type`` in ``group``. ``None`` if there is none."""
+    try:
+        return group._get_backend(torch.device(device_type))
+    except RuntimeError:
+        return None
+
+
+def is_in_python(group: dist.ProcessGroup, device_type: str) -> bool:
+    """Return whether ``group`` is written in Python and does all itself, without a backend, as that
+    of torch's ``MultiThreadedTestCase``."""
+    return type(group) is not dist.ProcessGroup and backend_of(group, device_type) is None
+
+
 def options_of(group: dist.ProcessGroup, device_type: str) -> Any:
     """The backend's options that ``group`` was made with. ``None`` if it does not tell."""
-    return getattr(group._get_backend(torch.device(device_type)), "options", None)
+    return getattr(backend_of(group, device_type), "options", None)
 
 
 def backend_name(device_type: str, group: dist.ProcessGroup) -> str:
     """``"gloo"``, ``"nccl"``, ...: the backend that serves ``device_type`` in ``group``."""
-    return group._get_backend(torch.device(device_type)).name().lower()
+    backend = backend_of(group, device_type)
+    name: str = dist.get_backend(group) if backend is None else backend.name()
+    return name.lower()
 
 
 def can_close(device_type: str, group: dist.ProcessGroup) -> bool:
@@ -59,5 +75,4 @@ def can_close(device_type: str, group: dist.ProcessGroup) -> bool:
 
 def group_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
     """The timeout of ``group``, or ``None`` where its backend does not tell."""
-    backend = group._get_backend(torch.device(device_type))
-    return getattr(getattr(backend, "options", None), "_timeout", None)
+    return getattr(options_of(group, device_type), "_timeout", None)

@@ -24,7 +24,7 @@ from fsdp_overlap.runtime.context import FsdpContext, context_of
 from fsdp_overlap.runtime.engine import is_in_backward
 from fsdp_overlap.runtime.late_memory import take_assigned
 from fsdp_overlap.runtime.opaque import is_opaque
-from fsdp_overlap.runtime.trees import map_tensors, tensors_in
+from fsdp_overlap.runtime.trees import map_arguments, map_tensors, tensors_in
 from fsdp_overlap.runtime.unit import Unit
 from fsdp_overlap.runtime.unsharded_edits import compare
 from fsdp_overlap.runtime.untraced import untraced
@@ -73,7 +73,7 @@ def before_forward(
     unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     context = context_of(unit)
-    unit.handled.append(sys.exc_info()[2])
+    unit.under_way.append((sys.exc_info()[2], None))
     if are_functorch_transforms_active():
         _refuse_transform(unit)
     if context.has_streams and is_capturing(context.device):
@@ -83,13 +83,13 @@ def before_forward(
             _begin_forward(unit, module, context)
     else:
         _begin_forward(unit, module, context)
-    if unit.is_root and context.device.type != "cpu":
-        move = partial(_move, context.device)
-        args, kwargs = map_tensors(move, args), map_tensors(move, kwargs)
+    device = context.device if unit.is_root and context.device.type != "cpu" else None
     policy = unit.mp_policy
-    if policy.cast_forward_inputs and policy.param_dtype is not None:
-        cast = partial(_cast_floating, policy.param_dtype)
-        args, kwargs = map_tensors(cast, args), map_tensors(cast, kwargs)
+    dtype = policy.param_dtype if policy.cast_forward_inputs else None
+    if device is not None or dtype is not None:
+        args, kwargs, copied = map_arguments(partial(_move_and_cast, device, dtype), args, kwargs)
+        if copied is not None:
+            unit.under_way[-1] = unit.under_way[-1][0], copied
     return args, kwargs
 
 
@@ -99,11 +99,27 @@ def _begin_forward(unit: Unit, module: nn.Module, context: FsdpContext) -> None:
     unit.follow_trainability()
     context.schedule.before_forward(unit)
     unit.use_unsharded()
+    if torch.is_grad_enabled() and unit.unowned.is_due():
+        _check_all_are_owned(unit)
     if (id(module), module.training) not in unit.compared:
         for edits in unit.edits:
             edits.begin_comparison()
         unit.saved_tensors.look_again()
     unit.saved_tensors.begin(unit, context.schedule)
+
+
+def _check_all_are_owned(unit: Unit) -> None:
+    own = (
+        each for bucket in unit.buckets for each in bucket.parameters + bucket.sharded_parameters
+    )
+    if (name := unit.unowned.find(unit.modules, own)) is not None:
+        raise RuntimeError(
+            f"parameter {name!r} of unit {unit.name!r} was added after fully_shard(), so no unit "
+            "owns it: each rank would train it on its own data alone, and ranks would drift apart. "
+            "Replace modules and add adapters before fully_shard(), or call fully_shard() on the "
+            "new module too; freeze the parameter by requires_grad_(False); or put it in the place "
+            "of one of ignored_params, and reduce its gradients yourself"
+        )
 
 
 def _refuse_transform(unit: Unit) -> NoReturn:
@@ -130,7 +146,10 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
     tracked = saved.end() if saved.under_way else None
     context = context_of(unit)
     schedule = context.schedule
-    handled = unit.handled.pop() if unit.handled else None  # empty: another hook raised before ours
+    # It is empty if another hook raised before ours.
+    handled, copied = unit.under_way.pop() if unit.under_way else (None, None)
+    if copied is not None:
+        output = copied.finish(output)
     error = _error_of_forward(handled) if output is None else None
     raised = error is not None
     if not raised:
@@ -155,7 +174,8 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
     tensors = tensors_in(output)
     _check_no_parameter_leaves(unit, tensors)
     if unit.mp_policy.output_dtype is not None:
-        output = map_tensors(partial(_cast_floating, unit.mp_policy.output_dtype), output)
+        cast = partial(_move_and_cast, None, unit.mp_policy.output_dtype)
+        output = map_tensors(cast, output)
         tensors = tensors_in(output)
     if call is not None:
         differentiable = [tensor for tensor in tensors if tensor.grad_fn is not None]
@@ -237,10 +257,10 @@ def _before_backward(schedule: weakref.ref[Schedule], call: Call, gradient: torc
         alive.before_backward(call)
 
 
-def _move(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+def _move_and_cast(
+    device: torch.device | None, dtype: torch.dtype | None, tensor: torch.Tensor
+) -> torch.Tensor:
+    if not tensor.is_floating_point():
+        dtype = None
     # The host does not wait for a copy from pinned memory.
-    return tensor.to(device, non_blocking=True)
-
-
-def _cast_floating(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+    return tensor.to(device=device, dtype=dtype, non_blocking=True)

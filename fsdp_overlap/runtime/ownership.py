@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from fsdp_overlap.layout import ParamSpec
 from fsdp_overlap.runtime.full_mesh import OnFullMesh
@@ -128,6 +134,86 @@ def modules_outside_units(
         pending.extend(reversed(children))
 
 
+class UnownedParameters:
+    """Finds trainable parameters in the modules of a unit that belong to no unit, because they were
+    registered after it was made. Each rank would train them on its own data alone.
+
+    ``ignored``: the parameters that :func:`fully_shard` was told to leave as they are. What takes
+    their places later is left alone too.
+    """
+
+    def __init__(
+        self, modules: Sequence[nn.Module] = (), ignored: frozenset[nn.Parameter] = frozenset()
+    ) -> None:
+        self._ignored = ignored
+        outside = parameters_outside_units(modules if ignored else ())
+        self._ignored_names = {fqn for fqn, parameter, *_ in outside if parameter in ignored}
+        self._forwards = 0
+        self._registrations = -1
+        _count.hook()
+
+    def is_due(self) -> bool:
+        """Return whether to look before this forward: if any module has registered a parameter or a
+        module since, and in forwards 1, 2, 4, 8 ..., because tables may be written to directly and
+        parameters unfrozen."""
+        self._forwards += 1
+        return not self._forwards & (self._forwards - 1) or self._registrations != _count.made
+
+    def find(self, modules: Sequence[nn.Module], own: Iterable[torch.Tensor]) -> str | None:
+        """Return the name of such a parameter in ``modules``, or ``None``. ``own`` are the
+        parameters of the unit, in both forms. What torch's DDP or FSDP2 trains is left out."""
+        self._registrations = -1
+        known = {*map(id, own), *map(id, self._ignored)}
+        trained = {
+            each
+            for module in modules
+            for each in module.modules()
+            if isinstance(each, (nn.parallel.DistributedDataParallel, FSDPModule))
+        }
+        for fqn, parameter, *_ in parameters_outside_units(modules, trained):
+            is_known = id(parameter) in known or fqn in self._ignored_names
+            if parameter.requires_grad and not is_known and owner_of(parameter) is None:
+                return fqn
+        self._registrations = _count.made
+        return None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnownedParameters:
+        copied = UnownedParameters((), frozenset(deepcopy(each, memo) for each in self._ignored))
+        copied._ignored_names = self._ignored_names
+        return copied
+
+
+class _Registrations:
+    """Counts the parameters and modules that modules of this process register."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        self._is_hooked = False
+
+    def hook(self) -> None:
+        if not self._is_hooked:
+            self._is_hooked = True
+            register_module_module_registration_hook(self._count)
+            register_module_parameter_registration_hook(self._count)
+
+    def _count(self, *registered: Any) -> None:
+        self.made += 1
+
+
+_count = _Registrations()
+
+
+def parameters_outside_units(
+    modules: Sequence[nn.Module], units: Collection[nn.Module] = ()
+) -> Iterable[tuple[str, nn.Parameter, nn.Module, str]]:
+    """``(fqn, parameter, module, name)`` for each place where a module that
+    :func:`modules_outside_units` finds has registered a parameter."""
+    for prefix, module in modules_outside_units(modules, units):
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield f"{prefix}.{name}" if prefix else name, parameter, module, name
+
+
 def move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
     """Moves buffers to where the unit computes, because they are not sharded."""
     for _, owner in modules_outside_units(modules):
@@ -149,20 +235,16 @@ def owned_parameters(
     """
     ignored_ids = {id(parameter) for parameter in ignored}
     found: dict[int, OwnedParameter] = {}
-    for prefix, owner in modules_outside_units(modules, units):
-        for name, parameter in owner._parameters.items():
-            if parameter is None or id(parameter) in ignored_ids:
-                continue
-            fqn = f"{prefix}.{name}" if prefix else name
-            item = found.setdefault(
-                id(parameter), OwnedParameter(fqn, parameter, weakref.ref(owner))
-            )
-            item.places.append((owner._parameters, name))
-            item.is_embedding |= isinstance(owner, (nn.Embedding, nn.EmbeddingBag))
-            if is_opaque(parameter):
-                item.is_opaque = True
-                where = f"parameter {item.fqn!r} of {kind_of(modules)}"
-                item.aliases |= aliases_of(where, parameter, owner)
+    for fqn, parameter, owner, name in parameters_outside_units(modules, units):
+        if id(parameter) in ignored_ids:
+            continue
+        item = found.setdefault(id(parameter), OwnedParameter(fqn, parameter, weakref.ref(owner)))
+        item.places.append((owner._parameters, name))
+        item.is_embedding |= isinstance(owner, (nn.Embedding, nn.EmbeddingBag))
+        if is_opaque(parameter):
+            item.is_opaque = True
+            where = f"parameter {item.fqn!r} of {kind_of(modules)}"
+            item.aliases |= aliases_of(where, parameter, owner)
     return list(found.values())
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from copy import deepcopy
 from itertools import repeat
 from operator import attrgetter, is_
-from types import TracebackType
 from typing import Protocol
 
 import torch
@@ -21,10 +20,11 @@ from fsdp_overlap.runtime.bucket_state import BucketState
 from fsdp_overlap.runtime.engine import is_to_accumulate
 from fsdp_overlap.runtime.gradients import BucketGradients
 from fsdp_overlap.runtime.opaque import check_frozen
-from fsdp_overlap.runtime.ownership import kind_of, modules_outside_units
+from fsdp_overlap.runtime.ownership import UnownedParameters, kind_of, modules_outside_units
 from fsdp_overlap.runtime.policy_dtypes import reduce_dtype
 from fsdp_overlap.runtime.saved_tensors import SavedTensors
 from fsdp_overlap.runtime.settings import Settings
+from fsdp_overlap.runtime.trees import UnderWay
 from fsdp_overlap.runtime.unsharded_edits import FREED, UnshardedEdits
 from fsdp_overlap.runtime.untraced import untraced
 from fsdp_overlap.runtime.wire_policy import WirePolicy
@@ -76,13 +76,13 @@ class Unit:
         self.mp_policy = mp_policy
         self.reshard_after_forward = reshard_after_forward
         self.settings = Settings()
-        self.handled: list[TracebackType | None] = []
-        """For each forward under way, the traceback of the error that was handled when it began."""
+        self.under_way: list[UnderWay] = []
+        """What is remembered of each forward under way."""
         self.saved_tensors = SavedTensors()
         self.forward_prefetch: Sequence[weakref.ref[Unit]] = ()
         self.backward_prefetch: Sequence[weakref.ref[Unit]] = ()
         """The units that the user wants gathered when this one runs, instead of those predicted."""
-        self.ignored: frozenset[nn.Parameter] = frozenset()
+        self.unowned = UnownedParameters()
         self.offload_policy = OffloadPolicy()
         self.wire_policy: WirePolicy | None = None
         self.is_offloaded = any(bucket.offload is not None for bucket in buckets)
@@ -268,7 +268,7 @@ class Unit:
         self.has_unreduced = False
         self.shows_unsharded = False
         self.to_run.clear()
-        self.handled.clear()
+        self.under_way.clear()
         self.saved_tensors.reset()
 
     def copy_to(self, other: Unit) -> None:

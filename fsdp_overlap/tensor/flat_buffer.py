@@ -10,7 +10,7 @@ import torch
 
 from fsdp_overlap.layout import Plan
 from fsdp_overlap.layout.bucket_plan import align
-from fsdp_overlap.tensor.huge_pages import LARGE_BYTES, use_huge_pages
+from fsdp_overlap.tensor.host_memory import LARGE_BYTES, freed_memory, use_huge_pages
 from fsdp_overlap.torch_internals import allow_access, refuse_access
 
 
@@ -35,6 +35,8 @@ class Buffer:
         """Each with its size."""
         self._tensors: list[torch.Tensor] = []
         """One in each storage."""
+        self._heap_bytes = 0
+        """How much of it malloc takes from its heap."""
         self.allocated = True
         self.keeps_storage = False
         """Whether :meth:`free` leaves the storages alone, so that addresses stay the same."""
@@ -49,6 +51,8 @@ class Buffer:
         storage = tensor.untyped_storage()
         self._storages.append((storage, storage.nbytes()))
         self._tensors.append(tensor)
+        if tensor.device.type == "cpu" and storage.nbytes() < LARGE_BYTES:
+            self._heap_bytes += storage.nbytes()
 
     @property
     def nbytes(self) -> int:
@@ -92,6 +96,9 @@ class Buffer:
         for storage, _ in self._storages:
             storage.resize_(0)
         self.allocated = False
+        freed_memory.nbytes += self._heap_bytes
+        if freed_memory.nbytes >= freed_memory.LOOK_EVERY:
+            freed_memory.look()
         if allow_access is not None and self.when_freed:  # what refuses must be able to allow
             self._refuse()
 
