@@ -194,23 +194,7 @@ class ShardedModule(nn.Module):
                 "be copied without it: keep, and copy, the module that holds all of them"
             )
         follow_grad_dtypes(unit.buckets)
-        kept = set()
-        for bucket in unit.buckets:
-            device = bucket.device if bucket.is_opaque else bucket.shard.device
-            for spec, item, sharded in zip(
-                bucket.plan.specs, bucket.owned, bucket.sharded_parameters, strict=True
-            ):
-                # make_unit() takes this over. Of its values only the shard is copied, below.
-                empty = torch.empty(spec.shape, dtype=spec.dtype, device=device)
-                if bucket.is_extension:
-                    empty = sharded._local_tensor.new_zeros(spec.shape)
-                copied = parameter_like(item.parameter, empty, spec.requires_grad)
-                if spec.grad_dtype is not None:
-                    copied.grad_dtype = spec.grad_dtype
-                memo[id(item.parameter)] = memo[id(sharded)] = copied
-                memo.update((alias, empty.view_as(empty)) for alias in item.aliases)
-                if spec.keeps_dtype:
-                    kept.add(copied)
+        kept = _copy_parameters(unit, memo)
         if any(not item.places for bucket in unit.buckets for item in bucket.owned):
             raise RuntimeError(
                 f"{unit.name!r} has weights that were tied after fully_shard(), and cannot be "
@@ -308,3 +292,26 @@ def _check_apply(unit: Unit, fn: Any) -> None:
 def plain_class(cls: type) -> Any:
     """The class that the user wrote, without what :func:`fully_shard` added."""
     return next(base for base in cls.__mro__ if not issubclass(base, ShardedModule))
+
+
+def _copy_parameters(unit: Unit, memo: dict[int, Any]) -> set[nn.Parameter]:
+    """Notes in ``memo`` a parameter without values for each of the unit's. Returns those that keep
+    their dtype."""
+    kept: set[nn.Parameter] = set()
+    for bucket in unit.buckets:
+        device = bucket.device if bucket.is_opaque else bucket.shard.device
+        for spec, item, sharded in zip(
+            bucket.plan.specs, bucket.owned, bucket.sharded_parameters, strict=True
+        ):
+            # make_unit() takes this over. Of its values only the shard is copied, below.
+            empty = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+            if bucket.is_extension:
+                empty = sharded._local_tensor.new_zeros(spec.shape)
+            copied = parameter_like(item.parameter, empty, spec.requires_grad)
+            if spec.grad_dtype is not None:
+                copied.grad_dtype = spec.grad_dtype
+            memo[id(item.parameter)] = memo[id(sharded)] = copied
+            memo.update((alias, empty.view_as(empty)) for alias in item.aliases)
+            if spec.keeps_dtype:
+                kept.add(copied)
+    return kept
