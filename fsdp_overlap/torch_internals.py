@@ -41,7 +41,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_api
-from torch.distributed.tensor import _dtensor_spec, placement_types
+from torch.distributed.tensor import DTensor, _dtensor_spec, placement_types
 from torch.nn.modules import conv
 from torch.optim import optimizer
 from torch.utils import _foreach_utils, _python_dispatch, _pytree, checkpoint
@@ -114,8 +114,7 @@ queue_callback = Variable._execution_engine.queue_callback
 likewise."""
 
 top_saved_tensors_default_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-"""The hooks that handle the tensors which autograd saves now, such as those of checkpointing. Its
-argument must be true, or it tells of tracing instead."""
+"""The hooks that handle what autograd saves now. It must be given true, or it tells of tracing."""
 
 are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 """Whether a transform of ``torch.func`` is around a forward. All-gathers do not go through it."""
@@ -142,14 +141,12 @@ def determinism_checks() -> dict[str, Callable[[torch.Tensor], Any]]:
 
 
 keep_version = grad_mode._unsafe_preserve_version_counter
-"""Within it edits of a tensor are not counted, as those that gather it anew. torch's own tests of
-tensor extensions use it."""
+"""Within it edits of a tensor are not counted, as those that gather it anew."""
 
 # Tensor subclasses and modes
 
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
-"""Within it torch's own code runs on a sharded tensor. torch's guide to tensor subclasses names
-it."""
+"""Within it torch's own code runs on a sharded tensor, as torch's guide to subclasses has it."""
 
 DisableTorchFunction = torch._C.DisableTorchFunction
 """Within it modes do not see a call either, so that the modelled device does not see itself."""
@@ -181,8 +178,7 @@ flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
 the device that C++ knows, which for a modelled device without values is none."""
 
 SUPPORTED_NODES = _pytree.SUPPORTED_NODES
-"""The classes that are nodes of trees, and how to take them apart. Users register classes, in which
-a forward may hide tensors."""
+"""The classes that are nodes of trees, and how to take them apart. Users register more."""
 
 tree_map_only = _pytree.tree_map_only
 """Changes all tensors in a tree. torch exports it nowhere else."""
@@ -190,14 +186,12 @@ tree_map_only = _pytree.tree_map_only
 # Modules
 
 ConvNd = conv._ConvNd
-"""The base of all convolutions, which Muon leaves to AdamW. Only the classes under it are
-public."""
+"""The base of all convolutions, which Muon leaves to AdamW. Only classes under it are public."""
 
 # Kernels and memory
 
 fused_adamw_ = torch._fused_adamw_
-"""AdamW's kernel over lists of tensors. The optimizer around it takes whole parameters, and we have
-runs of several."""
+"""AdamW's kernel over lists of tensors. The optimizer around it takes no runs of parameters."""
 
 # The first makes a storage raise an error instead of telling its address. The second ends that.
 # Builds for a CPU alone have neither. torch 2.11 has only the first, which alone is of no use.
@@ -283,6 +277,12 @@ TensorMeta = _dtensor_spec.TensorMeta
 
 StridedShard = placement_types._StridedShard
 """The placement of rows of a tile whose tensor another dimension of the mesh cuts into rows too."""
+
+dtensor_handlers = DTensor._op_dispatcher._custom_op_handlers
+"""What runs an operation on DTensors where their sharding rules do not."""
+
+number_of = torch.ops.aten._local_scalar_dense.default
+"""The operation by which ``float()``, ``item()`` and ``if`` read a tensor."""
 
 AsyncCollectiveTensor = _functional_collectives.AsyncCollectiveTensor
 """The local tensor of a DTensor that is still on its way. Its ``wait()`` gives the plain one."""

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import swa_utils
 
+from fsdp_overlap import Flat, FsdpContext, Whole
 from support.optimizers import FORMS, OPTIMIZERS
 from support.ranks import run_ranks
 from support.twins import Twins, same
-from support.zoo import ZOO
+from support.zoo import ZOO, Model, shard_layers
 
 FUSED = {"SGD", "Adam", "AdamW", "Adagrad"}
 
@@ -193,3 +194,43 @@ def zero(set_to_none: bool) -> None:
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad(set_to_none: bool) -> None:
     run_ranks(zero, 2, set_to_none)
+
+
+def step_by_data(parameter: Any, state: dict[str, Any]) -> None:
+    """One step as optimizers outside of torch are written: through data, without no_grad(), with
+    what Prodigy, SAM and Lookahead ask of a parameter."""
+    gradient = parameter.grad.data
+    if not state:
+        state["first"] = parameter.flatten().detach().clone()
+        state["slow"] = parameter.clone().detach()
+        state["old"] = parameter.data
+    moved = parameter.data.flatten() - state["first"].data
+    distance = torch.dot(gradient.flatten(), moved).item() + moved.abs().sum().item()
+    ascent = parameter.data + gradient * (0.1 / (gradient.norm(p=2) + 1e-12))
+    state["old"], parameter.data = parameter.data, ascent
+    noise = torch.zeros_like(parameter).add_(parameter, alpha=1e-3 * float(parameter.std()))
+    parameter.data = state["old"]
+    parameter.data.add_(gradient, alpha=-0.1 / (1 + abs(distance))).sub_(noise)
+    state["slow"].add_(parameter.data - state["slow"], alpha=0.5)
+    parameter.data.copy_(state["slow"])
+
+
+def step_without_no_grad(layout: Any) -> None:
+    model, twin = Model(layers=2).double(), Model(layers=2).double()
+    twin.load_state_dict(model.state_dict())
+    shard_layers(model, FsdpContext(layout=layout))
+    states: list[dict[str, dict[str, Any]]] = [{}, {}]
+    tokens = torch.arange(10).view(2, 5)
+    for step in range(3):
+        for each, state in zip((model, twin), states, strict=True):
+            each.zero_grad()
+            each(tokens).square().mean().backward()
+            for name, parameter in each.named_parameters():
+                step_by_data(parameter, state.setdefault(name, {}))
+        for (name, mine), its in zip(model.named_parameters(), twin.parameters(), strict=True):
+            same(mine.full_tensor().detach(), its.detach(), f"{name} after step {step}")
+
+
+@pytest.mark.parametrize("layout", [Flat(), Whole()])  # DTensors of uneven rows are not flattened
+def test_steps_through_data_need_no_no_grad(layout: Any) -> None:
+    run_ranks(step_without_no_grad, 2, layout)

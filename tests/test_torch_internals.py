@@ -570,6 +570,15 @@ def dtensors_ask_a_propagator_how_results_lie() -> None:
     assert asked.called
 
 
+@canary("dtensor_handlers", "number_of")
+def dtensors_have_handlers_of_operations() -> None:
+    """``float()`` of a DTensor of which ranks have parts gives this rank's part."""
+    handlers = {internals.number_of: lambda op, args, kwargs: 7.0}
+    with one_rank(), patch.dict(internals.dtensor_handlers, handlers):
+        mesh = init_device_mesh("cpu", (1,))
+        assert float(distribute_tensor(torch.ones(()), mesh, [Replicate()])) == 7.0
+
+
 @canary("AsyncCollectiveTensor")
 def tensors_on_their_way_can_be_waited_for() -> None:
     """The tile of a parameter that is still on its way is not what arrives."""

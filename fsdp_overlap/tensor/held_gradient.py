@@ -82,6 +82,8 @@ class HoldsGradient:
     __hash__ = object.__hash__
 
     edits: Any = None
+    aliases: Any = None
+    """The tensors that share the memory of a parameter, if there were any."""
     _spec: Any
     _given_grad_dtype: torch.dtype | None = None
     _grad_spec: Any = None

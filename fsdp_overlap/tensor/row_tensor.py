@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from fsdp_overlap.tensor.data_assignment import assign_data, note_alias
 from fsdp_overlap.tensor.extension import is_subclass
 from fsdp_overlap.tensor.held_gradient import HoldsGradient
 from fsdp_overlap.tensor.placement import contiguous_spec
@@ -19,7 +20,13 @@ from fsdp_overlap.tensor.sharded_tensor import (
     ShardedTensor,
     attributes_of,
 )
-from fsdp_overlap.torch_internals import DisableTorchFunctionSubclass, DTensorSpec, allow_foreach
+from fsdp_overlap.torch_internals import (
+    DisableTorchFunctionSubclass,
+    DTensorSpec,
+    allow_foreach,
+    dtensor_handlers,
+    number_of,
+)
 
 # Operators that edit. All other functions that do, end in an underscore.
 _EDITING_OPERATORS = frozenset(
@@ -70,16 +77,13 @@ class RowTensor(HoldsGradient, DTensor):
         kwargs = kwargs or {}
         if kind == "alias":
             tensor = args[0] if args else kwargs["input"]
-            return RowTensor.wrap(tensor._local_tensor.detach(), tensor._spec, tensor.edits)
+            return tensor._alias_of(tensor._local_tensor.detach(), tensor._spec)
         if kind == "grad dtype":
             return args[0]._set_grad_dtype(args[1])
         if kind == "move":
             raise RuntimeError(CANNOT_MOVE)
         if kind == "assignment":
-            raise RuntimeError(
-                "the data of a sharded parameter cannot be replaced, its unit gathers the memory "
-                "that it knows: edit it in place, under torch.no_grad(), as with copy_()"
-            )
+            return assign_data(*args)
         if kind == "edit":
             _note_edits(args[0] if args else next(iter(kwargs.values())))
             if func is torch.Tensor.copy_ and isinstance(args[0], RowTensor):
@@ -111,6 +115,12 @@ class RowTensor(HoldsGradient, DTensor):
         # The storage of a tensor extension is empty, and does not tell.
         may_be_view = is_subclass(whole) or whole.untyped_storage()._cdata == of._cdata
         return whole.clone() if may_be_view else whole
+
+    def _alias_of(self, local: torch.Tensor, spec: DTensorSpec) -> RowTensor:
+        """A tensor of ``local``, which has this tensor's memory. Its edits count as this one's."""
+        alias = RowTensor.wrap(local, spec, self.edits)
+        note_alias(alias, self)
+        return alias
 
     def wrap_like(self, local: torch.Tensor) -> RowTensor:
         """A tensor of ``local``'s dtype that lies as this one does. This rank has ``local`` of it,
@@ -213,7 +223,7 @@ def _with_edits(result: Any, args: tuple[Any, ...]) -> Any:
     of, local = parameter._local_tensor.untyped_storage(), result._local_tensor
     if local.untyped_storage()._cdata != of._cdata or result.grad_fn is not None:
         return result
-    return RowTensor.wrap(local, result._spec, parameter.edits)
+    return parameter._alias_of(local, result._spec)
 
 
 def _note_edits(edited: Any) -> None:
@@ -284,5 +294,16 @@ def call_hooks(parameters: Iterable[torch.Tensor]) -> None:
             if hook is not _take_accumulated:
                 hook(parameter)
 
+
+@torch.no_grad()
+def _number_of_whole(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What ``float(x)``, ``x.item()`` and ``if x`` ask a DTensor for. torch gives this rank's part,
+    also of a sum over ranks. Collective over the mesh, unless this rank has the whole."""
+    tensor = args[0]
+    is_whole = all(placement.is_replicate() for placement in tensor.placements)
+    return op(tensor._local_tensor if is_whole else tensor.full_tensor())
+
+
+cast(dict[Any, Any], dtensor_handlers)[number_of] = _number_of_whole
 
 allow_foreach(RowTensor)
