@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import swa_utils
 
-from fsdp_overlap import Flat, FsdpContext, Whole
+from fsdp_overlap import Flat, FsdpContext, Whole, fully_shard
 from support.optimizers import FORMS, OPTIMIZERS
 from support.ranks import run_ranks
 from support.twins import Twins, same
@@ -79,6 +80,29 @@ def clip(foreach: bool | None) -> None:
 @pytest.mark.parametrize(("foreach", "world_size"), [(True, 3), (False, 2), (None, 4)])
 def test_gradient_norms_are_of_the_whole_model(foreach: bool | None, world_size: int) -> None:
     run_ranks(clip, world_size, foreach)
+
+
+def clip_some_plain(order: float) -> None:
+    """Some parameters are not sharded, and trained alike on every rank."""
+    model, twin = Model(layers=2).double(), Model(layers=2).double()
+    twin.load_state_dict(model.state_dict())
+    plain = set(model.head.parameters())
+    ctx = FsdpContext()
+    for module in (*model.layers, model):
+        fully_shard(module, ctx, ignored_params=plain)
+    tokens = torch.arange(10).view(2, 5)
+    for each in (model, twin):
+        each(tokens).square().mean().backward()
+    norms = [clip_grad_norm_(each.parameters(), 0.1, order) for each in (model, twin)]
+    same(*norms, "norm")
+    for (name, mine), its in zip(model.named_parameters(), twin.parameters(), strict=True):
+        gradient = mine.grad if mine in plain else mine.grad.full_tensor()
+        same(gradient, its.grad, name)
+
+
+@pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
+def test_gradients_that_are_not_sharded_count_in_the_norm(order: float) -> None:
+    run_ranks(clip_some_plain, 2, order)
 
 
 def clip_by_value(foreach: bool) -> None:

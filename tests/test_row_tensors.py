@@ -79,6 +79,33 @@ def test_an_optimizer_may_step_in_backward(layout: Any) -> None:
     run_ranks(steps_in_backward, 2, layout)
 
 
+def with_gradient_hooks(layout: Any) -> None:
+    """Hooks see the mean over ranks, and what they return is the gradient, also in accumulation."""
+    model, twin = deep(), deep()
+    shard_layers(model, FsdpContext(layout=layout))
+    seen: list[Any] = []
+    for each in (model, twin):
+        weight, bias = each.layers[0].up.weight, each.layers[1].down.bias
+        weight.register_hook(lambda gradient: gradient * 2)
+        handle = bias.register_hook(lambda gradient: seen.append(gradient.sum()))
+        bias.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.sum()))
+        for _ in range(2):
+            each(tokens()).square().mean().backward()
+        handle.remove()
+        each(tokens()).square().mean().backward()
+    half = len(seen) // 2
+    for mine, its in zip(seen[:half], seen[half:], strict=True):
+        assert float(mine) == pytest.approx(float(its))
+    assert half == 5
+    for (name, mine), its in zip(model.named_parameters(), twin.parameters(), strict=True):
+        same(mine.grad.full_tensor(), its.grad, name)
+
+
+@pytest.mark.parametrize("layout", [Rows(), Flat()])
+def test_hooks_of_gradients_see_reduced_ones(layout: Any) -> None:
+    run_ranks(with_gradient_hooks, 2, layout)
+
+
 def edits(p: Any) -> Iterator[Callable[[], object]]:
     whole = torch.ones(p.shape, dtype=p.dtype)
     yield lambda: p.add_(1)

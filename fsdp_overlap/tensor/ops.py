@@ -102,8 +102,7 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     """Runs ``func`` on arguments of which at least one is a sharded tensor.
 
     Raises:
-        RuntimeError: the op is not known to be right on ranges, or would edit a parameter that requires
-            grad in place.
+        RuntimeError: the op is not known to be right on ranges, or edits one that requires grad.
     """
     found = _resolved.get(func)
     if found is None:
@@ -265,7 +264,7 @@ TABLE: list[tuple[Collection[str], Handler]] = [
     (("_has_compatible_shallow_copy_type",), _refuse_move),
     (("detach", "alias", "data"), _alias),
     (("detach_",), _metadata),
-    (("register_post_accumulate_grad_hook",), _register_hook),
+    (("register_hook", "register_post_accumulate_grad_hook"), _register_hook),
     (("copy_",), pointwise.copy),
     (("__setitem__",), pointwise.set_item),
     (("to", "type_as"), pointwise.convert),

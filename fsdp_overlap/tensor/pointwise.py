@@ -117,7 +117,9 @@ def _column(name: str, value: Any, tensors: Sequence[Any]) -> Any:
     """One operand of a foreach op: the parts of it that meet each of ``tensors``."""
     if isinstance(value, torch.Tensor):
         value = replicated(value).detach()
-        if isinstance(value, DTensor) or value.dim():
+        # The scalars of addcdiv and addcmul may be one tensor, with a number for each.
+        has_scalars = name.startswith("_foreach_addc") and value.shape == (len(tensors),)
+        if isinstance(value, DTensor) or (value.dim() and not has_scalars):
             raise_unsupported(f"{name} with one tensor of shape {tuple(value.shape)} for all")
         return value
     return [

@@ -204,7 +204,7 @@ def _kind_of(func: Callable[..., Any]) -> str:
         return "trainability"
     if name == "_has_compatible_shallow_copy_type":
         return "move"
-    if name == "register_post_accumulate_grad_hook":
+    if name in ("register_hook", "register_post_accumulate_grad_hook"):
         return "hook"
     is_plain_name = not name.startswith("__")
     return "edit" if name in _EDITING_OPERATORS or (is_plain_name and name[-1:] == "_") else ""
@@ -283,6 +283,24 @@ def give_row_grads(parameters: Iterable[RowTensor], chunks: Iterable[torch.Tenso
         else:
             gradient._local_tensor = local
         parameter._gradient = gradient
+
+
+@torch.no_grad()
+def call_gradient_hooks(parameters: Iterable[Any], locals_: Iterable[torch.Tensor]) -> None:
+    """Calls what users gave to ``register_hook()`` of sharded parameters, with the gradients of
+    which ``locals_`` are this rank's parts, flat. What a hook returns is written into them."""
+    for parameter, local in zip(parameters, locals_, strict=True):
+        with DisableTorchFunctionSubclass():
+            hooks = parameter._backward_hooks or {}
+        spec = parameter._grad_spec
+        for hook in list(hooks.values()):
+            if isinstance(parameter, ShardedTensor):
+                gradient: Any = ShardedTensor.wrap(local, spec)
+            else:
+                gradient = _wrap(DTensor, local.view(parameter._local_tensor.shape), spec)
+            replaced = hook(gradient)
+            if replaced is not None:
+                gradient.copy_(replaced)
 
 
 def call_hooks(parameters: Iterable[torch.Tensor]) -> None:

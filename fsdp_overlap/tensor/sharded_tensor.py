@@ -36,7 +36,11 @@ from fsdp_overlap.tensor.placement import (
     tile_of,
     with_range,
 )
-from fsdp_overlap.torch_internals import DisableTorchFunctionSubclass, DTensorSpec, allow_foreach
+from fsdp_overlap.torch_internals import (
+    DisableTorchFunctionSubclass,
+    DTensorSpec,
+    allow_foreach,
+)
 
 
 class ShardEdits:

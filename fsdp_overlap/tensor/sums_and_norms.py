@@ -56,21 +56,23 @@ def foreach_norm(name: str, func: Call, args: Args, kwargs: Kwargs) -> list[torc
 
 
 def norms(
-    tensors: Sequence[DTensor], order: float, dtype: torch.dtype | None = None
+    tensors: Sequence[Any], order: float, dtype: torch.dtype | None = None
 ) -> list[torch.Tensor]:
     """The norm of each whole tensor, with one all-reduce for all that are cut among the same ranks.
-    Collective over their meshes.
+    Collective over their meshes. A plain tensor is whole, and the same on every rank.
     """
-    if not all(isinstance(tensor, DTensor) for tensor in tensors):
-        raise RuntimeError(
-            "norms of tensors of which some are not sharded: take their norms apart, or use "
-            "fsdp_overlap.optim.clip_grad_norm_"
-        )
-    dtypes = {tensor._local_tensor.dtype for tensor in tensors}
+    sharded = [index for index, each in enumerate(tensors) if isinstance(each, DTensor)]
+    dtypes = {tensors[index]._local_tensor.dtype for index in sharded}
     if not all(each.is_floating_point or each.is_complex for each in dtypes):
         raise_unsupported("norm of integers")
-    found: list[torch.Tensor] = [torch.empty(0)] * len(tensors)
-    for spec, members in by_cut(tensors):
+    found: list[torch.Tensor] = [
+        torch.empty(0)
+        if isinstance(each, DTensor)
+        else torch.linalg.vector_norm(each, order, dtype=dtype)
+        for each in tensors
+    ]
+    for spec, places in by_cut(tensors[index] for index in sharded):
+        members = [sharded[place] for place in places]
         locals_ = [tensors[index]._local_tensor.detach() for index in members]
         combined = combine_norms(local_norms(locals_, order, dtype), order, spec)
         for index, local, value in zip(members, locals_, combined.unbind(), strict=True):
