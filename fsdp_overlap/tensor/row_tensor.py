@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.overrides import enable_reentrant_dispatch
 
 from fsdp_overlap.tensor.data_assignment import assign_data, note_alias
 from fsdp_overlap.tensor.extension import is_subclass
@@ -318,8 +319,10 @@ def _number_of_whole(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     """What ``float(x)``, ``x.item()`` and ``if x`` ask a DTensor for. torch gives this rank's part,
     also of a sum over ranks. Collective over the mesh, unless this rank has the whole."""
     tensor = args[0]
-    is_whole = all(placement.is_replicate() for placement in tensor.placements)
-    return op(tensor._local_tensor if is_whole else tensor.full_tensor())
+    if all(placement.is_replicate() for placement in tensor.placements):
+        return op(tensor._local_tensor)
+    with enable_reentrant_dispatch():  # handlers run below autograd, of which full_tensor() is part
+        return op(tensor.full_tensor())
 
 
 cast(dict[Any, Any], dtensor_handlers)[number_of] = _number_of_whole
