@@ -252,7 +252,8 @@ def lost_gradients(call: Call, mesh: DeviceMesh) -> list[str]:
             torch.Tensor, lambda x: x.requires_grad_() if is_trainable(x) else x, tree
         )
 
-    wanted = call.run(trainable(fresh((call.args, call.kwargs))))
+    whole = trainable(fresh((call.args, call.kwargs)))
+    wanted = call.run(whole)
     given = trainable(fresh((call.args, call.kwargs), lambda x: shard(x, mesh, swap.get(id(x)))))
     got = call.run(given)
     if isinstance(got, Exception) or isinstance(wanted, Exception):
@@ -268,7 +269,11 @@ def lost_gradients(call: Call, mesh: DeviceMesh) -> list[str]:
         elif value.requires_grad and not isinstance(value, ShardedTensor):
             backward = Call(0, "", "", value.backward, (), {})
             ending = str(backward.run(((torch.ones_like(value), True), {})))
-            if "gradients do not flow" not in ending:
+            if "gradients do not flow" in ending:
+                continue
+            want.backward(torch.ones_like(want), True)  # of a plain tensor in a list alone
+            pairs = zip(tree_leaves(given), tree_leaves(whole), strict=True)
+            if any(isinstance(x, ShardedTensor) and y.grad is not None for x, y in pairs):
                 problems.append(f"backward ended with {ending}")
     return problems
 
