@@ -12,8 +12,6 @@ There are three kinds:
 - Private attributes of torch's objects are used where they are needed, because a function around
   each would be a Python call for every parameter in every step. :data:`ATTRIBUTES` lists them,
   also those that many programs use as if they were public, such as ``module._parameters``.
-
-``torch._foreach_copy_()`` and its family are documented, and are used like any other function.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_api
-from torch.distributed.tensor import _dtensor_spec, placement_types
+from torch.distributed.tensor import DTensor, _dtensor_spec, placement_types
 from torch.nn.modules import conv
 from torch.optim import optimizer
 from torch.utils import _foreach_utils, _python_dispatch, _pytree, checkpoint
@@ -51,6 +49,7 @@ ATTRIBUTES = {
     "Tensor._base": "what a view is a view of, whose history an edit of the view changes",
     "UntypedStorage._cdata": "tells storages apart that have no memory, so no address",
     "Tensor._post_accumulate_grad_hooks": "what users want called when a gradient is there",
+    "Tensor._backward_hooks": "what users want called with a gradient, before it is accumulated",
     "Parameter._is_param": "written by nn.Parameter on tensors of our class, and no user's",
     # DTensors, which sharded tensors are
     "DTensor.__new__": "makes one of the local tensor and the spec, without a check of either",
@@ -103,19 +102,16 @@ current_autograd_node = torch._C._current_autograd_node
 """The node of autograd's graph that is running. It is asked for in hooks of that node."""
 
 will_engine_execute_node = torch._C._will_engine_execute_node
-"""Whether the backward under way comes to a node. It raises outside of a backward, and if
-``autograd.grad()`` was asked about this very node."""
+"""Whether the backward under way comes to a node. It raises if it was asked about this one."""
 
 is_checkpoint_valid = Variable._execution_engine.is_checkpoint_valid
 """Whether the backward under way is for all leaves. Reentrant checkpointing asks it for that."""
 
 queue_callback = Variable._execution_engine.queue_callback
-"""Has a function called when the backward under way has run. FSDP2 and DDP end their backwards
-likewise."""
+"""Has a function called when the backward under way has run. FSDP2 ends its backwards likewise."""
 
 top_saved_tensors_default_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-"""The hooks that handle the tensors which autograd saves now, such as those of checkpointing. Its
-argument must be true, or it tells of tracing instead."""
+"""The hooks that handle what autograd saves now. It must be given true, or it tells of tracing."""
 
 are_saved_tensors_hooks_enabled = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 push_saved_tensors_hooks = torch._C._autograd._push_saved_tensors_default_hooks
@@ -148,8 +144,7 @@ def determinism_checks() -> dict[str, Callable[[torch.Tensor], Any]]:
 
 
 keep_version = grad_mode._unsafe_preserve_version_counter
-"""Within it edits of a tensor are not counted, as those that gather it anew. torch's own tests of
-tensor extensions use it."""
+"""Within it edits of a tensor are not counted, as those that gather it anew."""
 
 set_versions = torch._C._autograd._unsafe_set_version_counter
 """Sets the version counters of tensors. Autograd refuses to read what it saved at another version,
@@ -158,8 +153,7 @@ so it refuses parameters that are not gathered. ``keep_version`` is made of it."
 # Tensor subclasses and modes
 
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
-"""Within it torch's own code runs on a sharded tensor. torch's guide to tensor subclasses names
-it."""
+"""Within it torch's own code runs on a sharded tensor, as torch's guide to subclasses has it."""
 
 DisableTorchFunction = torch._C.DisableTorchFunction
 """Within it modes do not see a call either, so that the modelled device does not see itself."""
@@ -177,8 +171,7 @@ TorchDispatchMode = _python_dispatch.TorchDispatchMode
 """Shows a mode every operation. It is documented, and only its module is private."""
 
 disable_current_modes = _python_dispatch._disable_current_modes
-"""Within it no mode sees operations. It is for those by which torch copies a storage, because they
-do not tell where the storage lies."""
+"""Within it no mode sees operations."""
 
 get_current_function_mode_stack = overrides._get_current_function_mode_stack
 """The modes that see calls now. torch leaves a mode while it runs what the mode has seen."""
@@ -187,12 +180,10 @@ FakeTensor = fake_tensor.FakeTensor
 """A tensor without memory, which torch makes to ask for a shape."""
 
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
-"""Attention as a GPU computes it. ``F.scaled_dot_product_attention`` chooses among such kernels by
-the device that C++ knows, which for a modelled device without values is none."""
+"""Attention as a GPU computes it, which is not chosen for a modelled device without values."""
 
 SUPPORTED_NODES = _pytree.SUPPORTED_NODES
-"""The classes that are nodes of trees, and how to take them apart. Users register classes, in which
-a forward may hide tensors."""
+"""The classes that are nodes of trees, and how to take them apart. Users register more."""
 
 tree_map_only = _pytree.tree_map_only
 """Changes all tensors in a tree. torch exports it nowhere else."""
@@ -200,14 +191,12 @@ tree_map_only = _pytree.tree_map_only
 # Modules
 
 ConvNd = conv._ConvNd
-"""The base of all convolutions, which Muon leaves to AdamW. Only the classes under it are
-public."""
+"""The base of all convolutions, which Muon leaves to AdamW. Only classes under it are public."""
 
 # Kernels and memory
 
 fused_adamw_ = torch._fused_adamw_
-"""AdamW's kernel over lists of tensors. The optimizer around it takes whole parameters, and we have
-runs of several."""
+"""AdamW's kernel over lists of tensors. The optimizer around it takes no runs of them."""
 
 # The first makes a storage raise an error instead of telling its address. The second ends that.
 # Builds for a CPU alone have neither. torch 2.11 has only the first, which alone is of no use.
@@ -216,8 +205,7 @@ allow_access = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", Non
 
 
 def allow_foreach(tensor_class: type[torch.Tensor]) -> None:
-    """Lets optimizers and gradient clipping choose their foreach and fused forms for tensors of a
-    class. They look for the exact class. torch adds DTensor to both lists in the same way."""
+    """Lets optimizers and clipping choose foreach and fused forms for tensors of this class."""
     for types in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
         if tensor_class not in types:
             types.append(tensor_class)
@@ -228,16 +216,25 @@ def allow_foreach(tensor_class: type[torch.Tensor]) -> None:
 
 def keep_from_compile(function: Callable[..., Any], reason: str) -> None:
     """Makes ``torch.compile`` end its graph before ``function`` and run it, and all that it calls,
-    as they are.
-
-    ``torch.compiler.disable()`` does the same, but it imports ``torch._dynamo``, half a second in
-    every rank, and puts two frames around every call.
-    """
+    as they are. ``torch.compiler.disable()`` would import ``torch._dynamo``, half a second in every
+    rank, and put two frames around every call."""
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
     marks: Any = function
     marks._torchdynamo_disable = True
     marks._torchdynamo_disable_msg = reason
+
+
+def refuse_tracing(reason: str) -> None:
+    """Makes ``torch.compile``, if it is what asks, run the function that it traces, and all that
+    this calls, as they are. With ``fullgraph=True`` the error is the user's."""
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    if dynamo is not None and torch._guards.TracingContext.try_get() is not None:
+        refusal = dynamo.exc.Unsupported(reason)
+        skip = eval_frame._FrameAction.SKIP
+        refusal.skip_frame = True
+        refusal.frame_exec_strategy = eval_frame._FrameExecStrategy(skip, skip)
+        raise refusal
 
 
 # FSDP2
@@ -248,8 +245,7 @@ hides the second behind a function of the same name. ``replacing.py`` replaces a
 
 
 def teach_fully_shard(state_of: Callable[[Any], Any]) -> None:
-    """Makes FSDP2's ``fully_shard.state(module)`` give what ``state_of`` gives for a module, unless
-    that is ``None``. FSDP2 would look into a table of the module."""
+    """Makes FSDP2's ``fully_shard.state(module)`` give what ``state_of`` gives, unless ``None``."""
     torchs_fully_shard: Any = fully_shard
     torchs_state_of = torchs_fully_shard.state
 
@@ -293,6 +289,12 @@ TensorMeta = _dtensor_spec.TensorMeta
 
 StridedShard = placement_types._StridedShard
 """The placement of rows of a tile whose tensor another dimension of the mesh cuts into rows too."""
+
+dtensor_handlers = DTensor._op_dispatcher._custom_op_handlers
+"""What runs an operation on DTensors where their sharding rules do not."""
+
+number_of = torch.ops.aten._local_scalar_dense.default
+"""The operation by which ``float()``, ``item()`` and ``if`` read a tensor."""
 
 AsyncCollectiveTensor = _functional_collectives.AsyncCollectiveTensor
 """The local tensor of a DTensor that is still on its way. Its ``wait()`` gives the plain one."""
@@ -339,7 +341,6 @@ def make_group(
 
     ``torch.distributed.new_group()`` cannot do that. It sorts the ranks. And it names a group by
     how many this rank has made, a number that may differ on other ranks.
-
     Of a bare ``ProcessGroupGloo``, ``destroy_process_group()`` would not know, nor end its threads.
     """
     default = default_group()
@@ -379,8 +380,7 @@ def teach_state_dicts(
     distribute_tensor: Callable[[Callable[..., Any]], Callable[..., Any]],
     distribute_tensors: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> None:
-    """Wraps the two functions by which torch's ``set_state_dict()`` family cuts whole tensors.
-    They know no placements but DTensor's own, and have no hook."""
+    """Wraps the two functions by which torch's ``set_state_dict()`` family cuts whole tensors."""
     module: Any = _state_dict_utils
     module.distribute_tensor = distribute_tensor(module.distribute_tensor)
     module._distribute_tensors = distribute_tensors(module._distribute_tensors)

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
-from fsdp_overlap import FsdpContext
+from fsdp_overlap import Flat, FsdpContext, Rows
 from support.ranks import run_ranks
 from support.twins import Twins, loss_of
 from support.zoo import (
@@ -185,3 +187,50 @@ def train_by_inductor() -> None:
 @pytest.mark.gpu
 def test_layers_compiled_by_inductor_on_a_gpu() -> None:
     run_ranks(train_by_inductor, 1, backend="nccl", timeout=170)
+
+
+def compiled_around(layout: Any) -> None:
+    """What trainers compile beside the model: steps, norms, averages."""
+    for name, options in {"AdamW": {}, "SGD": {"momentum": 0.9}, "Adam": {"foreach": True}}.items():
+        torch._dynamo.reset()
+        model, twin = Model(layers=2), Model(layers=2)
+        twin.load_state_dict(model.state_dict())
+        shard_layers(model, FsdpContext(layout=layout))
+        steps = []
+        for each in (model, twin):
+            optimizer = getattr(torch.optim, name)(each.parameters(), lr=0.1, **options)
+            steps.append(optimizer.step)
+        steps[0] = torch.compile(steps[0], backend="eager")
+        for _ in range(3):
+            for each, step in zip((model, twin), steps, strict=True):
+                each.zero_grad()
+                each(torch.arange(10).view(2, 5)).square().mean().backward()
+                step()
+        assert_alike(model.parameters(), twin.parameters())
+
+    def average(model: Any) -> list[Any]:
+        return [p.detach().clone().mul_(0.9).add_(p.grad, alpha=0.1) for p in model.parameters()]
+
+    def norm(model: Any) -> list[Any]:
+        return [torch.stack([p.grad.norm() for p in model.parameters()]).norm()]
+
+    def clip(model: Any) -> list[Any]:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        return [p.grad for p in model.parameters()]
+
+    for run in (average, norm, clip):
+        with torch.no_grad():
+            assert_alike(torch.compile(run, backend="eager")(model), run(twin))
+    with pytest.raises(RuntimeError, match="compile them without fullgraph=True"):
+        torch.compile(lambda p: p.detach() * 2, backend="eager", fullgraph=True)(model.head.weight)
+
+
+def assert_alike(found: Any, wanted: Any) -> None:
+    for mine, its in zip(found, wanted, strict=True):
+        whole = mine.full_tensor() if isinstance(mine, DTensor) else mine
+        torch.testing.assert_close(whole.detach(), its.detach())
+
+
+@pytest.mark.parametrize("layout", [Rows(), Flat()])
+def test_functions_of_sharded_parameters_may_be_compiled(layout: Any) -> None:
+    run_ranks(compiled_around, 2, layout)

@@ -239,6 +239,49 @@ def check(call: Call, mesh: DeviceMesh, group: dist.ProcessGroup) -> tuple[set[s
     return ended, wrong
 
 
+def lost_gradients(call: Call, mesh: DeviceMesh) -> list[str]:
+    """What is wrong with how the results of a call stand in autograd's graph. None may lead to a
+    sharded tensor without a word."""
+    leaves = tree_leaves((call.args, call.kwargs))
+    if "out=" in call.label or not any(map(is_trainable, leaves)):
+        return []
+    swap = {id(leaves[place]): bounds for place, bounds in next(substitutions(call)).items()}
+
+    def trainable(tree: Any) -> Any:
+        return tree_map_only(
+            torch.Tensor, lambda x: x.requires_grad_() if is_trainable(x) else x, tree
+        )
+
+    whole = trainable(fresh((call.args, call.kwargs)))
+    wanted = call.run(whole)
+    given = trainable(fresh((call.args, call.kwargs), lambda x: shard(x, mesh, swap.get(id(x)))))
+    got = call.run(given)
+    if isinstance(got, Exception) or isinstance(wanted, Exception):
+        edited = isinstance(wanted, Exception) and not isinstance(got, Exception)
+        is_leaf_edit = edited and "a leaf Variable that requires grad" in str(wanted)
+        return ["edited a leaf"] if is_leaf_edit else []
+    problems = []
+    for value, want in zip(tree_leaves(got), tree_leaves(wanted), strict=True):
+        if not isinstance(want, torch.Tensor) or any(value is x for x in tree_leaves(given)):
+            continue
+        if value.requires_grad != want.requires_grad:
+            problems.append(f"requires_grad is {value.requires_grad}")
+        elif value.requires_grad and not isinstance(value, ShardedTensor):
+            backward = Call(0, "", "", value.backward, (), {})
+            ending = str(backward.run(((torch.ones_like(value), True), {})))
+            if "gradients do not flow" in ending:
+                continue
+            want.backward(torch.ones_like(want), True)  # of a plain tensor in a list alone
+            pairs = zip(tree_leaves(given), tree_leaves(whole), strict=True)
+            if any(isinstance(x, ShardedTensor) and y.grad is not None for x, y in pairs):
+                problems.append(f"backward ended with {ending}")
+    return problems
+
+
+def is_trainable(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
 def wrong_value(call: Call, given: Any, result: Any) -> str:
     """What is wrong with the arguments and the result of a call. Collective."""
     plain = fresh((call.args, call.kwargs))
@@ -341,6 +384,9 @@ def walk(part: int, parts: int) -> tuple[set[str], set[str], list[str]]:
                 raise RuntimeError(f"in {call.op}: {call.label}") from error
             for ending in endings:
                 ended[ending].add(call.op)
+            if call.number == 0 and "right" in endings:
+                with torch.enable_grad():
+                    problems += lost_gradients(call, mesh)
             wrong.extend(f"{call.op}: {call.label} {problem}" for problem in problems)
     return ended["right"], ended["refused"], wrong
 

@@ -9,12 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import swa_utils
 
+from fsdp_overlap import Flat, FsdpContext, Whole, fully_shard
 from support.optimizers import FORMS, OPTIMIZERS
 from support.ranks import run_ranks
 from support.twins import Twins, same
-from support.zoo import ZOO
+from support.zoo import ZOO, Model, shard_layers
 
 FUSED = {"SGD", "Adam", "AdamW", "Adagrad"}
 
@@ -78,6 +80,29 @@ def clip(foreach: bool | None) -> None:
 @pytest.mark.parametrize(("foreach", "world_size"), [(True, 3), (False, 2), (None, 4)])
 def test_gradient_norms_are_of_the_whole_model(foreach: bool | None, world_size: int) -> None:
     run_ranks(clip, world_size, foreach)
+
+
+def clip_some_plain(order: float) -> None:
+    """Some parameters are not sharded, and trained alike on every rank."""
+    model, twin = Model(layers=2).double(), Model(layers=2).double()
+    twin.load_state_dict(model.state_dict())
+    plain = set(model.head.parameters())
+    ctx = FsdpContext()
+    for module in (*model.layers, model):
+        fully_shard(module, ctx, ignored_params=plain)
+    tokens = torch.arange(10).view(2, 5)
+    for each in (model, twin):
+        each(tokens).square().mean().backward()
+    norms = [clip_grad_norm_(each.parameters(), 0.1, order) for each in (model, twin)]
+    same(*norms, "norm")
+    for (name, mine), its in zip(model.named_parameters(), twin.parameters(), strict=True):
+        gradient = mine.grad if mine in plain else mine.grad.full_tensor()
+        same(gradient, its.grad, name)
+
+
+@pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
+def test_gradients_that_are_not_sharded_count_in_the_norm(order: float) -> None:
+    run_ranks(clip_some_plain, 2, order)
 
 
 def clip_by_value(foreach: bool) -> None:
@@ -193,3 +218,43 @@ def zero(set_to_none: bool) -> None:
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad(set_to_none: bool) -> None:
     run_ranks(zero, 2, set_to_none)
+
+
+def step_by_data(parameter: Any, state: dict[str, Any]) -> None:
+    """One step as optimizers outside of torch are written: through data, without no_grad(), with
+    what Prodigy, SAM and Lookahead ask of a parameter."""
+    gradient = parameter.grad.data
+    if not state:
+        state["first"] = parameter.flatten().detach().clone()
+        state["slow"] = parameter.clone().detach()
+        state["old"] = parameter.data
+    moved = parameter.data.flatten() - state["first"].data
+    distance = torch.dot(gradient.flatten(), moved).item() + moved.abs().sum().item()
+    ascent = parameter.data + gradient * (0.1 / (gradient.norm(p=2) + 1e-12))
+    state["old"], parameter.data = parameter.data, ascent
+    noise = torch.zeros_like(parameter).add_(parameter, alpha=1e-3 * float(parameter.std()))
+    parameter.data = state["old"]
+    parameter.data.add_(gradient, alpha=-0.1 / (1 + abs(distance))).sub_(noise)
+    state["slow"].add_(parameter.data - state["slow"], alpha=0.5)
+    parameter.data.copy_(state["slow"])
+
+
+def step_without_no_grad(layout: Any) -> None:
+    model, twin = Model(layers=2).double(), Model(layers=2).double()
+    twin.load_state_dict(model.state_dict())
+    shard_layers(model, FsdpContext(layout=layout))
+    states: list[dict[str, dict[str, Any]]] = [{}, {}]
+    tokens = torch.arange(10).view(2, 5)
+    for step in range(3):
+        for each, state in zip((model, twin), states, strict=True):
+            each.zero_grad()
+            each(tokens).square().mean().backward()
+            for name, parameter in each.named_parameters():
+                step_by_data(parameter, state.setdefault(name, {}))
+        for (name, mine), its in zip(model.named_parameters(), twin.parameters(), strict=True):
+            same(mine.full_tensor().detach(), its.detach(), f"{name} after step {step}")
+
+
+@pytest.mark.parametrize("layout", [Flat(), Whole()])  # DTensors of uneven rows are not flattened
+def test_steps_through_data_need_no_no_grad(layout: Any) -> None:
+    run_ranks(step_without_no_grad, 2, layout)

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fsdp_overlap import FsdpContext, Rows, ShardedTensor, fully_shard
 from fsdp_overlap import distribute_tensor as ours
-from fsdp_overlap.layout import Flat
+from fsdp_overlap.layout import Flat, Whole
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 from support.ranks import run_ranks
 from support.rows import check_alike, deep, tokens, torchs
@@ -77,6 +77,33 @@ def steps_in_backward(layout: Any) -> None:
 @pytest.mark.parametrize("layout", [Rows(), Flat()])
 def test_an_optimizer_may_step_in_backward(layout: Any) -> None:
     run_ranks(steps_in_backward, 2, layout)
+
+
+def with_gradient_hooks(layout: Any) -> None:
+    """Hooks see the mean over ranks, and what they return is the gradient, also in accumulation."""
+    model, twin = deep(), deep()
+    shard_layers(model, FsdpContext(layout=layout))
+    seen: list[Any] = []
+    for each in (model, twin):
+        weight, bias = each.layers[0].up.weight, each.layers[1].down.bias
+        weight.register_hook(lambda gradient: gradient * 2)
+        handle = bias.register_hook(lambda gradient: seen.append(gradient.sum()))
+        bias.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.sum()))
+        for _ in range(2):
+            each(tokens()).square().mean().backward()
+        handle.remove()
+        each(tokens()).square().mean().backward()
+    half = len(seen) // 2
+    for mine, its in zip(seen[:half], seen[half:], strict=True):
+        assert float(mine) == pytest.approx(float(its))
+    assert half == 5
+    for (name, mine), its in zip(model.named_parameters(), twin.parameters(), strict=True):
+        same(mine.grad.full_tensor(), its.grad, name)
+
+
+@pytest.mark.parametrize("layout", [Rows(), Flat()])
+def test_hooks_of_gradients_see_reduced_ones(layout: Any) -> None:
+    run_ranks(with_gradient_hooks, 2, layout)
 
 
 def edits(p: Any) -> Iterator[Callable[[], object]]:
@@ -187,12 +214,123 @@ def set_by_hand() -> None:
     for wrong in (torch.ones(weight.shape), weight.detach()[:1]):
         with pytest.raises(TypeError, match="must be of the same kind, shape"):
             weight.grad = wrong
-    with pytest.raises(RuntimeError, match="cannot be replaced"):
-        weight.data = weight.detach().clone()
 
 
 def test_gradients_may_be_set() -> None:
     run_ranks(set_by_hand, 2)
+
+
+# Data
+
+
+def same_outputs(model: nn.Module, twin: nn.Module, label: str) -> None:
+    """Full buffers must follow what was done to parameters."""
+    with torch.no_grad():
+        same(model(tokens()), twin(tokens()), label)
+    for (name, mine), its in zip(model.named_parameters(), twin.parameters(), strict=True):
+        same(mine.full_tensor().detach(), its.detach(), f"{label}: {name}")
+
+
+def swapped(model: Any) -> Iterator[None]:
+    """The common recipe of an average that is evaluated: nothing is copied, names change hands."""
+    averages = {name: p.clone().mul_(0.5) for name, p in model.named_parameters()}
+    backup = {}
+    for name, parameter in model.named_parameters():
+        backup[name], parameter.data = parameter.data, averages[name]
+    yield
+    for name, parameter in model.named_parameters():
+        parameter.data = backup[name]
+    yield
+    first, second = model.layers[0].up.weight, model.layers[1].up.weight
+    first.data, second.data = second.data, first.data
+    yield
+    old = first.detach()
+    view = first.data.view(-1)
+    first.data = first.data.view_as(first).add(1)
+    old.zero_()
+    view.zero_()
+    yield
+    first.detach().data = second.detach()  # only the alias is another
+    yield
+
+
+def data_assigned(layout: Any, tensor_ranks: int) -> None:
+    model, twin = deep(), deep()
+    mesh = init_device_mesh(
+        "cpu", (2 // tensor_ranks, tensor_ranks), mesh_dim_names=("data", "tensor")
+    )
+    for layer in model.layers if tensor_ranks > 1 else ():
+        parallelize_module(
+            layer, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        )
+    shard_layers(model, FsdpContext(mesh["data"], layout=layout))
+    for each in (model, twin):
+        each(tokens()).sum().backward()
+    same_outputs(model, twin, "before")
+    for each in (model, twin):
+        for parameter in each.parameters():
+            parameter.data += 1
+            parameter.data *= 0.5
+            parameter.data = parameter.data
+            parameter.data -= 0.25 * parameter.grad
+            parameter.grad.data *= 0.5
+            if not isinstance(layout, Rows):  # whose gradients are torch's own DTensors
+                parameter.grad.data = parameter.grad.data + parameter.data
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+    same_outputs(model, twin, "edited through data")
+    if tensor_ranks == 1:  # ranges of tiles have no views
+        for number, _ in enumerate(zip(swapped(model), swapped(twin), strict=True)):
+            same_outputs(model, twin, f"swapped {number}")
+    weight = model.layers[0].down.bias
+    before = weight.full_tensor()
+    for wrong in (weight.data.float(), weight.data.new_zeros(99), torch.zeros(99)):
+        with pytest.raises(
+            RuntimeError, match=r"of \(shape, dtype, device\) .* cannot be replaced"
+        ):
+            weight.data = wrong
+    assert torch.equal(weight.full_tensor(), before)
+
+
+@pytest.mark.parametrize("layout", [Rows(), Flat(), Whole()])
+@pytest.mark.parametrize("tensor_ranks", [1, 2])
+def test_data_may_be_assigned_as_without_sharding(layout: Any, tensor_ranks: int) -> None:
+    run_ranks(data_assigned, 2, layout, tensor_ranks)
+
+
+NUMBERS: list[Callable[[Any], Any]] = [
+    lambda p: float(p.sum()),
+    lambda p: p.square().sum().item(),
+    lambda p: float(p.grad.norm()),
+    lambda p: int((p > 0).sum()),
+    lambda p: bool(torch.isnan(p).any()),
+    lambda p: 1 if p.abs().max() > 0.2 else 0,
+    lambda p: float(p[0, 0]),
+    lambda p: float(p[-1, -1]),
+    lambda p: float(p.std()),
+    lambda p: float(p.clone().mean()),
+    lambda p: float(p.sum(0, keepdim=True).sum(1)),
+    lambda p: int(p.count_nonzero()),
+    lambda p: float(torch._foreach_norm([p])[0]),
+]
+
+
+def numbers(layout: Any) -> None:
+    model, twin = deep(), deep()
+    shard_layers(model, FsdpContext(layout=layout))
+    for each in (model, twin):
+        each(tokens()).square().mean().backward()
+    mine, its = model.layers[0].up.weight, twin.layers[0].up.weight
+    for number, ask in enumerate(NUMBERS):
+        assert ask(mine) == pytest.approx(ask(its), rel=1e-6), number
+    # Over other meshes numbers are torch's, which takes no collective.
+    other = init_device_mesh("cpu", (3,), mesh_dim_names=("other",))
+    part = DTensor.from_local(torch.ones(()), other, [Partial()])
+    assert part.device_mesh.get_local_rank() or float(part) == 1
+
+
+@pytest.mark.parametrize("layout", [Rows(), Flat()])
+def test_a_number_is_that_of_the_whole(layout: Any) -> None:
+    run_ranks(numbers, 3, layout)
 
 
 # State

@@ -134,6 +134,14 @@ REDUCED: dict[str, Callable[[Any], Any]] = {
     "isnan": lambda x: x.isnan().any(),
     "norm of rows": lambda x: x.norm(dim=1),
     "norm of columns": lambda x: torch.linalg.vector_norm(x, 3, 0, keepdim=True),
+    "linalg.norm of rows": lambda x: torch.linalg.norm(x, 1, 1),
+    "std": lambda x: x.std(),
+    "var of rows": lambda x: x.var(1, correction=0),
+    "median": lambda x: x.median(),
+    "times another": lambda x: x.view(15, 1) @ x[2:3],
+    "Kronecker product": lambda x: torch.kron(x, torch.ones(2, 2)),
+    "dot": lambda x: torch.dot(x.flatten(), x.ravel() + 1),
+    "item": lambda x: torch.tensor([x[4, 1].item(), x[:1, :1].tolist()[0][0], float(x.max())]),
     "equal": lambda x: torch.tensor(torch.equal(x, x * 1)),
     "not equal": lambda x: torch.tensor(torch.equal(x, x * 2)),
     "into a whole tensor": lambda x: torch.ones(5, 3).add_(x),
@@ -166,24 +174,22 @@ def test_reductions_are_of_the_whole_tensor(world_size: int) -> None:
 
 
 REFUSED: dict[str, Callable[[Any], Any]] = {
-    "mm": lambda x: x @ x,
     "linear": lambda x: nn.functional.linear(torch.ones(2, 3), x),
     "index of a column": lambda x: x[:, 0],
     "index by a list": lambda x: x[[0, 2]],
     "T": lambda x: x.T,
-    "item": lambda x: x.item(),
+    "times a batch": lambda x: torch.ones(2, 5) @ x,
     "cat": lambda x: torch.cat([x, x]),
     "numpy": lambda x: x.numpy(),
     "softmax": lambda x: x.softmax(0),
     "with a tensor that does not fit": lambda x: x + torch.ones(5),
     "with a larger tensor": lambda x: x + torch.ones(2, 5, 3),
-    "std": lambda x: x.std(),
     "max along": lambda x: x.max(0),
     "spectral norm": lambda x: torch.linalg.norm(x, 2),
     "nuclear norm": lambda x: torch.norm(x, "nuc"),
     "where": lambda x: torch.where(x > 0),
     "wrong copy": lambda x: x.copy_(torch.zeros(4)),
-    "set data": lambda x: setattr(x, "data", torch.zeros(5, 3)),
+    "set data": lambda x: setattr(x, "data", torch.zeros(5, 1)),
     "aten": lambda x: torch.ops.aten.t.default(x),
     "unique": torch.unique,
     "cumsum": lambda x: x.cumsum(0),
@@ -204,14 +210,67 @@ def test_every_other_op_raises_and_says_what_to_do() -> None:
     run_ranks(refused, 2)
 
 
+def outside_no_grad() -> None:
+    """What code around a trainer does with parameters, where gradients are recorded."""
+    weight, whole = sharded()
+    twin = nn.Parameter(whole)
+    found: list[list[Any]] = []
+    for p in (weight, twin):
+        torch.manual_seed(3)
+        average = p.clone()
+        kept = p.detach().clone()
+        kept.mul_(0.9).add_(p, alpha=0.1)
+        average.lerp_(p * 2, 0.5)
+        plain = torch.zeros(5, 3).copy_(p)
+        [scaled] = torch._foreach_mul([p], 2.0)
+        rows = p.detach() * torch.ones(3, requires_grad=True)
+        noise = torch.rand_like(p) * p.std()
+        p.data = p.detach() + 1
+        found.append([average, kept, plain, scaled, rows, noise, p[2], p.norm(), p.bfloat16(), p])
+        assert not torch.isnan(p).any()
+        assert (p == 1e9).sum() == 0
+    for mine, its in zip(*found, strict=True):
+        assert mine.requires_grad == its.requires_grad
+        mine = mine.full_tensor() if isinstance(mine, ShardedTensor) else mine
+        assert torch.equal(mine, its)
+
+
+def test_code_around_a_trainer_needs_no_no_grad() -> None:
+    run_ranks(outside_no_grad, 2)
+
+
+WITH_GRADIENTS: dict[str, Callable[[Any], Any]] = {
+    "norm": lambda x: x.norm(),
+    "sum": lambda x: x.square().sum(),
+    "full_tensor": lambda x: x.full_tensor(),
+    "to_local": lambda x: x.to_local(),
+    "matmul": lambda x: x.view(15, 1) @ x.view(1, 15),
+    "clone": lambda x: torch.zeros(5, 3).add_(x.clone()),
+    "redistribute": lambda x: x.redistribute(placements=[Shard(0)]).to_local(),
+    "add_": lambda x: x.detach().clone().add_(x).mean(),
+    "_foreach_mul": lambda x: torch._foreach_mul([x], 2.0)[0].sum(),
+}
+
+
 def gradients_do_not_flow() -> None:
-    weight, _ = sharded()
-    for run in (lambda: weight * 2, lambda: weight.norm(), lambda: weight.add_(1)):
-        with pytest.raises(RuntimeError, match=r"gradients do not flow.*torch\.no_grad\(\)"):
-            run()
+    weight, whole = sharded()
+    other = torch.ones(2, requires_grad=True)
+    for name, run in WITH_GRADIENTS.items():
+        loss = run(weight).sum() + other.sum()
+        with pytest.raises(
+            RuntimeError, match=r"on parameter 'weight' of Linear: gradients do not flow"
+        ):
+            pytest.fail(f"{name} returned {loss.backward(retain_graph=True)}")
+        assert torch.autograd.grad(loss, other)[0].tolist() == [1, 1], name
+        assert not run(weight.detach()).requires_grad, name
+    edits = (lambda: weight.add_(1), lambda: weight[1].zero_(), lambda: weight.copy_(whole))
+    for edit in (*edits, weight.normal_, lambda: torch._foreach_add_([weight], 1)):
+        with pytest.raises(RuntimeError, match=r"parameter 'weight' of Linear.*torch\.no_grad\(\)"):
+            edit()
+    assert torch.equal(weight.full_tensor(), whole)
 
 
-def test_gradients_through_a_sharded_parameter_are_refused() -> None:
+def test_gradients_through_a_sharded_parameter_are_refused_in_backward() -> None:
     run_ranks(gradients_do_not_flow, 2)
 
 
@@ -236,8 +295,8 @@ def redistributed() -> None:
     assert torch.equal(moved.full_tensor(), whole)
     with pytest.raises(RuntimeError, match=r"use Replicate\(\), Shard\(dim\) or RangeShard"):
         weight.redistribute(placements=[Partial()])
-    with torch.no_grad(), pytest.raises(RuntimeError, match="lie differently over the ranks"):
-        moved.add_(weight)
+    with torch.no_grad():
+        assert torch.equal(moved.add_(weight).full_tensor(), whole * 2)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -273,9 +332,18 @@ def different_layouts() -> None:
     fully_shard(module, FsdpContext())
     second = module[1].weight
     assert first.shape == second.shape
-    with torch.no_grad(), pytest.raises(RuntimeError, match="lie differently over the ranks"):
-        first + second
+    assert first.placement != second.placement
+    with torch.no_grad():
+        wholes = first.full_tensor(), second.full_tensor()
+        total = first + second
+        assert total.placement == first.placement
+        assert torch.equal(total.full_tensor(), sum(wholes))
+        assert torch.equal((first * second[2:3]).full_tensor(), wholes[0] * wholes[1][2:3])
+        assert torch.equal((second[2:3] - first).full_tensor(), wholes[1][2:3] - wholes[0])
+        assert not torch.equal(first, second)
+        torch._foreach_lerp_([first], [second], 0.5)
+        assert torch.equal(first.full_tensor(), wholes[0].lerp(wholes[1], 0.5))
 
 
-def test_tensors_of_different_layouts_do_not_mix() -> None:
+def test_a_tensor_of_another_layout_is_gathered() -> None:
     run_ranks(different_layouts, 2)

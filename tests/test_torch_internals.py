@@ -595,6 +595,42 @@ def dtensors_ask_a_propagator_how_results_lie() -> None:
     assert asked.called
 
 
+@canary("refuse_tracing")
+def functions_of_some_tensors_are_not_compiled() -> None:
+    """Compiled steps of optimizers on sharded parameters end in internal errors of dynamo."""
+
+    class Untraced(torch.Tensor):
+        __torch_dispatch__ = torch.Tensor.__torch_function__
+
+        @property
+        def __tensor_flatten__(self) -> Any:
+            internals.refuse_tracing("no")
+            raise AttributeError
+
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    def ones(x: torch.Tensor) -> torch.Tensor:
+        return torch.ones(2) * x.dim()
+
+    value = torch.ones(2).as_subclass(Untraced)
+    assert not hasattr(value, "__tensor_flatten__")
+    assert torch.compile(ones, backend=backend)(value).tolist() == [1, 1]
+    assert not graphs
+
+
+@canary("dtensor_handlers", "number_of")
+def dtensors_have_handlers_of_operations() -> None:
+    """``float()`` of a DTensor of which ranks have parts gives this rank's part."""
+    handlers = {internals.number_of: lambda op, args, kwargs: 7.0}
+    with one_rank(), patch.dict(internals.dtensor_handlers, handlers):
+        mesh = init_device_mesh("cpu", (1,))
+        assert float(distribute_tensor(torch.ones(()), mesh, [Replicate()])) == 7.0
+
+
 @canary("AsyncCollectiveTensor")
 def tensors_on_their_way_can_be_waited_for() -> None:
     """The tile of a parameter that is still on its way is not what arrives."""
@@ -608,6 +644,14 @@ def rows_of_tiles_have_a_placement() -> None:
     """Rows of a tensor that is cut into rows twice, as FSDP2 places them."""
     placement: Any = internals.StridedShard(0, split_factor=2)
     assert (placement.dim, placement.split_factor) == (0, 2)
+
+
+@canary("Tensor._backward_hooks")
+def hooks_of_tensors_can_be_called() -> None:
+    """Users' hooks on sharded parameters, which autograd does not call."""
+    tensor = torch.ones(1, requires_grad=True)
+    tensor.register_hook(print)
+    assert list(tensor._backward_hooks.values()) == [print]  # type: ignore[union-attr]
 
 
 @canary("Tensor._post_accumulate_grad_hooks")

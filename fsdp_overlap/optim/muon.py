@@ -129,9 +129,9 @@ class Muon(torch.optim.Optimizer):
     @property
     def ns_dtype(self) -> torch.dtype:
         """The dtype of the products: the user's choice, or the fastest on the device of the
-        parameters."""
-        device = local_of(self.param_groups[0]["params"][0]).device
-        return self._teams.dtype(None, device)
+        parameters, which without parameters is the CPU."""
+        parameters = (p for group in self.param_groups for p in group["params"])
+        return self._teams.dtype(None, local_of(next(parameters, torch.empty(0))).device)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if param_group.get("algorithm") == "adamw":

@@ -31,7 +31,7 @@ from fsdp_overlap.tensor.extension import (
     Surroundings,
     inner_tensors,
 )
-from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded
+from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded, read_numbers_of_wholes
 from fsdp_overlap.tensor.sharded_tensor import users_attributes
 
 
@@ -99,10 +99,13 @@ class ExtensionBucket(Bucket):
         else:
             wholes = [tile_in(parameter).detach() for parameter in self.parameters]
             locals_ = [self._room_for(whole, at_rest) for whole in wholes]
-        return [
+        rows: list[Sharded] = [
             RowTensor.wrap(local, self.domain.spec(item, row_shard(item, 0), dtype), self._edits)
             for local, item in zip(locals_, self.owned, strict=True)
         ]
+        for each in rows:
+            read_numbers_of_wholes(each.device_mesh)
+        return rows
 
     def _room_for(self, whole: torch.Tensor, device: torch.device) -> torch.Tensor:
         """A tensor like this rank's rows of ``whole``. It has memory for as many rows as any rank

@@ -17,7 +17,14 @@ from fsdp_overlap.runtime.opaque import share_attributes
 from fsdp_overlap.runtime.ownership import OwnedParameter
 from fsdp_overlap.tensor.extension import is_subclass, missing_methods
 from fsdp_overlap.tensor.held_gradient import GivenGradients
-from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded, call_hooks, give_row_grads
+from fsdp_overlap.tensor.row_tensor import (
+    RowTensor,
+    Sharded,
+    call_gradient_hooks,
+    call_hooks,
+    give_row_grads,
+    read_numbers_of_wholes,
+)
 from fsdp_overlap.tensor.sharded_tensor import (
     ShardEdits,
     ShardedTensor,
@@ -58,12 +65,15 @@ def sharded_forms(
     """What ``shard``, this rank's of a bucket, has of each parameter."""
     dtype = plan.specs[0].dtype
     if isinstance(plan, RowsPlan):
-        return [
+        rows = [
             RowTensor.wrap(chunk, domain.spec(item, row_shard(item, spec.cut_dim), dtype), edits)
             for chunk, item, spec in zip(
                 _chunks(plan, shard, domain.plan_rank), owned, plan.specs, strict=True
             )
         ]
+        for each in rows:
+            read_numbers_of_wholes(each.device_mesh)
+        return [*rows]
     return [
         ShardedTensor.wrap(
             local, domain.spec(item, domain.range_shard(plan, spec.fqn), dtype), edits
@@ -153,9 +163,11 @@ def give_gradients(
     parameters: Sequence[Any], locals_: list[torch.Tensor], flat: torch.Tensor | None = None
 ) -> None:
     """Gives each sharded parameter of a bucket the gradient of what this rank has of it, or some of
-    them, if there is no ``flat``. ``locals_`` are flat, and parts of ``flat``. Then it calls the
-    hooks that users registered for that."""
+    them, if there is no ``flat``. ``locals_`` are flat, and parts of ``flat``. Before and after it
+    calls the hooks that users registered for that."""
     edits = parameters[0].edits
+    if edits.has_hooks:
+        call_gradient_hooks(parameters, locals_)
     if isinstance(parameters[0], RowTensor):
         give_row_grads(parameters, locals_)
     else:

@@ -120,7 +120,7 @@ def redistribute(
                 f"redistribute to {placement!r} is not supported: use Replicate(), Shard(dim) or "
                 "RangeShard(...)"
             )
-    whole = tensor.full_tensor()
+    whole = tensor.full_tensor().detach()
     if any(isinstance(placement, RangeShard) for placement in placements):
         return distribute_tensor(whole, mesh, placements, src_data_rank=None)
     return torch.distributed.tensor.distribute_tensor(whole, mesh, placements, src_data_rank=None)

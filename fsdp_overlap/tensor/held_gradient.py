@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from operator import attrgetter
 from sys import getrefcount
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 from weakref import ref
 
 import torch
 
 from fsdp_overlap.tensor.carried import SUMMED
 from fsdp_overlap.tensor.placement import contiguous_spec
+from fsdp_overlap.torch_internals import refuse_tracing
 
 
 def _count_references() -> int:
@@ -82,6 +83,8 @@ class HoldsGradient:
     __hash__ = object.__hash__
 
     edits: Any = None
+    aliases: Any = None
+    """The tensors that share the memory of a parameter, if there were any."""
     _spec: Any
     _given_grad_dtype: torch.dtype | None = None
     _grad_spec: Any = None
@@ -156,6 +159,16 @@ class HoldsGradient:
 
     def _delete_grad(self) -> None:
         self._set_grad(None)
+
+    @property
+    def __tensor_flatten__(self) -> NoReturn:
+        """Tells ``torch.compile`` that it cannot trace this class, whose ops count edits and talk
+        to other ranks."""
+        refuse_tracing(
+            "functions of sharded parameters are run as they are: compile them without "
+            'fullgraph=True, or call them under torch.compiler.set_stance("force_eager")'
+        )
+        raise AttributeError("__tensor_flatten__")
 
     # attrgetter is a getter without a Python frame.
     grad = property(attrgetter("_gradient"), _set_grad, _delete_grad)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import prod
 from operator import attrgetter
 from typing import Any
 
@@ -10,48 +11,41 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.tensor.boxes import boxes
+from fsdp_overlap.tensor.gradient_errors import requires_grad
 from fsdp_overlap.tensor.placement import local_range, tile_of
 from fsdp_overlap.tensor.row_tensor import Sharded
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, raise_unsupported
-from fsdp_overlap.torch_internals import DisableTorchFunctionSubclass, DTensorSpec
+from fsdp_overlap.torch_internals import DTensorSpec
 
 
-def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors among ``values``, and those in lists among ``values``."""
-    found: list[torch.Tensor] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found.extend(item for item in value if isinstance(item, torch.Tensor))
-    return found
+def largest_sharded(name: str, values: Iterable[Any]) -> ShardedTensor:
+    """The first of the largest sharded tensors among ``values``. The result of the op takes its
+    layout."""
+    found = [value for value in values if isinstance(value, ShardedTensor)]
+    if not found:
+        raise_unsupported(name)
+    return found[0] if len(found) == 1 else max(found, key=_numel)
 
 
-def first_sharded(name: str, values: Iterable[Any]) -> ShardedTensor:
-    """The first sharded tensor among ``values``. The result of the op takes its layout."""
-    for value in values:
-        if isinstance(value, ShardedTensor):
-            return value
-    raise_unsupported(name)
+def _numel(tensor: ShardedTensor) -> int:
+    return prod(tensor._shape)
 
 
 def local_operand(name: str, value: Any, model: ShardedTensor) -> Any:
     """The part of ``value`` that meets the local range of ``model``.
 
-    A sharded tensor that lies as ``model`` does gives its local range. A plain tensor stands for a
-    whole one: it is broadcast to ``model``'s shape, and gives the same range. Lists are taken item
-    by item. Anything else is returned as it is.
+    A sharded tensor that lies as ``model`` does gives its local range. One that lies otherwise is
+    gathered, which is collective. A plain tensor stands for a whole one: it is broadcast to
+    ``model``'s shape, and gives the same range. Lists are taken item by item. Anything else is
+    returned as it is.
 
     Raises:
-        RuntimeError: the tensor lies otherwise over the ranks, or does not fit ``model``'s shape.
+        RuntimeError: the tensor does not fit ``model``'s shape.
     """
     if isinstance(value, ShardedTensor):
-        if not same_layout(value, model):
-            raise RuntimeError(
-                f"{name} on {describe(model)} and {describe(value)}, which lie differently over "
-                "the ranks: use full_tensor() on both, or redistribute() one"
-            )
-        return value._local_tensor
+        if same_layout(value, model):
+            return value._local_tensor
+        value = value.full_tensor()
     if isinstance(value, torch.Tensor):
         return range_of(name, value, model)
     if isinstance(value, (list, tuple)):
@@ -88,6 +82,8 @@ def range_of(name: str, whole: torch.Tensor, model: ShardedTensor) -> torch.Tens
             ``model``'s shape.
     """
     shape, whole = model._shape, replicated(whole)
+    if requires_grad(whole):
+        whole = whole.detach()  # autograd must not record what is done to ranges
     if isinstance(whole, DTensor):
         raise RuntimeError(
             f"{name} on a ShardedTensor and a DTensor placed as {whole.placements}: use "
@@ -133,24 +129,6 @@ def same_layout(first: ShardedTensor, second: ShardedTensor) -> bool:
         and first._spec.mesh == second._spec.mesh
         and first._spec.placements == second._spec.placements
     )
-
-
-def describe(tensor: ShardedTensor) -> str:
-    return f"a ShardedTensor of shape {tensor._shape} ({tensor.placement})"
-
-
-def check_no_gradient(name: str, values: Iterable[Any]) -> None:
-    """Raises if a gradient would be lost, because sharded tensors take no part in autograd."""
-    if not torch.is_grad_enabled():
-        return
-    with DisableTorchFunctionSubclass():
-        needs_gradient = any(tensor.requires_grad for tensor in tensors_in(values))
-    if needs_gradient:
-        raise RuntimeError(
-            f"{name} on a ShardedTensor where a gradient is asked for: gradients do not flow "
-            "through sharded tensors; wrap it in torch.no_grad(), or use the parameter inside its "
-            "unit's forward. Zero-bubble pipelines need fully_shard(reshard_after_forward=False)"
-        )
 
 
 def note_edit(tensor: ShardedTensor) -> None:

@@ -15,7 +15,9 @@ from typing import Any, NoReturn
 import torch
 
 from fsdp_overlap.tensor import creation, pointwise, sums_and_norms, views
-from fsdp_overlap.tensor.operands import own_elements, tensors_in
+from fsdp_overlap.tensor.data_assignment import assign_data
+from fsdp_overlap.tensor.gradient_errors import raise_in_backward, tensors_in
+from fsdp_overlap.tensor.operands import own_elements
 from fsdp_overlap.tensor.sharded_tensor import CANNOT_MOVE, ShardedTensor, raise_unsupported
 from fsdp_overlap.torch_internals import DisableTorchFunctionSubclass
 
@@ -39,10 +41,20 @@ POINTWISE = frozenset(
     """.split()
 )
 
-# These ask for the one Python number of a tensor and are refused. Tensor.int() is point-wise.
+# These ask for the one Python number of a tensor. Tensor.int() is point-wise.
 CONVERSIONS = frozenset("__bool__ __complex__ __float__ __index__ __int__ __long__".split())
 
 REDUCTIONS = frozenset("all amax amin any max mean min sum".split())
+
+# These gather the whole of each tensor.
+OF_WHOLES = frozenset(
+    """
+    allclose aminmax argmax argmin count_nonzero histc kron logsumexp median nanmean nanmedian
+    nanquantile nansum prod quantile std std_mean var var_mean
+    """.split()
+)
+
+PRODUCTS = frozenset("__matmul__ bmm matmul mm".split())
 
 NORMS = frozenset("linalg_norm linalg_vector_norm norm vector_norm".split())
 
@@ -90,8 +102,7 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     """Runs ``func`` on arguments of which at least one is a sharded tensor.
 
     Raises:
-        RuntimeError: the op is not known to be right on ranges, the tensors lie differently over
-            the mesh, or the op would need gradients to flow through a sharded tensor.
+        RuntimeError: the op is not known to be right on ranges, or edits one that requires grad.
     """
     found = _resolved.get(func)
     if found is None:
@@ -122,8 +133,8 @@ def _resolve(func: Callable[..., Any]) -> tuple[Handler, str]:
     if func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward):
         return _refuse_derivative, name
     access = getattr(func, "__name__", "")
-    if name == "data" and access != "__get__":
-        return _refuse, name
+    if (name, access) == ("data", "__set__"):
+        return _assign_data, name
     if name in ("requires_grad_", "requires_grad") and access != "__get__":
         return _set_requires_grad, name
     if getattr(func, "__module__", "") == "torch.nn.init":
@@ -187,8 +198,13 @@ def _local_metadata(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[st
 
 def _alias(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor: ShardedTensor = args[0]
-    # The alias shares the parameter's memory, so its edits count as edits of the parameter.
-    return ShardedTensor.wrap(tensor._local_tensor.detach(), tensor._spec, tensor.edits)
+    return tensor.alias_of(tensor._local_tensor.detach(), tensor._spec)
+
+
+def _assign_data(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not isinstance(args[0], ShardedTensor):
+        raise_unsupported("data of a plain tensor")
+    assign_data(*args)
 
 
 def _data_ptr(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -227,8 +243,16 @@ def _max_or_min(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     return handler(name, func, args, kwargs)
 
 
+def _product(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # A plain operand often is a batch, and then the unit was meant to run.
+    operands = tensors_in([*args, *kwargs.values()])
+    if not all(isinstance(value, ShardedTensor) for value in operands):
+        _refuse(name, func, args, kwargs)
+    return sums_and_norms.of_wholes(name, func, args, kwargs)
+
+
 def _redistribute(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return creation.redistribute(*args)
+    return raise_in_backward(name, creation.redistribute(*args), args[:1])
 
 
 # The first row that has an op's name says who runs it. Point-wise ops come after all rows.
@@ -239,7 +263,8 @@ TABLE: list[tuple[Collection[str], Handler]] = [
     (("data_ptr",), _data_ptr),
     (("_has_compatible_shallow_copy_type",), _refuse_move),
     (("detach", "alias", "data"), _alias),
-    (("register_post_accumulate_grad_hook",), _register_hook),
+    (("detach_",), _metadata),
+    (("register_hook", "register_post_accumulate_grad_hook"), _register_hook),
     (("copy_",), pointwise.copy),
     (("__setitem__",), pointwise.set_item),
     (("to", "type_as"), pointwise.convert),
@@ -251,6 +276,10 @@ TABLE: list[tuple[Collection[str], Handler]] = [
     (NORMS, sums_and_norms.norm),
     (("_foreach_norm",), sums_and_norms.foreach_norm),
     (REDUCTIONS, sums_and_norms.reduction),
+    (PRODUCTS, _product),
+    ((*CONVERSIONS, "item", "tolist"), sums_and_norms.of_wholes),
+    (OF_WHOLES, sums_and_norms.of_wholes),
+    (("dot",), sums_and_norms.dot),
     (("equal",), sums_and_norms.equal),
     (("_amp_foreach_non_finite_check_and_unscale_",), sums_and_norms.unscale),
     (("redistribute",), _redistribute),

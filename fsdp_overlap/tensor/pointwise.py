@@ -10,9 +10,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.tensor.carried import as_carried
+from fsdp_overlap.tensor.gradient_errors import (
+    check_edit,
+    edit_raises_in_backward,
+    needs_gradient,
+    raise_in_backward,
+)
 from fsdp_overlap.tensor.operands import (
-    check_no_gradient,
-    first_sharded,
+    largest_sharded,
     local_operand,
     note_edit,
     note_edits,
@@ -36,34 +41,45 @@ def pointwise(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
     """Runs a point-wise op, also in place or with ``out``. If the tensor it edits is plain, the
     sharded operands are gathered, which is collective."""
     values = [*args, *kwargs.values()]
-    model = first_sharded(name, values)
-    if name not in DETACHED:
-        check_no_gradient(name, values)
     if kwargs.get("requires_grad"):
         raise_unsupported(f"{name} with requires_grad=True")
     target = kwargs.get("out")
     if target is None and name.endswith("_"):
         target = args[0] if args else kwargs.get("input")
-    if target is not None and not isinstance(target, ShardedTensor):
+    if isinstance(target, ShardedTensor):
+        model = target
+    elif target is None:
+        model = largest_sharded(name, values)
+    else:
         return func(*map(whole_operand, args), **{k: whole_operand(v) for k, v in kwargs.items()})
     locals_ = [local_operand(name, value, model) for value in args]
     named = {key: local_operand(name, value, model) for key, value in kwargs.items()}
     if target is not None:
+        check_edit(name, target)
         # Before it begins: a save in another thread may be reading.
         note_edit(target)
         func(*locals_, **named)
+        edit_raises_in_backward(name, target, values)
         return target
     result = func(*locals_, **named)
     if not isinstance(result, torch.Tensor):
         raise_unsupported(f"{name} with these arguments")
     # `to` and `contiguous` return their argument if there is nothing to do.
-    return model if result is model._local_tensor else model.wrap_like(result)
+    if result is model._local_tensor:
+        return model
+    result = model.wrap_like(result)
+    return result if name in DETACHED else raise_in_backward(name, result, values)
 
 
 def foreach(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
     """Runs a point-wise op on lists of tensors, each of which has its own layout."""
     tensors: Sequence[Any] = args[0]
-    check_no_gradient(name, args)
+    is_edit = name.endswith("_")
+    if needs_gradient([*args, *kwargs.values()]):
+        if not all(isinstance(tensor, ShardedTensor) for tensor in tensors):
+            raise_unsupported(f"{name} on sharded and plain tensors outside torch.no_grad()")
+        for tensor in tensors if is_edit else ():
+            check_edit(name, tensor)
     operands = [
         _column(name, value, tensors) if isinstance(value, (list, tuple, torch.Tensor)) else value
         for value in args[1:]
@@ -74,15 +90,23 @@ def foreach(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
         else value
         for key, value in kwargs.items()
     }
-    if name.endswith("_"):
+    if is_edit:
         note_edits(tensors)
     result = func([_own(tensor) for tensor in tensors], *operands, **named)
-    if name.endswith("_"):
-        return tensors
-    return [
-        tensor.wrap_like(local) if isinstance(tensor, ShardedTensor) else local
-        for tensor, local in zip(tensors, result, strict=True)
-    ]
+    if not is_edit:
+        result = [
+            tensor.wrap_like(local) if isinstance(tensor, ShardedTensor) else local
+            for tensor, local in zip(tensors, result, strict=True)
+        ]
+    if torch.is_grad_enabled():
+        given = [tensors, *args[1:], *kwargs.values()]
+        for index, tensor in enumerate(tensors):
+            values = [x[index] if isinstance(x, (list, tuple)) else x for x in given]
+            if is_edit:
+                edit_raises_in_backward(name, tensor, values)
+            else:
+                result[index] = raise_in_backward(name, result[index], values)
+    return tensors if is_edit else result
 
 
 def _own(tensor: Any) -> Any:
@@ -92,8 +116,10 @@ def _own(tensor: Any) -> Any:
 def _column(name: str, value: Any, tensors: Sequence[Any]) -> Any:
     """One operand of a foreach op: the parts of it that meet each of ``tensors``."""
     if isinstance(value, torch.Tensor):
-        value = replicated(value)
-        if isinstance(value, DTensor) or value.dim():
+        value = replicated(value).detach()
+        # The scalars of addcdiv and addcmul may be one tensor, with a number for each.
+        has_scalars = name.startswith("_foreach_addc") and value.shape == (len(tensors),)
+        if isinstance(value, DTensor) or (value.dim() and not has_scalars):
             raise_unsupported(f"{name} with one tensor of shape {tuple(value.shape)} for all")
         return value
     return [
@@ -111,7 +137,8 @@ def _operand(name: str, value: torch.Tensor, target: Any) -> torch.Tensor:
 def fused(name: str, func: Call, args: Args, kwargs: Kwargs) -> None:
     """Runs ``_fused_adamw_`` and the like on lists of parameters, gradients, states and steps."""
     parameters: Sequence[Any] = args[0]
-    check_no_gradient(name, [parameters])
+    for parameter in parameters if torch.is_grad_enabled() else ():
+        check_edit(name, parameter)
     columns = []
     for values in args:
         # Steps are plain tensors, and without amsgrad the list of maxima is empty.
@@ -134,16 +161,17 @@ def copy(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
     """Runs ``copy_``. Each rank takes its range of a source that is whole. A sharded source is
     gathered, which is collective, if it lies otherwise over the ranks or the target is plain."""
     target, source = args[0], args[1]
-    check_no_gradient("copy_", [target, source])
     if not isinstance(target, torch.Tensor):
         raise_unsupported(f"{name} of a {type(target).__name__}")
     if not isinstance(target, ShardedTensor):
         return target.copy_(source.full_tensor(), *args[2:], **kwargs)
+    check_edit(name, target)
+    whole = source
     if isinstance(source, DTensor) and not (
         isinstance(source, ShardedTensor) and same_layout(source, target)
     ):
-        source = source.full_tensor()
-    local = local_operand("copy_", source, target)
+        whole = source.full_tensor()
+    local = local_operand("copy_", whole, target)
     if target._local_tensor.is_meta and not local.is_meta:
         raise RuntimeError(
             "copy_ into a ShardedTensor on the meta device, which has no memory: call "
@@ -151,18 +179,20 @@ def copy(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
         )
     note_edit(target)
     target._local_tensor.detach().copy_(local, *args[2:], **kwargs)
+    edit_raises_in_backward(name, target, [source])
     return target
 
 
 def convert(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
     """Runs ``to`` and ``type_as``. Another tensor may give the dtype and the device."""
-    check_no_gradient(name, args[:1])
     tensor = args[0]
     options = [_own(value) for value in args[1:]]
     result = func(_own(tensor), *options, **{key: _own(value) for key, value in kwargs.items()})
     if not isinstance(tensor, ShardedTensor):
         return result
-    return tensor if result is tensor._local_tensor else tensor.wrap_like(result)
+    if result is tensor._local_tensor:
+        return tensor
+    return raise_in_backward(name, tensor.wrap_like(result), [tensor])
 
 
 def set_item(name: str, func: Call, args: Args, kwargs: Kwargs) -> None:
@@ -192,8 +222,10 @@ def random(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
     target = [*args, *kwargs.values()][0]
     if not isinstance(target, ShardedTensor) or kwargs.get("requires_grad"):
         raise_unsupported(f"{name} with these arguments")
-    if getattr(func, "__module__", "") != "torch.nn.init":  # torch.nn.init stops gradients itself
-        check_no_gradient(name, [target])
+    is_new = name.endswith("_like")
+    # torch.nn.init stops gradients itself
+    if not is_new and getattr(func, "__module__", "") != "torch.nn.init":
+        check_edit(name, target)
     local = target._local_tensor.detach()
     whole = torch.empty(target._shape, dtype=local.dtype, device=local.device)
 
@@ -204,7 +236,7 @@ def random(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
     drawn = own_elements(drawn, target._spec).contiguous()
     for dim in copied_dims(target._spec) if not drawn.is_meta else ():
         dist.broadcast(as_carried(drawn), group=target._spec.mesh.get_group(dim), group_src=0)
-    if name.endswith("_like"):
+    if is_new:
         return target.wrap_like(drawn.clone())
     note_edit(target)
     local.copy_(drawn)

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from typing import Any, cast
+from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.overrides import enable_reentrant_dispatch
 
+from fsdp_overlap.tensor.data_assignment import assign_data, note_alias
 from fsdp_overlap.tensor.extension import is_subclass
 from fsdp_overlap.tensor.held_gradient import HoldsGradient
 from fsdp_overlap.tensor.placement import contiguous_spec
@@ -19,7 +23,13 @@ from fsdp_overlap.tensor.sharded_tensor import (
     ShardedTensor,
     attributes_of,
 )
-from fsdp_overlap.torch_internals import DisableTorchFunctionSubclass, DTensorSpec, allow_foreach
+from fsdp_overlap.torch_internals import (
+    DisableTorchFunctionSubclass,
+    DTensorSpec,
+    allow_foreach,
+    dtensor_handlers,
+    number_of,
+)
 
 # Operators that edit. All other functions that do, end in an underscore.
 _EDITING_OPERATORS = frozenset(
@@ -70,16 +80,13 @@ class RowTensor(HoldsGradient, DTensor):
         kwargs = kwargs or {}
         if kind == "alias":
             tensor = args[0] if args else kwargs["input"]
-            return RowTensor.wrap(tensor._local_tensor.detach(), tensor._spec, tensor.edits)
+            return tensor._alias_of(tensor._local_tensor.detach(), tensor._spec)
         if kind == "grad dtype":
             return args[0]._set_grad_dtype(args[1])
         if kind == "move":
             raise RuntimeError(CANNOT_MOVE)
         if kind == "assignment":
-            raise RuntimeError(
-                "the data of a sharded parameter cannot be replaced, its unit gathers the memory "
-                "that it knows: edit it in place, under torch.no_grad(), as with copy_()"
-            )
+            return assign_data(*args)
         if kind == "edit":
             _note_edits(args[0] if args else next(iter(kwargs.values())))
             if func is torch.Tensor.copy_ and isinstance(args[0], RowTensor):
@@ -112,6 +119,12 @@ class RowTensor(HoldsGradient, DTensor):
         # The storage of a tensor extension is empty, and does not tell.
         may_be_view = is_subclass(whole) or whole.untyped_storage()._cdata == of._cdata
         return whole.clone() if may_be_view else whole
+
+    def _alias_of(self, local: torch.Tensor, spec: DTensorSpec) -> RowTensor:
+        """A tensor of ``local``, which has this tensor's memory. Its edits count as this one's."""
+        alias = RowTensor.wrap(local, spec, self.edits)
+        note_alias(alias, self)
+        return alias
 
     def wrap_like(self, local: torch.Tensor) -> RowTensor:
         """A tensor of ``local``'s dtype that lies as this one does. This rank has ``local`` of it,
@@ -195,7 +208,7 @@ def _kind_of(func: Callable[..., Any]) -> str:
         return "trainability"
     if name == "_has_compatible_shallow_copy_type":
         return "move"
-    if name == "register_post_accumulate_grad_hook":
+    if name in ("register_hook", "register_post_accumulate_grad_hook"):
         return "hook"
     is_plain_name = not name.startswith("__")
     return "edit" if name in _EDITING_OPERATORS or (is_plain_name and name[-1:] == "_") else ""
@@ -214,7 +227,7 @@ def _with_edits(result: Any, args: tuple[Any, ...]) -> Any:
     of, local = parameter._local_tensor.untyped_storage(), result._local_tensor
     if local.untyped_storage()._cdata != of._cdata or result.grad_fn is not None:
         return result
-    return RowTensor.wrap(local, result._spec, parameter.edits)
+    return parameter._alias_of(local, result._spec)
 
 
 def _note_edits(edited: Any) -> None:
@@ -267,6 +280,24 @@ def give_row_grads(parameters: Iterable[RowTensor], chunks: Iterable[torch.Tenso
         parameter._gradient = gradient
 
 
+@torch.no_grad()
+def call_gradient_hooks(parameters: Iterable[Any], locals_: Iterable[torch.Tensor]) -> None:
+    """Calls what users gave to ``register_hook()`` of sharded parameters, with the gradients of
+    which ``locals_`` are this rank's parts, flat. What a hook returns is written into them."""
+    for parameter, local in zip(parameters, locals_, strict=True):
+        with DisableTorchFunctionSubclass():
+            hooks = parameter._backward_hooks or {}
+        spec = parameter._grad_spec
+        for hook in list(hooks.values()):
+            if isinstance(parameter, ShardedTensor):
+                gradient: Any = ShardedTensor.wrap(local, spec)
+            else:
+                gradient = _wrap(DTensor, local.view(parameter._local_tensor.shape), spec)
+            replaced = hook(gradient)
+            if replaced is not None:
+                gradient.copy_(replaced)
+
+
 def call_hooks(parameters: Iterable[torch.Tensor]) -> None:
     """Calls what users gave to ``register_post_accumulate_grad_hook()`` of sharded parameters."""
     for parameter in parameters:
@@ -276,5 +307,27 @@ def call_hooks(parameters: Iterable[torch.Tensor]) -> None:
             if hook is not _take_accumulated:
                 hook(parameter)
 
+
+_meshes: WeakSet[DeviceMesh] = WeakSet()
+
+
+def read_numbers_of_wholes(mesh: DeviceMesh) -> None:
+    """From now on ``float(x)``, ``x.item()`` and ``if x`` of DTensors over ``mesh``, over which
+    rows of parameters lie, are of the whole. torch gives this rank's part, also of a sum over
+    ranks. Such a read is collective over the mesh, unless this rank has the whole."""
+    _meshes.add(mesh)
+
+
+@torch.no_grad()
+def _number_of(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor = args[0]
+    is_whole = all(placement.is_replicate() for placement in tensor.placements)
+    if is_whole or tensor.device_mesh not in _meshes:
+        return op(tensor._local_tensor)
+    with enable_reentrant_dispatch():  # handlers run below autograd, of which full_tensor() is part
+        return op(tensor.full_tensor())
+
+
+cast(dict[Any, Any], dtensor_handlers)[number_of] = _number_of
 
 allow_foreach(RowTensor)

@@ -23,6 +23,8 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from fsdp_overlap.meters import waiting
 from fsdp_overlap.tensor.carried import as_carried
 from fsdp_overlap.tensor.chunks import all_of_a_storage, chunks_of
+from fsdp_overlap.tensor.data_assignment import note_alias
+from fsdp_overlap.tensor.gradient_errors import needs_gradient, raise_in_backward
 from fsdp_overlap.tensor.held_gradient import GivenGradients, HoldsGradient, Recipients
 from fsdp_overlap.tensor.placement import (
     RangeShard,
@@ -34,7 +36,11 @@ from fsdp_overlap.tensor.placement import (
     tile_of,
     with_range,
 )
-from fsdp_overlap.torch_internals import DisableTorchFunctionSubclass, DTensorSpec, allow_foreach
+from fsdp_overlap.torch_internals import (
+    DisableTorchFunctionSubclass,
+    DTensorSpec,
+    allow_foreach,
+)
 
 
 class ShardEdits:
@@ -90,6 +96,13 @@ class ShardedTensor(HoldsGradient, DTensor):
         if edits is not None:
             tensor.edits = edits
         return tensor
+
+    def alias_of(self, local: torch.Tensor, spec: DTensorSpec) -> ShardedTensor:
+        """A tensor that lies as ``spec`` says and has the range ``local``, of this tensor's
+        memory. Its edits count as edits of this one."""
+        alias = ShardedTensor.wrap(local, spec, self.edits)
+        note_alias(alias, self)
+        return alias
 
     def wrap_like(self, local: torch.Tensor) -> ShardedTensor:
         """A tensor of ``local``'s dtype that lies as this one does and has the range ``local``."""
@@ -150,6 +163,9 @@ class ShardedTensor(HoldsGradient, DTensor):
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         """This rank's range, flat. It shares memory: in-place edits of it edit the parameter."""
+        if needs_gradient([self]):
+            local = self._local_tensor.detach()
+            return cast(torch.Tensor, raise_in_backward("to_local", local, [self]))
         return self._local_tensor
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
@@ -159,7 +175,8 @@ class ShardedTensor(HoldsGradient, DTensor):
             placements = tuple(p if isinstance(p, Shard) else Replicate() for p in spec.placements)
             tiles = DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
             full = DTensor.__new__(DTensor, full, tiles, requires_grad=False).full_tensor()
-        return full.to(self._local_tensor.device)
+        full = full.to(self._local_tensor.device)
+        return cast(torch.Tensor, raise_in_backward("full_tensor", full, [self]))
 
     def full_tile(self) -> torch.Tensor:
         """This rank's whole tile, on the device of the mesh, a copy. Must be called on every rank
@@ -325,6 +342,7 @@ _OWN_ATTRIBUTES = frozenset(
         "_gradient",
         "_given_gradient",
         "unsharded_form",
+        "aliases",
     }
 )
 

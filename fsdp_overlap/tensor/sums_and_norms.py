@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, compress
 from math import inf
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from fsdp_overlap.meters import waiting
 from fsdp_overlap.tensor.carried import CARRIED
-from fsdp_overlap.tensor.operands import check_no_gradient, local_operand
+from fsdp_overlap.tensor.gradient_errors import raise_in_backward, tensors_in
+from fsdp_overlap.tensor.operands import local_operand, whole_operand
 from fsdp_overlap.tensor.placement import cut_dims, is_on_mesh, tile_of
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, raise_unsupported
 from fsdp_overlap.torch_internals import DTensorSpec
@@ -35,7 +36,8 @@ def norm(name: str, func: Call, args: Args, kwargs: Kwargs) -> torch.Tensor:
     dtype = given.pop("dtype", None)
     # Not all norms are norms of elements: linalg.norm with an order takes the operator norm of a
     # matrix, and torch.norm knows nuclear norms by name.
-    is_of_elements = name != "linalg_norm" or (order is None and dim is None)
+    is_of_vectors = (order is None and dim is None) or isinstance(dim, int)
+    is_of_elements = name != "linalg_norm" or is_of_vectors
     is_numeric = order in (None, "fro") or isinstance(order, (int, float))
     if not isinstance(tensor, ShardedTensor) or not is_of_elements or not is_numeric:
         raise_unsupported(f"{name} with ord={order!r}")
@@ -44,11 +46,8 @@ def norm(name: str, func: Call, args: Args, kwargs: Kwargs) -> torch.Tensor:
     power = 2.0 if order in (None, "fro") else float(order)
     if dim is None and not keepdim:
         return norms([tensor], power, dtype)[0]
-    check_no_gradient(name, [tensor])
-    whole = _embedded(tensor, inf if power < 0 else 0.0)
-    wide = torch.promote_types(dtype or whole.dtype, torch.float32)
-    partial = torch.linalg.vector_norm(whole, power, dim, keepdim, dtype=wide)
-    return combine_norms(partial, power, tensor._spec).to(dtype or whole.dtype)
+    whole = tensor.full_tensor()
+    return torch.linalg.vector_norm(whole, power, dim, keepdim, dtype=dtype)
 
 
 def foreach_norm(name: str, func: Call, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
@@ -57,29 +56,28 @@ def foreach_norm(name: str, func: Call, args: Args, kwargs: Kwargs) -> list[torc
 
 
 def norms(
-    tensors: Sequence[DTensor], order: float, dtype: torch.dtype | None = None
+    tensors: Sequence[Any], order: float, dtype: torch.dtype | None = None
 ) -> list[torch.Tensor]:
     """The norm of each whole tensor, with one all-reduce for all that are cut among the same ranks.
-    Collective over their meshes.
-
-    Raises:
-        RuntimeError: some tensor is not sharded, or a gradient would have to flow.
+    Collective over their meshes. A plain tensor is whole, and the same on every rank.
     """
-    check_no_gradient("norm", tensors)
-    if not all(isinstance(tensor, DTensor) for tensor in tensors):
-        raise RuntimeError(
-            "norms of tensors of which some are not sharded: take their norms apart, or use "
-            "fsdp_overlap.optim.clip_grad_norm_"
-        )
-    dtypes = {tensor._local_tensor.dtype for tensor in tensors}
+    sharded = [index for index, each in enumerate(tensors) if isinstance(each, DTensor)]
+    dtypes = {tensors[index]._local_tensor.dtype for index in sharded}
     if not all(each.is_floating_point or each.is_complex for each in dtypes):
         raise_unsupported("norm of integers")
-    found: list[torch.Tensor] = [torch.empty(0)] * len(tensors)
-    for spec, members in by_cut(tensors):
+    found: list[torch.Tensor] = [
+        torch.empty(0)
+        if isinstance(each, DTensor)
+        else torch.linalg.vector_norm(each, order, dtype=dtype)
+        for each in tensors
+    ]
+    for spec, places in by_cut(tensors[index] for index in sharded):
+        members = [sharded[place] for place in places]
         locals_ = [tensors[index]._local_tensor.detach() for index in members]
         combined = combine_norms(local_norms(locals_, order, dtype), order, spec)
         for index, local, value in zip(members, locals_, combined.unbind(), strict=True):
-            found[index] = value.to((dtype or local.dtype).to_real())
+            norm_ = value.to((dtype or local.dtype).to_real())
+            found[index] = raise_in_backward("norm", norm_, [tensors[index]])
     return found
 
 
@@ -170,7 +168,6 @@ def reduction(name: str, func: Call, args: Args, kwargs: Kwargs) -> torch.Tensor
         raise_unsupported(f"{name} with these arguments")
     if name in ("max", "min") and len(args) + len(kwargs) > 1:
         raise_unsupported(f"{name} along a dimension")
-    check_no_gradient(name, [tensor])
     dtype = tensor._local_tensor.dtype
     if dtype.is_complex or not tensor.numel():
         raise_unsupported(f"{name} of a complex or empty tensor")
@@ -188,10 +185,33 @@ def reduction(name: str, func: Call, args: Args, kwargs: Kwargs) -> torch.Tensor
     spec = tensor._spec
     if name in ("sum", "mean"):
         total = _all_reduce(partial, dist.ReduceOp.SUM, spec)
-        return total.to(final) if final in HALF else total
-    if name == "any" or is_max:
-        return _largest(partial, spec)
-    return _smallest(partial, spec)
+        found = total.to(final) if final in HALF else total
+    else:
+        found = (_largest if name == "any" or is_max else _smallest)(partial, spec)
+    return cast(torch.Tensor, raise_in_backward(name, found, [tensor]))
+
+
+def dot(name: str, func: Call, args: Args, kwargs: Kwargs) -> torch.Tensor:
+    """Runs ``torch.dot`` of two flat tensors of the same layout."""
+    values: list[Any] = tensors_in([*args, *kwargs.values()])
+    dtypes = {value.dtype for value in values}
+    is_sharded = all(isinstance(value, ShardedTensor) for value in values)
+    if not is_sharded or "out" in kwargs or dtypes - CARRIED or len(dtypes) > 1:
+        raise_unsupported(f"{name} with these arguments")
+    if any(value.dim() != 1 for value in values):
+        raise_unsupported(f"{name} of a tensor that is not flat")
+    [dtype] = dtypes
+    wide = torch.float32 if dtype in HALF else dtype
+    first, second = (local_operand(name, value, values[0]).to(wide) for value in values)
+    found = _all_reduce(func(first, second), dist.ReduceOp.SUM, values[0]._spec).to(dtype)
+    return cast(torch.Tensor, raise_in_backward(name, found, values))
+
+
+def of_wholes(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
+    """Runs an op on the whole of each tensor, and returns what it does."""
+    if kwargs.get("out") is not None:
+        raise_unsupported(f"{name} with out=")
+    return func(*map(whole_operand, args), **{k: whole_operand(v) for k, v in kwargs.items()})
 
 
 def equal(name: str, func: Call, args: Args, kwargs: Kwargs) -> bool:

@@ -7,13 +7,14 @@ itself says, by a meta tensor, which elements a view has and in which shape.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from fsdp_overlap.tensor.operands import check_no_gradient
+from fsdp_overlap.tensor.gradient_errors import needs_gradient, raise_in_backward
 from fsdp_overlap.tensor.placement import RangeShard, has_tiles, with_range
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, raise_unsupported
+from fsdp_overlap.torch_internals import DTensorSpec
 
 
 def view(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -21,7 +22,12 @@ def view(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     tensor = args[0] if args else kwargs.get("input")
     if not isinstance(tensor, ShardedTensor):
         raise_unsupported(f"{name} of a plain tensor by a ShardedTensor")
-    check_no_gradient(name, [tensor])
+    if name == "view_as" and needs_gradient([tensor]):
+        # Zero-bubble pipelines find by it where autograd accumulates the gradient.
+        raise RuntimeError(
+            "view_as on a sharded parameter, which autograd does not know: zero-bubble pipelines "
+            "need fully_shard(reshard_after_forward=False)"
+        )
     shadow = torch.empty(tensor._shape, dtype=tensor._local_tensor.dtype, device="meta")
 
     def stand_in(value: Any) -> Any:
@@ -50,7 +56,6 @@ def reinterpret(
     tensor = args[0] if args else kwargs.get("input")
     if not isinstance(tensor, ShardedTensor):
         raise_unsupported(name)
-    check_no_gradient(name, [tensor])
     local, spec = tensor._local_tensor.detach(), tensor._spec
     shadow = func(torch.empty(tensor._shape, dtype=local.dtype, device="meta"))
     if name == "view_as_real":
@@ -64,7 +69,15 @@ def reinterpret(
         ranges = [(rank, start // 2, stop // 2) for rank, start, stop in tensor.placement.ranges]
         local = func(local.view(-1, 2))
     spec = with_range(spec, RangeShard(tuple(ranges)), shadow.shape, shadow.dtype)
-    return ShardedTensor.wrap(local, spec, tensor.edits)
+    return _alias(name, tensor, local, spec)
+
+
+def _alias(
+    name: str, tensor: ShardedTensor, local: torch.Tensor, spec: DTensorSpec
+) -> ShardedTensor:
+    """A tensor whose range ``local`` shares the memory of ``tensor``."""
+    alias = tensor.alias_of(local, spec)
+    return cast(ShardedTensor, raise_in_backward(name, alias, [tensor]))
 
 
 def _part(
@@ -83,7 +96,7 @@ def _part(
         # A contiguous part of the whole tensor may be no range, or several ranges, of a tile.
         if part.shape != shadow.shape:
             raise_unsupported(f"{name} of a tensor that is cut along {tensor._spec.placements}")
-        return ShardedTensor.wrap(tensor._local_tensor.detach(), tensor._spec, tensor.edits)
+        return _alias(name, tensor, tensor._local_tensor.detach(), tensor._spec)
     if (first, last) == (0, shadow.numel()):
         ranges = tensor.placement.ranges
     else:
@@ -97,6 +110,4 @@ def _part(
     start, stop = placement.local_range(tensor.range_rank)
     offset = first + start - here if stop > start else 0
     local = tensor._local_tensor.detach()[offset : offset + stop - start]
-    return ShardedTensor.wrap(
-        local, with_range(tensor._spec, placement, part.shape, part.dtype), tensor.edits
-    )
+    return _alias(name, tensor, local, with_range(tensor._spec, placement, part.shape, part.dtype))
