@@ -295,6 +295,12 @@ DEFECTS = [
     Defect(PendingSave, "settle", "copies.before_compute()", f"{SAVED}, copied ahead"),
     Defect(PendingSave, "take", "values = copy.wait()", SAVED, new="values = copy.host"),
     Defect(stager, "_settle", "save.settle()", SAVED),
+    Defect(
+        Transfers,
+        "finish_putting_together",
+        "bucket.divided.wait()",
+        "an edit after a forward that raised over divided copies",
+    ),
     Defect(Domain, "finish_reading", "self.reading.wait_on_host()", OFFLOADED),
     Defect(
         Transfers,

@@ -175,6 +175,10 @@ class Transfers(Protocol):
         """Enqueues the collectives that put divided shards together."""
         ...
 
+    def finish_putting_together(self) -> None:
+        """Makes compute wait for all of these that nobody has waited for: it may edit shards."""
+        ...
+
     def wait(self, unit: Any) -> None:
         """Makes compute wait for the unit's all-gathers."""
         ...

@@ -90,6 +90,12 @@ class Transfers:
             if bucket.divided is not None:
                 bucket.divided.gather(self.copies_lane)
 
+    def finish_putting_together(self) -> None:
+        for unit in self._units():
+            for bucket in unit.buckets:
+                if bucket.divided is not None:
+                    bucket.divided.wait()
+
     def wait(self, unit: Unit) -> None:
         for bucket in unit.buckets:
             bucket.wait()

@@ -252,6 +252,9 @@ class Rank:
     def put_together(self, unit: Unit) -> None:
         pass
 
+    def finish_putting_together(self) -> None:
+        pass
+
     def wait(self, unit: Unit) -> None:
         unit.is_ready = unit.is_gathered
 

@@ -602,6 +602,22 @@ def a_forward_that_raised_and_a_reset() -> None:
 
 
 @mode
+def an_edit_after_a_forward_that_raised_over_divided_copies() -> None:
+    """Some units did not run, so nobody read what was put together of their shards."""
+    program = Program(dims=(2, 2), divide_copies=True)
+    program.train(2)
+    hook = program.model.layers[0].register_forward_hook(fail)
+    with pytest.raises(PlannedError):
+        program.forward()
+    hook.remove()
+    with torch.no_grad():
+        for parameter in program.model.parameters():
+            parameter.zero_()
+    program.ctx.reset()
+    program.train(2)
+
+
+@mode
 def a_backward_that_raised_and_a_reset() -> None:
     program = Program(dims=(2, 2))
     program.train(2)
