@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import multiprocessing
+import time
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch.distributed as dist
 
@@ -75,3 +81,37 @@ def test_the_suite_runs_every_file_with_tests_for_a_gpu() -> None:
     found = gpu_suite.tests_marked_gpu()
     assert {f"tests/test_{name}.py" for name in files} <= set(found)
     assert "tests/test_parity.py" not in found
+
+
+def hang(scale: object, device: str, folder: Path, tell: gpu_parts.Tell) -> None:
+    tell(gpu_parts.Outcome({"found": 1}, "a page"))
+    time.sleep(60)
+
+
+def test_a_part_that_is_not_done_leaves_what_it_found_and_its_stacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_parts, "speed", hang)
+    args = argparse.Namespace(device="cpu", out=tmp_path)
+    noted: list[dict[str, Any]] = []
+    part = gpu_suite.run_part(multiprocessing.get_context("fork"), "speed", args, 5, noted.append)
+    assert part["status"] == "failed"
+    assert part["figures"] == {"found": 1}
+    assert "not done in 5 s" in part["error"]
+    assert "in hang" in part["error"]
+    assert len(noted) == 1
+
+
+@pytest.mark.parametrize(
+    ("chosen", "error"),
+    [("no_such_test", "pytest ended with 5"), ("needs_a_gpu", "no test ran"), ("passes", "")],
+)
+def test_tests_that_do_not_run_have_failed(tmp_path: Path, chosen: str, error: str) -> None:
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\n@pytest.mark.skip\ndef test_needs_a_gpu(): pass\ndef test_passes(): pass\n"
+    )
+    args = argparse.Namespace(device="cpu", out=tmp_path)
+    file = str(tmp_path / "test_some.py")
+    part = gpu_suite.run_tests(args, "tests", 100, [file, "-k", chosen, f"--rootdir={tmp_path}"])
+    assert part["status"] == ("failed" if error else "passed"), part
+    assert error in part.get("error", "")

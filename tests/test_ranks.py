@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -177,3 +179,10 @@ def test_ranks_that_are_forked_begin_once_all_are(
     out = program.communicate(timeout=60)
     assert program.returncode == 0, out
     assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == ["3"] * 3
+
+
+def test_a_machine_may_lack_what_workers_import_ahead(tmp_path: Path) -> None:
+    (tmp_path / "plotly.py").write_text("raise ImportError")
+    code = "from support.ranks import run_ranks; import os; run_ranks(os.getpid, 2)"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=150)

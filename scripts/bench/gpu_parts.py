@@ -1,7 +1,8 @@
 """What `gpu_suite.py` measures under simulated ranks, each part in a process of its own.
 
-Every part takes a `Scale`, a device type and the folder for its files, joins simulated ranks, and
-returns its figures and a page of Markdown about them.
+Every part takes a `Scale`, a device type, the folder for its files, and a function. It joins
+simulated ranks, and calls the function with what it has found as often as that grows: its figures
+and a page of Markdown about them. So a part that does not finish leaves what it had.
 """
 
 from __future__ import annotations
@@ -45,6 +46,14 @@ TOLERANCES = {"float32": 1e-4, "bfloat16": 3e-2}
 FIRST = "ours, the first step of a model"
 
 
+PARITY = (
+    "Two steps without an optimizer; gradients add up. The unsharded model has the weights that a "
+    "model has whose ranks all hold rank 0's shards. The error of the loss is relative; that of "
+    "the worst gradient, of which rank 0's ranges are compared, is a part of the largest element "
+    "of the parameter's."
+)
+
+
 class Outcome(NamedTuple):
     """figures: anything JSON can hold. page: the same in Markdown."""
 
@@ -52,7 +61,10 @@ class Outcome(NamedTuple):
     page: str
 
 
-def parity(scale: Scale, device: str, folder: Path) -> Outcome:
+Tell = Callable[[Outcome], None]
+
+
+def parity(scale: Scale, device: str, folder: Path, tell: Tell) -> None:
     """Losses and gradients of both systems against those of an unsharded model."""
     small = replace(
         scale,
@@ -69,16 +81,10 @@ def parity(scale: Scale, device: str, folder: Path) -> Outcome:
             loss, gradient = errors_of(bench, name)
             figures.setdefault(dtype, {})[name] = {"loss": loss, "gradient": gradient}
             rows.append([f"{name}, {dtype}", f"{loss:.1e}", f"{gradient:.1e}"])
+            page = markdown_table(["system", "loss", "worst gradient"], rows)
+            tell(Outcome(figures, f"{PARITY}\n\n{page}"))
             assert_parity(name, dtype, loss, gradient)
         dist.destroy_process_group()
-    page = (
-        "Two steps without an optimizer; gradients add up. The unsharded model has the weights "
-        "that a model has whose ranks all hold rank 0's shards. The error of the loss is relative; "
-        "that of the worst gradient, of which rank 0's ranges are compared, is a part of the "
-        "largest element of the parameter's.\n\n"
-        + markdown_table(["system", "loss", "worst gradient"], rows)
-    )
-    return Outcome(figures, page)
 
 
 def errors_of(bench: Bench, name: str) -> tuple[float, float]:
@@ -111,15 +117,13 @@ def assert_parity(name: str, dtype: str, loss: float, gradient: float) -> None:
     assert gradient <= most, f"{name}, {dtype}: a gradient is off by {gradient:.1e}, at most {most}"
 
 
-def memory(scale: Scale, device: str, folder: Path) -> Outcome:
+def memory(scale: Scale, device: str, folder: Path, tell: Tell) -> None:
     """How far a step's memory peaks above rest and gradient shards, in blocks of parameters."""
     simulated_ranks.start(device, scale.world_size)
     mesh = init_device_mesh(device, (scale.world_size,))
     blocks, width = scale.memory_blocks, scale.memory_width
     with turns.quiet_gc():
         samples = turns.alternate(samplers(mesh, blocks, width), scale.rounds, warmup=3)
-    if device == "cuda":
-        assert_within_bounds(samples)
     bounds = {name: f"{most:g}" for name, most in TARGETS.items()}
     rows = [
         [name, f"{statistics.median(v):.2f}", f"{min(v):.2f}-{max(v):.2f}", bounds.get(name, "")]
@@ -135,7 +139,10 @@ def memory(scale: Scale, device: str, folder: Path) -> Outcome:
         f"ranks; the peak of a step above rest and gradient shards, in blocks' parameters; {what}."
         f"\n\n{markdown_table(['system', 'blocks', 'least-most', 'at most'], rows)}"
     )
-    return Outcome({name: asdict(Spread.of(values)) for name, values in samples.items()}, page)
+    figures = {name: asdict(Spread.of(values)) for name, values in samples.items()}
+    tell(Outcome(figures, page))
+    if device == "cuda":
+        assert_within_bounds(samples)
 
 
 def assert_within_bounds(samples: Mapping[str, Sequence[float]]) -> None:
@@ -145,32 +152,35 @@ def assert_within_bounds(samples: Mapping[str, Sequence[float]]) -> None:
         assert found <= most, f"{name}: a step takes {found:.2f} blocks, at most {most}"
 
 
-def overlap(scale: Scale, device: str, folder: Path) -> Outcome:
+def overlap(scale: Scale, device: str, folder: Path, tell: Tell) -> None:
     """What is exposed in a profile of a few steps, and of a first one, as the library's own report
     says."""
     bench = Bench.start(scale, device)
     bench.limit(scale.profiled, bench.sent_by(OURS), bench.compute_alone())
-    reports = {}
+    found = "" if device == "cuda" else ", of which a CPU's trace shows none"
+    reports: dict[str, Report] = {}
+
+    def report(name: str, step: Callable[[], object], steps: int, file: str) -> None:
+        reports[name] = profiled(bench, step, steps, folder / file)
+        tables = "\n\n".join(map(_markdown, (ranks_table(reports), kinds_table(reports))))
+        page = (
+            f"Communication alone takes {scale.profiled} of compute alone, at "
+            f"{bench.link.gigabytes_per_s:.3g} GB/s. The report knows collectives by NCCL's kernels"
+            f"{found}.\n\n{tables}"
+        )
+        figures = {name: per_step(report) for name, report in reports.items()}
+        tell(Outcome({"gigabytes_per_s": bench.link.gigabytes_per_s, **figures}, page))
+
     for name in (OURS, FSDP2):
         step = bench.steps()[name]
         for _ in range(3):
             step()
-        reports[name] = profiled(bench, step, scale.steps, folder / f"{name}.json.gz")
+        report(name, step, scale.steps, f"{name}.json.gz")
     first = bench.new_ours()
-    step = make_step(first, bench.batch)
-    reports[FIRST] = profiled(bench, step, 1, folder / "first.json.gz")
+    report(FIRST, make_step(first, bench.batch), 1, "first.json.gz")
     assert_nothing_was_predicted(first)
     if device == "cuda":
         assert_hidden(reports, scale.blocks)
-    found = "" if device == "cuda" else ", of which a CPU's trace shows none"
-    tables = "\n\n".join(map(_markdown, (ranks_table(reports), kinds_table(reports))))
-    page = (
-        f"Communication alone takes {scale.profiled} of compute alone, at "
-        f"{bench.link.gigabytes_per_s:.3g} GB/s. The report knows collectives by NCCL's kernels"
-        f"{found}.\n\n{tables}"
-    )
-    figures = {name: per_step(report) for name, report in reports.items()}
-    return Outcome({"gigabytes_per_s": bench.link.gigabytes_per_s, **figures}, page)
 
 
 def profiled(bench: Bench, step: Callable[[], object], steps: int, trace: Path) -> Report:
@@ -229,7 +239,7 @@ def _markdown(table: Table) -> str:
     return markdown_table(table.header, table.rows)
 
 
-def speed(scale: Scale, device: str, folder: Path) -> Outcome:
+def speed(scale: Scale, device: str, folder: Path, tell: Tell) -> None:
     """Step times against the larger of compute alone and communication alone."""
     bench = Bench.start(scale, device)
     for name in (OURS, FSDP2):
@@ -242,54 +252,68 @@ def speed(scale: Scale, device: str, folder: Path) -> Outcome:
     runs: dict[str, Callable[[], object]] = {**bench.steps(), "sending": bench.replay(least)}
     systems = {name: bench.timed(run, scale.steps) for name, run in runs.items()}
     rounds = rounds_within(60, scale, compute / 1e3)
-    rows, figures = [], []
-    with turns.quiet_gc():
-        for ratio in scale.ratios:
-            bench.limit(ratio, least, compute)
-            asked = bench.link.gigabytes_per_s
-            samples = turns.alternate(systems, rounds, scale.warmup)
-            ms = {name: Spread.of(values) for name, values in samples.items()}
-            got = nbytes / ms["sending"].median / 1e6
-            bound = max((UNSHARDED, "sending"), key=lambda name: ms[name].median)
-            ratios = [
-                Ratio.between("step", of, to, samples)
-                for of, to in ((OURS, bound), (FSDP2, bound), (OURS, FSDP2))
-            ]
-            rows.append(
-                [
-                    f"{ratio:g}",
-                    "no limit" if asked is None else f"{asked:.3g}",
-                    f"{got:.3g}",
-                    f"{ms[UNSHARDED].median:.2f}",
-                    f"{ms['sending'].median:.2f}",
-                    *(
-                        f"{ms[name].median:.2f} ({interval(ms[name], '{:.2f}'.format)})"
-                        for name in (OURS, FSDP2)
-                    ),
-                    *(three_decimals(one.spread.median) for one in ratios),
-                ]
-            )
-            figures.append(
-                {
-                    "ratio": ratio,
-                    "gigabytes_per_s": {"asked": asked, "measured": got},
-                    "ms": {name: asdict(spread) for name, spread in ms.items()},
-                    "ratios": [asdict(one) for one in ratios],
-                }
-            )
-    header = ["ratio", "GB/s asked", "measured", "compute ms", "sending ms", "ours ms (p10-p90)"]
-    header += ["FSDP2 ms (p10-p90)", "ours/bound", "FSDP2/bound", "ours/FSDP2"]
-    bytes_sent = {name: sum(t.nbytes for t in found) for name, found in sent.items()}
     page = (
         f"{scale.blocks} Llama-like blocks of width {scale.width}, {scale.tokens} tokens, "
         f"{scale.world_size} simulated ranks, bfloat16 with float32 reduction; a step is forward, "
         f"backward and zero_grad. Medians of {rounds} alternating rounds. The "
         "bound is the larger of compute (the unsharded model) and sending (the same transfers with "
         "no compute); ratio is what sending was meant to be of compute. A rank receives and sends "
-        + ", ".join(f"{n / 1e9:.3g} GB a step ({name})" for name, n in bytes_sent.items())
-        + f".\n\n{markdown_table(header, rows)}"
     )
-    return Outcome({"bytes_sent": bytes_sent, "ratios": figures}, page)
+    bytes_sent = {name: sum(t.nbytes for t in found) for name, found in sent.items()}
+    page += ", ".join(f"{n / 1e9:.3g} GB a step ({name})" for name, n in bytes_sent.items())
+    rows: list[list[str]] = []
+    figures: list[dict[str, Any]] = []
+    with turns.quiet_gc():
+        for ratio in scale.ratios:
+            bench.limit(ratio, least, compute)
+            samples = turns.alternate(systems, rounds, scale.warmup)
+            _add_speed(rows, figures, ratio, bench.link.gigabytes_per_s, nbytes, samples)
+            found = {"bytes_sent": bytes_sent, "ratios": figures}
+            tell(Outcome(found, f"{page}.\n\n{markdown_table(SPEED, rows)}"))
+
+
+SPEED = ["ratio", "GB/s asked", "measured", "compute ms", "sending ms", "ours ms (p10-p90)"]
+SPEED += ["FSDP2 ms (p10-p90)", "ours/bound", "FSDP2/bound", "ours/FSDP2"]
+
+
+def _add_speed(
+    rows: list[list[str]],
+    figures: list[dict[str, Any]],
+    ratio: float,
+    asked: float | None,
+    nbytes: int,
+    samples: Mapping[str, list[float]],
+) -> None:
+    """Adds to `rows` and `figures` what was measured at one speed of the link."""
+    ms = {name: Spread.of(values) for name, values in samples.items()}
+    got = nbytes / ms["sending"].median / 1e6
+    bound = max((UNSHARDED, "sending"), key=lambda name: ms[name].median)
+    ratios = [
+        Ratio.between("step", of, to, samples)
+        for of, to in ((OURS, bound), (FSDP2, bound), (OURS, FSDP2))
+    ]
+    rows.append(
+        [
+            f"{ratio:g}",
+            "no limit" if asked is None else f"{asked:.3g}",
+            f"{got:.3g}",
+            f"{ms[UNSHARDED].median:.2f}",
+            f"{ms['sending'].median:.2f}",
+            *(
+                f"{ms[name].median:.2f} ({interval(ms[name], '{:.2f}'.format)})"
+                for name in (OURS, FSDP2)
+            ),
+            *(three_decimals(one.spread.median) for one in ratios),
+        ]
+    )
+    figures.append(
+        {
+            "ratio": ratio,
+            "gigabytes_per_s": {"asked": asked, "measured": got},
+            "ms": {name: asdict(spread) for name, spread in ms.items()},
+            "ratios": [asdict(one) for one in ratios],
+        }
+    )
 
 
 def rounds_within(seconds: float, scale: Scale, compute: float) -> int:

@@ -1,16 +1,16 @@
 """What one GPU can tell of the library: whether it is right, and how it compares with FSDP2.
 
+    parity     simulated ranks compute what the unsharded model does
+    overlap    what a profile says is exposed, and that all is hidden that can be
+    memory     the allocator's peak of a step, and that it is within its bounds
+    speed      step times against the larger of compute and communication alone
     tests      the tests marked gpu: at one rank with NCCL, and on simulated ranks
     sanitizer  training again under CUDA's stream sanitizer, which finds unordered accesses
-    parity     simulated ranks compute what the unsharded model does
-    memory     the allocator's peak of a step, and that it is within its bounds
-    overlap    what a profile says is exposed, and that all is hidden that can be
-    speed      step times against the larger of compute and communication alone
 
-All but the first two run on simulated ranks alone (`simulated_ranks.py` says what these are and are
+All but the last two run on simulated ranks alone (`simulated_ranks.py` says what these are and are
 not). Takes less than ten minutes and no network. Each part is a process of its own with a time
 limit, and one that fails does not stop the next. `--out` then holds results.json, summary.md, the
-traces and what the tests wrote.
+traces and what the tests wrote; what a part found is written as it is found.
 
 Ends with 0 if all parts passed, 1 if not, 2 without a GPU.
 """
@@ -19,14 +19,17 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import faulthandler
 import json
 import multiprocessing
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -36,18 +39,29 @@ from harness import output
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Seconds; together less than ten minutes.
-LIMITS = {"tests": 270, "sanitizer": 80, "parity": 40, "memory": 30, "overlap": 60, "speed": 110}
+# Seconds. What only a GPU can tell comes first.
+LIMITS = {"parity": 60, "overlap": 80, "memory": 40, "speed": 140, "tests": 270, "sanitizer": 90}
+BUDGET = 560
+"""Seconds for all parts. A part gets no more than is left."""
+STACKS_SECONDS = 2.0
+"""How long a part that is not done may write its stacks."""
 
 # What all figures are of; `device` is None where there is no GPU.
 ABOUT = """
 import json, torch
 device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-print(json.dumps({"device": device, "torch": torch.__version__, "cuda": torch.version.cuda}))
+nccl = ".".join(map(str, torch.cuda.nccl.version())) if device else None
+names = {"device": device, "torch": torch.__version__, "cuda": torch.version.cuda, "nccl": nccl}
+print(json.dumps(names))
 """
+DRIVER = "driver_version,memory.total,clocks.max.sm,clocks.max.mem,power.limit,persistence_mode"
 
 # Those that keep the lanes and compute busy with torch's own kernels, which alone it knows.
-SANITIZED = ("tests/test_cuda.py", "-k", "unsharded or stages or wait_for_each_other")
+SANITIZED = "tests/test_cuda.py -m gpu -k".split() + ["unsharded or stages or wait_for_each_other"]
+SANITIZE = {"FSDP_OVERLAP_CUDA_SANITIZER": "1"}  # see tests/support/ranks.py
+
+# What the suite is tried out with where there is no GPU: workers start, and simulated ranks train.
+TRIED_OUT = "tests/test_simulated_ranks.py -k train_as_the_unsharded_model".split()
 
 ON_A_CPU = (
     "**These are figures of a CPU**, on which ranks are simulated by sleeping and nothing "
@@ -69,35 +83,54 @@ def main() -> None:
         )
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["gpu_parts", "torch._dynamo"])  # which FSDP2 imports late
-    forkserver.ensure_running()  # imports while the tests run
+    forkserver.ensure_running()
     args.out.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {
         "device": about["device"] or "CPU",
         "torch": about["torch"],
         "cuda": about["cuda"],
+        "nccl": about["nccl"],
+        "driver": driver() if about["device"] else None,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "is_of_a_cpu": args.device == "cpu",
         "parts": {},
     }
-    for name, limit in LIMITS.items():
+    end = time.monotonic() + args.budget
+    for name in args.parts:
         start = time.monotonic()
-        if name == "tests":
-            part = run_tests(args, name, limit, tests_marked_gpu())
+        limit = min(LIMITS[name], end - start)
+
+        def note(part: dict[str, Any], name: str = name, start: float = start) -> None:
+            """Writes what is known of the part, so that an end from outside leaves it."""
+            part["seconds"] = round(time.monotonic() - start, 1)
+            results["parts"][name] = part
+            (args.out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+            (args.out / "summary.md").write_text(summary_of(results))
+
+        if limit < 10:
+            part = {"status": "failed", "error": f"not begun: {args.budget} s were over"}
+        elif name == "tests":
+            part = run_tests(args, name, limit, tests_of(args.device))
         elif name == "sanitizer":
-            # Where torch has no CUDA, nothing runs under it.
-            env = {} if args.device == "cpu" else {"TORCH_CUDA_SANITIZER": "1"}
-            part = run_tests(args, name, limit, SANITIZED, env)
+            part = run_tests(args, name, limit, SANITIZED, SANITIZE)
         else:
-            part = run_part(context, name, args, limit)
-        part["seconds"] = round(time.monotonic() - start, 1)
-        results["parts"][name] = part
-        # After each, so that an end from outside leaves what was found.
-        (args.out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
-        (args.out / "summary.md").write_text(summary_of(results))
+            part = run_part(context, name, args, limit, note)
+        note(part)
         print(f"{name}: {part['status']}, {part['seconds']:.0f} s", flush=True)
     print(f"\n{summary_of(results)}\n{args.out / 'results.json'} and summary.md")
     failed = [name for name, part in results["parts"].items() if part["status"] != "passed"]
     raise SystemExit(1 if failed else 0)
+
+
+def driver() -> dict[str, str] | None:
+    """What `nvidia-smi` says of the first GPU, if it is there."""
+    try:
+        said = subprocess.check_output(
+            ["nvidia-smi", f"--query-gpu={DRIVER}", "--format=csv,noheader"], text=True, timeout=20
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return dict(zip(DRIVER.split(","), said.splitlines()[0].split(", "), strict=False))
 
 
 def parse() -> argparse.Namespace:
@@ -111,44 +144,108 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, default=Path("runs/gpu_suite"), help="folder for its files"
     )
-    return parser.parse_args()
+    parser.add_argument(
+        "--parts", nargs="+", choices=LIMITS, help="these alone, in this order (default: all)"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=BUDGET, help="seconds for all parts (default: %(default)s)"
+    )
+    args = parser.parse_args()
+    if args.device == "cpu" and "sanitizer" in (args.parts or ()):
+        parser.error("--device cpu has no part sanitizer: it looks at streams of CUDA")
+    # Without CUDA nothing runs under its sanitizer.
+    args.parts = args.parts or [n for n in LIMITS if args.device == "cuda" or n != "sanitizer"]
+    return args
 
 
 # ------------------------------------------------------------------- parts
 
 
-def run_part(context: Any, name: str, args: argparse.Namespace, limit: float) -> dict[str, Any]:
-    """What part `name` returned, with `status`: "passed", or "failed" and the `error`."""
+def run_part(
+    context: Any,
+    name: str,
+    args: argparse.Namespace,
+    limit: float,
+    note: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    """What part `name` found, with `status`: "passed", or "failed" and the `error`. Calls `note`
+    with what it has found so far."""
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_part_main, args=(theirs, name, args.device, args.out))
+    end = time.monotonic() + limit
     process.start()
     theirs.close()  # so that a part that died reads as the end of the pipe
+    part: dict[str, Any] = {"status": "failed", "error": "not done"}
     try:
-        if not ours.poll(limit):
-            return {"status": "failed", "error": f"not done in {limit:.0f} s"}
-        result: dict[str, Any] = ours.recv()
-        return result
+        while ours.poll(max(0.0, end - time.monotonic())):
+            part |= ours.recv()
+            if part["status"] == "passed" or part["error"] != "not done":
+                return part
+            note(part)
+        return part | {"error": f"not done in {limit:.0f} s\n{_stacks(process, args.out, name)}"}
     except EOFError:
         process.join(5)
-        return {"status": "failed", "error": f"died with exit code {process.exitcode}"}
+        return part | {"error": f"died with exit code {process.exitcode}"}
     finally:
         process.kill()
         process.join()
 
 
+def _stacks(process: Any, folder: Path, name: str) -> str:
+    os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(STACKS_SECONDS)
+    file = _stacks_file(folder, name)
+    return file.read_text() if file.exists() else "(no stacks: it had not begun)"
+
+
+def _stacks_file(folder: Path, name: str) -> Path:
+    return folder / f"{name}_stacks.txt"
+
+
 def _part_main(result: Connection, name: str, device: str, folder: Path) -> None:
     try:
-        import torch
-
-        import gpu_parts
-        from harness import simulated_training
-
-        if device == "cpu":
-            torch.set_num_threads(1)
-        outcome = getattr(gpu_parts, name)(simulated_training.SCALES[device], device, folder)
-        result.send({"status": "passed", "figures": outcome.figures, "page": outcome.page})
+        with _stacks_file(folder, name).open("w") as stacks:
+            faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+            _run_part(result, name, device, folder)
+        _stacks_file(folder, name).unlink()
     except BaseException:
         result.send({"status": "failed", "error": traceback.format_exc()})
+
+
+def _run_part(result: Connection, name: str, device: str, folder: Path) -> None:
+    import torch
+
+    import gpu_parts
+    from harness import simulated_training
+
+    if device == "cpu":
+        torch.set_num_threads(1)
+
+    def tell(outcome: gpu_parts.Outcome) -> None:
+        result.send({"figures": outcome.figures, "page": outcome.page})
+
+    getattr(gpu_parts, name)(simulated_training.SCALES[device], device, folder, tell)
+    done: dict[str, Any] = {"status": "passed", "error": None}
+    if device == "cuda":
+        stats = torch.cuda.memory_stats()
+        done["allocator"] = {name: stats.get(name) for name in ALLOCATOR}
+    result.send(done)
+
+
+# Of torch's allocator, over the whole part.
+ALLOCATOR = (
+    "allocated_bytes.all.peak",
+    "reserved_bytes.all.peak",
+    "num_alloc_retries",
+    "num_ooms",
+    "num_device_alloc",
+    "num_device_free",
+)
+
+
+def tests_of(device: str) -> list[str]:
+    """The tests of a GPU. Where there is none, those that the suite is tried out with."""
+    return [*tests_marked_gpu(), "-m", "gpu"] if device == "cuda" else TRIED_OUT
 
 
 def tests_marked_gpu() -> list[str]:
@@ -164,9 +261,13 @@ def run_tests(
     chosen: Sequence[str],
     env: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Those `chosen` of the tests marked gpu, which are skipped where there is none."""
+    """The tests that `chosen` chooses. If all are skipped the part has failed."""
     # Not strict about options of plugins, which a machine without network may lack.
-    options = "-m gpu -q -o addopts=-rfE -p no:cacheprovider --color=no".split()
+    options = "-q -o addopts=-rfE -p no:cacheprovider --color=no".split()
+    options += [
+        "-o",
+        f"faulthandler_timeout={max(5.0, limit - 20):.0f}",
+    ]  # a hang leaves its stacks
     command = [sys.executable, "-m", "pytest", *options, *chosen]
     log = args.out / f"{name}.txt"
     with log.open("w") as file:
@@ -189,6 +290,8 @@ def run_tests(
         return {"status": "failed", "error": error, "page": page}
     if done.returncode:
         return {"status": "failed", "error": f"pytest ended with {done.returncode}", "page": page}
+    if not re.search(r"[1-9]\d* passed", lines[-1]):
+        return {"status": "failed", "error": f"no test ran: {lines[-1]}", "page": page}
     return {"status": "passed", "page": page}
 
 
@@ -204,13 +307,19 @@ def summary_of(results: dict[str, Any]) -> str:
         f"{results['device']}, torch {results['torch']}{cuda}, {results['date']}",
         "",
     ]
+    if results["driver"]:
+        facts = [f"{name} {value}" for name, value in results["driver"].items()]
+        lines += [f"NCCL {results['nccl']}; {', '.join(facts)}", ""]
     if results["is_of_a_cpu"]:
         lines += [ON_A_CPU, ""]
     for name, part in results["parts"].items():
         lines += [f"## {name}: {part['status']} ({part['seconds']:.0f} s)", ""]
         if "page" in part:
             lines += [part["page"], ""]
-        if "error" in part:
+        if part.get("allocator"):
+            facts = [f"{name} {value}" for name, value in part["allocator"].items()]
+            lines += [f"Allocator: {', '.join(facts)}", ""]
+        if part.get("error"):
             lines += ["```", part["error"].rstrip(), "```", ""]
     return "\n".join(lines)
 

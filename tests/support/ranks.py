@@ -36,6 +36,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.cuda import _sanitizer
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 T = TypeVar("T")
@@ -45,6 +46,9 @@ T = TypeVar("T")
 PRELOAD = "torch.distributed.fsdp torch.distributed.tensor.debug pytest".split()
 PRELOAD += "fsdp_overlap.cli.main fsdp_overlap.cli.train plotly.graph_objs._figure".split()
 PRELOAD += "matplotlib.figure matplotlib.backends.backend_agg".split()
+SANITIZE = "FSDP_OVERLAP_CUDA_SANITIZER"
+"""Set: workers look at all that CUDA streams do. torch's own variable would make the import of
+torch start CUDA, which no process can do that others are forked from."""
 STARTUP_SECONDS = 180.0  # importing torch on a busy machine
 GRACE_SECONDS = 3.0  # for the other ranks, once one has failed
 CLEAN_UP_SECONDS = 3.0  # for destroying the process groups after the call
@@ -322,7 +326,10 @@ def _worker_main(conn: Connection, stacks_path: str) -> None:
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     _rewrite_assertions()
     for module in PRELOAD:  # where there is no fork server
-        importlib.import_module(module)
+        with contextlib.suppress(ImportError):  # a machine without a network may lack some
+            importlib.import_module(module)
+    if os.environ.get(SANITIZE):
+        _sanitizer.enable_cuda_sanitizer()
     _freeze_what_was_imported()
     conn.send_bytes(pickle.dumps(_Outcome("returned")))
     while True:
