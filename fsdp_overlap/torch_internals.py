@@ -334,6 +334,13 @@ def is_registered(group: dist.ProcessGroup) -> bool:
     return group in c10d._world.pg_map
 
 
+def connect(backend: Any, device: torch.device) -> None:
+    """Makes the communicator of a backend of NCCL, which else comes with the first collective:
+    nothing is registered without one. Collective over the group the first time."""
+    if not backend._is_initialized():
+        backend.eager_connect_single_device(device)
+
+
 def make_group(
     name: str, ranks: Sequence[int], backend: dist.Backend, options: Any, timeout: timedelta
 ) -> dist.ProcessGroup:

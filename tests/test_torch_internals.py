@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from unittest.mock import patch
 
 import pytest
@@ -810,6 +811,18 @@ def meshes_forget_their_groups() -> None:
         assert mesh._pg_registry
         internals.let_go_of_groups(mesh)
         assert not mesh._pg_registry
+
+
+@canary("connect")
+def a_communicator_is_made_once() -> None:
+    """Memory is registered with a group that has no communicator yet, which raises."""
+    backend = mock.Mock(**{"_is_initialized.side_effect": [False, True]})
+    for _ in range(2):
+        internals.connect(backend, torch.device("cuda", 1))
+    backend.eager_connect_single_device.assert_called_once_with(torch.device("cuda", 1))
+    nccl = getattr(dist, "ProcessGroupNCCL", None)  # in builds for GPUs
+    assert nccl is None or hasattr(nccl, "eager_connect_single_device")
+    assert nccl is None or hasattr(nccl, "_is_initialized")
 
 
 @canary(

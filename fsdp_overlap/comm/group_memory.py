@@ -11,11 +11,12 @@ import torch.distributed as dist
 
 from fsdp_overlap.comm.group_facts import backend_name
 from fsdp_overlap.comm.streams import streams_of
+from fsdp_overlap.torch_internals import connect
 
 
 class GroupMemory:
     """A pool of memory on ``device`` that the backend of ``groups`` allocates. It is registered
-    with each group, so that their collectives need no copies of their own.
+    with each group, so that their collectives need no copies of their own. Collective over them.
 
     Raises:
         ValueError: the backend allocates no memory.
@@ -27,6 +28,7 @@ class GroupMemory:
         backends: list[Any] = [group._get_backend(device) for group in dict.fromkeys(groups)]
         self._pool = self._streams.MemPool(backends[0].mem_allocator)
         for backend in backends:
+            connect(backend, device)
             # What the pool takes from the device later is registered then.
             backend.register_mem_pool(self._pool)
 

@@ -111,6 +111,7 @@ class NcclLikeGroup(dist.ProcessGroup):
         self._carrier = dist.ProcessGroupGloo(carried, rank, world_size, timeout)
         self._name = ""
         self._issued = 0
+        self._is_connected = False
         self.pools: list[Any] = []
         self._thread = ThreadPoolExecutor(1, f"{BACKEND}-{rank}")
 
@@ -158,7 +159,20 @@ class NcclLikeGroup(dist.ProcessGroup):
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return device.type == "modelled"
 
+    def _is_initialized(self) -> bool:
+        """Whether there is a communicator, which the first collective makes."""
+        return self._is_connected
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        assert device.type == "modelled"
+        self._is_connected = True
+
     def register_mem_pool(self, pool: Any, symm: bool = False) -> None:
+        if not self._is_connected:
+            raise RuntimeError(
+                "NCCL communicator has not been initialized before mem pool creation. You can pass "
+                "`device_id` to init_process_group"
+            )
         assert pool.allocator is self.mem_allocator
         self.pools.append(pool)
 
@@ -179,6 +193,7 @@ class NcclLikeGroup(dist.ProcessGroup):
         opts: Any,
     ) -> dist.Work:
         """`start` sends copies of `reads`; `receive` gets what arrives, and writes `writes`."""
+        self._is_connected = True
         if streams.is_available():
             streams.active().issue(self, kind, reads, writes)
         with unseen():
