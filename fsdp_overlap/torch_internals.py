@@ -119,6 +119,13 @@ pop_saved_tensors_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 """Whether saved tensors may be handled, which ``torch.func`` forbids within its transforms; and how
 hooks are set aside meanwhile, because it refuses to begin where there are any."""
 
+
+def intercept_pushed_hooks(push: Callable[..., None] | None) -> None:
+    """Have ``push(pack, unpack)`` called where torch or others would push hooks of saved tensors.
+    ``None`` ends that."""
+    torch._C._autograd._push_saved_tensors_default_hooks = push or push_saved_tensors_hooks
+
+
 are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 """Whether a transform of ``torch.func`` is around a forward. All-gathers do not go through it."""
 

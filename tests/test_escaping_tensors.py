@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
-from torch.autograd.graph import save_on_cpu
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_overlap import FsdpContext, fully_shard
@@ -21,6 +21,11 @@ from fsdp_overlap.runtime.bucket import Bucket
 from support.ranks import RankError, run_ranks
 from support.twins import Twins, loss_of
 from support.zoo import VOCABULARY, WIDTH
+
+
+def same(tensor: torch.Tensor) -> torch.Tensor:
+    """Packs and unpacks as what leaves parameters where they are, or only counts what is saved."""
+    return tensor
 
 
 class Hidden:
@@ -64,6 +69,9 @@ class Block(nn.Module):
         elif self.kind == "several":
             self.kept = self.side(h).mean() + self.up(y).square().mean()
             shared.append(self.norm(y))
+        elif self.kind == "hooks of others":
+            with saved_tensors_hooks(same, same):
+                self.kept = self.side(torch.tanh(self.side(y))).square().mean()
         elif self.kind in ("a list", "exits"):
             shared.append(self.side(y))
         elif self.kind == "no output":
@@ -84,6 +92,7 @@ KINDS = [
     "a norm alone",
     "a sum alone",
     "a checkpoint",
+    "hooks of others",
     "several",
     "a list",
     "exits",
@@ -333,6 +342,19 @@ def starts_late(kind: str) -> None:
     twins.ctx.reset()
     twins.optimizer.zero_grad()
     twins.train(5)
+
+
+def hooks_of_others_start_late() -> None:
+    """Autograd does not check the versions of what others' hooks hand it, so such units are always
+    tracked: a loss that begins late is right."""
+    twins = Escaping(partial(Model, ["hooks of others"] * 3), shard)
+    with patch.object(Escaping, "loss", lambda _, model, *rows: loss_of(model(rows[0]), rows[1])):
+        twins.train(4)
+    twins.train(2)
+
+
+def test_what_leaves_late_through_hooks_of_others_is_right() -> None:
+    run_ranks(hooks_of_others_start_late, 2)
 
 
 @pytest.mark.parametrize("kind", ["after the output", "a norm alone", "a graph of its own"])

@@ -160,6 +160,20 @@ def whether_saved_tensors_may_be_handled_is_known() -> None:
     assert internals.top_saved_tensors_default_hooks(True) is None
 
 
+@canary("intercept_pushed_hooks")
+def hooks_of_others_are_seen_when_they_are_pushed() -> None:
+    """What such hooks hold within a unit's forward is read when it is freed, silently."""
+    pushed = []
+    internals.intercept_pushed_hooks(
+        lambda *hooks: (pushed.append(hooks), internals.push_saved_tensors_hooks(*hooks))[0]
+    )
+    with torch.autograd.graph.saved_tensors_hooks(operator.pos, operator.neg):
+        assert internals.top_saved_tensors_default_hooks(True) == (operator.pos, operator.neg)
+    internals.intercept_pushed_hooks(None)
+    with torch.autograd.graph.saved_tensors_hooks(operator.neg, operator.pos):
+        assert pushed == [(operator.pos, operator.neg)]
+
+
 @canary("set_versions")
 def versions_can_be_set() -> None:
     """Backward reads freed parameters, silently."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from fsdp_overlap.tensor.extension import inner_tensors
 from fsdp_overlap.torch_internals import (
     DisableTorchFunctionSubclass,
     are_saved_tensors_hooks_enabled,
+    intercept_pushed_hooks,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     top_saved_tensors_default_hooks,
@@ -54,7 +56,8 @@ class SavedForward:
         self.unit = weakref.ref(unit)
         self.schedule = weakref.ref(schedule)
         self.is_shared = is_shared
-        """Whether others handle saved tensors too, as activation checkpointing does."""
+        """Whether others handle saved tensors too, as activation checkpointing does, around the
+        unit or within it."""
         self.has_saved = False
         """Whether autograd saved anything."""
         self.tells = False
@@ -113,7 +116,8 @@ class SavedTensors:
     - in each one until a backward has shown whether anything is read early, from the first one,
       from the first in training or evaluation, and from where other parameters are trainable,
     - from then on in forwards 1, 2, 4, 8 ..., and in each one if something was read early,
-    - where others handle saved tensors: autograd does not check the versions of these.
+    - where others handle saved tensors, around the unit or within it: autograd does not check the
+      versions of these.
 
     In any other forward what is read early is an error, by the :class:`VersionCounters`.
     """
@@ -130,6 +134,8 @@ class SavedTensors:
         self._forwards = 0
         self.under_way: list[SavedForward | None] = []
         """The forwards that are tracked now, and those within them."""
+        self._has_others = False
+        """Whether others handled saved tensors within a forward that was tracked."""
 
     def begin(self, unit: Unit, schedule: Schedule) -> None:
         """Begin to track a forward of ``unit``, if that is to be done. :meth:`end` comes next."""
@@ -142,7 +148,9 @@ class SavedTensors:
             self._forwards += 1
         hooks: Hooks | None = top_saved_tensors_default_hooks(True)
         is_looked_at = not self._forwards & (self._forwards - 1)
-        is_tracked = self.are_read_early or not self.has_seen_backward or is_looked_at
+        is_tracked = (
+            self.are_read_early or self._has_others or not self.has_seen_backward or is_looked_at
+        )
         if hooks is None and not is_tracked and unit.settings.unshard_in_backward:
             return  # first, for most forwards
         outer, others = _current_hooks()
@@ -156,7 +164,7 @@ class SavedTensors:
             forward.tells = is_looked_at and not is_rerun
             push_saved_tensors_hooks(partial(_pack, (*outer, forward), others), _unpack)
             self.under_way[-1:] = [forward]
-            _let_transforms_begin(+1)
+            _adapt_torch(+1)
 
     def end(self) -> SavedForward | None:
         """End the last :meth:`begin`, if any is under way. Return what was tracked."""
@@ -165,7 +173,8 @@ class SavedTensors:
             return None
         if _hooks_of_ours() is not None:
             pop_saved_tensors_hooks()
-        _let_transforms_begin(-1)
+        _adapt_torch(-1)
+        self._has_others |= forward.is_shared
         if forward.tells:
             self.are_any = forward.has_saved
         return forward
@@ -201,12 +210,31 @@ _tracked = 0
 """How many forwards are tracked now, in all threads."""
 
 
-def _let_transforms_begin(change: int) -> None:
-    """Note that ``change`` more forwards are tracked. While there are any, what disables hooks of
-    saved tensors, as ``torch.func.grad`` does, finds none of ours, where torch would raise."""
+_lock = threading.Lock()
+
+
+def _adapt_torch(change: int) -> None:
+    """Note that ``change`` more forwards are tracked. While there are any
+
+    - what disables hooks of saved tensors, as ``torch.func.grad`` does, finds none of ours, where
+      torch would raise,
+    - what others' hooks handle within a forward is tracked too: torch calls the innermost alone.
+    """
     global _tracked
-    _tracked += change
-    graph.disable_saved_tensors_hooks = _disable_others if _tracked else _disable
+    with _lock:  # ranks may be threads
+        _tracked += change
+        graph.disable_saved_tensors_hooks = _disable_others if _tracked else _disable
+        intercept_pushed_hooks(_push if _tracked else None)
+
+
+@untraced
+def _push(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
+    forwards, _ = _current_hooks()
+    if not forwards:
+        push_saved_tensors_hooks(pack, unpack)
+        return
+    forwards[-1].is_shared = True
+    push_saved_tensors_hooks(partial(_pack, forwards, (pack, unpack)), _unpack)
 
 
 @contextmanager
