@@ -134,7 +134,7 @@ def with_odd_gradient_hooks(layout: Any) -> None:
         (weight.register_hook, lambda g: g.sum(), RuntimeError),
     ):
         handle = register(hook)
-        with pytest.raises(error, match="user|returned a gradient of shape"):
+        with pytest.raises(error, match=r"user|returned a gradient of shape"):
             model(tokens()).square().mean().backward()
         handle.remove()
         with pytest.raises(RuntimeError, match="the last backward did not finish"):
