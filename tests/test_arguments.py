@@ -312,13 +312,3 @@ def shared_module() -> None:
 
 def test_a_module_shared_across_units_is_refused() -> None:
     run_ranks(shared_module, 2)
-
-
-def hooked() -> None:
-    module = fully_shard(linear(), FsdpContext())
-    with pytest.raises(RuntimeError, match="register_hook is not supported on a ShardedTensor"):
-        module.weight.register_hook(print)
-
-
-def test_hooks_that_would_never_fire_are_refused() -> None:
-    run_ranks(hooked, 1)

@@ -6,7 +6,7 @@ import copy
 import io
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -104,6 +104,52 @@ def with_gradient_hooks(layout: Any) -> None:
 @pytest.mark.parametrize("layout", [Rows(), Flat()])
 def test_hooks_of_gradients_see_reduced_ones(layout: Any) -> None:
     run_ranks(with_gradient_hooks, 2, layout)
+
+
+def with_odd_gradient_hooks(layout: Any) -> None:
+    """Hooks may return whole tensors and keep what they see. What they raise is undone by reset."""
+    model, twin = deep(), deep()
+    ctx = FsdpContext(layout=layout)
+    shard_layers(model, ctx)
+    kept: list[Any] = []
+    for each in (model, twin):
+        weight, bias = each.layers[0].up.weight, each.layers[1].down.bias
+        values = torch.arange(float(weight.numel()), dtype=torch.float64).view(weight.shape)
+        handle = weight.register_hook(lambda _, values=values: values)
+        bias.register_hook(kept.append)
+        each(tokens()).square().mean().backward()
+        handle.remove()
+        bias.grad.zero_()
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+    same(kept[0].full_tensor(), kept[1], "kept")
+    same_outputs(model, twin, "of a whole gradient")
+
+    def fail(_: object) -> NoReturn:
+        raise KeyError("the user's own")
+
+    weight = model.layers[0].up.weight
+    for register, hook, error in (
+        (weight.register_hook, fail, KeyError),
+        (weight.register_post_accumulate_grad_hook, fail, KeyError),
+        (weight.register_hook, lambda g: g.sum(), RuntimeError),
+    ):
+        handle = register(hook)
+        with pytest.raises(error, match=r"user|returned a gradient of shape"):
+            model(tokens()).square().mean().backward()
+        handle.remove()
+        with pytest.raises(RuntimeError, match="the last backward did not finish"):
+            model(tokens())
+        ctx.reset()
+        for each in (model, twin):
+            each.zero_grad()
+            each(tokens()).square().mean().backward()
+        for (name, mine), its in zip(model.named_parameters(), twin.parameters(), strict=True):
+            same(mine.grad.full_tensor(), its.grad, name)
+
+
+@pytest.mark.parametrize("layout", [Rows(), Flat()])
+def test_hooks_of_gradients_may_keep_replace_or_raise(layout: Any) -> None:
+    run_ranks(with_odd_gradient_hooks, 2, layout)
 
 
 def edits(p: Any) -> Iterator[Callable[[], object]]:
@@ -273,11 +319,17 @@ def data_assigned(layout: Any, tensor_ranks: int) -> None:
             parameter.data *= 0.5
             parameter.data = parameter.data
             parameter.data -= 0.25 * parameter.grad
+            parameter.data = parameter.data.sub(parameter.data.mean(dim=-1, keepdim=True))
             parameter.grad.data *= 0.5
             if not isinstance(layout, Rows):  # whose gradients are torch's own DTensors
                 parameter.grad.data = parameter.grad.data + parameter.data
         torch.optim.SGD(each.parameters(), lr=0.1).step()
     same_outputs(model, twin, "edited through data")
+    for each in (model, twin):
+        count = sum(p.numel() for p in each.parameters())
+        vector = torch.linspace(-1, 1, count, dtype=torch.float64)
+        nn.utils.vector_to_parameters(vector, each.parameters())
+    same_outputs(model, twin, "from one vector")
     if tensor_ranks == 1:  # ranges of tiles have no views
         for number, _ in enumerate(zip(swapped(model), swapped(twin), strict=True)):
             same_outputs(model, twin, f"swapped {number}")

@@ -104,6 +104,10 @@ class Reductions:
             self._wait_for_oldest()
         self._transfers.finish_sums()
 
+    @property
+    def is_under_way(self) -> bool:
+        return bool(self._in_flight)
+
     def drop(self) -> None:
         """Forgets everything under way."""
         self._transfers.abandon((gradients, ticket) for _, gradients, ticket in self._in_flight)
@@ -183,8 +187,9 @@ class Reductions:
         return len(busy) <= self.max_inputs
 
     def _wait_for_oldest(self) -> None:
-        _, gradients, ticket = self._in_flight.popleft()
-        self._transfers.finish(gradients, ticket)
+        _, gradients, ticket = self._in_flight[0]
+        self._transfers.finish(gradients, ticket)  # calls users' hooks, which may raise
+        self._in_flight.popleft()
         gradients.is_in_flight = False
 
 

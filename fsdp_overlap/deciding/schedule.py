@@ -12,6 +12,7 @@ call's all-gather is enqueued all the same.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from itertools import count
@@ -304,7 +305,9 @@ class Schedule:
             if backward.lost is not None:
                 raise RuntimeError(backward.lost)
         finally:
-            self._backward = None
+            # If a user's hook raised, gradients are missing: the next forward says what to do.
+            if sys.exception() is None or not self.reductions.is_under_way:
+                self._backward = None
             self._reruns.end()
             self._is_pass_over = True
             self._open_passes.clear()

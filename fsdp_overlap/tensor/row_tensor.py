@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from copy import deepcopy
+from sys import getrefcount
 from typing import Any, cast
 from weakref import WeakSet
 
@@ -90,7 +91,7 @@ class RowTensor(HoldsGradient, DTensor):
         if kind == "edit":
             _note_edits(args[0] if args else next(iter(kwargs.values())))
             if func is torch.Tensor.copy_ and isinstance(args[0], RowTensor):
-                args = (args[0], args[0]._as_dtensor(args[1]), *args[2:])
+                args = (args[0], args[0]._laid_alike(args[1]), *args[2:])
         elif kind == "hook" and args[0].edits is not None:
             args[0].edits.has_hooks = True
         if "out" in kwargs:
@@ -140,17 +141,16 @@ class RowTensor(HoldsGradient, DTensor):
     def own_part(self, value: torch.Tensor) -> torch.Tensor:
         """What this rank has of ``value`` if it is laid out like this tensor. A plain tensor is
         whole. Collective over the mesh if ``value`` lies over it in another way."""
-        value = self._as_dtensor(value)
-        if value.placements != self.placements:
-            value = value.redistribute(self.device_mesh, self.placements)
-        return value._local_tensor
+        return self._laid_alike(value)._local_tensor
 
-    def _as_dtensor(self, value: torch.Tensor) -> DTensor:
+    def _laid_alike(self, value: torch.Tensor) -> DTensor:
         """``value`` as torch's ops take it beside this tensor. Unlike FSDP2's parameters, it may be
         copied from whole tensors and from those of other layouts, as state dicts have them."""
         if isinstance(value, ShardedTensor):
             value = value.full_tensor()
         if isinstance(value, DTensor):
+            if value.placements != self.placements and value.shape == self.shape:
+                value = value.redistribute(self.device_mesh, self.placements)
             return value
         whole = value.detach().expand(self._spec.shape).to(self.device_mesh.device_type)
         return distribute_tensor(whole, self.device_mesh, self.placements, src_data_rank=None)
@@ -283,7 +283,11 @@ def give_row_grads(parameters: Iterable[RowTensor], chunks: Iterable[torch.Tenso
 @torch.no_grad()
 def call_gradient_hooks(parameters: Iterable[Any], locals_: Iterable[torch.Tensor]) -> None:
     """Calls what users gave to ``register_hook()`` of sharded parameters, with the gradients of
-    which ``locals_`` are this rank's parts, flat. What a hook returns is written into them."""
+    which ``locals_`` are this rank's parts, flat. What a hook returns is written into them.
+
+    Raises:
+        RuntimeError: what a hook returned has another shape.
+    """
     for parameter, local in zip(parameters, locals_, strict=True):
         with DisableTorchFunctionSubclass():
             hooks = parameter._backward_hooks or {}
@@ -293,9 +297,20 @@ def call_gradient_hooks(parameters: Iterable[Any], locals_: Iterable[torch.Tenso
                 gradient: Any = ShardedTensor.wrap(local, spec)
             else:
                 gradient = _wrap(DTensor, local.view(parameter._local_tensor.shape), spec)
+            references = getrefcount(gradient)
             replaced = hook(gradient)
             if replaced is not None:
-                gradient.copy_(replaced)
+                if replaced.shape != gradient.shape:
+                    raise RuntimeError(
+                        f"a hook of a parameter of shape {tuple(gradient.shape)} returned a "
+                        f"gradient of shape {tuple(replaced.shape)}"
+                    )
+                if isinstance(parameter, RowTensor):
+                    local.view(gradient._local_tensor.shape).copy_(parameter.own_part(replaced))
+                else:
+                    gradient.copy_(replaced)
+            if getrefcount(gradient) > references:  # kept, and .grad may be edited later
+                gradient._local_tensor = gradient._local_tensor.clone()
 
 
 def call_hooks(parameters: Iterable[torch.Tensor]) -> None:

@@ -21,7 +21,12 @@ def view(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     """Runs an op that returns one view of a sharded tensor or several. They share its memory."""
     tensor = args[0] if args else kwargs.get("input")
     if not isinstance(tensor, ShardedTensor):
+        if name in ("view_as", "reshape_as") and tensor is not None:
+            other: Any = args[1] if len(args) > 1 else kwargs["other"]
+            return tensor.view(other._shape) if name == "view_as" else tensor.reshape(other._shape)
         raise_unsupported(f"{name} of a plain tensor by a ShardedTensor")
+    if name == "__getitem__" and isinstance(args[1], ShardedTensor):
+        raise_unsupported("selecting elements by a mask (other than to assign to them)")
     if name == "view_as" and needs_gradient([tensor]):
         # Zero-bubble pipelines find by it where autograd accumulates the gradient.
         raise RuntimeError(
