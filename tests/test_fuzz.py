@@ -22,7 +22,7 @@ def test_random_programs_do_what_they_do_without_sharding() -> None:
     """And every kind of operation was among them, and did something; so was every optimizer, and
     tensor parallelism and expert parallelism."""
     done: Counter[str] = Counter()
-    try_programs(30, 2, lambda program: done.update(run_on_ranks(program)), [Phase.generate])
+    try_programs(30, 3, lambda program: done.update(run_on_ranks(program)), [Phase.generate])
     wanted = {kind.__name__ for kind in OPERATIONS} | SEEN
     wanted |= {TENSOR_PARALLELISM, EXPERT_PARALLELISM, *OPTIMIZERS}
     assert not wanted - {name for name, count in done.items() if count}

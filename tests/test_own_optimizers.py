@@ -368,8 +368,10 @@ def not_sharded() -> None:
     """Ignored parameters, other dtypes and plain models are stepped as well."""
     pair = models(2)
     for model in pair:
-        model.register_parameter("plain", nn.Parameter(torch.linspace(0, 1, 12).view(3, 4).t()))
-        model.register_parameter("narrow", nn.Parameter(torch.ones(3, dtype=torch.bfloat16)))
+        plain, narrow = torch.linspace(0, 1, 12).view(3, 4).t(), torch.ones(3, dtype=torch.bfloat16)
+        # Given gradients by hand. What requires grad must belong to a unit.
+        model.register_parameter("plain", nn.Parameter(plain, requires_grad=False))
+        model.register_parameter("narrow", nn.Parameter(narrow, requires_grad=False))
     ours = optim.AdamW(pair[0].parameters())
     theirs = torch.optim.AdamW(pair[1].parameters(), fused=True)
     for step in range(3):
@@ -570,7 +572,8 @@ def moments_of_another_dtype(dtype: torch.dtype, moment_dtype: torch.dtype) -> N
     """Widened, stepped by torch and rounded again, whatever runs and chunks they are stepped in."""
     chunk, fused_adamw._CPU_CHUNK = fused_adamw._CPU_CHUNK, 10
     (model,) = models(1, dtype)
-    plain = nn.Parameter(torch.linspace(0, 1, 12).view(3, 4).t().to(dtype))
+    values = torch.linspace(0, 1, 12).view(3, 4).t().to(dtype)
+    plain = nn.Parameter(values, requires_grad=False)  # given gradients by hand
     model.register_parameter("plain", plain)
     options: dict[str, Any] = {"betas": (0.8, 0.9), "lr": 0.05}
     optimizer = optim.AdamW(model.parameters(), **options, moment_dtype=moment_dtype)

@@ -142,6 +142,8 @@ class _Files(FileSystem):
         except OSError as error:
             with suppress(OSError):
                 Path(path).unlink()
+            if error.errno is None:
+                raise  # of what was to be written, and not of the disk
             self.failure = OSError(
                 error.errno,
                 f"{error.strerror}; this checkpoint is incomplete and does not load, those in "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from operator import attrgetter
 from sys import getrefcount
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -161,14 +161,15 @@ class HoldsGradient:
         self._set_grad(None)
 
     @property
-    def __tensor_flatten__(self) -> NoReturn:
+    def __tensor_flatten__(self) -> Any:
         """Tells ``torch.compile`` that it cannot trace this class, whose ops count edits and talk
         to other ranks."""
         refuse_tracing(
             "functions of sharded parameters are run as they are: compile them without "
             'fullgraph=True, or call them under torch.compiler.set_stance("force_eager")'
         )
-        raise AttributeError("__tensor_flatten__")
+        parts: Any = super()
+        return parts.__tensor_flatten__
 
     # attrgetter is a getter without a Python frame.
     grad = property(attrgetter("_gradient"), _set_grad, _delete_grad)
