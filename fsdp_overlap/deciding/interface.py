@@ -175,8 +175,9 @@ class Transfers(Protocol):
         """Enqueues the collectives that put divided shards together."""
         ...
 
-    def finish_putting_together(self) -> None:
-        """Makes compute wait for all of these that nobody has waited for: it may edit shards."""
+    def finish_putting_together(self, raised: bool) -> None:
+        """Makes compute wait for all of these that nobody has waited for: it may edit shards. After
+        a forward that ``raised`` they may fail, which is no other error."""
         ...
 
     def wait(self, unit: Any) -> None:

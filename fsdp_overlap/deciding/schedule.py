@@ -136,7 +136,7 @@ class Schedule:
         if self._unfinished and not running:
             self._end_unfinished(raised)
         if self._divides_copies and not running:
-            self._transfers.finish_putting_together()  # for units that did not run
+            self._transfers.finish_putting_together(raised)  # for units that did not run
         if unit.is_root and not running:
             self._is_pass_over = True
             self.gathers.finish_pass(before_backward=self._engine.is_grad_enabled() and not raised)

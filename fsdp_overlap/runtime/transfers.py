@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 from fsdp_overlap.comm.lanes import Lane, Mark, Ticket
@@ -90,11 +90,12 @@ class Transfers:
             if bucket.divided is not None:
                 bucket.divided.gather(self.copies_lane)
 
-    def finish_putting_together(self) -> None:
+    def finish_putting_together(self, raised: bool) -> None:
         for unit in self._units():
             for bucket in unit.buckets:
                 if bucket.divided is not None:
-                    bucket.divided.wait()
+                    with suppress(RuntimeError) if raised else nullcontext():
+                        bucket.divided.wait()
 
     def wait(self, unit: Unit) -> None:
         for bucket in unit.buckets:

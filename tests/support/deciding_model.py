@@ -252,7 +252,7 @@ class Rank:
     def put_together(self, unit: Unit) -> None:
         pass
 
-    def finish_putting_together(self) -> None:
+    def finish_putting_together(self, raised: bool) -> None:
         pass
 
     def wait(self, unit: Unit) -> None:

@@ -245,6 +245,7 @@ def programs(draw: st.DrawFn, device: str) -> Program:
         tensor_ranks=tensor_ranks,
         expert_ranks=expert_ranks,
         in_pieces=prefetch != 1,
+        casts=draw(st.booleans()),
     )
     # What others build upon is drawn more often than what ends it; nothing, the simplest, is what
     # the other operations of a failing program become.

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fsdp_overlap import FsdpContext, fully_shard
+from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, fully_shard
 from fsdp_overlap.layout import LayoutRule, pieces
 from fsdp_overlap.optim import AdamW, Muon
 from support.random_models import Built, Experts, Node, Whole, units_of
@@ -43,7 +43,7 @@ class Setup:
     ``mesh``: how many copies, and how many shards. ``device``: the type of the one that it is
     trained on. ``optimizer``: one of `OPTIMIZERS`. Linear layers are divided among ``tensor_ranks``
     by tensor parallelism, and experts among ``expert_ranks``. ``in_pieces``: whether the first unit
-    travels in pieces, small as it is."""
+    travels in pieces, small as it is. ``casts``: whether inputs of another dtype are cast."""
 
     node: Node
     prefetch: int
@@ -56,6 +56,7 @@ class Setup:
     tensor_ranks: int = 1
     expert_ranks: int = 1
     in_pieces: bool = False
+    casts: bool = False
 
     @property
     def notes(self) -> list[str]:
@@ -97,18 +98,19 @@ class Setup:
             self._shard(model, ctx, meshes)
 
     def _shard(self, model: Whole, ctx: FsdpContext, meshes: Meshes) -> None:
+        policy = MixedPrecisionPolicy(param_dtype=torch.float64 if self.casts else None)
         for module in model.tree.modules():
             if isinstance(module, Built) and module.node.kind == "linear" and meshes.tensor:
                 parallelize(module, meshes.tensor)
             if isinstance(module, Experts) and meshes.experts:
                 module.divide(meshes.experts)
-                fully_shard(module, ctx, mesh=meshes.shards)
+                fully_shard(module, ctx, mesh=meshes.shards, mp_policy=policy)
                 module.set_gradient_divide_factor(dist.get_world_size())  # type: ignore[operator]
         for module in units_of(model.tree):
-            fully_shard(module, ctx)
+            fully_shard(module, ctx, mp_policy=policy)
         if self.ends:
-            fully_shard([model.embedding, model.head], ctx)
-        fully_shard(model, ctx)
+            fully_shard([model.embedding, model.head], ctx, mp_policy=policy)
+        fully_shard(model, ctx, mp_policy=policy)
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         if self.optimizer == "Muon":

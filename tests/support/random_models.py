@@ -19,20 +19,23 @@ from support.zoo import VOCABULARY, WIDTH
 
 @dataclass(frozen=True)
 class Node:
-    """``kind`` says what it computes with its children, ``unit`` whether it is a unit, ``leaves``
-    whether something leaves it in an attribute."""
+    """``kind`` says what it computes with its children, ``unit`` whether it is a unit. ``leaves``:
+    something leaves it in an attribute, or in the notes that all modules are given."""
 
     kind: str
     unit: bool = False
     frozen: bool = False
     hidden: int = 1
-    leaves: bool = False
+    leaves: str = ""
     children: tuple[Node, ...] = field(default=())
 
     def has(self, *kinds: str) -> bool:
         """Whether it or a node under it is of one of these kinds."""
         return self.kind in kinds or any(child.has(*kinds) for child in self.children)
 
+
+Notes = dict[str, Any]
+"""A dictionary that modules add to. Its ``scale`` is of another dtype than what is computed."""
 
 KINDS = ("chain", "residual", "twice", "parallel", "checkpoint", "reentrant", "skip", "detached")
 
@@ -47,7 +50,7 @@ def leaves(kinds: Sequence[str], multiple: int) -> st.SearchStrategy[Node]:
         unit=st.booleans(),
         frozen=st.booleans(),
         hidden=st.integers(1, 9).map(lambda hidden: hidden * multiple),
-        leaves=st.booleans(),
+        leaves=st.sampled_from(["", "", "attribute", "notes"]),
     )
 
 
@@ -122,17 +125,23 @@ class Built(nn.Module):
             for parameter in self.parameters():
                 parameter.requires_grad_(False)
 
-    def chain(self, x: torch.Tensor) -> torch.Tensor:
+    def chain(self, x: torch.Tensor, notes: Notes) -> torch.Tensor:
         for module in self.inner:
-            x = module(x)
+            x = module(x, notes)
         return x
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.compute(x)
-        self.left.value = self.compute(y).mean() if self.node.leaves else None
+    def forward(self, x: torch.Tensor, notes: Notes) -> torch.Tensor:
+        y = self.compute(x, notes)
+        self.left.value = None
+        if self.node.leaves:
+            value = self.compute(y, notes).mean() * notes["scale"].double()
+            if self.node.leaves == "attribute":
+                self.left.value = value
+            else:
+                notes.setdefault("left", []).append(value)
         return y
 
-    def compute(self, x: torch.Tensor) -> torch.Tensor:
+    def compute(self, x: torch.Tensor, notes: Notes) -> torch.Tensor:
         kind = self.node.kind
         if kind == "linear":
             return self.down(torch.tanh(self.up(x)))
@@ -143,23 +152,23 @@ class Built(nn.Module):
         if kind == "norm":
             return self.norm(x)
         if kind == "residual":
-            return x + self.chain(x)
+            return x + self.chain(x, notes)
         if kind == "twice":
-            return self.chain(self.chain(x))
+            return self.chain(self.chain(x, notes), notes)
         if kind == "parallel":
-            return torch.stack([module(x) for module in self.inner]).sum(0)
+            return torch.stack([module(x, notes) for module in self.inner]).sum(0)
         if kind == "checkpoint":
-            return checkpoint(self.chain, x, use_reentrant=False)
+            return checkpoint(self.chain, x, notes, use_reentrant=False)
         if kind == "reentrant":
-            return checkpoint(self.chain, x, use_reentrant=True)
+            return checkpoint(self.chain, x, notes, use_reentrant=True)
         if kind == "skip":
-            self.chain(x)
+            self.chain(x, notes)
             return x
         if kind == "detached":
-            return x + self.chain(x).detach()
+            return x + self.chain(x, notes).detach()
         if kind == "unused":
             return x
-        return self.chain(x)
+        return self.chain(x, notes)
 
 
 class Whole(nn.Module):
@@ -170,7 +179,9 @@ class Whole(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.tree(self.embedding(tokens))
+        notes: Notes = {"scale": torch.full((), 0.5, device=tokens.device)}
+        x = self.tree(self.embedding(tokens), notes)
+        x = x + sum(notes.get("left", ()))
         for module in self.tree.modules():
             if isinstance(module, Built) and module.left.value is not None:
                 x = x + module.left.value
