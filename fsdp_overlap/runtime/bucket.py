@@ -307,7 +307,8 @@ class Bucket:
             self.wait()
         self._before = self.state
         self.state = BucketState.GATHERING
-        if graph_task() != -1:  # a backward, which may read them before it waits for this gather
+        # A backward may read them before it waits for this gather.
+        if not self.counters.are_forbidden and graph_task() != -1:
             self.counters.forbid_reads()
         if not self.full.allocated:
             lane.allocate(self.label, self.full)
@@ -371,7 +372,8 @@ class Bucket:
             self._ticket.wait()
             self._ticket = None
             self.state = BucketState.UNSHARDED
-            self.counters.allow_reads()
+            if self.counters.are_forbidden:
+                self.counters.allow_reads()
 
     def free(self, lane: Lane, after: Mark, waits: bool = True) -> None:
         """Frees the full buffer, as the lane does.

@@ -30,12 +30,13 @@ class VersionCounters:
         self._counted = tuple(counted)
         self._versions = tuple(map(_version, self._counted))
         self._not_gathered = (NOT_GATHERED,) * len(counted)
-        self._are_forbidden = False
+        self.are_forbidden = False
+        """Whether autograd refuses to read the parameters."""
         self._times_forbidden = 0
 
     def forbid_reads(self) -> None:
         """Make autograd refuse to read the parameters, until :meth:`allow_reads`."""
-        if self._are_forbidden:
+        if self.are_forbidden:
             return
         # Reading the counters takes longer than setting them. What others miss is looked for in
         # times 1, 2, 4, 8 ...: an edit stays in the counters for :meth:`edited`.
@@ -43,18 +44,18 @@ class VersionCounters:
         is_looked_at = not self._times_forbidden & (self._times_forbidden - 1)
         if is_looked_at and tuple(map(_version, self._counted)) != self._versions:
             return
-        self._are_forbidden = True
+        self.are_forbidden = True
         set_versions(self._counted, self._not_gathered)
 
     def allow_reads(self) -> None:
         """Take :meth:`forbid_reads` back: the parameters have their values."""
-        if self._are_forbidden:
-            self._are_forbidden = False
+        if self.are_forbidden:
+            self.are_forbidden = False
             set_versions(self._counted, self._versions)
 
     def has_edits(self) -> bool:
         """Return whether a tensor was edited in place since :meth:`edited` was last asked."""
-        return tuple(map(_version, self._counted)) != self._versions and not self._are_forbidden
+        return tuple(map(_version, self._counted)) != self._versions and not self.are_forbidden
 
     def edited(self) -> int | None:
         """Return the index of a tensor that was edited in place since this was last asked. ``None``
