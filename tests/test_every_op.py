@@ -271,7 +271,12 @@ def lost_gradients(call: Call, mesh: DeviceMesh) -> list[str]:
             ending = str(backward.run(((torch.ones_like(value), True), {})))
             if "gradients do not flow" in ending:
                 continue
-            want.backward(torch.ones_like(want), True)  # of a plain tensor in a list alone
+            try:
+                want.backward(torch.ones_like(want), True)  # of a plain tensor in a list alone
+            except RuntimeError as error:
+                if "is not implemented" not in str(error):
+                    raise
+                continue  # by torch 2.11, of aminmax
             pairs = zip(tree_leaves(given), tree_leaves(whole), strict=True)
             if any(isinstance(x, ShardedTensor) and y.grad is not None for x, y in pairs):
                 problems.append(f"backward ended with {ending}")

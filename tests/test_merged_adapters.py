@@ -57,7 +57,9 @@ def adapted(name: str, dtype: torch.dtype) -> Any:
 
 def merged(layout: Any, dtype: torch.dtype) -> None:
     tokens = torch.arange(11).roll(torch.distributed.get_rank())
-    for name in CONFIGS:
+    # DTensors of torch 2.11 have no Kronecker product of rows that are cut unevenly.
+    is_old = torch.__version__.startswith("2.11") and isinstance(layout, Rows)
+    for name in (name for name in CONFIGS if name != "lokr" or not is_old):
         for safe in (False, True):
             model, twin = adapted(name, dtype), adapted(name, dtype)
             ctx = FsdpContext(layout=layout)
