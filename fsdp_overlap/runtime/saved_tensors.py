@@ -32,7 +32,7 @@ Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 """What packs a saved tensor, and what unpacks it."""
 
 
-class Unit(Protocol):
+class TrackedUnit(Protocol):
     """The unit whose forwards are tracked, as far as this file knows it."""
 
     name: str
@@ -52,7 +52,7 @@ class SavedForward:
 
     __slots__ = ("call", "has_saved", "is_shared", "schedule", "tells", "unit")
 
-    def __init__(self, unit: Unit, schedule: Schedule, is_shared: bool) -> None:
+    def __init__(self, unit: TrackedUnit, schedule: Schedule, is_shared: bool) -> None:
         self.unit = weakref.ref(unit)
         self.schedule = weakref.ref(schedule)
         self.is_shared = is_shared
@@ -137,7 +137,7 @@ class SavedTensors:
         self._has_others = False
         """Whether others handled saved tensors within a forward that was tracked."""
 
-    def begin(self, unit: Unit, schedule: Schedule) -> None:
+    def begin(self, unit: TrackedUnit, schedule: Schedule) -> None:
         """Begin to track a forward of ``unit``, if that is to be done. :meth:`end` comes next."""
         if self.under_way:
             self.under_way.append(None)  # the unit runs within its own forward
