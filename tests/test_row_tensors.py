@@ -192,6 +192,43 @@ def test_full_buffers_follow_every_edit() -> None:
     run_ranks(edited, 2)
 
 
+def edits_parts() -> None:
+    """A part that lies on several ranks is a copy. torch and FSDP2 lose edits of it silently."""
+    layer = nn.Linear(7, 5)
+    fully_shard(layer, FsdpContext(layout=Rows()))
+    weight = layer.weight
+    before = weight.full_tensor().detach()
+    parts: list[Callable[[Any], Any]] = [
+        lambda w: w[:1],
+        lambda w: w[3],
+        lambda w: w[1:3][0],
+        lambda w: w.narrow(0, 0, 2),
+        lambda w: w.select(0, 4),
+        lambda w: w.split(2)[0],
+        lambda w: w.chunk(2)[1],
+        lambda w: w.diagonal(),
+    ]
+    for number, part in enumerate(parts):
+        of_whole = part(before)
+        with torch.no_grad():
+            for given in (weight, weight.data, weight.detach()):
+                copied = part(given)
+                same(copied.full_tensor(), of_whole, f"part {number}")
+                same((copied * 2).mul_(2).full_tensor(), 4 * of_whole, f"part {number}")
+                for edit in ("zero_", "sqrt_"):
+                    with pytest.raises(RuntimeError, match=r"would be lost.*copy_\(\)"):
+                        getattr(copied, edit)()
+        same(weight.full_tensor(), before, "nothing was changed")
+    with torch.no_grad():
+        weight[:, 1].zero_()  # each rank has its own rows' part
+    before[:, 1] = 0
+    same(weight.full_tensor(), before, "edited")
+
+
+def test_edits_of_a_part_that_is_a_copy_raise() -> None:
+    run_ranks(edits_parts, 2)
+
+
 def put_together(tensor_ranks: int) -> None:
     """Of each parameter this rank holds all, or all of a tile, or all of a copy."""
     model: Any = deep()

@@ -8,18 +8,21 @@ from __future__ import annotations
 import copy
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap import FsdpContext, Rows, fully_shard
+from fsdp_overlap import Flat, FsdpContext, Rows, fully_shard
 from support.ranks import run_ranks
 from support.twins import NAMES
 
@@ -151,3 +154,41 @@ def test_adapters_train_on_weights_in_four_bits() -> None:
 
 def test_with_copies() -> None:
     run_ranks(partial(trains, True, mesh=(2, 2)), 4, timeout=IMPORTING)
+
+
+def steps_with_states_of_few_bits(layout: Any, folder: str) -> None:
+    """An optimizer of torchao makes states for a rank's part, as DTensors. So it does what it does
+    to a plain parameter of that part."""
+    from torchao import optim
+
+    torch.manual_seed(6)
+    first = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 66), nn.Linear(66, 257))
+    for kind in (optim.AdamW8bit, optim.AdamW4bit, optim.AdamWFp8):
+        model = copy.deepcopy(first)
+        fully_shard(model, FsdpContext(layout=layout))
+        parts = [nn.Parameter(p.to_local().detach().clone()) for p in model.parameters()]
+        ours, plain = kind(model.parameters(), lr=1e-2), kind(parts, lr=1e-2)
+        for batch in torch.randn(3, 4, 128):
+            model(batch).square().mean().backward()
+            for part, parameter in zip(parts, model.parameters(), strict=True):
+                part.grad = parameter.grad.to_local().clone()
+            with torch.compiler.set_stance("force_eager"):
+                ours.step()
+                plain.step()
+            ours.zero_grad()
+        for part, parameter in zip(parts, model.parameters(), strict=True):
+            assert torch.equal(parameter.to_local(), part)
+        unsharded = copy.deepcopy(first)
+        unsharded.load_state_dict({k: v.full_tensor() for k, v in model.state_dict().items()})
+        assert torch.equal(model(batch), unsharded(batch))  # it gathers what was stepped
+        states = get_optimizer_state_dict(model, ours)
+        if isinstance(layout, Rows):
+            dcp.save(states, checkpoint_id=folder)
+        else:
+            with pytest.raises(dcp.CheckpointException, match=r"cannot save .*layout=Rows\(\)"):
+                dcp.save(states, checkpoint_id=folder)
+
+
+@pytest.mark.parametrize("layout", [Flat(), Rows()], ids=repr)
+def test_optimizer_states_of_few_bits(layout: Any, tmp_path: Path) -> None:
+    run_ranks(steps_with_states_of_few_bits, 2, layout, str(tmp_path), timeout=IMPORTING)

@@ -1,7 +1,7 @@
 """What ``torch.distributed.checkpoint`` (DCP) is taught of sharded tensors.
 
 DCP assumes that a rank holds exactly one chunk of a DTensor. Of a sharded tensor it may hold
-several, or none. Importing this module wraps three methods of DCP: what would be written or read
+several, or none. Importing this module wraps four methods of DCP: what would be written or read
 wrongly is now right, or an error before anything is written or read.
 """
 
@@ -17,6 +17,7 @@ from typing import Any
 
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
+    DefaultSavePlanner,
     FileSystemWriter,
     HuggingFaceStorageWriter,
 )
@@ -30,6 +31,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.disk_errors import writing
+from fsdp_overlap.tensor.placement import has_range
 
 
 def wrap_method(owner: type[Any], name: str, make: Callable[[Any], Any]) -> None:
@@ -123,6 +125,26 @@ def _why_lost(writer: HuggingFaceStorageWriter, item: WriteItem) -> str | None:
     return None
 
 
+# ---- saves ----
+
+
+def _refusing_states_in_ranges(torchs: Callable[..., None]) -> Callable[..., None]:
+    """Wrap the method that a save planner is handed the state dict by. torch would write a rank's
+    range as if it were the whole tensor."""
+
+    def set_up(self: DefaultSavePlanner, *given: Any, **options: Any) -> None:
+        torchs(self, *given, **options)
+        for fqn, value in self.state_dict.items():
+            if type(value) is DTensor and has_range(value):
+                raise ValueError(
+                    f"cannot save {fqn!r}: its optimizer made it by DTensor.from_local(), of this "
+                    "rank's range of a parameter, and torch would save that as the whole. Shard "
+                    "with layout=Rows() to save the states of this optimizer"
+                )
+
+    return set_up
+
+
 # ---- loads ----
 
 
@@ -172,4 +194,5 @@ def _is_held(value: object) -> bool:
 
 wrap_method(FileSystemWriter, "_write_data", _writing_one_chunk_per_name)
 wrap_method(HuggingFaceStorageWriter, "prepare_global_plan", _refusing_what_is_lost)
+wrap_method(DefaultSavePlanner, "set_up_planner", _refusing_states_in_ranges)
 wrap_method(DefaultLoadPlanner, "create_local_plan", _planning_to_read_all)

@@ -31,20 +31,20 @@ def _numel(tensor: ShardedTensor) -> int:
     return prod(tensor._shape)
 
 
-def local_operand(name: str, value: Any, model: ShardedTensor) -> Any:
+def local_operand(name: str, value: Any, model: DTensor) -> Any:
     """The part of ``value`` that meets the local range of ``model``.
 
-    A sharded tensor that lies as ``model`` does gives its local range. One that lies otherwise is
-    gathered, which is collective. A plain tensor stands for a whole one: it is broadcast to
-    ``model``'s shape, and gives the same range. Lists are taken item by item. Anything else is
-    returned as it is.
+    A DTensor that lies as ``model`` does gives its local range. A sharded tensor that lies
+    otherwise is gathered, which is collective. A plain tensor stands for a whole one: it is
+    broadcast to ``model``'s shape, and gives the same range. Lists are taken item by item. Anything
+    else is returned as it is.
 
     Raises:
         RuntimeError: the tensor does not fit ``model``'s shape.
     """
+    if isinstance(value, DTensor) and same_layout(value, model):
+        return value._local_tensor
     if isinstance(value, ShardedTensor):
-        if same_layout(value, model):
-            return value._local_tensor
         value = value.full_tensor()
     if isinstance(value, torch.Tensor):
         return range_of(name, value, model)
@@ -71,7 +71,7 @@ def replicated(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def range_of(name: str, whole: torch.Tensor, model: ShardedTensor) -> torch.Tensor:
+def range_of(name: str, whole: torch.Tensor, model: DTensor) -> torch.Tensor:
     """The elements of ``whole`` that belong to the local range of ``model``, flat.
 
     They are a view if they are contiguous, else a copy. A 0-dimensional tensor is returned as it
@@ -81,7 +81,7 @@ def range_of(name: str, whole: torch.Tensor, model: ShardedTensor) -> torch.Tens
         RuntimeError: ``whole`` is a DTensor that is divided among ranks, or does not broadcast to
             ``model``'s shape.
     """
-    shape, whole = model._shape, replicated(whole)
+    shape, whole = tuple(model._spec.shape), replicated(whole)
     if requires_grad(whole):
         whole = whole.detach()  # autograd must not record what is done to ranges
     if isinstance(whole, DTensor):
@@ -123,18 +123,19 @@ def elements(whole: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     return torch.cat(pieces) if pieces else whole.new_empty(0)
 
 
-def same_layout(first: ShardedTensor, second: ShardedTensor) -> bool:
+def same_layout(first: DTensor, second: DTensor) -> bool:
     return first._spec is second._spec or (
-        first._shape == second._shape
+        first._spec.shape == second._spec.shape
         and first._spec.mesh == second._spec.mesh
         and first._spec.placements == second._spec.placements
     )
 
 
-def note_edit(tensor: ShardedTensor) -> None:
+def note_edit(tensor: DTensor) -> None:
     """Counts an edit of ``tensor``. By the count, full buffers of the parameter are found stale."""
-    if tensor.edits is not None:
-        tensor.edits.note_values()
+    edits = getattr(tensor, "edits", None)
+    if edits is not None:
+        edits.note_values()
 
 
 _edits = attrgetter("edits")

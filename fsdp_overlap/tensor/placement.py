@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard
 
 from fsdp_overlap.torch_internals import DTensorSpec, StridedShard, TensorMeta
@@ -127,6 +128,12 @@ def range_dim(spec: DTensorSpec) -> int:
         if isinstance(placement, RangeShard):
             return dim
     raise ValueError(f"{spec.placements} has no RangeShard")
+
+
+def has_range(tensor: DTensor) -> bool:
+    """Return whether ranks hold a range of ``tensor`` each: a sharded tensor, or a state that an
+    optimizer made by ``DTensor.from_local(..., placements=parameter.placements)``."""
+    return any(isinstance(placement, RangeShard) for placement in tensor._spec.placements)
 
 
 def local_range(spec: DTensorSpec) -> tuple[int, int]:

@@ -26,7 +26,7 @@ from fsdp_overlap.tensor.operands import (
     same_layout,
     whole_operand,
 )
-from fsdp_overlap.tensor.placement import copied_dims
+from fsdp_overlap.tensor.placement import copied_dims, has_range
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, raise_unsupported
 
 Call = Callable[..., Any]
@@ -46,7 +46,8 @@ def pointwise(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
     target = kwargs.get("out")
     if target is None and name.endswith("_"):
         target = args[0] if args else kwargs.get("input")
-    if isinstance(target, ShardedTensor):
+    model: Any
+    if isinstance(target, DTensor) and has_range(target):
         model = target
     elif target is None:
         model = largest_sharded(name, values)
@@ -163,13 +164,11 @@ def copy(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
     target, source = args[0], args[1]
     if not isinstance(target, torch.Tensor):
         raise_unsupported(f"{name} of a {type(target).__name__}")
-    if not isinstance(target, ShardedTensor):
+    if not (isinstance(target, DTensor) and has_range(target)):
         return target.copy_(source.full_tensor(), *args[2:], **kwargs)
     check_edit(name, target)
     whole = source
-    if isinstance(source, DTensor) and not (
-        isinstance(source, ShardedTensor) and same_layout(source, target)
-    ):
+    if isinstance(source, DTensor) and not same_layout(source, target):
         whole = source.full_tensor()
     local = local_operand("copy_", whole, target)
     if target._local_tensor.is_meta and not local.is_meta:

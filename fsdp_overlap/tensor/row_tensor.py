@@ -41,9 +41,28 @@ _EDITING_OPERATORS = frozenset(
 # Functions whose result shares the memory of their argument.
 _ALIASES = frozenset("alias data detach".split())
 
+# Functions whose result is a view without sharding. DTensor copies what the ranks' rows must be
+# gathered for.
+_VIEWS = frozenset(
+    "__getitem__ chunk diagonal narrow select split split_with_sizes tensor_split unbind".split()
+)
+
 _torchs_grad: Any = torch.Tensor.grad
 
 _kinds: dict[Callable[..., Any], str] = {}
+
+
+class _CopyEdits(ShardEdits):
+    """The edits of a copy that would be a view of a parameter without sharding."""
+
+    __slots__ = ()
+
+    def note_values(self) -> None:
+        raise RuntimeError(
+            "this edit of a part of a sharded parameter would be lost: DTensor made a copy of the "
+            "part, which lies on several ranks. Edit the whole parameter, as by copy_() or "
+            "torch.where(), or this rank's rows, to_local()"
+        )
 
 
 class RowTensor(HoldsGradient, DTensor):
@@ -101,6 +120,8 @@ class RowTensor(HoldsGradient, DTensor):
             if kind == "trainability" and args[0].edits is not None:
                 args[0].edits.note_trainability(args[0])
                 _watch_autograd(args[0])
+        if kind == "view":
+            return _with_edits(result, args, _is_index(args[1:]))
         return result if kind else _with_edits(result, args)
 
     def keep_gradients_in(self, dtype: torch.dtype | None) -> None:
@@ -210,24 +231,34 @@ def _kind_of(func: Callable[..., Any]) -> str:
         return "move"
     if name in ("register_hook", "register_post_accumulate_grad_hook"):
         return "hook"
+    if name in _VIEWS:
+        return "view"
     is_plain_name = not name.startswith("__")
     return "edit" if name in _EDITING_OPERATORS or (is_plain_name and name[-1:] == "_") else ""
 
 
-def _with_edits(result: Any, args: tuple[Any, ...]) -> Any:
-    """``result``, whose edits are edits of the parameter in ``args`` if it is a view of it. Those
-    that autograd recorded are left alone."""
+def _with_edits(result: Any, args: tuple[Any, ...], is_view: bool = False) -> Any:
+    """``result``, whose edits are edits of the parameter in ``args`` if it is a view of it, and
+    raise if it ``is_view`` without sharding alone. Those that autograd recorded are left alone."""
     if isinstance(result, (list, tuple)):
         if not any(type(each) is DTensor for each in result):
             return result
-        return type(result)(_with_edits(each, args) for each in result)
+        return type(result)(_with_edits(each, args, is_view) for each in result)
     parameter = args[0] if args else None
     if type(result) is not DTensor or not isinstance(parameter, RowTensor):
         return result
     of, local = parameter._local_tensor.untyped_storage(), result._local_tensor
-    if local.untyped_storage()._cdata != of._cdata or result.grad_fn is not None:
+    if result.grad_fn is not None:
         return result
-    return parameter._alias_of(local, result._spec)
+    if local.untyped_storage()._cdata == of._cdata:
+        return parameter._alias_of(local, result._spec)
+    return RowTensor.wrap(local, result._spec, _CopyEdits()) if is_view else result
+
+
+def _is_index(options: tuple[Any, ...]) -> bool:
+    """Whether indexing by ``options`` gives a view: not by tensors or lists."""
+    flat = [each for x in options for each in (x if isinstance(x, tuple) else (x,))]
+    return not any(isinstance(each, (torch.Tensor, list)) for each in flat)
 
 
 def _note_edits(edited: Any) -> None:
