@@ -137,8 +137,11 @@ def _resolve(func: Callable[..., Any]) -> tuple[Handler, str]:
         return _assign_data, name
     if name in ("requires_grad_", "requires_grad") and access != "__get__":
         return _set_requires_grad, name
-    if getattr(func, "__module__", "") == "torch.nn.init":
+    module = getattr(func, "__module__", "")
+    if module == "torch.nn.init":
         return pointwise.random, name
+    if module == "torch.foreach":  # from torch 2.15 on; exp_ of a list, say
+        return _foreach, name
     for names, handler in TABLE:
         if name in names:
             return handler, name
@@ -163,6 +166,11 @@ def _refuse(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
                 "every rank of the mesh, or to_local() for this rank's range"
             )
     raise_unsupported(name)
+
+
+def _foreach(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs what ``func`` is built on, whose ops arrive here again."""
+    return func.__wrapped__(*args, **kwargs)
 
 
 def _refuse_derivative(

@@ -51,6 +51,8 @@ def pointwise(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
         model = target
     elif target is None:
         model = largest_sharded(name, values)
+    elif not isinstance(target, torch.Tensor):
+        raise_unsupported(f"{name} of a {type(target).__name__}")
     else:
         return func(*map(whole_operand, args), **{k: whole_operand(v) for k, v in kwargs.items()})
     locals_ = [local_operand(name, value, model) for value in args]
