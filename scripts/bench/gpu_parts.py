@@ -18,12 +18,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
+import training as whole_steps
 from fsdp_overlap.profiling import Report, assert_overlapped, read_report
 from fsdp_overlap.profiling.report import ROWS
 from fsdp_overlap.profiling.tables import Table, kinds_table, ranks_table
-from harness import simulated_ranks, turns
+from harness import output, simulated_ranks, turns
 from harness.markdown import markdown_table
-from harness.measurement import Ratio, Spread, interval, three_decimals
+from harness.measurement import Measurement, Ratio, Spread, interval, three_decimals
 from harness.simulated_training import (
     FSDP2,
     FULL,
@@ -270,6 +271,24 @@ def speed(scale: Scale, device: str, folder: Path, tell: Tell) -> None:
             _add_speed(rows, figures, ratio, bench.link.gigabytes_per_s, nbytes, samples)
             found = {"bytes_sent": bytes_sent, "ratios": figures}
             tell(Outcome(found, f"{page}.\n\n{markdown_table(SPEED, rows)}"))
+
+
+def training(scale: Scale, device: str, folder: Path, tell: Tell) -> None:
+    """Whole steps of a Llama-like model, of all systems where collectives keep as many blocks as
+    NCCL's, and of two where they keep one."""
+    size = "1b" if device == "cuda" else "tiny"
+    done: list[Measurement] = []
+    for blocks, systems in (("32", []), ("1", ["--systems", FSDP2, OURS])):
+        options = f"--device {device} --model {size} --rounds 1 --steps 4 --waiting-blocks".split()
+        args = whole_steps.parse([*options, blocks, *systems])
+
+        def told(measurement: Measurement) -> None:
+            known = [*done, measurement]
+            page = "\n\n".join("\n\n".join([each.about, *output.tables(each)]) for each in known)
+            tell(Outcome({"measurements": [asdict(each) for each in known]}, page))
+
+        done.append(whole_steps.measured(args, told))
+        dist.destroy_process_group()
 
 
 SPEED = ["ratio", "GB/s asked", "measured", "compute ms", "sending ms", "ours ms (p10-p90)"]

@@ -12,6 +12,7 @@ import torch
 
 BLOCKS = 32
 THREADS = 512
+WORDS = 1024
 
 # WORD is what a thread copies at once, in gather and reduce. Rank 0 is us: the own range is first.
 KERNELS = r"""
@@ -33,8 +34,26 @@ __device__ __forceinline__ unsigned long long take(unsigned long long* link, int
     }
 }
 
+// The first thread keeps its block until `end`. Each of `waiting` blocks stays as long, with all of
+// its threads: the first writes the number of this launch to `over`, which the others read.
+__device__ __forceinline__ void stay(
+    unsigned long long end, volatile int* over, int launch, int waiting
+) {
+    if (blockIdx.x >= waiting) return;
+    if (threadIdx.x == 0) {
+        if (blockIdx.x == 0) {
+            while (now() < end) {}
+            *over = launch;
+        } else {
+            while (*over != launch) {}
+        }
+    }
+    if (waiting > 1) __syncthreads();
+}
+
 extern "C" __global__ void ncclSimulatedAllGather(
-    WORD* full, const WORD* shard, unsigned long long* link, int words, int world, int nanoseconds
+    WORD* full, const WORD* shard, unsigned long long* link, int* over, int words, int world,
+    int nanoseconds, int launch, int waiting
 ) {
     const bool watches = blockIdx.x == 0 && threadIdx.x == 0;
     const unsigned long long end = watches && nanoseconds ? take(link, nanoseconds) : 0;
@@ -43,11 +62,12 @@ extern "C" __global__ void ncclSimulatedAllGather(
         const WORD word = shard[i];
         for (int rank = 0; rank < world; ++rank) full[(long long)rank * words + i] = word;
     }
-    if (watches) while (now() < end) {}
+    stay(end, over, launch, waiting);
 }
 
 extern "C" __global__ void ncclSimulatedReduceScatter(
-    WORD* own, const WORD* whole, unsigned long long* link, int words, int world, int nanoseconds
+    WORD* own, const WORD* whole, unsigned long long* link, int* over, int words, int world,
+    int nanoseconds, int launch, int waiting
 ) {
     const bool watches = blockIdx.x == 0 && threadIdx.x == 0;
     const unsigned long long end = watches && nanoseconds ? take(link, nanoseconds) : 0;
@@ -59,7 +79,7 @@ extern "C" __global__ void ncclSimulatedReduceScatter(
     }
     // Never so, which the compiler cannot know: what is read of the others must not be left out.
     if (nanoseconds < 0) own[0] = others;
-    if (watches) while (now() < end) {}
+    stay(end, over, launch, waiting);
 }
 """
 
@@ -75,10 +95,12 @@ class Link(Protocol):
     """What carries the bytes of all simulated groups of this process.
 
     gigabytes_per_s: 1e9 bytes received by a rank in a second; None for no limit but memory.
+    waiting_blocks: of a kernel's blocks, those that stay until its transfer ends, as NCCL's do.
     sent: what it carried; empty it at will.
     """
 
     gigabytes_per_s: float | None
+    waiting_blocks: int
     sent: list[Transfer]
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, world_size: int) -> None:
@@ -87,6 +109,10 @@ class Link(Protocol):
 
     def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, world_size: int) -> None:
         """Reads all of `whole` and fills `own` with its first range."""
+        ...
+
+    def all_reduce(self, tensor: torch.Tensor, world_size: int) -> None:
+        """Takes the time of a ring all-reduce, and leaves `tensor` as it is."""
         ...
 
     def fill(self, kind: str, ranges: Sequence[torch.Tensor], source: torch.Tensor) -> None:
@@ -103,6 +129,7 @@ class HostLink:
 
     def __init__(self) -> None:
         self.gigabytes_per_s: float | None = None
+        self.waiting_blocks = 1
         self.sent: list[Transfer] = []
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, world_size: int) -> None:
@@ -110,6 +137,9 @@ class HostLink:
 
     def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, world_size: int) -> None:
         self.read("reduce_scatter", own.view(-1), whole.view(world_size, -1).unbind())
+
+    def all_reduce(self, tensor: torch.Tensor, world_size: int) -> None:
+        self._carry(_all_reduce(tensor, world_size), lambda: None)
 
     def fill(self, kind: str, ranges: Sequence[torch.Tensor], source: torch.Tensor) -> None:
         def move() -> None:
@@ -135,8 +165,12 @@ class CudaLink:
 
     def __init__(self) -> None:
         self.gigabytes_per_s: float | None = None
+        self.waiting_blocks = 1
         self.sent: list[Transfer] = []
         self._free_at = torch.zeros(1, dtype=torch.int64, device="cuda")
+        self._launches = 0
+        # A word for each of the kernels that may run at once, which are far fewer.
+        self._over = torch.zeros(WORDS, dtype=torch.int32, device="cuda")
         self._kernels = {
             (name, size): compile_kernel(name, word)
             for name in ("ncclSimulatedAllGather", "ncclSimulatedReduceScatter")
@@ -151,6 +185,10 @@ class CudaLink:
     def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, world_size: int) -> None:
         self.sent.append(Transfer("reduce_scatter", whole.nbytes - own.nbytes))
         self._reduce(own, whole, own.nbytes, world_size, self.sent[-1].nbytes)
+
+    def all_reduce(self, tensor: torch.Tensor, world_size: int) -> None:
+        self.sent.append(_all_reduce(tensor, world_size))
+        self._reduce(tensor, tensor, tensor.nbytes, carried=self.sent[-1].nbytes)
 
     def fill(self, kind: str, ranges: Sequence[torch.Tensor], source: torch.Tensor) -> None:
         self.sent.append(_of_others(kind, ranges))
@@ -207,12 +245,18 @@ class CudaLink:
                 f"a transfer of {carried} bytes at {self.gigabytes_per_s} GB/s is too long "
                 "to simulate: use smaller units, or more gigabytes_per_s"
             )
-        if nbytes or nanoseconds:
-            self._kernels[name, size](
-                grid=(BLOCKS, 1, 1),
-                block=(THREADS, 1, 1),
-                args=[target, source, self._free_at, nbytes // size, world_size, nanoseconds],
-            )
+        if not (nbytes or nanoseconds):
+            return
+        self._launches += 1
+        words, over = nbytes // size, self._over[self._launches % WORDS :]
+        self._kernels[name, size](
+            grid=(BLOCKS, 1, 1),
+            block=(THREADS, 1, 1),
+            args=[
+                *(target, source, self._free_at, over, words, world_size, nanoseconds),
+                *(self._launches, self.waiting_blocks),
+            ],
+        )
 
 
 @cache
@@ -236,6 +280,11 @@ def repeated(held: torch.Tensor, numel: int) -> torch.Tensor:
 
 def _of_others(kind: str, ranges: Sequence[torch.Tensor]) -> Transfer:
     return Transfer(kind, sum(held.nbytes for held in ranges[1:]))
+
+
+def _all_reduce(tensor: torch.Tensor, world_size: int) -> Transfer:
+    """Sent twice as in a reduce-scatter: then the parts are gathered."""
+    return Transfer("all_reduce", 2 * tensor.nbytes * (world_size - 1) // world_size)
 
 
 def _seconds(nbytes: int, gigabytes_per_s: float | None) -> float:

@@ -5,7 +5,8 @@
 
 makes this process rank 0 of 8 for all of `torch.distributed`, device meshes and new groups
 included, so that any system shards over 8 ranks as it would. Collectives run on the caller's
-current stream, as NCCL's do, and never make the host wait for a GPU.
+current stream, as NCCL's do (large all-reduces, which are DDP's, on one of their own), and never
+make the host wait for a GPU.
 
 **Values.** Every rank is taken to hold what this one holds. So an all-gather fills each range of
 its output with a copy of this rank's shard, the mean of gradients is this rank's own range of them,
@@ -21,16 +22,18 @@ gathered in two steps (kept parts, divided copies) differs from what is gathered
 ranges are equal. A broadcast leaves what is there, so `full_tensor()` has this rank's range alone.
 
 **Time.** A collective lasts as long as `link.gigabytes_per_s` needs for the bytes that a rank
-receives, `(world_size - 1) / world_size` of the whole where ranges are equal, and longer only where
-this device's memory is slower than that. Two rules keep that honest:
+receives, `(world_size - 1) / world_size` of the whole where ranges are equal (twice that for an
+all-reduce), and longer only where this device's memory is slower than that. Two rules keep that
+honest:
 
 - All groups share one link. Transfers that are ready at the same time take turns on it, first come
   first served, whatever group or stream they belong to: a second group gains no bandwidth.
 - A group runs one collective at a time, in the order in which they were issued, as a communicator
   does.
 
-What is not simulated: a slower rank, the latency of a message, and the multiprocessors that NCCL
-keeps busy for as long as it waits (`simulated_link.BLOCKS` copy; then one waits).
+What is not simulated: a slower rank, and the latency of a message. `simulated_link.BLOCKS` blocks
+copy; then `link.waiting_blocks` of them keep their multiprocessors until the transfer ends: one, or
+as many as NCCL has.
 
 On a GPU a collective is one kernel, and one or two for each range of a list, one after the other. A
 kernel copies and then watches the GPU's own nanosecond clock.
@@ -54,6 +57,9 @@ from harness.simulated_link import CudaLink, HostLink, Link
 
 BACKEND = "simulated"
 
+FEW_BYTES = 1024
+"""An all-reduce of so many takes no time: order checks and norms."""
+
 # Of equal tensors these are the tensor.
 SAME = (dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
 
@@ -65,6 +71,7 @@ class SimulatedGroup(dist.ProcessGroup):
         super().__init__(rank, world_size)
         self._link = link
         self._last: torch.cuda.Event | None = None
+        self._side: torch.cuda.Stream | None = None
         self._name = ""
 
     def name(self) -> str:
@@ -144,11 +151,19 @@ class SimulatedGroup(dist.ProcessGroup):
         return _finished()
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
-        # Order checks and norms: a few bytes, which take no time.
-        for tensor in tensors:
-            with self._turn(tensor):
-                self._reduce(tensor, opts)
-        return _finished()
+        if tensors[0].nbytes <= FEW_BYTES:
+            for tensor in tensors:
+                with self._turn(tensor):
+                    self._reduce(tensor, opts)
+            return _finished()
+        # DDP's, which computes meanwhile.
+        with self._side_stream(tensors) as future:
+            for tensor in tensors:
+                with self._turn(tensor):
+                    self._link.all_reduce(tensor.detach(), self.size())
+                    self._reduce(tensor, opts)
+            future.set_result(tensors)
+        return _work_of(future)
 
     def barrier(self, opts: object = None) -> dist.Work:
         return _finished()
@@ -179,6 +194,21 @@ class SimulatedGroup(dist.ProcessGroup):
             stream.wait_event(self._last)
         yield
         self._last = stream.record_event()
+
+    @contextmanager
+    def _side_stream(self, tensors: list[torch.Tensor]) -> Iterator[Future[list[torch.Tensor]]]:
+        """What runs inside comes after what the current stream has, on another. Who waits for the
+        future makes its stream wait."""
+        if not tensors[0].is_cuda:
+            yield Future()
+            return
+        if self._side is None:
+            self._side = torch.cuda.Stream()
+        self._side.wait_stream(torch.cuda.current_stream())
+        for tensor in tensors:
+            tensor.record_stream(self._side)
+        with torch.cuda.stream(self._side):
+            yield Future(devices=[tensors[0].device])
 
     def _reduce(self, own: torch.Tensor, opts: Any) -> None:
         """Of equal tensors on all ranks. Without options torch sums."""
@@ -218,6 +248,10 @@ def _detached(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def _finished() -> dist.Work:
     future: Future[list[torch.Tensor]] = Future()
     future.set_result([])
+    return _work_of(future)
+
+
+def _work_of(future: Future[list[torch.Tensor]]) -> dist.Work:
     work: dist.Work = torch._C._distributed_c10d._create_work_from_future(future)
     return work
 
