@@ -105,18 +105,16 @@ def test_the_traces_hold_every_collective_of_two_steps(
     assert re.search(r"^forward all-gathers +rank [01] +[\d.]+ of 4 ", done.stdout, re.MULTILINE)
 
 
-def test_torchrun_gives_the_same_run_and_a_log_of_its_steps(
+def test_torchrun_gives_the_same_run(
     tmp_path: Path, text_file: Path, finished: tuple[Path, subprocess.CompletedProcess[str]]
 ) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     torchrun = ["--nproc-per-node", "2", "--master-port", str(port)]
-    process = Program(tmp_path, [*TRAIN, "--step-log", "--data", str(text_file)], torchrun)
-    out, err = process.communicate(timeout=150)
+    process = Program(tmp_path, [*TRAIN, "--data", str(text_file)], torchrun)
+    _, err = process.communicate(timeout=150)
     assert process.returncode == 0, err
-    lines = re.findall(r"^step (\d): [\d.]+ ms, [\d.]+ ms of it waiting for", out, re.MULTILINE)
-    assert lines == ["1", "2", "3", "4"]  # once: the first rank prints
     timeless = ("step", "loss", "val_loss", "lr")
     assert [[m.get(k) for k in timeless] for m in read_metrics(tmp_path / "run")] == [
         [m.get(k) for k in timeless] for m in read_metrics(finished[0] / "run")

@@ -108,6 +108,15 @@ def test_ranks_alike_have_no_straggler() -> None:
     assert "slow rank" not in causes(report)
 
 
+def test_a_lag_is_to_the_median_of_the_others() -> None:
+    ranks = [Step(compute=each) for each in (1000, 2000, 2100, 3000)]
+    report = report_of(*ranks)
+    own = [rank.own_time for rank in report.ranks]
+    assert report.lag == own[3] - own[1]
+    assert report.has_straggler
+    assert report_of(*ranks[:1]).lag == 0
+
+
 def test_ranks_are_put_on_one_clock() -> None:
     late = trace_of(*later(Step(), 5e6), rank=1)
     report = read_report(trace_of(*Step().events, rank=0), late)

@@ -24,7 +24,6 @@ class TrainConfig:
         compute.
     eval_every: steps between validations. log_every: steps between lines of metrics.
     save_every: steps between checkpoints. keep: how many of them are kept.
-    step_log: whether each step is measured on all ranks, and a line printed.
     """
 
     out: Path
@@ -48,7 +47,6 @@ class TrainConfig:
     log_every: int = 5
     save_every: int = 40
     keep: int = 2
-    step_log: bool = False
 
     def __post_init__(self) -> None:
         at_least_one = (

@@ -84,13 +84,6 @@ def train(
     log_every: Annotated[int, typer.Option(help="Steps between lines of metrics.")] = 5,
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 40,
     keep: Annotated[int, typer.Option(help="Checkpoints to keep.")] = 2,
-    step_log: Annotated[
-        bool,
-        typer.Option(
-            "--step-log",
-            help="Print a line a step: its time, how much of it was waiting, which rank is slow.",
-        ),
-    ] = False,
     max_restarts: Annotated[
         int | None,
         typer.Option(
@@ -107,10 +100,10 @@ def train(
     place = find_place(ranks, device, max_restarts)
     if resume is not None:
         _check_alone(context)
-        _go_on(resume, place, step_log)
+        _go_on(resume, place)
         return
     if place.joining and (begun := run_of_this_job(out)) is not None:
-        _go_on(begun, place, step_log)
+        _go_on(begun, place)
         return
     config = TrainConfig(
         out=out or RUNS / datetime.now().strftime("%Y%m%d-%H%M%S"),
@@ -134,7 +127,6 @@ def train(
         log_every=log_every,
         save_every=save_every,
         keep=keep,
-        step_log=step_log,
     )
     check_out(config.out)
     load_text(config.data, config.seq_len)
@@ -148,16 +140,16 @@ def _check_alone(context: typer.Context) -> None:
         for name in context.params
         if (source := context.get_parameter_source(name)) is not None
         and source.name != "DEFAULT"
-        and name not in ("resume", "ranks", "device", "step_log", "max_restarts")
+        and name not in ("resume", "ranks", "device", "max_restarts")
     ]
     if given:
         raise BadInput(
             f"--{given[0].replace('_', '-')} cannot be changed by --resume, which goes on with the "
-            "run as it was; --ranks, --device, --step-log and --max-restarts can"
+            "run as it was; --ranks, --device and --max-restarts can"
         )
 
 
-def _go_on(folder: Path, place: Place, step_log: bool) -> None:
+def _go_on(folder: Path, place: Place) -> None:
     begun = read_begun(folder)
     config = begun.config
     together = begun.ranks * config.batch_size
@@ -179,7 +171,7 @@ def _go_on(folder: Path, place: Place, step_log: bool) -> None:
     if unigram_entropy(text.validation) != begun.unigram_entropy:
         raise BadInput(f"--resume {folder}: {text.origin} is not the text that the run began with")
     batch_size = together // place.ranks
-    _run(replace(config, batch_size=batch_size, step_log=step_log), place, resume=True)
+    _run(replace(config, batch_size=batch_size), place, resume=True)
 
 
 def _run(config: TrainConfig, place: Place, resume: bool) -> None:

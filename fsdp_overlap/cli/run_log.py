@@ -1,6 +1,5 @@
 """What rank 0 shows and writes about a run."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -17,7 +16,7 @@ from fsdp_overlap.cli.run_folder import TRACES_AT_STAGE_3, RunFolder
 from fsdp_overlap.cli.trainer import PROFILED_STEPS, Trainer
 from fsdp_overlap.disk_errors import writing
 from fsdp_overlap.optim import Muon
-from fsdp_overlap.profiling import StepTimes, read_report
+from fsdp_overlap.profiling import read_report
 
 
 class RunLog:
@@ -72,11 +71,8 @@ class RunLog:
     ) -> None:
         self._display.__exit__(kind, error, traceback)
 
-    def show(self, metrics: dict[str, float], times: Sequence[StepTimes]) -> None:
-        """Shows the figures of one step, as the trainer gives them, and how long earlier steps
-        took."""
-        for each in times:
-            self._display.print(str(each))
+    def show(self, metrics: dict[str, float]) -> None:
+        """Shows the figures of one step, as the trainer gives them."""
         if "loss" not in metrics:
             return
         self._folder.log(metrics)

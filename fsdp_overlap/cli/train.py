@@ -20,7 +20,6 @@ from fsdp_overlap.cli.run_folder import TRACES_AT_STAGE_3, RunFolder, trace_path
 from fsdp_overlap.cli.run_log import RunLog
 from fsdp_overlap.cli.stopping import StopRequest
 from fsdp_overlap.cli.trainer import Trainer
-from fsdp_overlap.profiling import StepLog
 
 T = TypeVar("T")
 # How long other machines may take to see a new folder: they may cache that it was not there.
@@ -98,17 +97,13 @@ def _train(
 ) -> bool:
     """Trains until all steps are done, and returns True; or until somebody asks to stop: False."""
     stop = StopRequest()
-    step_log = StepLog(trainer.context, trainer.steps_done) if config.step_log else None
     while trainer.steps_done < config.steps:
         stop.begin_step()
         metrics = trainer.advance()
         stops = stop.end_step()
         step = trainer.steps_done
-        times = [] if step_log is None else step_log.step()
-        if step_log is not None and (stops or trainer.steps_done == config.steps):
-            times += step_log.finish()
         if log is not None:
-            log.show(metrics, times)
+            log.show(metrics)
         if stops or step % config.save_every == 0 or step == config.steps:
             trainer.release_unsharded()
             saved = checkpoints.save(step, trainer)

@@ -24,9 +24,6 @@ from fsdp_overlap.comm.watch import Watch, watch_over
 OPTIMIZER = "optimizer"
 """The purpose of groups that connect other ranks than the lanes' do."""
 
-HOSTS = "host"
-"""The purpose of groups on which hosts tell each other what no device knows."""
-
 
 class LaneGroups:
     """The groups that a bucket's collectives run on. A communicator runs one collective at a time,
@@ -225,14 +222,6 @@ class GroupCache:
             self._groups[OPTIMIZER, tuple(ranks)] = ref(group)
         return group
 
-    def connect_hosts(
-        self, ranks: Sequence[int], like: dist.ProcessGroup, device_type: str
-    ) -> dist.ProcessGroup:
-        """A new group of gloo that connects the hosts of ``ranks``. Nothing else runs on it, so
-        that each rank may issue at its own time what it issues there. It ends with the context's
-        faults and resets. Collective over ``ranks``."""
-        return self._borrow(HOSTS, like, ranks, device_type, HOSTS)
-
     @property
     def of_optimizers(self) -> list[Loan]:
         """The groups that serve optimizers' steps alone."""
@@ -317,8 +306,7 @@ class GroupCache:
         device_type: str,
         lane: str,
     ) -> dist.ProcessGroup:
-        options = self.options.get(lane)
-        loan = borrow(purpose, like, ranks, device_type, options, on_host=purpose == HOSTS)
+        loan = borrow(purpose, like, ranks, device_type, self.options.get(lane))
         self._loans.append(loan)
         group = loan.group
         self._turns[group.group_name] = loan.turn

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap import meters
 from fsdp_overlap.comm.collectives import Issued
 from fsdp_overlap.comm.spans import span
 from fsdp_overlap.comm.streams import has_streams, streams_of
@@ -140,7 +139,6 @@ class HostTicket:
         with span("wait_" + self.kind, self.label):
             watch = watch_of(issued.group)
             failure: RuntimeError | None = None
-            begun = meters.begin() if meters.present else None
             # All are waited for, also after one has failed: the others may still read or write
             # what is freed next.
             for work in issued.works:
@@ -151,8 +149,6 @@ class HostTicket:
                         wait(work, watch)
                 except RuntimeError as error:
                     failure = failure or error
-            if begun is not None:
-                meters.end(begun)
             if failure is not None:
                 raise RuntimeError(self._describe(issued, watch, failure)) from failure
 
@@ -226,16 +222,10 @@ class StreamTicket:
         self._streams = streams
 
     def wait(self) -> None:
-        begun = meters.begin() if meters.present else None
         self._streams.current_stream().wait_event(self._event)
-        if begun is not None:
-            meters.end(begun)
 
     def wait_on_host(self) -> None:
-        begun = meters.begin() if meters.present else None
         self._event.synchronize()
-        if begun is not None:
-            meters.end(begun)
 
     def done(self) -> bool:
         return self._event.query()

@@ -46,19 +46,16 @@ def borrow(
     ranks: Sequence[int],
     device_type: str,
     options: object = None,
-    on_host: bool = False,
 ) -> Loan:
     """A group of ``ranks``, in this order, with the backend and the timeout of ``like``. It has
     ``options``, or without them those of ``like``. If the group can be closed, nobody else uses it
     until it is given back. Collective over ``ranks``, which must ask for their groups in the same
     order. If ``like`` connects only some of them, each rank gives its own, made in the same way.
-    ``on_host``: whether it is a group of gloo for what hosts tell each other, with the timeout of
-    ``like`` alone.
 
     Raises:
         RuntimeError: the ranks did not all come in time.
     """
-    backend = dist.Backend("gloo" if on_host else registered_backend(like, device_type))
+    backend = dist.Backend(registered_backend(like, device_type))
     timeout = group_timeout(like, device_type) or default_timeout(backend)
     is_common = set(ranks) <= set(dist.get_process_group_ranks(like))
     # A group along one dimension of a mesh has another name on other ranks.
@@ -71,7 +68,7 @@ def borrow(
         key += f" options {place}"
     # A digest, because the numbers of a thousand ranks would fill kilobytes.
     name = f"fsdp_overlap_{purpose}_{sha256(key.encode()).hexdigest()[:16]}"
-    shelf = _shelf(name, on_host, like, device_type)
+    shelf = _shelf(name, like, device_type)
     try:
         number = shelf.agree(len(ranks), has_peers(like), timeout)
         loan = shelf.take(number)
@@ -79,7 +76,7 @@ def borrow(
             loan.turn += 1
             return loan
         shelf.made = number + 1
-        if options is None and not on_host:
+        if options is None:
             options = options_of(like, device_type)
         group = make_group(f"{name}_{number}", ranks, backend, _copied(options, timeout), timeout)
     except RuntimeError as error:
@@ -88,17 +85,16 @@ def borrow(
             f"of their {purpose}s: a rank died or runs something else, or ctx.reset() was not "
             f"called on every rank: {error}"
         ) from error
-    loan = Loan(ref(group), shelf, number, "cpu" if on_host else device_type)
+    loan = Loan(ref(group), shelf, number, device_type)
     shelf.put(loan)
     return loan
 
 
-def _shelf(name: str, on_host: bool, like: dist.ProcessGroup, device_type: str) -> Shelf:
+def _shelf(name: str, like: dist.ProcessGroup, device_type: str) -> Shelf:
     shelves = _shelves.setdefault(default_group(), {})
     if name not in shelves:
         # Whether ranks are equally far on a group that is in use can only be told by counts.
-        is_closable = on_host or can_close(device_type, like)
-        is_shared = not is_closable and collectives_issued(like) is not None
+        is_shared = not can_close(device_type, like) and collectives_issued(like) is not None
         shelves[name] = SharedShelf(name) if is_shared else ExclusiveShelf(name)
     return shelves[name]
 

@@ -9,7 +9,6 @@ from fsdp_overlap.profiling.intervals import measure, union
 from fsdp_overlap.profiling.names import CHECK, CONFIRMATION, Kind, Pass
 from fsdp_overlap.profiling.overlap import Collective, RankReport
 from fsdp_overlap.profiling.report import Report
-from fsdp_overlap.profiling.slow_ranks import computes_longer, in_ms, what_to_look_for
 
 Cause = Literal[
     "slow rank",
@@ -72,8 +71,11 @@ def _slow_rank(report: Report) -> Iterator[Finding]:
         return
     rank = report.slowest
     others = "the other" if len(report.ranks) == 2 else "the others"
-    all_compute = [each.compute_time for each in report.ranks]
-    busy = what_to_look_for(computes_longer(rank.compute_time, all_compute, report.lag))
+    more_compute = rank.compute_time - min(each.compute_time for each in report.ranks)
+    if more_compute > report.lag / 2:
+        busy = "compute that it does alone, or a slower device"
+    else:
+        busy = "what it does alone that is no compute, such as reading data"
     lag = report.lag / rank.steps
     yield Finding(
         "slow rank",
@@ -282,4 +284,5 @@ def _name(c: Collective) -> str:
 
 
 def _ms(microseconds: float) -> str:
-    return in_ms(microseconds / 1e6)
+    milliseconds = microseconds / 1e3
+    return f"{milliseconds:.{0 if milliseconds >= 100 else 1 if milliseconds >= 10 else 2}f} ms"

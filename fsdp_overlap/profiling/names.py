@@ -12,8 +12,6 @@ Role = Literal["issue", "wait", "begin forward", "end forward", "begin backward"
 CHECK = "order_check"
 CONFIRMATION = "confirmation of "
 """Begins the name of a confirmation; the unit that it is for follows."""
-STEP_LOG = "StepLog"
-"""A message of :class:`StepLog`. Nobody waits for it, so no report counts it."""
 OWN_ENGINE = "fsdp_overlap"
 PREFIXES = ("fsdp_overlap::", "FSDP::")
 OPTIMIZER_STEP = "Optimizer.step#"

@@ -10,7 +10,6 @@ from typing import Any
 from fsdp_overlap.profiling.events import Progress, TraceError
 from fsdp_overlap.profiling.names import Kind, Pass
 from fsdp_overlap.profiling.overlap import Collective, RankReport, measure_overlap
-from fsdp_overlap.profiling.slow_ranks import is_slow, lags
 from fsdp_overlap.profiling.timeline import read_timeline
 
 # The rows of every table.
@@ -20,6 +19,10 @@ ROWS: tuple[tuple[str, Kind, Pass | None], ...] = (
     ("reduce-scatters", "reduce_scatter", None),
     ("other", "other", None),
 )
+
+# How much longer than the others a rank works by itself before it is called slow, as a part of its
+# steps.
+_SLOW = 0.1
 
 
 @dataclass(frozen=True)
@@ -37,11 +40,13 @@ class Report:
     def lag(self) -> float:
         """How much longer `slowest` works by itself than the median of the others, in microseconds
         over all steps; 0 for one rank."""
-        return max(lags([rank.own_time for rank in self.ranks]))
+        others = [rank.own_time for rank in self.ranks if rank is not self.slowest]
+        return self.slowest.own_time - statistics.median(others) if others else 0.0
 
     @property
     def has_straggler(self) -> bool:
-        return is_slow(self.lag, self.slowest.duration)
+        """Whether `slowest` lags by more than a tenth of the trace."""
+        return self.lag > _SLOW * self.slowest.duration
 
     @cached_property
     def waits_for_ranks(self) -> tuple[float | None, ...]:

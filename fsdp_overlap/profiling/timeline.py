@@ -27,7 +27,6 @@ from fsdp_overlap.profiling.names import (
     OWN_ENGINE,
     PREFIXES,
     PROFILER_STEP,
-    STEP_LOG,
     Kind,
     Mark,
     Pass,
@@ -188,8 +187,6 @@ def _group(
     for issue, issued in found.values():
         mark = read_mark(issue.name)
         assert mark is not None
-        if mark.operation == STEP_LOG:
-            continue
         name = mark.unit
         if mark.kind == "other":
             name = f"{mark.operation} of {mark.unit}" if mark.unit else mark.operation

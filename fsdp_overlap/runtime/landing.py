@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 
 from fsdp_overlap.comm.streams import has_streams, streams_of
-from fsdp_overlap.meters import waiting
 
 
 class Landing(NamedTuple):
@@ -19,8 +18,7 @@ class Landing(NamedTuple):
     def wait(self) -> torch.Tensor:
         """Blocks the host until the gradient is there, and returns it."""
         if self.copied is not None:
-            with waiting():
-                self.copied.synchronize()
+            self.copied.synchronize()
         return self.host
 
 

@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-from fsdp_overlap.meters import waiting
 from fsdp_overlap.tensor.carried import as_carried
 from fsdp_overlap.tensor.chunks import all_of_a_storage, chunks_of
 from fsdp_overlap.tensor.data_assignment import note_alias
@@ -193,9 +192,8 @@ class ShardedTensor(HoldsGradient, DTensor):
             dist.broadcast(as_carried(full[first:last]), group=group, group_src=rank, async_op=True)
             for rank, first, last in self.placement.ranges
         ]
-        with waiting():
-            for work in works:
-                work.wait()
+        for work in works:
+            work.wait()
         return full.view(tile.shape)
 
     def redistribute(

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from fsdp_overlap.meters import waiting
 from fsdp_overlap.tensor.carried import CARRIED
 from fsdp_overlap.tensor.gradient_errors import raise_in_backward, tensors_in
 from fsdp_overlap.tensor.operands import local_operand, whole_operand
@@ -294,7 +293,6 @@ def _all_reduce(
     sent = values.contiguous()
     if not is_on_mesh(values, spec):
         sent = values.to(spec.mesh.device_type)
-    with waiting():
-        for dim in cut_dims(spec):
-            dist.all_reduce(sent, op, spec.mesh.get_group(dim))
+    for dim in cut_dims(spec):
+        dist.all_reduce(sent, op, spec.mesh.get_group(dim))
     return sent.to(values.device)

@@ -300,14 +300,6 @@ BENCHMARKS = (
         "the-check-of-the-order",
     ),
     Benchmark(
-        "step_log",
-        "step_log.py",
-        "--rounds 61 --steps 4",
-        "--rounds 2 --blocks 3",
-        _TRUTH,
-        "what a log of the steps of a running job costs",
-    ),
-    Benchmark(
         "predicted",
         "predicted.py",
         "",
