@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_overlap import Blocks, FsdpContext, Whole
 from fsdp_overlap.optim import Muon
-from harness import simulated_ranks
+from harness import simulated_link, simulated_ranks
+from harness.simulated_link import Transfer
 from support.ranks import run_ranks
 from support.simulated import WORLD, batch, compare, simulate
 from support.traces import event, read
@@ -53,6 +54,13 @@ def values(device: str, link: simulated_ranks.Link) -> None:
     assert own.tolist() == (whole[:5] * WORLD).tolist()
     dist.all_reduce(own)
     assert own.tolist() == (whole[:5] * WORLD**2).tolist()
+
+    large = torch.arange(1000.0, device=device)
+    work = dist.all_reduce(large, async_op=True)
+    assert work is not None
+    work.wait()
+    assert large.tolist() == [WORLD * float(n) for n in range(1000)]
+    assert link.sent[-1] == Transfer("all_reduce", 2 * large.nbytes * (WORLD - 1) // WORLD)
 
     odd = torch.arange(3, dtype=torch.uint8, device=device)  # not a multiple of a word
     many = torch.zeros(WORLD * 3, dtype=torch.uint8, device=device)
@@ -107,6 +115,8 @@ class GpusLinkOnACpu(simulated_ranks.CudaLink):
         self.sent = []
         self.nanoseconds = 0
         self._free_at = torch.zeros(1)
+        self.waiting_blocks, self._launches = 4, 0
+        self._over = torch.zeros(simulated_link.WORDS, dtype=torch.int32)
         self._kernels = {
             (name, size): partial(self._run, name, size)
             for name in ("ncclSimulatedAllGather", "ncclSimulatedReduceScatter")
@@ -114,7 +124,9 @@ class GpusLinkOnACpu(simulated_ranks.CudaLink):
         }
 
     def _run(self, name: str, size: int, grid: Any, block: Any, args: list[Any]) -> None:
-        target, source, _, words, world, nanoseconds = args
+        target, source, _, over, words, world, nanoseconds, launch, waiting = args
+        assert (over.data_ptr() - self._over.data_ptr()) // 4 == launch % simulated_link.WORDS
+        assert waiting == self.waiting_blocks
         self.nanoseconds += nanoseconds
         held = ctypes.string_at(source.data_ptr(), words * size)
         for rank in range(world if name == "ncclSimulatedAllGather" else 1):
@@ -143,6 +155,7 @@ def test_collectives_give_what_equal_ranks_would(device: str) -> None:
 
 def duration(device: str, link: simulated_ranks.Link) -> list[float]:
     """Seconds of collectives that should take 0.1 each."""
+    link.waiting_blocks = simulated_link.BLOCKS
     shard = torch.ones(1 << 16, device=device)
     whole = torch.ones(WORLD << 16, device=device)
     sizes = [1 << 16, 3 << 15, 0, 3 << 15]  # the others receive as much as in equal ranges
@@ -155,6 +168,7 @@ def duration(device: str, link: simulated_ranks.Link) -> list[float]:
         lambda: dist.reduce_scatter(shard, ranges, dist.ReduceOp.AVG),
         lambda: dist.all_to_all_single(whole, whole.clone(), sizes, sizes),
         lambda: dist.broadcast(whole[: 3 << 16], 1),
+        lambda: dist.all_reduce(whole[: 1 << 17]),
     ):
         link.gigabytes_per_s = None
         collective()
@@ -331,7 +345,13 @@ def test_reports_take_a_kernel_of_the_simulation_for_a_collective() -> None:
 
 @pytest.mark.slow
 def test_the_suite_runs_at_a_tiny_scale_on_a_cpu(tmp_path: Path) -> None:
-    parts = ["speed", "parity", "memory", "overlap"]  # of its part of tests, see test_gpu_parts
+    parts = [
+        "speed",
+        "parity",
+        "memory",
+        "overlap",
+        "training",
+    ]  # of its part of tests, see test_gpu_parts
     command = [sys.executable, SUITE, "--device", "cpu", "--out", tmp_path, "--parts", *parts]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
