@@ -183,7 +183,8 @@ class Reductions:
     def _has_room(self, unit: Unit) -> bool:
         """Whether a bucket of ``unit`` may have a reduce input. Those of one unit count as one."""
         busy = {unit, *self._filling.values()}
-        busy.update(other for other, _, _ in self._in_flight)
+        for other, _, _ in self._in_flight:  # a generator would be called for each, and often
+            busy.add(other)
         return len(busy) <= self.max_inputs
 
     def _wait_for_oldest(self) -> None:
