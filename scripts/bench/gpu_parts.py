@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
-import training as whole_steps
+import llama
 from fsdp_overlap.profiling import Report, assert_overlapped, read_report
 from fsdp_overlap.profiling.report import ROWS
 from fsdp_overlap.profiling.tables import Table, kinds_table, ranks_table
@@ -280,14 +280,14 @@ def training(scale: Scale, device: str, folder: Path, tell: Tell) -> None:
     done: list[Measurement] = []
     for blocks, systems in (("32", []), ("1", ["--systems", FSDP2, OURS])):
         options = f"--device {device} --model {size} --rounds 1 --steps 4 --waiting-blocks".split()
-        args = whole_steps.parse([*options, blocks, *systems])
+        args = llama.parse([*options, blocks, *systems])
 
         def told(measurement: Measurement) -> None:
             known = [*done, measurement]
             page = "\n\n".join("\n\n".join([each.about, *output.tables(each)]) for each in known)
             tell(Outcome({"measurements": [asdict(each) for each in known]}, page))
 
-        done.append(whole_steps.measured(args, told))
+        done.append(llama.measured(args, told))
         dist.destroy_process_group()
 
 

@@ -1,7 +1,7 @@
 """Training a Llama-like model on GPUs: ours beside FSDP2, DDP and an unsharded model.
 
-    python scripts/bench/training.py                              one GPU, as rank 0 of 8
-    torchrun --nproc-per-node 8 scripts/bench/training.py         8 GPUs, with NCCL
+    python scripts/bench/llama.py                              one GPU, as rank 0 of 8
+    torchrun --nproc-per-node 8 scripts/bench/llama.py         8 GPUs, with NCCL
 
 On one GPU the kernels of compute are real, and the link is simulated (`simulated_ranks.py` says
 what that is and is not). It is as fast as makes the transfers of FSDP2's step last `--ratio` of the
