@@ -22,7 +22,6 @@ from harness.summary import Circumstances, Row, not_met, read_summary
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 FIGURES, PAGE, PICTURE = DOCS / "performance.json", DOCS / "performance.md", DOCS / "step_time.png"
-HISTORY = "performance_history.md"
 HEADER = ("benchmark", "compared", "ours", "other", "ratio (p10-p90)", "at most", "met")
 LABELS = 2
 INTRODUCTION = """\
@@ -30,7 +29,7 @@ INTRODUCTION = """\
 
 All of this was measured by `python scripts/bench/all.py`, and made into this page by
 `scripts/bench/results.py`. [How it is measured](measuring.md) says what is compared, and
-[what was tried](performance_history.md) why targets are missed.
+[decisions](decisions.md) what was tried.
 
 **No GPU was measured**: processes on the cores of one machine stand for several machines, and a
 limited loopback for the network between them.
@@ -67,8 +66,7 @@ def page_of(where: Circumstances, rows: list[Row]) -> str:
 
 def _line_of(benchmark: Benchmark) -> str:
     command = shlex.join(["python", *benchmark.command(quick=False)])
-    why = f" ([what was tried]({HISTORY}#{benchmark.why}))" if benchmark.why else ""
-    return f"- **{benchmark.name}**: {benchmark.measures}{why}. `{command}`"
+    return f"- **{benchmark.name}**: {benchmark.measures}. `{command}`"
 
 
 def main(

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 class Benchmark:
     """A script of `scripts/bench` and its arguments, in a full and in a quick run.
 
-    topic: the heading under which its results stand. measures: what, in words. why: the section of
-    docs/performance_history.md that says what was tried.
+    topic: the heading under which its results stand. measures: what, in words.
     """
 
     name: str
@@ -19,7 +18,6 @@ class Benchmark:
     quick: str
     topic: str = ""
     measures: str = ""
-    why: str = ""
 
     def command(self, quick: bool) -> list[str]:
         """From the repository, without the interpreter."""
@@ -46,7 +44,6 @@ BENCHMARKS = (
         "--rounds 10 --warmup 3",
         _HOST,
         "host time of a unit of 14 parameters, beyond the unsharded step",
-        "host-overhead",
     ),
     Benchmark(
         "host_copies",
@@ -55,7 +52,6 @@ BENCHMARKS = (
         "--rounds 5 --warmup 2 --copies 2",
         _HOST,
         "the same with two copies of each shard (HSDP)",
-        "host-overhead",
     ),
     Benchmark(
         "host_mixed",
@@ -64,7 +60,6 @@ BENCHMARKS = (
         "--rounds 5 --warmup 2 --mixed",
         _HOST,
         "the same in bfloat16, reduced in float32",
-        "host-overhead",
     ),
     Benchmark(
         "units",
@@ -73,7 +68,6 @@ BENCHMARKS = (
         "--blocks 8 32 64 --rounds 5 --warmup 2",
         _HOST,
         "the same for 8 to 256 blocks",
-        "host-overhead",
     ),
     Benchmark(
         "optimizer",
@@ -82,7 +76,6 @@ BENCHMARKS = (
         "--rounds 10 --warmup 3",
         _HOST,
         "host time of AdamW's step and of clipping by norm, 448 small parameters",
-        "the-optimizers-step",
     ),
     Benchmark(
         "link",
@@ -91,7 +84,6 @@ BENCHMARKS = (
         "--rounds 2 --steps 1",
         _LINK,
         "forward and backward over 2 Gbit/s, against FSDP2 and the bound, with real compute",
-        "a-slow-link",
     ),
     Benchmark(
         "schedule",
@@ -100,7 +92,6 @@ BENCHMARKS = (
         "--rows 64 --sleep 43 --rounds 2 --steps 1",
         _LINK,
         "the same with compute that leaves the cores alone",
-        "a-slow-link",
     ),
     Benchmark(
         "whole",
@@ -109,7 +100,6 @@ BENCHMARKS = (
         "--whole --rate 1gbit --rows 64 --sleep 90 --rounds 2 --steps 1 --blocks 4",
         _LINK,
         "a whole step, with clipping and AdamW, where compute takes as long as communication",
-        "whole-steps-and-their-edges",
     ),
     Benchmark(
         "whole_ahead",
@@ -118,7 +108,6 @@ BENCHMARKS = (
         "--whole --rate 1gbit --rows 64 --sleep 90 --rounds 2 --steps 1 --blocks 4 --prefetch 2",
         _LINK,
         "the same with two units fetched ahead",
-        "whole-steps-and-their-edges",
     ),
     Benchmark(
         "whole_computing",
@@ -127,7 +116,6 @@ BENCHMARKS = (
         "--whole --rate 1gbit --rows 64 --sleep 190 --rounds 2 --steps 1 --blocks 4",
         _LINK,
         "the same where compute takes twice as long",
-        "whole-steps-and-their-edges",
     ),
     Benchmark(
         "whole_sending",
@@ -136,7 +124,6 @@ BENCHMARKS = (
         "--whole --rate 1gbit --rows 64 --sleep 40 --rounds 2 --steps 1 --blocks 4",
         _LINK,
         "the same where communication takes twice as long",
-        "whole-steps-and-their-edges",
     ),
     Benchmark(
         "link_speed",
@@ -145,7 +132,6 @@ BENCHMARKS = (
         "--rows 64 --sleep 40 --rounds 2 --steps 1 --rates 2gbit unlimited",
         _LINK,
         "forward and backward against the speed of the link",
-        "a-slow-link",
     ),
     Benchmark(
         "link_4_ranks",
@@ -154,7 +140,6 @@ BENCHMARKS = (
         "--ranks 4 --rounds 2 --steps 1",
         _LINK,
         "the same on four ranks",
-        "a-slow-link",
     ),
     Benchmark(
         "hsdp",
@@ -163,7 +148,6 @@ BENCHMARKS = (
         "--rounds 2 --blocks 3",
         _LINK,
         "training on a mesh with copies of each shard",
-        "copies-of-shards",
     ),
     Benchmark(
         "training",
@@ -172,7 +156,6 @@ BENCHMARKS = (
         "--optimizer muon --stage 2 --rounds 1 --steps 1",
         _LINK,
         "a step with Muon, and what overlap gains",
-        "training-with-an-optimizer",
     ),
     Benchmark(
         "few_bits",
@@ -181,7 +164,6 @@ BENCHMARKS = (
         "--rounds 1 --steps 1 --blocks 3",
         _LINK,
         "a step with parameters and gradients sent in 8 bits, and the bytes on the link",
-        "few-bits",
     ),
     Benchmark(
         "ddp",
@@ -190,7 +172,6 @@ BENCHMARKS = (
         "--rounds 2",
         _DDP,
         "a step of training with clipping and AdamW, where a model fits",
-        "against-ddp",
     ),
     Benchmark(
         "memory",
@@ -199,7 +180,6 @@ BENCHMARKS = (
         "--rounds 3",
         _MEMORY,
         "peak memory of forward and backward, in blocks of parameters",
-        "the-memory-of-a-step",
     ),
     Benchmark(
         "stage_memory",
@@ -208,7 +188,6 @@ BENCHMARKS = (
         "--layers 3 --width 256",
         _MEMORY,
         "what the main job keeps at each ZeRO stage, releases, and needs to save",
-        "the-memory-of-stages",
     ),
     Benchmark(
         "muon",
@@ -217,7 +196,6 @@ BENCHMARKS = (
         "--rounds 1",
         _MUON,
         "Muon's step, against FSDP2's and unsharded",
-        "muons-step",
     ),
     Benchmark(
         "checkpoint",
@@ -226,7 +204,6 @@ BENCHMARKS = (
         "--rounds 2",
         _CHECKPOINTS,
         "time and memory of saving and loading",
-        "checkpoints",
     ),
     Benchmark(
         "async_saves",
@@ -235,7 +212,6 @@ BENCHMARKS = (
         "--rounds 1 --blocks 2 --steps 2",
         _CHECKPOINTS,
         "what training loses to a save that is written beside it",
-        "asynchronous-saves",
     ),
     Benchmark(
         "weights",
@@ -244,7 +220,6 @@ BENCHMARKS = (
         "--rounds 1 --blocks 2",
         _WEIGHTS,
         "whole weights on all ranks, over 2 Gbit/s",
-        "weights-elsewhere",
     ),
     Benchmark(
         "weights_resharded",
@@ -253,7 +228,6 @@ BENCHMARKS = (
         "--reshard --rounds 1 --blocks 2",
         _WEIGHTS,
         "from two ranks that train to halves on two others",
-        "weights-elsewhere",
     ),
     Benchmark(
         "thousands",
@@ -270,7 +244,6 @@ BENCHMARKS = (
         "--rounds 3 --warmup 1",
         _LAYOUTS,
         "ways to gather and to reduce on gloo",
-        "collectives-on-gloo",
     ),
     Benchmark(
         "layouts",
@@ -279,7 +252,6 @@ BENCHMARKS = (
         "--model Llama-3",
         _LAYOUTS,
         "balance and planning time for real models",
-        "layouts",
     ),
     Benchmark(
         "ragged",
@@ -288,7 +260,6 @@ BENCHMARKS = (
         "--layout whole --rounds 2 --steps 1",
         _LAYOUTS,
         "a step over 2 Gbit/s with ragged shards, against equal ones",
-        "layouts",
     ),
     Benchmark(
         "order_check",
@@ -297,7 +268,6 @@ BENCHMARKS = (
         "--rounds 2 --blocks 3",
         _TRUTH,
         "what it costs that ranks check that they run the same units",
-        "the-check-of-the-order",
     ),
     Benchmark(
         "predicted",
@@ -314,6 +284,5 @@ BENCHMARKS = (
         "--steps 200",
         _TRUTH,
         "2000 steps: flat memory, exact counters, equal ranks",
-        "the-soak",
     ),
 )
