@@ -172,6 +172,22 @@ class Schedule:
         """Whether a forward has run that a backward may come back to."""
         return self._backward is not None or any(past.calls for past in self._open_passes)
 
+    def has_learned(self, first: Unit, with_backward: bool) -> bool:
+        """Whether the pass that ``first`` is about to begin, and its backward, have run before."""
+        return self.order.has_learned(first.index) and (self._backwards > 0 or not with_backward)
+
+    def under_way(self) -> str | None:
+        """What has begun and is not complete, in words. ``None`` between whole steps."""
+        if self._running:
+            return "a forward under way"
+        if self.awaits_backward:
+            return "a forward whose backward has not run"
+        if self.finalization.is_under_way:
+            return "a backward that is not finalized"
+        if any(unit.is_waiting or unit.has_unreduced for unit in self._units()):
+            return "a backward whose gradients are not reduced"
+        return None
+
     def add_call(self, call: Call) -> None:
         """Notes that backward will come back to ``call``."""
         call.forward_pass.calls.append(call)

@@ -21,7 +21,12 @@ class NextForward:
     def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
         units = map(unit_of_edits, edits_of(p for group in groups for p in group["params"]))
         contexts = dict.fromkeys(context_of(unit) for unit in units if unit is not None)
-        self._contexts = [ctx for ctx in contexts if ctx.is_settled and ctx.has_schedule]
+        # A captured step gathers nothing for the next, which may be another program.
+        self._contexts = [
+            ctx
+            for ctx in contexts
+            if ctx.is_settled and ctx.has_schedule and not ctx.captured_steps.is_under_way
+        ]
         for ctx in self._contexts:
             ctx.schedule.gathers.before_step()
         buckets = [
