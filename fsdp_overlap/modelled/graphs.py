@@ -77,19 +77,14 @@ class Slot:
         """Whether the storage still has the memory that it had in the capture."""
         return self.storage() is not None and device._blocks.get(self.memory) is self.block
 
-    def resolve(self, device: ModelledDevice) -> tuple[torch.UntypedStorage, Memory]:
-        """The storage to replay on, and whose accesses to compare with.
-
-        Raises:
-            RuntimeError: it was not of the graph's pool, and was freed.
-        """
+    def resolve(self, device: ModelledDevice) -> tuple[torch.UntypedStorage, Memory] | None:
+        """The storage to replay on, and whose accesses to compare with. ``None`` if it was not of
+        the graph's pool, and was freed."""
         storage = self.storage()
         if storage is not None and self.is_there(device):
             return storage, self.memory
         if not self.is_of_pool:
-            found = Finding("freed", "a replay uses memory outside the graph's pool that was freed")
-            device.findings.append(found)
-            raise RuntimeError(str(found))
+            return None
         if self.own is None:
             self.own = torch.UntypedStorage(self.nbytes)
             _fill_with_nan(self.own)
@@ -181,7 +176,7 @@ class Capture:
             (self.slot_of(tensor), *extent(tensor), is_write)
             for tensors, is_write in ((operation.reads, False), (operation.writes, True))
             for tensor in tensors
-            if tensor.numel()
+            if tensor.numel() and not self._is_number(tensor)
         ]
         issued = self.device.issued[-1] if operation.group is not None else None
         call = self._call_of(operation)
@@ -247,7 +242,14 @@ class Capture:
                 with _unseen():
                     self._bytes.append((slot, _bytes_of(tensor.untyped_storage()).clone()))
 
-    def _view(self, tensor: torch.Tensor) -> View:
+    def _is_number(self, tensor: torch.Tensor) -> bool:
+        """Whether the host reads ``tensor`` when it enqueues an operation on it."""
+        return not (tensor.dim() or self.device.is_here(tensor))
+
+    def _view(self, tensor: torch.Tensor) -> Any:
+        if self._is_number(tensor):
+            with _unseen():
+                return tensor.clone()
         slot, offset = self.slot_of(tensor), int(tensor.storage_offset())
         return View(slot, tensor.dtype, offset, tuple(tensor.shape), tensor.stride())
 
@@ -370,8 +372,8 @@ class CUDAGraph:
         device, capture = active(), self._capture
         if capture is None or _under_way(device) is not None:
             raise RuntimeError("replay() of a graph that was not captured, or within a capture")
-        slots = list(capture.slots.values())
-        resolved = {slot: slot.resolve(device) for slot in slots}
+        used = dict.fromkeys(each[0] for node in capture.nodes for each in node.accesses)
+        resolved = {slot: self._resolve(device, slot) for slot in used}
         launch = device.current
         launch.learn(device.host.clock, 0.0)
         bases = {queue: branch.clock.get(branch.index, 0) for queue, branch in self._branches.items()}
@@ -384,6 +386,22 @@ class CUDAGraph:
         for queue, branch in self._branches.items():
             branch.clock = {branch.index: bases[queue] + self._counts[queue]}
             launch.learn(branch.clock, 0.0)
+
+    def _resolve(
+        self, device: ModelledDevice, slot: Slot
+    ) -> tuple[torch.UntypedStorage, Memory]:
+        assert self._capture is not None
+        found = slot.resolve(device)
+        if found is None:
+            nodes = self._capture.nodes
+            user = next(node for node in nodes if any(slot is each[0] for each in node.accesses))
+            text = (
+                f"{user.name} ({user.place}) is replayed on memory from outside the graph's pool "
+                "that was freed"
+            )
+            device.findings.append(Finding("freed", text))
+            raise RuntimeError(text)
+        return found
 
     def _order(
         self,
@@ -416,7 +434,9 @@ class CUDAGraph:
         if self._prepared is None or self._prepared[0] != key:
 
             def tensor(view: View) -> torch.Tensor:
-                return view.of(resolved[view.slot][0])
+                if view.slot in resolved:
+                    return view.of(resolved[view.slot][0])
+                return torch.empty(view.shape, dtype=view.dtype)  # it has no elements
 
             with _unseen():
                 calls = [_bound(node, tensor) for node in capture.nodes]
