@@ -377,7 +377,9 @@ class CUDAGraph:
         launch = device.current
         launch.learn(device.host.clock, 0.0)
         bases = {queue: branch.clock.get(branch.index, 0) for queue, branch in self._branches.items()}
-        before = dict(launch.clock)
+        # A graph does not run beside itself.
+        last = {self._branches[queue].index: tick for queue, tick in bases.items()}
+        before = {**launch.clock, **last}
         for node, run in zip(capture.nodes, self._prepare(capture, resolved), strict=True):
             self._order(device, node, before, bases, resolved)
             if run is not None:

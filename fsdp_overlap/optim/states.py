@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fsdp_overlap.comm.streams import is_capturing
 from fsdp_overlap.optim.runs import find_runs, local_of, locals_of, marks_of
 from fsdp_overlap.tensor.operands import local_operand
 from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded
@@ -32,6 +33,11 @@ def pack(
         if not local_of(parameter).is_floating_point():
             raise RuntimeError(
                 f"optimizers step floating-point parameters, not {local_of(parameter).dtype}"
+            )
+        if is_capturing(local_of(parameter).device):
+            raise RuntimeError(
+                "optimizer states would be made anew in each replay of the CUDA graph that is "
+                "captured: step the optimizer once before the capture"
             )
     held = [parameter for parameter in parameters if local_of(parameter).numel()]
     locals_ = locals_of(held)

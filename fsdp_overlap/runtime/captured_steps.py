@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from typing import NoReturn
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 
@@ -35,6 +35,7 @@ class CapturedSteps:
         """Whether a capture is under way in which units run."""
         self._versions: dict[Unit, int] = {}
         self._left: str | None = None
+        self._replays: WeakSet[ReplayedSteps] = WeakSet()
 
     # What graphs tell
 
@@ -42,7 +43,7 @@ class CapturedSteps:
         self._versions = {unit: unit.version for unit in self._units()}
         self._left = None
 
-    def capture_ends(self) -> EditedByReplays | None:
+    def capture_ends(self) -> ReplayedSteps | None:
         edited = [unit for unit, version in self._versions.items() if unit.version != version]
         self._versions.clear()
         parts, was_under_way = self._parts(), self.is_under_way
@@ -58,15 +59,20 @@ class CapturedSteps:
             for unit in self._units():
                 unit.outdate()  # a capture moves no data
         if was_under_way or edited:
-            return EditedByReplays(edited, transfers)
+            replays = ReplayedSteps(edited, transfers)
+            self._replays.add(replays)
+            return replays
         return None
 
     def capture_ended(self) -> None:
         left, self._left = self._left, None
         parts = self._parts()
-        if left is None or parts is None or sys.exception() is not None:
+        if parts is None:
             return
         schedule, transfers = parts
+        transfers.let_lanes_wait()  # events of the capture are none that gathers could wait for
+        if left is None or sys.exception() is not None:
+            return
         transfers.wait_for_lanes()
         schedule.drop()
         transfers.rest()
@@ -74,6 +80,11 @@ class CapturedSteps:
             f"the capture of a CUDA graph ended with {left}: capture whole steps, with the "
             "backward of every forward. What was captured cannot be replayed"
         )
+
+    def lose_groups(self) -> None:
+        """Refuses replays from now on: process groups are renewed."""
+        for replays in self._replays:
+            replays.lost_groups = True
 
     # What hooks tell
 
@@ -156,19 +167,28 @@ def _refuse(unit: Unit, reason: str) -> NoReturn:
     )
 
 
-class EditedByReplays:
-    """Counts each replay as an edit of the shards that the capture edited."""
+class ReplayedSteps:
+    """Counts each replay as an edit of the shards that the capture ``edited``, and keeps it in
+    order with what lanes do eagerly."""
 
     def __init__(self, edited: Sequence[Unit], transfers: Transfers) -> None:
         self._edited = [ref(unit) for unit in edited]
         self._transfers = ref(transfers)
+        self.lost_groups = False
+        """Whether the process groups that it uses may be gone."""
 
     def before(self) -> None:
+        transfers = self._transfers()
+        if transfers is None or self.lost_groups:
+            raise RuntimeError(
+                "replay() of a CUDA graph whose "
+                + ("process groups ctx.reset() has renewed" if transfers else "model is gone")
+                + ": capture the step again"
+            )
         if self._edited:
             for call in before_capture_or_replay:
                 call()
-        if (transfers := self._transfers()) is not None:
-            transfers.wait_for_lanes()
+        transfers.wait_for_lanes()
 
     def after(self) -> None:
         for find in self._edited:

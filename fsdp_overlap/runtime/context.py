@@ -401,6 +401,7 @@ class FsdpContext:
         self.faults.meet(sys.exception())
         self.rest()
         self._groups.renew()
+        self.captured_steps.lose_groups()
         self.faults.clear()
         self.unsettle()
         self.settle()  # not only before a forward: a backward of an older graph may come next
