@@ -117,13 +117,13 @@ class CapturedSteps:
 
     def _reason_against(self, unit: Unit) -> str | None:
         parts = self._parts()
-        if capture_under_way() is None:
-            return "the capture was not begun by torch.cuda.CUDAGraph, so replays go unnoticed"
         if parts is None or not parts[0].has_learned(unit, torch.is_grad_enabled()):
             return (
                 "steps are not alike yet: run two whole ones, with the optimizer's, before the "
                 "capture"
             )
+        if capture_under_way() is None:
+            return "the capture was not begun by torch.cuda.CUDAGraph, so replays go unnoticed"
         if (left := parts[0].under_way()) is not None:
             return f"there is {left}: capture all of a step"
         if meters.present:
