@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -34,10 +35,12 @@ from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 from fsdp_overlap.runtime.captured_steps import CapturedSteps, ReplayedSteps
 from fsdp_overlap.runtime.domain import Domain
 from fsdp_overlap.runtime.transfers import Transfers
+from support.captured import OPTIMIZERS, replay_steps
 from support.defects import Defect
 from support.modelled import Program
 from support.modelled_twins import Trained
 from support.nccl_like import BACKEND
+from support.pages import TESTS
 from support.ranks import run_ranks
 from support.twins import COPIES, loss_of
 from support.zoo import Model, shard_layers
@@ -114,6 +117,7 @@ class Side:
 
 
 def replayed(
+    replays: int = REPLAYS,
     microbatches: int = 1,
     prepare: Callable[[nn.Module], object] | None = None,
     shard: dict[str, Any] | None = None,
@@ -123,7 +127,7 @@ def replayed(
     """Replays steps of one model, and runs the same of another one eagerly."""
     with running(ModelledDevice()) as device:
         eager, captured = (Side(microbatches, prepare, shard or {}, options) for _ in range(2))
-        batches = list(eager.twins.batches((REPLAYS + 3) * microbatches))
+        batches = list(eager.twins.batches((replays + 2) * microbatches))
         steps = [batches[at : at + microbatches] for at in range(0, len(batches), microbatches)]
         for step in steps[:2]:
             for side in (eager, captured):
@@ -139,7 +143,7 @@ def replayed(
             for side in (eager, captured):
                 side.fill(step)
             expected = eager.step()
-            if index % 10 == 9:  # now and then a step that is not replayed
+            if index % 7 == 5:  # now and then a step that is not replayed
                 now, its = captured.step(), captured.gradients()
             else:
                 waits = len(device.syncs)
@@ -167,7 +171,6 @@ MUON: dict[str, Any] = {"optimizer": Muon, "ns_dtype": torch.double}
 LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 PROGRAMS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one rank": (1, OURS),
     "torch's AdamW, in rows, kept after forward": (
         2,
         {**TORCH, "layout": Rows(), "shard": {"reshard_after_forward": False}},
@@ -183,12 +186,12 @@ PROGRAMS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "Muon, resharded after forward": (2, {**MUON, "shard": {"reshard_after_forward": True}}),
     "Muon, in rows, accumulation": (2, {**MUON, "layout": Rows(), "microbatches": 2}),
-    "copies, accumulation": (4, {**OURS, **COPIES, "microbatches": 2}),
+    "copies, accumulation": (4, {**OURS, **COPIES, "microbatches": 2, "replays": 8}),
     "divided copies, whole matrices": (
         4,
-        {**OURS, **COPIES, "divide_copies": True, "layout": Whole()},
+        {**OURS, **COPIES, "divide_copies": True, "layout": Whole(), "replays": 8},
     ),
-    "parts kept": (4, {**OURS, "shard": {"reshard_after_forward": 2}}),
+    "parts kept": (4, {**OURS, "shard": {"reshard_after_forward": 2}, "replays": 8}),
 }
 
 
@@ -316,12 +319,11 @@ def test_waits_that_are_measured_are_not_captured(device: ModelledDevice) -> Non
 
 def test_a_capture_that_replays_do_not_tell_of_is_refused(device: ModelledDevice) -> None:
     one = OneStep()
-    with stream(Stream()), pytest.raises(RuntimeError, match=r"not begun by torch\.cuda"):
+    with stream(Stream()):
         inspect.unwrap(CUDAGraph.capture_begin)(one.graph)
-        try:
+        with pytest.raises(RuntimeError, match=r"not begun by torch\.cuda"):
             one.step()
-        finally:
-            inspect.unwrap(CUDAGraph.capture_end)(one.graph)
+        inspect.unwrap(CUDAGraph.capture_end)(one.graph)
 
 
 def test_states_of_optimizers_are_not_made_in_a_capture(device: ModelledDevice) -> None:
@@ -340,20 +342,14 @@ def test_a_forward_that_is_captured_alone_is_refused(device: ModelledDevice) -> 
     assert not device.findings
 
 
-def test_forward_and_backward_in_graphs_of_their_own_are_refused(device: ModelledDevice) -> None:
-    """As make_graphed_callables() captures them, of a function that calls a model."""
+def test_a_backward_that_is_captured_alone_is_refused(device: ModelledDevice) -> None:
     one = OneStep()
-    made_apart = pytest.raises(RuntimeError, match="make_graphed_callables")
-    with patch.object(CapturedSteps, "capture_ended", lambda _: None), stream(Stream()):
-        one.graph.capture_begin()
+    with stream(Stream()):
         loss = one.program.forward(one.inputs)
+        one.graph.capture_begin()
+        with pytest.raises(RuntimeError, match=r"without its forward.*make_graphed_callables"):
+            loss.backward()
         one.graph.capture_end()
-        with made_apart:
-            CUDAGraph.capture_begin(other := CUDAGraph())
-            try:
-                loss.backward()
-            finally:
-                other.capture_end()
 
 
 def test_torch_graphs_no_sharded_model_as_a_callable() -> None:
@@ -439,7 +435,9 @@ def test_a_save_under_way_has_the_weights_from_before_a_replay(device: ModelledD
     staged: Any = ShardStager().stage({"weight": weight}).result()["weight"]
     one.graph.replay()
     [item] = staged.__create_write_items__("weight", staged)
-    assert torch.equal(staged.__get_tensor_shard__(item.index).flatten().cpu(), before.flatten().cpu())
+    assert torch.equal(
+        staged.__get_tensor_shard__(item.index).flatten().cpu(), before.flatten().cpu()
+    )
     assert not torch.equal(before, weight.full_tensor())
     assert not device.findings
 
@@ -460,18 +458,46 @@ def test_a_graph_ends_with_its_groups_and_its_model(device: ModelledDevice) -> N
         captured.replay()
 
 
-def test_a_replay_follows_a_learning_rate_on_the_device(device: ModelledDevice) -> None:
-    rates = [torch.full((), 0.01, device="modelled") for _ in range(2)]
-    one, other = OneStep(), OneStep()
-    for each, rate in zip((one, other), rates, strict=True):
-        each.program.optimizer.param_groups[0]["lr"] = rate
+@pytest.mark.parametrize("optimizer", [AdamW, Muon])
+def test_a_replay_follows_a_learning_rate_on_the_device(
+    device: ModelledDevice, optimizer: Any
+) -> None:
+    rate = torch.full((), 0.01, device="modelled")
+    one, other = OneStep(optimizer=optimizer), OneStep(optimizer=optimizer)
+    for group in one.program.optimizer.param_groups:
+        group["lr"] = rate
     one.capture()
     for value in (0.1, 0.0, 0.02):
-        for rate in rates:
-            rate.fill_(value)
+        rate.fill_(value)
         one.graph.replay()
+        for group in other.program.optimizer.param_groups:
+            group["lr"] = value
         other.step()
-        assert torch.equal(one.evaluate(), other.evaluate())
+        torch.testing.assert_close(one.evaluate(), other.evaluate())
+
+
+def test_the_program_of_gpus_is_right_here_too(device: ModelledDevice) -> None:
+    for name in OPTIMIZERS:
+        replay_steps(name, "modelled", replays=5)
+    assert not device.findings
+
+
+def test_the_example_in_the_documents_runs(device: ModelledDevice) -> None:
+    page = (TESTS.parent / "docs" / "fsdp2.md").read_text()
+    [example] = re.findall(r"```python\n(batch = .*?graph\.replay.*?)```", page, re.DOTALL)
+    program = Program(dims=(1,))
+    names = {
+        "torch": torch,
+        "model": program.model,
+        "optimizer": program.optimizer,
+        "clip_grad_norm_": clip_grad_norm_,
+        "loss_of": lambda scores: scores.square().mean(),
+        "batches": iter([program.batch()[0] for _ in range(5)]),
+    }
+    exec(example.replace("torch.cuda", "torch.modelled"), names)
+    loss: Any = names["loss"]
+    assert loss.isfinite()
+    assert not device.findings
 
 
 # ---- each line that makes it right is left out, and missed ----

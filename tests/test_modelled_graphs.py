@@ -139,10 +139,13 @@ def test_what_cuda_refuses_raises_and_ends_the_capture(
 ) -> None:
     do, x = prepare(), ones(4)
     captured = CUDAGraph()
-    with pytest.raises(RuntimeError, match="cudaErrorStreamCaptureInvalidated"), graph(captured):
+    with stream(Stream()):
+        captured.capture_begin()
         x.add_(1)
         with pytest.raises(RuntimeError, match=RULES[prepare]):
             do()
+        with pytest.raises(RuntimeError, match="cudaErrorStreamCaptureInvalidated"):
+            captured.capture_end()
     assert torch.equal(x, ones(4))
     with pytest.raises(RuntimeError, match="not captured"):
         captured.replay()

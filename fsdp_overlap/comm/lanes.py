@@ -250,8 +250,8 @@ class StreamTicket:
 
 
 class CapturedTicket(StreamTicket):
-    """Work on a lane's stream that is captured in a graph. When the capture is over there is nothing
-    to wait for, because nothing has run."""
+    """Work on a lane's stream that is captured in a graph. When the capture is over there is
+    nothing to wait for, because nothing has run."""
 
     def __init__(self, event: torch.Event, streams: Any) -> None:
         super().__init__(event, streams)

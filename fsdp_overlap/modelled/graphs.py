@@ -28,7 +28,7 @@ from fsdp_overlap.modelled.dispatch import tensors_in
 from fsdp_overlap.modelled.findings import Finding, place
 from fsdp_overlap.modelled.memory import Access, Memory
 from fsdp_overlap.modelled.queues import Clock, Moment, Queue, Stamp
-from fsdp_overlap.modelled.torch_module import Stream, active, stream, synchronize
+from fsdp_overlap.modelled.torch_module import Stream, active, synchronize
 from fsdp_overlap.torch_internals import (
     DisableTorchFunction,
     disable_current_modes,
@@ -205,7 +205,9 @@ class Capture:
 
     def is_done(self, is_done: Any, moment: Any) -> bool:
         if self.mode != "relaxed" or isinstance(moment, CapturedMoment):
-            self._fail("cudaErrorStreamCaptureUnsupported", "the host asks whether an event is over")
+            self._fail(
+                "cudaErrorStreamCaptureUnsupported", "the host asks whether an event is over"
+            )
         return bool(is_done(moment))
 
     def check_is_there(self, check: Any, operation: str, tensors: Sequence[torch.Tensor]) -> None:
@@ -376,7 +378,9 @@ class CUDAGraph:
         resolved = {slot: self._resolve(device, slot) for slot in used}
         launch = device.current
         launch.learn(device.host.clock, 0.0)
-        bases = {queue: branch.clock.get(branch.index, 0) for queue, branch in self._branches.items()}
+        bases = {
+            queue: branch.clock.get(branch.index, 0) for queue, branch in self._branches.items()
+        }
         # A graph does not run beside itself.
         last = {self._branches[queue].index: tick for queue, tick in bases.items()}
         before = {**launch.clock, **last}
@@ -389,9 +393,7 @@ class CUDAGraph:
             branch.clock = {branch.index: bases[queue] + self._counts[queue]}
             launch.learn(branch.clock, 0.0)
 
-    def _resolve(
-        self, device: ModelledDevice, slot: Slot
-    ) -> tuple[torch.UntypedStorage, Memory]:
+    def _resolve(self, device: ModelledDevice, slot: Slot) -> tuple[torch.UntypedStorage, Memory]:
         assert self._capture is not None
         found = slot.resolve(device)
         if found is None:
@@ -474,7 +476,7 @@ def _bound(node: Node, tensor: Callable[[View], torch.Tensor]) -> Callable[[], N
     return run
 
 
-class graph:  # noqa: N801, torch's name
+class graph:
     """Works like ``torch.cuda.graph``."""
 
     def __init__(

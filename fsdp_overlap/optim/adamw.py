@@ -29,8 +29,8 @@ class AdamW(torch.optim.AdamW):
             ``to_local().data``: other edits are followed.
 
     The others are those of ``torch.optim.AdamW``. Steps can be captured in a CUDA graph with and
-    without ``capturable``; a replay follows ``lr`` if that is a tensor on the device. A step is computed in the widest dtype
-    of parameter, gradient and moments.
+    without ``capturable``; a replay follows ``lr`` if that is a tensor on the device. A step is
+    computed in the widest dtype of parameter, gradient and moments.
     """
 
     def __init__(
