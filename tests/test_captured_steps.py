@@ -327,10 +327,12 @@ def test_a_capture_that_replays_do_not_tell_of_is_refused(device: ModelledDevice
 
 
 def test_states_of_optimizers_are_not_made_in_a_capture(device: ModelledDevice) -> None:
-    one = OneStep()
+    one, other = OneStep(), OneStep()
     one.program.optimizer.state.clear()
-    with pytest.raises(RuntimeError, match="step the optimizer once before"):
-        one.capture()
+    other.model.embedding.requires_grad_(False)  # other parameters are stepped than before
+    for each in (one, other):
+        with pytest.raises(RuntimeError, match="before the capture, step the optimizer once"):
+            each.capture()
 
 
 def test_a_forward_that_is_captured_alone_is_refused(device: ModelledDevice) -> None:

@@ -121,6 +121,8 @@ class Node:
     """What to call with which arguments, in which views stand for tensors, and for each tensor that
     it returns where that is copied to."""
     issued: Issued | None
+    with_grad: bool
+    """Whether gradients were enabled: some kernels ask."""
 
 
 class Capture:
@@ -179,8 +181,9 @@ class Capture:
             if tensor.numel() and not self._is_number(tensor)
         ]
         issued = self.device.issued[-1] if operation.group is not None else None
-        call = self._call_of(operation)
-        self.nodes.append(Node(queue, clock, operation.name, place(), accesses, call, issued))
+        call, has_grad = self._call_of(operation), torch.is_grad_enabled()
+        node = Node(queue, clock, operation.name, place(), accesses, call, issued, has_grad)
+        self.nodes.append(node)
 
     def mark(self, mark: Any, queue: Queue) -> Any:
         moment = mark(queue)
@@ -465,7 +468,8 @@ def _bound(node: Node, tensor: Callable[[View], torch.Tensor]) -> Callable[[], N
     targets = [None if view is None else tensor(view) for view in outputs]
 
     def run() -> None:
-        output = func(*args, **kwargs)
+        with torch.set_grad_enabled(node.with_grad):
+            output = func(*args, **kwargs)
         if hasattr(output, "wait"):  # a collective
             output.wait()
             return
