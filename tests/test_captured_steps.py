@@ -242,7 +242,7 @@ def before_any_step() -> tuple[OneStep, str]:
 
 
 def gathered_for_next() -> tuple[OneStep, str]:
-    return OneStep(optimizer_options={"gather_next": True}), "step without gather_next"
+    return OneStep(optimizer_options={"gather_next": True}), r"ctx\.release_unsharded\(\)"
 
 
 def kept_whole() -> tuple[OneStep, str]:
@@ -525,10 +525,11 @@ MISSED = {
 }
 
 
-def captured_and_mixed(dims: tuple[int, ...]) -> None:
+def captured_and_mixed(dims: tuple[int, ...], **options: Any) -> None:
     """Replays, steps and evaluations in turn."""
-    one, other = OneStep(dims=dims), OneStep(dims=dims)
+    one, other = OneStep(dims=dims, **options), OneStep(dims=dims, **options)
     one.evaluate()
+    one.ctx.release_unsharded()
     one.capture()
     for _ in range(3):
         one.ctx.start_param_sync()
@@ -545,6 +546,12 @@ def captured_and_mixed(dims: tuple[int, ...]) -> None:
     assert torch.equal(one.evaluate(), other.evaluate()) or len(dims) > 1
 
 
+def test_steps_that_gather_ahead_without_a_graph_may_come_between(device: ModelledDevice) -> None:
+    captured_and_mixed((1,), optimizer_options={"gather_next": True})
+    assert not device.findings
+
+
+@pytest.mark.filterwarnings("ignore:module forward hook")
 @pytest.mark.parametrize("name", [None, *MISSED])
 def test_every_line_that_makes_replays_right_is_needed(name: str | None) -> None:
     faults: list[object] = []

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fsdp_overlap.comm.streams import is_capturing
 from fsdp_overlap.optim.runs import edits_of
 from fsdp_overlap.runtime.context import context_of
 from fsdp_overlap.runtime.units import unit_of_edits
@@ -21,12 +22,7 @@ class NextForward:
     def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
         units = map(unit_of_edits, edits_of(p for group in groups for p in group["params"]))
         contexts = dict.fromkeys(context_of(unit) for unit in units if unit is not None)
-        # A captured step gathers nothing for the next, which may be another program.
-        self._contexts = [
-            ctx
-            for ctx in contexts
-            if ctx.is_settled and ctx.has_schedule and not ctx.captured_steps.is_under_way
-        ]
+        self._contexts = [ctx for ctx in contexts if ctx.is_settled and ctx.has_schedule]
         for ctx in self._contexts:
             ctx.schedule.gathers.before_step()
         buckets = [
@@ -54,7 +50,9 @@ class NextForward:
             return
         try:
             for ctx in self._contexts:
-                ctx.schedule.begin_next_pass()
+                # A captured step gathers nothing for the next, which need not be a replay.
+                if not is_capturing(ctx.device):
+                    ctx.schedule.begin_next_pass()
         except Exception as error:
             self._error = error
 

@@ -149,8 +149,8 @@ def _reason_against(unit: Unit) -> str | None:
         if bucket.full.allocated:
             return (
                 "has a full buffer from before the capture, which a replay would not fill, or that "
-                "may be freed by then: call ctx.release_unsharded() before the capture, step "
-                "without gather_next, and leave set_keep_unsharded_storage() off"
+                "may be freed by then: call ctx.release_unsharded() right before the capture, and "
+                "leave set_keep_unsharded_storage() off"
             )
         if bucket.divided is not None and bucket.divided.is_fresh:
             return (
