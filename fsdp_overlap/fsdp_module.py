@@ -69,6 +69,7 @@ class FsdpModule(GradientVerbs, fsdp2.FSDPModule):
         unit = self._fsdp_unit
         context = context_of(unit)
         context.settle()
+        context.join_capture(unit)
         unit.follow_trainability()
         unit.hook_gradients()
         context.schedule.gathers.use(unit)

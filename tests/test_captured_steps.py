@@ -354,6 +354,19 @@ def test_a_backward_that_is_captured_alone_is_refused(device: ModelledDevice) ->
         one.graph.capture_end()
 
 
+def test_gathers_without_a_forward_are_captured_and_leave_nothing(device: ModelledDevice) -> None:
+    one, twin = OneStep(), OneStep()
+    for gather in (one.model.unshard, one.ctx.start_param_sync, one.ctx.finish_param_sync):
+        one.capture(gather)
+        assert torch.equal(one.step(), twin.step())
+        one.ctx.release_unsharded()
+    one.capture(lambda: (one.model.unshard(async_op=True), one.step()))
+    one.graph.replay()
+    twin.step()
+    assert torch.equal(one.evaluate(), twin.evaluate())
+    assert not device.findings
+
+
 def test_torch_graphs_no_sharded_model_as_a_callable() -> None:
     with fake_ranks(1):
         model: Any = nn.Linear(4, 4)
@@ -544,6 +557,18 @@ def captured_and_mixed(dims: tuple[int, ...], **options: Any) -> None:
     one.ctx.release_unsharded()
     one.capture(one.evaluate)
     assert torch.equal(one.evaluate(), other.evaluate()) or len(dims) > 1
+
+
+def test_divided_shards_are_put_together_in_replays() -> None:
+    with fake_ranks(4), running(ModelledDevice()) as device:
+        one = OneStep(dims=(2, 2), divide_copies=True)
+        one.evaluate()  # they are together now
+        one.capture(one.evaluate)
+        device.issued.clear()
+        one.graph.replay()
+        kinds = [each.kind for each in device.issued]
+        assert len(kinds) == 2 * len(one.ctx.units)
+        assert not device.findings
 
 
 def test_steps_that_gather_ahead_without_a_graph_may_come_between(device: ModelledDevice) -> None:

@@ -229,7 +229,7 @@ class Schedule:
         self.gathers.begin_pass(self._units())
         if self._divides_copies:
             # All at once: their memory is kept anyway, and so they are ready when they are read.
-            for unit in self._predicted_units():
+            for unit in self.predicted_units():
                 self._transfers.put_together(unit)
         self.order.begin(first.index)
         self._pass = ForwardPass()
@@ -349,7 +349,7 @@ class Schedule:
         """Gathers stale full buffers again, in the order in which forward will use them. Where full
         buffers are not kept, gathers the units that forward needs first."""
         self.begin_next_pass()
-        self.gathers.refresh(unit for unit in self._predicted_units() if not self.is_in_use(unit))
+        self.gathers.refresh(unit for unit in self.predicted_units() if not self.is_in_use(unit))
 
     def begin_next_pass(self) -> None:
         """Gathers the units that the next pass needs first, if they were edited since."""
@@ -362,7 +362,7 @@ class Schedule:
         following = self.order.predicted()[: self.gathers.prefetch]
         return [unit for index in following if (unit := self._refs[index]()) is not None]
 
-    def _predicted_units(self) -> list[Unit]:
+    def predicted_units(self) -> list[Unit]:
         """All units, in the order in which the next forward is expected to run them."""
         predicted = [self._refs[index]() for index in self.order.predicted()]
         return [unit for unit in dict.fromkeys([*predicted, *self._units()]) if unit is not None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import NoReturn
 from weakref import WeakSet, ref
 
@@ -12,6 +12,7 @@ import torch
 
 from fsdp_overlap import meters
 from fsdp_overlap.comm.graphs import before_capture_or_replay, capture_under_way
+from fsdp_overlap.deciding import interface
 from fsdp_overlap.deciding.schedule import Schedule
 from fsdp_overlap.runtime.domain import Domain
 from fsdp_overlap.runtime.transfers import Transfers
@@ -52,12 +53,11 @@ class CapturedSteps:
             return None
         schedule, transfers = parts
         if was_under_way:
-            # Without a failure a stream that took part has to be waited for.
-            with nullcontext() if sys.exception() is None else suppress(RuntimeError):
-                transfers.end_capture()
             self._left = schedule.under_way()
             for unit in self._units():
                 unit.outdate()  # a capture moves no data
+            with suppress(RuntimeError):  # CUDA itself says what ended the capture
+                transfers.end_capture()
         if was_under_way or edited:
             replays = ReplayedSteps(edited, transfers)
             self._replays.add(replays)
@@ -88,7 +88,7 @@ class CapturedSteps:
 
     # What hooks tell
 
-    def join(self, unit: Unit) -> None:
+    def join(self, unit: interface.Unit) -> None:
         """``unit`` is about to run while a graph is captured.
 
         Raises:
@@ -99,6 +99,8 @@ class CapturedSteps:
                 _refuse(unit, reason)
             parts = self._parts()
             assert parts is not None
+            for each in self._units():
+                each.outdate()  # divided shards are put together in every replay
             parts[1].begin_capture()
             self.is_under_way = True
 
@@ -115,7 +117,7 @@ class CapturedSteps:
                 "so it cannot be used on units"
             )
 
-    def _reason_against(self, unit: Unit) -> str | None:
+    def _reason_against(self, unit: interface.Unit) -> str | None:
         parts = self._parts()
         if parts is None or not parts[0].has_learned(unit, torch.is_grad_enabled()):
             return (
@@ -152,15 +154,10 @@ def _reason_against(unit: Unit) -> str | None:
                 "may be freed by then: call ctx.release_unsharded() right before the capture, and "
                 "leave set_keep_unsharded_storage() off"
             )
-        if bucket.divided is not None and bucket.divided.is_fresh:
-            return (
-                "has put its divided shard together before the capture: step the optimizer right "
-                "before"
-            )
     return None
 
 
-def _refuse(unit: Unit, reason: str) -> NoReturn:
+def _refuse(unit: interface.Unit, reason: str) -> NoReturn:
     raise RuntimeError(
         f"unit {unit.name!r} runs while a CUDA graph is captured, which cannot be right: {reason}. "
         "Nothing was changed"

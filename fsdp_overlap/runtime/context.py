@@ -245,6 +245,17 @@ class FsdpContext:
 
         return CapturedSteps(self._units.existing, self._domains.all, parts)
 
+    def join_capture(self, unit: Unit | None = None) -> None:
+        """If a graph is captured, makes ``unit``, by default the first of a pass, part of it.
+
+        Raises:
+            RuntimeError: it cannot be captured. Nothing was changed.
+        """
+        if self.has_streams and is_capturing(self.device):
+            first = unit or next(iter(self.schedule.predicted_units()), None)
+            if first is not None:
+                self.captured_steps.join(first)
+
     def trainability_changed(self, unit: Unit) -> None:
         """``requires_grad`` of a parameter of ``unit`` was set."""
         self._toggled.add(unit)
@@ -368,11 +379,13 @@ class FsdpContext:
         under way uses. Call them on every rank of the mesh.
         """
         self.settle()
+        self.join_capture()
         self.schedule.start_param_sync()
 
     def finish_param_sync(self) -> None:
         """Does :meth:`start_param_sync`, and makes compute wait for all full buffers."""
         self.settle()
+        self.join_capture()
         self.schedule.finish_param_sync()
 
     def release_unsharded(self) -> None:
