@@ -45,7 +45,6 @@ from support.ranks import run_ranks
 from support.twins import COPIES, loss_of
 from support.zoo import Model, shard_layers
 
-REPLAYS = 20
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -117,7 +116,7 @@ class Side:
 
 
 def replayed(
-    replays: int = REPLAYS,
+    replays: int = 7,
     microbatches: int = 1,
     prepare: Callable[[nn.Module], object] | None = None,
     shard: dict[str, Any] | None = None,
@@ -171,27 +170,30 @@ MUON: dict[str, Any] = {"optimizer": Muon, "ns_dtype": torch.double}
 LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 PROGRAMS: dict[str, tuple[int, dict[str, Any]]] = {
+    "torch's AdamW, prefetch 2": (2, {**TORCH, "prefetch": 2, "replays": 20}),
+    "accumulation, kept after backward": (
+        2,
+        {**OURS, "prepare": keep_after_backward, "microbatches": 2, "replays": 20},
+    ),
+    "Muon, resharded after forward": (
+        2,
+        {**MUON, "shard": {"reshard_after_forward": True}, "replays": 20},
+    ),
     "torch's AdamW, in rows, kept after forward": (
         2,
         {**TORCH, "layout": Rows(), "shard": {"reshard_after_forward": False}},
     ),
-    "torch's AdamW, prefetch 2": (2, {**TORCH, "prefetch": 2}),
     "prefetch 0, mixed precision": (
         2,
         {**OURS, "prefetch": 0, "shard": {"mp_policy": LOW}, "has_twin": False},
     ),
-    "accumulation, kept after backward": (
-        2,
-        {**OURS, "prepare": keep_after_backward, "microbatches": 2},
-    ),
-    "Muon, resharded after forward": (2, {**MUON, "shard": {"reshard_after_forward": True}}),
     "Muon, in rows, accumulation": (2, {**MUON, "layout": Rows(), "microbatches": 2}),
-    "copies, accumulation": (4, {**OURS, **COPIES, "microbatches": 2, "replays": 8}),
+    "copies, accumulation": (4, {**OURS, **COPIES, "microbatches": 2}),
     "divided copies, whole matrices": (
         4,
-        {**OURS, **COPIES, "divide_copies": True, "layout": Whole(), "replays": 8},
+        {**OURS, **COPIES, "divide_copies": True, "layout": Whole()},
     ),
-    "parts kept": (4, {**OURS, "shard": {"reshard_after_forward": 2}, "replays": 8}),
+    "parts kept": (4, {**OURS, "shard": {"reshard_after_forward": 2}}),
 }
 
 
@@ -393,6 +395,20 @@ def test_a_step_that_raised_in_a_capture_leaves_a_context_that_resets(
     one.graph.replay()
     twin.step()
     assert torch.equal(one.evaluate(), twin.evaluate())
+    assert not device.findings
+
+
+def test_graphs_of_several_steps_may_share_a_pool(device: ModelledDevice) -> None:
+    one, other = OneStep(), OneStep()
+    one.capture()
+    evaluation = CUDAGraph()
+    with graph(evaluation, pool=one.graph.pool()):
+        found = one.evaluate()
+    for _ in range(2):
+        one.graph.replay()
+        other.step()
+        evaluation.replay()
+        assert torch.equal(found, other.evaluate())
     assert not device.findings
 
 

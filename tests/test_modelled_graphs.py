@@ -155,7 +155,9 @@ def test_a_stream_that_took_part_must_join_again(device: ModelledDevice) -> None
     with pytest.raises(RuntimeError, match="cudaErrorStreamCaptureUnjoined"), graph(CUDAGraph()):
         forked(joins=False)
     with graph(captured := CUDAGraph()):
+        assert current_stream().is_capturing()
         made = forked()
+    assert not torch.modelled.is_current_stream_capturing()
     captured.replay()
     assert torch.equal(made, ones(4))
 

@@ -155,6 +155,7 @@ class Capture:
     def _join(self, queue: Queue) -> None:
         self.starts[queue] = queue.clock.get(queue.index, 0)
         self._clocks[queue] = dict(queue.clock), queue.ends
+        queue.is_captured = True
 
     def _fail(self, error: str, why: str) -> NoReturn:
         self.failure = f"{error}: {why} ({place()})"
@@ -300,7 +301,7 @@ class Capture:
 
     def _undo(self) -> None:
         for queue, (clock, ends) in self._clocks.items():
-            queue.clock, queue.ends = clock, ends
+            queue.clock, queue.ends, queue.is_captured = clock, ends, False
         for memory, accesses in self._accesses.items():
             memory.accesses = accesses
         for slot, before in self._bytes:
@@ -314,6 +315,7 @@ class Capture:
                 slot.memory.accesses.clear()
                 assert slot.held is not None
                 _fill_with_nan(slot.held)
+        self.device.allocator.forget_accesses(self.pool)
         torch.set_rng_state(self._random)
         del self.device.issued[self._issued :]
 
@@ -512,8 +514,7 @@ def graph_pool_handle() -> MemPool:
 
 def is_current_stream_capturing() -> bool:
     """Whether what is enqueued on the current stream is captured."""
-    capture = _under_way(active())
-    return capture is not None and capture.device.current in capture.starts
+    return active().current.is_captured
 
 
 @contextmanager
