@@ -341,6 +341,8 @@ def test_a_forward_that_is_captured_alone_is_refused(device: ModelledDevice) -> 
     one, twin = OneStep(), OneStep()
     with pytest.raises(RuntimeError, match="forward whose backward has not run: capture whole"):
         one.capture(partial(one.program.forward, one.inputs))
+    with pytest.raises(RuntimeError, match="not captured"):
+        one.graph.replay()
     assert torch.equal(one.step(), twin.step())
     assert torch.equal(one.step(), twin.step())
     assert not device.findings

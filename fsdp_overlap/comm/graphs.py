@@ -37,7 +37,7 @@ class Watcher(Protocol):
         ...
 
     def capture_ended(self) -> None:
-        """May raise what is wrong with the capture."""
+        """Raises a RuntimeError if replays would be wrong: there are none then."""
         ...
 
 
@@ -90,8 +90,12 @@ def _extend(kind: Any) -> None:
             _capture = None
             end(graph)
         _replays[graph] = told
-        for watcher in watchers:
-            watcher.capture_ended()
+        try:
+            for watcher in watchers:
+                watcher.capture_ended()
+        except RuntimeError:
+            graph.reset()
+            raise
 
     @wraps(replay)
     def replay_and_tell(graph: Any) -> None:

@@ -78,7 +78,7 @@ class CapturedSteps:
         transfers.rest()
         raise RuntimeError(
             f"the capture of a CUDA graph ended with {left}: capture whole steps, with the "
-            "backward of every forward. What was captured cannot be replayed"
+            "backward of every forward. The graph is empty now"
         )
 
     def lose_groups(self) -> None:
