@@ -69,6 +69,7 @@ class FsdpModule(GradientVerbs, fsdp2.FSDPModule):
         unit = self._fsdp_unit
         context = context_of(unit)
         context.settle()
+        context.join_capture(unit)
         unit.follow_trainability()
         unit.hook_gradients()
         context.schedule.gathers.use(unit)
@@ -256,8 +257,8 @@ class FsdpModule(GradientVerbs, fsdp2.FSDPModule):
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Whether full buffers keep their memory while the unit is sharded. Unsharded parameters
-        then keep their addresses, as a captured CUDA graph needs. Each unit takes the memory of all
-        its parameters from its first all-gather on."""
+        then keep their addresses. Each unit takes the memory of all its parameters from its first
+        all-gather on. A whole step that is captured in a CUDA graph neither needs nor takes it."""
         for unit in self._units(recurse):
             context_of(unit).transfers.keep_storage(unit, keep)
 

@@ -26,6 +26,7 @@ from fsdp_overlap.comm.lanes import StreamLane
 from fsdp_overlap.layout import Flat, ParamSpec, plan_units
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 from fsdp_overlap.profiling import assert_overlapped, read_report
+from support.captured import OPTIMIZERS, replay_steps
 from support.hostile_lanes import CYCLES, RANKS, HostileLane
 from support.ranks import run_ranks
 from support.twins import Twins, loss_of
@@ -69,6 +70,32 @@ def test_compute_and_lanes_wait_for_each_other(
     name: str, prefetch: int, late_compute: bool
 ) -> None:
     run_ranks(train_on_hostile_lanes, RANKS, name, prefetch, late_compute, backend="nccl")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_replays_of_a_captured_step_equal_the_step(name: str) -> None:
+    run_ranks(replay_steps, RANKS, name, "cuda", backend="nccl")
+
+
+def capture_a_forward() -> None:
+    twins = Twins.of("layers", device="cuda")
+    tokens, targets = next(twins.batches(1))
+    for _ in range(2):
+        twins.backward(tokens, targets)
+    torch.cuda.synchronize()
+    refused = pytest.raises(RuntimeError, match="capture whole steps")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin()
+        twins.model(twins.mine(tokens))
+        with refused:
+            graph.capture_end()
+    torch.cuda.synchronize()
+    twins.backward(tokens, targets)
+
+
+def test_a_captured_forward_without_its_backward_is_refused() -> None:
+    run_ranks(capture_a_forward, RANKS, backend="nccl")
 
 
 def inputs_from_the_host() -> None:

@@ -77,7 +77,7 @@ def test_a_first_step_is_one_of_which_nothing_was_predicted() -> None:
 
 
 def test_the_suite_runs_every_file_with_tests_for_a_gpu() -> None:
-    files = {"cuda", "cuda_offload", "finalization", "hooks", "compile", "simulated_modes"}
+    files = {"cuda", "cuda_offload", "finalization", "compile", "simulated_modes"}
     found = gpu_suite.tests_marked_gpu()
     assert {f"tests/test_{name}.py" for name in files} <= set(found)
     assert "tests/test_parity.py" not in found

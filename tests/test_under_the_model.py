@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import textwrap
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
-from unittest.mock import patch
+from typing import Any
 
 import pytest
 import torch
@@ -40,6 +38,7 @@ from fsdp_overlap.runtime.transfers import Transfers
 from fsdp_overlap.runtime.version_counters import VersionCounters
 from fsdp_overlap.weights import Resharding, export
 from fsdp_overlap.weights.exchange import Exchange as WeightsExchange
+from support.defects import Defect
 from support.modelled import Program, run
 from support.modelled_modes import EXTENSIONS, MODES, OFFLOAD
 from support.zoo import Model
@@ -56,27 +55,6 @@ def test_nothing_is_left_unordered(name: str) -> None:
     device = run(MODES[name])
     assert not device.findings, "\n".join(map(str, dict.fromkeys(device.findings)))
     assert device.operations > 100
-
-
-class Defect(NamedTuple):
-    """`method` with `new` in place of `old`, and a mode that shows the difference."""
-
-    owner: Any
-    """A class or a module."""
-    method: str
-    old: str
-    mode: str
-    new: str = "pass"
-
-    def plant(self) -> AbstractContextManager[Any]:
-        function = vars(self.owner)[self.method]
-        source = textwrap.dedent(inspect.getsource(function))
-        assert source.count(self.old) == 1, f"{self.old!r} is in {self.method} no more"
-        source = source.replace(self.old, self.new)
-        planted: dict[str, Any] = {}
-        code = compile(f"from __future__ import annotations\n{source}", "<planted>", "exec")
-        exec(code, function.__globals__, planted)
-        return patch.object(self.owner, self.method, planted[self.method])
 
 
 def aside(tensor: str, call: str) -> str:

@@ -43,7 +43,7 @@ def small(config: Trainer.Config) -> Trainer.Config:
     model.layers = model.layers[:3]
     config.training.seq_len = 64
     config.training.local_batch_size = 2
-    config.training.disable_cuda_graphs = True  # units refuse to be captured
+    config.training.disable_cuda_graphs = True  # experimental with units
     config.debug.seed = 0
     config.metrics = Recorder.Config(log_freq=1)
     return config

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, Sta
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_overlap.checkpoint.pending import Copies, Offsets, PendingSave, PendingShard
+from fsdp_overlap.comm.graphs import before_capture_or_replay
 from fsdp_overlap.tensor.extension import is_subclass
 from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded
 from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
@@ -196,6 +197,7 @@ def _guard(save: PendingSave) -> None:
     _saves.add(save)
     if not _has_guard:
         register_optimizer_step_pre_hook(_before_step)
+        before_capture_or_replay.append(_settle)
         _has_guard = True
 
 

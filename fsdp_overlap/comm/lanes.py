@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import Issued
+from fsdp_overlap.comm.graphs import capture_under_way
 from fsdp_overlap.comm.spans import span
 from fsdp_overlap.comm.streams import has_streams, streams_of
 from fsdp_overlap.comm.watch import Watch, wait, watch_of
@@ -62,6 +63,8 @@ class Lane(Protocol):
 
     runs_ahead: bool
     """Whether the host goes on before what it enqueues has begun."""
+    is_captured: bool
+    """Whether what is enqueued is captured in a graph, and does not run yet."""
 
     def after_compute(self) -> None:
         """What is enqueued from now on starts after the compute enqueued so far."""
@@ -178,6 +181,7 @@ class HostLane:
     """A queue of asynchronous work on a CPU."""
 
     runs_ahead = False
+    is_captured = False
 
     def after_compute(self) -> None:
         pass
@@ -235,10 +239,34 @@ class StreamTicket:
         self.wait()
 
 
+class CapturedTicket(StreamTicket):
+    """Work on a lane's stream that is captured in a graph. When the capture is over there is
+    nothing to wait for, because nothing has run."""
+
+    def __init__(self, event: torch.Event, streams: Any) -> None:
+        super().__init__(event, streams)
+        self._capture = capture_under_way()
+
+    def wait(self) -> None:
+        if self._is_under_way():
+            super().wait()
+
+    def wait_on_host(self) -> None:
+        if self._is_under_way():
+            super().wait_on_host()
+
+    def done(self) -> bool:
+        return not self._is_under_way()  # nobody may ask a captured event
+
+    def _is_under_way(self) -> bool:
+        return capture_under_way() is self._capture
+
+
 class StreamLane:
     """A stream of a device that has them."""
 
     runs_ahead = True
+    is_captured = False
 
     def __init__(self, device: torch.device) -> None:
         self._streams = streams_of(device)
@@ -279,7 +307,8 @@ class StreamLane:
             result = issue().finish()
             if accept is not None:
                 accept(result)
-            return StreamTicket(self.stream.record_event(), self._streams)
+            kind_of_ticket = CapturedTicket if self.is_captured else StreamTicket
+            return kind_of_ticket(self.stream.record_event(), self._streams)
 
     def free(self, label: str, buffer: Buffer, after: Mark, waits: bool = True) -> None:
         late = waits or buffer.keeps_storage or buffer.memory is not None or self._keeps_enough()
@@ -296,6 +325,8 @@ class StreamLane:
         buffer.free()
 
     def _keeps_enough(self) -> bool:
+        if self.is_captured:
+            return True  # the allocator would keep memory back until the end of the capture
         self._kept_back = [mark for mark in self._kept_back if not mark.query()]
         return len(self._kept_back) >= MAX_KEPT_BACK
 

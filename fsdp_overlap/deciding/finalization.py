@@ -121,6 +121,11 @@ class Finalization:
                 "handle that finalize_backward(async_op=True) returned"
             )
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a backward ran whose gradients are not complete."""
+        return self.is_due or self._pending is not None
+
     def drop(self) -> None:
         self._pending = None
         self.is_due = False

@@ -72,6 +72,10 @@ class ForwardOrder:
         known = {**self._taught, self._first: self._running} if self.teaches else self._taught
         return max(known.values(), key=len, default=[])
 
+    def has_learned(self, first: UnitIndex) -> bool:
+        """Whether a pass that ``first`` begins is predicted from one that it began before."""
+        return first in self._taught or (self.teaches and self._first == first)
+
     def has_visited(self, unit: UnitIndex) -> bool:
         return unit in self._running
 

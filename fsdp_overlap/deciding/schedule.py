@@ -172,6 +172,22 @@ class Schedule:
         """Whether a forward has run that a backward may come back to."""
         return self._backward is not None or any(past.calls for past in self._open_passes)
 
+    def has_learned(self, first: Unit, with_backward: bool) -> bool:
+        """Whether the pass that ``first`` is about to begin, and its backward, have run before."""
+        return self.order.has_learned(first.index) and (self._backwards > 0 or not with_backward)
+
+    def under_way(self) -> str | None:
+        """What has begun and is not complete, in words. ``None`` between whole steps."""
+        if self._running:
+            return "a forward under way"
+        if self.awaits_backward:
+            return "a forward whose backward has not run"
+        if self.finalization.is_under_way:
+            return "a backward that is not finalized"
+        if any(unit.is_waiting or unit.has_unreduced for unit in self._units()):
+            return "a backward whose gradients are not reduced"
+        return None
+
     def add_call(self, call: Call) -> None:
         """Notes that backward will come back to ``call``."""
         call.forward_pass.calls.append(call)
@@ -213,7 +229,7 @@ class Schedule:
         self.gathers.begin_pass(self._units())
         if self._divides_copies:
             # All at once: their memory is kept anyway, and so they are ready when they are read.
-            for unit in self._predicted_units():
+            for unit in self.predicted_units():
                 self._transfers.put_together(unit)
         self.order.begin(first.index)
         self._pass = ForwardPass()
@@ -333,7 +349,7 @@ class Schedule:
         """Gathers stale full buffers again, in the order in which forward will use them. Where full
         buffers are not kept, gathers the units that forward needs first."""
         self.begin_next_pass()
-        self.gathers.refresh(unit for unit in self._predicted_units() if not self.is_in_use(unit))
+        self.gathers.refresh(unit for unit in self.predicted_units() if not self.is_in_use(unit))
 
     def begin_next_pass(self) -> None:
         """Gathers the units that the next pass needs first, if they were edited since."""
@@ -346,7 +362,7 @@ class Schedule:
         following = self.order.predicted()[: self.gathers.prefetch]
         return [unit for index in following if (unit := self._refs[index]()) is not None]
 
-    def _predicted_units(self) -> list[Unit]:
+    def predicted_units(self) -> list[Unit]:
         """All units, in the order in which the next forward is expected to run them."""
         predicted = [self._refs[index]() for index in self.order.predicted()]
         return [unit for unit in dict.fromkeys([*predicted, *self._units()]) if unit is not None]

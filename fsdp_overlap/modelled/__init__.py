@@ -10,6 +10,7 @@ from fsdp_overlap.modelled.device import (
     compare_issued,
 )
 from fsdp_overlap.modelled.findings import Finding, Sync
+from fsdp_overlap.modelled.graphs import CUDAGraph, graph
 from fsdp_overlap.modelled.ranks import fake_ranks
 from fsdp_overlap.modelled.torch_module import (
     Event,
@@ -21,6 +22,7 @@ from fsdp_overlap.modelled.torch_module import (
 )
 
 __all__ = [
+    "CUDAGraph",
     "Call",
     "Event",
     "Finding",
@@ -34,6 +36,7 @@ __all__ = [
     "compare_issued",
     "current_stream",
     "fake_ranks",
+    "graph",
     "running",
     "stream",
 ]

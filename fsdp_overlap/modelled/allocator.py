@@ -130,6 +130,12 @@ class Allocator:
                     free.remove(block)
                     self.reserved -= block.nbytes
 
+    def forget_accesses(self, pool: MemPool) -> None:
+        """Forgets what its former owners did to the free memory of ``pool``."""
+        for (owner, _, _), free in self._free.items():
+            for block in free if owner is pool else ():
+                block.last.clear()
+
     def count_peaks_anew(self) -> None:
         """From now on peaks are those of what follows."""
         self.allocated_most, self.reserved_most = self.allocated, self.reserved

@@ -26,6 +26,8 @@ class Queue:
     clock: Clock = field(default_factory=dict)
     ends: float = 0.0
     """When the last operation ends, in modelled seconds."""
+    is_captured: bool = False
+    """Whether what is enqueued is captured in a graph."""
 
     def knows(self, stamp: Stamp) -> bool:
         """Whether ``stamp`` comes before what is enqueued next."""

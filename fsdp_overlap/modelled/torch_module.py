@@ -166,7 +166,7 @@ class Stream:
         return active().is_done(Moment.of(self.queue))
 
     def is_capturing(self) -> bool:
-        return False
+        return self.queue.is_captured
 
     def synchronize(self) -> None:
         active().wait_on_host(Moment.of(self.queue), "Stream.synchronize")

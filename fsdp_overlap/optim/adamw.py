@@ -28,8 +28,9 @@ class AdamW(torch.optim.AdamW):
             forward. Do not edit weights on some ranks only between the two, nor by
             ``to_local().data``: other edits are followed.
 
-    The others are those of ``torch.optim.AdamW``. A step is computed in the widest dtype
-    of parameter, gradient and moments.
+    The others are those of ``torch.optim.AdamW``. Steps can be captured in a CUDA graph with and
+    without ``capturable``; a replay follows ``lr`` if that is a tensor on the device. A step is
+    computed in the widest dtype of parameter, gradient and moments.
     """
 
     def __init__(
@@ -42,11 +43,20 @@ class AdamW(torch.optim.AdamW):
         amsgrad: bool = False,
         *,
         maximize: bool = False,
+        capturable: bool = False,
         moment_dtype: torch.dtype | None = None,
         gather_next: bool = False,
     ) -> None:
         super().__init__(
-            params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            capturable=capturable,
+            fused=True,
         )
         self._moment_dtype = moment_dtype
         self._gather_next = gather_next

@@ -24,7 +24,7 @@ from fsdp_overlap.optim.runs import (
     numels_of,
     with_gradient,
 )
-from fsdp_overlap.optim.states import pack
+from fsdp_overlap.optim.states import check_not_captured, pack
 from fsdp_overlap.tensor.extension import is_subclass
 from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded
 from fsdp_overlap.tensor.sharded_tensor import ShardEdits, ShardedTensor
@@ -225,6 +225,7 @@ class FusedAdamW:
         counts = [its["step"] for its in states]
         steps = self._steps.get(lot.key)
         if steps is None or not steps.are(counts):
+            check_not_captured(device)
             steps = self._steps[lot.key] = Steps.of(counts, device, steps)
             for its, view in zip(states, steps.views, strict=True):
                 its["step"] = view

@@ -63,8 +63,9 @@ class Muon(torch.optim.Optimizer):
         gather_next: as for :class:`~fsdp_overlap.optim.AdamW`. The gathers run under the products,
             unless ranks share matrices: then they begin when the step is over.
 
-    The others are those of ``torch.optim.Muon``. A parameter of three dimensions or more is a stack
-    of matrices, which are its last two dimensions.
+    The others are those of ``torch.optim.Muon``. A step that is captured in a CUDA graph follows
+    ``lr`` if that is a tensor on the device of the parameters. A parameter of three dimensions or
+    more is a stack of matrices, which are its last two dimensions.
 
     Raises:
         TypeError, ValueError: an option or a parameter is one that Muon cannot work with.
@@ -294,8 +295,7 @@ def _advance(settings: Settings, updates: list[Update]) -> None:
             [update.gradient for update in updates],
             1 - settings.momentum,
         )
-        decay = 1 - settings.lr * settings.weight_decay
-        torch._foreach_mul_([update.local for update in updates], decay)
+        torch._foreach_mul_([update.local for update in updates], settings.decay)
 
 
 def _check_group(group: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fsdp_overlap.comm.streams import is_capturing
 from fsdp_overlap.optim.runs import edits_of
 from fsdp_overlap.runtime.context import context_of
 from fsdp_overlap.runtime.units import unit_of_edits
@@ -49,7 +50,9 @@ class NextForward:
             return
         try:
             for ctx in self._contexts:
-                ctx.schedule.begin_next_pass()
+                # A captured step gathers nothing for the next, which need not be a replay.
+                if not is_capturing(ctx.device):
+                    ctx.schedule.begin_next_pass()
         except Exception as error:
             self._error = error
 

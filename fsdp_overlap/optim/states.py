@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fsdp_overlap.comm.streams import is_capturing
 from fsdp_overlap.optim.runs import find_runs, local_of, locals_of, marks_of
 from fsdp_overlap.tensor.operands import local_operand
 from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded
@@ -33,6 +34,7 @@ def pack(
             raise RuntimeError(
                 f"optimizers step floating-point parameters, not {local_of(parameter).dtype}"
             )
+        check_not_captured(local_of(parameter).device)
     held = [parameter for parameter in parameters if local_of(parameter).numel()]
     locals_ = locals_of(held)
     marks = marks_of(held, (local.dtype for local in locals_))
@@ -58,6 +60,19 @@ def pack(
                 part.copy_(_own_part(its[name], parameter).view(-1))
             its[name] = parameter.wrap_like(part)
         start += local.numel()
+
+
+def check_not_captured(device: torch.device) -> None:
+    """Call it where states on ``device`` are about to be made, or moved to other memory.
+
+    Raises:
+        RuntimeError: that is being captured in a CUDA graph, which would do it in each replay.
+    """
+    if is_capturing(device):
+        raise RuntimeError(
+            "a CUDA graph is captured in which optimizer states are made: before the capture, step "
+            "the optimizer once with gradients of the same parameters"
+        )
 
 
 @torch.no_grad()

@@ -19,11 +19,18 @@ from fsdp_overlap.tensor.row_tensor import Sharded
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, eq=False)
+class DeviceRate:
+    """A learning rate on the device, which the host does not read: captured steps follow it."""
+
+    value: torch.Tensor
+
+
 @dataclass(frozen=True)
 class Settings:
     """The options of a group of parameters, read once in a step."""
 
-    lr: float
+    lr: float | DeviceRate
     weight_decay: float
     momentum: float
     nesterov: bool
@@ -33,8 +40,14 @@ class Settings:
 
     @classmethod
     def of(cls, group: dict[str, Any]) -> Settings:
+        lr = group["lr"]
+        is_on_device = (
+            isinstance(lr, torch.Tensor)
+            and lr.device.type != "cpu"
+            and all(local_of(parameter).device == lr.device for parameter in group["params"])
+        )
         return cls(
-            float(group["lr"]),
+            DeviceRate(lr) if is_on_device else float(lr),
             group["weight_decay"],
             group["momentum"],
             group["nesterov"],
@@ -43,11 +56,18 @@ class Settings:
             group["adjust_lr_fn"] == "match_rms_adamw",
         )
 
-    def step_size(self, matrices: Stack | Shared) -> float:
-        """The learning rate for matrices of this shape, as in torch's Muon."""
+    @property
+    def decay(self) -> float | torch.Tensor:
+        """What weights are multiplied by."""
+        lr = self.lr.value if isinstance(self.lr, DeviceRate) else self.lr
+        return 1 - lr * self.weight_decay
+
+    def scale(self, matrices: Stack | Shared) -> float:
+        """What the learning rate is multiplied by for matrices of this shape, as in torch's
+        Muon."""
         if self.matches_adamw:
-            return 0.2 * sqrt(max(matrices.rows, matrices.columns)) * self.lr
-        return sqrt(max(1, matrices.rows / matrices.columns)) * self.lr
+            return 0.2 * sqrt(max(matrices.rows, matrices.columns))
+        return sqrt(max(1, matrices.rows / matrices.columns))
 
 
 class Update:
@@ -111,15 +131,17 @@ def directions(parts: Sequence[Part]) -> list[torch.Tensor]:
 def move(parts: Sequence[Part], values: Sequence[torch.Tensor]) -> None:
     """Moves each part along its ``values``: the elements of its orthogonal matrices, flat."""
 
-    def step(part: Part) -> tuple[float, torch.dtype, torch.device]:
-        local = part.update.local
-        return part.update.settings.step_size(part.matrices), local.dtype, local.device
+    def step(part: Part) -> tuple[float | DeviceRate, float, torch.dtype, torch.device]:
+        local, settings = part.update.local, part.update.settings
+        return settings.lr, settings.scale(part.matrices), local.dtype, local.device
 
-    for (size, dtype, device), indices in _alike(parts, step):
+    for (lr, scale, dtype, device), indices in _alike(parts, step):
+        moved = [values[i].to(device, dtype) for i in indices]
+        if isinstance(lr, DeviceRate):
+            moved = list(torch._foreach_mul(moved, lr.value))
+            lr = 1.0
         torch._foreach_add_(
-            [parts[i].of(parts[i].update.local) for i in indices],
-            [values[i].to(device, dtype) for i in indices],
-            alpha=-size,
+            [parts[i].of(parts[i].update.local) for i in indices], moved, alpha=-(scale * lr)
         )
 
 

@@ -12,15 +12,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_overlap.agreement.faults import Faults
+from fsdp_overlap.comm.graphs import watch
 from fsdp_overlap.comm.groups import GroupCache, LaneGroups
 from fsdp_overlap.comm.lanes import Lane, make_lane
 from fsdp_overlap.comm.mesh_groups import MeshGroups
-from fsdp_overlap.comm.streams import current_device, has_streams
+from fsdp_overlap.comm.streams import current_device, has_streams, is_capturing
 from fsdp_overlap.deciding.reductions import MAX_INPUTS
 from fsdp_overlap.deciding.schedule import Schedule
 from fsdp_overlap.deciding.stats import Stats
 from fsdp_overlap.layout import Flat, LayoutRule
 from fsdp_overlap.runtime import engine
+from fsdp_overlap.runtime.captured_steps import CapturedSteps
 from fsdp_overlap.runtime.default_mesh import default_mesh
 from fsdp_overlap.runtime.description import describe
 from fsdp_overlap.runtime.domain import Domain, Domains, check_mesh
@@ -227,8 +229,32 @@ class FsdpContext:
             self.prefetch,
             self.max_reduce_inputs,
             self.divide_copies,
-            partial(_follow_trainability, self._toggled),
+            partial(_before_backward, self._toggled, self.captured_steps, self.device),
         )
+
+    @cached_property
+    def captured_steps(self) -> CapturedSteps:
+        """What is captured in CUDA graphs."""
+        me = weakref.ref(self)
+
+        def parts() -> tuple[Schedule, Transfers] | None:
+            context = me()
+            if context is None or not (context.is_settled and context.has_schedule):
+                return None
+            return context.schedule, context.transfers
+
+        return CapturedSteps(self._units.existing, self._domains.all, parts)
+
+    def join_capture(self, unit: Unit | None = None) -> None:
+        """If a graph is captured, makes ``unit``, by default the first of a pass, part of it.
+
+        Raises:
+            RuntimeError: it cannot be captured. Nothing was changed.
+        """
+        if self.has_streams and is_capturing(self.device):
+            first = unit or next(iter(self.schedule.predicted_units()), None)
+            if first is not None:
+                self.captured_steps.join(first)
 
     def trainability_changed(self, unit: Unit) -> None:
         """``requires_grad`` of a parameter of ``unit`` was set."""
@@ -301,6 +327,8 @@ class FsdpContext:
             for domain in self.domains:
                 compare_plans(self.units, domain, domain.groups.of_all)
         compare_starts(bucket for item in self.units for bucket in item.buckets)
+        if self.has_streams:
+            watch(self.device, self.captured_steps)
         self.is_settled = is_complete
 
     def unsettle(self) -> None:
@@ -351,11 +379,13 @@ class FsdpContext:
         under way uses. Call them on every rank of the mesh.
         """
         self.settle()
+        self.join_capture()
         self.schedule.start_param_sync()
 
     def finish_param_sync(self) -> None:
         """Does :meth:`start_param_sync`, and makes compute wait for all full buffers."""
         self.settle()
+        self.join_capture()
         self.schedule.finish_param_sync()
 
     def release_unsharded(self) -> None:
@@ -384,6 +414,7 @@ class FsdpContext:
         self.faults.meet(sys.exception())
         self.rest()
         self._groups.renew()
+        self.captured_steps.lose_groups()
         self.faults.clear()
         self.unsettle()
         self.settle()  # not only before a forward: a backward of an older graph may come next
@@ -399,7 +430,10 @@ class FsdpContext:
         self.uncompared.clear()
 
 
-def _follow_trainability(toggled: weakref.WeakSet[Unit]) -> None:
+def _before_backward(
+    toggled: weakref.WeakSet[Unit], captured: CapturedSteps, device: torch.device
+) -> None:
+    captured.check_backward(is_capturing(device))
     for unit in toggled:
         unit.follow_trainability()
     toggled.clear()

@@ -77,7 +77,7 @@ def before_forward(
     if are_functorch_transforms_active():
         _refuse_transform(unit)
     if context.has_streams and is_capturing(context.device):
-        _refuse_capture(unit)
+        context.captured_steps.join(unit)
     if profiler_enabled():
         with span("pre_forward", unit.name):
             _begin_forward(unit, module, context)
@@ -101,11 +101,16 @@ def _begin_forward(unit: Unit, module: nn.Module, context: FsdpContext) -> None:
     unit.use_unsharded()
     if torch.is_grad_enabled() and unit.unowned.is_due():
         _check_all_are_owned(unit)
-    if (id(module), module.training) not in unit.compared:
+    if (id(module), module.training) not in unit.compared and _compares(context):
         for edits in unit.edits:
             edits.begin_comparison()
         unit.saved_tensors.look_again()
     unit.saved_tensors.begin(unit, context.schedule)
+
+
+def _compares(context: FsdpContext) -> bool:
+    """Whether the host may read what a comparison finds."""
+    return not context.captured_steps.is_under_way
 
 
 def _check_all_are_owned(unit: Unit) -> None:
@@ -132,14 +137,6 @@ def _refuse_transform(unit: Unit) -> NoReturn:
     )
 
 
-def _refuse_capture(unit: Unit) -> NoReturn:
-    raise RuntimeError(
-        f"unit {unit.name!r} runs while a CUDA graph is captured, which would replay all-gathers "
-        "into memory that is freed by then: CUDA graphs of units are not supported, run it outside "
-        "the capture"
-    )
-
-
 @untraced
 def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     saved = unit.saved_tensors
@@ -155,7 +152,7 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
     if not raised:
         if (lost := unit.changed()) is not None:
             error = RuntimeError(lost)
-        elif (id(module), module.training) not in unit.compared:
+        elif (id(module), module.training) not in unit.compared and _compares(context):
             unit.compared.add((id(module), module.training))
             for edits in unit.edits:
                 edits.end_comparison(context.uncompared)

@@ -195,7 +195,8 @@ class Transfers:
         # also on ranks that would otherwise wait for those that failed.
         for domain in sorted(self._domains(), key=lambda domain: domain.mesh.size()):
             if domain.has_reduced:
-                self._stats.order_checks += bool(domain.groups.of_all)
+                is_checked = domain.groups.of_all and not self.reduce_lane.is_captured
+                self._stats.order_checks += bool(is_checked)
                 try:
                     agreed[domain] = domain.agree(self.reduce_lane, failed=failure is not None)
                 except RuntimeError as error:
@@ -220,9 +221,30 @@ class Transfers:
     def wait_for_lanes(self) -> None:
         """Makes compute wait for all that lanes still read and write. After an error nobody else
         waits for it."""
-        for lane in (self.gather_lane, self.reduce_lane, self._copies_lane):
-            if lane is not None:
-                lane.before_compute()
+        for lane in self._lanes():
+            lane.before_compute()
+
+    def let_lanes_wait(self) -> None:
+        """Makes all lanes wait for the compute enqueued so far."""
+        for lane in self._lanes():
+            lane.after_compute()
+
+    def begin_capture(self) -> None:
+        """Takes all lanes into the capture of a graph that compute is in. Their memory then comes
+        from the graph's pool."""
+        self.let_lanes_wait()
+        for lane in self._lanes():
+            lane.is_captured = True
+
+    def end_capture(self) -> None:
+        """Takes all lanes out of the capture, which waits for all that was enqueued there."""
+        for lane in self._lanes():
+            lane.is_captured = False
+        self.wait_for_lanes()
+
+    def _lanes(self) -> list[Lane]:
+        lanes = self.gather_lane, self.reduce_lane, self._copies_lane
+        return [lane for lane in lanes if lane is not None]
 
     def rest(self) -> None:
         """Brings every unit to rest, from any state. The schedule must have dropped everything."""

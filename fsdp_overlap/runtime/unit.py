@@ -254,6 +254,13 @@ class Unit:
                 return found
         return None
 
+    def outdate(self) -> None:
+        """Notes that no full buffer holds what the shards hold. Its next use gathers it again."""
+        for bucket in self.buckets:
+            bucket.outdate()
+            if bucket.divided is not None:
+                bucket.divided.reset()
+
     def wait(self) -> None:
         """Makes compute wait for the unit's all-gathers."""
         for bucket in self.buckets:

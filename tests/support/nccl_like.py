@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import reduce
+from functools import partial, reduce, wraps
 from typing import Any, ClassVar, NamedTuple
 from unittest.mock import patch
 
@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fsdp_overlap.comm import collectives, row_collectives
+from fsdp_overlap.modelled import graphs
 from fsdp_overlap.modelled import torch_module as streams
 
 # As NCCL's name is spoken. Written, it would stand for a GPU.
@@ -63,6 +64,19 @@ def unseen() -> Iterator[None]:
     """The modelled device sees a collective, and not how it is made up."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
+
+
+def replayable(method: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
+    """A graph of the modelled device that captures a call of `method` repeats it in each replay."""
+
+    @wraps(method)
+    def call(group: NcclLikeGroup, *args: Any, **kwargs: Any) -> dist.Work:
+        if not streams.is_available():
+            return method(group, *args, **kwargs)
+        with graphs.collective(partial(method, group), args, kwargs):
+            return method(group, *args, **kwargs)
+
+    return call
 
 
 class Delivery(dist.Work):
@@ -272,6 +286,7 @@ class NcclLikeGroup(dist.ProcessGroup):
 
     # ---- collectives ----
 
+    @replayable
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         [targets], [source] = outputs, inputs
         _check_sizes("all_gather", targets[self.rank()], source)
@@ -279,6 +294,7 @@ class NcclLikeGroup(dist.ProcessGroup):
         sends = [source] * self.size()
         return self._all("all_gather", targets, [source], sends, _fill(targets), opts)
 
+    @replayable
     def _allgather_base(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
     ) -> dist.Work:
@@ -287,12 +303,14 @@ class NcclLikeGroup(dist.ProcessGroup):
         sends = [input] * self.size()
         return self._all("all_gather", [output], [input], sends, _fill(ranges), opts)
 
+    @replayable
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         [target], [sources] = outputs, inputs
         _check_sizes("reduce_scatter", target, sources[self.rank()])
         _check_dtypes("reduce_scatter", [*sources, target])
         return self._reduce("reduce_scatter", [target], sources, sources, opts)
 
+    @replayable
     def _reduce_scatter_base(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
     ) -> dist.Work:
@@ -300,6 +318,7 @@ class NcclLikeGroup(dist.ProcessGroup):
         ranges = input.detach().view(-1).split([output.numel()] * self.size())
         return self._reduce("reduce_scatter", [output], [input], ranges, opts)
 
+    @replayable
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
         works = [
             self._reduce("all_reduce", [tensor], [tensor], [tensor] * self.size(), opts)
@@ -309,12 +328,14 @@ class NcclLikeGroup(dist.ProcessGroup):
 
     allreduce_coalesced = allreduce
 
+    @replayable
     def reduce(self, tensors: Any, opts: Any) -> dist.Work:
         [tensor] = tensors
         is_root = self.rank() == opts.rootRank
         sends = [tensor if rank == opts.rootRank else tensor[:0] for rank in range(self.size())]
         return self._reduce("reduce", [tensor] if is_root else [], [tensor], sends, opts)
 
+    @replayable
     def broadcast(self, tensors: Any, opts: Any) -> dist.Work:
         [tensor] = tensors
         is_root = self.rank() == opts.rootRank
@@ -328,6 +349,7 @@ class NcclLikeGroup(dist.ProcessGroup):
         writes, reads = ([], [tensor]) if is_root else ([tensor], [])
         return self._all(kind, writes, reads, sends, receive, opts)
 
+    @replayable
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -341,6 +363,7 @@ class NcclLikeGroup(dist.ProcessGroup):
         _check_dtypes("all_to_all", [output, input])
         return self._all("all_to_all", [output], [input], sources, _fill(targets), opts)
 
+    @replayable
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         return self._all("all_to_all", outputs, inputs, inputs, _fill(outputs), opts)
 

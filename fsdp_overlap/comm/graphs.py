@@ -1,0 +1,109 @@
+"""CUDA graphs: when one is captured and replayed, and who has to know.
+
+A replay runs no Python, so nothing counts the edits of weights that it makes. The class of graphs
+is therefore extended where it begins, ends and replays a capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+
+from fsdp_overlap.comm.streams import streams_of
+
+
+class Replays(Protocol):
+    """Is told of each replay of one graph."""
+
+    def before(self) -> None:
+        """The current stream is about to run the graph."""
+        ...
+
+    def after(self) -> None:
+        """The graph was enqueued on the current stream."""
+        ...
+
+
+class Watcher(Protocol):
+    """Is told of each capture, on the capturing stream."""
+
+    def capture_begins(self) -> None: ...
+    def capture_ends(self) -> Replays | None:
+        """The capture is about to end. Returns who is to be told of its replays."""
+        ...
+
+    def capture_ended(self) -> None:
+        """Raises a RuntimeError if replays would be wrong: there are none then."""
+        ...
+
+
+before_capture_or_replay: list[Callable[[], None]] = []
+"""Are called before a graph is captured, and before a replay edits weights."""
+
+_watchers: WeakSet[Watcher] = WeakSet()
+_replays: WeakKeyDictionary[object, list[Replays]] = WeakKeyDictionary()
+_extended: WeakSet[type] = WeakSet()
+_capture: object | None = None
+
+
+def capture_under_way() -> object | None:
+    """Stands for the capture under way. ``None`` if there is none, or it is not by the graphs of a
+    device that :func:`watch` was called for."""
+    return _capture
+
+
+def watch(device: torch.device, watcher: Watcher) -> None:
+    """Tells ``watcher``, which it refers to weakly, of the graphs of ``device``."""
+    kind = getattr(streams_of(device), "CUDAGraph", None)
+    if kind is None:
+        return
+    _watchers.add(watcher)
+    if kind not in _extended:
+        _extended.add(kind)
+        _extend(kind)
+
+
+def _extend(kind: Any) -> None:
+    begin, end, replay = kind.capture_begin, kind.capture_end, kind.replay
+
+    @wraps(begin)
+    def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> None:
+        global _capture
+        for call in before_capture_or_replay:
+            call()
+        begin(graph, *args, **kwargs)
+        _capture = object()
+        for watcher in list(_watchers):
+            watcher.capture_begins()
+
+    @wraps(end)
+    def capture_end(graph: Any) -> None:
+        global _capture
+        watchers = list(_watchers)
+        try:
+            told = [replays for each in watchers if (replays := each.capture_ends()) is not None]
+        finally:
+            _capture = None
+            end(graph)
+        _replays[graph] = told
+        try:
+            for watcher in watchers:
+                watcher.capture_ended()
+        except RuntimeError:
+            graph.reset()
+            raise
+
+    @wraps(replay)
+    def replay_and_tell(graph: Any) -> None:
+        told = _replays.get(graph, ())
+        for each in told:
+            each.before()
+        replay(graph)
+        for each in told:
+            each.after()
+
+    kind.capture_begin, kind.capture_end, kind.replay = capture_begin, capture_end, replay_and_tell

@@ -1,0 +1,243 @@
+"""CUDA graphs of the modelled device: what they replay, and which rules of CUDA they hold."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_overlap.modelled import (
+    CUDAGraph,
+    Event,
+    ModelledDevice,
+    Stream,
+    current_stream,
+    graph,
+    running,
+    stream,
+)
+
+
+@pytest.fixture
+def device() -> Iterator[ModelledDevice]:
+    with running(ModelledDevice()) as device:
+        yield device
+
+
+def ones(*shape: int) -> torch.Tensor:
+    return torch.ones(*shape, device="modelled")
+
+
+def test_a_capture_runs_nothing_and_a_replay_all(device: ModelledDevice) -> None:
+    x, total = ones(4), ones(4)
+    state = torch.get_rng_state()
+    with graph(captured := CUDAGraph()):
+        noise = torch.rand_like(x)
+        total.add_(x)
+        double = total * 2
+    assert torch.equal(total, ones(4))
+    assert double.isnan().all()
+    assert torch.equal(torch.get_rng_state(), state)
+    for count in range(1, 4):
+        captured.replay()
+        assert torch.equal(total, ones(4) + count)
+        assert torch.equal(double, 2 * total)
+    drawn = noise.clone()
+    torch.set_rng_state(state)
+    assert torch.equal(torch.stack([torch.rand(4) for _ in range(3)])[-1], drawn.cpu())
+    assert not device.findings
+
+
+def test_a_replay_reads_inputs_and_numbers_as_a_gpu_does(device: ModelledDevice) -> None:
+    x, number = ones(4), torch.tensor(2.0)
+    with graph(captured := CUDAGraph()):
+        y = x * number
+    x.fill_(3)
+    number.fill_(5)  # the host read it when the product was captured
+    captured.replay()
+    assert torch.equal(y, 6 * ones(4))
+
+
+def test_memory_of_the_pool_is_its_graphs_alone(device: ModelledDevice) -> None:
+    x, buffer = ones(4), ones(4)
+    storage = buffer.untyped_storage()
+    storage.resize_(0)
+    with graph(captured := CUDAGraph()):
+        storage.resize_(16)
+        torch.mul(x, 2, out=buffer)
+        y = buffer + 1
+        storage.resize_(0)
+    storage.resize_(16)
+    buffer.fill_(7)  # other memory than that of the replay
+    captured.replay()
+    assert torch.equal(y, 3 * ones(4))
+    assert torch.equal(buffer, 7 * ones(4))
+    assert not device.findings
+
+
+def forked(*, joins: bool = True) -> torch.Tensor:
+    side = Stream()
+    side.wait_stream(current_stream())
+    with stream(side):
+        made = ones(4)
+    if joins:
+        current_stream().wait_stream(side)
+    return made
+
+
+def waits_for_event_from_before() -> Callable[[], Any]:
+    event = Event()
+    event.record()
+    return lambda: current_stream().wait_event(event)
+
+
+def reads_on_host() -> Callable[[], Any]:
+    x = ones(1)
+    return lambda: x.item()
+
+
+def asks_event() -> Callable[[], Any]:
+    return lambda: current_stream().record_event().query()
+
+
+def asks_event_from_before() -> Callable[[], Any]:
+    event = Event()
+    event.record()
+    return event.query
+
+
+def synchronizes() -> Callable[[], Any]:
+    return lambda: current_stream().synchronize()
+
+
+def copies_to_host() -> Callable[[], Any]:
+    x = ones(4)
+    return lambda: x.to("cpu")
+
+
+def waits_for_stream_outside() -> Callable[[], Any]:
+    return lambda: current_stream().wait_stream(Stream())
+
+
+RULES: dict[Callable[[], Callable[[], Any]], str] = {
+    waits_for_event_from_before: "cudaErrorStreamCaptureIsolation",
+    waits_for_stream_outside: "cudaErrorStreamCaptureIsolation",
+    reads_on_host: "cudaErrorStreamCaptureUnsupported",
+    copies_to_host: "cudaErrorStreamCaptureUnsupported",
+    asks_event: "cudaErrorStreamCaptureUnsupported",
+    asks_event_from_before: "cudaErrorStreamCaptureUnsupported",
+    synchronizes: "cudaErrorStreamCaptureUnsupported",
+}
+
+
+@pytest.mark.parametrize("prepare", RULES)
+def test_what_cuda_refuses_raises_and_ends_the_capture(
+    device: ModelledDevice, prepare: Callable[[], Callable[[], Any]]
+) -> None:
+    do, x = prepare(), ones(4)
+    captured = CUDAGraph()
+    with stream(Stream()):
+        captured.capture_begin()
+        x.add_(1)
+        with pytest.raises(RuntimeError, match=RULES[prepare]):
+            do()
+        with pytest.raises(RuntimeError, match="cudaErrorStreamCaptureInvalidated"):
+            captured.capture_end()
+    assert torch.equal(x, ones(4))
+    with pytest.raises(RuntimeError, match="not captured"):
+        captured.replay()
+
+
+def test_a_stream_that_took_part_must_join_again(device: ModelledDevice) -> None:
+    with pytest.raises(RuntimeError, match="cudaErrorStreamCaptureUnjoined"), graph(CUDAGraph()):
+        forked(joins=False)
+    with graph(captured := CUDAGraph()):
+        assert current_stream().is_capturing()
+        made = forked()
+    assert not torch.modelled.is_current_stream_capturing()
+    captured.replay()
+    assert torch.equal(made, ones(4))
+
+
+def test_an_event_of_a_capture_tells_nothing_outside(device: ModelledDevice) -> None:
+    with graph(CUDAGraph()):
+        event = current_stream().record_event()
+    for use in (event.wait, event.query, event.synchronize):
+        with pytest.raises(RuntimeError, match="cudaErrorCapturedEvent"):
+            use()
+
+
+def test_the_default_stream_is_not_captured(device: ModelledDevice) -> None:
+    with pytest.raises(RuntimeError, match="non-default stream"):
+        CUDAGraph().capture_begin()
+
+
+def test_a_stream_that_is_not_captured_runs_and_takes_other_memory(device: ModelledDevice) -> None:
+    """So memory that a lane takes before it has joined the capture is found when it is used."""
+    side, x = Stream(), ones(4)
+    with graph(captured := CUDAGraph()):
+        with stream(side):
+            outside = ones(4)
+        y = x + outside
+        del outside
+    with pytest.raises(RuntimeError, match=r"add \(.*memory from outside the graph's pool"):
+        captured.replay()
+    assert y.isnan().all()
+    assert device.findings[-1].kind == "freed"
+
+
+def kinds(device: ModelledDevice) -> set[str]:
+    return {finding.kind for finding in device.findings}
+
+
+def test_a_race_in_a_captured_step_is_found_in_its_replay(device: ModelledDevice) -> None:
+    x = ones(4)
+    with graph(captured := CUDAGraph()):
+        side = Stream()
+        side.wait_stream(current_stream())
+        with stream(side):
+            x.add_(1)
+        x.mul_(2)
+        current_stream().wait_stream(side)
+    device.findings.clear()
+    captured.replay()
+    assert kinds(device) == {"race"}
+    assert re.search("in a graph", str(device.findings[0]))
+
+
+def test_a_race_of_a_replay_with_other_work_is_found(device: ModelledDevice) -> None:
+    x, side = ones(4), Stream()
+    with graph(captured := CUDAGraph()):
+        y = x + 1
+    side.wait_stream(current_stream())
+    with stream(side):
+        x.fill_(2)
+    captured.replay()
+    assert kinds(device) == {"race"}
+    device.findings.clear()
+    current_stream().wait_stream(side)
+    captured.replay()
+    captured.replay()
+    y.add_(1)
+    assert not device.findings
+    with stream(side):
+        y.add_(1)
+    assert kinds(device) == {"race"}
+
+
+def test_a_graph_runs_after_itself_and_beside_others(device: ModelledDevice) -> None:
+    x = ones(4)
+    captured = CUDAGraph(), CUDAGraph()
+    for each in captured:
+        with graph(each):
+            x.add_(1)
+    for _ in range(2):
+        with stream(Stream()):
+            captured[0].replay()
+    assert not device.findings
+    with stream(Stream()):
+        captured[1].replay()
+    assert kinds(device) == {"race"}
