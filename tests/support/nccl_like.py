@@ -120,6 +120,9 @@ class NcclLikeGroup(dist.ProcessGroup):
     checks_nan: ClassVar[bool] = False
     """Whether a NaN that is sent is an error, as with TORCH_NCCL_NAN_CHECK=1."""
 
+    unwatched: ClassVar[int] = 0
+    """How many collectives of this rank a watchdog would not see hang."""
+
     def __init__(self, made: Any, options: Options | None) -> None:
         rank, world_size = made.group_rank, made.group_size
         super().__init__(rank, world_size)
@@ -304,6 +307,7 @@ class NcclLikeGroup(dist.ProcessGroup):
         [targets], [source] = outputs, inputs
         _check_sizes("all_gather", targets[self.rank()], source)
         _check_dtypes("all_gather", [*targets, source])
+        self._note_list(targets, opts)
         sends = [source] * self.size()
         return self._all("all_gather", targets, [source], sends, _fill(targets), opts)
 
@@ -319,6 +323,7 @@ class NcclLikeGroup(dist.ProcessGroup):
         [target], [sources] = outputs, inputs
         _check_sizes("reduce_scatter", target, sources[self.rank()])
         _check_dtypes("reduce_scatter", [*sources, target])
+        self._note_list(sources, opts)
         return self._reduce("reduce_scatter", [target], sources, sources, opts)
 
     def _reduce_scatter_base(
@@ -327,6 +332,13 @@ class NcclLikeGroup(dist.ProcessGroup):
         self._check_ranges("reduce_scatter", input, output)
         ranges = input.detach().view(-1).split([output.numel()] * self.size())
         return self._reduce("reduce_scatter", [output], [input], ranges, opts)
+
+    def _note_list(self, tensors: Sequence[torch.Tensor], opts: Any) -> None:
+        """Of unequal lists torch makes a group of collectives, and takes a synchronous one as done
+        at once: it records the end on a stream that they do not run on."""
+        is_group = len({tensor.numel() for tensor in tensors}) > 1
+        if is_group and not getattr(opts, "asyncOp", True):
+            NcclLikeGroup.unwatched += 1
 
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
         works = [
