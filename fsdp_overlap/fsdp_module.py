@@ -126,8 +126,9 @@ class FsdpModule(GradientVerbs, fsdp2.FSDPModule):
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Whether this unit's full buffers and reduce inputs lie in memory that the backend of its
         process groups allocates. It is registered with the groups of gathers and reductions, so
-        that NCCL can work on it without copies of its own. A buffer that is kept moves there when
-        it was freed. Call this on every rank of the mesh, between iterations.
+        that NCCL can work on it without copies of its own, on NVSwitch by NVLink SHARP. Gradients
+        are summed then and divided after it, because NCCL takes means of them without that memory.
+        A buffer that is kept moves there when it was freed. Call this on every rank of the mesh, between iterations.
 
         Raises:
             ValueError: the backend allocates none, or the unit has custom collectives, which work

@@ -341,23 +341,34 @@ def is_registered(group: dist.ProcessGroup) -> bool:
     return group in c10d._world.pg_map
 
 
-def connect(backend: Any, device: torch.device) -> None:
-    """Makes the communicator of a backend of NCCL, which else comes with the first collective:
-    nothing is registered without one. Collective over the group the first time."""
-    if not backend._is_initialized():
-        backend.eager_connect_single_device(device)
+def unwrapped(backend: Any) -> Any:
+    """Return the backend itself, without the wrapper that ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` puts
+    around it. In torch 2.11 the wrapper can neither abort nor split it."""
+    wrapper: Any = getattr(c10d, "_ProcessGroupWrapper", ())  # comes with gloo
+    while isinstance(backend, wrapper):
+        backend = backend.wrapped_pg
+    return backend
 
 
 def make_group(
-    name: str, ranks: Sequence[int], backend: dist.Backend, options: Any, timeout: timedelta
+    name: str,
+    ranks: Sequence[int],
+    backend: dist.Backend,
+    options: Any,
+    timeout: timedelta,
+    split_from: Any = None,
 ) -> dist.ProcessGroup:
-    """Makes a process group of ``ranks``, in this order. Only they take part in making it.
+    """Makes a process group of ``ranks``, in this order. Only they take part in making it. NCCL
+    splits its communicator from that of the backend ``split_from``, which connects the same
+    ranks.
 
     ``torch.distributed.new_group()`` cannot do that. It sorts the ranks. And it names a group by
     how many this rank has made, a number that may differ on other ranks.
     Of a bare ``ProcessGroupGloo``, ``destroy_process_group()`` would not know, nor end its threads.
     """
     default = default_group()
+    if split_from is not None:
+        options.split_from, options.split_color = split_from, 0  # all ranks have one color
     # If the default group is bound to a device, NCCL would split it, which takes all its ranks.
     bound, default.bound_device_id = default.bound_device_id, None
     try:

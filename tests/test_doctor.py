@@ -40,6 +40,8 @@ def plain(monkeypatch: Patch) -> None:
             "LOCAL_WORLD_SIZE",
             "OMP_NUM_THREADS",
             "CUDA_VISIBLE_DEVICES",
+            "CUDA_DEVICE_MAX_CONNECTIONS",
+            "TORCH_DISTRIBUTED_DEBUG",
         ):
             monkeypatch.delenv(name)
     monkeypatch.setattr(doctor, "cores", lambda: 2)
@@ -81,7 +83,7 @@ def test_json_has_all_checks(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_main("doctor", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["ready"] is True
-    assert len({each["name"] for each in found["checks"]}) == len(found["checks"]) == 13
+    assert len({each["name"] for each in found["checks"]}) == len(found["checks"]) == 14
     assert all(each["found"] for each in found["checks"])
 
 
@@ -318,6 +320,30 @@ def test_variables_of_nccl_are_shown_and_its_interface_is_looked_for(
     assert found.found == f"NCCL_SOCKET_IFNAME={value}, TORCH_NCCL_NAN_CHECK=1"
     assert found.state == state
     assert bool(found.hint) == (state == "note")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "hint"),
+    [
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "1", "hide less"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "32", ""),
+        ("NCCL_LAUNCH_ORDER_IMPLICIT", "0", "set it to 1"),
+        ("NCCL_LAUNCH_ORDER_IMPLICIT", "1", ""),
+        ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "nothing overlaps"),
+        ("TORCH_DISTRIBUTED_DEBUG", "INFO", ""),
+        ("TORCH_NCCL_USE_COMM_NONBLOCKING", "true", "overlap report"),
+        ("TORCH_NCCL_USE_COMM_NONBLOCKING", "0", ""),
+    ],
+)
+def test_what_variables_do_to_overlap(
+    monkeypatch: Patch, variable: str, value: str, hint: str
+) -> None:
+    assert "none is set" in check("overlap variables").found
+    monkeypatch.setenv(variable, value)
+    found = check("overlap variables")
+    assert found.found == f"{variable}={value}"
+    assert found.state == ("note" if hint else "ok")
+    assert hint in found.hint
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,9 @@ from support.twins import COPIES, Twins, loss_of
 
 STEPS = 100
 
+operations: set[str] = set()
+"""By which reduce-scatters reduced. NCCL uses registered memory for sums alone."""
+
 
 def use_group_memory(twins: Twins, enable: bool = True) -> None:
     for unit in twins.ctx.units:
@@ -34,6 +37,8 @@ def seen(log: list[tuple[str, bool, int]]) -> Iterator[None]:
     run = NcclLikeGroup._run
 
     def noting(group: NcclLikeGroup, kind: str, writes: Any, reads: Any, *rest: Any) -> Any:
+        if kind.startswith("reduce_scatter"):
+            operations.add(kind.split()[-1])
         for name, buffer in (("all_gather", writes[:1]), ("reduce_scatter", reads[:1])):
             if kind.startswith(name):
                 place = active().address_of(buffer[0])
@@ -63,13 +68,16 @@ def trains(**options: Any) -> None:
         twins = Trained.of("layers", **options)
         use_group_memory(twins)
         twins.train(3)
+        operations.clear()
         [step] = steps_of(twins, 1)
         assert {kind for kind, _, _ in step} == {"all_gather", "reduce_scatter"}
         assert all(is_registered for _, is_registered, _ in step)
+        assert operations == {"SUM"}
         use_group_memory(twins, False)
         twins.optimizer.zero_grad()
         [step] = steps_of(twins, 1)
         assert not any(is_registered for _, is_registered, _ in step)
+        assert "AVG" in operations
     assert not device.findings, device.findings[0]
 
 

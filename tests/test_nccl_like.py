@@ -202,6 +202,22 @@ def train(name: str, wanted: str, /, **options: Any) -> None:
     assert wanted in {type(bucket.collectives).__name__ for bucket in buckets}
 
 
+def watch_ragged() -> None:
+    """A collective that hangs is one that the watchdog sees."""
+    NcclLikeGroup.unwatched = 0
+    layouts.train("whole", "giant")
+    assert NcclLikeGroup.unwatched == 0
+    gather = dist.all_gather
+
+    def synchronous(outputs: list[torch.Tensor], *rest: Any, async_op: bool) -> Any:
+        is_ragged = len({len(output) for output in outputs}) > 1
+        return gather(outputs, *rest, async_op=async_op and not is_ragged)
+
+    with patch.object(dist, "all_gather", synchronous):
+        layouts.train("whole", "giant")
+    assert NcclLikeGroup.unwatched > 0
+
+
 def train_in_few_bits(layout: LayoutRule) -> None:
     policy = WirePolicy(torch.float8_e4m3fn)
     twins = Twins(Model, partial(shard_layers, wire_policy=policy), layout=layout)
@@ -397,6 +413,10 @@ def test_training_equals_unsharded_training_and_sends_nothing_that_nobody_wrote(
 ) -> None:
     claims = [*TRAINING, partial(save_and_load, str(tmp_path))]
     run_ranks(with_nan_in_memory, 4, claims, backend=BACKEND)
+
+
+def test_ragged_collectives_are_not_done_before_they_are() -> None:
+    run_ranks(in_turn, 2, [watch_ragged], backend=BACKEND)
 
 
 def test_ranks_that_are_no_power_of_two() -> None:

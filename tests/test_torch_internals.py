@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest import mock
 from unittest.mock import patch
 
 import pytest
@@ -815,6 +814,10 @@ def groups_are_made_by_their_members() -> None:
         assert internals.is_registered(group)
         dist.destroy_process_group(group)
         assert not internals.is_registered(group)
+    nccl = getattr(dist, "ProcessGroupNCCL", None)  # in builds for GPUs
+    if nccl is not None:
+        options = nccl.Options()
+        options.split_from, options.split_color = None, 0
 
 
 @canary("let_go_of_groups")
@@ -827,16 +830,19 @@ def meshes_forget_their_groups() -> None:
         assert not mesh._pg_registry
 
 
-@canary("connect")
-def a_communicator_is_made_once() -> None:
-    """Memory is registered with a group that has no communicator yet, which raises."""
-    backend = mock.Mock(**{"_is_initialized.side_effect": [False, True]})
-    for _ in range(2):
-        internals.connect(backend, torch.device("cuda", 1))
-    backend.eager_connect_single_device.assert_called_once_with(torch.device("cuda", 1))
-    nccl = getattr(dist, "ProcessGroupNCCL", None)  # in builds for GPUs
-    assert nccl is None or hasattr(nccl, "eager_connect_single_device")
-    assert nccl is None or hasattr(nccl, "_is_initialized")
+@canary("unwrapped")
+def a_wrapper_holds_its_backend() -> None:
+    """Communicators are not split, memory is not registered and faults abort nothing under
+    TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    debug_level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        with one_rank("gloo"):
+            backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+            assert type(backend) is not dist.ProcessGroupGloo
+            assert type(internals.unwrapped(backend)) is dist.ProcessGroupGloo
+    finally:
+        dist.set_debug_level(debug_level)
 
 
 @canary(

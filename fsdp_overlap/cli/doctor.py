@@ -75,6 +75,7 @@ def looked_at() -> Iterator[Check]:
     yield _devices()
     yield gloo_interface()
     yield _nccl_variables()
+    yield overlap_variables()
     yield threads()
     for extra in EXTRAS:
         yield _extra(extra)
@@ -272,6 +273,50 @@ def _nccl_variables() -> Check:
                 f"NCCL_SOCKET_IFNAME fits no interface of this machine: {', '.join(there)}",
             )
     return Check(name, "ok", text)
+
+
+# What is worth a word, by the variable and what its value looks like.
+_OVERLAP = (
+    (
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        r"1",
+        "the GPU takes work of all streams from one queue, so gathers wait behind compute that was "
+        "enqueued before and hide less; unset it, or use 8 or more",
+    ),
+    (
+        "NCCL_LAUNCH_ORDER_IMPLICIT",
+        r"0",
+        "collectives of several groups run at once in no set order: with tensor, context or expert "
+        "parallelism beside sharding they can use up the GPU and wait for each other for ever; "
+        "set it to 1",
+    ),
+    (
+        "TORCH_DISTRIBUTED_DEBUG",
+        r"(?i)detail",
+        "each collective waits for all hosts first, so that nothing overlaps, and in torch 2.11 "
+        "destroying a group does not end its collectives; unset it to train",
+    ),
+    (
+        "TORCH_NCCL_USE_COMM_NONBLOCKING",
+        r"(?i)1|t(rue)?|y(es)?",
+        "another thread may launch NCCL's kernels, so that the overlap report cannot tell which "
+        "unit they are for; unset it to profile",
+    ),
+)
+
+
+def overlap_variables() -> Check:
+    """What variables do to overlap and to recovery from faults on GPUs."""
+    found = {key: os.environ[key] for key, *_ in _OVERLAP if os.environ.get(key)}
+    text = ", ".join(f"{key}={value}" for key, value in found.items())
+    hints = [
+        f"{key}: {effect}"
+        for key, pattern, effect in _OVERLAP
+        if re.fullmatch(pattern, found.get(key, ""))
+    ]
+    if not found:
+        text = "none is set; with more kinds of parallelism, NCCL_LAUNCH_ORDER_IMPLICIT=1 is safer"
+    return Check("overlap variables", "note" if hints else "ok", text, "; ".join(hints))
 
 
 def threads() -> Check:

@@ -179,14 +179,20 @@ class NcclCollectives(TensorCollectives, GathersInPlace):
 
 class RaggedTensorCollectives:
     """For ragged shards on NCCL: lists of ranges of different sizes. NCCL makes one group of
-    broadcasts or reduces of a list."""
+    broadcasts or reduces of a list; from 2.29 on, which comes with torch 2.13, it runs the
+    broadcasts as one.
+
+    The calls are asynchronous, and the current stream waits at once. Of synchronous ones torch
+    records the end of the group on a stream that they did not run on, so its watchdog would take
+    one that hangs as done.
+    """
 
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
     ) -> Issued:
         own_range(full, plan, group).copy_(shard, non_blocking=True)
         ranges = carried_ranges(full, plan.shard_numels)
-        dist.all_gather(list(ranges), ranges[group.rank()], group)
+        end(dist.all_gather(list(ranges), ranges[group.rank()], group, async_op=True))
         return Issued((), lambda: full)
 
     def reduce_scatter(
@@ -200,7 +206,7 @@ class RaggedTensorCollectives:
         own = gradients.new_empty(plan.shard_numels[group.rank()])
         ranges = list(as_real(gradients).split(list(plan.shard_numels)))
         op = AVG if divisor is None else SUM
-        dist.reduce_scatter(as_real(own), ranges, op, group)
+        end(dist.reduce_scatter(as_real(own), ranges, op, group, async_op=True))
         return Issued((), lambda: divided(own, left))
 
 
@@ -342,10 +348,22 @@ def choose(device_type: str, group: dist.ProcessGroup, plan: BucketPlan) -> Coll
     return NcclCollectives() if is_nccl else TensorCollectives()
 
 
+@cache
+def coalesces() -> bool:
+    """Return whether groups take many collectives as one. In torch 2.11 those of the debug level
+    ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` do not, so at that level none is asked to. Asked once, when
+    groups were made, because torch takes as long to tell as a call of a hook."""
+    return dist.get_debug_level() != dist.DebugLevel.DETAIL
+
+
 def gather_pieces(pieces: Pieces, group: dist.ProcessGroup) -> None:
     """Fills what ``pieces`` say, in one launch. Collective over ``group``."""
     received, sent = pieces
-    end(group.allgather_into_tensor_coalesced(received, sent, GATHER))
+    if coalesces():
+        end(group.allgather_into_tensor_coalesced(received, sent, GATHER))
+        return
+    for full, own in zip(received, sent, strict=True):
+        end(group._allgather_base(full, own, GATHER))
 
 
 def reduce_into(

@@ -9,6 +9,9 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
+from fsdp_overlap.comm.streams import current_device, has_streams
+from fsdp_overlap.torch_internals import unwrapped
+
 
 def alive(reference: ref[dist.ProcessGroup]) -> dist.ProcessGroup:
     """The group that ``reference`` refers to.
@@ -45,9 +48,26 @@ def registered_backend(group: dist.ProcessGroup, device_type: str) -> str:
 def backend_of(group: dist.ProcessGroup, device_type: str) -> Any:
     """Return the backend that serves ``device_type`` in ``group``. ``None`` if there is none."""
     try:
-        return group._get_backend(torch.device(device_type))
+        return unwrapped(group._get_backend(torch.device(device_type)))
     except RuntimeError:
         return None
+
+
+def can_split(device_type: str, group: dist.ProcessGroup) -> bool:
+    """Return whether ``group`` has a communicator on this device that another group's can be split
+    from, as NCCL's. Splitting takes less time and memory than a new connection."""
+    is_there = has_streams(torch.device(device_type)) and group.size() > 1
+    return is_there and bool(getattr(backend_of(group, device_type), "supports_splitting", False))
+
+
+def connect(device_type: str, group: dist.ProcessGroup) -> None:
+    """Make the communicator of ``group``, which else comes with its first collective, and wait on
+    the host until nothing is under way on it. Only then memory can be registered with it, and
+    others can be split from it. Does nothing for backends without communicators to split.
+    Collective over ``group``."""
+    if can_split(device_type, group):
+        device = current_device(device_type)  # a new group would guess another one
+        dist.barrier(group=group, device_ids=[device.index])
 
 
 def is_in_python(group: dist.ProcessGroup, device_type: str) -> bool:

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.comm.group_facts import backend_name
+from fsdp_overlap.comm.group_facts import backend_name, backend_of
 from fsdp_overlap.comm.streams import streams_of
-from fsdp_overlap.torch_internals import connect
 
 
 class GroupMemory:
     """A pool of memory on ``device`` that the backend of ``groups`` allocates. It is registered
-    with each group, so that their collectives need no copies of their own. Collective over them.
+    with each group, which must be connected, so that their collectives need no copies of their own.
 
     Raises:
         ValueError: the backend allocates no memory.
@@ -25,10 +24,9 @@ class GroupMemory:
     def __init__(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
         check_memory(groups[0], device)
         self._streams = streams_of(device)
-        backends: list[Any] = [group._get_backend(device) for group in dict.fromkeys(groups)]
+        backends: list[Any] = [backend_of(group, device.type) for group in dict.fromkeys(groups)]
         self._pool = self._streams.MemPool(backends[0].mem_allocator)
         for backend in backends:
-            connect(backend, device)
             # What the pool takes from the device later is registered then.
             backend.register_mem_pool(self._pool)
 
@@ -44,7 +42,7 @@ def check_memory(group: dist.ProcessGroup, device: torch.device) -> None:
     Raises:
         ValueError: it does not.
     """
-    backend = group._get_backend(device)
+    backend = backend_of(group, device.type)
     if not hasattr(streams_of(device), "MemPool") or not backend.supports_tensor_alloc(device):
         raise ValueError(
             f"{backend_name(device.type, group)} allocates no memory on {device.type} here, as "

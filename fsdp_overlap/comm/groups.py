@@ -13,6 +13,7 @@ from fsdp_overlap.comm.group_facts import (
     backend_name,
     can_close,
     collectives_issued,
+    connect,
     is_in_python,
     options_of,
 )
@@ -296,6 +297,7 @@ class GroupCache:
         group = alive(self._groups[key])
         if group.group_name not in self._turns:
             self._turns[group.group_name] = next_turn(group)
+            connect(mesh.device_type, group)
         return group
 
     def _borrow(

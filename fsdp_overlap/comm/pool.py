@@ -17,8 +17,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_overlap.comm.group_facts import (
+    backend_of,
     can_close,
+    can_split,
     collectives_issued,
+    connect,
     group_timeout,
     options_of,
     registered_backend,
@@ -78,7 +81,12 @@ def borrow(
         shelf.made = number + 1
         if options is None:
             options = options_of(like, device_type)
-        group = make_group(f"{name}_{number}", ranks, backend, _copied(options, timeout), timeout)
+        options, split_from = _copied(options, timeout), None
+        if list(ranks) == dist.get_process_group_ranks(like) and can_split(device_type, like):
+            connect(device_type, like)
+            split_from = backend_of(like, device_type)
+        group = make_group(f"{name}_{number}", ranks, backend, options, timeout, split_from)
+        connect(device_type, group)
     except RuntimeError as error:
         raise RuntimeError(
             f"ranks {list(ranks)} did not all come within {timeout} to make the process group "

@@ -23,10 +23,12 @@ from fsdp_overlap.comm.collectives import (
     Pieces,
     as_real,
     choose,
+    coalesces,
     divide_early,
     divided,
     end,
     gather_pieces,
+    reduce_into,
 )
 from fsdp_overlap.comm.group_facts import backend_name
 from fsdp_overlap.layout import BucketPlan, RowsPlan
@@ -70,8 +72,12 @@ class InPlaceRows(GathersInPlace):
         own = _new(gradients, plan.shard_numels[group.rank()], plan)
         received = [as_real(chunk) for chunk in chunks_of(own, plan)]
         sent = [as_real(region.view(-1)) for region in self._regions.of(gradients, plan)]
-        options = REDUCE_SCATTER[AVG if divisor is None else SUM]
-        end(group.reduce_scatter_tensor_coalesced(received, sent, options))
+        op = AVG if divisor is None else SUM
+        if coalesces():
+            end(group.reduce_scatter_tensor_coalesced(received, sent, REDUCE_SCATTER[op]))
+        else:
+            for mine, of_all in zip(received, sent, strict=True):
+                reduce_into(mine, of_all, group, op)
         return Issued((), lambda: divided(own, left))
 
 

@@ -18,7 +18,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.comm.group_facts import alive, can_close, collectives_issued
+from fsdp_overlap.comm.group_facts import alive, backend_of, can_close, collectives_issued
 from fsdp_overlap.torch_internals import default_store, is_registered
 
 # The tag of a receive that nothing is ever sent for.
@@ -70,7 +70,8 @@ class Loan:
         on the other ranks. If not, they are aborted on this rank."""
         self.is_sound = False
         if not self.is_closable:
-            self.group.abort()
+            # The group's own abort() goes by the wrapper of a debug level, which may do nothing.
+            (backend_of(self.group, self.device_type) or self.group).abort()
             return
         # gloo has no other way: a receive that times out closes all connections of its group.
         group = self.group

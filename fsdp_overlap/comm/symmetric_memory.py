@@ -48,10 +48,6 @@ class SymmetricPiece:
             self._groups.clear()
             memory = self._memory = self._allocate(max(nbytes, self._reserved))
         if group.group_name not in self._groups:
-            # Makes a communicator, without which nothing is registered, on this device and not on
-            # the one that a new group would guess.
-            ids = [self._device.index] if self._device.index is not None else None
-            dist.barrier(group=group, device_ids=ids)
             symmetric_memory.rendezvous(memory, group)
             self._groups.add(group.group_name)
         return memory[:nbytes].view(dtype)

@@ -139,7 +139,9 @@ def _check_complete(events: list[Event], issues: Ranges, found: list[InFlight]) 
     if called and all(c.kind == "other" for c in found):
         raise ValueError(
             f"the trace holds {len(called)} calls of collectives and none in flight: profile with "
-            "ProfilerActivity.CUDA where they run on a GPU"
+            "ProfilerActivity.CUDA where they run on a GPU. If that was done, unset "
+            "TORCH_NCCL_USE_COMM_NONBLOCKING, by which another thread launches them, and NCCL's "
+            "zero-CTA policy, by which copies do their work, which no report tells from others"
         )
 
 

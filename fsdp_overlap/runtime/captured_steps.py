@@ -10,7 +10,6 @@ from weakref import WeakSet, ref
 
 import torch
 
-from fsdp_overlap import meters
 from fsdp_overlap.comm.graphs import before_capture_or_replay, capture_under_way
 from fsdp_overlap.deciding import interface
 from fsdp_overlap.deciding.schedule import Schedule
@@ -128,8 +127,6 @@ class CapturedSteps:
             return "the capture was not begun by torch.cuda.CUDAGraph, so replays go unnoticed"
         if (left := parts[0].under_way()) is not None:
             return f"there is {left}: capture all of a step"
-        if meters.present:
-            return "waits are measured, as by StepLog: stop that before the capture"
         if any(domain.order_check.confirms for domain in self._domains()):
             return "its ranks communicate by gloo, which makes the host wait: use NCCL"
         for each in self._units():

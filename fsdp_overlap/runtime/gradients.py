@@ -191,7 +191,10 @@ class BucketGradients:
             torch._foreach_zero_(empty)
         bucket, copies = self.bucket, self.copies
         domain = bucket.domain
-        divisor, copies_divisor = self._options.divisors(domain.shard_size, domain.copies)
+        # NCCL uses memory that is registered with its group for sums, and not for means.
+        divisor, copies_divisor = self._options.divisors(
+            domain.shard_size, domain.copies, sums=self.input.memory is not None
+        )
         accept: Accept
         if copies is not None and not self.goes_across:
             copies.keep_filled(filled)

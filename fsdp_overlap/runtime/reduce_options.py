@@ -27,12 +27,16 @@ class ReduceOptions:
     hook: Callable[[torch.Tensor], None] | None = None
     hook_stream: torch.Stream | None = None
 
-    def divisors(self, shards: int, copies: int) -> tuple[float | None, float | None]:
+    def divisors(
+        self, shards: int, copies: int, sums: bool = False
+    ) -> tuple[float | None, float | None]:
         """The divisors of the reduction among ``shards`` ranks and of the one across ``copies``.
-        ``None`` stands for the number of ranks."""
+        ``None`` stands for the number of ranks, by a collective that takes a mean. ``sums``:
+        whether the one among ``shards`` must be a sum."""
         if self.divisor is not None:
             return self.divisor, 1.0
-        return (float(shards), float(copies)) if self.sums_only else (None, None)
+        divisor = float(shards) if sums or self.sums_only else None
+        return divisor, float(copies) if self.sums_only else None
 
     def call_hook(self, hook: Callable[[torch.Tensor], None], reduced: torch.Tensor) -> None:
         """Lets the user's ``hook`` see, and edit, ``reduced``."""

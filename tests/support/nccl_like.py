@@ -11,6 +11,8 @@ Its bytes travel by gloo. What the caller sees is NCCL's:
 - The result of an asynchronous one is visible after `wait()` alone. Until then all bits of what it
   writes are set, which is NaN. What it reads must stay as it is until then, which `wait()` checks.
 - A maximum or minimum passes over NaN.
+- The first collective makes the communicator, by a split if the options name a group to split from,
+  on which nothing may be outstanding then.
 
 Like a communicator a group runs its collectives one after the other, in the order in which they
 were issued, whatever the caller does meanwhile: on a thread of its own.
@@ -23,8 +25,9 @@ from __future__ import annotations
 import ctypes
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from copy import copy
 from datetime import timedelta
 from functools import partial, reduce, wraps
 from typing import Any, ClassVar, NamedTuple
@@ -113,19 +116,40 @@ class Delivery(dist.Work):
         return self._receive is None
 
 
+class Options:
+    """What a group is made with, in the names of NCCL's."""
+
+    def __init__(self) -> None:
+        self._timeout = timedelta(minutes=30)
+        self.split_from: Any = None
+        self.split_color = -2  # not set, which NCCL refuses
+
+    def __deepcopy__(self, memo: object) -> Options:
+        return copy(self)
+
+
 class NcclLikeGroup(dist.ProcessGroup):
     """One communicator. See the top of the file."""
 
     checks_nan: ClassVar[bool] = False
     """Whether a NaN that is sent is an error, as with TORCH_NCCL_NAN_CHECK=1."""
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
+    unwatched: ClassVar[int] = 0
+    """How many collectives of this rank a watchdog would not see hang."""
+
+    def __init__(self, made: Any, options: Options | None) -> None:
+        rank, world_size = made.group_rank, made.group_size
         super().__init__(rank, world_size)
-        carried = dist.PrefixStore("carrier", store)
-        self._carrier = dist.ProcessGroupGloo(carried, rank, world_size, timeout)
+        carried = dist.PrefixStore("carrier", made.store)
+        self._carrier = dist.ProcessGroupGloo(carried, rank, world_size, made.timeout)
         self._name = ""
         self._issued = 0
-        self._is_connected = False
+        self._options = options or Options()
+        self._options._timeout = made.timeout
+        self.connected_by = ""
+        """The collective that made the communicator: the first one."""
+        self._last: Future[Any] = Future()
+        self._last.set_result(None)
         self.pools: list[Any] = []
         self._thread = ThreadPoolExecutor(1, f"{BACKEND}-{rank}")
 
@@ -145,8 +169,12 @@ class NcclLikeGroup(dist.ProcessGroup):
         return self._name
 
     @property
-    def options(self) -> Any:
-        return self._carrier.options
+    def options(self) -> Options:
+        return self._options
+
+    @property
+    def supports_splitting(self) -> bool:
+        return True
 
     @property
     def supports_coalescing(self) -> bool:
@@ -173,16 +201,19 @@ class NcclLikeGroup(dist.ProcessGroup):
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return device.type == "modelled"
 
-    def _is_initialized(self) -> bool:
-        """Whether there is a communicator, which the first collective makes."""
-        return self._is_connected
-
-    def eager_connect_single_device(self, device: torch.device) -> None:
-        assert device.type == "modelled"
-        self._is_connected = True
+    def _connect(self, kind: str) -> None:
+        """The first collective makes the communicator."""
+        if self.connected_by:
+            return
+        parent = self._options.split_from
+        if parent is not None:
+            assert parent.connected_by, "split from a group without a communicator: connected alone"
+            assert parent._last.done(), "split from a communicator on which work is outstanding"
+            assert self._options.split_color >= 0
+        self.connected_by = kind
 
     def register_mem_pool(self, pool: Any, symm: bool = False) -> None:
-        if not self._is_connected:
+        if not self.connected_by:
             raise RuntimeError(
                 "NCCL communicator has not been initialized before mem pool creation. You can pass "
                 "`device_id` to init_process_group"
@@ -207,7 +238,7 @@ class NcclLikeGroup(dist.ProcessGroup):
         opts: Any,
     ) -> dist.Work:
         """`start` sends copies of `reads`; `receive` gets what arrives, and writes `writes`."""
-        self._is_connected = True
+        self._connect(kind)
         if streams.is_available():
             streams.active().issue(self, kind, reads, writes)
         with unseen():
@@ -263,7 +294,7 @@ class NcclLikeGroup(dist.ProcessGroup):
 
         def start() -> Arrival:
             messages = [_bytes(tensor).clone() for tensor in sends]
-            future = self._thread.submit(self._exchange, kind, messages)
+            future = self._last = self._thread.submit(self._exchange, kind, messages)
             return Arrival(future.result, future.done)
 
         work = self._run(kind, writes, reads, start, receive, opts)
@@ -291,6 +322,7 @@ class NcclLikeGroup(dist.ProcessGroup):
         [targets], [source] = outputs, inputs
         _check_sizes("all_gather", targets[self.rank()], source)
         _check_dtypes("all_gather", [*targets, source])
+        self._note_list(targets, opts)
         sends = [source] * self.size()
         return self._all("all_gather", targets, [source], sends, _fill(targets), opts)
 
@@ -308,6 +340,7 @@ class NcclLikeGroup(dist.ProcessGroup):
         [target], [sources] = outputs, inputs
         _check_sizes("reduce_scatter", target, sources[self.rank()])
         _check_dtypes("reduce_scatter", [*sources, target])
+        self._note_list(sources, opts)
         return self._reduce("reduce_scatter", [target], sources, sources, opts)
 
     @replayable
@@ -317,6 +350,13 @@ class NcclLikeGroup(dist.ProcessGroup):
         self._check_ranges("reduce_scatter", input, output)
         ranges = input.detach().view(-1).split([output.numel()] * self.size())
         return self._reduce("reduce_scatter", [output], [input], ranges, opts)
+
+    def _note_list(self, tensors: Sequence[torch.Tensor], opts: Any) -> None:
+        """Of unequal lists torch makes a group of collectives, and takes a synchronous one as done
+        at once: it records the end on a stream that they do not run on."""
+        is_group = len({tensor.numel() for tensor in tensors}) > 1
+        if is_group and not getattr(opts, "asyncOp", True):
+            NcclLikeGroup.unwatched += 1
 
     @replayable
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
@@ -578,4 +618,4 @@ def checking_nan() -> Iterator[None]:
         NcclLikeGroup.checks_nan = False
 
 
-dist.Backend.register_backend(BACKEND, NcclLikeGroup, devices=DEVICES)
+dist.Backend.register_backend(BACKEND, NcclLikeGroup, extended_api=True, devices=DEVICES)
