@@ -26,9 +26,9 @@ from fsdp_overlap.modelled import (
     stream,
 )
 from fsdp_overlap.modelled.queues import Queue
+from support.modelled import HERE, kinds
 
 MIB = 1024 * 1024
-HERE = torch.device("modelled", 0)
 functional = torch.ops._c10d_functional
 
 
@@ -36,10 +36,6 @@ functional = torch.ops._c10d_functional
 def device() -> Iterator[ModelledDevice]:
     with running(ModelledDevice()) as device:
         yield device
-
-
-def kinds(device: ModelledDevice) -> list[str]:
-    return [finding.kind for finding in device.findings]
 
 
 def test_it_is_a_device_like_any_other_with_streams(device: ModelledDevice) -> None:

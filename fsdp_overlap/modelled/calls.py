@@ -156,7 +156,8 @@ class Calls(TorchFunctionMode):
             options["memory_format"] = memory_format
         has_none = held is not None and not has_values(held)
         below = "meta" if has_none and goes_here else "cpu"
-        return self._with_memory(goes_here, False, lambda: func(tensor, below, **options))
+        pinned = non_blocking and is_here and not goes_here  # as torch: such a copy does not wait
+        return self._with_memory(goes_here, pinned, lambda: func(tensor, below, **options))
 
     def _to_host(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return self._to(torch.Tensor.to, tensor, "cpu")

@@ -34,13 +34,15 @@ class Call(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """What is enqueued. ``call``: unless Python does it; ``group``: of a collective."""
+    """What is enqueued. ``call``: unless Python does it; ``group``: of a collective; ``staged``:
+    those of ``reads`` that the host has read when it has enqueued the operation."""
 
     name: str
     reads: Sequence[torch.Tensor]
     writes: Sequence[torch.Tensor]
     call: Call | None = None
     group: dist.ProcessGroup | None = None
+    staged: Sequence[torch.Tensor] = ()
 
 
 class Timing(Protocol):
@@ -126,9 +128,11 @@ class ModelledDevice:
     def wait(self, stream: Queue, moment: Moment) -> None:
         stream.learn(moment.clock, moment.ends)
 
-    def wait_on_host(self, moment: Moment, operation: str) -> None:
+    def wait_on_host(self, moment: Moment, operation: str, is_promised: bool = True) -> None:
+        """The host waits for ``moment``. A wait that nobody has promised takes time, and orders
+        nothing."""
         self.syncs.append(Sync(operation, place()))
-        self.host.learn(moment.clock, moment.ends)
+        self.host.learn(moment.clock if is_promised else {}, moment.ends)
 
     def is_done(self, moment: Moment) -> bool:
         """Whether the host knows that ``moment`` is over."""
@@ -143,22 +147,34 @@ class ModelledDevice:
         queue, timing = self.host if on_host else self.current, self.timing
         if timing is not None:
             self.host.ends += timing.on_host(operation)
+        self._note(operation.name, operation.staged, False, self.host)
         if not on_host:
             queue.learn(self.host.clock, self.host.ends)
             if timing is not None:
                 queue.ends = timing.end(operation, queue, self.host.ends, queue.ends)
-        stamp = queue.add()
         self.operations += 1
-        where = place()
-        for tensors, is_write in ((operation.reads, False), (operation.writes, True)):
-            for tensor in tensors:
-                memory = self.memory_of(tensor)
-                access = Access(stamp, operation.name, where, is_write, *extent(tensor))
-                if access.start == access.stop:
-                    continue
-                for earlier in memory.conflicts(access, queue):
-                    self._find_conflict(earlier, access, queue)
-                memory.note(access)
+        reads = operation.reads
+        if operation.staged:
+            staged = {id(tensor) for tensor in operation.staged}
+            reads = [tensor for tensor in reads if id(tensor) not in staged]
+        self._note(operation.name, reads, False, queue)
+        self._note(operation.name, operation.writes, True, queue)
+
+    def _note(
+        self, name: str, tensors: Sequence[torch.Tensor], is_write: bool, queue: Queue
+    ) -> None:
+        """Notes that an operation on ``queue`` reads or writes ``tensors``."""
+        if not tensors:
+            return
+        where, stamp = place(), queue.add()
+        for tensor in tensors:
+            memory = self.memory_of(tensor)
+            access = Access(stamp, name, where, is_write, *extent(tensor))
+            if access.start == access.stop:
+                continue
+            for earlier in memory.conflicts(access, queue):
+                self._find_conflict(earlier, access, queue)
+            memory.note(access)
 
     def issue(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -183,14 +183,21 @@ class Dispatch(TorchDispatchMode):
         group = _group_among(values) if about.is_collective and on_device else None
         if group is not None:
             device.issue(group, about.name, reads, writes)
-        else:
-            operation = Operation(about.name, reads, writes, call._replace(output=output))
-            device.run(operation, on_host=not (on_device or (new and makes)))
+            return output
+        runs_here = on_device or bool(new and makes)
+        crossing = self._crossing(about, reads, writes)
+        does_not_wait = about.non_blocking >= 0 and bool(values[about.non_blocking])
+        not_direct = [c for c in crossing if not (does_not_wait and self._is_direct(c))]
+        if crossing:
+            staged = [c.on_host for c in not_direct if does_not_wait and c.to_device]
+        else:  # numbers
+            staged = [t for t in reads if not device.is_here(t)] if runs_here else []
+        call = call._replace(output=output)
+        device.run(Operation(about.name, reads, writes, call, staged=staged), not runs_here)
         if about.gives_value and on_device:
             self._wait(about)
-        elif about.may_cross and reads and writes:
-            does_not_wait = about.non_blocking >= 0 and bool(values[about.non_blocking])
-            self._note_crossing(about, reads, writes, does_not_wait)
+        for _ in not_direct:
+            self._wait(about, is_promised=not does_not_wait)
         return output
 
     def _take_in(self, func: Any, args: Any) -> Any:
@@ -219,25 +226,37 @@ class Dispatch(TorchDispatchMode):
             )
         return True
 
-    def _note_crossing(
-        self,
-        about: About,
-        reads: Sequence[torch.Tensor],
-        writes: Sequence[torch.Tensor],
-        does_not_wait: bool,
-    ) -> None:
-        """Notes that the host waits for a copy between it and the device. It does not wait if it is
-        asked not to and its memory is pinned."""
-        target = self.device.memory_of(writes[0])
-        for source in map(self.device.memory_of, reads):
-            if source.is_on_device == target.is_on_device:
-                continue
-            on_host = target if source.is_on_device else source
-            if not (does_not_wait and on_host.is_pinned):
-                self._wait(about)
+    def _crossing(
+        self, about: About, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+    ) -> list[Crossing]:
+        """The copies between the host and the device that an operation consists of."""
+        if not (about.may_cross and reads and writes):
+            return []
+        is_here = self.device.is_here
+        targets = writes if about.name == "_foreach_copy_" else [writes[0]] * len(reads)
+        return [
+            Crossing(target if is_here(source) else source, is_here(target))
+            for source, target in zip(reads, targets, strict=True)
+            if is_here(source) != is_here(target)
+        ]
 
-    def _wait(self, about: About) -> None:
-        self.device.wait_on_host(self.device.mark(self.device.current), about.name)
+    def _is_direct(self, crossing: Crossing) -> bool:
+        """Whether the device itself reads or writes the host's memory. Else the host may wait for
+        the copy, and CUDA does not promise that it does."""
+        host = crossing.on_host
+        # torch copies what is not contiguous by way of pageable memory.
+        return self.device.memory_of(host).is_pinned and host.is_contiguous()
+
+    def _wait(self, about: About, is_promised: bool = True) -> None:
+        device = self.device
+        device.wait_on_host(device.mark(device.current), about.name, is_promised)
+
+
+class Crossing(NamedTuple):
+    """A copy between the host and the device: the tensor that is on the host, and the direction."""
+
+    on_host: torch.Tensor
+    to_device: bool
 
 
 def _group_among(values: Sequence[Any]) -> dist.ProcessGroup | None:

@@ -18,6 +18,7 @@ from support.twins import loss_of
 from support.zoo import VOCABULARY, ZOO
 
 NAMES = ("replicate", "shard")
+HERE = torch.device("modelled", 0)
 
 
 class Program:
@@ -87,3 +88,7 @@ def trained(steps: int = 3, **options: Any) -> Callable[[], None]:
 
 def _train(steps: int, options: dict[str, Any]) -> None:
     Program(**options).train(steps)
+
+
+def kinds(device: ModelledDevice) -> list[str]:
+    return [finding.kind for finding in device.findings]
