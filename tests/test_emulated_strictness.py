@@ -3,13 +3,19 @@ that relies on it is found, and a right one is not. `docs/modelled_device.md` ha
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
+from torch.autograd import Variable
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_overlap.modelled import ModelledDevice, current_stream, running
+from fsdp_overlap.modelled import ModelledDevice, Stream, current_stream, running, stream
 from support.modelled import HERE, kinds
+from support.nccl_like import unseen
 
 
 @pytest.fixture
@@ -63,7 +69,7 @@ def by_foreach_copy(source: torch.Tensor) -> torch.Tensor:
 
 
 def into_a_slice(source: torch.Tensor) -> torch.Tensor:
-    whole = torch.empty(16, pin_memory=True)
+    whole = torch.zeros(16, pin_memory=True)
     whole[4:12].copy_(source, non_blocking=True)
     return whole
 
@@ -218,3 +224,254 @@ def test_a_number_on_the_host_is_read_when_the_operation_is_enqueued(
     arriving = torch.ones((), device=HERE).to("cpu", non_blocking=True)
     torch.ones(8, device=HERE) * arriving
     assert kinds(device) == ["race"]
+
+
+# Threads
+
+
+def test_hooks_of_backward_and_what_comes_last_run_on_the_thread_of_the_device(
+    device: ModelledDevice,
+) -> None:
+    here, of_thread = threading.current_thread(), threading.local()
+    of_thread.value = 1
+    side, seen = Stream(), []
+
+    def note(*_: object) -> None:
+        seen.append((threading.current_thread(), current_stream(), hasattr(of_thread, "value")))
+
+    def in_backward(gradient: torch.Tensor) -> torch.Tensor:
+        note()
+        Variable._execution_engine.queue_callback(note)
+        with torch.enable_grad():  # a backward within
+            again = gradient.detach().requires_grad_()
+            product = again * 2
+            product.register_hook(note)
+            product.sum().backward()
+        return gradient
+
+    weight = torch.ones(4, device=HERE, requires_grad=True)
+    weight.register_post_accumulate_grad_hook(note)
+    side.wait_stream(current_stream())
+    with stream(side):
+        product = weight * 2
+        product.register_hook(in_backward)
+    caller = current_stream()
+    caller.wait_stream(side)
+    for _ in range(2):
+        product.sum().backward(retain_graph=True)
+    assert torch.equal(weight.grad, torch.full((4,), 4.0, device=HERE))
+    threads, streams, values = zip(*seen, strict=True)
+    assert len(set(threads)) == 1
+    assert here not in threads
+    assert not any(values)
+    # The hook, the one of the backward within, that of the weight's gradient, the callback.
+    assert streams == (side, side, side, caller) * 2
+    assert current_stream() == caller
+    assert not device.findings
+
+
+def test_a_backward_of_the_host_runs_on_the_thread_that_calls_it(device: ModelledDevice) -> None:
+    seen = []
+    weight = torch.ones(4, requires_grad=True)
+    weight.register_hook(lambda _: seen.append(threading.current_thread()))
+    (weight * 2).sum().backward()
+    assert seen == [threading.current_thread()]
+
+
+def test_an_error_in_a_hook_comes_to_the_caller(device: ModelledDevice) -> None:
+    def fail(_: torch.Tensor) -> None:
+        raise KeyError("in a hook")
+
+    weight = torch.ones(4, device=HERE, requires_grad=True)
+    weight.register_hook(fail)
+    with pytest.raises(KeyError, match="in a hook"):
+        (weight * 2).sum().backward()
+    (torch.ones(4, device=HERE, requires_grad=True) * 2).sum().backward()
+
+
+class Modes(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.seen.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_and_autocast_are_carried_to_it(device: ModelledDevice) -> None:
+    seen = []
+    weight = torch.ones(4, device=HERE, requires_grad=True)
+    weight.register_hook(lambda _: seen.append(torch.is_autocast_enabled("cpu")))
+    product = (weight * 2).exp().sum()
+    with Modes() as modes, torch.autocast("cpu"):
+        product.backward()
+    assert "mul" in modes.seen
+    assert seen == [True]
+
+
+def in_a_thread(run: Callable[[], object]) -> None:
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+
+
+class Loader(threading.Thread):
+    def __init__(self, load: Callable[[], object]) -> None:
+        super().__init__()
+        self.load = load
+
+    def run(self) -> None:
+        self.load()
+
+
+def in_a_class_of_its_own(run: Callable[[], object]) -> None:
+    thread = Loader(run)
+    thread.start()
+    thread.join()
+
+
+def in_a_new_pool(run: Callable[[], object]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(run).result()
+
+
+OLD_POOL = ThreadPoolExecutor(1)
+
+
+def in_an_older_pool(run: Callable[[], object]) -> None:
+    OLD_POOL.submit(run).result()
+
+
+def in_a_timer(run: Callable[[], object]) -> None:
+    timer = threading.Timer(0, run)
+    timer.start()
+    timer.join()
+
+
+THREADS = (in_a_thread, in_a_class_of_its_own, in_a_new_pool, in_an_older_pool, in_a_timer)
+
+
+@pytest.mark.parametrize("within", THREADS)
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_thread_of_the_program_has_the_default_stream(
+    device: ModelledDevice, within: Callable[..., None], waits: bool
+) -> None:
+    OLD_POOL.submit(threading.current_thread).result()  # its thread is there
+    side, seen = Stream(), []
+    with stream(side):
+        tensor = torch.ones(8, device=HERE)
+        event = current_stream().record_event()
+
+        def read() -> None:
+            if waits:
+                event.wait()
+            seen.append((current_stream(), tensor.device, tensor.cpu().tolist()))
+
+        within(read)
+        assert current_stream() == side
+    assert seen == [(torch.get_device_module(HERE).default_stream(), HERE, [1.0] * 8)]
+    assert kinds(device) == ([] if waits else ["race"])
+
+
+def test_what_runs_in_a_thread_names_its_line(device: ModelledDevice) -> None:
+    tensor = torch.ones(8, device=HERE)
+    with stream(Stream()):
+        in_a_new_pool(lambda: tensor.add_(1))
+        tensor.add_(1)
+    assert "add_ on the default stream, which writes it (tests/test_emu" in str(device.findings[0])
+
+
+def test_threads_that_are_started_out_of_sight_are_not_seen(device: ModelledDevice) -> None:
+    with unseen():
+        for within in THREADS:
+            within(lambda: torch.ones(8))
+    assert device.operations == 0
+    in_a_thread(lambda: torch.ones(8))
+    assert device.operations == 1
+
+
+def test_many_threads_at_once(device: ModelledDevice) -> None:
+    def train(number: int) -> float:
+        side = Stream()
+        with stream(side):
+            weight = torch.full((8,), float(number), device=HERE, requires_grad=True)
+            for _ in range(20):
+                (weight * weight).sum().backward()
+            assert weight.grad is not None
+            return float(weight.grad[0])
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(train, range(16))) == [40.0 * number for number in range(16)]
+    assert not device.findings
+    assert device.allocator.allocated == 0
+
+
+def test_a_thread_that_goes_on_afterwards_is_not_seen() -> None:
+    go, seen = threading.Event(), []
+
+    def late() -> None:
+        go.wait()
+        seen.append(torch.ones(8).device.type)
+
+    thread = threading.Thread(target=late)
+    with running(ModelledDevice()) as device:
+        thread.start()
+    go.set()
+    thread.join()
+    assert seen == ["cpu"]
+    assert device.operations == 0
+
+
+def make_a_tensor() -> None:
+    torch.zeros(8, device="modelled")
+
+
+def make_a_stream() -> None:
+    Stream()
+
+
+def enter_a_stream() -> None:
+    with stream(Stream(HERE_1)):
+        pass
+
+
+def wait_for_the_device() -> None:
+    torch.accelerator.synchronize()
+
+
+def set_the_device() -> None:
+    torch.get_device_module("modelled").set_device(0)
+
+
+HERE_1 = torch.device("modelled", 1)
+
+
+@pytest.mark.parametrize(
+    "use", [make_a_tensor, make_a_stream, enter_a_stream, wait_for_the_device, set_the_device]
+)
+def test_the_current_device_of_a_thread_is_the_first_one(use: Callable[[], None]) -> None:
+    module = torch.get_device_module("modelled")
+
+    def use_with_a_guard() -> None:
+        with module.device(1):
+            use()
+
+    def set_and_use() -> None:
+        module.set_device(1)
+        use()
+
+    right = [use_with_a_guard, set_and_use] if use is not set_the_device else []
+    with running(ModelledDevice(index=1)) as device:
+        assert torch.zeros(1, device="modelled").device == HERE_1
+        assert module.current_device() == 1
+        for program in right:
+            in_a_thread(program)
+        assert not device.findings
+        seen = []
+        in_a_thread(lambda: seen.append(module.current_device()))
+        assert seen == [0]
+        in_a_thread(use)
+        assert set(kinds(device)) == {"context"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -414,15 +413,6 @@ def test_no_device_is_there_outside() -> None:
     assert not module.is_available()
     with pytest.raises(RuntimeError, match="no modelled device runs"):
         module.current_stream()
-
-
-def test_other_threads_see_none_of_it(device: ModelledDevice) -> None:
-    seen = []
-    thread = threading.Thread(target=lambda: seen.append(torch.zeros(3).device.type))
-    thread.start()
-    thread.join()
-    assert seen == ["cpu"]
-    assert device.operations == 0
 
 
 def test_what_is_copied_deeply_lies_where_it_did(device: ModelledDevice) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from functools import wraps
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,19 @@ from fsdp_overlap.modelled.allocator import Allocator, Block, MemPool
 from fsdp_overlap.modelled.findings import Finding, Sync, place
 from fsdp_overlap.modelled.memory import Access, Memory
 from fsdp_overlap.modelled.queues import Moment, Queue
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _locked(method: F) -> F:
+    """``method``, by one thread at a time."""
+
+    @wraps(method)
+    def run(self: ModelledDevice, *args: Any, **kwargs: Any) -> Any:
+        with self.lock:
+            return method(self, *args, **kwargs)
+
+    return cast("F", run)
 
 
 class Issued(NamedTuple):
@@ -58,6 +73,16 @@ class Timing(Protocol):
         ...
 
 
+class OfThread(threading.local):
+    """What each thread has of its own: its current device, its stream, and the pool that it takes
+    memory from, if it does not take segments that belong to no pool."""
+
+    def __init__(self, stream: Queue) -> None:
+        self.index = 0
+        self.stream = stream
+        self.pool: MemPool | None = None
+
+
 class ModelledDevice:
     """An accelerator whose memory is the host's and whose operations run at once, with a record of
     when they *could* run.
@@ -76,6 +101,8 @@ class ModelledDevice:
         values: whether tensors that are made on the device have elements. Without, models of any
             size take no memory, and the host reads zeros. Only ``torch.tensor()`` and
             ``torch.arange()`` of whole numbers, and what the host moves there, have some.
+        index: the number of the device among those of its machine. The others are not this
+            process's: a thread that makes a context there is a finding.
     """
 
     def __init__(
@@ -84,22 +111,28 @@ class ModelledDevice:
         allocating: Callable[[int], None] | None = None,
         issuing: Callable[[str], None] | None = None,
         values: bool = True,
+        index: int = 0,
     ) -> None:
         self.timing = timing
         self.allocating = allocating
         self.issuing = issuing
         self.values = values
+        self.index = index
+        self.is_over = False
+        """Whether nothing is to be noted any more. Threads of the program may go on."""
+        self.lock = threading.RLock()
+        """Guards what is noted, by whichever thread."""
         self.host = Queue(0, "the host")
+        """All threads of the program: which of them comes first is not looked at."""
         self.queues = [self.host]
-        self.default = self.current = self.add_stream("the default stream")
+        self.default = self.add_stream("the default stream")
+        self.of_thread = OfThread(self.default)
         self.program_streams = {self.default}
         """Those on which the program communicates by itself, as about activations."""
         self.allocator = Allocator()
         """Has the device's memory, and counts it."""
         self.on_host = self.on_host_most = 0
         """The bytes of the host's tensors that were made, and the most that there were at once."""
-        self.pool: MemPool | None = None
-        """Where memory is taken now, if not from segments that belong to no pool."""
         self.findings: list[Finding] = []
         """What is wrong so far."""
         self.syncs: list[Sync] = []
@@ -109,31 +142,63 @@ class ModelledDevice:
         self.operations = 0
         self.backwards: list[tuple[float, float]] = []
         """When the host began and ended each backward."""
+        self._elsewhere: dict[int, Queue] = {}
         self._memories: dict[int, Memory] = {}
         self._blocks: dict[Memory, Block] = {}
 
+    # Threads
+
+    @property
+    def current(self) -> Queue:
+        """The stream that this thread enqueues on."""
+        return self.of_thread.stream
+
+    @current.setter
+    def current(self, stream: Queue) -> None:
+        self.of_thread.stream = stream
+
+    def take_thread(self) -> None:
+        """Makes this device the current one of this thread."""
+        self.of_thread.index = self.index
+
+    def use(self, index: int | None) -> None:
+        """Called when this thread uses the device of this number, or its current one."""
+        index = self.of_thread.index if index is None else index
+        if index != self.index:
+            text = f"makes a context on device {index} ({place()}): this one is {self.index}"
+            self.findings.append(Finding("context", text))
+
     # Order
 
+    @_locked
     def add_stream(self, name: str = "") -> Queue:
         index = len(self.queues)
-        self.queues.append(Queue(index, name or f"stream {index}"))
+        self.queues.append(Queue(index, name or f"stream {index}", device=self.index))
         return self.queues[-1]
 
+    def elsewhere(self, index: int) -> Queue:
+        """The default stream of another device, on which nothing runs."""
+        return self._elsewhere.setdefault(index, Queue(-1, f"device {index}", device=index))
+
+    @_locked
     def mark(self, stream: Queue) -> Moment:
         """What an event records on ``stream``: all that is enqueued there now."""
         # What the host enqueues comes after all that it has waited for.
         stream.learn(self.host.clock, 0.0)
         return Moment.of(stream)
 
+    @_locked
     def wait(self, stream: Queue, moment: Moment) -> None:
         stream.learn(moment.clock, moment.ends)
 
+    @_locked
     def wait_on_host(self, moment: Moment, operation: str, is_promised: bool = True) -> None:
         """The host waits for ``moment``. A wait that nobody has promised takes time, and orders
         nothing."""
         self.syncs.append(Sync(operation, place()))
         self.host.learn(moment.clock if is_promised else {}, moment.ends)
 
+    @_locked
     def is_done(self, moment: Moment) -> bool:
         """Whether the host knows that ``moment`` is over."""
         if self.timing is not None:
@@ -142,6 +207,7 @@ class ModelledDevice:
 
     # Operations
 
+    @_locked
     def run(self, operation: Operation, on_host: bool = False) -> None:
         """Enqueues ``operation`` on the current stream, or lets the host do it at once."""
         queue, timing = self.host if on_host else self.current, self.timing
@@ -211,6 +277,7 @@ class ModelledDevice:
 
     # Memory
 
+    @_locked
     def memory_of(self, tensor: torch.Tensor) -> Memory:
         """The memory of ``tensor``'s storage. A storage from before the model began is the
         host's."""
@@ -225,6 +292,7 @@ class ModelledDevice:
         """Whether ``tensor`` lies on the device, and not on the host."""
         return self.memory_of(tensor).is_on_device
 
+    @_locked
     def place(self, tensor: torch.Tensor, on_device: bool, pinned: bool = False) -> Memory:
         """Notes that ``tensor``'s storage is new, and whether it lies on the device."""
         storage = tensor.untyped_storage()
@@ -234,6 +302,7 @@ class ModelledDevice:
         self._give(memory, storage.nbytes())
         return memory
 
+    @_locked
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Notes the new size of ``storage``. Called before the size changes."""
         memory = self._memories.get(storage._cdata)
@@ -269,7 +338,8 @@ class ModelledDevice:
         if memory.is_on_device and nbytes:
             if self.allocating is not None:
                 self.allocating(nbytes)
-            self._blocks[memory], last = self.allocator.take(nbytes, self.current, self.pool)
+            pool = self.of_thread.pool
+            self._blocks[memory], last = self.allocator.take(nbytes, self.current, pool)
             memory.nbytes = nbytes
             memory.take_over(last)
         elif not memory.is_on_device:
@@ -288,6 +358,7 @@ class ModelledDevice:
             is_done = (lambda: all(map(self.is_done, used))) if used else None
             self.allocator.give_back(block, left, is_done)
 
+    @_locked
     def _forget(self, key: int, memory: Memory) -> None:
         if self._memories.get(key) is memory:
             del self._memories[key]

@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.modelled.device import Call, ModelledDevice, Operation
 from fsdp_overlap.modelled.findings import place
 from fsdp_overlap.modelled.functional import Functional, is_functional
 from fsdp_overlap.modelled.shapes import run_on_shapes
 from fsdp_overlap.torch_internals import (
+    AsyncCollectiveTensor,
     DisableTorchFunction,
     FakeTensor,
     TorchDispatchMode,
@@ -106,19 +108,19 @@ class About:
 class Dispatch(TorchDispatchMode):
     """Tells the device what each operation reads, writes and allocates."""
 
-    def __init__(self, device: ModelledDevice) -> None:
+    def __init__(self, device: ModelledDevice, functional: Functional) -> None:
         super().__init__()
         self.device = device
         self.makes_on_device: bool | None = None
         """Whether new memory lies on the device; None if the call under way does not say."""
         self.makes_pinned = False
-        self.functional = Functional(device)
+        self.functional = functional
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if FakeTensor in types:
+        if FakeTensor in types or self.device.is_over:
             return func(*args, **kwargs)  # such tensors have no memory: torch asks for a shape
         if any(each not in PLAIN for each in types):
             return NotImplemented  # the operations that the class runs come here one by one
@@ -314,3 +316,25 @@ def run_without_values(
         lambda tensor: replaced.get(id(tensor), (tensor, tensor))[1],
         func(*args, **kwargs),
     )
+
+
+_HELD: dict[type, str | None] = {}
+"""By class: the attribute with the first tensor that tensors of the class consist of."""
+
+
+def inner_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A tensor in memory behind one of torch's own classes, or of a class that tells what its
+    tensors consist of; None for any other tensor."""
+    if isinstance(tensor, DTensor):
+        held: Any = tensor._local_tensor
+    elif isinstance(tensor, AsyncCollectiveTensor):
+        held = tensor.elem
+    else:
+        kind = type(tensor)
+        if kind not in _HELD:  # asked once: the answer may read values, as that of torchao does
+            flatten = getattr(tensor, "__tensor_flatten__", None)
+            names = flatten()[0] if flatten is not None else ()
+            _HELD[kind] = names[0] if names else None
+        name = _HELD[kind]
+        held = None if name is None else getattr(tensor, name)
+    return held if held is None or type(held) in PLAIN else inner_of(held)

@@ -26,6 +26,8 @@ class Queue:
     clock: Clock = field(default_factory=dict)
     ends: float = 0.0
     """When the last operation ends, in modelled seconds."""
+    device: int = 0
+    """The number of the device that it is a stream of."""
 
     def knows(self, stamp: Stamp) -> bool:
         """Whether ``stamp`` comes before what is enqueued next."""
