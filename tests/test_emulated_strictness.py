@@ -14,7 +14,7 @@ from torch.autograd import Variable
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_overlap.modelled import ModelledDevice, Stream, current_stream, running, stream
-from support.modelled import HERE, kinds
+from support.modelled import HERE, Seconds, kinds
 from support.nccl_like import unseen
 
 
@@ -475,3 +475,53 @@ def test_the_current_device_of_a_thread_is_the_first_one(use: Callable[[], None]
         assert seen == [0]
         in_a_thread(use)
         assert set(kinds(device)) == {"context"}
+
+
+# Streams
+
+
+def test_there_are_32_streams_of_a_priority(device: ModelledDevice) -> None:
+    for priority in (0, -1, -2, -3):
+        streams = [Stream(priority=priority) for _ in range(66)]
+        assert len(set(streams)) == 32
+        assert streams[:32] == streams[32:64]
+        assert streams[64:] == streams[:2]
+    assert Stream(priority=-5).queue is device._pools[3][66 % 32]  # lower than the lowest
+    assert len({Stream(priority=priority) for priority in (0, -1, -2, -3)}) == 4
+    assert current_stream() not in [Stream() for _ in range(32)]
+    with pytest.raises(RuntimeError, match="0 or less, not 1"):
+        Stream(priority=1)
+
+
+@pytest.mark.parametrize(("others", "milliseconds"), [(30, 2000), (31, 4000)])
+def test_work_on_streams_that_are_one_runs_one_after_the_other(
+    others: int, milliseconds: float
+) -> None:
+    """As when a program makes a stream in every step."""
+    with running(ModelledDevice(timing=Seconds({"add_": 2.0}))) as device:
+        tensors = [torch.zeros(4, device=HERE) for _ in range(2)]
+        start = current_stream().record_event()
+        first, *_, last = [Stream() for _ in range(others + 2)]
+        ends = []
+        for side, tensor in zip((first, last), tensors, strict=True):
+            side.wait_event(start)
+            with stream(side):
+                tensor.add_(1)
+                ends.append(side.record_event())
+        assert max(start.elapsed_time(end) for end in ends) == milliseconds
+    assert not device.findings
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_default_stream_is_a_stream_like_others(device: ModelledDevice, waits: bool) -> None:
+    side, default = Stream(), current_stream()
+    with stream(side):
+        tensor = torch.zeros(8, device=HERE)
+    if waits:
+        default.wait_stream(side)
+    tensor.add_(1)
+    if waits:
+        side.wait_stream(default)
+    with stream(side):
+        tensor.add_(1)
+    assert kinds(device) == ([] if waits else ["race", "race"])

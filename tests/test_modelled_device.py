@@ -16,7 +16,6 @@ from fsdp_overlap.modelled import (
     Event,
     Issued,
     ModelledDevice,
-    Operation,
     Stream,
     compare_issued,
     current_stream,
@@ -24,8 +23,7 @@ from fsdp_overlap.modelled import (
     running,
     stream,
 )
-from fsdp_overlap.modelled.queues import Queue
-from support.modelled import HERE, kinds
+from support.modelled import HERE, Seconds, kinds
 
 MIB = 1024 * 1024
 functional = torch.ops._c10d_functional
@@ -311,20 +309,6 @@ def test_nodes_of_the_graph_run_where_forward_ran(device: ModelledDevice) -> Non
     assert seen == [side, caller]
     assert current_stream() == caller
     assert not device.findings
-
-
-class Seconds:
-    """Operations last as listed by name. The host takes ``on_host`` for each."""
-
-    def __init__(self, seconds: dict[str, float], on_host: float = 0.0) -> None:
-        self._seconds = seconds
-        self._on_host = on_host
-
-    def on_host(self, operation: Operation) -> float:
-        return self._on_host
-
-    def end(self, operation: Operation, stream: Queue, enqueued: float, ready: float) -> float:
-        return ready + self._seconds.get(operation.name, 0.0)
 
 
 def test_operations_and_collectives_have_durations() -> None:

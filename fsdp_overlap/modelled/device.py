@@ -16,6 +16,11 @@ from fsdp_overlap.modelled.findings import Finding, Sync, place
 from fsdp_overlap.modelled.memory import Access, Memory
 from fsdp_overlap.modelled.queues import Moment, Queue
 
+# As in torch's c10/cuda/CUDAStream.
+STREAMS = 32
+"""The streams that a pool of torch's has; there is a pool for each of the ``PRIORITIES``."""
+PRIORITIES = 4
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -143,6 +148,8 @@ class ModelledDevice:
         self.backwards: list[tuple[float, float]] = []
         """When the host began and ended each backward."""
         self._elsewhere: dict[int, Queue] = {}
+        self._pools: list[list[Queue]] = [[] for _ in range(PRIORITIES)]
+        self._turns = [0] * PRIORITIES
         self._memories: dict[int, Memory] = {}
         self._blocks: dict[Memory, Block] = {}
 
@@ -175,6 +182,23 @@ class ModelledDevice:
         index = len(self.queues)
         self.queues.append(Queue(index, name or f"stream {index}", device=self.index))
         return self.queues[-1]
+
+    @_locked
+    def next_stream(self, priority: int = 0, name: str = "") -> Queue:
+        """A stream of torch's pool for ``priority``, of which lower numbers come first. A pool
+        hands its streams out in turn.
+
+        Raises:
+            RuntimeError: ``priority`` is above 0.
+        """
+        if priority > 0:
+            raise RuntimeError(f"a stream's priority is 0 or less, not {priority}")
+        level = min(-priority, PRIORITIES - 1)
+        pool, turn = self._pools[level], self._turns[level]
+        self._turns[level] += 1
+        if turn < STREAMS:
+            pool.append(self.add_stream(name))
+        return pool[turn % STREAMS]
 
     def elsewhere(self, index: int) -> Queue:
         """The default stream of another device, on which nothing runs."""

@@ -61,7 +61,7 @@ class Functional:
         device, current = self.device, self.device.current
         stream = self._streams.get(group)
         if stream is None:
-            stream = self._streams[group] = device.add_stream(f"the stream of {group}")
+            stream = self._streams[group] = device.next_stream(name=f"the stream of {group}")
             device.program_streams.add(stream)
         device.wait(stream, device.mark(current))
         device.current = stream

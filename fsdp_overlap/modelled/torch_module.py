@@ -190,7 +190,7 @@ class Stream:
     ) -> None:
         if queue is None:
             active().use(_index(device))
-            queue = active().add_stream()
+            queue = active().next_stream(priority)
         self.queue = queue
         self.priority = priority
         self.device = torch.device(NAME, queue.device)
