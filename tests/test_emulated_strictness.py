@@ -10,12 +10,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.autograd import Variable
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_overlap.modelled import ModelledDevice, Stream, current_stream, running, stream
+from fsdp_overlap.modelled import (
+    ModelledDevice,
+    Stream,
+    current_stream,
+    fake_ranks,
+    running,
+    stream,
+)
+from fsdp_overlap.modelled.allocator import MemPool
 from support.modelled import HERE, Seconds, kinds
-from support.nccl_like import unseen
+from support.nccl_like import BACKEND, NcclLikeGroup, unseen
+from support.ranks import run_ranks
 
 
 @pytest.fixture
@@ -525,3 +535,220 @@ def test_the_default_stream_is_a_stream_like_others(device: ModelledDevice, wait
     with stream(side):
         tensor.add_(1)
     assert kinds(device) == ([] if waits else ["race", "race"])
+
+
+# Process groups
+
+
+@pytest.fixture
+def ranks() -> Iterator[None]:
+    with fake_ranks(2):
+        yield
+
+
+def all_reduce(values: torch.Tensor, **options: Any) -> Any:
+    return dist.all_reduce(values, **options)
+
+
+def broadcast(values: torch.Tensor, **options: Any) -> Any:
+    return dist.broadcast(values, 0, **options)
+
+
+def all_gather(values: torch.Tensor, **options: Any) -> Any:
+    return dist.all_gather_into_tensor(values, torch.ones(4, device=HERE), **options)
+
+
+def all_gather_lists(values: torch.Tensor, **options: Any) -> Any:
+    return dist.all_gather([values[:3], values[3:]], torch.ones(3, device=HERE), **options)
+
+
+def reduce_scatter(values: torch.Tensor, **options: Any) -> Any:
+    return dist.reduce_scatter_tensor(values, torch.ones(16, device=HERE), **options)
+
+
+def all_to_all(values: torch.Tensor, **options: Any) -> Any:
+    return dist.all_to_all_single(values, torch.ones(8, device=HERE), **options)
+
+
+COLLECTIVES = (all_reduce, broadcast, all_gather, all_gather_lists, reduce_scatter, all_to_all)
+
+
+def do_not_wait(work: dist.Work) -> None:
+    pass
+
+
+def wait_elsewhere(work: dist.Work) -> None:
+    with stream(Stream()):
+        work.wait()
+
+
+def wait_here(work: dist.Work) -> None:
+    work.wait()
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize("wait", [do_not_wait, wait_elsewhere, wait_here])
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_an_asynchronous_collective_is_waited_for_by_the_current_stream_and_not_the_host(
+    device: ModelledDevice,
+    collective: Callable[..., dist.Work],
+    wait: Callable[[dist.Work], None],
+) -> None:
+    values = torch.ones(8, device=HERE)
+    work = collective(values, async_op=True)
+    wait(work)
+    assert not device.syncs
+    values.add_(1)
+    assert set(kinds(device)) == (set() if wait is wait_here else {"race"})
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_a_synchronous_one_runs_on_the_current_stream(
+    device: ModelledDevice, collective: Callable[..., object]
+) -> None:
+    values = torch.ones(8, device=HERE)
+    collective(values)
+    values.add_(1)
+    assert not device.findings
+    assert not device.syncs
+    with stream(Stream()):
+        collective(values)
+    assert set(kinds(device)) == {"race"}
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize("is_written", [True, False])
+def test_an_asynchronous_one_runs_after_what_was_enqueued_and_beside_what_follows(
+    device: ModelledDevice, is_written: bool
+) -> None:
+    values, others = torch.ones(8, device=HERE), torch.ones(8, device=HERE)
+    work = dist.all_reduce(values, async_op=True)
+    others.add_(1)
+    if is_written:
+        values.sum()
+    work.wait()
+    assert kinds(device) == (["race"] if is_written else [])
+
+
+@pytest.mark.usefixtures("ranks")
+def test_its_tensors_are_kept_until_it_is_waited_for(device: ModelledDevice) -> None:
+    nbytes = device.allocator.allocated
+    values = torch.ones(1 << 20, device=HERE)
+    work = dist.all_reduce(values, async_op=True)
+    del values
+    torch.ones(1 << 20, device=HERE)
+    assert device.allocator.allocated - nbytes == 4 << 20
+    work.wait()
+    assert device.allocator.allocated == nbytes
+    torch.ones(1 << 20, device=HERE)
+    assert not device.findings
+    # Which stream waits is the program's affair: this is not the one that the memory belongs to.
+    values = torch.ones(1 << 20, device=HERE)
+    work = dist.all_reduce(values, async_op=True)
+    del values
+    wait_elsewhere(work)
+    torch.ones(1 << 20, device=HERE)
+    assert kinds(device) == ["reuse"]
+
+
+@pytest.mark.usefixtures("ranks")
+def test_tensors_of_one_that_nobody_waits_for_are_kept_until_it_is_done(
+    device: ModelledDevice,
+) -> None:
+    dist.all_reduce(torch.ones(1 << 20, device=HERE), async_op=True)
+    dist.all_reduce(torch.ones(1 << 20, device=HERE), async_op=True)
+    assert device.allocator.allocated == 8 << 20
+    torch.accelerator.synchronize()
+    dist.all_reduce(torch.ones(128, device=HERE), async_op=True)  # asks what is done
+    assert device.allocator.allocated == 512
+    assert not device.findings
+
+
+@pytest.mark.usefixtures("ranks")
+def test_the_host_reads_no_result_before_a_stream_has_waited(device: ModelledDevice) -> None:
+    values = torch.ones(8, device=HERE)
+    dist.all_reduce(values, async_op=True)
+    values.sum().item()
+    assert kinds(device) == ["race"]
+
+
+@pytest.mark.usefixtures("ranks")
+def test_the_host_waits_for_a_barrier(device: ModelledDevice) -> None:
+    copy = torch.ones(8, device=HERE).to("cpu", non_blocking=True)
+    dist.barrier()
+    copy.sum()
+    assert [sync.operation for sync in device.syncs] == ["barrier"]
+    assert not device.findings
+
+
+def on_real_ranks() -> None:
+    """Each of two ranks: what NCCL makes of lists, of calls in a group, and of messages."""
+    rank = dist.get_rank()
+    for sizes, calls in (
+        ((2, 2), ["all_gather"]),
+        ((1, 3), ["broadcast from 0", "broadcast from 1"]),
+    ):
+        with running(ModelledDevice()) as device:
+            parts = [torch.zeros(size, device=HERE) for size in sizes]
+            own = torch.full((sizes[rank],), float(rank), device=HERE)
+            work = dist.all_gather(parts, own, async_op=True)
+            work.wait()
+            assert [part.tolist() for part in parts] == [[0.0] * sizes[0], [1.0] * sizes[1]]
+            assert not device.findings
+            assert [issued.kind for issued in device.issued] == calls
+    with running(ModelledDevice()) as device:
+        mine = torch.zeros(3 - 2 * rank, device=HERE)
+        dist.reduce_scatter(mine, [torch.ones(3, device=HERE), torch.ones(1, device=HERE)])
+        assert mine.tolist() == [2.0] * (3 - 2 * rank)
+        assert [issued.kind for issued in device.issued] == ["reduce to 0", "reduce to 1"]
+        assert not device.findings
+    for waits in (True, False):
+        with running(ModelledDevice()) as device:
+            values = [torch.full((4,), rank + 1.0, device=HERE) for _ in range(2)]
+            with dist._coalescing_manager(device=HERE, async_ops=True) as coalesced:
+                for each in values:
+                    dist.all_reduce(each)
+            if waits:
+                coalesced.wait()
+                assert [each.tolist() for each in values] == [[3.0] * 4] * 2
+            else:
+                values[1].sum()
+                coalesced.wait()
+            assert kinds(device) == ([] if waits else ["race"])
+        with running(ModelledDevice()) as device:
+            sent, received = torch.full((4,), float(rank), device=HERE), torch.zeros(4, device=HERE)
+            other = 1 - rank
+            messages = [
+                dist.P2POp(dist.isend, sent, other),
+                dist.P2POp(dist.irecv, received, other),
+            ]
+            works = dist.batch_isend_irecv(messages)
+            if not waits:
+                received.sum()
+            for work in works:
+                work.wait()
+            assert received.tolist() == [float(other)] * 4
+            assert kinds(device) == ([] if waits else ["race"])
+
+
+def lists_differ() -> None:
+    rank = dist.get_rank()
+    sizes = (2, 3) if rank else (2, 2)
+    with pytest.raises(RuntimeError, match="do something else than"):
+        dist.all_gather([torch.zeros(size) for size in sizes], torch.zeros(sizes[rank]))
+
+
+def memory_before_a_collective() -> None:
+    group: Any = dist.new_group([0, 1])
+    pool = MemPool(NcclLikeGroup.mem_allocator)
+    with running(ModelledDevice()):
+        with pytest.raises(RuntimeError, match="has not been initialized before mem pool"):
+            group.register_mem_pool(pool)
+        dist.all_reduce(torch.ones(1, device=HERE), group=group)
+        group.register_mem_pool(pool)
+
+
+@pytest.mark.parametrize("claim", [on_real_ranks, lists_differ, memory_before_a_collective])
+def test_a_group_of_real_ranks_is_as_nccls(claim: Callable[[], None]) -> None:
+    run_ranks(claim, 2, backend=BACKEND)

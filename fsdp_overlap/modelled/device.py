@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -42,6 +43,20 @@ class Issued(NamedTuple):
     group: str
     kind: str
     ranks: tuple[int, ...] = ()
+
+
+@dataclass(eq=False)
+class Enqueued:
+    """An asynchronous collective. Its tensors are kept until it was waited for, or the host knows
+    that it is done."""
+
+    device: ModelledDevice
+    moment: Moment
+    kept: Sequence[torch.Tensor]
+
+    def wait(self) -> None:
+        """Lets the current stream wait for the collective. The host goes on."""
+        self.device.land(self)
 
 
 class Call(NamedTuple):
@@ -148,6 +163,8 @@ class ModelledDevice:
         self.backwards: list[tuple[float, float]] = []
         """When the host began and ended each backward."""
         self._elsewhere: dict[int, Queue] = {}
+        self._group_streams: dict[str, Queue] = {}
+        self._in_flight: set[Enqueued] = set()
         self._pools: list[list[Queue]] = [[] for _ in range(PRIORITIES)]
         self._turns = [0] * PRIORITIES
         self._memories: dict[int, Memory] = {}
@@ -266,24 +283,55 @@ class ModelledDevice:
                 self._find_conflict(earlier, access, queue)
             memory.note(access)
 
+    def stream_of(self, group: str) -> Queue:
+        """The stream on which a group's asynchronous collectives run."""
+        if group not in self._group_streams:
+            self._group_streams[group] = self.next_stream(name=f"the stream of {group}")
+        return self._group_streams[group]
+
     def issue(
         self,
         group: dist.ProcessGroup,
         kind: str,
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
-    ) -> None:
-        """Enqueues a collective of ``group`` on the current stream. If all memory is the host's,
-        the host runs it at once."""
+        is_async: bool = False,
+    ) -> Enqueued | None:
+        """Enqueues a collective of ``group`` on the current stream. An asynchronous one runs on the
+        stream of its group, after what is enqueued on the current one, and is to be waited for. If
+        all memory is the host's, the host runs it at once."""
         operation = Operation(kind, reads, writes, group=group)
         if not any(map(self.is_here, (*reads, *writes))):
             self.run(operation, on_host=True)
-            return
+            return None
         if self.issuing is not None:
             self.issuing(kind)
         ranks = tuple(dist.get_process_group_ranks(group))
         self.issued.append(Issued(group.group_name, kind, ranks))
-        self.run(operation)
+        if not is_async:
+            self.run(operation)
+            return None
+        caller, stream = self.current, self.stream_of(group.group_name)
+        self.wait(stream, self.mark(caller))
+        self.current = stream
+        try:
+            self.run(operation)
+        finally:
+            self.current = caller
+        self._in_flight = {each for each in self._in_flight if not self.is_done(each.moment)}
+        enqueued = Enqueued(self, self.mark(stream), (*reads, *writes))
+        self._in_flight.add(enqueued)
+        return enqueued
+
+    def pass_barrier(self) -> None:
+        """The host waits for a barrier, a collective that is enqueued on the current stream."""
+        self.wait_on_host(self.mark(self.current), "barrier")
+
+    def land(self, enqueued: Enqueued) -> None:
+        """Lets the current stream wait for a collective. Its tensors are kept no longer."""
+        self.wait(self.current, enqueued.moment)
+        self._in_flight.discard(enqueued)
+        enqueued.kept = ()
 
     def _find_conflict(self, earlier: Access, access: Access, queue: Queue) -> None:
         first = "writes" if earlier.writes else "reads"
