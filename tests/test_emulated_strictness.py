@@ -752,3 +752,130 @@ def memory_before_a_collective() -> None:
 @pytest.mark.parametrize("claim", [on_real_ranks, lists_differ, memory_before_a_collective])
 def test_a_group_of_real_ranks_is_as_nccls(claim: Callable[[], None]) -> None:
     run_ranks(claim, 2, backend=BACKEND)
+
+
+# Memory
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_memory_that_another_stream_used_comes_back_when_that_is_found_done(
+    device: ModelledDevice, waits: bool
+) -> None:
+    """The host runs ahead of the device. Where it waits once a step, one block is enough."""
+    side = Stream()
+    for _ in range(3):
+        buffer = torch.ones(16 << 20, dtype=torch.uint8, device=HERE)
+        side.wait_stream(current_stream())
+        with stream(side):
+            buffer.zero_()
+        buffer.record_stream(side)
+        del buffer
+        assert device.allocator.allocated == 0
+        if waits:
+            side.synchronize()
+    assert device.allocator.reserved == (1 if waits else 3) * (16 << 20)
+    torch.get_device_module(HERE).empty_cache()  # which waits for all
+    assert device.allocator.reserved == 0
+    assert not device.findings
+
+
+def test_streams_that_were_not_recorded_are_not_waited_for(device: ModelledDevice) -> None:
+    recorded, other = Stream(), Stream()
+    tensor = torch.ones(1 << 20, device=HERE)
+    for side in (recorded, other):
+        side.wait_stream(current_stream())
+        with stream(side):
+            tensor.sum()
+    tensor.record_stream(recorded)
+    del tensor
+    torch.ones(1 << 20, device=HERE)  # may get it, if the recorded stream is done by now
+    assert kinds(device) == ["reuse"]
+
+
+def test_memory_of_a_pool_goes_back_with_it(device: ModelledDevice) -> None:
+    module = torch.get_device_module(HERE)
+    pool = MemPool()
+    with module.use_mem_pool(pool):
+        kept, gone = (torch.ones(3 << 20, device=HERE) for _ in range(2))
+    addresses = range(pool.segments[0].start, pool.segments[-1].stop)
+    assert device.address_of(kept) in addresses
+    assert device.allocator.reserved == 24 << 20
+    del gone
+    other = torch.ones(3 << 20, device=HERE)  # which does not get it
+    assert device.address_of(other) not in addresses
+    module.empty_cache()  # nor does the device
+    assert device.allocator.reserved == 36 << 20
+    with module.use_mem_pool(pool):
+        again = torch.ones(3 << 20, device=HERE)
+    assert device.address_of(again) in addresses
+    del again, pool
+    assert device.allocator.reserved == 24 << 20
+    del kept
+    assert device.allocator.reserved == 12 << 20
+    assert not device.findings
+
+
+def test_memory_of_a_pool_is_used_again_too_early(device: ModelledDevice) -> None:
+    pool, side = MemPool(), Stream()
+    with torch.get_device_module(HERE).use_mem_pool(pool):
+        tensor = torch.ones(1 << 20, device=HERE)
+        side.wait_stream(current_stream())
+        with stream(side):
+            tensor.sum()
+        del tensor
+        torch.ones(1 << 20, device=HERE)
+    assert kinds(device) == ["reuse"]
+
+
+def test_a_pool_is_of_the_thread_that_uses_it(device: ModelledDevice) -> None:
+    """Backward, which runs on another one, takes its memory elsewhere."""
+    pool, seen = MemPool(), []
+
+    def note(gradient: torch.Tensor) -> None:
+        seen.append(device.address_of(gradient))
+
+    weight = torch.ones(1 << 20, device=HERE, requires_grad=True)
+    with torch.get_device_module(HERE).use_mem_pool(pool):
+        product = weight * 2
+        product.register_hook(note)
+        (product * 3).sum().backward()
+        assert any(device.address_of(product) in segment for segment in pool.segments)
+    assert not any(seen[0] in segment for segment in pool.segments)
+
+
+def sizes_that_grow(count: int) -> None:
+    """Each is larger than what the one before left."""
+    for size in range(count):
+        torch.ones((11 + 2 * size) << 20, dtype=torch.uint8, device=HERE)
+
+
+def test_expandable_segments_grow_and_others_do_not() -> None:
+    reserved = []
+    for expandable in (False, True):
+        with running(ModelledDevice(expandable_segments=expandable)) as device:
+            sizes_that_grow(5)
+            reserved.append(device.allocator.reserved)
+            assert device.allocator.allocated == 0
+            small = torch.ones(1, device=HERE)
+            first = torch.ones(11 << 20, dtype=torch.uint8, device=HERE)
+            second = torch.ones(5 << 20, dtype=torch.uint8, device=HERE)
+            assert device.address_of(second) != device.address_of(first)
+            del first
+            torch.get_device_module(HERE).empty_cache()
+            del second, small
+            torch.get_device_module(HERE).empty_cache()
+            assert device.allocator.reserved == 0
+            assert not device.findings
+    # 12 + 14 + 16 + 18 + 20 MiB, or two pages of 20 MiB.
+    assert reserved == [80 << 20, 20 << 20]
+
+
+def test_memory_of_an_expandable_segment_is_used_again_too_early() -> None:
+    with running(ModelledDevice(expandable_segments=True)) as device:
+        side, tensor = Stream(), torch.ones(1 << 20, device=HERE)
+        side.wait_stream(current_stream())
+        with stream(side):
+            tensor.sum()
+        del tensor
+        torch.ones(30 << 20, dtype=torch.uint8, device=HERE)  # its pages, and more
+        assert kinds(device) == ["reuse"]

@@ -123,6 +123,8 @@ class ModelledDevice:
             ``torch.arange()`` of whole numbers, and what the host moves there, have some.
         index: the number of the device among those of its machine. The others are not this
             process's: a thread that makes a context there is a finding.
+        expandable_segments: whether the allocator's segments grow, as with torch's setting of this
+            name.
     """
 
     def __init__(
@@ -132,6 +134,7 @@ class ModelledDevice:
         issuing: Callable[[str], None] | None = None,
         values: bool = True,
         index: int = 0,
+        expandable_segments: bool = False,
     ) -> None:
         self.timing = timing
         self.allocating = allocating
@@ -149,7 +152,7 @@ class ModelledDevice:
         self.of_thread = OfThread(self.default)
         self.program_streams = {self.default}
         """Those on which the program communicates by itself, as about activations."""
-        self.allocator = Allocator()
+        self.allocator = Allocator(expandable_segments)
         """Has the device's memory, and counts it."""
         self.on_host = self.on_host_most = 0
         """The bytes of the host's tensors that were made, and the most that there were at once."""
@@ -421,14 +424,13 @@ class ModelledDevice:
 
     def _take(self, memory: Memory) -> None:
         block = self._blocks.pop(memory, None)
-        # Without timing no stream is ever done. Then the order alone is looked at.
-        used = [Moment.of(queue) for queue in memory.waited_for] if self.timing else []
+        used = frozenset(memory.waited_for)
+        moments = [self.mark(queue) for queue in used]
         left = memory.hand_over()
         if not memory.is_on_device:
             self.on_host -= memory.nbytes
         if block is not None:
-            is_done = (lambda: all(map(self.is_done, used))) if used else None
-            self.allocator.give_back(block, left, is_done)
+            self.allocator.give_back(block, left, used, lambda: all(map(self.is_done, moments)))
 
     @_locked
     def _forget(self, key: int, memory: Memory) -> None:
