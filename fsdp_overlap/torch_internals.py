@@ -168,6 +168,9 @@ DisableTorchFunction = torch._C.DisableTorchFunction
 is_torch_function_enabled = torch._C._is_torch_function_enabled
 """Whether a subclass is asked about a call, so that the modelled device asks it too."""
 
+is_torch_function_all_disabled = torch._C._is_torch_function_all_disabled
+"""Whether modes see no calls either."""
+
 disabled_torch_function = torch._C._disabled_torch_function_impl
 """The ``__torch_function__`` of classes that are asked nothing, as parameters are."""
 
@@ -182,6 +185,22 @@ disable_current_modes = _python_dispatch._disable_current_modes
 
 get_current_function_mode_stack = overrides._get_current_function_mode_stack
 """The modes that see calls now. torch leaves a mode while it runs what the mode has seen."""
+
+push_function_mode = overrides._push_mode
+"""Has a mode see calls of this thread, without entering it: it was entered on another thread, whose
+backward this thread runs. ``pop_function_mode`` ends that."""
+
+pop_function_mode = overrides._pop_mode
+"""As above."""
+
+get_current_dispatch_mode_stack = _python_dispatch._get_current_dispatch_mode_stack
+"""The modes that see operations now."""
+
+push_dispatch_mode = _python_dispatch._push_mode
+"""As ``push_function_mode``."""
+
+pop_dispatch_mode = _python_dispatch._pop_mode
+"""As ``pop_function_mode``."""
 
 FakeTensor = fake_tensor.FakeTensor
 """A tensor without memory, which torch makes to ask for a shape."""

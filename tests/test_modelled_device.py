@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -17,7 +16,6 @@ from fsdp_overlap.modelled import (
     Event,
     Issued,
     ModelledDevice,
-    Operation,
     Stream,
     compare_issued,
     current_stream,
@@ -25,10 +23,9 @@ from fsdp_overlap.modelled import (
     running,
     stream,
 )
-from fsdp_overlap.modelled.queues import Queue
+from support.modelled import HERE, Seconds, kinds
 
 MIB = 1024 * 1024
-HERE = torch.device("modelled", 0)
 functional = torch.ops._c10d_functional
 
 
@@ -36,10 +33,6 @@ functional = torch.ops._c10d_functional
 def device() -> Iterator[ModelledDevice]:
     with running(ModelledDevice()) as device:
         yield device
-
-
-def kinds(device: ModelledDevice) -> list[str]:
-    return [finding.kind for finding in device.findings]
 
 
 def test_it_is_a_device_like_any_other_with_streams(device: ModelledDevice) -> None:
@@ -318,20 +311,6 @@ def test_nodes_of_the_graph_run_where_forward_ran(device: ModelledDevice) -> Non
     assert not device.findings
 
 
-class Seconds:
-    """Operations last as listed by name. The host takes ``on_host`` for each."""
-
-    def __init__(self, seconds: dict[str, float], on_host: float = 0.0) -> None:
-        self._seconds = seconds
-        self._on_host = on_host
-
-    def on_host(self, operation: Operation) -> float:
-        return self._on_host
-
-    def end(self, operation: Operation, stream: Queue, enqueued: float, ready: float) -> float:
-        return ready + self._seconds.get(operation.name, 0.0)
-
-
 def test_operations_and_collectives_have_durations() -> None:
     with running(ModelledDevice(timing=Seconds({"add_": 2.0}))) as device:
         tensors = [torch.zeros(4, device=HERE) for _ in range(2)]
@@ -418,15 +397,6 @@ def test_no_device_is_there_outside() -> None:
     assert not module.is_available()
     with pytest.raises(RuntimeError, match="no modelled device runs"):
         module.current_stream()
-
-
-def test_other_threads_see_none_of_it(device: ModelledDevice) -> None:
-    seen = []
-    thread = threading.Thread(target=lambda: seen.append(torch.zeros(3).device.type))
-    thread.start()
-    thread.join()
-    assert seen == ["cpu"]
-    assert device.operations == 0
 
 
 def test_what_is_copied_deeply_lies_where_it_did(device: ModelledDevice) -> None:

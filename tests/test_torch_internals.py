@@ -6,6 +6,7 @@ import ast
 import copy
 import inspect
 import operator
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -358,6 +359,46 @@ def modes_know_whether_they_are_active() -> None:
         assert mode in internals.get_current_function_mode_stack()
         torch.ones(1)
     assert not mode.is_on_its_own_stack
+
+
+@canary(
+    "get_current_dispatch_mode_stack",
+    "push_dispatch_mode",
+    "pop_dispatch_mode",
+    "push_function_mode",
+    "pop_function_mode",
+)
+def another_thread_takes_modes_over() -> None:
+    """The modelled device misses what backward does on a thread of its own, or ends there."""
+    seen = []
+
+    def work() -> None:
+        internals.push_dispatch_mode(operations)
+        internals.push_function_mode(calls)
+        torch.sin(torch.ones(1))
+        seen.append(internals.get_current_dispatch_mode_stack())
+        internals.pop_function_mode()
+        internals.pop_dispatch_mode()
+        seen.append(internals.get_current_dispatch_mode_stack())
+
+    with Operations() as operations, Mode() as calls:
+        pass
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert [str(func) for func, _ in operations.seen] == ["aten.ones.default", "aten.sin.default"]
+    assert calls.calls == 2
+    assert seen == [[operations], []]
+
+
+@canary("is_torch_function_all_disabled")
+def calls_that_no_mode_sees_are_known() -> None:
+    """A backward on a thread of its own sees calls that its caller has hidden, or hides them."""
+    assert not internals.is_torch_function_all_disabled()
+    with internals.DisableTorchFunctionSubclass():
+        assert not internals.is_torch_function_all_disabled()
+    with internals.DisableTorchFunction():
+        assert internals.is_torch_function_all_disabled()
 
 
 @canary("FakeTensor")

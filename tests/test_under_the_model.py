@@ -36,7 +36,7 @@ from fsdp_overlap.runtime.reduce_options import ReduceOptions
 from fsdp_overlap.runtime.saved_tensors import SavedForward
 from fsdp_overlap.runtime.transfers import Transfers
 from fsdp_overlap.runtime.version_counters import VersionCounters
-from fsdp_overlap.weights import Resharding, export
+from fsdp_overlap.weights import Resharding, export, files
 from fsdp_overlap.weights.exchange import Exchange as WeightsExchange
 from support.defects import Defect
 from support.modelled import Program, run
@@ -52,7 +52,7 @@ def ranks() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", MODES)
 def test_nothing_is_left_unordered(name: str) -> None:
-    device = run(MODES[name])
+    device = run(MODES[name], index=1)
     assert not device.findings, "\n".join(map(str, dict.fromkeys(device.findings)))
     assert device.operations > 100
 
@@ -270,6 +270,8 @@ DEFECTS = [
         SAVED,
     ),
     Defect(Copies, "copy", "source.record_stream(stream)", "a save that failed"),
+    Defect(Copies, "copy", "streams.device(source.device), ", "saved by a thread", new=""),
+    Defect(files, "_write", "ready.wait(", "weights saved on another stream", new="str("),
     Defect(PendingSave, "settle", "copies.before_compute()", f"{SAVED}, copied ahead"),
     Defect(PendingSave, "take", "values = copy.wait()", SAVED, new="values = copy.host"),
     Defect(stager, "_settle", "save.settle()", SAVED),
@@ -293,7 +295,7 @@ DEFECTS = [
     "defect", DEFECTS, ids=lambda defect: f"{defect.owner.__name__}.{defect.method}: {defect.old}"
 )
 def test_every_planted_defect_is_found(defect: Defect) -> None:
-    device = ModelledDevice()
+    device = ModelledDevice(index=1)
     # Operations on memory that is not there are not run.
     with defect.plant(), running(device), suppress(RuntimeError):
         MODES[defect.mode]()

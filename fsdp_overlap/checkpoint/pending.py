@@ -57,7 +57,10 @@ class Copies:
         host = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=pinned)
         if stream is None:
             return land(source, host)
-        with streams_of(source.device).stream(stream):
+        # The thread of a writer has another current device. Where stream() went back to one of its
+        # streams, it would make a context there.
+        streams = streams_of(source.device)
+        with streams.device(source.device), streams.stream(stream):
             landing = land(source, host)
         source.record_stream(stream)  # users may let go of an optimizer's states meanwhile
         return landing

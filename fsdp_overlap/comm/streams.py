@@ -28,6 +28,14 @@ def current_device(device_type: str) -> torch.device:
     return device
 
 
+def mark_enqueued(device: torch.device) -> Any:
+    """An event after all that this thread has enqueued on its current stream of ``device``, which
+    other threads can wait for. None if the device has no streams: there all of it is done."""
+    if not has_streams(device):
+        return None
+    return streams_of(device).current_stream(device).record_event()
+
+
 def is_capturing(device: torch.device) -> bool:
     """Whether the current stream is being captured into a graph, such as a CUDA graph."""
     if not has_streams(device):

@@ -3,8 +3,12 @@ on, and that stream may use it again at once."""
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import NamedTuple
 
 from fsdp_overlap.modelled.memory import Access
 from fsdp_overlap.modelled.queues import Queue
@@ -20,17 +24,23 @@ LARGE_SEGMENT = 20 * MIB
 OWN_SEGMENT = 10 * MIB
 """The smallest request that gets a segment of its own size, rounded up."""
 ROUND_SEGMENT = 2 * MIB
+ADDRESSES = 1 << 50
+"""What an expandable segment keeps for itself, to grow into."""
 
 
 class MemPool:
-    """Works like ``torch.cuda.MemPool``: memory of segments that serve nothing else. With
-    ``no_split`` a segment is one block."""
+    """Works like ``torch.cuda.MemPool``: memory of segments that serve nothing else, and go back to
+    the device with it. With ``no_split`` a segment is one block."""
 
     def __init__(self, allocator: object = None, no_split: bool = False) -> None:
         self.allocator = allocator
         self.no_split = no_split
         self.segments: list[range] = []
         """The addresses of each segment."""
+
+
+Owner = weakref.ref[MemPool] | None
+"""The pool of a segment; None for segments that belong to none."""
 
 
 @dataclass(eq=False)
@@ -41,22 +51,47 @@ class Block:
     stream: int
     is_small: bool
     address: int
-    pool: MemPool | None
+    owner: Owner
     is_free: bool = False
     before: Block | None = None
     after: Block | None = None
     last: dict[int, Access] = field(default_factory=dict)
     """While the block is free: the last access of each queue by its former owners."""
 
+    @property
+    def pool(self) -> MemPool | None:
+        return None if self.owner is None else self.owner()
+
+    @property
+    def is_segment(self) -> bool:
+        return self.before is None and self.after is None
+
+
+class _Held(NamedTuple):
+    """A block that other streams used when it was freed. ``is_done`` tells when they have."""
+
+    block: Block
+    accesses: list[Access]
+    is_done: Callable[[], bool]
+
 
 class Allocator:
-    """Counts bytes: ``allocated`` are in use, ``reserved`` were taken from the device."""
+    """Counts bytes: ``allocated`` are in use, ``reserved`` were taken from the device.
 
-    def __init__(self) -> None:
+    Args:
+        expandable: segments grow by pages, as with torch's ``expandable_segments``: each stream has
+            one for small and one for large requests.
+    """
+
+    def __init__(self, expandable: bool = False) -> None:
+        self.expandable = expandable
         self.allocated = self.reserved = 0
         self.allocated_most = self.reserved_most = 0
-        self._free: dict[tuple[MemPool | None, int, bool], list[Block]] = {}
-        self._held_back: list[tuple[Block, list[Access], Callable[[], bool]]] = []
+        self._free: dict[tuple[Owner, int, bool], list[Block]] = {}
+        self._first: dict[tuple[Owner, int, bool], Block] = {}
+        """The first block of each expandable segment."""
+        self._waiting: dict[frozenset[Queue], deque[_Held]] = {}
+        """By the streams that used the blocks, in the order in which these were freed."""
         self._end = 0
         """The first address that no segment has had."""
 
@@ -66,21 +101,28 @@ class Allocator:
         """Memory for what is enqueued on ``stream`` from now on, from ``pool`` or from segments
         that belong to none. Also returns the accesses that the new owner must come after: the last
         ones to every free block that is large enough, because which of these is taken depends on
-        sizes that another model does not have."""
-        self._put_back_what_is_done()
+        sizes that another model does not have, and when other streams are done with a block on how
+        fast they are."""
+        self.put_back_what_is_done()
         nbytes = -(-max(nbytes, 1) // ROUND) * ROUND
-        is_small = nbytes <= SMALL
-        free = self._free.setdefault((pool, stream.index, is_small), [])
+        key = self._owner(pool), stream.index, nbytes <= SMALL
+        free = self._free.setdefault(key, [])
         fitting = [block for block in free if block.nbytes >= nbytes]
         last: dict[int, Access] = {}
         for block in fitting:
             _merge(last, block.last)
+        for held in chain.from_iterable(self._waiting.values()):
+            if _key(held.block) == key and held.block.nbytes >= nbytes:
+                for access in held.accesses:
+                    _merge(last, {access.stamp.queue: access})
         if fitting:
             block = min(fitting, key=lambda block: block.nbytes)
             free.remove(block)
-            block.is_free = False
         else:
-            block = self._reserve(nbytes, stream.index, is_small, pool)
+            block = self._expand(nbytes, key) if self.expandable else self._reserve(nbytes, key)
+            _merge(last, block.last)
+            self.reserved_most = max(self.reserved_most, self.reserved)
+        block.is_free = False
         self._split(block, nbytes, free)
         block.last = {}
         self.allocated += block.nbytes
@@ -91,26 +133,34 @@ class Allocator:
         self,
         block: Block,
         accesses: Iterable[Access],
-        is_done: Callable[[], bool] | None = None,
+        used: frozenset[Queue] = frozenset(),
+        is_done: Callable[[], bool] = bool,
     ) -> None:
-        """Frees ``block``. ``accesses`` to its memory may not be done yet. If another stream has
-        used it, nobody gets it before ``is_done`` says that this stream is done with it."""
+        """Frees ``block``. ``accesses`` to its memory may not be done yet. If other streams have
+        ``used`` it, nobody gets it before a later allocation finds that ``is_done``."""
         self.allocated -= block.nbytes
-        if is_done is None:
-            self._put_back(block, accesses)
+        if used:
+            self._waiting.setdefault(used, deque()).append(_Held(block, list(accesses), is_done))
         else:
-            self._held_back.append((block, list(accesses), is_done))
+            self._put_back(block, accesses)
 
-    def _put_back_what_is_done(self) -> None:
-        waiting, self._held_back = self._held_back, []
-        for block, accesses, is_done in waiting:
-            if is_done():
+    def put_back_what_is_done(self) -> None:
+        """Asks of blocks that other streams used whether these are done with them."""
+        for waiting in self._waiting.values():
+            while waiting and waiting[0].is_done():
+                block, accesses, _ = waiting.popleft()
                 self._put_back(block, accesses)
-            else:
-                self._held_back.append((block, accesses, is_done))
+
+    def _owner(self, pool: MemPool | None) -> Owner:
+        if pool is None:
+            return None
+        owner = weakref.ref(pool)
+        if not pool.segments:
+            weakref.finalize(pool, self._release, owner).atexit = False
+        return owner
 
     def _put_back(self, block: Block, accesses: Iterable[Access]) -> None:
-        free = self._free[block.pool, block.stream, block.is_small]
+        free = self._free[_key(block)]
         block.is_free = True
         for access in accesses:
             _merge(block.last, {access.stamp.queue: access})
@@ -121,14 +171,30 @@ class Allocator:
                     self._join(block, other) if other is block.after else self._join(other, block)
                 )
         free.append(block)
+        if block.owner is not None and block.pool is None:
+            self._release(block.owner)
 
     def release_free(self) -> None:
-        """Gives the segments of which nothing is in use back to the device."""
-        for (pool, _, _), free in self._free.items():
-            for block in list(free):
-                if pool is None and block.before is None and block.after is None:
+        """Gives what is not in use back to the device: whole segments, or the pages at the end of
+        expandable ones. Memory of pools stays theirs."""
+        self.put_back_what_is_done()
+        self._release(None)
+
+    def _release(self, owner: Owner) -> None:
+        for key, free in self._free.items():
+            mine: list[Block] = list(free) if key[0] is owner else []
+            for block in mine:
+                if block.is_segment:
                     free.remove(block)
+                    self._first.pop(key, None)
                     self.reserved -= block.nbytes
+                elif self.expandable and block.after is None:
+                    pages = block.nbytes // _page(block.is_small) * _page(block.is_small)
+                    self.reserved -= pages
+                    block.nbytes -= pages
+                    if not block.nbytes and block.before is not None:
+                        free.remove(block)
+                        block.before.after = None
 
     def forget_accesses(self, pool: MemPool) -> None:
         """Forgets what its former owners did to the free memory of ``pool``."""
@@ -140,7 +206,8 @@ class Allocator:
         """From now on peaks are those of what follows."""
         self.allocated_most, self.reserved_most = self.allocated, self.reserved
 
-    def _reserve(self, nbytes: int, stream: int, is_small: bool, pool: MemPool | None) -> Block:
+    def _reserve(self, nbytes: int, key: tuple[Owner, int, bool]) -> Block:
+        owner, stream, is_small = key
         if is_small:
             size = SMALL_SEGMENT
         elif nbytes < OWN_SEGMENT:
@@ -149,25 +216,47 @@ class Allocator:
             size = -(-nbytes // ROUND_SEGMENT) * ROUND_SEGMENT
         address = self._end
         self._end += size
-        self.reserved += size
-        self.reserved_most = max(self.reserved_most, self.reserved)
-        if pool is not None:
-            pool.segments.append(range(address, address + size))
-        return Block(size, stream, is_small, address, pool)
+        return self._map(Block(size, stream, is_small, address, owner))
+
+    def _expand(self, nbytes: int, key: tuple[Owner, int, bool]) -> Block:
+        """A block at the end of the expandable segment, which grows by as many pages as are
+        missing."""
+        owner, stream, is_small = key
+        last = self._first.get(key)
+        while last is not None and last.after is not None:
+            last = last.after
+        missing = nbytes - (last.nbytes if last is not None and last.is_free else 0)
+        size = -(-missing // _page(is_small)) * _page(is_small)
+        if last is None:
+            self._first[key] = block = Block(size, stream, is_small, self._end, owner)
+            self._end += ADDRESSES
+            return self._map(block)
+        more = Block(size, stream, is_small, last.address + last.nbytes, owner, before=last)
+        last.after = self._map(more)
+        if not last.is_free:
+            return more
+        self._free[key].remove(last)
+        return self._join(last, more)
+
+    def _map(self, block: Block) -> Block:
+        self.reserved += block.nbytes
+        if block.pool is not None:
+            block.pool.segments.append(range(block.address, block.address + block.nbytes))
+        return block
 
     def _split(self, block: Block, nbytes: int, free: list[Block]) -> None:
         """Frees what ``block`` has beyond ``nbytes``, if that is large enough to be of use."""
         if block.pool is not None and block.pool.no_split:
             return
         left = block.nbytes - nbytes
-        if left < ROUND or (not block.is_small and left <= SMALL):
+        if left < ROUND or (not block.is_small and not self.expandable and left <= SMALL):
             return
         rest = Block(
             left,
             block.stream,
             block.is_small,
             block.address + nbytes,
-            block.pool,
+            block.owner,
             True,
             block,
             block.after,
@@ -185,6 +274,14 @@ class Allocator:
         if second.after is not None:
             second.after.before = first
         return first
+
+
+def _key(block: Block) -> tuple[Owner, int, bool]:
+    return block.owner, block.stream, block.is_small
+
+
+def _page(is_small: bool) -> int:
+    return SMALL_SEGMENT if is_small else LARGE_SEGMENT
 
 
 def _merge(last: dict[int, Access], others: dict[int, Access]) -> None:

@@ -3,50 +3,39 @@ which stream a node of autograd's graph belongs to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable
 from copy import deepcopy
-from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from fsdp_overlap.modelled.backwards import Backwards
 from fsdp_overlap.modelled.device import ModelledDevice, Operation
-from fsdp_overlap.modelled.dispatch import PLAIN, Dispatch, has_values, tensors_in
+from fsdp_overlap.modelled.dispatch import PLAIN, Dispatch, has_values, inner_of
 from fsdp_overlap.modelled.findings import place
-from fsdp_overlap.modelled.queues import Queue
 from fsdp_overlap.torch_internals import (
-    AsyncCollectiveTensor,
-    DisableTorchFunction,
-    current_graph_task_id,
     disable_current_modes,
     disabled_torch_function,
     flash_attention,
-    get_current_function_mode_stack,
     is_torch_function_enabled,
     parse_to,
-    queue_callback,
 )
 
 NAME = "modelled"
 
 
 class Calls(TorchFunctionMode):
-    """Lets tensors say that they are on the modelled device, moves tensors to it and back, and runs
-    nodes of autograd's graph on the stream of their forward, as the engine does for
-    accelerators."""
+    """Lets tensors say that they are on the modelled device, moves tensors to it and back, and
+    tells ``backwards`` which stream a node of autograd's graph belongs to."""
 
-    def __init__(self, device: ModelledDevice, dispatch: Dispatch) -> None:
+    def __init__(self, device: ModelledDevice, dispatch: Dispatch, backwards: Backwards) -> None:
         super().__init__()
         self.device = device
         self.dispatch = dispatch
-        self._here = torch.device(NAME, 0)
-        # By the engine's number of a backward: the stream it was called on, and the streams it
-        # used.
-        self._backwards: dict[int, tuple[Queue, set[Queue]]] = {}
+        self.backwards = backwards
+        self._here = torch.device(NAME, device.index)
         tensor: Any = torch.Tensor  # torch's stubs declare the properties as bool
         self._getters: dict[Any, Callable[..., Any]] = {
             tensor.device.__get__: self._device_of,
@@ -84,9 +73,9 @@ class Calls(TorchFunctionMode):
         if instead is not None:
             if type(args[0]) in PLAIN:
                 return instead(func, *args, **kwargs)
-            if func in self._getters and (inner := _inner(args[0])) is not None:
+            if func in self._getters and (inner := inner_of(args[0])) is not None:
                 return instead(func, inner)
-            if func == torch.Tensor.to and _inner(args[0]) is not None:
+            if func == torch.Tensor.to and inner_of(args[0]) is not None:
                 return self._to(func, *args, **kwargs)
             if func == torch.Tensor.__deepcopy__:
                 self._copy_held(*args)
@@ -94,7 +83,7 @@ class Calls(TorchFunctionMode):
             return self._make(func, args, kwargs)
         output = func(*args, **kwargs)
         if torch.is_grad_enabled():
-            self._follow(output)
+            self.backwards.follow(output)
         return output
 
     # Sides
@@ -109,12 +98,15 @@ class Calls(TorchFunctionMode):
         return func(tensor) and not self.device.is_here(tensor)
 
     def _index_of(self, func: Any, tensor: torch.Tensor) -> int:
-        return 0 if self.device.is_here(tensor) else func(tensor)
+        return self.device.index if self.device.is_here(tensor) else func(tensor)
 
     def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs a call that says where its output is to lie."""
         target = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
-        is_ours = target is not None and target.type == NAME
+        is_ours = False
+        if target is not None and target.type == NAME:
+            is_ours = True
+            self.device.use(target.index)
         pinned = bool(kwargs.pop("pin_memory", False))
         if is_ours:
             kwargs["device"] = "cpu"
@@ -133,7 +125,7 @@ class Calls(TorchFunctionMode):
         finally:
             dispatch.makes_on_device, dispatch.makes_pinned = before
         if torch.is_grad_enabled():
-            self._follow(output)
+            self.backwards.follow(output)
         return output
 
     def _to(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -144,11 +136,13 @@ class Calls(TorchFunctionMode):
             )
         copy = kwargs.pop("copy", False)
         target, dtype, non_blocking, memory_format = parse_to(*args, **kwargs)
-        held = tensor if type(tensor) in PLAIN else _inner(tensor)
+        held = tensor if type(tensor) in PLAIN else inner_of(tensor)
         is_here = held is not None and self.device.is_here(held)
         goes_here = is_here if target is None else target.type == NAME
         if target is not None and target.type not in (NAME, "cpu"):
             return func(tensor, *args, **kwargs, copy=copy)
+        if goes_here and target is not None:
+            self.device.use(target.index)
         options = {"non_blocking": non_blocking, "copy": copy or goes_here != is_here}
         if dtype is not None:
             options["dtype"] = dtype
@@ -156,7 +150,8 @@ class Calls(TorchFunctionMode):
             options["memory_format"] = memory_format
         has_none = held is not None and not has_values(held)
         below = "meta" if has_none and goes_here else "cpu"
-        return self._with_memory(goes_here, False, lambda: func(tensor, below, **options))
+        pinned = non_blocking and is_here and not goes_here  # as torch: such a copy does not wait
+        return self._with_memory(goes_here, pinned, lambda: func(tensor, below, **options))
 
     def _to_host(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return self._to(torch.Tensor.to, tensor, "cpu")
@@ -236,84 +231,8 @@ class Calls(TorchFunctionMode):
             value = torch.nn.functional.pad(value, (0, query.shape[-1] - width))
         output: Any = flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
         if torch.is_grad_enabled():
-            self._follow(output)
+            self.backwards.follow(output)
         return output[0] if width == query.shape[-1] else output[0][..., :width]
-
-    # Autograd
-
-    def _follow(self, output: Any) -> None:
-        """Lets the nodes that ``output`` added to the graph run on the current stream."""
-        stream = self.device.current
-        for tensor in tensors_in(output):
-            last: Any = tensor.grad_fn
-            if type(tensor) not in PLAIN or last is None or _KEY in last.metadata:
-                continue
-            # Registered now, to run before the hooks that others will add.
-            tensor.register_hook(partial(self._enter_with, stream))
-            pending = [last]
-            while pending:
-                node = pending.pop()
-                if node is None or _KEY in node.metadata:
-                    continue
-                node.metadata[_KEY] = True
-                node.register_prehook(partial(self._enter, stream))
-                pending.extend(behind for behind, _ in node.next_functions)
-
-    def _enter_with(self, stream: Queue, gradient: torch.Tensor) -> None:
-        self._enter(stream, (gradient,))
-
-    def _enter(self, stream: Queue, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Called when a node that is to run on ``stream`` gets its gradients."""
-        device = self.device
-        task = current_graph_task_id()
-        if task not in self._backwards:
-            self._backwards[task] = device.current, set()
-            queue_callback(partial(self._end_backward, task))
-        self._backwards[task][1].add(stream)
-        device.current = stream
-        with DisableTorchFunction():
-            for gradient in gradients:
-                if gradient is not None and type(gradient) in PLAIN:
-                    self._wait_for_writers(gradient, stream)
-
-    def _wait_for_writers(self, tensor: torch.Tensor, stream: Queue) -> None:
-        """Lets a node's stream wait for the streams that its gradients were made on, as the engine
-        does."""
-        for access in self.device.memory_of(tensor).accesses:
-            writer = self.device.queues[access.stamp.queue]
-            if access.writes and writer is not stream:
-                known = {**writer.clock, access.stamp.queue: access.stamp.tick}
-                stream.learn(known, writer.ends)
-
-    def _end_backward(self, task: int) -> None:
-        """Lets the stream that backward was called on wait for the streams that nodes ran on."""
-        device = self.device
-        caller, used = self._backwards.pop(task)
-        for stream in used:
-            device.wait(caller, device.mark(stream))
-        device.current = caller
-
-    def seeing(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs ``call`` in this mode, also where torch has left the mode because the mode is
-        handling the call around it."""
-        is_left = self not in get_current_function_mode_stack()
-        with self if is_left else nullcontext():
-            return call(*args, **kwargs)
-
-    def differentiate(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls ``run``, which lets the engine run a backward."""
-        device, caller, before = self.device, self.device.current, dict(self._backwards)
-        start = device.host.ends
-        try:
-            return self.seeing(run, *args, **kwargs)
-        finally:
-            device.backwards.append((start, device.host.ends))
-            # Also after an error: the engine then calls no callback.
-            device.current, self._backwards = caller, before
-
-
-# Marks a node whose stream is known.
-_KEY = "fsdp_overlap.modelled"
 
 
 # What these make of whole numbers has values on any device: ranks tell each other such numbers, and
@@ -323,25 +242,3 @@ _KEPT = (torch.tensor, torch.arange)
 
 def _is_whole(make: Callable[..., torch.Tensor], args: Any, kwargs: dict[str, Any]) -> bool:
     return not make(*args, **kwargs).is_floating_point()
-
-
-_HELD: dict[type, str | None] = {}
-"""By class: the attribute with the first tensor that tensors of the class consist of."""
-
-
-def _inner(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A tensor in memory behind one of torch's own classes, or of a class that tells what its
-    tensors consist of; None for any other tensor."""
-    if isinstance(tensor, DTensor):
-        held: Any = tensor._local_tensor
-    elif isinstance(tensor, AsyncCollectiveTensor):
-        held = tensor.elem
-    else:
-        kind = type(tensor)
-        if kind not in _HELD:  # asked once: the answer may read values, as that of torchao does
-            flatten = getattr(tensor, "__tensor_flatten__", None)
-            names = flatten()[0] if flatten is not None else ()
-            _HELD[kind] = names[0] if names else None
-        name = _HELD[kind]
-        held = None if name is None else getattr(tensor, name)
-    return held if held is None or type(held) in PLAIN else _inner(held)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -14,6 +17,24 @@ from fsdp_overlap.modelled.findings import Finding, Sync, place
 from fsdp_overlap.modelled.memory import Access, Memory
 from fsdp_overlap.modelled.queues import Moment, Queue
 
+# As in torch's c10/cuda/CUDAStream.
+STREAMS = 32
+"""The streams that a pool of torch's has; there is a pool for each of the ``PRIORITIES``."""
+PRIORITIES = 4
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _locked(method: F) -> F:
+    """``method``, by one thread at a time."""
+
+    @wraps(method)
+    def run(self: ModelledDevice, *args: Any, **kwargs: Any) -> Any:
+        with self.lock:
+            return method(self, *args, **kwargs)
+
+    return cast("F", run)
+
 
 class Issued(NamedTuple):
     """A collective that this rank enqueued: its ``kind``, the ``group`` whose communicator it uses,
@@ -22,6 +43,20 @@ class Issued(NamedTuple):
     group: str
     kind: str
     ranks: tuple[int, ...] = ()
+
+
+@dataclass(eq=False)
+class Enqueued:
+    """An asynchronous collective. Its tensors are kept until it was waited for, or the host knows
+    that it is done."""
+
+    device: ModelledDevice
+    moment: Moment
+    kept: Sequence[torch.Tensor]
+
+    def wait(self) -> None:
+        """Lets the current stream wait for the collective. The host goes on."""
+        self.device.land(self)
 
 
 class Call(NamedTuple):
@@ -34,13 +69,15 @@ class Call(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """What is enqueued. ``call``: unless Python does it; ``group``: of a collective."""
+    """What is enqueued. ``call``: unless Python does it; ``group``: of a collective; ``staged``:
+    those of ``reads`` that the host has read when it has enqueued the operation."""
 
     name: str
     reads: Sequence[torch.Tensor]
     writes: Sequence[torch.Tensor]
     call: Call | None = None
     group: dist.ProcessGroup | None = None
+    staged: Sequence[torch.Tensor] = ()
 
 
 class Timing(Protocol):
@@ -54,6 +91,16 @@ class Timing(Protocol):
         """When ``operation`` ends on ``stream``, which is ready for it at the time ``ready``. The
         host has ``enqueued`` it by then."""
         ...
+
+
+class OfThread(threading.local):
+    """What each thread has of its own: its current device, its stream, and the pool that it takes
+    memory from, if it does not take segments that belong to no pool."""
+
+    def __init__(self, stream: Queue) -> None:
+        self.index = 0
+        self.stream = stream
+        self.pool: MemPool | None = None
 
 
 class ModelledDevice:
@@ -74,6 +121,10 @@ class ModelledDevice:
         values: whether tensors that are made on the device have elements. Without, models of any
             size take no memory, and the host reads zeros. Only ``torch.tensor()`` and
             ``torch.arange()`` of whole numbers, and what the host moves there, have some.
+        index: the number of the device among those of its machine. The others are not this
+            process's: a thread that makes a context there is a finding.
+        expandable_segments: whether the allocator's segments grow, as with torch's setting of this
+            name.
     """
 
     def __init__(
@@ -82,22 +133,29 @@ class ModelledDevice:
         allocating: Callable[[int], None] | None = None,
         issuing: Callable[[str], None] | None = None,
         values: bool = True,
+        index: int = 0,
+        expandable_segments: bool = False,
     ) -> None:
         self.timing = timing
         self.allocating = allocating
         self.issuing = issuing
         self.values = values
+        self.index = index
+        self.is_over = False
+        """Whether nothing is to be noted any more. Threads of the program may go on."""
+        self.lock = threading.RLock()
+        """Guards what is noted, by whichever thread."""
         self.host = Queue(0, "the host")
+        """All threads of the program: which of them comes first is not looked at."""
         self.queues = [self.host]
-        self.default = self.current = self.add_stream("the default stream")
+        self.default = self.add_stream("the default stream")
+        self.of_thread = OfThread(self.default)
         self.program_streams = {self.default}
         """Those on which the program communicates by itself, as about activations."""
-        self.allocator = Allocator()
+        self.allocator = Allocator(expandable_segments)
         """Has the device's memory, and counts it."""
         self.on_host = self.on_host_most = 0
         """The bytes of the host's tensors that were made, and the most that there were at once."""
-        self.pool: MemPool | None = None
-        """Where memory is taken now, if not from segments that belong to no pool."""
         self.findings: list[Finding] = []
         """What is wrong so far."""
         self.syncs: list[Sync] = []
@@ -107,29 +165,84 @@ class ModelledDevice:
         self.operations = 0
         self.backwards: list[tuple[float, float]] = []
         """When the host began and ended each backward."""
+        self._elsewhere: dict[int, Queue] = {}
+        self._group_streams: dict[str, Queue] = {}
+        self._in_flight: set[Enqueued] = set()
+        self._pools: list[list[Queue]] = [[] for _ in range(PRIORITIES)]
+        self._turns = [0] * PRIORITIES
         self._memories: dict[int, Memory] = {}
         self._blocks: dict[Memory, Block] = {}
 
+    # Threads
+
+    @property
+    def current(self) -> Queue:
+        """The stream that this thread enqueues on."""
+        return self.of_thread.stream
+
+    @current.setter
+    def current(self, stream: Queue) -> None:
+        self.of_thread.stream = stream
+
+    def take_thread(self) -> None:
+        """Makes this device the current one of this thread."""
+        self.of_thread.index = self.index
+
+    def use(self, index: int | None) -> None:
+        """Called when this thread uses the device of this number, or its current one."""
+        index = self.of_thread.index if index is None else index
+        if index != self.index:
+            text = f"makes a context on device {index} ({place()}): this one is {self.index}"
+            self.findings.append(Finding("context", text))
+
     # Order
 
+    @_locked
     def add_stream(self, name: str = "") -> Queue:
         index = len(self.queues)
-        self.queues.append(Queue(index, name or f"stream {index}"))
+        self.queues.append(Queue(index, name or f"stream {index}", device=self.index))
         return self.queues[-1]
 
+    @_locked
+    def next_stream(self, priority: int = 0, name: str = "") -> Queue:
+        """A stream of torch's pool for ``priority``, of which lower numbers come first. A pool
+        hands its streams out in turn.
+
+        Raises:
+            RuntimeError: ``priority`` is above 0.
+        """
+        if priority > 0:
+            raise RuntimeError(f"a stream's priority is 0 or less, not {priority}")
+        level = min(-priority, PRIORITIES - 1)
+        pool, turn = self._pools[level], self._turns[level]
+        self._turns[level] += 1
+        if turn < STREAMS:
+            pool.append(self.add_stream(name))
+        return pool[turn % STREAMS]
+
+    def elsewhere(self, index: int) -> Queue:
+        """The default stream of another device, on which nothing runs."""
+        return self._elsewhere.setdefault(index, Queue(-1, f"device {index}", device=index))
+
+    @_locked
     def mark(self, stream: Queue) -> Moment:
         """What an event records on ``stream``: all that is enqueued there now."""
         # What the host enqueues comes after all that it has waited for.
         stream.learn(self.host.clock, 0.0)
         return Moment.of(stream)
 
+    @_locked
     def wait(self, stream: Queue, moment: Moment) -> None:
         stream.learn(moment.clock, moment.ends)
 
-    def wait_on_host(self, moment: Moment, operation: str) -> None:
+    @_locked
+    def wait_on_host(self, moment: Moment, operation: str, is_promised: bool = True) -> None:
+        """The host waits for ``moment``. A wait that nobody has promised takes time, and orders
+        nothing."""
         self.syncs.append(Sync(operation, place()))
-        self.host.learn(moment.clock, moment.ends)
+        self.host.learn(moment.clock if is_promised else {}, moment.ends)
 
+    @_locked
     def is_done(self, moment: Moment) -> bool:
         """Whether the host knows that ``moment`` is over."""
         if self.timing is not None:
@@ -138,27 +251,46 @@ class ModelledDevice:
 
     # Operations
 
+    @_locked
     def run(self, operation: Operation, on_host: bool = False) -> None:
         """Enqueues ``operation`` on the current stream, or lets the host do it at once."""
         queue, timing = self.host if on_host else self.current, self.timing
         if timing is not None:
             self.host.ends += timing.on_host(operation)
+        self._note(operation.name, operation.staged, False, self.host)
         if not on_host:
             queue.learn(self.host.clock, self.host.ends)
             if timing is not None:
                 queue.ends = timing.end(operation, queue, self.host.ends, queue.ends)
-        stamp = queue.add()
         self.operations += 1
-        where = place()
-        for tensors, is_write in ((operation.reads, False), (operation.writes, True)):
-            for tensor in tensors:
-                memory = self.memory_of(tensor)
-                access = Access(stamp, operation.name, where, is_write, *extent(tensor))
-                if access.start == access.stop:
-                    continue
-                for earlier in memory.conflicts(access, queue):
-                    self._find_conflict(earlier, access, queue)
-                memory.note(access)
+        reads = operation.reads
+        if operation.staged:
+            staged = {id(tensor) for tensor in operation.staged}
+            reads = [tensor for tensor in reads if id(tensor) not in staged]
+        self._note(operation.name, reads, False, queue)
+        self._note(operation.name, operation.writes, True, queue)
+
+    def _note(
+        self, name: str, tensors: Sequence[torch.Tensor], is_write: bool, queue: Queue
+    ) -> None:
+        """Notes that an operation on ``queue`` reads or writes ``tensors``."""
+        if not tensors:
+            return
+        where, stamp = place(), queue.add()
+        for tensor in tensors:
+            memory = self.memory_of(tensor)
+            access = Access(stamp, name, where, is_write, *extent(tensor))
+            if access.start == access.stop:
+                continue
+            for earlier in memory.conflicts(access, queue):
+                self._find_conflict(earlier, access, queue)
+            memory.note(access)
+
+    def stream_of(self, group: str) -> Queue:
+        """The stream on which a group's asynchronous collectives run."""
+        if group not in self._group_streams:
+            self._group_streams[group] = self.next_stream(name=f"the stream of {group}")
+        return self._group_streams[group]
 
     def issue(
         self,
@@ -166,18 +298,44 @@ class ModelledDevice:
         kind: str,
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
-    ) -> None:
-        """Enqueues a collective of ``group`` on the current stream. If all memory is the host's,
-        the host runs it at once."""
+        is_async: bool = False,
+    ) -> Enqueued | None:
+        """Enqueues a collective of ``group`` on the current stream. An asynchronous one runs on the
+        stream of its group, after what is enqueued on the current one, and is to be waited for. If
+        all memory is the host's, the host runs it at once."""
         operation = Operation(kind, reads, writes, group=group)
         if not any(map(self.is_here, (*reads, *writes))):
             self.run(operation, on_host=True)
-            return
+            return None
         if self.issuing is not None:
             self.issuing(kind)
         ranks = tuple(dist.get_process_group_ranks(group))
         self.issued.append(Issued(group.group_name, kind, ranks))
-        self.run(operation)
+        if not is_async:
+            self.run(operation)
+            return None
+        caller, stream = self.current, self.stream_of(group.group_name)
+        self.wait(stream, self.mark(caller))
+        self.current = stream
+        try:
+            self.run(operation)
+        finally:
+            self.current = caller
+        if not stream.is_captured:  # nobody may ask then
+            self._in_flight = {each for each in self._in_flight if not self.is_done(each.moment)}
+        enqueued = Enqueued(self, self.mark(stream), (*reads, *writes))
+        self._in_flight.add(enqueued)
+        return enqueued
+
+    def pass_barrier(self) -> None:
+        """The host waits for a barrier, a collective that is enqueued on the current stream."""
+        self.wait_on_host(self.mark(self.current), "barrier")
+
+    def land(self, enqueued: Enqueued) -> None:
+        """Lets the current stream wait for a collective. Its tensors are kept no longer."""
+        self.wait(self.current, enqueued.moment)
+        self._in_flight.discard(enqueued)
+        enqueued.kept = ()
 
     def _find_conflict(self, earlier: Access, access: Access, queue: Queue) -> None:
         first = "writes" if earlier.writes else "reads"
@@ -195,6 +353,7 @@ class ModelledDevice:
 
     # Memory
 
+    @_locked
     def memory_of(self, tensor: torch.Tensor) -> Memory:
         """The memory of ``tensor``'s storage. A storage from before the model began is the
         host's."""
@@ -209,6 +368,7 @@ class ModelledDevice:
         """Whether ``tensor`` lies on the device, and not on the host."""
         return self.memory_of(tensor).is_on_device
 
+    @_locked
     def place(self, tensor: torch.Tensor, on_device: bool, pinned: bool = False) -> Memory:
         """Notes that ``tensor``'s storage is new, and whether it lies on the device."""
         storage = tensor.untyped_storage()
@@ -218,6 +378,7 @@ class ModelledDevice:
         self._give(memory, storage.nbytes())
         return memory
 
+    @_locked
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Notes the new size of ``storage``. Called before the size changes."""
         memory = self._memories.get(storage._cdata)
@@ -253,7 +414,8 @@ class ModelledDevice:
         if memory.is_on_device and nbytes:
             if self.allocating is not None:
                 self.allocating(nbytes)
-            self._blocks[memory], last = self.allocator.take(nbytes, self.current, self.pool)
+            pool = self.of_thread.pool
+            self._blocks[memory], last = self.allocator.take(nbytes, self.current, pool)
             memory.nbytes = nbytes
             memory.take_over(last)
         elif not memory.is_on_device:
@@ -263,15 +425,15 @@ class ModelledDevice:
 
     def _take(self, memory: Memory) -> None:
         block = self._blocks.pop(memory, None)
-        # Without timing no stream is ever done. Then the order alone is looked at.
-        used = [Moment.of(queue) for queue in memory.waited_for] if self.timing else []
+        used = frozenset(memory.waited_for)
+        moments = [self.mark(queue) for queue in used]
         left = memory.hand_over()
         if not memory.is_on_device:
             self.on_host -= memory.nbytes
         if block is not None:
-            is_done = (lambda: all(map(self.is_done, used))) if used else None
-            self.allocator.give_back(block, left, is_done)
+            self.allocator.give_back(block, left, used, lambda: all(map(self.is_done, moments)))
 
+    @_locked
     def _forget(self, key: int, memory: Memory) -> None:
         if self._memories.get(key) is memory:
             del self._memories[key]

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.modelled.device import Call, ModelledDevice, Operation
 from fsdp_overlap.modelled.findings import place
 from fsdp_overlap.modelled.functional import Functional, is_functional
 from fsdp_overlap.modelled.shapes import run_on_shapes
 from fsdp_overlap.torch_internals import (
+    AsyncCollectiveTensor,
     DisableTorchFunction,
     FakeTensor,
     TorchDispatchMode,
@@ -106,19 +108,19 @@ class About:
 class Dispatch(TorchDispatchMode):
     """Tells the device what each operation reads, writes and allocates."""
 
-    def __init__(self, device: ModelledDevice) -> None:
+    def __init__(self, device: ModelledDevice, functional: Functional) -> None:
         super().__init__()
         self.device = device
         self.makes_on_device: bool | None = None
         """Whether new memory lies on the device; None if the call under way does not say."""
         self.makes_pinned = False
-        self.functional = Functional(device)
+        self.functional = functional
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if FakeTensor in types:
+        if FakeTensor in types or self.device.is_over:
             return func(*args, **kwargs)  # such tensors have no memory: torch asks for a shape
         if any(each not in PLAIN for each in types):
             return NotImplemented  # the operations that the class runs come here one by one
@@ -183,14 +185,21 @@ class Dispatch(TorchDispatchMode):
         group = _group_among(values) if about.is_collective and on_device else None
         if group is not None:
             device.issue(group, about.name, reads, writes)
-        else:
-            operation = Operation(about.name, reads, writes, call._replace(output=output))
-            device.run(operation, on_host=not (on_device or (new and makes)))
+            return output
+        runs_here = on_device or bool(new and makes)
+        crossing = self._crossing(about, reads, writes)
+        does_not_wait = about.non_blocking >= 0 and bool(values[about.non_blocking])
+        not_direct = [c for c in crossing if not (does_not_wait and self._is_direct(c))]
+        if crossing:
+            staged = [c.on_host for c in not_direct if does_not_wait and c.to_device]
+        else:  # numbers
+            staged = [t for t in reads if not device.is_here(t)] if runs_here else []
+        call = call._replace(output=output)
+        device.run(Operation(about.name, reads, writes, call, staged=staged), not runs_here)
         if about.gives_value and on_device:
             self._wait(about)
-        elif about.may_cross and reads and writes:
-            does_not_wait = about.non_blocking >= 0 and bool(values[about.non_blocking])
-            self._note_crossing(about, reads, writes, does_not_wait)
+        for _ in not_direct:
+            self._wait(about, is_promised=not does_not_wait)
         return output
 
     def _take_in(self, func: Any, args: Any) -> Any:
@@ -219,25 +228,37 @@ class Dispatch(TorchDispatchMode):
             )
         return True
 
-    def _note_crossing(
-        self,
-        about: About,
-        reads: Sequence[torch.Tensor],
-        writes: Sequence[torch.Tensor],
-        does_not_wait: bool,
-    ) -> None:
-        """Notes that the host waits for a copy between it and the device. It does not wait if it is
-        asked not to and its memory is pinned."""
-        target = self.device.memory_of(writes[0])
-        for source in map(self.device.memory_of, reads):
-            if source.is_on_device == target.is_on_device:
-                continue
-            on_host = target if source.is_on_device else source
-            if not (does_not_wait and on_host.is_pinned):
-                self._wait(about)
+    def _crossing(
+        self, about: About, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+    ) -> list[Crossing]:
+        """The copies between the host and the device that an operation consists of."""
+        if not (about.may_cross and reads and writes):
+            return []
+        is_here = self.device.is_here
+        targets = writes if about.name == "_foreach_copy_" else [writes[0]] * len(reads)
+        return [
+            Crossing(target if is_here(source) else source, is_here(target))
+            for source, target in zip(reads, targets, strict=True)
+            if is_here(source) != is_here(target)
+        ]
 
-    def _wait(self, about: About) -> None:
-        self.device.wait_on_host(self.device.mark(self.device.current), about.name)
+    def _is_direct(self, crossing: Crossing) -> bool:
+        """Whether the device itself reads or writes the host's memory. Else the host may wait for
+        the copy, and CUDA does not promise that it does."""
+        host = crossing.on_host
+        # torch copies what is not contiguous by way of pageable memory.
+        return self.device.memory_of(host).is_pinned and host.is_contiguous()
+
+    def _wait(self, about: About, is_promised: bool = True) -> None:
+        device = self.device
+        device.wait_on_host(device.mark(device.current), about.name, is_promised)
+
+
+class Crossing(NamedTuple):
+    """A copy between the host and the device: the tensor that is on the host, and the direction."""
+
+    on_host: torch.Tensor
+    to_device: bool
 
 
 def _group_among(values: Sequence[Any]) -> dist.ProcessGroup | None:
@@ -295,3 +316,25 @@ def run_without_values(
         lambda tensor: replaced.get(id(tensor), (tensor, tensor))[1],
         func(*args, **kwargs),
     )
+
+
+_HELD: dict[type, str | None] = {}
+"""By class: the attribute with the first tensor that tensors of the class consist of."""
+
+
+def inner_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A tensor in memory behind one of torch's own classes, or of a class that tells what its
+    tensors consist of; None for any other tensor."""
+    if isinstance(tensor, DTensor):
+        held: Any = tensor._local_tensor
+    elif isinstance(tensor, AsyncCollectiveTensor):
+        held = tensor.elem
+    else:
+        kind = type(tensor)
+        if kind not in _HELD:  # asked once: the answer may read values, as that of torchao does
+            flatten = getattr(tensor, "__tensor_flatten__", None)
+            names = flatten()[0] if flatten is not None else ()
+            _HELD[kind] = names[0] if names else None
+        name = _HELD[kind]
+        held = None if name is None else getattr(tensor, name)
+    return held if held is None or type(held) in PLAIN else inner_of(held)

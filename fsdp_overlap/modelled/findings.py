@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
+from collections.abc import Iterator
+from concurrent import futures
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -11,8 +15,12 @@ import torch
 
 _HERE = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
+_THREADS = threading.__file__
+_POOLS = str(Path(futures.__file__).parent)
 
-# By file name, the part of it that is shown: empty if the file is torch's or the model's.
+_of_thread = threading.local()
+
+# By file name, the part of it that is shown: empty if it is torch's, the model's or of threads.
 _short_names: dict[str, str] = {}
 
 
@@ -20,7 +28,8 @@ _short_names: dict[str, str] = {}
 class Finding:
     """A fault. ``kind`` is ``"race"`` (two operations on the same memory that nothing orders),
     ``"reuse"`` (the same, and the memory has another owner since the first), ``"freed"`` (use of
-    memory that was freed) or ``"order"`` (ranks whose communicators run in different orders)."""
+    memory that was freed), ``"context"`` (a thread takes another device for its own) or
+    ``"order"`` (ranks whose communicators run in different orders)."""
 
     kind: str
     text: str
@@ -48,9 +57,20 @@ def place() -> str:
         name = frame.f_code.co_filename
         short = _short_names.get(name)
         if short is None:
-            is_of_program = not name.startswith((_HERE, _TORCH, "<"))
+            is_of_program = not name.startswith((_HERE, _TORCH, _THREADS, _POOLS, "<"))
             short = _short_names[name] = "/".join(Path(name).parts[-2:]) if is_of_program else ""
         if short:
             return f"{short}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
-    return "the end of the program"
+    return getattr(_of_thread, "place", "the end of the program")
+
+
+@contextmanager
+def placing(where: str) -> Iterator[None]:
+    """Within, what this thread does is done for the line ``where`` of another one, unless the
+    program has a line here."""
+    _of_thread.place = where
+    try:
+        yield
+    finally:
+        del _of_thread.place

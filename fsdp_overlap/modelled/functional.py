@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_overlap.modelled.device import ModelledDevice
-from fsdp_overlap.modelled.queues import Moment, Queue
+from fsdp_overlap.modelled.queues import Moment
 from fsdp_overlap.torch_internals import AsyncCollectiveTensor, group_named
 
 
@@ -27,7 +27,6 @@ class Functional:
 
     def __init__(self, device: ModelledDevice) -> None:
         self.device = device
-        self._streams: dict[str, Queue] = {}
         self._pending: dict[int, _Pending] = {}
 
     def run(self, name: str, args: Sequence[Any]) -> torch.Tensor:
@@ -59,10 +58,8 @@ class Functional:
 
     def _issue(self, group: str, plain: _Plain, source: torch.Tensor) -> None:
         device, current = self.device, self.device.current
-        stream = self._streams.get(group)
-        if stream is None:
-            stream = self._streams[group] = device.add_stream(f"the stream of {group}")
-            device.program_streams.add(stream)
+        stream = device.stream_of(group)
+        device.program_streams.add(stream)
         device.wait(stream, device.mark(current))
         device.current = stream
         try:

@@ -204,7 +204,9 @@ class Capture:
         else:
             wait(queue, moment)
 
-    def wait_on_host(self, wait_on_host: Any, moment: Any, operation: str) -> None:
+    def wait_on_host(
+        self, wait_on_host: Any, moment: Any, operation: str, is_promised: bool = True
+    ) -> None:
         self._fail("cudaErrorStreamCaptureUnsupported", f"the host waits in {operation}")
 
     def is_done(self, is_done: Any, moment: Any) -> bool:
@@ -223,9 +225,13 @@ class Capture:
         device = self.device
         self._generations[memory] = self._generations.get(memory, 0) + 1
         # torch's allocator asks whether the stream is captured at this very moment.
-        pool = self.pool if device.current in self.starts else device.pool
-        with patch.object(device, "pool", pool):
+        of_thread, before = device.of_thread, device.of_thread.pool
+        if device.current in self.starts:
+            of_thread.pool = self.pool
+        try:
             give(memory, nbytes)
+        finally:
+            of_thread.pool = before
 
     # What it notes
 

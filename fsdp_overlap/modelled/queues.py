@@ -28,6 +28,8 @@ class Queue:
     """When the last operation ends, in modelled seconds."""
     is_captured: bool = False
     """Whether what is enqueued is captured in a graph."""
+    device: int = 0
+    """The number of the device that it is a stream of."""
 
     def knows(self, stamp: Stamp) -> bool:
         """Whether ``stamp`` comes before what is enqueued next."""

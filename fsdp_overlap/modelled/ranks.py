@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp_overlap.modelled.device import Enqueued
 from fsdp_overlap.modelled.dispatch import tensors_in
 from fsdp_overlap.modelled.torch_module import active, is_available
 from fsdp_overlap.torch_internals import (
@@ -57,23 +58,24 @@ class Nobody(_ProcessGroup):
     def _get_backend(self, device: torch.device) -> Any:
         return self
 
-    def _issue(self, kind: str, writes: Any, reads: Any = ()) -> dist.Work:
-        flat = [[t for t in tensors_in(each) if t.numel()] for each in (reads, writes)]
+    def _issue(self, kind: str, writes: Any, reads: Any = (), opts: object = None) -> dist.Work:
+        reads, writes = ([t for t in tensors_in(each) if t.numel()] for each in (reads, writes))
         # Of each tensor torch itself would say that it is on the host, within its own collectives.
-        if is_available() and any(active().is_here(t) for each in flat for t in each):
-            active().issue(self, kind, *flat)
+        if is_available() and any(map(active().is_here, (*reads, *writes))):
+            is_async = getattr(opts, "asyncOp", True)
+            return Done(active().issue(self, kind, reads, writes, is_async))
         return Done()
 
     def _allgather_base(self, output: Any, input: Any, opts: object = None) -> dist.Work:
-        return self._issue("all_gather", output, input)
+        return self._issue("all_gather", output, input, opts)
 
     def allgather_into_tensor_coalesced(
         self, outputs: Any, inputs: Any, opts: object = None
     ) -> dist.Work:
-        return self._issue("all_gather", outputs, inputs)
+        return self._issue("all_gather", outputs, inputs, opts)
 
     def _reduce_scatter_base(self, output: Any, input: Any, opts: object = None) -> dist.Work:
-        return self._issue("reduce_scatter", output, input)
+        return self._issue("reduce_scatter", output, input, opts)
 
     def allgather(self, outputs: Any, inputs: Any, opts: object = None) -> dist.Work:
         # The modelled device is to see a collective, and not how it is made up.
@@ -81,27 +83,29 @@ class Nobody(_ProcessGroup):
             for output in outputs[0]:
                 if output.shape == inputs[0].shape and output.is_meta == inputs[0].is_meta:
                     output.detach().copy_(inputs[0])
-        return self._issue("all_gather", outputs, inputs)
+        return self._issue("all_gather", outputs, inputs, opts)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: object = None) -> dist.Work:
-        return self._issue("reduce_scatter", outputs, inputs)
+        return self._issue("reduce_scatter", outputs, inputs, opts)
 
     def allreduce(self, tensors: Any, opts: object = None) -> dist.Work:
-        return self._issue("all_reduce", tensors)
+        return self._issue("all_reduce", tensors, (), opts)
 
     def broadcast(self, tensors: Any, opts: object = None) -> dist.Work:
-        return self._issue("broadcast", tensors)
+        return self._issue("broadcast", tensors, (), opts)
 
-    def alltoall_base(self, output: Any, input: Any, *sizes: object) -> dist.Work:
-        return self._issue("all_to_all", output, input)
+    def alltoall_base(self, output: Any, input: Any, *options: object) -> dist.Work:
+        return self._issue("all_to_all", output, input, options[-1] if options else None)
 
     def barrier(self, opts: object = None) -> dist.Work:
+        if is_available():
+            active().pass_barrier()
         return Done()
 
     def reduce_scatter_tensor_coalesced(
         self, outputs: Any, inputs: Any, opts: object = None
     ) -> dist.Work:
-        return self._issue("reduce_scatter", outputs, inputs)
+        return self._issue("reduce_scatter", outputs, inputs, opts)
 
     # What later releases of torch call some of them.
     all_gather_single = _allgather_base
@@ -112,10 +116,22 @@ class Nobody(_ProcessGroup):
 
 
 class Done(dist.Work):
-    """Work of which nothing is left to wait for."""
+    """Work of which nothing is left to do for the host. The device may have ``enqueued`` it."""
+
+    def __init__(self, enqueued: Enqueued | None = None) -> None:
+        super().__init__()
+        self._enqueued = enqueued
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        if self._enqueued is not None:
+            self._enqueued.wait()
         return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
 
     def is_completed(self) -> bool:
         return True

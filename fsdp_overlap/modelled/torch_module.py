@@ -4,26 +4,31 @@ module. Importing it gives torch a device type ``modelled``."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.modelled.allocator import MemPool
+from fsdp_overlap.modelled.backwards import Backwards
 from fsdp_overlap.modelled.calls import NAME, Calls
 from fsdp_overlap.modelled.device import ModelledDevice
 from fsdp_overlap.modelled.dispatch import Dispatch
+from fsdp_overlap.modelled.functional import Functional
 from fsdp_overlap.modelled.queues import Moment, Queue
+from fsdp_overlap.modelled.threads import following_threads
 from fsdp_overlap.torch_internals import (
     AsyncCollectiveTensor,
     DisableTorchFunction,
     determinism_checks,
     disable_current_modes,
+    get_current_dispatch_mode_stack,
+    get_current_function_mode_stack,
     register_device,
     running_backwards_by,
 )
@@ -47,31 +52,79 @@ def active() -> ModelledDevice:
 
 @contextmanager
 def running(device: ModelledDevice) -> Iterator[ModelledDevice]:
-    """Makes ``device`` the one that ``torch.device("modelled")`` names, in this thread."""
-    dispatch = Dispatch(device)
-    calls = Calls(device, dispatch)
+    """Makes ``device`` the one that ``torch.device("modelled")`` names, in this thread and in those
+    that it starts."""
     _active.append(device)
+    device.take_thread()
+    modes = Modes(device)
     try:
-        with _telling(calls), dispatch, calls:
+        with (
+            _telling(modes),
+            following_threads(modes.are_on, modes.on_in_thread),
+            modes.on_in_thread(),
+        ):
             yield device
     finally:
+        device.is_over = True
+        modes.backwards.end()
         _active.pop()
 
 
+class Modes:
+    """The modes of all threads."""
+
+    def __init__(self, device: ModelledDevice) -> None:
+        self.device = device
+        self.backwards = Backwards(device)
+        self._functional = Functional(device)
+
+    @contextmanager
+    def on_in_thread(self) -> Iterator[None]:
+        """Has the device see what this thread does."""
+        dispatch = Dispatch(self.device, self._functional)
+        with dispatch, Calls(self.device, dispatch, self.backwards):
+            yield
+
+    def are_on(self) -> bool:
+        """Whether the device sees what this thread does now."""
+        return self._dispatch() is not None
+
+    def _dispatch(self) -> Dispatch | None:
+        for mode in reversed(get_current_dispatch_mode_stack()):
+            if isinstance(mode, Dispatch) and mode.device is self.device:
+                return mode
+        return None
+
+    def seeing(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs ``call`` so that calls of Python are seen, also where torch has left the mode
+        because it is handling the call around it."""
+        dispatch = self._dispatch()
+        modes = get_current_function_mode_stack()
+        if dispatch is None or any(isinstance(m, Calls) and m.dispatch is dispatch for m in modes):
+            return call(*args, **kwargs)
+        with Calls(self.device, dispatch, self.backwards):
+            return call(*args, **kwargs)
+
+    def differentiate(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls ``run``, which lets the engine run a backward."""
+        return self.seeing(self.backwards.differentiate, run, *args, **kwargs)
+
+
 @contextmanager
-def _telling(calls: Calls) -> Iterator[None]:
+def _telling(modes: Modes) -> Iterator[None]:
     """Patches functions of torch that no mode sees, or that call back outside of the mode."""
     resize = torch.UntypedStorage.resize_
     checks = determinism_checks()
+    device = modes.device
 
     def resize_and_tell(storage: torch.UntypedStorage, nbytes: int) -> Any:
-        calls.device.resize(storage, nbytes)
+        device.resize(storage, nbytes)
         return resize(storage, nbytes)
 
     def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
-        calls.device.release_after(tensor, stream.queue)
+        device.release_after(tensor, stream.queue)
 
-    seen = {name: partial(calls.seeing, check) for name, check in checks.items()}
+    seen = {name: partial(modes.seeing, check) for name, check in checks.items()}
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
     wrap = AsyncCollectiveTensor.__new__
 
@@ -82,7 +135,7 @@ def _telling(calls: Calls) -> Iterator[None]:
     with (
         patch.object(torch.UntypedStorage, "resize_", resize_and_tell),
         patch.object(torch.Tensor, "record_stream", record_stream),
-        running_backwards_by(calls.differentiate),
+        running_backwards_by(modes.differentiate),
         patch.dict(checks, seen),
         # DTensors try out on tensors without memory how results will lie.
         patch.object(
@@ -97,6 +150,7 @@ def _telling(calls: Calls) -> Iterator[None]:
         patch.object(torch.accelerator, "set_stream", set_stream),
         patch.object(torch.accelerator, "synchronize", synchronize),
         patch.object(torch.accelerator, "current_device_index", current_device),
+        patch.object(torch.accelerator, "set_device_index", set_device),
     ):
         yield
 
@@ -134,10 +188,13 @@ class Stream:
     def __init__(
         self, device: object = None, priority: int = 0, queue: Queue | None = None
     ) -> None:
-        self.queue = queue or active().add_stream()
+        if queue is None:
+            active().use(_index(device))
+            queue = active().next_stream(priority)
+        self.queue = queue
         self.priority = priority
-        self.device = torch.device(NAME, 0)
-        self.device_index = 0
+        self.device = torch.device(NAME, queue.device)
+        self.device_index = queue.device
         self.device_type = PRIVATE_USE
 
     @property
@@ -174,34 +231,44 @@ class Stream:
 
 def current_stream(device: object = None) -> Stream:
     """The stream that operations are enqueued on."""
-    return Stream(queue=active().current)
+    here, index = active(), _index(device)
+    return Stream(queue=here.current if index == here.index else here.elsewhere(index))
 
 
 def default_stream(device: object = None) -> Stream:
-    return Stream(queue=active().default)
+    here, index = active(), _index(device)
+    return Stream(queue=here.default if index == here.index else here.elsewhere(index))
 
 
 def set_stream(stream: Stream) -> None:
-    active().current = stream.queue
+    """Makes ``stream`` the current one, and its device."""
+    here = active()
+    if stream.device_index != here.of_thread.index:
+        set_device(stream.device)
+    if stream.device_index == here.index:
+        here.current = stream.queue
 
 
 @contextmanager
 def stream(stream: Stream | None) -> Iterator[None]:
-    """Makes ``stream`` the current one."""
-    device = active()
-    before = device.current
-    if stream is not None:
-        device.current = stream.queue
+    """Makes ``stream`` the current one. Afterwards the current device is what it was, even if it is
+    another."""
+    if stream is None:
+        yield
+        return
+    before, before_there = current_stream(), current_stream(stream.device)
+    set_stream(stream)
     try:
         yield
     finally:
-        device.current = before
+        set_stream(before_there)
+        set_stream(before)
 
 
 @contextmanager
 def use_mem_pool(pool: MemPool, device: object = None) -> Iterator[None]:
-    """Makes allocations take memory from ``pool``."""
-    here = active()
+    """Makes allocations of this thread take memory from ``pool``."""
+    here = active().of_thread
     before, here.pool = here.pool, pool
     try:
         yield
@@ -212,7 +279,9 @@ def use_mem_pool(pool: MemPool, device: object = None) -> Iterator[None]:
 def synchronize(device: object = None) -> None:
     if not _active:
         return  # torch's profiler calls this wherever a device of this kind is registered
-    for queue in active().queues[1:]:
+    index = _index(device)
+    active().use(index)
+    for queue in active().queues[1:] if index == active().index else ():
         active().wait_on_host(Moment.of(queue), "synchronize")
 
 
@@ -225,20 +294,38 @@ def is_initialized() -> bool:
 
 
 def device_count() -> int:
-    return 1
+    return active().index + 1 if _active else 1
 
 
 def current_device() -> int:
-    return 0
+    return active().of_thread.index if _active else 0
 
 
 def set_device(device: object) -> None:
-    pass
+    """Makes ``device`` the current one of this thread."""
+    index = _index(device)
+    active().use(index)
+    active().of_thread.index = index
 
 
-def device(device: object) -> AbstractContextManager[None]:
-    """Would make ``device`` the current one, which the only device always is."""
-    return nullcontext()
+@contextmanager
+def device(device: object) -> Iterator[None]:
+    """Makes ``device`` the current one of this thread. Going back to another makes no context
+    there."""
+    before = current_device()
+    set_device(device)
+    try:
+        yield
+    finally:
+        active().of_thread.index = before
+
+
+def _index(device: object) -> int:
+    """The number of ``device``, of the current one if it has none."""
+    if isinstance(device, str):
+        device = torch.device(device)
+    index = device.index if isinstance(device, torch.device) else device
+    return current_device() if index is None else cast("int", index)
 
 
 def get_rng_state(device: object = None) -> torch.Tensor:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from fsdp_overlap.comm.streams import has_streams, streams_of
+from fsdp_overlap.comm.streams import mark_enqueued
 
 
 class Landing(NamedTuple):
@@ -25,6 +25,4 @@ class Landing(NamedTuple):
 def land(source: torch.Tensor, host: torch.Tensor) -> Landing:
     """Enqueues the copy of ``source`` to ``host``, after the work that makes it."""
     host.copy_(source, non_blocking=True)
-    device = source.device
-    copied = streams_of(device).current_stream().record_event() if has_streams(device) else None
-    return Landing(host, copied)
+    return Landing(host, mark_enqueued(source.device))

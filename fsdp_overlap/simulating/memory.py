@@ -72,11 +72,12 @@ class Ledger(Allocator):
         self,
         block: Block,
         accesses: Iterable[Access],
-        is_done: Callable[[], bool] | None = None,
+        used: frozenset[Queue] = frozenset(),
+        is_done: Callable[[], bool] = bool,
     ) -> None:
         held = self._live.pop(block.address)
         self._changes.append((self._now(), held, -held.nbytes))
-        super().give_back(block, accesses, is_done)
+        super().give_back(block, accesses, used, is_done)
 
     @property
     def position(self) -> int:

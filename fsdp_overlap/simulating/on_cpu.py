@@ -133,7 +133,7 @@ class Gloo(Nobody):
         clock.link.add(self, transfer, active().host.ends)
         return Sent(clock, transfer)
 
-    def _issue(self, kind: str, writes: Any, reads: Any = ()) -> dist.Work:
+    def _issue(self, kind: str, writes: Any, reads: Any = (), opts: object = None) -> dist.Work:
         others = self.size() - 1
         nbytes = max(sum(t.nbytes for t in tensors_in(each)) for each in (writes, reads))
         return self._send(others * nbytes * GLOO_PASSES.get(kind, 1))

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from torch import nn
 
+from fsdp_overlap.comm.streams import mark_enqueued, streams_of
 from fsdp_overlap.weights.exchange import Exchange, exchange_of
 from fsdp_overlap.weights.export import whole_weights
 from fsdp_overlap.weights.routes import Round, Side, Sides, whole_of
@@ -222,7 +223,8 @@ def _write_files(files: list[_File], arriving: Iterator[tuple[str, torch.Tensor]
                         came, weight = next(arriving)
                         assert came == name
                         writing.result()
-                        writing = writer.submit(_write, out, weight)
+                        ready = mark_enqueued(weight.device)
+                        writing = writer.submit(_write, out, weight, ready)
                     writing.result()
                     out.flush()
                     os.fsync(out.fileno())
@@ -231,7 +233,11 @@ def _write_files(files: list[_File], arriving: Iterator[tuple[str, torch.Tensor]
             pass
 
 
-def _write(out: BinaryIO, weight: torch.Tensor) -> int:
+def _write(out: BinaryIO, weight: torch.Tensor, ready: Any) -> int:
+    """Writes ``weight``, which is there after the event ``ready``. This thread has a stream of its
+    own."""
+    if ready is not None:
+        ready.wait(streams_of(weight.device).current_stream(weight.device))
     values = weight.cpu().contiguous()
     if not values.nbytes:
         return 0

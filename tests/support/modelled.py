@@ -12,12 +12,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_overlap import FsdpContext
-from fsdp_overlap.modelled import ModelledDevice, running
+from fsdp_overlap.modelled import ModelledDevice, Operation, running
+from fsdp_overlap.modelled.queues import Queue
 from fsdp_overlap.optim import AdamW
 from support.twins import loss_of
 from support.zoo import VOCABULARY, ZOO
 
 NAMES = ("replicate", "shard")
+HERE = torch.device("modelled", 0)
 
 
 class Program:
@@ -87,3 +89,21 @@ def trained(steps: int = 3, **options: Any) -> Callable[[], None]:
 
 def _train(steps: int, options: dict[str, Any]) -> None:
     Program(**options).train(steps)
+
+
+def kinds(device: ModelledDevice) -> list[str]:
+    return [finding.kind for finding in device.findings]
+
+
+class Seconds:
+    """Operations last as listed by name. The host takes ``on_host`` for each."""
+
+    def __init__(self, seconds: dict[str, float], on_host: float = 0.0) -> None:
+        self._seconds = seconds
+        self._on_host = on_host
+
+    def on_host(self, operation: Operation) -> float:
+        return self._on_host
+
+    def end(self, operation: Operation, stream: Queue, enqueued: float, ready: float) -> float:
+        return ready + self._seconds.get(operation.name, 0.0)

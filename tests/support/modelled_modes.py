@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -21,7 +23,7 @@ from fsdp_overlap.layout import Blocks, Flat, LayoutRule, Rows, Whole, pieces
 from fsdp_overlap.modelled import Stream, current_stream, fake_ranks, stream
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_, exchange
 from fsdp_overlap.runtime import gradients
-from fsdp_overlap.weights import Resharding, export_weights
+from fsdp_overlap.weights import Resharding, export_weights, save_weights
 from fsdp_overlap.weights import exchange as weights_exchange
 from support.experts import ROWS, WIDTH, Moe
 from support.extensions import Rounded, with_matrices_of
@@ -442,6 +444,30 @@ MODES["saved beside training, rows"] = partial(saved_beside_training, 600, layou
 MODES["saved beside training, offloaded"] = partial(
     saved_beside_training, 600, shard_options=dict(OFFLOAD)
 )
+
+
+@mode
+def saved_by_a_thread() -> None:
+    """As an asynchronous save is. Its current device is the first one."""
+    program = Program()
+    program.train(2)
+    staged = ShardStager(0).stage({"optimizer": program.optimizer.state_dict()})
+    taken = ThreadPoolExecutor(1).submit(lambda: list(written(staged.result())))
+    assert len(taken.result()) > 10
+    program.train(1)
+
+
+@mode
+def weights_saved_on_another_stream() -> None:
+    """A thread writes them, which has a stream of its own."""
+    program = Program()
+    program.train(2)
+    side = Stream()
+    side.wait_stream(current_stream())
+    with TemporaryDirectory() as folder, stream(side):
+        save_weights(program.model, folder)
+    current_stream().wait_stream(side)
+    program.train(1)
 
 
 @mode

@@ -17,7 +17,9 @@ Its bytes travel by gloo. What the caller sees is NCCL's:
 Like a communicator a group runs its collectives one after the other, in the order in which they
 were issued, whatever the caller does meanwhile: on a thread of its own.
 
-On the modelled device a call, synchronous or not, is an operation of the current stream.
+On the modelled device a synchronous call is an operation of the current stream. An asynchronous one
+runs on the stream of the group, and `wait()` lets the current stream wait for it, and not the host.
+Lists of unequal ranges are groups of broadcasts, or of reductions.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fsdp_overlap.comm import collectives, row_collectives
 from fsdp_overlap.modelled import graphs
 from fsdp_overlap.modelled import torch_module as streams
+from fsdp_overlap.modelled.device import Enqueued
 
 # As NCCL's name is spoken. Written, it would stand for a GPU.
 BACKEND = "nickel"
@@ -60,6 +63,14 @@ class Arrival(NamedTuple):
 
     wait: Callable[..., list[torch.Tensor]]
     is_done: Callable[[], bool]
+
+
+class Part(NamedTuple):
+    """A call of NCCL."""
+
+    kind: str
+    reads: Sequence[torch.Tensor]
+    writes: Sequence[torch.Tensor]
 
 
 @contextmanager
@@ -89,6 +100,7 @@ class Delivery(dist.Work):
         super().__init__()
         self._arrival = arrival
         self._receive: Receive | None = receive
+        self.enqueued: Enqueued | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         # C++ asks with a timeout of 0 or less where there is none.
@@ -101,6 +113,8 @@ class Delivery(dist.Work):
             receive, self._receive = self._receive, None
             with unseen():
                 receive(arrived)
+        if self.enqueued is not None:
+            self.enqueued.wait()
         return True
 
     def synchronize(self) -> None:
@@ -150,6 +164,7 @@ class NcclLikeGroup(dist.ProcessGroup):
         """The collective that made the communicator: the first one."""
         self._last: Future[Any] = Future()
         self._last.set_result(None)
+        self._coalesced: list[dist.Work] | None = None
         self.pools: list[Any] = []
         self._thread = ThreadPoolExecutor(1, f"{BACKEND}-{rank}")
 
@@ -178,7 +193,14 @@ class NcclLikeGroup(dist.ProcessGroup):
 
     @property
     def supports_coalescing(self) -> bool:
-        return False
+        return True
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        works, self._coalesced = self._coalesced or [], None
+        return _together(works)
 
     def _get_backend(self, device: torch.device) -> Any:
         if device.type not in DEVICES:
@@ -236,13 +258,22 @@ class NcclLikeGroup(dist.ProcessGroup):
         start: Callable[[], Arrival],
         receive: Receive,
         opts: Any,
+        parts: Sequence[Part] = (),
     ) -> dist.Work:
-        """`start` sends copies of `reads`; `receive` gets what arrives, and writes `writes`."""
+        """`start` sends copies of `reads`; `receive` gets what arrives, and writes `writes`. What
+        NCCL makes several calls of has `parts`."""
         self._connect(kind)
+        enqueued = None
         if streams.is_available():
-            streams.active().issue(self, kind, reads, writes)
+            is_async = self._coalesced is not None or getattr(opts, "asyncOp", True)
+            for part in parts or [Part(kind, reads, writes)]:
+                enqueued = streams.active().issue(self, *part, is_async)
         with unseen():
-            return self._carry(kind, writes, reads, start, receive, opts)
+            work = self._carry(kind, writes, reads, start, receive, opts)
+        work.enqueued = enqueued
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
 
     def _carry(
         self,
@@ -252,7 +283,7 @@ class NcclLikeGroup(dist.ProcessGroup):
         start: Callable[[], Arrival],
         receive: Receive,
         opts: Any,
-    ) -> dist.Work:
+    ) -> Delivery:
         for tensor in (*writes, *reads):
             self._check(kind, tensor)
         if self.checks_nan:
@@ -289,6 +320,7 @@ class NcclLikeGroup(dist.ProcessGroup):
         sends: Sequence[torch.Tensor],
         receive: Receive,
         opts: Any,
+        parts: Sequence[Part] = (),
     ) -> dist.Work:
         """A collective: `sends[r]` goes to each rank `r`, and flat bytes of each rank arrive."""
 
@@ -297,7 +329,7 @@ class NcclLikeGroup(dist.ProcessGroup):
             future = self._last = self._thread.submit(self._exchange, kind, messages)
             return Arrival(future.result, future.done)
 
-        work = self._run(kind, writes, reads, start, receive, opts)
+        work = self._run(kind, writes, reads, start, receive, opts, parts)
         self._issued += 1
         return work
 
@@ -324,7 +356,13 @@ class NcclLikeGroup(dist.ProcessGroup):
         _check_dtypes("all_gather", [*targets, source])
         self._note_list(targets, opts)
         sends = [source] * self.size()
-        return self._all("all_gather", targets, [source], sends, _fill(targets), opts)
+        if _are_equal(targets):
+            return self._all("all_gather", targets, [source], sends, _fill(targets), opts)
+        parts = [
+            Part(f"broadcast from {rank}", [source] if rank == self.rank() else [], [target])
+            for rank, target in enumerate(targets)
+        ]
+        return self._all("broadcasts", targets, [source], sends, _fill(targets), opts, parts)
 
     @replayable
     def _allgather_base(
@@ -341,7 +379,13 @@ class NcclLikeGroup(dist.ProcessGroup):
         _check_sizes("reduce_scatter", target, sources[self.rank()])
         _check_dtypes("reduce_scatter", [*sources, target])
         self._note_list(sources, opts)
-        return self._reduce("reduce_scatter", [target], sources, sources, opts)
+        if _are_equal(sources):
+            return self._reduce("reduce_scatter", [target], sources, sources, opts)
+        parts = [
+            Part(f"reduce to {rank}", [source], [target] if rank == self.rank() else [])
+            for rank, source in enumerate(sources)
+        ]
+        return self._reduce("reductions", [target], sources, sources, opts, parts)
 
     @replayable
     def _reduce_scatter_base(
@@ -423,6 +467,8 @@ class NcclLikeGroup(dist.ProcessGroup):
         return self._all("scatter", [target], inputs[0] if inputs else [], sources, receive, opts)
 
     def barrier(self, opts: Any = None) -> dist.Work:
+        if streams.is_available():
+            streams.active().pass_barrier()
         none = torch.empty(0)
         return self._all("barrier", [], [], [none] * self.size(), _fill([none] * self.size()), opts)
 
@@ -464,6 +510,7 @@ class NcclLikeGroup(dist.ProcessGroup):
         reads: Sequence[torch.Tensor],
         sends: Sequence[torch.Tensor],
         opts: Any,
+        parts: Sequence[Part] = (),
     ) -> dist.Work:
         wanted = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         operation = next((known for known in _REDUCE if wanted == known), None)
@@ -486,7 +533,7 @@ class NcclLikeGroup(dist.ProcessGroup):
                     total = total // len(values)
                 _write(target, total)
 
-        return self._all(f"{kind} {operation.name}", writes, reads, sends, receive, opts)
+        return self._all(f"{kind} {operation.name}", writes, reads, sends, receive, opts, parts)
 
     def _split(
         self, kind: str, tensor: torch.Tensor, sizes: Sequence[int]
@@ -525,6 +572,10 @@ _REDUCE: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     dist.ReduceOp.MAX: _largest,
     dist.ReduceOp.MIN: _smallest,
 }
+
+
+def _are_equal(tensors: Sequence[torch.Tensor]) -> bool:
+    return len({tensor.numel() for tensor in tensors}) == 1
 
 
 def _check_sizes(kind: str, one: torch.Tensor, other: torch.Tensor) -> None:
@@ -595,7 +646,7 @@ def chosen_as_for_nccl() -> Iterator[None]:
         yield
 
 
-def _together(works: Sequence[dist.Work]) -> dist.Work:
+def _together(works: Sequence[Any]) -> dist.Work:
     if len(works) == 1:
         return works[0]
 
@@ -605,7 +656,10 @@ def _together(works: Sequence[dist.Work]) -> dist.Work:
         return []
 
     all_done = Arrival(wait, lambda: all(work.is_completed() for work in works))
-    return Delivery(all_done, lambda _: None)
+    together = Delivery(all_done, lambda _: None)
+    if works:
+        together.enqueued = works[-1].enqueued
+    return together
 
 
 @contextmanager
