@@ -127,7 +127,8 @@ class FsdpModule(GradientVerbs, fsdp2.FSDPModule):
         process groups allocates. It is registered with the groups of gathers and reductions, so
         that NCCL can work on it without copies of its own, on NVSwitch by NVLink SHARP. Gradients
         are summed then and divided after it, because NCCL takes means of them without that memory.
-        A buffer that is kept moves there when it was freed. Call this on every rank of the mesh, between iterations.
+        A buffer that is kept moves there when it was freed. Call this on every rank of the mesh,
+        between iterations.
 
         Raises:
             ValueError: the backend allocates none, or the unit has custom collectives, which work
