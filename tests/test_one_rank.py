@@ -6,23 +6,30 @@ The same programs run on the modelled device, by the group that behaves as NCCL'
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
+from fsdp_overlap.checkpoint import SafeFileSystemReader, SafeFileSystemWriter, ShardStager
+from fsdp_overlap.checkpoint.pending import Copies
 from fsdp_overlap.comm import group_facts
 from fsdp_overlap.comm.collectives import RaggedTensorCollectives
 from fsdp_overlap.comm.group_facts import backend_of, collectives_issued
+from fsdp_overlap.comm.streams import streams_of
 from fsdp_overlap.comm.symmetric_memory import SymmetricCollectives
-from fsdp_overlap.layout import LayoutRule, Rows
 from fsdp_overlap.modelled import ModelledDevice, running
-from fsdp_overlap.optim import AdamW
+from fsdp_overlap.optim import AdamW, Muon
 from fsdp_overlap.runtime import chosen_collectives
+from fsdp_overlap.runtime.landing import Landing
+from support.layouts import LAYOUTS
 from support.modelled_twins import Trained
 from support.nccl_like import BACKEND, chosen_as_for_nccl
 from support.ranks import run_ranks
@@ -33,6 +40,9 @@ DEVICES = pytest.mark.parametrize(
     "device", ["modelled", pytest.param("cuda", marks=pytest.mark.gpu)]
 )
 
+OPTIONS: dict[str, Any] = {"optimizer": AdamW}
+MUON: dict[str, Any] = {"optimizer": Muon, "ns_dtype": torch.float64}
+
 
 @contextmanager
 def one_rank(device: str, symmetric: bool = False) -> Iterator[Callable[..., Twins]]:
@@ -40,13 +50,13 @@ def one_rank(device: str, symmetric: bool = False) -> Iterator[Callable[..., Twi
     with ExitStack() as stack:
         stack.enter_context(patch.object(group_facts, "one_rank_communicates", True))
         if device == "cuda":
-            yield lambda **options: Twins.of("layers", device=device, optimizer=AdamW, **options)
+            yield lambda **options: Twins.of("layers", device=device, **(OPTIONS | options))
             return
         stack.enter_context(chosen_as_for_nccl())
         found = stack.enter_context(running(ModelledDevice()))
         if symmetric:
             stack.enter_context(Symmetric())
-        yield lambda **options: Trained.of("layers", optimizer=AdamW, **options)
+        yield lambda **options: Trained.of("layers", **(OPTIONS | options))
         assert not found.findings, found.findings[0]
 
 
@@ -74,25 +84,27 @@ def forget_gradients(twins: Twins) -> None:
         optimizer.zero_grad()
 
 
-def communicate(device: str, layout: LayoutRule | None) -> None:
-    with one_rank(device) as make:
-        twins = make(**({} if layout is None else {"layout": layout}))
-        twins.ctx.settle()
-        issued = [collectives_issued(group) for group in lanes(twins)]
-        twins.train(3)
-        for group, before in zip(lanes(twins), issued, strict=True):
-            after = collectives_issued(group)
-            assert before is not None
-            assert after is not None
-            assert after >= before + 3 * 4  # of each of the units, in each step
-        if device == "cuda":
-            split = backend_of(twins.ctx.mesh.get_group(), device)
-            assert split.comm_split_count() > 0
+def communicate(device: str, layout: str) -> None:
+    for options in (OPTIONS, MUON):
+        with one_rank(device) as make:
+            twins = make(layout=LAYOUTS[layout], **options)
+            twins.ctx.settle()
+            issued = [collectives_issued(group) for group in lanes(twins)]
+            twins.train(3)
+            for group, before in zip(lanes(twins), issued, strict=True):
+                after = collectives_issued(group)
+                assert before is not None
+                assert after is not None
+                assert after >= before + 3 * 4  # of each of the units, in each step
+            assert twins.ctx.stats.order_checks == 3
+            if device == "cuda":
+                split = backend_of(twins.ctx.mesh.get_group(), device)
+                assert split.comm_split_count() > 0
 
 
 @DEVICES
-@pytest.mark.parametrize("layout", [None, Rows()], ids=["flat", "rows"])
-def test_training_is_right_and_travels(device: str, layout: LayoutRule | None) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_is_right_and_travels(device: str, layout: str) -> None:
     run_one(communicate, device, layout)
 
 
@@ -167,6 +179,47 @@ def register(device: str) -> str | None:
 @DEVICES
 def test_memory_is_registered_before_the_first_step(device: str) -> None:
     run_one(register, device)
+
+
+def save(device: str, folder: str) -> None:
+    """The writer's thread copies one piece, and then training goes on."""
+    copied: list[tuple[str, int, int, bool]] = []
+    copy = Copies.copy
+
+    def noting(copies: Copies, source: torch.Tensor) -> Landing:
+        streams = streams_of(source.device)
+        before = streams.current_device()
+        landing = copy(copies, source)
+        thread = threading.current_thread().name
+        copied.append((thread, before, streams.current_device(), landing.host.is_pinned()))
+        return landing
+
+    with one_rank(device) as make, patch.object(Copies, "copy", noting):
+        twins = make()
+        twins.train(2)
+        expected = [parameter.detach().to_local().cpu() for parameter in twins.model.parameters()]
+        stager = ShardStager(max_copied_bytes=0)  # none ahead of the writer
+        saving: Any = dcp.async_save(
+            {"model": twins.model.state_dict()},
+            storage_writer=SafeFileSystemWriter(folder),
+            async_stager=stager,
+            process_group=dist.new_group(backend="gloo"),
+        )
+        twins.train(2)
+        saving.upload_completion.result(30)
+        assert {pinned for *_, pinned in copied} == {True}
+        assert all(before == after for _, before, after, _ in copied)
+        assert threading.current_thread().name not in {thread for thread, *_ in copied}
+        dcp.load({"model": twins.model.state_dict()}, storage_reader=SafeFileSystemReader(folder))
+        for parameter, saved in zip(twins.model.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.detach().to_local().cpu(), saved, rtol=0, atol=0)
+
+
+@DEVICES
+def test_an_asynchronous_save_copies_in_a_thread_that_keeps_its_device(
+    device: str, tmp_path: Path
+) -> None:
+    run_one(save, device, str(tmp_path))
 
 
 def use_symmetric_memory(device: str) -> str | None:

@@ -73,13 +73,13 @@ class LaneGroups:
     def to_confirm(self) -> list[dist.ProcessGroup]:
         """Groups for confirmations that together connect all ranks of the mesh."""
         groups = (self.reduce, self.confirm_across)
-        return [group for group in groups if group is not None and group.size() > 1]
+        return [group for group in groups if group is not None and communicates(group)]
 
     @property
     def of_all(self) -> list[dist.ProcessGroup]:
         """Groups that together connect all ranks of the mesh: one for each of its dimensions."""
         groups = [self.reduce] if self.across is None else [self.reduce, self.across]
-        return [group for group in groups if group.size() > 1]
+        return [group for group in groups if communicates(group)]
 
 
 class GroupCache:
@@ -250,7 +250,9 @@ class GroupCache:
         """How many collectives this rank issued on each group, by the group's name; ``None`` where
         its backend does not count."""
         groups = [alive(group) for group in self._groups.values()]
-        return {group.group_name: collectives_issued(group) for group in groups if group.size() > 1}
+        return {
+            group.group_name: collectives_issued(group) for group in groups if communicates(group)
+        }
 
     @property
     def can_close(self) -> bool:

@@ -92,7 +92,7 @@ class Bucket:
         self.allocate(device, self.parameters)
         self.take(values)
         self.give_memory()
-        self.start = Start(values, self.version) if domain.mesh.size() > 1 else None
+        self.start = Start(values, self.version) if domain.communicates else None
         """Digests of what this rank sharded, until ranks have compared them."""
         self.part: KeptPart | None = None
         """The part of the full buffer that is kept until backward, if the unit asks for one."""

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_overlap.agreement.faults import Faults
 from fsdp_overlap.agreement.order_check import N_KINDS, OrderCheck, Subject
-from fsdp_overlap.comm.group_facts import can_close
+from fsdp_overlap.comm.group_facts import can_close, communicates
 from fsdp_overlap.comm.group_memory import GroupMemory
 from fsdp_overlap.comm.groups import GroupCache, LaneGroups
 from fsdp_overlap.comm.lanes import Lane, Ticket
@@ -135,6 +135,11 @@ class Domain:
         """The number of ranks that hold each shard."""
         return self.mesh.size(0) if self.mesh.ndim == 2 else 1
 
+    @cached_property
+    def communicates(self) -> bool:
+        """Whether anything travels among the ranks of the mesh."""
+        return any(map(communicates, self.mesh.get_all_groups()))
+
     @property
     def device_type(self) -> str:
         return self.mesh.device_type
@@ -164,7 +169,7 @@ class Domain:
         me = weakref.proxy(self)
         return OrderCheck(
             self.device,
-            self.mesh.size() > 1 and can_close(self.device.type, shard),
+            self.communicates and can_close(self.device.type, shard),
             lambda: me.groups.to_confirm,
             self.faults.explain_difference,
             self._stats.count_confirmation,
@@ -174,7 +179,7 @@ class Domain:
     def knows_gradients(self) -> bool:
         """Whether the end of backward knows which parameters have a gradient on some rank, without
         waiting for a GPU."""
-        return not has_streams(self.device) or self.mesh.size() == 1
+        return not has_streams(self.device) or not self.communicates
 
     @cached_property
     def tensor_mesh(self) -> DeviceMesh:
