@@ -92,6 +92,9 @@ class Allocator:
         """The first block of each expandable segment."""
         self._waiting: dict[frozenset[Queue], deque[_Held]] = {}
         """By the streams that used the blocks, in the order in which these were freed."""
+        self.may_ask = True
+        """Whether blocks are asked for that other streams used. While a graph is captured none are.
+        """
         self._end = 0
         """The first address that no segment has had."""
 
@@ -146,6 +149,8 @@ class Allocator:
 
     def put_back_what_is_done(self) -> None:
         """Asks of blocks that other streams used whether these are done with them."""
+        if not self.may_ask:
+            return
         for waiting in self._waiting.values():
             while waiting and waiting[0].is_done():
                 block, accesses, _ = waiting.popleft()
@@ -182,7 +187,7 @@ class Allocator:
 
     def _release(self, owner: Owner) -> None:
         for key, free in self._free.items():
-            mine: list[Block] = list(free) if key[0] is owner else []
+            mine = list(free) if key[0] is owner else []
             for block in mine:
                 if block.is_segment:
                     free.remove(block)
@@ -198,9 +203,15 @@ class Allocator:
 
     def forget_accesses(self, pool: MemPool) -> None:
         """Forgets what its former owners did to the free memory of ``pool``."""
-        for (owner, _, _), free in self._free.items():
-            for block in free if owner is pool else ():
-                block.last.clear()
+        for used, waiting in self._waiting.items():
+            mine = [held for held in waiting if held.block.pool is pool]
+            self._waiting[used] = deque(held for held in waiting if held.block.pool is not pool)
+            for held in mine:
+                self._put_back(held.block, ())
+        for free in self._free.values():
+            for block in free:
+                if block.pool is pool:
+                    block.last.clear()
 
     def count_peaks_anew(self) -> None:
         """From now on peaks are those of what follows."""
