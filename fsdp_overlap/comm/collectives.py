@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.comm.group_facts import backend_name, is_in_python
+from fsdp_overlap.comm.group_facts import backend_name, communicates, is_in_python
 from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.layout import BucketPlan, Plan
 from fsdp_overlap.tensor.carried import CARRIED, as_carried, carried_ranges
@@ -338,7 +338,7 @@ def all_reduce(
 
 def choose(device_type: str, group: dist.ProcessGroup, plan: BucketPlan) -> Collectives[BucketPlan]:
     """The fastest collectives known for ``plan`` on the backend of ``group`` on ``device_type``."""
-    if group.size() == 1:
+    if not communicates(group):
         return LocalCollectives()
     if device_type == "cpu" and backend_name(device_type, group) == "gloo":
         return GlooPairCollectives() if group.size() == 2 else GlooCollectives()

@@ -53,10 +53,20 @@ def backend_of(group: dist.ProcessGroup, device_type: str) -> Any:
         return None
 
 
+one_rank_communicates = False
+"""Whether a group of one rank runs collectives as others do. Tests set it, to try a backend on one
+device. Otherwise nothing travels there."""
+
+
+def communicates(group: dist.ProcessGroup) -> bool:
+    """Return whether anything travels on ``group``."""
+    return group.size() > 1 or one_rank_communicates
+
+
 def can_split(device_type: str, group: dist.ProcessGroup) -> bool:
     """Return whether ``group`` has a communicator on this device that another group's can be split
     from, as NCCL's. Splitting takes less time and memory than a new connection."""
-    is_there = has_streams(torch.device(device_type)) and group.size() > 1
+    is_there = has_streams(torch.device(device_type)) and communicates(group)
     return is_there and bool(getattr(backend_of(group, device_type), "supports_splitting", False))
 
 

@@ -13,6 +13,7 @@ from fsdp_overlap.comm.group_facts import (
     backend_name,
     can_close,
     collectives_issued,
+    communicates,
     connect,
     is_in_python,
     options_of,
@@ -291,7 +292,7 @@ class GroupCache:
             is_taken = any(group is other() for other in self._groups.values())
             is_needed = (is_taken and self.separate) or purpose in self.options
             is_needed &= not is_in_python(group, mesh.device_type)
-            if len(ranks) > 1 and (is_needed or can_close(mesh.device_type, group)):
+            if communicates(group) and (is_needed or can_close(mesh.device_type, group)):
                 group = self._borrow(purpose, group, ranks, mesh.device_type, purpose)
             self._groups[key] = ref(group)
         group = alive(self._groups[key])

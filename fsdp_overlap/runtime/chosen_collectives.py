@@ -18,6 +18,7 @@ from fsdp_overlap.comm.collectives import (
 )
 from fsdp_overlap.comm.custom_collectives import CustomCollectives, CustomComms
 from fsdp_overlap.comm.extension_gather import ExtensionGather
+from fsdp_overlap.comm.group_facts import communicates
 from fsdp_overlap.comm.quantized import (
     QuantizedGather,
     QuantizedReduction,
@@ -57,7 +58,7 @@ def chosen_collectives(
     parameters themselves do by ``extensions``."""
     flat = plan.packed if isinstance(plan, RowsPlan) else plan
     ranges: Collectives[BucketPlan] = choose(domain.device_type, group, flat)
-    is_alone = domain.shard_size == 1
+    is_alone = not communicates(group)
     is_custom = settings.comms != CustomComms()
     if policy is not None and not policy.applies_to(plan):
         policy = None

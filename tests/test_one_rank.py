@@ -1,0 +1,187 @@
+"""One rank whose collectives run on its backend all the same: NCCL's on one GPU.
+
+What one rank's training does without is tried here: communicators, their ends, and their memory.
+The same programs run on the modelled device, by the group that behaves as NCCL's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp_overlap.comm import group_facts
+from fsdp_overlap.comm.collectives import RaggedTensorCollectives
+from fsdp_overlap.comm.group_facts import backend_of, collectives_issued
+from fsdp_overlap.comm.symmetric_memory import SymmetricCollectives
+from fsdp_overlap.layout import LayoutRule, Rows
+from fsdp_overlap.modelled import ModelledDevice, running
+from fsdp_overlap.optim import AdamW
+from fsdp_overlap.runtime import chosen_collectives
+from support.modelled_twins import Trained
+from support.nccl_like import BACKEND, chosen_as_for_nccl
+from support.ranks import run_ranks
+from support.symmetric import Symmetric
+from support.twins import Twins
+
+DEVICES = pytest.mark.parametrize(
+    "device", ["modelled", pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+
+
+@contextmanager
+def one_rank(device: str, symmetric: bool = False) -> Iterator[Callable[..., Twins]]:
+    """Gives what makes twins on ``device``, whose one rank communicates."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(group_facts, "one_rank_communicates", True))
+        if device == "cuda":
+            yield lambda **options: Twins.of("layers", device=device, optimizer=AdamW, **options)
+            return
+        stack.enter_context(chosen_as_for_nccl())
+        found = stack.enter_context(running(ModelledDevice()))
+        if symmetric:
+            stack.enter_context(Symmetric())
+        yield lambda **options: Trained.of("layers", optimizer=AdamW, **options)
+        assert not found.findings, found.findings[0]
+
+
+def run_one(program: Callable[..., str | None], device: str, *args: Any) -> None:
+    """Runs ``program``, which returns a reason if the machine lacks what it needs."""
+    backend = "nccl" if device == "cuda" else BACKEND
+    [reason] = run_ranks(program, 1, device, *args, backend=backend)
+    if reason:
+        pytest.skip(reason)
+
+
+def lanes(twins: Twins) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    groups = twins.ctx.groups
+    assert groups.gather is not groups.reduce
+    return groups.gather, groups.reduce
+
+
+def all_use(twins: Twins, kind: type) -> bool:
+    buckets = [bucket for unit in twins.ctx.units for bucket in unit.buckets]
+    return all(isinstance(bucket.collectives, kind) for bucket in buckets)
+
+
+def forget_gradients(twins: Twins) -> None:
+    for optimizer in (twins.optimizer, twins.twin_optimizer):
+        optimizer.zero_grad()
+
+
+def communicate(device: str, layout: LayoutRule | None) -> None:
+    with one_rank(device) as make:
+        twins = make(**({} if layout is None else {"layout": layout}))
+        twins.ctx.settle()
+        issued = [collectives_issued(group) for group in lanes(twins)]
+        twins.train(3)
+        for group, before in zip(lanes(twins), issued, strict=True):
+            after = collectives_issued(group)
+            assert before is not None
+            assert after is not None
+            assert after >= before + 3 * 4  # of each of the units, in each step
+        if device == "cuda":
+            split = backend_of(twins.ctx.mesh.get_group(), device)
+            assert split.comm_split_count() > 0
+
+
+@DEVICES
+@pytest.mark.parametrize("layout", [None, Rows()], ids=["flat", "rows"])
+def test_training_is_right_and_travels(device: str, layout: LayoutRule | None) -> None:
+    run_one(communicate, device, layout)
+
+
+def travel_in_lists(device: str) -> None:
+    """One rank's ranges are equal, so torch makes no group of them here; the calls are the same."""
+    ragged = patch.object(chosen_collectives, "choose", lambda *_: RaggedTensorCollectives())
+    with ragged, one_rank(device) as make:
+        twins = make()
+        twins.train(3)
+        assert all_use(twins, RaggedTensorCollectives)
+
+
+@DEVICES
+def test_lists_travel_asynchronously(device: str) -> None:
+    run_one(travel_in_lists, device)
+
+
+def reset(device: str) -> None:
+    with one_rank(device) as make:
+        twins = make()
+        twins.train(2)
+        before = lanes(twins)
+        twins.ctx.domains[0].group_cache.abort(before[1].group_name)
+        twins.ctx.reset()
+        forget_gradients(twins)
+        twins.train(2)
+        after = lanes(twins)
+        assert after[0] is before[0]
+        assert after[1] is not before[1]
+
+
+@DEVICES
+def test_after_an_abort_and_a_reset_a_new_group_is_used(device: str) -> None:
+    run_one(reset, device)
+
+
+def destroy(device: str) -> None:
+    with one_rank(device) as make:
+        for _ in range(3):
+            twins = make()
+            twins.train(1)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            _, reduce = lanes(twins)
+            del twins
+            dist.destroy_process_group(reduce)
+
+
+@DEVICES
+def test_groups_are_destroyed_and_made(device: str) -> None:
+    run_one(destroy, device)
+
+
+def register(device: str) -> str | None:
+    """Before any step: the communicators are there when the memory is."""
+    with one_rank(device) as make:
+        twins = make()
+        for unit in twins.ctx.units:
+            try:
+                unit.modules[0].set_allocate_memory_from_process_group_for_comm(True)
+            except ValueError as error:
+                return str(error)
+        twins.train(3)
+        assert any(domain._memories for domain in twins.ctx.domains)
+        twins.ctx.domains[0].group_cache.abort(lanes(twins)[1].group_name)
+        twins.ctx.reset()
+        forget_gradients(twins)
+        twins.train(2)
+    return None
+
+
+@DEVICES
+def test_memory_is_registered_before_the_first_step(device: str) -> None:
+    run_one(register, device)
+
+
+def use_symmetric_memory(device: str) -> str | None:
+    with one_rank(device, symmetric=True) as make:
+        twins = make()
+        for unit in twins.ctx.units:
+            try:
+                unit.modules[0].set_symm_mem_for_comm()
+            except ValueError as error:
+                return str(error)
+        twins.train(3)
+        assert all_use(twins, SymmetricCollectives)
+    return None
+
+
+@DEVICES
+def test_symmetric_memory(device: str) -> None:
+    run_one(use_symmetric_memory, device)
