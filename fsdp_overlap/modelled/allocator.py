@@ -7,7 +7,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import NamedTuple
 
 from fsdp_overlap.modelled.memory import Access
@@ -56,7 +55,7 @@ class Block:
     before: Block | None = None
     after: Block | None = None
     last: dict[int, Access] = field(default_factory=dict)
-    """While the block is free: the last access of each queue by its former owners."""
+    """Since the block was freed: the last access of each queue by its former owners."""
 
     @property
     def pool(self) -> MemPool | None:
@@ -71,7 +70,6 @@ class _Held(NamedTuple):
     """A block that other streams used when it was freed. ``is_done`` tells when they have."""
 
     block: Block
-    accesses: list[Access]
     is_done: Callable[[], bool]
 
 
@@ -92,6 +90,11 @@ class Allocator:
         """The first block of each expandable segment."""
         self._waiting: dict[frozenset[Queue], deque[_Held]] = {}
         """By the streams that used the blocks, in the order in which these were freed."""
+        self.may_ask = True
+        """Whether blocks are asked for that other streams used. While a graph is captured none are.
+        """
+        self._unsafe: dict[tuple[Owner, int, bool], dict[Block, None]] = {}
+        """Those of them that streams may use when the recorded ones are done."""
         self._end = 0
         """The first address that no segment has had."""
 
@@ -111,10 +114,9 @@ class Allocator:
         last: dict[int, Access] = {}
         for block in fitting:
             _merge(last, block.last)
-        for held in chain.from_iterable(self._waiting.values()):
-            if _key(held.block) == key and held.block.nbytes >= nbytes:
-                for access in held.accesses:
-                    _merge(last, {access.stamp.queue: access})
+        for block in self._unsafe.get(key, ()):
+            if block.nbytes >= nbytes:
+                _merge(last, block.last)
         if fitting:
             block = min(fitting, key=lambda block: block.nbytes)
             free.remove(block)
@@ -139,17 +141,24 @@ class Allocator:
         """Frees ``block``. ``accesses`` to its memory may not be done yet. If other streams have
         ``used`` it, nobody gets it before a later allocation finds that ``is_done``."""
         self.allocated -= block.nbytes
-        if used:
-            self._waiting.setdefault(used, deque()).append(_Held(block, list(accesses), is_done))
-        else:
-            self._put_back(block, accesses)
+        for access in accesses:
+            _merge(block.last, {access.stamp.queue: access})
+        if not used:
+            self._put_back(block)
+            return
+        self._waiting.setdefault(used, deque()).append(_Held(block, is_done))
+        if any(queue != block.stream for queue in block.last):
+            self._unsafe.setdefault(_key(block), {})[block] = None
 
     def put_back_what_is_done(self) -> None:
         """Asks of blocks that other streams used whether these are done with them."""
+        if not self.may_ask:
+            return
         for waiting in self._waiting.values():
             while waiting and waiting[0].is_done():
-                block, accesses, _ = waiting.popleft()
-                self._put_back(block, accesses)
+                block = waiting.popleft().block
+                self._unsafe.get(_key(block), {}).pop(block, None)
+                self._put_back(block)
 
     def _owner(self, pool: MemPool | None) -> Owner:
         if pool is None:
@@ -159,11 +168,9 @@ class Allocator:
             weakref.finalize(pool, self._release, owner).atexit = False
         return owner
 
-    def _put_back(self, block: Block, accesses: Iterable[Access]) -> None:
+    def _put_back(self, block: Block) -> None:
         free = self._free[_key(block)]
         block.is_free = True
-        for access in accesses:
-            _merge(block.last, {access.stamp.queue: access})
         for other in (block.before, block.after):
             if other is not None and other.is_free:
                 free.remove(other)
@@ -182,7 +189,7 @@ class Allocator:
 
     def _release(self, owner: Owner) -> None:
         for key, free in self._free.items():
-            mine: list[Block] = list(free) if key[0] is owner else []
+            mine = list(free) if key[0] is owner else []
             for block in mine:
                 if block.is_segment:
                     free.remove(block)
@@ -198,9 +205,16 @@ class Allocator:
 
     def forget_accesses(self, pool: MemPool) -> None:
         """Forgets what its former owners did to the free memory of ``pool``."""
-        for (owner, _, _), free in self._free.items():
-            for block in free if owner is pool else ():
-                block.last.clear()
+        for used, waiting in self._waiting.items():
+            mine = [held for held in waiting if held.block.pool is pool]
+            self._waiting[used] = deque(held for held in waiting if held.block.pool is not pool)
+            for held in mine:
+                self._unsafe.get(_key(held.block), {}).pop(held.block, None)
+                self._put_back(held.block)
+        for free in self._free.values():
+            for block in free:
+                if block.pool is pool:
+                    block.last.clear()
 
     def count_peaks_anew(self) -> None:
         """From now on peaks are those of what follows."""

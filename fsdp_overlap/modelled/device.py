@@ -321,10 +321,10 @@ class ModelledDevice:
             self.run(operation)
         finally:
             self.current = caller
-        if not stream.is_captured:  # nobody may ask then
-            self._in_flight = {each for each in self._in_flight if not self.is_done(each.moment)}
         enqueued = Enqueued(self, self.mark(stream), (*reads, *writes))
-        self._in_flight.add(enqueued)
+        if not stream.is_captured:  # else nobody may ask
+            self._in_flight = {each for each in self._in_flight if not self.is_done(each.moment)}
+            self._in_flight.add(enqueued)
         return enqueued
 
     def pass_barrier(self) -> None:

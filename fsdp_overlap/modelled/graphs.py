@@ -146,6 +146,7 @@ class Capture:
         self._random = torch.get_rng_state()
         self._issued = len(device.issued)
         self._patches = ExitStack()
+        self._patches.enter_context(patch.object(device.allocator, "may_ask", False))
         self._join(self.origin)
         for name in ("run", "mark", "wait", "wait_on_host", "is_done", "check_is_there", "_give"):
             original = getattr(device, name)
