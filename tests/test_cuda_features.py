@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from fsdp_overlap import FsdpContext, WirePolicy, fully_shard
 from fsdp_overlap.comm import group_facts
@@ -25,6 +25,7 @@ from support.hostile_lanes import RANKS, HostileLane
 from support.modelled import Program
 from support.nccl_like import BACKEND, chosen_as_for_nccl
 from support.ranks import expect_rank_errors, run_ranks
+from support.simulated import WORLD, simulate
 from support.zoo import Model
 
 Feature = Callable[[str], tuple[Program, Callable[[], None]]]
@@ -72,6 +73,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gathered in 8 bits": {"shard_options": {"wire_policy": WirePolicy(torch.float8_e4m3fn)}},
     "extension": {"build": partial(with_matrices_of, Rounded, Model), "layout": Rows()},
     "checkpointed": {"name": "checkpointed"},
+    "offload": {"shard_options": {"offload_policy": CPUOffloadPolicy()}},
     "mesh of two dimensions": {"dims": (RANKS, 1)},
 }
 
@@ -119,9 +121,15 @@ def ready(device: str) -> Iterator[None]:
         assert not found.findings, found.findings[0]
 
 
+# Of offloaded parameters: an edit waits for the gather that reads them, and the end of backward for
+# their gradients. Both wait for events, which CUDA's mode does not look at.
+OFFLOADED_WAITS = ("wait_on_host", "in wait")
+
+
 @contextmanager
-def no_waits(device: str) -> Iterator[None]:
-    """A wait of the host for the device is an error."""
+def no_waits(device: str, but: tuple[str, ...] = ()) -> Iterator[None]:
+    """A wait of the host for the device is an error, unless it is in a function of ``but``. Those
+    on the modelled device must be there."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
@@ -130,9 +138,14 @@ def no_waits(device: str) -> Iterator[None]:
         finally:
             torch.cuda.set_sync_debug_mode("default")
         return
+    if device == "cpu":
+        yield
+        return
     active().syncs.clear()
     yield
-    assert not active().syncs, list(map(str, active().syncs))
+    waits = list(map(str, active().syncs))
+    assert [wait for wait in waits if not wait.endswith(but)] == []
+    assert all(any(wait.endswith(name) for wait in waits) for name in but)
 
 
 def run_ahead(device: str, name: str, reads: bool = False) -> None:
@@ -141,7 +154,7 @@ def run_ahead(device: str, name: str, reads: bool = False) -> None:
         program, step = FEATURES[name](device)
         for _ in range(3):
             step()
-        with no_waits(device):
+        with no_waits(device, OFFLOADED_WAITS if name == "offload" else ()):
             for _ in range(2):
                 step()
                 if reads:
@@ -166,8 +179,33 @@ def test_a_wait_is_found(device: str) -> None:
     expect_rank_errors(run_ahead, RANKS, device, "AdamW", True, backend=backend, match=match)
 
 
-def parameters_after(name: str, late_compute: bool | None) -> list[torch.Tensor]:
-    program, step = FEATURES[name]("cuda")
+SIMULATED: dict[str, dict[str, Any]] = {
+    "flat": {"dims": (WORLD,)},
+    "copies": {"dims": (2, 2)},
+    "divided copies": {"dims": (2, 2), "divide_copies": True},
+    "kept parts": {"dims": (WORLD,), "shard_options": {"reshard_after_forward": 2}},
+    "Muon": {"dims": (WORLD,), "optimizer": Muon},
+}
+"""What one rank does without."""
+
+
+def run_ahead_of_others(device: str, link: object, name: str) -> None:
+    _, step = steps(device, **SIMULATED[name])
+    for _ in range(3):
+        step()
+    with no_waits(device):
+        for _ in range(2):
+            step()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", SIMULATED)
+def test_the_host_waits_nowhere_among_simulated_ranks(device: str, name: str) -> None:
+    simulate(run_ahead_of_others, device, name)
+
+
+def parameters_after(device: str, name: str, late_compute: bool | None) -> list[torch.Tensor]:
+    program, step = FEATURES[name](device)
     if late_compute is not None:
         program.ctx.lane_factory = lambda lane, device: HostileLane(device, late_compute)
     for _ in range(3):
@@ -175,16 +213,20 @@ def parameters_after(name: str, late_compute: bool | None) -> list[torch.Tensor]
     return [parameter.detach().to_local().cpu() for parameter in program.model.parameters()]
 
 
-def poison(name: str) -> None:
+def poison(device: str, name: str) -> None:
     """Full buffers hold NaN when they are allocated and when they are freed."""
-    with ready("cuda"):
-        expected = parameters_after(name, None)
-        for late_compute in (False, True):
-            for found, wanted in zip(parameters_after(name, late_compute), expected, strict=True):
-                torch.testing.assert_close(found, wanted)
+    with ready(device):
+        expected = parameters_after(device, name, None)
+        for late_compute in (False, True) if device == "cuda" else (False,):
+            found = parameters_after(device, name, late_compute)
+            for one, wanted in zip(found, expected, strict=True):
+                assert one.isfinite().all()
+                torch.testing.assert_close(one, wanted)
 
 
-@pytest.mark.gpu
+@DEVICES
 @pytest.mark.parametrize("name", FEATURES)
-def test_nothing_reads_memory_before_it_is_filled_or_after_it_is_freed(name: str) -> None:
-    run_ranks(poison, RANKS, name, backend="nccl")
+def test_nothing_reads_memory_before_it_is_filled_or_after_it_is_freed(
+    device: str, name: str
+) -> None:
+    run_ranks(poison, RANKS, device, name, backend="nccl" if device == "cuda" else BACKEND)

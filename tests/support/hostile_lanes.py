@@ -18,7 +18,8 @@ CYCLES = 2_000_000
 
 def late() -> None:
     """Makes what is enqueued next on the current stream late."""
-    torch.cuda._sleep(CYCLES)
+    if torch.cuda.is_available():  # else a device stands in, on which only orders count
+        torch.cuda._sleep(CYCLES)
 
 
 class LateTicket:
@@ -49,7 +50,7 @@ class HostileLane(StreamLane):
 
     def allocate(self, label: str, buffer: FlatBuffer) -> None:
         super().allocate(label, buffer)
-        with torch.cuda.stream(self.stream):
+        with self._streams.stream(self.stream):
             buffer.flat.fill_(torch.nan)
 
     def enqueue(
@@ -62,13 +63,13 @@ class HostileLane(StreamLane):
     ) -> Ticket:
         if self.late_compute:
             return LateTicket(super().enqueue(kind, label, issue, accept, nbytes))
-        with torch.cuda.stream(self.stream):
+        with self._streams.stream(self.stream):
             late()
         return super().enqueue(kind, label, issue, accept, nbytes)
 
     def free(self, label: str, buffer: FlatBuffer, after: Mark, waits: bool = True) -> None:
         if after is not None:
             self.stream.wait_event(after)
-        with torch.cuda.stream(self.stream):
+        with self._streams.stream(self.stream):
             buffer.flat.fill_(torch.nan)
         super().free(label, buffer, None)
