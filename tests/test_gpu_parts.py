@@ -115,3 +115,37 @@ def test_tests_that_do_not_run_have_failed(tmp_path: Path, chosen: str, error: s
     part = gpu_suite.run_tests(args, "tests", 100, [file, "-k", chosen, f"--rootdir={tmp_path}"])
     assert part["status"] == ("failed" if error else "passed"), part
     assert error in part.get("error", "")
+
+
+def test_memcheck_fails_by_what_the_tool_says_and_says_where_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "test_some.py").write_text("def test_passes(): pass\n")
+    monkeypatch.setattr(gpu_suite, "MEMCHECKED", [str(tmp_path), f"--rootdir={tmp_path}"])
+    args = argparse.Namespace(device="cpu", out=tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    part = gpu_suite.run_memcheck(args, "memcheck", 100)
+    assert part["status"] == "passed", part
+    assert "without compute-sanitizer" in part["page"]
+    tool = tmp_path / "compute-sanitizer"
+    for errors, status in ((0, "passed"), (2, "failed")):
+        # The options come first.
+        lines = "#!/bin/sh", 'shift 6; "$@"', f'echo "===== ERROR SUMMARY: {errors} errors"'
+        tool.write_text("\n".join(lines))
+        tool.chmod(0o755)
+        part = gpu_suite.run_memcheck(args, "memcheck", 100)
+        assert part["status"] == status, part
+        assert "under memcheck" in part["page"]
+
+
+def test_optional_parts_run_only_where_they_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["gpu_suite.py"])
+    assert not set(gpu_suite.OPTIONAL) & set(gpu_suite.parse().parts)
+    monkeypatch.setattr("sys.argv", ["gpu_suite.py", "--parts", "two_ranks", "memcheck"])
+    assert gpu_suite.parse().parts == ["two_ranks", "memcheck"]
+    monkeypatch.setattr("sys.argv", ["gpu_suite.py", "--parts", "memcheck", "--device", "cpu"])
+    with pytest.raises(SystemExit):
+        gpu_suite.parse()
+    versions = {"2.28.9": False, "2.30.7": True, "3.0.1": True, None: False}
+    found = {version: gpu_suite.has_ranks_on_one_gpu(version) for version in versions}
+    assert found == versions

@@ -8,12 +8,18 @@
     tests      the tests marked gpu: at one rank with NCCL, and on simulated ranks
     sanitizer  training again under CUDA's stream sanitizer, which finds unordered accesses
 
-All but the last two run on simulated ranks alone (`simulated_ranks.py` says what these are and are
-not). Takes less than ten minutes and no network. Each part is a process of its own with a time
+and, only where `--parts` names them:
+
+    memcheck   training without torch's caching allocator, so that a read of freed memory is a
+               fault; under compute-sanitizer if that is on PATH
+    two_ranks  training of two ranks with NCCL on one GPU, which takes NCCL 2.30
+
+All from parity to speed run on simulated ranks alone (`simulated_ranks.py` says what these are and
+are not). Takes less than ten minutes and no network. Each part is a process of its own with a time
 limit, and one that fails does not stop the next. `--out` then holds results.json, summary.md, the
 traces and what the tests wrote; what a part found is written as it is found.
 
-Ends with 0 if all parts passed, 1 if not, 2 without a GPU.
+Ends with 0 if no part failed, 1 if not, 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -25,6 +31,7 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -49,7 +56,11 @@ LIMITS = {
     "speed": 140,
     "tests": 270,
     "sanitizer": 90,
+    "memcheck": 300,
+    "two_ranks": 150,
 }
+OPTIONAL = ("memcheck", "two_ranks")
+"""Parts that run only where they are asked for."""
 BUDGET = 560
 """Seconds for all parts. A part gets no more than is left."""
 STACKS_SECONDS = 2.0
@@ -68,6 +79,20 @@ DRIVER = "driver_version,memory.total,clocks.max.sm,clocks.max.mem,power.limit,p
 # Those that keep the lanes and compute busy with torch's own kernels, which alone it knows.
 SANITIZED = "tests/test_cuda.py -m gpu -k".split() + ["unsharded or stages or wait_for_each_other"]
 SANITIZE = {"FSDP_OVERLAP_CUDA_SANITIZER": "1"}  # see tests/support/ranks.py
+
+# Few: each allocation waits for the GPU, and memcheck looks at each access.
+MEMCHECKED = "tests/test_cuda.py -m gpu -k".split() + ["training_on_gpus and (layers or nested)"]
+UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+MEMCHECK = "compute-sanitizer --tool memcheck --target-processes all --error-exitcode 1".split()
+
+# The first that hangs ends the part: others would, too.
+BY_TWO_RANKS = "tests/test_cuda.py -m gpu -x -k".split()
+BY_TWO_RANKS += ["collectives_of_nccl or (training_on_gpus and layers) or raised or clipped"]
+TWO_RANKS = {
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    "NCCL_MAX_CTAS": "8",  # so that the kernels of both find room
+    "FSDP_OVERLAP_RANKS_ON_GPUS": "2",  # see tests/support/hostile_lanes.py
+}
 
 # What the suite is tried out with where there is no GPU: workers start, and simulated ranks train.
 TRIED_OUT = "tests/test_simulated_ranks.py -k train_as_the_unsharded_model".split()
@@ -122,12 +147,19 @@ def main() -> None:
             part = run_tests(args, name, limit, tests_of(args.device))
         elif name == "sanitizer":
             part = run_tests(args, name, limit, SANITIZED, SANITIZE)
+        elif name == "memcheck":
+            part = run_memcheck(args, name, limit)
+        elif name == "two_ranks" and not has_ranks_on_one_gpu(about["nccl"]):
+            reason = f"NCCL {about['nccl']} refuses two ranks on one GPU; 2.30 or newer takes them"
+            part = {"status": "skipped", "error": reason}
+        elif name == "two_ranks":
+            part = run_tests(args, name, limit, BY_TWO_RANKS, TWO_RANKS)
         else:
             part = run_part(context, name, args, limit, note)
         note(part)
         print(f"{name}: {part['status']}, {part['seconds']:.0f} s", flush=True)
     print(f"\n{summary_of(results)}\n{args.out / 'results.json'} and summary.md")
-    failed = [name for name, part in results["parts"].items() if part["status"] != "passed"]
+    failed = [name for name, part in results["parts"].items() if part["status"] == "failed"]
     raise SystemExit(1 if failed else 0)
 
 
@@ -154,16 +186,20 @@ def parse() -> argparse.Namespace:
         "--out", type=Path, default=Path("runs/gpu_suite"), help="folder for its files"
     )
     parser.add_argument(
-        "--parts", nargs="+", choices=LIMITS, help="these alone, in this order (default: all)"
+        "--parts",
+        nargs="+",
+        choices=LIMITS,
+        help="these alone, in this order (default: all but " + ", ".join(OPTIONAL) + ")",
     )
     parser.add_argument(
         "--budget", type=float, default=BUDGET, help="seconds for all parts (default: %(default)s)"
     )
     args = parser.parse_args()
-    if args.device == "cpu" and "sanitizer" in (args.parts or ()):
-        parser.error("--device cpu has no part sanitizer: it looks at streams of CUDA")
-    # Without CUDA nothing runs under its sanitizer.
-    args.parts = args.parts or [n for n in LIMITS if args.device == "cuda" or n != "sanitizer"]
+    of_cuda = {"sanitizer", *OPTIONAL}
+    if args.device == "cpu" and (found := of_cuda.intersection(args.parts or ())):
+        parser.error(f"--device cpu has no part {min(found)}: it runs on CUDA alone")
+    left_out = of_cuda if args.device == "cpu" else OPTIONAL
+    args.parts = args.parts or [name for name in LIMITS if name not in left_out]
     return args
 
 
@@ -263,21 +299,40 @@ def tests_marked_gpu() -> list[str]:
     return [str(path.relative_to(ROOT)) for path in tests if "pytest.mark.gpu" in path.read_text()]
 
 
+def has_ranks_on_one_gpu(nccl: str | None) -> bool:
+    return nccl is not None and tuple(map(int, nccl.split(".")[:2])) >= (2, 30)
+
+
+def run_memcheck(args: argparse.Namespace, name: str, limit: float) -> dict[str, Any]:
+    """As :func:`run_tests`; the page says whether memcheck looked at each access."""
+    has_tool = shutil.which(MEMCHECK[0]) is not None
+    part = run_tests(args, name, limit, MEMCHECKED, UNCACHED, MEMCHECK if has_tool else ())
+    looked = "under memcheck" if has_tool else f"without {MEMCHECK[0]}, which is not on PATH"
+    log = args.out / f"{name}.txt"
+    # Those that workers made, whose exit codes nobody sees.
+    found = re.findall(r"^=+ (?:Invalid|ERROR SUMMARY: [1-9]).*", log.read_text(), re.MULTILINE)
+    if found:
+        part |= {"status": "failed", "error": f"{log}: {found[0]}"}
+    return part | {"page": f"{part['page']}\n\nWithout caching, {looked}."}
+
+
 def run_tests(
     args: argparse.Namespace,
     name: str,
     limit: float,
     chosen: Sequence[str],
     env: Mapping[str, str] | None = None,
+    under: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The tests that `chosen` chooses. If all are skipped the part has failed."""
+    """The tests that `chosen` chooses, by a Python that the command `under` runs. If all are
+    skipped the part has failed."""
     # Not strict about options of plugins, which a machine without network may lack.
     options = "-q -o addopts=-rfE -p no:cacheprovider --color=no".split()
     options += [
         "-o",
         f"faulthandler_timeout={max(5.0, limit - 20):.0f}",
     ]  # a hang leaves its stacks
-    command = [sys.executable, "-m", "pytest", *options, *chosen]
+    command = [*under, sys.executable, "-m", "pytest", *options, *chosen]
     log = args.out / f"{name}.txt"
     with log.open("w") as file:
         try:
@@ -293,14 +348,17 @@ def run_tests(
             done = None
     lines = log.read_text().splitlines() or ["no output"]
     failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    page = "\n".join([f"`{lines[-1].strip('= ')}`", *(f"- {line}" for line in failures)])
+    # What it runs under may have the last word.
+    ends = [line for line in lines if re.search(r"\d+ \w+.* in \d.*s\b", line)]
+    last = (ends or lines)[-1]
+    page = "\n".join([f"`{last.strip('= ')}`", *(f"- {line}" for line in failures)])
     if done is None:
         error = f"not done in {limit:.0f} s; {log} has a dot for each that passed"
         return {"status": "failed", "error": error, "page": page}
     if done.returncode:
         return {"status": "failed", "error": f"pytest ended with {done.returncode}", "page": page}
-    if not re.search(r"[1-9]\d* passed", lines[-1]):
-        return {"status": "failed", "error": f"no test ran: {lines[-1]}", "page": page}
+    if not re.search(r"[1-9]\d* passed", last):
+        return {"status": "failed", "error": f"no test ran: {last}", "page": page}
     return {"status": "passed", "page": page}
 
 

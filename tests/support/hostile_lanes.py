@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,10 @@ from fsdp_overlap.comm.collectives import Issued
 from fsdp_overlap.comm.lanes import Mark, StreamLane, Ticket
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 
-RANKS = max(1, min(2, torch.cuda.device_count()))
+RANKS = int(os.environ.get("FSDP_OVERLAP_RANKS_ON_GPUS", 0)) or max(
+    1, min(2, torch.cuda.device_count())
+)
+"""Ranks of tests with NCCL. The variable has several share a GPU."""
 # About a millisecond, long enough for compute to come first wherever nothing holds it up.
 CYCLES = 2_000_000
 
