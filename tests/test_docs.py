@@ -125,6 +125,7 @@ def test_the_readme_is_short_and_says_at_its_top_that_no_gpu_was_measured() -> N
     first_screen = "\n".join(text.splitlines()[:15])
     assert "**Not measured yet: a GPU.**" in first_screen
     assert "(docs/modelled_device.md)" in first_screen
+    assert "(docs/gpu.md)" in first_screen
 
 
 def train_by_the_readme() -> None:
@@ -212,6 +213,8 @@ def test_every_printed_command_has_its_script_and_options(page: Path) -> None:
         source = path.read_text()
         if script == "scripts/train.sh":
             source = (ROOT / "fsdp_overlap" / "cli" / "main.py").read_text() + "--help"
+        if script == "scripts/gpu_suite.sh":
+            source += (ROOT / "scripts" / "bench" / "gpu_suite.py").read_text()
         if "loopback.parse(" in source:
             source += (path.parent / "harness" / "loopback.py").read_text()
         if "add_outputs(parser)" in source:

@@ -54,7 +54,7 @@ LIMITS = {
     "memory": 40,
     "training": 140,
     "speed": 140,
-    "tests": 270,
+    "tests": 330,
     "sanitizer": 90,
     "memcheck": 300,
     "two_ranks": 150,
