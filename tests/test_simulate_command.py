@@ -13,8 +13,8 @@ import transformers
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from fsdp_overlap.simulating import Costs, Device, Fabric, Prediction, Training, simulate
-from fsdp_overlap.simulating.training import CHECKPOINTING
+from fsdp_overlap.simulator import Costs, Device, Fabric, Prediction, Training, simulate
+from fsdp_overlap.simulator.training import CHECKPOINTING
 from support.cli_runs import run_main
 
 WIDTH, BLOCKS, VOCABULARY = 64, 4, 100

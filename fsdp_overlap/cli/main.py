@@ -310,7 +310,7 @@ def simulate(
     ] = None,
 ) -> None:
     """Predict a training step on many GPUs, which need not be there: its time, its memory, and what
-    communication it waits for. Runs the library's own schedule on modelled time. --best looks for
+    communication it waits for. Runs the library's own schedule on emulated time. --best looks for
     the fastest way to do the step, and prints it as code."""
     # Gives torch one more kind of device.
     from fsdp_overlap.cli.simulate import Asked, predict

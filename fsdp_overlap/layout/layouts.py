@@ -41,9 +41,9 @@ class Flat:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class BlockAtomic:
     """Parameters are cut only at multiples of ``rows`` of their first dimension. A parameter's last
-    block may be short. For block-quantized states and kernels; ``Blocks(rows=1)`` is row sharding.
+    block may be short. For block-quantized states and kernels; ``BlockAtomic(rows=1)`` is row sharding.
 
     Raises:
         ValueError: ``rows`` is not positive.
@@ -53,7 +53,7 @@ class Blocks:
 
     def __post_init__(self) -> None:
         if type(self.rows) is not int or self.rows < 1:
-            raise ValueError(f"Blocks(rows={self.rows!r}): rows must be an int of at least 1")
+            raise ValueError(f"BlockAtomic(rows={self.rows!r}): rows must be an int of at least 1")
 
     def grain(self, spec: ParamSpec) -> int:
         return max(1, self.rows * prod(spec.shape[1:]))
@@ -63,7 +63,7 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Rows:
+class PerTensor:
     """Each parameter is cut along its first dimension into as many chunks as there are ranks, as
     FSDP2 cuts it. Sharded parameters are then DTensors placed as ``Shard(0)``, of which each rank
     has some rows, and all that works on FSDP2's parameters works on them.
@@ -81,7 +81,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Whole:
+class TensorAtomic:
     """No matrix is cut: each has one owner. For Muon and other optimizers of whole matrices.
 
     Three kinds of parameters are cut anywhere: those of less than two dimensions, embeddings, and
@@ -108,11 +108,13 @@ class Whole:
     def __post_init__(self) -> None:
         if type(self.padding) not in (int, float) or not self.padding >= 0:
             raise ValueError(
-                f"Whole(padding={self.padding!r}): padding must be a fraction of at least 0, such "
+                f"TensorAtomic(max_padding={self.padding!r}): padding must be a fraction of at least 0, such "
                 "as 0.25; math.inf makes shards equal at any cost"
             )
         if type(self.cut) is not tuple or any(type(pattern) is not str for pattern in self.cut):
-            raise TypeError(f"Whole(cut={self.cut!r}): cut must be a tuple of names or patterns")
+            raise TypeError(
+                f"TensorAtomic(split={self.cut!r}): cut must be a tuple of names or patterns"
+            )
 
     def grain(self, spec: ParamSpec) -> int:
         return max(1, prod(spec.shape[-2:])) if self._has_matrices(spec) else 1
@@ -140,7 +142,7 @@ def layout_for(rule: LayoutRule, spec: ParamSpec) -> Layout:
     layout = rule(spec.fqn, spec) if callable(rule) else rule
     if not hasattr(layout, "grain"):
         raise TypeError(
-            f"the layout of parameter {spec.fqn!r} is {layout!r}; use Flat(), Rows(), "
-            "Blocks(rows=...) or Whole()"
+            f"the layout of parameter {spec.fqn!r} is {layout!r}; use Flat(), PerTensor(), "
+            "BlockAtomic(rows=...) or TensorAtomic()"
         )
     return layout
