@@ -83,8 +83,8 @@ class FsdpModule(GradientVerbs, fsdp2.FSDPModule):
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
         """Whether reductions run on a process group of their own, beside all-gathers. They do by
-        default, unless the context was made with ``separate_reduce_scatter_group=False``. Call it on every rank
-        of the mesh, between iterations."""
+        default, unless the context was made with ``separate_reduce_scatter_group=False``. Call it
+        on every rank of the mesh, between iterations."""
         for unit in self._units(recurse):
             unit.settings.separates_reductions = enable
             context_of(unit).unsettle()

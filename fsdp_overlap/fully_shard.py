@@ -80,16 +80,17 @@ def fully_shard(
 
     Call it on inner modules first, then on the module around them, with one context. A unit owns
     the parameters of ``module``'s subtree that no inner unit owns. They become ``RaggedDTensor``
-    parameters, in place, or under the layout ``PerTensor()`` DTensors as FSDP2's are. A parameter may be
-    a DTensor already, over another dimension of the mesh, as tensor parallelism makes it. It then
-    lies over both dimensions, and compute sees the DTensor. Or it lies over all dimensions of the
-    mesh, of which ``dp_mesh_dims`` names those of data parallelism. Under ``PerTensor()`` its class may
-    have FSDP2's ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``. Every rank must hold the same
-    values before, and must call this in the same order. A model that was built on the meta device
-    gets memory by ``model.to_empty(device=...)`` afterwards, and only for its shards. If the layout
-    keeps matrices whole, the call on the module around all units is collective: ranks compare their
-    plans. If :meth:`FsdpContext.plan` was not called, it plans all units together. It may move
-    shards, and their parameters are new objects then: make the optimizer after it.
+    parameters, in place, or under the layout ``PerTensor()`` DTensors as FSDP2's are. A parameter
+    may be a DTensor already, over another dimension of the mesh, as tensor parallelism makes it.
+    It then lies over both dimensions, and compute sees the DTensor. Or it lies over all dimensions
+    of the mesh, of which ``dp_mesh_dims`` names those of data parallelism. Under ``PerTensor()``
+    its class may have FSDP2's ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``. Every rank must
+    hold the same values before, and must call this in the same order. A model that was built on
+    the meta device gets memory by ``model.to_empty(device=...)`` afterwards, and only for its
+    shards. If the layout keeps matrices whole, the call on the module around all units is
+    collective: ranks compare their plans. If :meth:`FsdpContext.plan` was not called, it plans all
+    units together. It may move shards, and their parameters are new objects then: make the
+    optimizer after it.
 
     A list of modules, such as ``[norm, head]``, becomes one unit, and what they own travels
     together. It is whole from the moment the first of them runs until each has run, and at the
@@ -116,8 +117,8 @@ def fully_shard(
             all ranks frees them.
         shard_placement_fn: gives some parameters a mesh of their own, by returning a
             ``ShardPlacementResult``, as FSDP2's own take it. ``None`` and ``Shard(0)`` change
-            nothing: the context's ``layout`` decides where parameters are cut. Under ``PerTensor()``,
-            ``Shard(d)`` chooses the dimension.
+            nothing: the context's ``layout`` decides where parameters are cut. Under
+            ``PerTensor()``, ``Shard(d)`` chooses the dimension.
         mp_policy: the dtypes of compute, of the reduction, of inputs and of outputs. Sharded
             parameters and their gradients keep the dtype they have. Without a ``reduce_dtype``,
             gradients are reduced in the dtype of their parameter, and unsynchronized ones are

@@ -157,7 +157,8 @@ def check_extension(
     what = f"{name_of(kind, item)} is a {type(tiles.tile_in(item.parameter)).__name__}, which"
     if not is_in_rows:
         raise ValueError(
-            f"{what} is cut between rows alone: use FsdpContext(layout=PerTensor()), or a function that "
+            f"{what} is cut between rows alone: use FsdpContext(layout=PerTensor()), or a "
+            "function that "
             "returns PerTensor() for it"
         )
     if item.cut_dim:

@@ -1,4 +1,5 @@
-"""``FsdpContext(mesh, shard_optimizer_over_replicas=True)``: optimizer states over both dimensions of a mesh."""
+"""``FsdpContext(mesh, shard_optimizer_over_replicas=True)``: optimizer states over both dimensions
+of a mesh."""
 
 from __future__ import annotations
 

@@ -64,7 +64,8 @@ def chosen_collectives(
         policy = None
     if policy is not None and policy.reduce_dtype is not None and settings.comms.reduce_scatter:
         raise ValueError(
-            "set_custom_reduce_scatter() and QuantizedCommPolicy(reduce_dtype=...): gradients in few bits "
+            "set_custom_reduce_scatter() and QuantizedCommPolicy(reduce_dtype=...): gradients in "
+            "few bits "
             "are sent by an all-to-all and summed after; leave one of the two out"
         )
     if is_custom and not is_alone:

@@ -80,7 +80,8 @@ class QuantizedCommPolicy:
             allowed = {"gather_dtype": SCALED, "reduce_dtype": (*SCALED, *ROUNDED)}[name]
             if dtype is not None and dtype not in allowed:
                 raise ValueError(
-                    f"QuantizedCommPolicy({name}={dtype}): use one of {', '.join(map(str, allowed))}; for "
+                    f"QuantizedCommPolicy({name}={dtype}): use one of "
+                    f"{', '.join(map(str, allowed))}; for "
                     "other floating-point numbers, use MixedPrecisionPolicy"
                 )
         if not any(dtypes.values()):
@@ -90,7 +91,8 @@ class QuantizedCommPolicy:
         sizes = self.block if type(self.block) is tuple and len(self.block) == 2 else ("?", "?")
         if any(size is not None and (type(size) is not int or size < 1) for size in sizes):
             raise ValueError(
-                f"QuantizedCommPolicy(block={self.block!r}): name the rows and the columns that share a "
+                f"QuantizedCommPolicy(block={self.block!r}): name the rows and the columns that "
+                "share a "
                 "scale, each a number of at least 1 or None for all, such as (1, None) or (1, 32)"
             )
         if type(self.keep) is not tuple or any(type(each) is not str for each in self.keep):

@@ -17,7 +17,7 @@ from fsdp_overlap.comm.lanes import Lane, make_lane
 from fsdp_overlap.comm.mesh_groups import MeshGroups
 from fsdp_overlap.comm.streams import current_device, has_streams, is_capturing
 from fsdp_overlap.desync.faults import Faults
-from fsdp_overlap.engine import engine
+from fsdp_overlap.engine import autograd_engine
 from fsdp_overlap.engine.captured_steps import CapturedSteps
 from fsdp_overlap.engine.default_mesh import default_mesh
 from fsdp_overlap.engine.description import describe
@@ -47,18 +47,18 @@ class FsdpContext:
         prefetch: how many all-gathers are enqueued ahead of use, and so how many full buffers exist
             beside those in use. 2 may gain where heavy and light units take turns, as experts do.
             0 takes the least memory, also for reductions, and hides almost nothing on a CPU.
-        separate_reduce_scatter_group: whether reduce-scatters get a process group of their own. If they share one
-            with the all-gathers, both run one after the other.
-        layout: where parameters may be cut: ``Flat()`` anywhere, ``BlockAtomic(rows=...)`` between rows,
-            ``TensorAtomic()`` in no matrix, ``PerTensor()`` as FSDP2 does. It may also be a function that
-            returns one of these for ``(fqn, spec)``: the parameter's name in its unit, and its
-            :class:`~fsdp_overlap.layout.ParamSpec`.
+        separate_reduce_scatter_group: whether reduce-scatters get a process group of their own. If
+            they share one with the all-gathers, both run one after the other.
+        layout: where parameters may be cut: ``Flat()`` anywhere, ``BlockAtomic(rows=...)`` between
+            rows, ``TensorAtomic()`` in no matrix, ``PerTensor()`` as FSDP2 does. It may also be a
+            function that returns one of these for ``(fqn, spec)``: the parameter's name in its
+            unit, and its :class:`~fsdp_overlap.layout.ParamSpec`.
         validate_layouts: whether ranks compare their plans under every layout.
-        shard_optimizer_over_replicas: on a mesh ``(replicate, shard)``, whether the ranks that hold copies of a
-            shard divide its parameters, gradients and optimizer states among them. They put the
-            shard together once after each step, in the dtype of compute. Optimizer states then take
-            as little memory as on a mesh of one dimension over all ranks, and all-gathers still run
-            along the second dimension.
+        shard_optimizer_over_replicas: on a mesh ``(replicate, shard)``, whether the ranks that
+            hold copies of a shard divide its parameters, gradients and optimizer states among
+            them. They put the shard together once after each step, in the dtype of compute.
+            Optimizer states then take as little memory as on a mesh of one dimension over all
+            ranks, and all-gathers still run along the second dimension.
         sync_module_states: whether all ranks take the parameters and buffers of the first rank of a
             unit's mesh. Then only that rank must have seeded or loaded the model.
             :func:`fully_shard` is collective then, and overwrites what the other ranks hold. It
@@ -222,7 +222,7 @@ class FsdpContext:
         """Decides when units are gathered, released and reduced."""
         return Schedule(
             self.transfers,
-            engine,
+            autograd_engine,
             self._stats,
             self._units.refs,
             self._units.existing,
@@ -312,7 +312,7 @@ class FsdpContext:
         no context, finds the root, names units as users know them, connects buckets to process
         groups, and compares what ranks start from. Does nothing once that is done, and nothing
         within a backward. Collective over the meshes."""
-        if self.is_settled or engine.is_in_backward():
+        if self.is_settled or autograd_engine.is_in_backward():
             return
         is_complete = not self.is_implicit or self._adopt_trees()
         name_units(self.units)

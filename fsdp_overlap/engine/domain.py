@@ -397,6 +397,7 @@ def check_mesh(mesh: DeviceMesh, divides_copies: bool) -> None:
         )
     if divides_copies and mesh.ndim == 2 and not mesh.mesh_dim_names:
         raise ValueError(
-            "shard_optimizer_over_replicas needs a mesh with names, as init_device_mesh('cuda', (2, 4), "
+            "shard_optimizer_over_replicas needs a mesh with names, as init_device_mesh('cuda', "
+            "(2, 4), "
             "mesh_dim_names=('replicate', 'shard'))"
         )

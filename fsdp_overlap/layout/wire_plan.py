@@ -233,7 +233,8 @@ def check_cuts(plan: BucketPlan, spec: ParamSpec, size: BlockSize | None) -> Non
             raise ValueError(
                 f"parameter {spec.fqn!r} of shape {tuple(spec.shape)} is cut at element {stop}, "
                 f"inside of the {grain} elements that share scales: choose a layout that cuts at "
-                "multiples of them, such as BlockAtomic(rows=...), or TensorAtomic(), which cuts no matrix but "
+                "multiples of them, such as BlockAtomic(rows=...), or TensorAtomic(), which cuts "
+                "no matrix but "
                 "embeddings; or name the parameter in keep=(...)"
             )
 

@@ -23,9 +23,9 @@ class AdamW(torch.optim.AdamW):
         moment_dtype: the dtype of the moments. The default is the dtype of each parameter.
             ``torch.bfloat16`` halves the memory of float32 moments. It keeps 8 bits, so the second
             moment cannot decay if ``betas[1]`` is above 0.998: use 0.99 or less with it.
-        prefetch_next_forward: whether the units that the next forward needs first are stepped first and
-            all-gathered under the rest of the step. Their full buffers are there until that
-            forward. Do not edit weights on some ranks only between the two, nor by
+        prefetch_next_forward: whether the units that the next forward needs first are stepped
+            first and all-gathered under the rest of the step. Their full buffers are there until
+            that forward. Do not edit weights on some ranks only between the two, nor by
             ``to_local().data``: other edits are followed.
 
     The others are those of ``torch.optim.AdamW``. Steps can be captured in a CUDA graph with and

@@ -9,7 +9,8 @@ from dataclasses import dataclass, fields
 class Stats:
     """What a context has done since it was made, or since :meth:`reset`. Bytes are this rank's.
 
-    ``current_*`` count what exists now, ``peak_*`` the most that existed at once. The others add up.
+    ``current_*`` count what exists now, ``peak_*`` the most that existed at once. The others add
+    up.
     """
 
     all_gathers: int = 0

@@ -129,8 +129,9 @@ class Training:
         prefetch: as :class:`FsdpContext` takes it.
         param_dtype: as :class:`MixedPrecisionPolicy` takes it.
         reduce_dtype: as :class:`MixedPrecisionPolicy` takes it.
-        gather_dtype: as :class:`QuantizedCommPolicy` takes it. Without, weights travel in ``param_dtype``.
-            With products in float8, ``torch.float8_e4m3fn`` in :class:`PerTensor` are torchao's gathers.
+        gather_dtype: as :class:`QuantizedCommPolicy` takes it. Without, weights travel in
+            ``param_dtype``. With products in float8, ``torch.float8_e4m3fn`` in :class:`PerTensor`
+            are torchao's gathers.
         products: ``"float8"`` computes the linear layers of blocks in float8, by torchao. Without,
             they compute in ``param_dtype``.
         optimizer: one of :data:`OPTIMIZERS`.

@@ -2,8 +2,8 @@
 
 One unit a block, and the root; parameters in bfloat16. Imbalance is the largest rank over the mean.
 What cannot be cut sets a bound to it (harness/balance_bound.py), so it is also given over that.
-The headlines are the worst imbalance of `TensorAtomic()`, of bytes or of Newton-Schulz cost, over the
-bound. They leave out numbers of ranks with less than BALANCED_FROM matrices each.
+The headlines are the worst imbalance of `TensorAtomic()`, of bytes or of Newton-Schulz cost, over
+the bound. They leave out numbers of ranks with less than BALANCED_FROM matrices each.
 """
 
 import math

@@ -10,8 +10,8 @@ settings everywhere:
   they stepped. Its step ends with all parameters on all ranks; for that ours gathers in the next
   forward, under compute;
 - FSDP2: the same two on what `torch.distributed.fsdp.fully_shard` shards;
-- ours: `fsdp_overlap.optim.Muon` under `TensorAtomic()`, under `Flat()`, and unsharded, which shows what
-  of a difference is due to its products alone;
+- ours: `fsdp_overlap.optim.Muon` under `TensorAtomic()`, under `Flat()`, and unsharded, which
+  shows what of a difference is due to its products alone;
 - on four ranks and more, ours with two copies, and with tensor parallelism over two ranks, by which
   half of the matrices are cut by rows and half by columns.
 

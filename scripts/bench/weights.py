@@ -9,9 +9,9 @@ reckoned: the bytes that must travel, at its rate. Memory is the peak of a rank'
 above what rested before, in ranks of its own, where freed blocks go back to the system at once.
 
 *reshard*, on four: two ranks train, and each of the other two wants half of every matrix, by rows
-or columns, as tensor parallelism does. Ours is `WeightResharder`. What it is compared with puts weights
-of FSDP2 together on the ranks that train, and sends them whole to the others, each of which takes
-its part. The bytes that must move are those of the whole model.
+or columns, as tensor parallelism does. Ours is `WeightResharder`. What it is compared with puts
+weights of FSDP2 together on the ranks that train, and sends them whole to the others, each of
+which takes its part. The bytes that must move are those of the whole model.
 
 *--files*, on four: weights are written into a folder as safetensors, until they are on the disk.
 Ours is `save_weights()`, of which each rank writes a part. In the two others the first rank writes
