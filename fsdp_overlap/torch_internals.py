@@ -267,7 +267,7 @@ def refuse_tracing(reason: str) -> None:
 
 older_fsdp2 = (fsdp, sys.modules[f"{fsdp.__name__}.fully_shard"])
 """FSDP2's first module, and the one that it takes the names from, which are those of today's. It
-hides the second behind a function of the same name. ``replacing.py`` replaces all three."""
+hides the second behind a function of the same name. ``patching.py`` replaces all three."""
 
 
 def teach_fully_shard(state_of: Callable[[Any], Any]) -> None:

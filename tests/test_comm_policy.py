@@ -403,8 +403,8 @@ def refuse(layout: LayoutRule, options: dict[str, Any], message: str, planned: b
             "no multiple of the 4 that share a scale",
             False,
         ),
-        (Flat(), replace(FP8, block=(None, None)), "inside of the .* Whole", True),
-        (Flat(), FP8, "inside of the .* Blocks", True),
+        (Flat(), replace(FP8, block=(None, None)), "inside of the .* TensorAtomic", True),
+        (Flat(), FP8, "inside of the .* BlockAtomic", True),
         (
             PerTensor(),
             replace(FP8, block=(2, None)),

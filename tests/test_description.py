@@ -75,7 +75,7 @@ def test_the_table_says_what_was_chosen() -> None:
     _, options, _, *rows = run_ranks(settings, 4)[0]
     assert options == (
         "mesh cpu 2 x 2 (copies x shard); layout layout; prefetch 2; "
-        "one group for gathers and reductions; divide copies"
+        "one group for gathers and reductions; shard optimizer over replicas"
     )
     ends = {row.split("  ")[0]: row.rstrip() for row in rows}
     assert "float32 as bfloat16" in ends["0"]

@@ -334,10 +334,10 @@ def test_impossible_wishes_are_refused() -> None:
         plan_units([], 0, Flat())
     with pytest.raises(ValueError, match="rows must be an int of at least 1"):
         BlockAtomic(rows=0)
-    with pytest.raises(TypeError, match="cut must be a tuple of names"):
+    with pytest.raises(TypeError, match="split must be a tuple of names"):
         TensorAtomic(split="output.weight")  # type: ignore[arg-type]
     for padding in (-0.1, float("nan"), "a quarter", True):
-        with pytest.raises(ValueError, match="padding must be a fraction of at least 0, such as"):
+        with pytest.raises(ValueError, match="max_padding must be a fraction of at least 0"):
             TensorAtomic(max_padding=padding)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="the layout of parameter 'w' is None; use Flat"):
         plan_units([[spec]], 2, lambda fqn, spec: None)  # type: ignore[arg-type, return-value]

@@ -185,9 +185,7 @@ def steps_with_states_of_few_bits(layout: Any, folder: str) -> None:
         if isinstance(layout, PerTensor):
             dcp.save(states, checkpoint_id=folder)
         else:
-            with pytest.raises(
-                dcp.CheckpointException, match=r"cannot save .*layout=PerTensor\(\)"
-            ):
+            with pytest.raises(dcp.CheckpointException, match=r"save .*layout=PerTensor\(\)"):
                 dcp.save(states, checkpoint_id=folder)
 
 

@@ -95,7 +95,7 @@ class Planner:
         found: dict[tuple[object, ...], list[Item]] = {}
         for spec in specs:
             rule = layout_for(self.layout, spec)
-            padding = getattr(rule, "padding", 0.0)
+            padding = getattr(rule, "max_padding", 0.0)
             item = Item(spec, lcm(rule.grain(spec), spec.block), rule.work(spec), padding)
             dtypes = spec.dtype, spec.keeps_dtype, spec.grad_dtype
             travels = spec.is_opaque, spec.is_extension, spec.is_kept, spec.requires_grad

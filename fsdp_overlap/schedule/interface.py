@@ -1,4 +1,4 @@
-"""What deciding knows, and what it can command. Everything else is hidden from it.
+"""What the schedule knows, and what it can command. Everything else is hidden from it.
 
 The facts come from units and from the autograd engine. The commands go to the transfers.
 """
@@ -155,7 +155,7 @@ class Ticket(Protocol):
 
 
 class Transfers(Protocol):
-    """Does what was decided. Only tickets and marks come back to deciding."""
+    """Does what was decided. Only tickets and marks come back to the schedule."""
 
     def after_compute(self) -> None:
         """All-gathers from now on start after the compute enqueued so far."""

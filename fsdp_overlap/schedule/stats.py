@@ -63,6 +63,6 @@ class Stats:
             f"order checks {self.order_checks}, confirmations {self.confirmations}; "
             f"prefetch hits {self.prefetch_hits}, misses {self.prefetch_misses}, "
             f"unused {self.prefetches_unused}; "
-            f"full buffers {self.current_full_buffers} (most {self.peak_full_buffers}), "
-            f"reduce inputs {self.current_reduce_inputs} (most {self.peak_reduce_inputs})"
+            f"full buffers {self.current_full_buffers} (peak {self.peak_full_buffers}), "
+            f"reduce inputs {self.current_reduce_inputs} (peak {self.peak_reduce_inputs})"
         )
