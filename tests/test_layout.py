@@ -124,7 +124,7 @@ def validate_layouts(
 ) -> None:
     names = sorted(spec.fqn for plan in plans for spec in plan.specs)
     assert names == sorted(spec.fqn for unit in specs for spec in unit)
-    most_padding = max(0.01, getattr(layout, "padding", 0.0))
+    most_padding = max(0.01, getattr(layout, "max_padding", 0.0))
     for plan in plans:
         assert plan.world_size == world_size
         check_covered_once(plan)
