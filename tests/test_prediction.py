@@ -186,13 +186,13 @@ def test_the_command_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_does_not_fit_is_shown_and_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    options = "--gpus 8 --sequence 65536 --memory 0.2 --batch 4".split()
+    options = "--gpus 8 --sequence 65536 --memory 0.2 --micro-batch-size 4".split()
     assert run_main("simulate", MODEL, *options) == 2
     shown = capsys.readouterr()
     assert "tokens a second and GPU" in shown.out
     assert "it does not fit: it needs" in shown.err
     assert "has 0.2 GiB" in shown.err
-    assert "--checkpointing selective, a smaller --batch, --prefetch 0" in shown.err
+    assert "--checkpointing selective, a smaller --micro-batch-size, --prefetch 0" in shown.err
     assert "--best finds a plan" in shown.err
 
 

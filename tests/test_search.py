@@ -321,9 +321,9 @@ def test_ways_to_save_are_options_that_save() -> None:
     plan = training(batch=2, blocks_a_unit=2, stage=2)
     assert ways_to_save(plan) == [
         "--checkpointing selective",
-        "a smaller --batch",
+        "a smaller --micro-batch-size",
         "--stage 3",
-        "--blocks-a-unit 1",
+        "--blocks-per-unit 1",
         "--prefetch 0",
     ]
     assert not ways_to_save(leanest(training(checkpointing="full")))

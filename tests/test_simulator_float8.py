@@ -209,13 +209,13 @@ def test_casts_outside_of_a_simulation_are_torchaos() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--products", "float4"], "products='float4': must be float8, or be left out"),
+        (["--linear-dtype", "float4"], "products='float4': must be float8, or be left out"),
         (
-            ["--products", "float8", "--sequence", "1000"],
+            ["--linear-dtype", "float8", "--sequence", "1000"],
             "of 1000 tokens: the gradient of a weight",
         ),
-        (["--products", "float8", "--device", "a100_sxm"], "W has no rate for products"),
-        (["--products", "float8", "--best", "--device", "a100_sxm"], "no rate for products"),
+        (["--linear-dtype", "float8", "--device", "a100_sxm"], "W has no rate for products"),
+        (["--linear-dtype", "float8", "--best", "--device", "a100_sxm"], "no rate for products"),
     ],
 )
 def test_what_cannot_be_multiplied_is_said(
@@ -231,7 +231,7 @@ def test_what_cannot_be_multiplied_is_said(
 
 
 def test_without_a_layer_to_convert_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_main("simulate", f"{__name__}:Odd", "--products", "float8") == 2
+    assert run_main("simulate", f"{__name__}:Odd", "--linear-dtype", "float8") == 2
     assert "no block of Odd has an nn.Linear whose inputs and outputs" in capsys.readouterr().err
 
 
@@ -242,5 +242,5 @@ def test_without_torchao_the_error_says_what_to_install(monkeypatch: pytest.Monk
 
 
 def test_the_command_shows_a_step(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_main("simulate", f"{__name__}:Plain", "--products", "float8") == 0
+    assert run_main("simulate", f"{__name__}:Plain", "--linear-dtype", "float8") == 0
     assert "tokens a second and GPU" in capsys.readouterr().out

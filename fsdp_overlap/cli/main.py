@@ -256,12 +256,12 @@ def simulate(
             help="A trace of the model on one such device, with shapes: times of compute."
         ),
     ] = None,
-    replicate: Annotated[int, typer.Option(help="Copies of each shard.")] = 1,
-    experts: Annotated[int, typer.Option(help="Ranks that share a mixture's experts.")] = 1,
-    tensor: Annotated[
-        int, typer.Option(help="Neighbours that share products and sequences, as one rank.")
+    replicate: Annotated[int, typer.Option("--replicas", help="Replicas of each shard.")] = 1,
+    experts: Annotated[int, typer.Option("--expert-parallel", help="Expert parallel degree.")] = 1,
+    tensor: Annotated[int, typer.Option("--tensor-parallel", help="Tensor parallel degree.")] = 1,
+    batch: Annotated[
+        int, typer.Option("--micro-batch-size", help="Sequences per rank and microbatch.")
     ] = 1,
-    batch: Annotated[int, typer.Option(help="Sequences per rank and microbatch.")] = 1,
     sequence: Annotated[
         int | None,
         typer.Option(help="Tokens per sequence [default: the model's positions, at most 8192]."),
@@ -270,14 +270,17 @@ def simulate(
     checkpointing: Annotated[
         str, typer.Option(help="none, selective, or full: what runs again in backward.")
     ] = "none",
-    blocks_a_unit: Annotated[int, typer.Option(help="Blocks that are gathered as one.")] = 1,
+    blocks_a_unit: Annotated[
+        int, typer.Option("--blocks-per-unit", help="Blocks that are gathered as one.")
+    ] = 1,
     stage: Annotated[int, typer.Option(help="ZeRO stage: 3 frees weights after each use.")] = 3,
     layout: Annotated[str, typer.Option(help="flat, rows or whole.")] = "flat",
     prefetch: Annotated[int, typer.Option(help="Units gathered ahead.")] = 1,
     products: Annotated[
         str | None,
         typer.Option(
-            help="float8 for the linear layers of blocks, by torchao [default: bfloat16]."
+            "--linear-dtype",
+            help="float8 for the linear layers of blocks, by torchao [default: bfloat16].",
         ),
     ] = None,
     optimizer: Annotated[str, typer.Option(help="adamw, torch-adamw or muon.")] = "adamw",

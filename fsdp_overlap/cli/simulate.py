@@ -106,7 +106,7 @@ def _costs(asked: Asked) -> Costs:
 
 def _search(training: Training, costs: Costs, asked: Asked) -> None:
     if training.experts > 1 or asked.against_fsdp2:
-        other = "--against-fsdp2" if asked.against_fsdp2 else "--experts"
+        other = "--against-fsdp2" if asked.against_fsdp2 else "--expert-parallel"
         raise BadInput(f"--best and {other}: leave one of the two out")
     start = time.perf_counter()
     with Console(stderr=True).status(f"{training.model} on {training.gpus} GPUs") as status:

@@ -96,9 +96,9 @@ def ways_to_save(training: Training) -> list[str]:
     at = LEANEST_FIRST.index(training.checkpointing)
     found = [f"--checkpointing {LEANEST_FIRST[at - 1]}"] if at else []
     if training.batch > 1 and training.microbatches > 1:
-        found.append("a smaller --batch with more --microbatches")
+        found.append("a smaller --micro-batch-size with more --microbatches")
     elif training.batch > 1:
-        found.append("a smaller --batch")
+        found.append("a smaller --micro-batch-size")
     if training.microbatches > 1 and not training.reduce_each:
         found.append("--reduce-each")
     if training.stage != 3:
@@ -106,7 +106,7 @@ def ways_to_save(training: Training) -> list[str]:
     elif training.reshard_after_forward is not None:
         found.append("no --reshard-after-forward")
     if training.blocks_a_unit > 1:
-        found.append("--blocks-a-unit 1")
+        found.append("--blocks-per-unit 1")
     if training.prefetch > 0:
         found.append(f"--prefetch {training.prefetch - 1}")
     return found
