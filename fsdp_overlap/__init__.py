@@ -4,8 +4,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from fsdp_overlap.blocks import find_blocks
 from fsdp_overlap.comm.mesh_groups import MeshGroups
-from fsdp_overlap.deciding.finalization import GradientReductionHandle
-from fsdp_overlap.deciding.stats import Stats
+from fsdp_overlap.engine.comm_policy import QuantizedCommPolicy
+from fsdp_overlap.engine.context import FsdpContext
+from fsdp_overlap.engine.full_mesh import DataParallelMeshDims
 from fsdp_overlap.fsdp_module import (
     FsdpModule,
     UnshardHandle,
@@ -13,20 +14,19 @@ from fsdp_overlap.fsdp_module import (
     share_comm_ctx,
 )
 from fsdp_overlap.fully_shard import fully_shard
-from fsdp_overlap.layout import Blocks, Flat, Rows, Whole
-from fsdp_overlap.replacing import replacing_fsdp2
-from fsdp_overlap.runtime.context import FsdpContext
-from fsdp_overlap.runtime.full_mesh import DataParallelMeshDims
-from fsdp_overlap.runtime.wire_policy import WirePolicy
+from fsdp_overlap.layout import BlockAtomic, Flat, PerTensor, TensorAtomic
+from fsdp_overlap.patching import patch_fsdp2
+from fsdp_overlap.schedule.finalization import GradientReductionHandle
+from fsdp_overlap.schedule.stats import Stats
 from fsdp_overlap.tensor.creation import distribute_tensor
-from fsdp_overlap.tensor.placement import RangeShard
-from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
+from fsdp_overlap.tensor.placement import RaggedShard
+from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
 
 FSDPModule = FsdpModule
 """The name of :class:`FsdpModule` in FSDP2, so that code for FSDP2 changes only its import."""
 
 __all__ = [
-    "Blocks",
+    "BlockAtomic",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
@@ -37,17 +37,17 @@ __all__ = [
     "MeshGroups",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
-    "RangeShard",
-    "Rows",
-    "ShardedTensor",
+    "PerTensor",
+    "QuantizedCommPolicy",
+    "RaggedDTensor",
+    "RaggedShard",
     "Stats",
+    "TensorAtomic",
     "UnshardHandle",
-    "Whole",
-    "WirePolicy",
     "distribute_tensor",
     "find_blocks",
     "fully_shard",
+    "patch_fsdp2",
     "register_fsdp_forward_method",
-    "replacing_fsdp2",
     "share_comm_ctx",
 ]

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 from torch import nn
 
 from fsdp_overlap.comm.lanes import Lane
-from fsdp_overlap.runtime.context import context_of
-from fsdp_overlap.runtime.unit import Unit, unit_of
+from fsdp_overlap.engine.context import context_of
+from fsdp_overlap.engine.unit import Unit, unit_of
 
 
 class Fsdp2State:

@@ -15,12 +15,12 @@ from torch.distributed import fsdp as fsdp2
 from fsdp_overlap.comm.custom_collectives import CustomComms
 from fsdp_overlap.comm.group_memory import check_memory
 from fsdp_overlap.comm.symmetric_memory import use_symmetric_memory
+from fsdp_overlap.engine.context import context_of
+from fsdp_overlap.engine.forward_method import ForwardMethod
+from fsdp_overlap.engine.shared_lanes import share_lanes
+from fsdp_overlap.engine.unit import Unit, unit_of
 from fsdp_overlap.fsdp2_state import Fsdp2State
 from fsdp_overlap.gradient_verbs import GradientVerbs
-from fsdp_overlap.runtime.context import context_of
-from fsdp_overlap.runtime.forward_method import ForwardMethod
-from fsdp_overlap.runtime.shared_lanes import share_lanes
-from fsdp_overlap.runtime.unit import Unit, unit_of
 from fsdp_overlap.torch_internals import AllGather, ReduceScatter
 
 
@@ -83,8 +83,8 @@ class FsdpModule(GradientVerbs, fsdp2.FSDPModule):
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
         """Whether reductions run on a process group of their own, beside all-gathers. They do by
-        default, unless the context was made with ``separate_groups=False``. Call it on every rank
-        of the mesh, between iterations."""
+        default, unless the context was made with ``separate_reduce_scatter_group=False``. Call it
+        on every rank of the mesh, between iterations."""
         for unit in self._units(recurse):
             unit.settings.separates_reductions = enable
             context_of(unit).unsettle()
@@ -271,7 +271,7 @@ class FsdpModule(GradientVerbs, fsdp2.FSDPModule):
         to wait for."""
         context = context_of(self._fsdp_unit)
         context.schedule.gathers.wait_once_for(event, context.units)
-        if context.divide_copies:
+        if context.shard_optimizer_over_replicas:
             context.transfers.copies_lane.after_event(event)
 
     def reset_iter_state(self) -> None:

@@ -9,12 +9,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+from fsdp_overlap.engine.comm_policy import QuantizedCommPolicy
+from fsdp_overlap.engine.context import FsdpContext
+from fsdp_overlap.engine.full_mesh import DataParallelMeshDims, full_mesh
+from fsdp_overlap.engine.unit import unit_of
 from fsdp_overlap.fsdp2_state import state_of
 from fsdp_overlap.fsdp_module import FsdpModule
-from fsdp_overlap.runtime.context import FsdpContext
-from fsdp_overlap.runtime.full_mesh import DataParallelMeshDims, full_mesh
-from fsdp_overlap.runtime.unit import unit_of
-from fsdp_overlap.runtime.wire_policy import WirePolicy
 from fsdp_overlap.sharded_module import ShardedModule
 from fsdp_overlap.sharding import make_unit, plan_late
 from fsdp_overlap.torch_internals import is_replicated, note_fully_sharded, teach_fully_shard
@@ -45,7 +45,7 @@ def fully_shard(
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
-    wire_policy: WirePolicy | None = None,
+    comm_policy: QuantizedCommPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> Sharded: ...
@@ -59,7 +59,7 @@ def fully_shard(
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
-    wire_policy: WirePolicy | None = None,
+    comm_policy: QuantizedCommPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> Sequence[Sharded]: ...
@@ -72,24 +72,25 @@ def fully_shard(
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008, frozen
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008, frozen
-    wire_policy: WirePolicy | None = None,
+    comm_policy: QuantizedCommPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> FsdpModule | Sequence[FsdpModule]:
     """Makes ``module`` a unit: shards its parameters, gradients and optimizer states over a mesh.
 
     Call it on inner modules first, then on the module around them, with one context. A unit owns
-    the parameters of ``module``'s subtree that no inner unit owns. They become ``ShardedTensor``
-    parameters, in place, or under the layout ``Rows()`` DTensors as FSDP2's are. A parameter may be
-    a DTensor already, over another dimension of the mesh, as tensor parallelism makes it. It then
-    lies over both dimensions, and compute sees the DTensor. Or it lies over all dimensions of the
-    mesh, of which ``dp_mesh_dims`` names those of data parallelism. Under ``Rows()`` its class may
-    have FSDP2's ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``. Every rank must hold the same
-    values before, and must call this in the same order. A model that was built on the meta device
-    gets memory by ``model.to_empty(device=...)`` afterwards, and only for its shards. If the layout
-    keeps matrices whole, the call on the module around all units is collective: ranks compare their
-    plans. If :meth:`FsdpContext.plan` was not called, it plans all units together. It may move
-    shards, and their parameters are new objects then: make the optimizer after it.
+    the parameters of ``module``'s subtree that no inner unit owns. They become ``RaggedDTensor``
+    parameters, in place, or under the layout ``PerTensor()`` DTensors as FSDP2's are. A parameter
+    may be a DTensor already, over another dimension of the mesh, as tensor parallelism makes it.
+    It then lies over both dimensions, and compute sees the DTensor. Or it lies over all dimensions
+    of the mesh, of which ``dp_mesh_dims`` names those of data parallelism. Under ``PerTensor()``
+    its class may have FSDP2's ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``. Every rank must
+    hold the same values before, and must call this in the same order. A model that was built on
+    the meta device gets memory by ``model.to_empty(device=...)`` afterwards, and only for its
+    shards. If the layout keeps matrices whole, the call on the module around all units is
+    collective: ranks compare their plans. If :meth:`FsdpContext.plan` was not called, it plans all
+    units together. It may move shards, and their parameters are new objects then: make the
+    optimizer after it.
 
     A list of modules, such as ``[norm, head]``, becomes one unit, and what they own travels
     together. It is whole from the moment the first of them runs until each has run, and at the
@@ -116,8 +117,8 @@ def fully_shard(
             all ranks frees them.
         shard_placement_fn: gives some parameters a mesh of their own, by returning a
             ``ShardPlacementResult``, as FSDP2's own take it. ``None`` and ``Shard(0)`` change
-            nothing: the context's ``layout`` decides where parameters are cut. Under ``Rows()``,
-            ``Shard(d)`` chooses the dimension.
+            nothing: the context's ``layout`` decides where parameters are cut. Under
+            ``PerTensor()``, ``Shard(d)`` chooses the dimension.
         mp_policy: the dtypes of compute, of the reduction, of inputs and of outputs. Sharded
             parameters and their gradients keep the dtype they have. Without a ``reduce_dtype``,
             gradients are reduced in the dtype of their parameter, and unsynchronized ones are
@@ -126,7 +127,7 @@ def fully_shard(
             host's memory. Shards are copied to the device when they are gathered. Gradients are
             copied back when they are reduced, and backward ends when they have arrived. On a CPU
             the policy changes nothing.
-        wire_policy: sends matrices, their gradients or both in few bits. By default they travel in
+        comm_policy: sends matrices, their gradients or both in few bits. By default they travel in
             the dtypes of ``mp_policy``.
         ignored_params: the parameters to leave as they are.
         dp_mesh_dims: which dimensions of ``mesh`` to shard and to copy along, by name. Several of a
@@ -163,7 +164,7 @@ def fully_shard(
         shard_placement_fn=shard_placement_fn,
         mp_policy=mp_policy,
         offload_policy=offload_policy,
-        wire_policy=wire_policy,
+        comm_policy=comm_policy,
         ignored=frozenset(ignored_params or ()),
         full=full,
     )

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from fsdp_overlap.deciding.finalization import GradientReductionHandle
-from fsdp_overlap.runtime.context import context_of
+from fsdp_overlap.engine.context import context_of
+from fsdp_overlap.schedule.finalization import GradientReductionHandle
 from fsdp_overlap.sharded_module import ShardedModule
 
 

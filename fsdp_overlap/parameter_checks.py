@@ -8,15 +8,15 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_overlap.runtime import tiles
-from fsdp_overlap.runtime.domain import Domain
-from fsdp_overlap.runtime.ownership import OwnedParameter, kind_of, owner_of
-from fsdp_overlap.runtime.policy_dtypes import reduce_dtype
-from fsdp_overlap.runtime.wire_policy import WirePolicy
+from fsdp_overlap.engine import tiles
+from fsdp_overlap.engine.comm_policy import QuantizedCommPolicy
+from fsdp_overlap.engine.domain import Domain
+from fsdp_overlap.engine.ownership import OwnedParameter, kind_of, owner_of
+from fsdp_overlap.engine.policy_dtypes import reduce_dtype
 from fsdp_overlap.tensor.carried import SUMMED
 from fsdp_overlap.tensor.extension import inner_tensors, is_subclass, missing_methods
 from fsdp_overlap.tensor.held_gradient import refused_grad_dtype
-from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
+from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
 
 
 def check_parameters(
@@ -105,7 +105,7 @@ def _check_no_owner(modules: Sequence[nn.Module], item: OwnedParameter, where: s
     name = item.fqn if len(modules) == 1 else item.fqn.partition(".")[2]
     # A unit around these modules registered its sharded parameter in them. The parameter's name in
     # that unit is longer, and ends as this one does.
-    if isinstance(item.parameter, ShardedTensor) and owner.fqn.endswith(f".{name}"):
+    if isinstance(item.parameter, RaggedDTensor) and owner.fqn.endswith(f".{name}"):
         raise ValueError(
             f"{where} was sharded already, as {owner.fqn!r} of the unit {owner.unit} around it: "
             "call fully_shard on inner modules first, then on the module around them"
@@ -147,7 +147,7 @@ def check_synced(kind: str, owned: list[OwnedParameter]) -> None:
 
 
 def check_extension(
-    kind: str, item: OwnedParameter, is_in_rows: bool, wire_policy: WirePolicy | None
+    kind: str, item: OwnedParameter, is_in_rows: bool, comm_policy: QuantizedCommPolicy | None
 ) -> None:
     """Checks that a parameter that says itself how it is gathered can be.
 
@@ -157,17 +157,18 @@ def check_extension(
     what = f"{name_of(kind, item)} is a {type(tiles.tile_in(item.parameter)).__name__}, which"
     if not is_in_rows:
         raise ValueError(
-            f"{what} is cut between rows alone: use FsdpContext(layout=Rows()), or a function that "
-            "returns Rows() for it"
+            f"{what} is cut between rows alone: use FsdpContext(layout=PerTensor()), or a "
+            "function that "
+            "returns PerTensor() for it"
         )
     if item.cut_dim:
         raise ValueError(
             f"{what} is cut along its first dimension alone, and shard_placement_fn wants "
             f"Shard({item.cut_dim}): return None or Shard(0)"
         )
-    if wire_policy is not None:
+    if comm_policy is not None:
         raise ValueError(
-            f"{what} says itself what travels: leave out wire_policy, or make a unit of its own of "
+            f"{what} says itself what travels: leave out comm_policy, or make a unit of its own of "
             "the module that has it"
         )
 
@@ -197,8 +198,8 @@ def check_rows(kind: str, item: OwnedParameter, domain: Domain) -> None:
         )
     if domain.divides_copies:
         raise ValueError(
-            f"{name_of(kind, item)} is in Rows(), which copies cannot divide: leave out "
-            "divide_copies=True, or choose another layout"
+            f"{name_of(kind, item)} is in PerTensor(), which copies cannot divide: leave out "
+            "shard_optimizer_over_replicas=True, or choose another layout"
         )
 
 

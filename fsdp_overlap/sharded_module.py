@@ -14,24 +14,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
-from fsdp_overlap.runtime import hooks
-from fsdp_overlap.runtime.bucket import Bucket
-from fsdp_overlap.runtime.casting import cast as cast_bucket
-from fsdp_overlap.runtime.casting import refusal
-from fsdp_overlap.runtime.context import context_of
-from fsdp_overlap.runtime.full_mesh import FullMesh
-from fsdp_overlap.runtime.grad_dtypes import follow_grad_dtypes
-from fsdp_overlap.runtime.late_memory import announce_unsharded, materialize
-from fsdp_overlap.runtime.ownership import (
+from fsdp_overlap.engine import hooks
+from fsdp_overlap.engine.bucket import Bucket
+from fsdp_overlap.engine.casting import cast as cast_bucket
+from fsdp_overlap.engine.casting import refusal
+from fsdp_overlap.engine.context import context_of
+from fsdp_overlap.engine.full_mesh import FullMesh
+from fsdp_overlap.engine.grad_dtypes import follow_grad_dtypes
+from fsdp_overlap.engine.late_memory import announce_unsharded, materialize
+from fsdp_overlap.engine.ownership import (
     modules_outside_units,
     move_buffers,
     parameters_outside_units,
 )
-from fsdp_overlap.runtime.tiles import parameter_like, tile_in
-from fsdp_overlap.runtime.unit import Unit, unit_of
-from fsdp_overlap.runtime.units import unit_names
+from fsdp_overlap.engine.tiles import parameter_like, tile_in
+from fsdp_overlap.engine.unit import Unit, unit_of
+from fsdp_overlap.engine.units import unit_names
 from fsdp_overlap.sharding import make_unit
-from fsdp_overlap.tensor.sharded_tensor import attributes_of
+from fsdp_overlap.tensor.ragged_dtensor import attributes_of
 
 
 @contextmanager
@@ -239,7 +239,7 @@ class ShardedModule(nn.Module):
             shard_placement_fn=meshes.__getitem__,
             mp_policy=_keeping_dtypes(unit.mp_policy, kept),
             offload_policy=unit.offload_policy,
-            wire_policy=unit.wire_policy,
+            comm_policy=unit.comm_policy,
             # What the unit does not own, the copy does not: ignored, or frozen and added later.
             ignored=frozenset(
                 parameter

@@ -13,7 +13,30 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_overlap.layout import Plan, Rows, RowsPlan
+from fsdp_overlap.engine import hooks, tiles
+from fsdp_overlap.engine.bucket import Bucket
+from fsdp_overlap.engine.comm_policy import QuantizedCommPolicy
+from fsdp_overlap.engine.context import FsdpContext
+from fsdp_overlap.engine.domain import Domain
+from fsdp_overlap.engine.extension_bucket import ExtensionBucket
+from fsdp_overlap.engine.full_mesh import FullMesh, full_mesh_of, lie_over
+from fsdp_overlap.engine.ownership import (
+    OwnedParameter,
+    Owner,
+    UnownedParameters,
+    kind_of,
+    mark_owner,
+    mark_replaced,
+    move_buffers,
+    owned_parameters,
+)
+from fsdp_overlap.engine.policy_dtypes import compute_dtype
+from fsdp_overlap.engine.replanning import plan_again
+from fsdp_overlap.engine.stale_optimizers import note_replacement
+from fsdp_overlap.engine.starts import take_from_first
+from fsdp_overlap.engine.unit import Unit
+from fsdp_overlap.engine.unit_plans import all_or_none
+from fsdp_overlap.layout import PerTensor, Plan, RowsPlan
 from fsdp_overlap.layout.layouts import layout_for
 from fsdp_overlap.parameter_checks import (
     check_extension,
@@ -24,29 +47,6 @@ from fsdp_overlap.parameter_checks import (
     check_synced,
     name_of,
 )
-from fsdp_overlap.runtime import hooks, tiles
-from fsdp_overlap.runtime.bucket import Bucket
-from fsdp_overlap.runtime.context import FsdpContext
-from fsdp_overlap.runtime.domain import Domain
-from fsdp_overlap.runtime.extension_bucket import ExtensionBucket
-from fsdp_overlap.runtime.full_mesh import FullMesh, full_mesh_of, lie_over
-from fsdp_overlap.runtime.ownership import (
-    OwnedParameter,
-    Owner,
-    UnownedParameters,
-    kind_of,
-    mark_owner,
-    mark_replaced,
-    move_buffers,
-    owned_parameters,
-)
-from fsdp_overlap.runtime.policy_dtypes import compute_dtype
-from fsdp_overlap.runtime.replanning import plan_again
-from fsdp_overlap.runtime.stale_optimizers import note_replacement
-from fsdp_overlap.runtime.starts import take_from_first
-from fsdp_overlap.runtime.unit import Unit
-from fsdp_overlap.runtime.unit_plans import all_or_none
-from fsdp_overlap.runtime.wire_policy import WirePolicy
 
 
 def make_unit(
@@ -58,7 +58,7 @@ def make_unit(
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy,
-    wire_policy: WirePolicy | None,
+    comm_policy: QuantizedCommPolicy | None,
     ignored: frozenset[nn.Parameter],
     full: FullMesh | None = None,
 ) -> Unit:
@@ -77,15 +77,15 @@ def make_unit(
     check_gradients(kind, owned, mp_policy)
     if ctx.sync_module_states:
         check_synced(kind, owned)
-    if wire_policy is not None:
+    if comm_policy is not None:
         for item in owned:
-            item.block = wire_policy.grain(item.spec)
-            item.is_kept = wire_policy.keeps(item.spec)
+            item.block = comm_policy.grain(item.spec)
+            item.is_kept = comm_policy.keeps(item.spec)
     by_domain = _by_domain(kind, owned, ctx, mesh, full, shard_placement_fn)
     for item in owned:
         if item.is_extension:
-            is_in_rows = isinstance(layout_for(ctx.layout, item.spec), Rows)
-            check_extension(kind, item, is_in_rows, wire_policy)
+            is_in_rows = isinstance(layout_for(ctx.layout, item.spec), PerTensor)
+            check_extension(kind, item, is_in_rows, comm_policy)
     reshard_after_forward = _checked_reshard_after_forward(
         reshard_after_forward, {domain.shard_size for domain in by_domain}
     )
@@ -102,9 +102,9 @@ def make_unit(
         planned = {
             domain: _plan(modules, items, ctx, domain) for domain, items in by_domain.items()
         }
-        if wire_policy is not None:
+        if comm_policy is not None:
             for plan in chain.from_iterable(planned.values()):
-                wire_policy.check(plan)
+                comm_policy.check(plan)
     # Nothing was changed so far, and nothing is refused from here on.
     if ctx.sync_module_states:
         take_from_first(modules, by_domain, mesh)
@@ -112,12 +112,12 @@ def make_unit(
     buckets = [
         bucket
         for domain, items in by_domain.items()
-        for bucket in _make_buckets(planned[domain], items, domain, mp_policy, offload, wire_policy)
+        for bucket in _make_buckets(planned[domain], items, domain, mp_policy, offload, comm_policy)
     ]
     unit = Unit(modules, ctx, mesh, buckets, mp_policy, reshard_after_forward)
     unit.unowned = UnownedParameters(modules, ignored)
     unit.offload_policy = offload_policy
-    unit.wire_policy = wire_policy
+    unit.comm_policy = comm_policy
     _mark_owner(unit)
     for item, original in zip(owned, originals, strict=True):
         _mark(original, Owner(unit.module_kind, item.fqn))
@@ -171,14 +171,14 @@ def _by_domain(
             item.on_full_mesh = lie_over(name_of(kind, item), item.parameter, own_full)
         if isinstance(wanted, Shard):
             item.cut_dim = _cut_dim(kind, item, wanted)
-        is_in_rows = isinstance(layout_for(ctx.layout, item.spec), Rows)
+        is_in_rows = isinstance(layout_for(ctx.layout, item.spec), PerTensor)
         if is_in_rows:
             check_rows(kind, item, domain)
         if type(wanted) not in (Shard, NoneType) or (item.cut_dim and not is_in_rows):
             raise ValueError(
                 f"shard_placement_fn wants parameter {item.fqn!r} of {kind} placed as {wanted}: "
                 "return None, Shard(0) or a ShardPlacementResult of these; other dimensions are "
-                "cut under FsdpContext(layout=Rows()) alone"
+                "cut under FsdpContext(layout=PerTensor()) alone"
             )
         found.setdefault(domain, []).append(item)
     return {domain: items for domain, items in found.items() if items or len(found) == 1}
@@ -243,7 +243,7 @@ def _make_buckets(
     domain: Domain,
     mp_policy: MixedPrecisionPolicy,
     offload: CPUOffloadPolicy | None,
-    wire_policy: WirePolicy | None,
+    comm_policy: QuantizedCommPolicy | None,
 ) -> list[Bucket]:
     by_fqn = {item.fqn: item for item in owned}
     is_meta = any(item.parameter.is_meta for item in owned)
@@ -255,7 +255,7 @@ def _make_buckets(
         if isinstance(plan, RowsPlan) and plan.specs[0].is_extension:
             buckets.append(ExtensionBucket(plan, items, domain, device, dtype, offload, mp_policy))
         else:
-            buckets.append(Bucket(plan, items, domain, device, dtype, offload, wire_policy))
+            buckets.append(Bucket(plan, items, domain, device, dtype, offload, comm_policy))
     return buckets
 
 

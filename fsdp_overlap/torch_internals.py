@@ -163,10 +163,10 @@ DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 """Within it torch's own code runs on a sharded tensor, as torch's guide to subclasses has it."""
 
 DisableTorchFunction = torch._C.DisableTorchFunction
-"""Within it modes do not see a call either, so that the modelled device does not see itself."""
+"""Within it modes do not see a call either, so that the emulated device does not see itself."""
 
 is_torch_function_enabled = torch._C._is_torch_function_enabled
-"""Whether a subclass is asked about a call, so that the modelled device asks it too."""
+"""Whether a subclass is asked about a call, so that the emulated device asks it too."""
 
 is_torch_function_all_disabled = torch._C._is_torch_function_all_disabled
 """Whether modes see no calls either."""
@@ -206,7 +206,7 @@ FakeTensor = fake_tensor.FakeTensor
 """A tensor without memory, which torch makes to ask for a shape."""
 
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
-"""Attention as a GPU computes it, which is not chosen for a modelled device without values."""
+"""Attention as a GPU computes it, which is not chosen for a emulated device without values."""
 
 SUPPORTED_NODES = _pytree.SUPPORTED_NODES
 """The classes that are nodes of trees, and how to take them apart. Users register more."""
@@ -267,7 +267,7 @@ def refuse_tracing(reason: str) -> None:
 
 older_fsdp2 = (fsdp, sys.modules[f"{fsdp.__name__}.fully_shard"])
 """FSDP2's first module, and the one that it takes the names from, which are those of today's. It
-hides the second behind a function of the same name. ``replacing.py`` replaces all three."""
+hides the second behind a function of the same name. ``patching.py`` replaces all three."""
 
 
 def teach_fully_shard(state_of: Callable[[Any], Any]) -> None:

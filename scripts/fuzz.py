@@ -27,7 +27,7 @@ OUT = Console(highlight=False, soft_wrap=True)
 
 class Device(StrEnum):
     CPU = "cpu"
-    MODELLED = "modelled"
+    EMULATED = "emulated"
 
 
 class Search:

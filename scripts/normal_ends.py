@@ -73,7 +73,7 @@ def train(rank: int, store: str, fsdp2: bool) -> None:
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
-    options = {} if fsdp2 else {"gather_next": True}
+    options = {} if fsdp2 else {"prefetch_next_forward": True}
     optimizer = AdamW(model.parameters(), **options)
     for step in range(4):
         model(torch.ones(2, WIDTH)).sum().backward()

@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from fsdp_overlap import FsdpContext, FsdpModule, Rows, Whole, fully_shard
+from fsdp_overlap import FsdpContext, FsdpModule, PerTensor, TensorAtomic, fully_shard
+from fsdp_overlap.engine.ownership import owned_parameters
 from fsdp_overlap.layout import ParamSpec
-from fsdp_overlap.runtime.ownership import owned_parameters
 from support.ranks import run_ranks
 from support.zoo import Model, Tied
 
@@ -66,7 +66,7 @@ def sharded_by_columns() -> None:
 
 
 def sharded_by_what_is_not_there() -> None:
-    ctx = FsdpContext(layout=Rows())
+    ctx = FsdpContext(layout=PerTensor())
     fully_shard(linear(), ctx, shard_placement_fn=lambda parameter: Shard(1))
 
 
@@ -224,7 +224,7 @@ def refused_on_the_second_mesh() -> None:
     bad = ["bias"]
 
     def layout(fqn: str, spec: ParamSpec) -> Any:
-        return None if fqn in bad else Whole()
+        return None if fqn in bad else TensorAtomic()
 
     model = nn.Linear(4, 4)
     weight, bias = model.weight, model.bias

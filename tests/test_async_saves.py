@@ -23,14 +23,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap import FsdpContext, Rows, fully_shard
+from fsdp_overlap import FsdpContext, PerTensor, fully_shard
 from fsdp_overlap.checkpoint import (
     SafeFileSystemReader,
     SafeFileSystemWriter,
     ShardedSavePlanner,
     ShardStager,
 )
-from fsdp_overlap.modelled import ModelledDevice, fake_ranks, running
+from fsdp_overlap.emulator import EmulatedDevice, fake_ranks, running
 from fsdp_overlap.optim import AdamW
 from support.checkpoints import (
     as_one,
@@ -43,7 +43,7 @@ from support.checkpoints import (
     state_of,
     train,
 )
-from support.modelled import Program
+from support.emulated import Program
 from support.ranks import run_ranks
 from support.zoo import shard_layers
 
@@ -117,7 +117,7 @@ def tied(model: Any) -> None:
 
 
 def by_rows(model: nn.Module) -> None:
-    fully_shard(model, FsdpContext(layout=Rows()))
+    fully_shard(model, FsdpContext(layout=PerTensor()))
 
 
 def offloaded(model: nn.Module) -> None:
@@ -494,7 +494,7 @@ def test_beside_a_save_a_step_makes_the_host_wait_nowhere() -> None:
         waits.extend(map(str, device.syncs))
         assert staged.done()
 
-    device = ModelledDevice()
+    device = EmulatedDevice()
     with fake_ranks(4), running(device):
         program()
     assert waits == []

@@ -95,8 +95,8 @@ class Pair:
             for parameter in self.model.parameters():
                 parameter.mul_(2)
             self.model(torch.zeros(1, WIDTH).double())
-        assert self.ctx.stats.full_buffers_alive == 0
-        assert self.ctx.stats.reduce_inputs_alive == 0
+        assert self.ctx.stats.current_full_buffers == 0
+        assert self.ctx.stats.current_reduce_inputs == 0
 
 
 Derive = Callable[[nn.Module, torch.Tensor], Any]

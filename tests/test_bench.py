@@ -362,9 +362,9 @@ def test_the_soak_sees_a_leak_and_a_count_that_is_off(monkeypatch: pytest.Monkey
     assert soak.rise(leaking) > soak.MOST_RISE
     monkeypatch.setattr(sys, "argv", ["soak.py", "--steps", "100"])
     args = soak.parse()
-    alive = ("full_buffers_most", "full_buffers_alive", "reduce_inputs_most")
+    alive = ("peak_full_buffers", "current_full_buffers", "peak_reduce_inputs")
     counted = {**soak.expected(100, 50, 4), **dict.fromkeys(alive, 0)}
-    counted |= {"reduce_inputs_alive": 1, "reduce_inputs_before": 2, "all_gathers": 1}
+    counted |= {"current_reduce_inputs": 1, "reduce_inputs_before": 2, "all_gathers": 1}
     ranks = [
         {"resident": leaking, "losses": [2.0, 1.0 + rank], "stats": counted} for rank in (0, 1)
     ]

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.torch_version import TorchVersion
 
-from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, Rows, Whole, fully_shard
+from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, PerTensor, TensorAtomic, fully_shard
 from fsdp_overlap.layout import Flat, LayoutRule
 from support.clients import example, whole
 from support.opaque import check_same, gradients, same_bits
@@ -28,7 +28,7 @@ if find_spec("bitsandbytes") is None:
 from support.bitsandbytes import KINDS, WIDTH, build, statistics, take_statistics
 
 FSDP2_TAKES_BYTES = TorchVersion(torch.__version__) >= (2, 13)
-LAYOUTS: dict[str, LayoutRule] = {"flat": Flat(), "whole": Whole(), "rows": Rows()}
+LAYOUTS: dict[str, LayoutRule] = {"flat": Flat(), "whole": TensorAtomic(), "rows": PerTensor()}
 FOUR = [kind for kind in KINDS if "int8" not in kind]
 STEPS = 3
 

@@ -1,4 +1,4 @@
-"""Whole steps in CUDA graphs: captured and replayed on the modelled device."""
+"""Whole steps in CUDA graphs: captured and replayed on the emulated device."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.checkpoint import ShardStager
 from fsdp_overlap.comm.lanes import CapturedTicket, StreamLane
-from fsdp_overlap.layout import Rows, Whole
-from fsdp_overlap.modelled import (
+from fsdp_overlap.emulator import (
     CUDAGraph,
-    ModelledDevice,
+    EmulatedDevice,
     Stream,
     fake_ranks,
     graph,
     running,
     stream,
 )
+from fsdp_overlap.engine.captured_steps import CapturedSteps, ReplayedSteps
+from fsdp_overlap.engine.domain import Domain
+from fsdp_overlap.engine.transfers import Transfers
+from fsdp_overlap.layout import PerTensor, TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
-from fsdp_overlap.runtime.captured_steps import CapturedSteps, ReplayedSteps
-from fsdp_overlap.runtime.domain import Domain
-from fsdp_overlap.runtime.transfers import Transfers
 from support.captured import OPTIMIZERS, replay_steps
 from support.defects import Defect
-from support.modelled import Program
-from support.modelled_twins import Trained
+from support.emulated import Program
+from support.emulated_twins import Trained
 from support.nccl_like import BACKEND
 from support.pages import TESTS
 from support.ranks import run_ranks
@@ -124,7 +124,7 @@ def replayed(
     **options: Any,
 ) -> None:
     """Replays steps of one model, and runs the same of another one eagerly."""
-    with running(ModelledDevice()) as device:
+    with running(EmulatedDevice()) as device:
         eager, captured = (Side(microbatches, prepare, shard or {}, options) for _ in range(2))
         batches = list(eager.twins.batches((replays + 2) * microbatches))
         steps = [batches[at : at + microbatches] for at in range(0, len(batches), microbatches)]
@@ -181,17 +181,17 @@ PROGRAMS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "torch's AdamW, in rows, kept after forward": (
         2,
-        {**TORCH, "layout": Rows(), "shard": {"reshard_after_forward": False}},
+        {**TORCH, "layout": PerTensor(), "shard": {"reshard_after_forward": False}},
     ),
     "prefetch 0, mixed precision": (
         2,
         {**OURS, "prefetch": 0, "shard": {"mp_policy": LOW}, "has_twin": False},
     ),
-    "Muon, in rows, accumulation": (2, {**MUON, "layout": Rows(), "microbatches": 2}),
+    "Muon, in rows, accumulation": (2, {**MUON, "layout": PerTensor(), "microbatches": 2}),
     "copies, accumulation": (4, {**OURS, **COPIES, "microbatches": 2}),
     "divided copies, whole matrices": (
         4,
-        {**OURS, **COPIES, "divide_copies": True, "layout": Whole()},
+        {**OURS, **COPIES, "shard_optimizer_over_replicas": True, "layout": TensorAtomic()},
     ),
     "parts kept": (4, {**OURS, "shard": {"reshard_after_forward": 2}}),
 }
@@ -234,8 +234,8 @@ class OneStep:
 
 
 @pytest.fixture
-def device() -> Iterator[ModelledDevice]:
-    with fake_ranks(1), running(ModelledDevice()) as device:
+def device() -> Iterator[EmulatedDevice]:
+    with fake_ranks(1), running(EmulatedDevice()) as device:
         yield device
 
 
@@ -244,7 +244,7 @@ def before_any_step() -> tuple[OneStep, str]:
 
 
 def gathered_for_next() -> tuple[OneStep, str]:
-    return OneStep(optimizer_options={"gather_next": True}), r"ctx\.release_unsharded\(\)"
+    return OneStep(optimizer_options={"prefetch_next_forward": True}), r"ctx\.release_unsharded\(\)"
 
 
 def kept_whole() -> tuple[OneStep, str]:
@@ -299,7 +299,7 @@ def by_gloo() -> tuple[OneStep, str]:
     ],
 )
 def test_what_cannot_be_captured_is_refused_before_anything_changed(
-    device: ModelledDevice, prepare: Callable[[], tuple[OneStep, str]]
+    device: EmulatedDevice, prepare: Callable[[], tuple[OneStep, str]]
 ) -> None:
     one, reason = prepare()
     before = [parameter.detach().to_local().clone() for parameter in one.model.parameters()]
@@ -313,7 +313,7 @@ def test_what_cannot_be_captured_is_refused_before_anything_changed(
     assert not device.findings
 
 
-def test_a_capture_that_replays_do_not_tell_of_is_refused(device: ModelledDevice) -> None:
+def test_a_capture_that_replays_do_not_tell_of_is_refused(device: EmulatedDevice) -> None:
     one = OneStep()
     with stream(Stream()):
         inspect.unwrap(CUDAGraph.capture_begin)(one.graph)
@@ -322,7 +322,7 @@ def test_a_capture_that_replays_do_not_tell_of_is_refused(device: ModelledDevice
         inspect.unwrap(CUDAGraph.capture_end)(one.graph)
 
 
-def test_states_of_optimizers_are_not_made_in_a_capture(device: ModelledDevice) -> None:
+def test_states_of_optimizers_are_not_made_in_a_capture(device: EmulatedDevice) -> None:
     one, other = OneStep(), OneStep()
     one.program.optimizer.state.clear()
     other.model.embedding.requires_grad_(False)  # other parameters are stepped than before
@@ -331,7 +331,7 @@ def test_states_of_optimizers_are_not_made_in_a_capture(device: ModelledDevice) 
             each.capture()
 
 
-def test_a_forward_that_is_captured_alone_is_refused(device: ModelledDevice) -> None:
+def test_a_forward_that_is_captured_alone_is_refused(device: EmulatedDevice) -> None:
     one, twin = OneStep(), OneStep()
     with pytest.raises(RuntimeError, match="forward whose backward has not run: capture whole"):
         one.capture(partial(one.program.forward, one.inputs))
@@ -342,7 +342,7 @@ def test_a_forward_that_is_captured_alone_is_refused(device: ModelledDevice) -> 
     assert not device.findings
 
 
-def test_a_backward_that_is_captured_alone_is_refused(device: ModelledDevice) -> None:
+def test_a_backward_that_is_captured_alone_is_refused(device: EmulatedDevice) -> None:
     one = OneStep()
     with stream(Stream()):
         loss = one.program.forward(one.inputs)
@@ -352,7 +352,7 @@ def test_a_backward_that_is_captured_alone_is_refused(device: ModelledDevice) ->
         one.graph.capture_end()
 
 
-def test_gathers_without_a_forward_are_captured_and_leave_nothing(device: ModelledDevice) -> None:
+def test_gathers_without_a_forward_are_captured_and_leave_nothing(device: EmulatedDevice) -> None:
     one, twin = OneStep(), OneStep()
     for gather in (one.model.unshard, one.ctx.start_param_sync, one.ctx.finish_param_sync):
         one.capture(gather)
@@ -374,7 +374,7 @@ def test_torch_graphs_no_sharded_model_as_a_callable() -> None:
 
 
 def test_a_step_that_raised_in_a_capture_leaves_a_context_that_resets(
-    device: ModelledDevice,
+    device: EmulatedDevice,
 ) -> None:
     one, twin = OneStep(), OneStep()
 
@@ -394,7 +394,7 @@ def test_a_step_that_raised_in_a_capture_leaves_a_context_that_resets(
     assert not device.findings
 
 
-def test_graphs_of_several_steps_may_share_a_pool(device: ModelledDevice) -> None:
+def test_graphs_of_several_steps_may_share_a_pool(device: EmulatedDevice) -> None:
     one, other = OneStep(), OneStep()
     one.capture()
     evaluation = CUDAGraph()
@@ -408,7 +408,7 @@ def test_graphs_of_several_steps_may_share_a_pool(device: ModelledDevice) -> Non
     assert not device.findings
 
 
-def test_a_forward_without_gradients_is_captured_alone(device: ModelledDevice) -> None:
+def test_a_forward_without_gradients_is_captured_alone(device: EmulatedDevice) -> None:
     one, other = OneStep(), OneStep()
     found: list[torch.Tensor] = []
     one.capture(lambda: found.append(one.evaluate()))
@@ -429,7 +429,7 @@ def step_alone(one: OneStep) -> None:
     one.capture(one.program.optimizer.step)
 
 
-def test_weights_that_are_kept_are_stale_after_a_replay(device: ModelledDevice) -> None:
+def test_weights_that_are_kept_are_stale_after_a_replay(device: EmulatedDevice) -> None:
     one, other = OneStep(), OneStep()
     for each in (one, other):
         each.model.set_reshard_after_backward(False)
@@ -445,7 +445,7 @@ def test_weights_that_are_kept_are_stale_after_a_replay(device: ModelledDevice) 
     assert not device.findings
 
 
-def test_a_replay_between_forward_and_backward_is_an_edit(device: ModelledDevice) -> None:
+def test_a_replay_between_forward_and_backward_is_an_edit(device: EmulatedDevice) -> None:
     one = OneStep()
     one.capture()
     loss = one.program.forward(one.inputs)
@@ -454,7 +454,7 @@ def test_a_replay_between_forward_and_backward_is_an_edit(device: ModelledDevice
         loss.backward()
 
 
-def test_a_save_under_way_has_the_weights_from_before_a_replay(device: ModelledDevice) -> None:
+def test_a_save_under_way_has_the_weights_from_before_a_replay(device: EmulatedDevice) -> None:
     one = OneStep()
     one.capture()
     weight = one.model.head.weight
@@ -469,7 +469,7 @@ def test_a_save_under_way_has_the_weights_from_before_a_replay(device: ModelledD
     assert not device.findings
 
 
-def test_a_graph_ends_with_its_groups_and_its_model(device: ModelledDevice) -> None:
+def test_a_graph_ends_with_its_groups_and_its_model(device: EmulatedDevice) -> None:
     one = OneStep()
     one.capture()
     one.ctx.reset()
@@ -487,9 +487,9 @@ def test_a_graph_ends_with_its_groups_and_its_model(device: ModelledDevice) -> N
 
 @pytest.mark.parametrize("optimizer", [AdamW, Muon])
 def test_a_replay_follows_a_learning_rate_on_the_device(
-    device: ModelledDevice, optimizer: Any
+    device: EmulatedDevice, optimizer: Any
 ) -> None:
-    rate = torch.full((), 0.01, device="modelled")
+    rate = torch.full((), 0.01, device="emulated")
     one, other = OneStep(optimizer=optimizer), OneStep(optimizer=optimizer)
     for group in one.program.optimizer.param_groups:
         group["lr"] = rate
@@ -503,13 +503,13 @@ def test_a_replay_follows_a_learning_rate_on_the_device(
         torch.testing.assert_close(one.evaluate(), other.evaluate())
 
 
-def test_the_program_of_gpus_is_right_here_too(device: ModelledDevice) -> None:
+def test_the_program_of_gpus_is_right_here_too(device: EmulatedDevice) -> None:
     for name in OPTIMIZERS:
-        replay_steps(name, "modelled", replays=5)
+        replay_steps(name, "emulated", replays=5)
     assert not device.findings
 
 
-def test_the_example_in_the_documents_runs(device: ModelledDevice) -> None:
+def test_the_example_in_the_documents_runs(device: EmulatedDevice) -> None:
     page = (TESTS.parent / "docs" / "fsdp2.md").read_text()
     [example] = re.findall(r"```python\n(batch = .*?graph\.replay.*?)```", page, re.DOTALL)
     program = Program(dims=(1,))
@@ -521,7 +521,7 @@ def test_the_example_in_the_documents_runs(device: ModelledDevice) -> None:
         "loss_of": lambda scores: scores.square().mean(),
         "batches": iter([program.batch()[0] for _ in range(5)]),
     }
-    exec(example.replace("torch.cuda", "torch.modelled"), names)
+    exec(example.replace("torch.cuda", "torch.emulated"), names)
     loss: Any = names["loss"]
     assert loss.isfinite()
     assert not device.findings
@@ -572,8 +572,8 @@ def captured_and_mixed(dims: tuple[int, ...], **options: Any) -> None:
 
 
 def test_divided_shards_are_put_together_in_replays() -> None:
-    with fake_ranks(4), running(ModelledDevice()) as device:
-        one = OneStep(dims=(2, 2), divide_copies=True)
+    with fake_ranks(4), running(EmulatedDevice()) as device:
+        one = OneStep(dims=(2, 2), shard_optimizer_over_replicas=True)
         one.evaluate()  # they are together now
         one.capture(one.evaluate)
         device.issued.clear()
@@ -583,8 +583,8 @@ def test_divided_shards_are_put_together_in_replays() -> None:
         assert not device.findings
 
 
-def test_steps_that_gather_ahead_without_a_graph_may_come_between(device: ModelledDevice) -> None:
-    captured_and_mixed((1,), optimizer_options={"gather_next": True})
+def test_steps_that_gather_ahead_without_a_graph_may_come_between(device: EmulatedDevice) -> None:
+    captured_and_mixed((1,), optimizer_options={"prefetch_next_forward": True})
     assert not device.findings
 
 
@@ -594,7 +594,7 @@ def test_every_line_that_makes_replays_right_is_needed(name: str | None) -> None
     faults: list[object] = []
     for dims in ((1,), (2, 2)):  # one rank has values, and several check their order
         defect = MISSED[name].plant() if name is not None else nullcontext()
-        with fake_ranks(math.prod(dims)), running(ModelledDevice()) as device, defect:
+        with fake_ranks(math.prod(dims)), running(EmulatedDevice()) as device, defect:
             try:
                 captured_and_mixed(dims)
             except (AssertionError, RuntimeError) as error:

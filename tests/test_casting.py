@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from fsdp_overlap import (
     FsdpContext,
     MixedPrecisionPolicy,
-    Rows,
-    ShardedTensor,
-    Whole,
+    PerTensor,
+    RaggedDTensor,
+    TensorAtomic,
     fully_shard,
 )
 from fsdp_overlap.layout import Flat
@@ -89,7 +89,7 @@ def cast_and_train(layout: Any, begin: torch.dtype, end: torch.dtype, options: A
             assert not torch.equal(parameter, its_start)
 
 
-@pytest.mark.parametrize("layout", [Flat(), Rows(), Whole()])
+@pytest.mark.parametrize("layout", [Flat(), PerTensor(), TensorAtomic()])
 @pytest.mark.parametrize(
     ("begin", "end", "options"),
     [
@@ -112,7 +112,7 @@ def growing() -> Any:
 
 def cast_between_units() -> None:
     """Units of whole matrices, which the outermost unit would plan anew."""
-    model, ctx = growing(), FsdpContext(layout=Whole())
+    model, ctx = growing(), FsdpContext(layout=TensorAtomic())
     for layer in model:
         fully_shard(layer, ctx)
     model.double()
@@ -251,12 +251,12 @@ def parts(layout: Any) -> None:
     for change in (half, to_meta, nn.Module.float):
         with pytest.raises(RuntimeError, match=r"before fully_shard\(\), or cast a unit"):
             change(linear)
-    assert isinstance(linear.weight, (ShardedTensor, RowTensor))
+    assert isinstance(linear.weight, (RaggedDTensor, RowTensor))
     assert linear.weight.dtype == torch.float32
     torch.testing.assert_close(model(tokens()), build()(tokens()))
 
 
-@pytest.mark.parametrize("layout", [Flat(), Rows()])
+@pytest.mark.parametrize("layout", [Flat(), PerTensor()])
 def test_a_part_of_a_unit_is_not_cast_or_moved_alone(layout: Any) -> None:
     run_ranks(parts, 2, layout)
 
@@ -288,6 +288,6 @@ def assigned(layout: Any, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("layout", [Flat(), Rows()])
+@pytest.mark.parametrize("layout", [Flat(), PerTensor()])
 def test_a_state_dict_in_another_dtype_is_assigned_as_in_fsdp2(layout: Any, device: str) -> None:
     run_ranks(assigned, 2, layout, device)

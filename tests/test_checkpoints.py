@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_overlap import Blocks, Flat, FsdpContext, ShardedTensor, Whole, fully_shard
+from fsdp_overlap import BlockAtomic, Flat, FsdpContext, RaggedDTensor, TensorAtomic, fully_shard
 from fsdp_overlap.checkpoint import SafeFileSystemReader, SafeFileSystemWriter
 from fsdp_overlap.optim import AdamW
 from support.checkpoints import (
@@ -114,7 +114,7 @@ def test_plain_state_dicts_are_saved_and_loaded(tmp_path: Path, world_size: int)
 
 
 def with_an_empty_parameter(folder: str) -> None:
-    for layout in (Flat(), Whole(), Blocks(rows=1)):
+    for layout in (Flat(), TensorAtomic(), BlockAtomic(rows=1)):
         model = nn.Sequential(nn.Linear(3, 2))
         model[0].nothing = nn.Parameter(torch.ones(0, 3))
         fully_shard(model, FsdpContext(layout=layout))
@@ -148,7 +148,7 @@ def options(optimizer_class: type[torch.optim.Optimizer]) -> None:
     on_first = get_model_state_dict(model, options=offloaded)
     assert (not on_first) == (rank > 0)
     sharded = get_model_state_dict(model, options=StateDictOptions(cpu_offload=True))
-    assert all(type(value) is ShardedTensor for value in sharded.values())
+    assert all(type(value) is RaggedDTensor for value in sharded.values())
 
     # Whole state dicts on every rank, and on the first alone.
     other, other_optimizer = build(2, as_one, optimizer_class)
@@ -172,7 +172,7 @@ def options(optimizer_class: type[torch.optim.Optimizer]) -> None:
         given = copy.deepcopy(optimizer_state) if rank == 0 else {}
         set_optimizer_state_dict(other, other_optimizer, given, options=broadcast)
         assert_same(everything(other, other_optimizer), expected)
-        assert all(type(value) is ShardedTensor for value in other.parameters())
+        assert all(type(value) is RaggedDTensor for value in other.parameters())
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

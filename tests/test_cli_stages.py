@@ -137,7 +137,7 @@ class Noted(Checkpoints):
     alive: list[int]
 
     def save(self, step: int, run: Any) -> Path:
-        self.alive.append(run.context.stats.full_buffers_alive)
+        self.alive.append(run.context.stats.current_full_buffers)
         return super().save(step, run)
 
 

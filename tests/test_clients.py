@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fsdp_overlap
-from fsdp_overlap import FsdpContext, replacing_fsdp2
+from fsdp_overlap import FsdpContext, patch_fsdp2
 from support.clients import check_alike, check_whose, example, forget_accelerators, whole
 from support.examples import EXAMPLES
 from support.ranks import close_pool, run_ranks
@@ -51,7 +51,7 @@ def trainings(program: Any, folder: str, *args: Any, **options: Any) -> tuple[An
     """The example's training, on our units and on FSDP2's."""
     ours = program.Training(Path(folder) / "ours", *args, **options)
     forget_accelerators()
-    with mock.patch.object(program, "replacing_fsdp2", contextlib.nullcontext):
+    with mock.patch.object(program, "patch_fsdp2", contextlib.nullcontext):
         theirs = program.Training(Path(folder) / "theirs", *args, **options)
     check_whose(ours.model, theirs.model)
     return ours, theirs
@@ -266,7 +266,7 @@ def fabric_losses(program: Any, folder: Path, first: str, last: str) -> list[flo
     losses = []
     for library in dict.fromkeys((first, last)):
         ctx = FsdpContext()
-        with replacing_fsdp2(ctx) if library == "ours" else contextlib.nullcontext():
+        with patch_fsdp2(ctx) if library == "ours" else contextlib.nullcontext():
             strategy = ModelParallelStrategy(sharded, 2, 1, save_distributed_checkpoint=False)
             fabric = lightning.Fabric(accelerator="cpu", devices=2, strategy=strategy)
             fabric.launch()

@@ -1,6 +1,6 @@
 """When the communicators of the library's groups are made, and what from.
 
-On real ranks and the modelled device, by the group that behaves as NCCL's.
+On real ranks and the emulated device, by the group that behaves as NCCL's.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp_overlap.comm import groups, pool
-from fsdp_overlap.modelled import ModelledDevice, running
-from support.modelled_twins import Trained
+from fsdp_overlap.emulator import EmulatedDevice, running
+from support.emulated_twins import Trained
 from support.nccl_like import BACKEND, NcclLikeGroup, Options
 from support.ranks import expect_rank_errors, run_ranks
 from support.twins import COPIES, Twins
@@ -50,7 +50,7 @@ def check_groups(twins: Twins) -> list[NcclLikeGroup]:
 def connect_in_settle(options: dict[str, Any], defect: str) -> None:
     """Also again after a fault that ended the library's groups, and with the user's options."""
     given = {"reduce_scatter": Options(), "all_reduce": Options()}
-    with patch.object(*DEFECTS[defect]), running(ModelledDevice()):
+    with patch.object(*DEFECTS[defect]), running(EmulatedDevice()):
         for more in ({}, given):
             twins = Trained.of("layers", **options)
             cache = twins.ctx.domains[0].group_cache
@@ -81,7 +81,7 @@ def test_a_communicator_of_the_first_step_is_found(defect: str) -> None:
 
 def connect_the_meshs(connect: Callable[..., None]) -> None:
     """The only group, if reductions have none of their own."""
-    with patch.object(groups, "connect", connect), running(ModelledDevice()):
+    with patch.object(groups, "connect", connect), running(EmulatedDevice()):
         twins = Trained.of("layers")
         twins.ctx.domains[0].group_cache.separate = False
         twins.train(1)
@@ -97,13 +97,13 @@ def split_beside_a_collective(is_drained: bool) -> None:
     """A collective of the user is under way on the mesh's group."""
     connect = groups.connect if is_drained else nothing
     with (
-        running(ModelledDevice()),
+        running(EmulatedDevice()),
         patch.object(pool, "connect", connect),
         patch.object(groups, "connect", connect),
     ):
         twins = Trained.of("layers")
         dist.barrier(group=twins.ctx.mesh.get_group())
-        values = torch.ones(1 << 20, device="modelled")
+        values = torch.ones(1 << 20, device="emulated")
         works = [dist.all_reduce(values, async_op=True) for _ in range(8)]
         twins.ctx.settle()
         for work in works:

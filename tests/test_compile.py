@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap import Flat, FsdpContext, Rows
+from fsdp_overlap import Flat, FsdpContext, PerTensor
 from support.ranks import run_ranks
 from support.twins import Twins, loss_of
 from support.zoo import (
@@ -231,6 +231,6 @@ def assert_alike(found: Any, wanted: Any) -> None:
         torch.testing.assert_close(whole.detach(), its.detach())
 
 
-@pytest.mark.parametrize("layout", [Rows(), Flat()])
+@pytest.mark.parametrize("layout", [PerTensor(), Flat()])
 def test_functions_of_sharded_parameters_may_be_compiled(layout: Any) -> None:
     run_ranks(compiled_around, 2, layout)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap import FsdpContext, Rows, fully_shard
+from fsdp_overlap import FsdpContext, PerTensor, fully_shard
 from support.ranks import run_ranks
 
 
@@ -56,7 +56,10 @@ def replicated_within(is_fsdps: bool) -> None:
     torch.manual_seed(dist.get_rank())
     x = torch.randn(3, 4).double()
     mesh = init_device_mesh("cpu", (2,))
-    shards: list[Any] = [partial(fully_shard, ctx=FsdpContext(layout=Rows())), torchs_fully_shard]
+    shards: list[Any] = [
+        partial(fully_shard, ctx=FsdpContext(layout=PerTensor())),
+        torchs_fully_shard,
+    ]
     found = []
     for shard in (fully_shard, *shards):
         model: Any = copy.deepcopy(plain)

@@ -16,9 +16,9 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, Rows, fully_shard
+from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, PerTensor, fully_shard
+from fsdp_overlap.engine.trees import map_arguments, map_tensors, tensors_in
 from fsdp_overlap.layout import Flat, LayoutRule
-from fsdp_overlap.runtime.trees import map_arguments, map_tensors, tensors_in
 from support.ranks import run_ranks
 
 BF16 = torch.bfloat16
@@ -361,7 +361,7 @@ def unets(layout: LayoutRule) -> None:
                     torch.testing.assert_close(whole.to(BF16), its.grad, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("layout", [Flat(), Rows()], ids=str)
+@pytest.mark.parametrize("layout", [Flat(), PerTensor()], ids=str)
 def test_skips_train_as_without_sharding(layout: LayoutRule) -> None:
     run_ranks(unets, 2, layout)
 

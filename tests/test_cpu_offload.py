@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_overlap import CPUOffloadPolicy, FsdpContext, ShardedTensor, sharding
+from fsdp_overlap import CPUOffloadPolicy, FsdpContext, RaggedDTensor, sharding
 from fsdp_overlap.comm.recording import Entry, RecordingLane
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_, updates
 from fsdp_overlap.tensor import sharded_tensor, sums_and_norms
@@ -108,7 +108,7 @@ def accumulate() -> None:
     first, second = twins.batches(2)
     twins.backward(*first)
     gradient = parameter.grad
-    assert isinstance(gradient, ShardedTensor)
+    assert isinstance(gradient, RaggedDTensor)
     local = gradient.to_local()
     twins.backward(*second)
     assert parameter.grad is gradient

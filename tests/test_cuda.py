@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.profiler import ProfilerActivity, profile
 
-from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, Whole, fully_shard
+from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, TensorAtomic, fully_shard
 from fsdp_overlap.checkpoint import SafeFileSystemReader, SafeFileSystemWriter
 from fsdp_overlap.comm.collectives import TensorCollectives
 from fsdp_overlap.comm.lanes import StreamLane
@@ -110,13 +110,13 @@ def test_inputs_of_the_root_are_moved_to_its_device() -> None:
     run_ranks(inputs_from_the_host, RANKS, backend="nccl")
 
 
-def train_copies_on_hostile_lanes(divide_copies: bool, late_compute: bool) -> None:
+def train_copies_on_hostile_lanes(shard_optimizer_over_replicas: bool, late_compute: bool) -> None:
     twins = Twins.of(
         "layers",
         device="cuda",
         optimizer=AdamW,
         mesh=(RANKS, 1),
-        divide_copies=divide_copies,
+        shard_optimizer_over_replicas=shard_optimizer_over_replicas,
     )
     twins.ctx.lane_factory = lambda lane, device: HostileLane(device, late_compute)
     twins.train(iterations=4)
@@ -124,9 +124,17 @@ def train_copies_on_hostile_lanes(divide_copies: bool, late_compute: bool) -> No
 
 @pytest.mark.skipif(RANKS < 2, reason="copies need two GPUs")
 @LATE
-@pytest.mark.parametrize("divide_copies", [False, True])
-def test_lanes_of_copies_wait_for_each_other(divide_copies: bool, late_compute: bool) -> None:
-    run_ranks(train_copies_on_hostile_lanes, RANKS, divide_copies, late_compute, backend="nccl")
+@pytest.mark.parametrize("shard_optimizer_over_replicas", [False, True])
+def test_lanes_of_copies_wait_for_each_other(
+    shard_optimizer_over_replicas: bool, late_compute: bool
+) -> None:
+    run_ranks(
+        train_copies_on_hostile_lanes,
+        RANKS,
+        shard_optimizer_over_replicas,
+        late_compute,
+        backend="nccl",
+    )
 
 
 def travel_on_a_lane(dtype: torch.dtype) -> None:
@@ -201,7 +209,7 @@ OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]
     "torch's AdamW, a loop": (torch.optim.AdamW, {"foreach": False}),
     "torch's AdamW, fused": (torch.optim.AdamW, {"fused": True}),
     "Muon": (Muon, {"ns_dtype": torch.float64}),
-    "Muon, whole matrices": (Muon, {"ns_dtype": torch.float64, "layout": Whole()}),
+    "Muon, whole matrices": (Muon, {"ns_dtype": torch.float64, "layout": TensorAtomic()}),
 }
 
 

@@ -1,6 +1,6 @@
 """A steady step of each feature on a GPU: no wait of the host, and nothing read from freed memory.
 
-The same programs run on the modelled device, which notes each wait.
+The same programs run on the emulated device, which notes each wait.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from fsdp_overlap import FsdpContext, WirePolicy, fully_shard
+from fsdp_overlap import FsdpContext, QuantizedCommPolicy, fully_shard
 from fsdp_overlap.comm import group_facts
-from fsdp_overlap.layout import Blocks, Rows, Whole
-from fsdp_overlap.modelled import ModelledDevice, active, running
+from fsdp_overlap.emulator import EmulatedDevice, active, running
+from fsdp_overlap.layout import BlockAtomic, PerTensor, TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
+from support.emulated import Program
 from support.extensions import Rounded, with_matrices_of
 from support.hostile_lanes import RANKS, HostileLane
-from support.modelled import Program
 from support.nccl_like import BACKEND, chosen_as_for_nccl
 from support.ranks import expect_rank_errors, run_ranks
 from support.simulated import WORLD, simulate
@@ -61,17 +61,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "AdamW": {},
     "AdamW of torch": {"optimizer": torch.optim.AdamW},
     "Muon": {"optimizer": Muon},
-    "Muon, whole": {"optimizer": Muon, "layout": Whole()},
+    "Muon, whole": {"optimizer": Muon, "layout": TensorAtomic()},
     "clipping": {"clips": True},
     "accumulation": {"microbatches": 3},
     "bfloat16": {"shard_options": {"mp_policy": LOW}},
-    "rows": {"layout": Rows()},
-    "blocks": {"layout": Blocks(rows=2)},
+    "rows": {"layout": PerTensor()},
+    "blocks": {"layout": BlockAtomic(rows=2)},
     "no prefetch": {"prefetch": 0},
     "two ahead": {"prefetch": 2},
     "kept after forward": {"shard_options": {"reshard_after_forward": False}},
-    "gathered in 8 bits": {"shard_options": {"wire_policy": WirePolicy(torch.float8_e4m3fn)}},
-    "extension": {"build": partial(with_matrices_of, Rounded, Model), "layout": Rows()},
+    "gathered in 8 bits": {
+        "shard_options": {"comm_policy": QuantizedCommPolicy(torch.float8_e4m3fn)}
+    },
+    "extension": {"build": partial(with_matrices_of, Rounded, Model), "layout": PerTensor()},
     "checkpointed": {"name": "checkpointed"},
     "offload": {"shard_options": {"offload_policy": CPUOffloadPolicy()}},
     "mesh of two dimensions": {"dims": (RANKS, 1)},
@@ -116,7 +118,7 @@ def ready(device: str) -> Iterator[None]:
         if device == "cuda":
             yield
             return
-        with chosen_as_for_nccl(), running(ModelledDevice()) as found:
+        with chosen_as_for_nccl(), running(EmulatedDevice()) as found:
             yield
         assert not found.findings, found.findings[0]
 
@@ -129,7 +131,7 @@ OFFLOADED_WAITS = ("wait_on_host", "in wait")
 @contextmanager
 def no_waits(device: str, but: tuple[str, ...] = ()) -> Iterator[None]:
     """A wait of the host for the device is an error, unless it is in a function of ``but``. Those
-    on the modelled device must be there."""
+    on the emulated device must be there."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
@@ -162,7 +164,7 @@ def run_ahead(device: str, name: str, reads: bool = False) -> None:
 
 
 DEVICES = pytest.mark.parametrize(
-    "device", ["modelled", pytest.param("cuda", marks=pytest.mark.gpu)]
+    "device", ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)]
 )
 
 
@@ -182,7 +184,7 @@ def test_a_wait_is_found(device: str) -> None:
 SIMULATED: dict[str, dict[str, Any]] = {
     "flat": {"dims": (WORLD,)},
     "copies": {"dims": (2, 2)},
-    "divided copies": {"dims": (2, 2), "divide_copies": True},
+    "divided copies": {"dims": (2, 2), "shard_optimizer_over_replicas": True},
     "kept parts": {"dims": (WORLD,), "shard_options": {"reshard_after_forward": 2}},
     "Muon": {"dims": (WORLD,), "optimizer": Muon},
 }

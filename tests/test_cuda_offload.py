@@ -18,7 +18,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from fsdp_overlap import CPUOffloadPolicy, FsdpContext, MixedPrecisionPolicy, ShardedTensor, Whole
+from fsdp_overlap import (
+    CPUOffloadPolicy,
+    FsdpContext,
+    MixedPrecisionPolicy,
+    RaggedDTensor,
+    TensorAtomic,
+)
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 from support.hostile_lanes import CYCLES, RANKS, HostileLane
 from support.ranks import run_ranks
@@ -48,7 +54,7 @@ def train(pin_memory: bool, prefetch: int) -> None:
     twins = offloaded(pin_memory, prefetch=prefetch)
     twins.train(iterations=4)
     for parameter in twins.model.parameters():
-        assert isinstance(parameter, ShardedTensor)
+        assert isinstance(parameter, RaggedDTensor)
         states = twins.optimizer.state[parameter]
         for tensor in (parameter, states["exp_avg"], states["exp_avg_sq"]):
             assert tensor.device.type == "cpu"
@@ -120,7 +126,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "torch's AdamW, a loop": (torch.optim.AdamW, {"foreach": False}),
     "torch's AdamW, fused": (torch.optim.AdamW, {"fused": True}),
     "Muon": (Muon, {"ns_dtype": torch.float64}),
-    "Muon, whole matrices": (Muon, {"ns_dtype": torch.float64, "layout": Whole()}),
+    "Muon, whole matrices": (Muon, {"ns_dtype": torch.float64, "layout": TensorAtomic()}),
 }
 
 

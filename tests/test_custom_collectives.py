@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from fsdp_overlap import FsdpContext, WirePolicy, fully_shard
-from fsdp_overlap.layout import Whole
+from fsdp_overlap import FsdpContext, QuantizedCommPolicy, fully_shard
+from fsdp_overlap.layout import TensorAtomic
 from support.ranks import run_ranks
 from support.twins import Twins
 
@@ -152,7 +152,7 @@ def test_a_divisor_makes_it_a_sum() -> None:
 
 def ragged() -> None:
     model = fully_shard(
-        nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32)), FsdpContext(layout=Whole())
+        nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32)), FsdpContext(layout=TensorAtomic())
     )
     numels = model._fsdp_unit.buckets[0].plan.shard_numels
     assert len(set(numels)) > 1
@@ -180,8 +180,8 @@ def test_memory_of_others_is_refused() -> None:
 
 
 def reduce_in_few_bits() -> None:
-    policy = WirePolicy(reduce_dtype=torch.int8)
-    model = fully_shard(nn.Linear(8, 8, bias=False), FsdpContext(), wire_policy=policy)
+    policy = QuantizedCommPolicy(reduce_dtype=torch.int8)
+    model = fully_shard(nn.Linear(8, 8, bias=False), FsdpContext(), comm_policy=policy)
     model.set_custom_reduce_scatter(KeepingReduce())
     with pytest.raises(ValueError, match="leave one of the two out"):
         model(torch.ones(1, 8))

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from fsdp_overlap import Flat, FsdpContext, Rows, Whole, fully_shard
+from fsdp_overlap import Flat, FsdpContext, PerTensor, TensorAtomic, fully_shard
 from fsdp_overlap.checkpoint import (
     SafeFileSystemReader,
     SafeFileSystemWriter,
@@ -124,7 +124,7 @@ def test_huggingface_files_have_every_element_once(
 
 
 def _saved_over_another(folder: str) -> None:
-    for layout in (Flat(), Rows()):
+    for layout in (Flat(), PerTensor()):
         model = sharded(0, layout=layout)
         writer = HuggingFaceStorageWriter(folder, save_distributed=True)
         dcp.save(dict(model.state_dict()), storage_writer=writer)
@@ -150,7 +150,7 @@ def _optimizer_and_copies(folder: str, **options: Any) -> None:
 
 def _divided_copies(folder: str, divide: bool) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    _optimizer_and_copies(folder, mesh=mesh, divide_copies=divide)
+    _optimizer_and_copies(folder, mesh=mesh, shard_optimizer_over_replicas=divide)
 
 
 @pytest.mark.parametrize("divide", [False, True])
@@ -159,7 +159,7 @@ def test_states_of_optimizers_and_copies_are_in_them(tmp_path: Path, divide: boo
 
 
 def _tensor_parallel(folder: str) -> None:
-    for layout in (Flat(), Whole(), Rows()):
+    for layout in (Flat(), TensorAtomic(), PerTensor()):
         expected = {name: p.detach() for name, p in plain(dtype=torch.float32).named_parameters()}
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         model = parallelize(plain(dtype=torch.float32), mesh["tp"])
@@ -290,8 +290,8 @@ def _saved_so(folder: str) -> None:
 
 OTHERS: dict[str, Callable[[], nn.Module]] = {
     "flat": lambda: sharded(1),
-    "whole": lambda: sharded(1, layout=Whole()),
-    "rows": lambda: sharded(1, layout=Rows()),
+    "whole": lambda: sharded(1, layout=TensorAtomic()),
+    "rows": lambda: sharded(1, layout=PerTensor()),
     "FSDP2": lambda: torch_fully_shard(Shapes(1)),
     "other names": lambda: fully_shard(nn.Sequential(Shapes(1)), FsdpContext()),
 }
@@ -321,7 +321,7 @@ def _incomplete(folder: str) -> None:
     dist.barrier()
     with pytest.raises(dcp.CheckpointException, match="files are missing"):
         dcp.load(
-            dict(sharded(1, layout=Rows()).state_dict()),
+            dict(sharded(1, layout=PerTensor()).state_dict()),
             storage_reader=HuggingFaceStorageReader(folder),
         )
 

@@ -16,7 +16,7 @@ from fsdp_overlap.comm.collectives import coalesces, gather_pieces
 from fsdp_overlap.comm.group_facts import backend_name, backend_of, options_of
 from fsdp_overlap.comm.row_collectives import InPlaceRows
 from fsdp_overlap.comm.shelves import Loan
-from fsdp_overlap.layout import ParamSpec, Rows, RowsPlan
+from fsdp_overlap.layout import ParamSpec, PerTensor, RowsPlan
 from fsdp_overlap.torch_internals import unwrapped
 from support.ranks import run_ranks
 from support.twins import Twins
@@ -71,7 +71,7 @@ def training() -> None:
     with detailed() as group:
         mesh = DeviceMesh.from_group(group, "cpu")
         with patch("support.twins.init_device_mesh", lambda *_, **__: mesh):
-            for options in ({}, {"layout": Rows()}):
+            for options in ({}, {"layout": PerTensor()}):
                 Twins.of("layers", **options).train(2)
         torch.manual_seed(0)
         model = Model()

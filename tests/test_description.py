@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_overlap import FsdpContext, Whole, fully_shard
+from fsdp_overlap import FsdpContext, TensorAtomic, fully_shard
 from support.ranks import run_ranks
 from support.zoo import Model, shard_layers
 
@@ -47,10 +47,16 @@ def test_a_context_shows_its_units_as_a_table() -> None:
 def settings() -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shard"))
 
-    def layout(fqn: str, spec: object) -> Whole:
-        return Whole()
+    def layout(fqn: str, spec: object) -> TensorAtomic:
+        return TensorAtomic()
 
-    ctx = FsdpContext(mesh, layout=layout, prefetch=2, divide_copies=True, separate_groups=False)
+    ctx = FsdpContext(
+        mesh,
+        layout=layout,
+        prefetch=2,
+        shard_optimizer_over_replicas=True,
+        separate_reduce_scatter_group=False,
+    )
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
     bf16 = MixedPrecisionPolicy(torch.bfloat16)
     fully_shard(model[0], ctx, reshard_after_forward=False, mp_policy=bf16)
@@ -69,7 +75,7 @@ def test_the_table_says_what_was_chosen() -> None:
     _, options, _, *rows = run_ranks(settings, 4)[0]
     assert options == (
         "mesh cpu 2 x 2 (copies x shard); layout layout; prefetch 2; "
-        "one group for gathers and reductions; divide copies"
+        "one group for gathers and reductions; shard optimizer over replicas"
     )
     ends = {row.split("  ")[0]: row.rstrip() for row in rows}
     assert "float32 as bfloat16" in ends["0"]

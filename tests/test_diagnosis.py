@@ -59,7 +59,7 @@ def test_a_shared_group_is_found() -> None:
     )
     assert "shared group" not in causes(apart)
     finding = find(shared, "shared group")
-    assert "separate_groups=True" in finding.text
+    assert "separate_reduce_scatter_group=True" in finding.text
     assert finding.cost > 1000
     assert shared.ranks[0].exposed_time > apart.ranks[0].exposed_time + 1000
 

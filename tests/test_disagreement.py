@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_overlap import FsdpContext, fully_shard
-from fsdp_overlap.agreement import expectation as expectation_module
-from fsdp_overlap.agreement.expectation import Expectation
+from fsdp_overlap.desync import expectation as expectation_module
+from fsdp_overlap.desync.expectation import Expectation
 from support.ranks import expect_rank_errors, run_ranks
 from support.twins import Twins, impatient
 from support.zoo import VOCABULARY, WIDTH

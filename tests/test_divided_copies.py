@@ -1,4 +1,5 @@
-"""``FsdpContext(mesh, divide_copies=True)``: optimizer states over both dimensions of a mesh."""
+"""``FsdpContext(mesh, shard_optimizer_over_replicas=True)``: optimizer states over both dimensions
+of a mesh."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_overlap import FsdpContext
 from fsdp_overlap.comm.recording import Entry, RecordingLane
-from fsdp_overlap.layout import Whole
+from fsdp_overlap.layout import TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon
 from support.ranks import run_ranks
 from support.twins import Twins, same
@@ -23,7 +24,7 @@ from support.zoo import Model, shard_layers
 
 # The other models of the zoo differ in what has nothing to do with meshes.
 NAMES = ["layers", "tied parameters", "frozen and partly frozen units", "unused on some ranks"]
-OPTIONS: dict[str, Any] = {"mesh": (2, 2), "divide_copies": True}
+OPTIONS: dict[str, Any] = {"mesh": (2, 2), "shard_optimizer_over_replicas": True}
 
 
 def train(name: str, options: dict[str, Any]) -> None:
@@ -41,7 +42,7 @@ def test_training_equals_unsharded_training(name: str) -> None:
         {"mesh": (4, 1)},
         {"mesh": (1, 4)},
         {"prefetch": 0},
-        {"layout": Whole(), "optimizer": Muon, "ns_dtype": torch.float64},
+        {"layout": TensorAtomic(), "optimizer": Muon, "ns_dtype": torch.float64},
         {"optimizer": AdamW},
     ],
     ids=str,
@@ -167,7 +168,7 @@ class EventLane(RecordingLane):
 
 def waits_for_the_event() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    ctx = FsdpContext(mesh, divide_copies=True)
+    ctx = FsdpContext(mesh, shard_optimizer_over_replicas=True)
     log: list[Any] = []
     ctx.lane_factory = lambda name, device: EventLane(name, log if name == "all_reduce" else [])
     model = Model()
@@ -185,7 +186,8 @@ def test_shards_are_put_together_after_the_event_of_the_optimizer() -> None:
 def without_memory() -> None:
     log: list[Entry] = []
     ctx = FsdpContext(
-        init_device_mesh("cpu", (2, 1), mesh_dim_names=("r", "s")), divide_copies=True
+        init_device_mesh("cpu", (2, 1), mesh_dim_names=("r", "s")),
+        shard_optimizer_over_replicas=True,
     )
     ctx.lane_factory = lambda name, device: RecordingLane(name, log)
     with torch.device("meta"):
@@ -201,7 +203,7 @@ def test_a_model_without_memory_exchanges_nothing() -> None:
 
 
 def freed() -> None:
-    options: dict[str, Any] = {"mesh": (2, 1), "divide_copies": True}
+    options: dict[str, Any] = {"mesh": (2, 1), "shard_optimizer_over_replicas": True}
     kept, dropped, other = (Twins.of("layers", **options) for _ in range(3))
     dropped.train(1)
     gc.disable()
@@ -223,8 +225,10 @@ def test_a_model_that_is_freed_leaves_nothing_to_the_reset_of_another() -> None:
 
 
 def nameless() -> None:
-    with pytest.raises(ValueError, match="divide_copies needs a mesh with names, as init_device"):
-        FsdpContext(init_device_mesh("cpu", (1, 1)), divide_copies=True)
+    with pytest.raises(
+        ValueError, match="shard_optimizer_over_replicas needs a mesh with names, as init_device"
+    ):
+        FsdpContext(init_device_mesh("cpu", (1, 1)), shard_optimizer_over_replicas=True)
 
 
 def test_a_mesh_without_names_is_refused() -> None:

@@ -61,7 +61,7 @@ def run_blocks(blocks: list[str], name: str) -> None:
         "checkpoints.md",
         "layouts.md",
         "muon.md",
-        "modelled_device.md",
+        "emulated_device.md",
         "scale.md",
     ],
 )
@@ -124,7 +124,7 @@ def test_the_readme_is_short_and_says_at_its_top_that_no_gpu_was_measured() -> N
     assert len(text.split()) <= 650  # 600 without the code
     first_screen = "\n".join(text.splitlines()[:15])
     assert "**Not measured yet: a GPU.**" in first_screen
-    assert "(docs/modelled_device.md)" in first_screen
+    assert "(docs/emulated_device.md)" in first_screen
     assert "(docs/gpu.md)" in first_screen
 
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_overlap import FsdpContext, ShardedTensor, distribute_tensor, fully_shard
-from fsdp_overlap.layout import Flat, LayoutRule, Whole
+from fsdp_overlap import FsdpContext, RaggedDTensor, distribute_tensor, fully_shard
+from fsdp_overlap.layout import Flat, LayoutRule, TensorAtomic
 from support.nccl_like import BACKEND
 from support.ranks import run_ranks
 
@@ -27,7 +27,7 @@ OTHERS = (
     *(torch.complex128, torch.float16, torch.bfloat16, torch.int8, torch.uint16, torch.uint32),
     *(torch.float8_e4m3fn, torch.float8_e8m0fnu),
 )
-LAYOUTS: list[LayoutRule] = [Flat(), Whole()]
+LAYOUTS: list[LayoutRule] = [Flat(), TensorAtomic()]
 
 
 def values_of(dtype: torch.dtype, shape: tuple[int, int]) -> torch.Tensor:
@@ -64,12 +64,14 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(*(t.detach().contiguous().view(torch.uint8) for t in (one, other)))
 
 
-def train(layout: LayoutRule, mesh: tuple[int, ...], divide_copies: bool, reshard: Any) -> None:
+def train(
+    layout: LayoutRule, mesh: tuple[int, ...], shard_optimizer_over_replicas: bool, reshard: Any
+) -> None:
     names = ("replicate", "shard")[-len(mesh) :]
     ctx = FsdpContext(
         init_device_mesh("cpu", mesh, mesh_dim_names=names),
         layout=layout,
-        divide_copies=divide_copies,
+        shard_optimizer_over_replicas=shard_optimizer_over_replicas,
     )
     model = fully_shard(Zoo(), ctx, reshard_after_forward=reshard)
     fully_shard(outer := nn.Sequential(model), ctx)
@@ -78,7 +80,7 @@ def train(layout: LayoutRule, mesh: tuple[int, ...], divide_copies: bool, reshar
             model.set_gradient_divide_factor(divisor)
         outer(1.0 + dist.get_rank()).backward()
         for name, weight in model.named_parameters():
-            assert isinstance(weight, ShardedTensor)
+            assert isinstance(weight, RaggedDTensor)
             if weight.dtype in FROZEN:
                 assert weight.grad is None
                 continue
@@ -92,10 +94,10 @@ def train(layout: LayoutRule, mesh: tuple[int, ...], divide_copies: bool, reshar
 
 
 MODES: list[Callable[[LayoutRule], None]] = [
-    partial(train, mesh=(4,), divide_copies=False, reshard=None),
-    partial(train, mesh=(4,), divide_copies=False, reshard=2),
-    partial(train, mesh=(2, 2), divide_copies=False, reshard=True),
-    partial(train, mesh=(2, 2), divide_copies=True, reshard=True),
+    partial(train, mesh=(4,), shard_optimizer_over_replicas=False, reshard=None),
+    partial(train, mesh=(4,), shard_optimizer_over_replicas=False, reshard=2),
+    partial(train, mesh=(2, 2), shard_optimizer_over_replicas=False, reshard=True),
+    partial(train, mesh=(2, 2), shard_optimizer_over_replicas=True, reshard=True),
 ]
 
 

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_overlap.modelled import Event, ModelledDevice, Stream, fake_ranks, running
-from fsdp_overlap.modelled.ranks import Done
+from fsdp_overlap.emulator import EmulatedDevice, Event, Stream, fake_ranks, running
+from fsdp_overlap.emulator.ranks import Done
 from support.nccl_like import BACKEND
 from support.ranks import run_ranks
 from support.tensor_parallel import LENGTH, WORDS, Transformer, loss_of, parallelize
@@ -45,7 +45,7 @@ class Layers(nn.Module):
 
 def sharded(model: Any, mesh: DeviceMesh, **options: Any) -> Any:
     if "offload_policy" not in options:
-        model.to("modelled")
+        model.to("emulated")
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, **options)
     assert isinstance(fully_shard(model, mesh=mesh, **options), FSDPModule)
@@ -54,7 +54,7 @@ def sharded(model: Any, mesh: DeviceMesh, **options: Any) -> Any:
 
 def batch(tensor: torch.Tensor | None = None) -> torch.Tensor:
     tensor = torch.randn(2, WIDTH) if tensor is None else tensor
-    return tensor.to("modelled").requires_grad_()
+    return tensor.to("emulated").requires_grad_()
 
 
 def train(
@@ -63,10 +63,10 @@ def train(
     checkpoints: str = "",
     asks_ahead: bool = False,
     **options: Any,
-) -> ModelledDevice:
+) -> EmulatedDevice:
     """Trains for two steps, as the first rank of four, and evaluates."""
-    with fake_ranks(4), running(ModelledDevice()) as device:
-        mesh = init_device_mesh("modelled", dims, mesh_dim_names=MESHES[dims])
+    with fake_ranks(4), running(EmulatedDevice()) as device:
+        mesh = init_device_mesh("emulated", dims, mesh_dim_names=MESHES[dims])
         model = sharded(Layers(checkpoints), mesh, **options)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         for _ in range(2):
@@ -133,12 +133,12 @@ def test_offloaded_gradients_read_too_early_are_found() -> None:
 
 
 def test_beside_tensor_parallelism() -> None:
-    with fake_ranks(4, "cpu:fake,modelled:fake"), running(ModelledDevice()) as device:
-        mesh = init_device_mesh("modelled", (2, 2), mesh_dim_names=("dp", "tp"))
-        model = sharded(parallelize(Transformer().to("modelled"), mesh["tp"]), mesh["dp"])
+    with fake_ranks(4, "cpu:fake,emulated:fake"), running(EmulatedDevice()) as device:
+        mesh = init_device_mesh("emulated", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = sharded(parallelize(Transformer().to("emulated"), mesh["tp"]), mesh["dp"])
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         for _ in range(2):
-            tokens, targets = torch.randint(WORDS, (2, 3, LENGTH), device="modelled")
+            tokens, targets = torch.randint(WORDS, (2, 3, LENGTH), device="emulated")
             loss_of(model, tokens, targets).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -152,8 +152,8 @@ VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 def test_hooks_that_read_offloaded_gradients_are_found_where_fsdp2_did_not_wait_for_them() -> None:
     """A fault of torch 2.11, which its maintainers found and mended in
     https://github.com/pytorch/pytorch/pull/180666."""
-    with fake_ranks(4), running(ModelledDevice()) as device:
-        model = sharded(Layers(""), init_device_mesh("modelled", (4,)), **OFFLOAD)
+    with fake_ranks(4), running(EmulatedDevice()) as device:
+        model = sharded(Layers(""), init_device_mesh("emulated", (4,)), **OFFLOAD)
 
         def step(parameter: torch.Tensor) -> None:
             with torch.no_grad():
@@ -172,8 +172,8 @@ def trains_as_unsharded() -> None:
     for options in ({}, OFFLOAD):
         torch.manual_seed(3)
         twin, inputs = Layers(""), torch.randn(3, 2, WIDTH)
-        with running(ModelledDevice()) as device:
-            model = sharded(copy.deepcopy(twin), init_device_mesh("modelled", (2,)), **options)
+        with running(EmulatedDevice()) as device:
+            model = sharded(copy.deepcopy(twin), init_device_mesh("emulated", (2,)), **options)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             for each in inputs:
                 model(batch(each)).square().sum().backward()

@@ -1,5 +1,5 @@
 """The emulated device is as strict as CUDA: for each promise that CUDA does not make, a program
-that relies on it is found, and a right one is not. `docs/modelled_device.md` has the table."""
+that relies on it is found, and a right one is not. `docs/emulated_device.md` has the table."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ import torch.distributed as dist
 from torch.autograd import Variable
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_overlap.modelled import (
-    ModelledDevice,
+from fsdp_overlap.emulator import (
+    EmulatedDevice,
     Stream,
     current_stream,
     fake_ranks,
     running,
     stream,
 )
-from fsdp_overlap.modelled.allocator import MemPool
-from support.modelled import HERE, Seconds, kinds
+from fsdp_overlap.emulator.allocator import MemPool
+from support.emulated import HERE, Seconds, kinds
 from support.nccl_like import BACKEND, NcclLikeGroup, unseen
 from support.ranks import run_ranks
 
 
 @pytest.fixture
-def device() -> Iterator[ModelledDevice]:
-    with running(ModelledDevice()) as device:
+def device() -> Iterator[EmulatedDevice]:
+    with running(EmulatedDevice()) as device:
         yield device
 
 
@@ -129,7 +129,7 @@ def overwrite(copy: torch.Tensor) -> None:
 @pytest.mark.parametrize("use", [add, to_numbers, to_one_number, to_numpy, overwrite])
 @pytest.mark.parametrize("copy", TO_HOST)
 def test_what_is_copied_to_the_host_is_not_there_yet(
-    device: ModelledDevice,
+    device: EmulatedDevice,
     copy: Callable[[torch.Tensor], torch.Tensor],
     use: Callable[[torch.Tensor], None],
 ) -> None:
@@ -142,7 +142,7 @@ def test_what_is_copied_to_the_host_is_not_there_yet(
 @pytest.mark.parametrize("wait", WAITS)
 @pytest.mark.parametrize("copy", TO_HOST)
 def test_it_is_there_after_a_wait(
-    device: ModelledDevice,
+    device: EmulatedDevice,
     copy: Callable[[torch.Tensor], torch.Tensor],
     wait: Callable[[], None],
 ) -> None:
@@ -153,7 +153,7 @@ def test_it_is_there_after_a_wait(
     assert not device.findings
 
 
-def test_an_event_from_before_a_copy_tells_nothing_of_it(device: ModelledDevice) -> None:
+def test_an_event_from_before_a_copy_tells_nothing_of_it(device: EmulatedDevice) -> None:
     source = torch.ones(8, device=HERE)
     event = current_stream().record_event()
     copy = source.to("cpu", non_blocking=True)
@@ -162,7 +162,7 @@ def test_an_event_from_before_a_copy_tells_nothing_of_it(device: ModelledDevice)
     assert kinds(device) == ["race"]
 
 
-def test_to_pins_what_it_does_not_wait_for_and_nothing_else(device: ModelledDevice) -> None:
+def test_to_pins_what_it_does_not_wait_for_and_nothing_else(device: EmulatedDevice) -> None:
     source = torch.ones(8, device=HERE)
     assert source.to("cpu", non_blocking=True).is_pinned()
     assert not device.syncs
@@ -183,7 +183,7 @@ def fill(pinned: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("copy", [move, fill])
 def test_the_host_writes_what_the_device_still_reads(
-    device: ModelledDevice, copy: Callable[[torch.Tensor], torch.Tensor]
+    device: EmulatedDevice, copy: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     pinned = torch.ones(8).pin_memory()
     copy(pinned)
@@ -195,7 +195,7 @@ def test_the_host_writes_what_the_device_still_reads(
 
 
 @pytest.mark.parametrize("wait", WAITS)
-def test_the_host_writes_it_after_a_wait(device: ModelledDevice, wait: Callable[[], None]) -> None:
+def test_the_host_writes_it_after_a_wait(device: EmulatedDevice, wait: Callable[[], None]) -> None:
     pinned = torch.ones(8).pin_memory()
     move(pinned)
     wait()
@@ -205,7 +205,7 @@ def test_the_host_writes_it_after_a_wait(device: ModelledDevice, wait: Callable[
 
 @pytest.mark.parametrize("is_pinned", [False, True])
 def test_pageable_memory_is_staged_and_that_orders_nothing_else(
-    device: ModelledDevice, is_pinned: bool
+    device: EmulatedDevice, is_pinned: bool
 ) -> None:
     other = torch.ones(8, device=HERE).to("cpu", non_blocking=True)
     pageable = torch.ones(16)
@@ -225,7 +225,7 @@ def test_pageable_memory_is_staged_and_that_orders_nothing_else(
 
 
 def test_a_number_on_the_host_is_read_when_the_operation_is_enqueued(
-    device: ModelledDevice,
+    device: EmulatedDevice,
 ) -> None:
     number = torch.tensor(2.0)
     torch.ones(8, device=HERE) * number
@@ -240,7 +240,7 @@ def test_a_number_on_the_host_is_read_when_the_operation_is_enqueued(
 
 
 def test_hooks_of_backward_and_what_comes_last_run_on_the_thread_of_the_device(
-    device: ModelledDevice,
+    device: EmulatedDevice,
 ) -> None:
     here, of_thread = threading.current_thread(), threading.local()
     of_thread.value = 1
@@ -280,7 +280,7 @@ def test_hooks_of_backward_and_what_comes_last_run_on_the_thread_of_the_device(
     assert not device.findings
 
 
-def test_a_backward_of_the_host_runs_on_the_thread_that_calls_it(device: ModelledDevice) -> None:
+def test_a_backward_of_the_host_runs_on_the_thread_that_calls_it(device: EmulatedDevice) -> None:
     seen = []
     weight = torch.ones(4, requires_grad=True)
     weight.register_hook(lambda _: seen.append(threading.current_thread()))
@@ -288,7 +288,7 @@ def test_a_backward_of_the_host_runs_on_the_thread_that_calls_it(device: Modelle
     assert seen == [threading.current_thread()]
 
 
-def test_an_error_in_a_hook_comes_to_the_caller(device: ModelledDevice) -> None:
+def test_an_error_in_a_hook_comes_to_the_caller(device: EmulatedDevice) -> None:
     def fail(_: torch.Tensor) -> None:
         raise KeyError("in a hook")
 
@@ -311,7 +311,7 @@ class Modes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_modes_and_autocast_are_carried_to_it(device: ModelledDevice) -> None:
+def test_modes_and_autocast_are_carried_to_it(device: EmulatedDevice) -> None:
     seen = []
     weight = torch.ones(4, device=HERE, requires_grad=True)
     weight.register_hook(lambda _: seen.append(torch.is_autocast_enabled("cpu")))
@@ -367,7 +367,7 @@ THREADS = (in_a_thread, in_a_class_of_its_own, in_a_new_pool, in_an_older_pool, 
 @pytest.mark.parametrize("within", THREADS)
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_thread_of_the_program_has_the_default_stream(
-    device: ModelledDevice, within: Callable[..., None], waits: bool
+    device: EmulatedDevice, within: Callable[..., None], waits: bool
 ) -> None:
     OLD_POOL.submit(threading.current_thread).result()  # its thread is there
     side, seen = Stream(), []
@@ -386,7 +386,7 @@ def test_a_thread_of_the_program_has_the_default_stream(
     assert kinds(device) == ([] if waits else ["race"])
 
 
-def test_what_runs_in_a_thread_names_its_line(device: ModelledDevice) -> None:
+def test_what_runs_in_a_thread_names_its_line(device: EmulatedDevice) -> None:
     tensor = torch.ones(8, device=HERE)
     with stream(Stream()):
         in_a_new_pool(lambda: tensor.add_(1))
@@ -394,7 +394,7 @@ def test_what_runs_in_a_thread_names_its_line(device: ModelledDevice) -> None:
     assert "add_ on the default stream, which writes it (tests/test_emu" in str(device.findings[0])
 
 
-def test_threads_that_are_started_out_of_sight_are_not_seen(device: ModelledDevice) -> None:
+def test_threads_that_are_started_out_of_sight_are_not_seen(device: EmulatedDevice) -> None:
     with unseen():
         for within in THREADS:
             within(lambda: torch.ones(8))
@@ -403,7 +403,7 @@ def test_threads_that_are_started_out_of_sight_are_not_seen(device: ModelledDevi
     assert device.operations == 1
 
 
-def test_many_threads_at_once(device: ModelledDevice) -> None:
+def test_many_threads_at_once(device: EmulatedDevice) -> None:
     def train(number: int) -> float:
         side = Stream()
         with stream(side):
@@ -427,7 +427,7 @@ def test_a_thread_that_goes_on_afterwards_is_not_seen() -> None:
         seen.append(torch.ones(8).device.type)
 
     thread = threading.Thread(target=late)
-    with running(ModelledDevice()) as device:
+    with running(EmulatedDevice()) as device:
         thread.start()
     go.set()
     thread.join()
@@ -436,7 +436,7 @@ def test_a_thread_that_goes_on_afterwards_is_not_seen() -> None:
 
 
 def make_a_tensor() -> None:
-    torch.zeros(8, device="modelled")
+    torch.zeros(8, device="emulated")
 
 
 def make_a_stream() -> None:
@@ -453,17 +453,17 @@ def wait_for_the_device() -> None:
 
 
 def set_the_device() -> None:
-    torch.get_device_module("modelled").set_device(0)
+    torch.get_device_module("emulated").set_device(0)
 
 
-HERE_1 = torch.device("modelled", 1)
+HERE_1 = torch.device("emulated", 1)
 
 
 @pytest.mark.parametrize(
     "use", [make_a_tensor, make_a_stream, enter_a_stream, wait_for_the_device, set_the_device]
 )
 def test_the_current_device_of_a_thread_is_the_first_one(use: Callable[[], None]) -> None:
-    module = torch.get_device_module("modelled")
+    module = torch.get_device_module("emulated")
 
     def use_with_a_guard() -> None:
         with module.device(1):
@@ -474,8 +474,8 @@ def test_the_current_device_of_a_thread_is_the_first_one(use: Callable[[], None]
         use()
 
     right = [use_with_a_guard, set_and_use] if use is not set_the_device else []
-    with running(ModelledDevice(index=1)) as device:
-        assert torch.zeros(1, device="modelled").device == HERE_1
+    with running(EmulatedDevice(index=1)) as device:
+        assert torch.zeros(1, device="emulated").device == HERE_1
         assert module.current_device() == 1
         for program in right:
             in_a_thread(program)
@@ -490,7 +490,7 @@ def test_the_current_device_of_a_thread_is_the_first_one(use: Callable[[], None]
 # Streams
 
 
-def test_there_are_32_streams_of_a_priority(device: ModelledDevice) -> None:
+def test_there_are_32_streams_of_a_priority(device: EmulatedDevice) -> None:
     for priority in (0, -1, -2, -3):
         streams = [Stream(priority=priority) for _ in range(66)]
         assert len(set(streams)) == 32
@@ -508,7 +508,7 @@ def test_work_on_streams_that_are_one_runs_one_after_the_other(
     others: int, milliseconds: float
 ) -> None:
     """As when a program makes a stream in every step."""
-    with running(ModelledDevice(timing=Seconds({"add_": 2.0}))) as device:
+    with running(EmulatedDevice(timing=Seconds({"add_": 2.0}))) as device:
         tensors = [torch.zeros(4, device=HERE) for _ in range(2)]
         start = current_stream().record_event()
         first, *_, last = [Stream() for _ in range(others + 2)]
@@ -523,7 +523,7 @@ def test_work_on_streams_that_are_one_runs_one_after_the_other(
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_the_default_stream_is_a_stream_like_others(device: ModelledDevice, waits: bool) -> None:
+def test_the_default_stream_is_a_stream_like_others(device: EmulatedDevice, waits: bool) -> None:
     side, default = Stream(), current_stream()
     with stream(side):
         tensor = torch.zeros(8, device=HERE)
@@ -590,7 +590,7 @@ def wait_here(work: dist.Work) -> None:
 @pytest.mark.parametrize("wait", [do_not_wait, wait_elsewhere, wait_here])
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_an_asynchronous_collective_is_waited_for_by_the_current_stream_and_not_the_host(
-    device: ModelledDevice,
+    device: EmulatedDevice,
     collective: Callable[..., dist.Work],
     wait: Callable[[dist.Work], None],
 ) -> None:
@@ -605,7 +605,7 @@ def test_an_asynchronous_collective_is_waited_for_by_the_current_stream_and_not_
 @pytest.mark.usefixtures("ranks")
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_a_synchronous_one_runs_on_the_current_stream(
-    device: ModelledDevice, collective: Callable[..., object]
+    device: EmulatedDevice, collective: Callable[..., object]
 ) -> None:
     values = torch.ones(8, device=HERE)
     collective(values)
@@ -620,7 +620,7 @@ def test_a_synchronous_one_runs_on_the_current_stream(
 @pytest.mark.usefixtures("ranks")
 @pytest.mark.parametrize("is_written", [True, False])
 def test_an_asynchronous_one_runs_after_what_was_enqueued_and_beside_what_follows(
-    device: ModelledDevice, is_written: bool
+    device: EmulatedDevice, is_written: bool
 ) -> None:
     values, others = torch.ones(8, device=HERE), torch.ones(8, device=HERE)
     work = dist.all_reduce(values, async_op=True)
@@ -632,7 +632,7 @@ def test_an_asynchronous_one_runs_after_what_was_enqueued_and_beside_what_follow
 
 
 @pytest.mark.usefixtures("ranks")
-def test_its_tensors_are_kept_until_it_is_waited_for(device: ModelledDevice) -> None:
+def test_its_tensors_are_kept_until_it_is_waited_for(device: EmulatedDevice) -> None:
     nbytes = device.allocator.allocated
     values = torch.ones(1 << 20, device=HERE)
     work = dist.all_reduce(values, async_op=True)
@@ -654,7 +654,7 @@ def test_its_tensors_are_kept_until_it_is_waited_for(device: ModelledDevice) -> 
 
 @pytest.mark.usefixtures("ranks")
 def test_tensors_of_one_that_nobody_waits_for_are_kept_until_it_is_done(
-    device: ModelledDevice,
+    device: EmulatedDevice,
 ) -> None:
     dist.all_reduce(torch.ones(1 << 20, device=HERE), async_op=True)
     dist.all_reduce(torch.ones(1 << 20, device=HERE), async_op=True)
@@ -666,7 +666,7 @@ def test_tensors_of_one_that_nobody_waits_for_are_kept_until_it_is_done(
 
 
 @pytest.mark.usefixtures("ranks")
-def test_the_host_reads_no_result_before_a_stream_has_waited(device: ModelledDevice) -> None:
+def test_the_host_reads_no_result_before_a_stream_has_waited(device: EmulatedDevice) -> None:
     values = torch.ones(8, device=HERE)
     dist.all_reduce(values, async_op=True)
     values.sum().item()
@@ -674,7 +674,7 @@ def test_the_host_reads_no_result_before_a_stream_has_waited(device: ModelledDev
 
 
 @pytest.mark.usefixtures("ranks")
-def test_the_host_waits_for_a_barrier(device: ModelledDevice) -> None:
+def test_the_host_waits_for_a_barrier(device: EmulatedDevice) -> None:
     copy = torch.ones(8, device=HERE).to("cpu", non_blocking=True)
     dist.barrier()
     copy.sum()
@@ -689,7 +689,7 @@ def on_real_ranks() -> None:
         ((2, 2), ["all_gather"]),
         ((1, 3), ["broadcast from 0", "broadcast from 1"]),
     ):
-        with running(ModelledDevice()) as device:
+        with running(EmulatedDevice()) as device:
             parts = [torch.zeros(size, device=HERE) for size in sizes]
             own = torch.full((sizes[rank],), float(rank), device=HERE)
             work = dist.all_gather(parts, own, async_op=True)
@@ -697,14 +697,14 @@ def on_real_ranks() -> None:
             assert [part.tolist() for part in parts] == [[0.0] * sizes[0], [1.0] * sizes[1]]
             assert not device.findings
             assert [issued.kind for issued in device.issued] == calls
-    with running(ModelledDevice()) as device:
+    with running(EmulatedDevice()) as device:
         mine = torch.zeros(3 - 2 * rank, device=HERE)
         dist.reduce_scatter(mine, [torch.ones(3, device=HERE), torch.ones(1, device=HERE)])
         assert mine.tolist() == [2.0] * (3 - 2 * rank)
         assert [issued.kind for issued in device.issued] == ["reduce to 0", "reduce to 1"]
         assert not device.findings
     for waits in (True, False):
-        with running(ModelledDevice()) as device:
+        with running(EmulatedDevice()) as device:
             values = [torch.full((4,), rank + 1.0, device=HERE) for _ in range(2)]
             with dist._coalescing_manager(device=HERE, async_ops=True) as coalesced:
                 for each in values:
@@ -716,7 +716,7 @@ def on_real_ranks() -> None:
                 values[1].sum()
                 coalesced.wait()
             assert kinds(device) == ([] if waits else ["race"])
-        with running(ModelledDevice()) as device:
+        with running(EmulatedDevice()) as device:
             sent, received = torch.full((4,), float(rank), device=HERE), torch.zeros(4, device=HERE)
             other = 1 - rank
             messages = [
@@ -742,7 +742,7 @@ def lists_differ() -> None:
 def memory_before_a_collective() -> None:
     group: Any = dist.new_group([0, 1])
     pool = MemPool(NcclLikeGroup.mem_allocator)
-    with running(ModelledDevice()):
+    with running(EmulatedDevice()):
         with pytest.raises(RuntimeError, match="has not been initialized before mem pool"):
             group.register_mem_pool(pool)
         dist.all_reduce(torch.ones(1, device=HERE), group=group)
@@ -759,7 +759,7 @@ def test_a_group_of_real_ranks_is_as_nccls(claim: Callable[[], None]) -> None:
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_memory_that_another_stream_used_comes_back_when_that_is_found_done(
-    device: ModelledDevice, waits: bool
+    device: EmulatedDevice, waits: bool
 ) -> None:
     """The host runs ahead of the device. Where it waits once a step, one block is enough."""
     side = Stream()
@@ -779,7 +779,7 @@ def test_memory_that_another_stream_used_comes_back_when_that_is_found_done(
     assert not device.findings
 
 
-def test_streams_that_were_not_recorded_are_not_waited_for(device: ModelledDevice) -> None:
+def test_streams_that_were_not_recorded_are_not_waited_for(device: EmulatedDevice) -> None:
     recorded, other = Stream(), Stream()
     tensor = torch.ones(1 << 20, device=HERE)
     for side in (recorded, other):
@@ -792,7 +792,7 @@ def test_streams_that_were_not_recorded_are_not_waited_for(device: ModelledDevic
     assert kinds(device) == ["reuse"]
 
 
-def test_memory_of_a_pool_goes_back_with_it(device: ModelledDevice) -> None:
+def test_memory_of_a_pool_goes_back_with_it(device: EmulatedDevice) -> None:
     module = torch.get_device_module(HERE)
     pool = MemPool()
     with module.use_mem_pool(pool):
@@ -815,7 +815,7 @@ def test_memory_of_a_pool_goes_back_with_it(device: ModelledDevice) -> None:
     assert not device.findings
 
 
-def test_memory_of_a_pool_is_used_again_too_early(device: ModelledDevice) -> None:
+def test_memory_of_a_pool_is_used_again_too_early(device: EmulatedDevice) -> None:
     pool, side = MemPool(), Stream()
     with torch.get_device_module(HERE).use_mem_pool(pool):
         tensor = torch.ones(1 << 20, device=HERE)
@@ -827,7 +827,7 @@ def test_memory_of_a_pool_is_used_again_too_early(device: ModelledDevice) -> Non
     assert kinds(device) == ["reuse"]
 
 
-def test_a_pool_is_of_the_thread_that_uses_it(device: ModelledDevice) -> None:
+def test_a_pool_is_of_the_thread_that_uses_it(device: EmulatedDevice) -> None:
     """Backward, which runs on another one, takes its memory elsewhere."""
     pool, seen = MemPool(), []
 
@@ -852,7 +852,7 @@ def sizes_that_grow(count: int) -> None:
 def test_expandable_segments_grow_and_others_do_not() -> None:
     reserved = []
     for expandable in (False, True):
-        with running(ModelledDevice(expandable_segments=expandable)) as device:
+        with running(EmulatedDevice(expandable_segments=expandable)) as device:
             sizes_that_grow(5)
             reserved.append(device.allocator.reserved)
             assert device.allocator.allocated == 0
@@ -871,7 +871,7 @@ def test_expandable_segments_grow_and_others_do_not() -> None:
 
 
 def test_memory_of_an_expandable_segment_is_used_again_too_early() -> None:
-    with running(ModelledDevice(expandable_segments=True)) as device:
+    with running(EmulatedDevice(expandable_segments=True)) as device:
         side, tensor = Stream(), torch.ones(1 << 20, device=HERE)
         side.wait_stream(current_stream())
         with stream(side):

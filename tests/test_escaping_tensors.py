@@ -15,9 +15,9 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_overlap import FsdpContext, fully_shard
-from fsdp_overlap.layout import Flat, LayoutRule, Rows
-from fsdp_overlap.runtime import saved_tensors
-from fsdp_overlap.runtime.bucket import Bucket
+from fsdp_overlap.engine import saved_tensors
+from fsdp_overlap.engine.bucket import Bucket
+from fsdp_overlap.layout import Flat, LayoutRule, PerTensor
 from support.ranks import RankError, run_ranks
 from support.twins import Twins, loss_of
 from support.zoo import VOCABULARY, WIDTH
@@ -192,12 +192,12 @@ def test_each_way_out_trains_as_without_sharding(kind: str) -> None:
     run_ranks(train, 2, partial(Model, [kind] * 3), {})
 
 
-@pytest.mark.parametrize("layout", [Flat(), Rows()], ids=["ranges", "rows"])
+@pytest.mark.parametrize("layout", [Flat(), PerTensor()], ids=["ranges", "rows"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_all_ways_out_train_as_without_sharding(
     options: dict[str, Any], layout: LayoutRule
 ) -> None:
-    if layout == Rows() and options.get("reshard_after_forward") == 2:
+    if layout == PerTensor() and options.get("reshard_after_forward") == 2:
         pytest.skip("rows keep no part")
     run_ranks(train, 2, partial(Model, KINDS), options, layout)
 

@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fsdp_overlap import ShardedTensor
-from fsdp_overlap.tensor.placement import RangeShard, contiguous_spec
+from fsdp_overlap import RaggedDTensor
+from fsdp_overlap.tensor.placement import RaggedShard, contiguous_spec
 from support.ranks import run_ranks
 
 pytest.importorskip("expecttest")  # torch's op database needs it
@@ -67,16 +67,16 @@ def last(numel: int, world_size: int) -> list[int]:
 LAYOUTS = (cut, last)
 
 
-def shard(whole: torch.Tensor, mesh: DeviceMesh, bounds: Bounds | None) -> ShardedTensor | None:
+def shard(whole: torch.Tensor, mesh: DeviceMesh, bounds: Bounds | None) -> RaggedDTensor | None:
     """``whole`` as a sharded tensor. The only place that knows how one is made."""
     if bounds is None:
         return None
     ends = bounds(whole.numel(), mesh.size())
     pieces = [(rank, ends[rank], ends[rank + 1]) for rank in range(mesh.size())]
-    placement = RangeShard(tuple(piece for piece in pieces if piece[1] < piece[2]))
+    placement = RaggedShard(tuple(piece for piece in pieces if piece[1] < piece[2]))
     start, stop = placement.local_range(mesh.get_local_rank())
     spec = contiguous_spec(mesh, (placement,), whole.shape, whole.dtype)
-    return ShardedTensor.wrap(whole.reshape(-1)[start:stop].clone(), spec)
+    return RaggedDTensor.wrap(whole.reshape(-1)[start:stop].clone(), spec)
 
 
 @dataclass
@@ -266,7 +266,7 @@ def lost_gradients(call: Call, mesh: DeviceMesh) -> list[str]:
             continue
         if value.requires_grad != want.requires_grad:
             problems.append(f"requires_grad is {value.requires_grad}")
-        elif value.requires_grad and not isinstance(value, ShardedTensor):
+        elif value.requires_grad and not isinstance(value, RaggedDTensor):
             backward = Call(0, "", "", value.backward, (), {})
             ending = str(backward.run(((torch.ones_like(value), True), {})))
             if "gradients do not flow" in ending:
@@ -278,7 +278,7 @@ def lost_gradients(call: Call, mesh: DeviceMesh) -> list[str]:
                     raise
                 continue  # by torch 2.11, of aminmax
             pairs = zip(tree_leaves(given), tree_leaves(whole), strict=True)
-            if any(isinstance(x, ShardedTensor) and y.grad is not None for x, y in pairs):
+            if any(isinstance(x, RaggedDTensor) and y.grad is not None for x, y in pairs):
                 problems.append(f"backward ended with {ending}")
     return problems
 
@@ -296,7 +296,7 @@ def wrong_value(call: Call, given: Any, result: Any) -> str:
     if not all(map(is_sound, got)):
         return "holds another range than its placement says"
     # All collectives first: below, a rank may find something that another does not.
-    values = [x.full_tensor() if isinstance(x, ShardedTensor) else x for x in got]
+    values = [x.full_tensor() if isinstance(x, RaggedDTensor) else x for x in got]
     pairs = list(zip(tree_leaves(plain), tree_leaves(given), strict=True))
     for x, value, want in zip(got, values, wanted, strict=True):
         if not isinstance(want, torch.Tensor):
@@ -317,7 +317,7 @@ def wrong_value(call: Call, given: Any, result: Any) -> str:
         if isinstance(want, torch.Tensor):
             with contextlib.suppress(RuntimeError):  # expanded: elements share memory
                 want.fill_(7)
-                (x.to_local() if isinstance(x, ShardedTensor) else x).fill_(7)
+                (x.to_local() if isinstance(x, RaggedDTensor) else x).fill_(7)
     problem = changed(given, plain)
     return problem and f"after an edit of the result, {problem}"
 
@@ -333,7 +333,7 @@ def describe(result: Any) -> str:
 
 def is_sound(value: Any) -> bool:
     """Whether what this rank holds is what the placement says."""
-    if not isinstance(value, ShardedTensor):
+    if not isinstance(value, RaggedDTensor):
         return True
     start, stop = value.local_range
     local = value.to_local()
@@ -362,7 +362,7 @@ def changed(given: Any, wanted: Any) -> str:
             continue
         if value.shape != want.shape or value.dtype != want.dtype:
             return f"argument {n} became {value.dtype} {value.shape}"
-        if isinstance(value, ShardedTensor):
+        if isinstance(value, RaggedDTensor):
             start, stop = value.local_range
             value, want = value.to_local(), want.reshape(-1)[start:stop]
         if not (is_strided(value) and is_strided(want) and torch.equal(value, want)) and (

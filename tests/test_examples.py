@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.runtime.unit import unit_of
+from fsdp_overlap.engine.unit import unit_of
 from support.examples import EXAMPLES, TRAINING, load, run_training
 from support.ranks import run_ranks
 
@@ -54,7 +54,7 @@ def kept(folder: str) -> list[int]:
         training.save,
     ):
         step()
-        alive += [training.ctx.stats.full_buffers_alive, average.stats.full_buffers_alive]
+        alive += [training.ctx.stats.current_full_buffers, average.stats.current_full_buffers]
     return alive
 
 

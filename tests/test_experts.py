@@ -140,7 +140,7 @@ def only_some_ranks() -> None:
     for _ in range(3):
         out = dense(x)
         (extra(out) if has_extra else out).sum().backward()
-    assert ctx.stats.full_buffers_alive == 0
+    assert ctx.stats.current_full_buffers == 0
     # A group that the user makes afterwards, with all ranks, is the same on all.
     dist.barrier(dist.new_group([0, 1, 2, 3]))
     if has_extra:

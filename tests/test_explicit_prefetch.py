@@ -55,7 +55,7 @@ def two_ahead(prefetch: int) -> None:
         ]
         assert len(enqueued) == len(set(enqueued))
     assert recorded.ctx.stats.prefetches_unused == 0
-    assert recorded.ctx.stats.full_buffers_alive == 0
+    assert recorded.ctx.stats.current_full_buffers == 0
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])

@@ -134,7 +134,7 @@ def test_weights_are_read_in_the_loop_and_not_by_the_call() -> None:
 
 
 def _copies(divide: bool, ranks: list[int] | None) -> None:
-    twins = Twins(Model, shard_layers, divide_copies=divide, **COPIES)
+    twins = Twins(Model, shard_layers, shard_optimizer_over_replicas=divide, **COPIES)
     train_and_check(twins, ranks=ranks, piece_bytes=SMALL)
 
 
@@ -409,19 +409,19 @@ def go_on(twins: Twins) -> None:
 
 def _between_steps(**options: Any) -> None:
     """What was gathered ahead of the next forward, or kept, stays so on all ranks alike."""
-    twins = Twins(Model, shard_layers, optimizer=AdamW, gather_next=True, **options)
+    twins = Twins(Model, shard_layers, optimizer=AdamW, prefetch_next_forward=True, **options)
     for keeps in (False, True):
         if keeps:
             twins.model.set_reshard_after_forward(False)
             twins.model.set_reshard_after_backward(False)
         go_on(twins)
-        alive = twins.ctx.stats.full_buffers_alive
+        alive = twins.ctx.stats.current_full_buffers
         gathers = twins.ctx.stats.all_gathers
         if twins.rank < 2:  # of four: one copy of the model alone
             exported = dict(export_weights(twins.model))
             for name, weight in expected(twins.twin).items():
                 torch.testing.assert_close(exported[name], weight, msg=name)
-        assert twins.ctx.stats.full_buffers_alive == alive
+        assert twins.ctx.stats.current_full_buffers == alive
         assert twins.ctx.stats.all_gathers == gathers
         go_on(twins)
 

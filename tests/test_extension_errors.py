@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
 
-from fsdp_overlap import Flat, FsdpContext, Rows, WirePolicy, fully_shard
+from fsdp_overlap import Flat, FsdpContext, PerTensor, QuantizedCommPolicy, fully_shard
 from support.extension_twins import batches, both, train
 from support.extensions import Net, Rounded, Same, Wrapped, parts
 from support.ranks import run_ranks
@@ -77,7 +77,7 @@ def starts_differ() -> None:
     if dist.get_rank():
         with torch.no_grad():
             model.layers[1].up.weight.data_inside[0, 0] += 1  # type: ignore[union-attr]
-    fully_shard(model, FsdpContext(layout=Rows()))
+    fully_shard(model, FsdpContext(layout=PerTensor()))
     with pytest.raises(RuntimeError, match=r"'layers.1.up.weight'.*not the same on ranks"):
         model(batches(1)[0])
 
@@ -107,7 +107,7 @@ def wrapped(cls: Any, rows: int = 4) -> nn.Linear:
 
 def refused(module: nn.Module, match: str, error: type[Exception], **options: Any) -> None:
     before = {name: id(each) for name, each in module.named_parameters()}
-    ctx = options.pop("ctx", None) or FsdpContext(layout=Rows())
+    ctx = options.pop("ctx", None) or FsdpContext(layout=PerTensor())
     with pytest.raises(error, match=match):
         fully_shard(module, ctx, **options)
     assert {name: id(each) for name, each in module.named_parameters()} == before
@@ -117,20 +117,22 @@ def refused(module: nn.Module, match: str, error: type[Exception], **options: An
 def what_cannot_be_is_refused() -> None:
     kept = "of which no part can be kept: use True, False or None"
     refused(wrapped(Rounded), kept, ValueError, reshard_after_forward=2)
-    fp8 = WirePolicy(torch.float8_e4m3fn)
-    refused(wrapped(Rounded), "leave out wire_policy", ValueError, wire_policy=fp8)
+    fp8 = QuantizedCommPolicy(torch.float8_e4m3fn)
+    refused(wrapped(Rounded), "leave out comm_policy", ValueError, comm_policy=fp8)
     flat = FsdpContext(layout=Flat())
-    refused(wrapped(Rounded), r"use FsdpContext\(layout=Rows\(\)\)", ValueError, ctx=flat)
+    refused(wrapped(Rounded), r"use FsdpContext\(layout=PerTensor\(\)\)", ValueError, ctx=flat)
     columns = {"shard_placement_fn": lambda p: Shard(1) if p.ndim == 2 else None}
     refused(wrapped(Rounded), "return None or Shard", ValueError, **columns)
     refused(wrapped(Half), "is a Half without fsdp_pre_all_gather;", TypeError)
     bare = wrapped(lambda weight: weight.as_subclass(Bare))
     refused(bare, "is a Bare without fsdp_pre_all_gather and fsdp_post_all", TypeError)
     divided = FsdpContext(
-        init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES), layout=Rows(), divide_copies=True
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES),
+        layout=PerTensor(),
+        shard_optimizer_over_replicas=True,
     )
-    refused(wrapped(Rounded), "leave out divide_copies", ValueError, ctx=divided)
-    sharded = fully_shard(wrapped(Rounded), FsdpContext(layout=Rows()))
+    refused(wrapped(Rounded), "leave out shard_optimizer_over_replicas", ValueError, ctx=divided)
+    sharded = fully_shard(wrapped(Rounded), FsdpContext(layout=PerTensor()))
     with pytest.raises(RuntimeError, match="of a class of their own: cast it before"):
         sharded.double()
 
@@ -141,7 +143,7 @@ def test_what_cannot_be_is_refused_before_anything_is_changed() -> None:
 
 def methods_come_late() -> None:
     """As in FSDP2, a class may get its methods after fully_shard()."""
-    model = fully_shard(wrapped(Wrapped), FsdpContext(layout=Rows()))
+    model = fully_shard(wrapped(Wrapped), FsdpContext(layout=PerTensor()))
     x = torch.randn(2, 4)
     with pytest.raises(
         TypeError, match=r"parameter 'weight' of unit 'Linear.*' is a Wrapped without"
@@ -152,7 +154,7 @@ def methods_come_late() -> None:
     local.fsdp_post_all_gather = partial(Rounded.fsdp_post_all_gather, local)  # type: ignore
     model(x).sum().backward()
     assert model.weight.grad is not None
-    plain = fully_shard(nn.Linear(4, 4), FsdpContext(layout=Rows()))
+    plain = fully_shard(nn.Linear(4, 4), FsdpContext(layout=PerTensor()))
     local = plain.weight._local_tensor  # type: ignore[union-attr]
     local.fsdp_pre_all_gather = local.fsdp_post_all_gather = None  # type: ignore
     with pytest.raises(TypeError, match=r"of shape \(4, 4\), was given the methods"):
@@ -165,7 +167,7 @@ def test_methods_may_come_after_fully_shard() -> None:
 
 def sends_too_little() -> None:
     """On a rank without padding nothing is wrong. All are told, and none waits."""
-    model = fully_shard(wrapped(Unpadded, rows=5), FsdpContext(layout=Rows()))
+    model = fully_shard(wrapped(Unpadded, rows=5), FsdpContext(layout=PerTensor()))
     with pytest.raises(RuntimeError, match=r"other sizes or dtypes on other ranks, for one of 'w"):
         model(torch.randn(2, 4))
 
@@ -186,7 +188,7 @@ class Growing(Rounded):
 
 
 def sends_more_each_time() -> None:
-    model = fully_shard(wrapped(Growing), FsdpContext(layout=Rows()))
+    model = fully_shard(wrapped(Growing), FsdpContext(layout=PerTensor()))
     match = r"gave \[2, 2\] of torch.bfloat16, and \[2, 1\] of torch.bfloat16 the first time"
     with pytest.raises(RuntimeError, match=match):
         model(torch.randn(2, 4))
@@ -221,7 +223,7 @@ def sends_nothing_before_an_error() -> None:
     of_head = dist.get_world_size()  # a broadcast of what each rank has
     assert group._get_sequence_number_for_group() == before + of_head
     ctx.reset()
-    assert ctx.stats.full_buffers_alive == 0
+    assert ctx.stats.current_full_buffers == 0
     train(ours, theirs, steps=1)
 
 
@@ -268,14 +270,14 @@ class Lying(Same):
 def ignores_out() -> None:
     """The parameter would have whatever was in its memory."""
     x = torch.randn(2, 4)
-    model = fully_shard(wrapped(Ignoring), FsdpContext(layout=Rows()))
+    model = fully_shard(wrapped(Ignoring), FsdpContext(layout=PerTensor()))
     for _ in range(2):
         with pytest.raises(TypeError, match=r"'weight' of unit .* was given out=, and returned"):
             model(x)
     plain = nn.Linear(4, 5)
     lying = copy.deepcopy(plain)
     lying.weight = nn.Parameter(Lying(plain.weight.detach()))
-    fully_shard(lying, FsdpContext(layout=Rows()))
+    fully_shard(lying, FsdpContext(layout=PerTensor()))
     for _ in range(2):
         torch.testing.assert_close(lying(x), plain(x))
         with torch.no_grad():

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp_overlap import FsdpContext, Rows, fully_shard
+from fsdp_overlap import FsdpContext, PerTensor, fully_shard
 from fsdp_overlap.comm.collectives import Issued
 from fsdp_overlap.comm.extension_gather import ExtensionGather
 from fsdp_overlap.layout import BucketPlan
@@ -35,7 +35,7 @@ def trains(micro: int = 1, **options: Any) -> None:
     ours, theirs, ctx = both(**options)
     check(ours, theirs)
     train(ours, theirs, micro=micro)
-    assert ctx.stats.full_buffers_alive == 0
+    assert ctx.stats.current_full_buffers == 0
 
 
 def trains_in_two_modes(kind: str) -> None:
@@ -99,7 +99,7 @@ class Columns(nn.Module):
 def lies_over_both() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     ours, theirs = Columns(mesh["tp"]), Columns(mesh["tp"])
-    fully_shard(ours, FsdpContext(mesh["dp"], layout=Rows()))
+    fully_shard(ours, FsdpContext(mesh["dp"], layout=PerTensor()))
     torchs_fully_shard(theirs, mesh=mesh["dp"])
     train(ours, theirs)
 
@@ -198,7 +198,7 @@ def test_all_extensions_of_a_unit_travel_in_one_gather_as_bytes() -> None:
 
 
 def frees_the_whole(kind: str) -> None:
-    model, ctx = Net(kind), FsdpContext(layout=Rows())
+    model, ctx = Net(kind), FsdpContext(layout=PerTensor())
     weights = [linear.weight for layer in model.layers for linear in (layer.up, layer.down)]
     weights[0].mine = "a user's"
     wholes = [weakref.ref(part.untyped_storage()) for each in weights for part in parts(each)]
@@ -221,7 +221,7 @@ def test_whole_parameters_are_freed_once_they_are_sharded(kind: str) -> None:
 def starts_on_meta(kind: str) -> None:
     with torch.device("meta"):
         ours, theirs = Net(kind), Net(kind)
-    ctx = FsdpContext(layout=Rows())
+    ctx = FsdpContext(layout=PerTensor())
     for shard, model in ((partial(fully_shard, ctx=ctx), ours), (torchs_fully_shard, theirs)):
         for module in (*model.layers, model):
             shard(module)
@@ -246,7 +246,7 @@ def steps_as_plain(kind: str) -> None:
     """Beside plain parameters with the same gradients, by torch's AdamW."""
     ours, _, _ = both(kind)
     twin = Net("plain")
-    ctx = FsdpContext(layout=Rows())
+    ctx = FsdpContext(layout=PerTensor())
     for module in (*twin.layers, twin):
         fully_shard(module, ctx)
     pairs = list(zip(ours.parameters(), twin.parameters(), strict=True))
@@ -323,7 +323,7 @@ def test_states_are_saved_and_loaded(kind: str, tmp_path: Path) -> None:
 def starts_from_the_first() -> None:
     torch.manual_seed(dist.get_rank())
     model = Net("pair")
-    ctx = FsdpContext(layout=Rows(), sync_module_states=True)
+    ctx = FsdpContext(layout=PerTensor(), sync_module_states=True)
     fully_shard(model, ctx)
     torch.manual_seed(0)
     expected = Net("pair")

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_overlap import FsdpContext, ShardedTensor, fully_shard
-from fsdp_overlap.agreement import faults
+from fsdp_overlap import FsdpContext, RaggedDTensor, fully_shard
 from fsdp_overlap.comm import store_notes
 from fsdp_overlap.comm.collectives import Issued
 from fsdp_overlap.comm.lanes import HostTicket
 from fsdp_overlap.comm.recording import RecordingLane
+from fsdp_overlap.desync import faults
 from support.ranks import RankError, expect_rank_errors, run_ranks
 from support.twins import Twins, impatient
 from support.zoo import WIDTH, Block, Model, shard_layers
@@ -420,7 +420,7 @@ def parameters_are_always_sharded() -> None:
     assert all(a is b for a, b in zip(model.parameters(), expected, strict=True))
     loss.backward()
     assert all(a is b for a, b in zip(model.parameters(), expected, strict=True))
-    assert all(isinstance(parameter, ShardedTensor) for parameter in expected)
+    assert all(isinstance(parameter, RaggedDTensor) for parameter in expected)
 
 
 def test_parameters_are_sharded_whenever_the_user_can_look() -> None:

@@ -83,7 +83,7 @@ def check_traffic(training: Any, itemsize: int) -> None:
         training.model(torch.zeros(1, 1, dtype=torch.long))
     frozen, trained = (elements(training.model, wanted) for wanted in (False, True))
     assert stats.all_gather_bytes == itemsize * frozen + 4 * trained
-    assert stats.full_buffers_alive == 0
+    assert stats.current_full_buffers == 0
 
 
 def check_saved(ours: Any, loaded: nn.Module, others: nn.Module, tolerance: float) -> None:
@@ -180,7 +180,7 @@ def preferred(folder: str) -> None:
 
         ctx = program.FsdpContext()
         models, logs = [], []
-        for sharding in (program.replacing_fsdp2(ctx), nullcontext()):
+        for sharding in (program.patch_fsdp2(ctx), nullcontext()):
             forget_accelerators()
             tokenizer = program.make_tokenizer()
             trainer = Trainer(

@@ -22,13 +22,13 @@ from fsdp_overlap import (
     DataParallelMeshDims,
     FsdpContext,
     FsdpModule,
-    Rows,
+    PerTensor,
     fully_shard,
-    replacing_fsdp2,
+    patch_fsdp2,
 )
-from fsdp_overlap.layout import Flat, LayoutRule, Whole
+from fsdp_overlap.engine.full_mesh import OnFullMesh, full_mesh
+from fsdp_overlap.layout import Flat, LayoutRule, TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
-from fsdp_overlap.runtime.full_mesh import OnFullMesh, full_mesh
 from support import annotated
 from support.full_mesh import WIDTH, distributed, loss_of, plain, shard
 from support.ranks import run_ranks
@@ -50,7 +50,7 @@ def beside_fsdp2(shape: tuple[int, ...], names: tuple[str, ...], dims: Dims) -> 
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     named = DataParallelMeshDims(**dims)
     theirs = shard(distributed(mesh), partial(torchs_fully_shard, mesh=mesh, dp_mesh_dims=named))
-    with replacing_fsdp2():
+    with patch_fsdp2():
         from torch.distributed.fsdp import fully_shard as replaced
 
         ours = shard(distributed(mesh), partial(replaced, mesh=mesh, dp_mesh_dims=named))
@@ -136,7 +136,7 @@ def two_meshes() -> None:
     }
     theirs: Any = torchs_fully_shard(Experts(dense, sparse), **options)
     ours: Any = fully_shard(
-        Experts(dense, sparse), FsdpContext(dense["dp"], layout=Rows()), **options
+        Experts(dense, sparse), FsdpContext(dense["dp"], layout=PerTensor()), **options
     )
     check_alike(ours, theirs, beside_others=True)
     x = torch.rand(3, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank())).double()
@@ -227,7 +227,7 @@ def same(model: nn.Module, twin: nn.Module, of: Callable[[Any], Any]) -> None:
 
 @pytest.mark.parametrize("case", ["tp first", "copies and tp", "two dimensions and tp"])
 def test_training_equals_unsharded_training(case: str) -> None:
-    run_ranks(beside_unsharded, 4, *MESHES[case], (Flat(), Whole(), Rows()))
+    run_ranks(beside_unsharded, 4, *MESHES[case], (Flat(), TensorAtomic(), PerTensor()))
 
 
 def test_parameters_can_be_kept_among_neighbours() -> None:
@@ -235,7 +235,7 @@ def test_parameters_can_be_kept_among_neighbours() -> None:
 
 
 def divided() -> None:
-    beside_unsharded(*MESHES["copies and tp"], (Flat(),), divide_copies=True)
+    beside_unsharded(*MESHES["copies and tp"], (Flat(),), shard_optimizer_over_replicas=True)
 
 
 def test_copies_can_be_divided() -> None:
@@ -256,7 +256,7 @@ def with_annotations(layout: LayoutRule) -> None:
             fully_shard(layer, ctx, mesh=mesh, dp_mesh_dims=named)
         fully_shard(model, ctx, mesh=mesh, dp_mesh_dims=named)
         models = (model, copy.deepcopy(model))
-    if isinstance(layout, Rows):
+    if isinstance(layout, PerTensor):
         lying = [parameter.placements for parameter in model[0].parameters()]
         rows, columns = (_StridedShard(0, split_factor=2), Shard(0)), (Shard(0), Shard(1))
         assert lying == [(Shard(0), Replicate()), (Shard(0), Replicate()), rows, columns]
@@ -273,7 +273,7 @@ def with_annotations(layout: LayoutRule) -> None:
         each[0].reshard()
 
 
-@pytest.mark.parametrize("layout", [Flat(), Rows()])
+@pytest.mark.parametrize("layout", [Flat(), PerTensor()])
 def test_gradients_of_annotated_tiles_are_summed_where_they_are_parts_of_a_sum(
     layout: LayoutRule,
 ) -> None:

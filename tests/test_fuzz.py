@@ -34,7 +34,7 @@ def test_random_programs_on_a_device_with_streams_are_right_and_ordered() -> Non
     def look(program: Program) -> None:
         done.update(run_on_ranks(program))
 
-    try_programs(5, 3, look, [Phase.generate], device="modelled")
+    try_programs(5, 3, look, [Phase.generate], device="emulated")
     assert done.total() > 30
 
 
@@ -47,7 +47,7 @@ def test_a_rank_that_strays_is_found_by_its_copies_too() -> None:
 
 def test_an_edit_after_what_gathers_ahead_is_no_difference() -> None:
     """It may race with these gathers, which are not used then."""
-    setup = Setup(Node("norm"), prefetch=1, layout=Flat(), optimizer="AdamW", device="modelled")
+    setup = Setup(Node("norm"), prefetch=1, layout=Flat(), optimizer="AdamW", device="emulated")
     edit = Edit(module=0, how="mul_")
     run_on_ranks(Program(setup, 1, (Train(), Step(), edit, Train())))
     setup = replace(setup, optimizer="AdamW of torch")

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_overlap import FsdpContext, Whole, WirePolicy, fully_shard
+from fsdp_overlap import FsdpContext, QuantizedCommPolicy, TensorAtomic, fully_shard
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 from support.grad_dtypes import (
     BF16,
@@ -110,7 +110,7 @@ def planned_again() -> None:
 
     net, twin = build(), build()
     set_grad_dtype(net[0], FP32)
-    ctx = FsdpContext(layout=Whole())
+    ctx = FsdpContext(layout=TensorAtomic())
     for layer in net:
         fully_shard(layer, ctx)
     set_grad_dtype(net[1], FP32)
@@ -225,7 +225,7 @@ def divided() -> None:
         expected = unsharded(Net(dtype), grad_dtype, None, (False, True), (2, 2))
         net = Net(dtype)
         set_grad_dtype(net, grad_dtype)
-        net = ours(net, mesh=mesh_of((2, 2)), divide_copies=True)
+        net = ours(net, mesh=mesh_of((2, 2)), shard_optimizer_over_replicas=True)
         check(gradients(net, (False, True)), expected, dtype)
 
 
@@ -235,10 +235,10 @@ def test_it_goes_with_divided_copies() -> None:
 
 def few_bits() -> None:
     """A rank's own part is exact, and what arrives is summed in the dtype of the gradients."""
-    wire = WirePolicy(reduce_dtype=torch.float8_e4m3fn)
+    wire = QuantizedCommPolicy(reduce_dtype=torch.float8_e4m3fn)
     net = Net(BF16)
     set_grad_dtype(net, FP32)
-    net = ours(net, wire_policy=wire)
+    net = ours(net, comm_policy=wire)
     found = gradients(net, (True,))
     expected = unsharded(Net(BF16), FP32, None, (True,), (2,))
     for mine, its in zip(found, expected, strict=True):

@@ -13,8 +13,8 @@ from torch import nn
 
 from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.comm.group_memory import GroupMemory
-from fsdp_overlap.modelled import ModelledDevice, active, running
-from support.modelled_twins import Trained
+from fsdp_overlap.emulator import EmulatedDevice, active, running
+from support.emulated_twins import Trained
 from support.nccl_like import BACKEND, NcclLikeGroup
 from support.ranks import run_ranks
 from support.twins import COPIES, Twins, loss_of
@@ -64,7 +64,7 @@ def steps_of(twins: Twins, count: int) -> list[list[tuple[str, bool, int]]]:
 
 
 def trains(**options: Any) -> None:
-    with running(ModelledDevice()) as device:
+    with running(EmulatedDevice()) as device:
         twins = Trained.of("layers", **options)
         use_group_memory(twins)
         twins.train(3)
@@ -100,7 +100,7 @@ def test_it_is_with_copies_too() -> None:
 
 
 def the_same_addresses() -> None:
-    with running(ModelledDevice()) as device:
+    with running(EmulatedDevice()) as device:
         twins = Trained.of("layers")
         use_group_memory(twins)
         first, second, *others = steps_of(twins, STEPS)
@@ -114,7 +114,7 @@ def the_same_addresses() -> None:
         assert pool.segments == segments
         assert device.allocator.reserved == reserved
         assert len(segments) == 2  # one for each stream that allocates
-        assert twins.ctx.stats.full_buffers_most <= 4
+        assert twins.ctx.stats.peak_full_buffers <= 4
 
 
 def test_units_find_the_same_addresses_in_a_hundred_steps() -> None:
@@ -122,7 +122,7 @@ def test_units_find_the_same_addresses_in_a_hundred_steps() -> None:
 
 
 def after_a_reset() -> None:
-    with running(ModelledDevice()):
+    with running(EmulatedDevice()):
         twins = Trained.of("layers")
         use_group_memory(twins)
         twins.train(1)

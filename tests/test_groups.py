@@ -260,10 +260,12 @@ def test_a_mesh_keeps_the_order_of_its_ranks() -> None:
     run_ranks(in_another_order, 2)
 
 
-def transposed(divide_copies: bool) -> None:
+def transposed(shard_optimizer_over_replicas: bool) -> None:
     mesh = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=NAMES)
     with patch("support.twins.init_device_mesh", lambda *_, **__: mesh):
-        twins = Twins.of("layers", mesh=(2, 2), divide_copies=divide_copies)
+        twins = Twins.of(
+            "layers", mesh=(2, 2), shard_optimizer_over_replicas=shard_optimizer_over_replicas
+        )
     twins.train(2)
 
 
@@ -273,8 +275,8 @@ def refused() -> None:
 
 
 def on_meshes_of_two_dimensions() -> None:
-    for divide_copies in (False, True):
-        transposed(divide_copies)
+    for shard_optimizer_over_replicas in (False, True):
+        transposed(shard_optimizer_over_replicas)
     refused()
 
 

@@ -267,7 +267,7 @@ def freed_early() -> None:
     twins = Twins(Checkpointed, shard_last_two)
     loss, _ = twins.losses(*next(twins.batches(1)))
     twins.model.state_dict()
-    with pytest.raises(RuntimeError, match="linear is not supported on a ShardedTensor"):
+    with pytest.raises(RuntimeError, match="linear is not supported on a RaggedDTensor"):
         loss.backward()
 
 

@@ -181,13 +181,13 @@ def forwards_while_an_error_is_handled() -> None:
             model(torch.ones(2, 4), [])
 
     run(None)
-    assert ctx.stats.full_buffers_alive == 2  # as the user said
+    assert ctx.stats.current_full_buffers == 2  # as the user said
     assert ctx.faults._event == ""
     for error in (ValueError("the forward's"), KeyError()):  # the latter raises the caller's again
         ctx.release_unsharded()
         with pytest.raises(type(error)) as raised:
             run(error)
-        assert ctx.stats.full_buffers_alive == 0
+        assert ctx.stats.current_full_buffers == 0
         assert repr(raised.value) in ctx.faults._event
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
 

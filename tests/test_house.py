@@ -137,7 +137,7 @@ def test_every_folder_and_every_file_outside_of_one_is_in_the_table_of_floors() 
     assert own - FLOORS.keys() <= set(re.findall(r"`(\w+)`", row))
 
 
-@pytest.mark.parametrize("folder", ["agreement", "deciding", "runtime"])
+@pytest.mark.parametrize("folder", ["desync", "schedule", "engine"])
 def test_files_that_are_listed_from_the_bottom_up_import_those_above_them_in_the_list(
     folder: str,
 ) -> None:
@@ -150,11 +150,11 @@ def test_files_that_are_listed_from_the_bottom_up_import_those_above_them_in_the
             assert other not in line_of or line_of[other] <= line_of[file], f"{file}: {other}"
 
 
-def test_deciding_imports_the_standard_library_alone() -> None:
+def test_the_schedule_imports_the_standard_library_alone() -> None:
     for module, path in FILES.items():
-        if module.startswith(f"{PACKAGE}.deciding"):
+        if module.startswith(f"{PACKAGE}.schedule"):
             for name in imported_names(path):
-                is_own = name.startswith(f"{PACKAGE}.deciding.")
+                is_own = name.startswith(f"{PACKAGE}.schedule.")
                 assert is_own or name.split(".")[0] in sys.stdlib_module_names, f"{module}: {name}"
 
 

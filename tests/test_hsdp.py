@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import Replicate
 
-from fsdp_overlap import FsdpContext, ShardedTensor, fully_shard
+from fsdp_overlap import FsdpContext, RaggedDTensor, fully_shard
 from fsdp_overlap.comm.lanes import Ticket
 from fsdp_overlap.comm.recording import Entry, RecordingLane
-from fsdp_overlap.layout import Whole
+from fsdp_overlap.engine import gradients
+from fsdp_overlap.layout import TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
-from fsdp_overlap.runtime import gradients
 from support.ranks import run_ranks
 from support.twins import Twins, loss_of
 from support.zoo import ZOO, Model, shard_layers
@@ -48,14 +48,14 @@ def test_prefetch_changes_nothing(prefetch: int) -> None:
 
 @pytest.mark.parametrize("options", [{"optimizer": AdamW}, MUON], ids=["AdamW", "Muon"])
 def test_own_optimizers_train_alike(options: dict[str, Any]) -> None:
-    run_ranks(train, 4, "layers", (2, 2), {"layout": Whole(), **options})
+    run_ranks(train, 4, "layers", (2, 2), {"layout": TensorAtomic(), **options})
 
 
 def copies() -> None:
     twins = Twins.of("layers", mesh=(2, 2))
     twins.train(2)
     for parameter in twins.model.parameters():
-        assert isinstance(parameter, ShardedTensor)
+        assert isinstance(parameter, RaggedDTensor)
         assert parameter.device_mesh.shape == (2, 2)
         assert isinstance(parameter.placements[0], Replicate)
         held = [torch.empty(0)] * 4
@@ -124,8 +124,13 @@ class Skips(Model):
         return self.head(x)
 
 
-def skipped_by_the_last(divide_copies: bool) -> None:
-    twins = Twins(Skips, shard_layers, mesh=(2, 2), divide_copies=divide_copies)
+def skipped_by_the_last(shard_optimizer_over_replicas: bool) -> None:
+    twins = Twins(
+        Skips,
+        shard_layers,
+        mesh=(2, 2),
+        shard_optimizer_over_replicas=shard_optimizer_over_replicas,
+    )
     for _ in range(2):
         for is_last, (tokens, targets) in enumerate(twins.batches(2)):
             twins.model.skipped = twins.twin.skipped = 1 if is_last else None
@@ -136,11 +141,11 @@ def skipped_by_the_last(divide_copies: bool) -> None:
         twins.check_parameters()
 
 
-@pytest.mark.parametrize("divide_copies", [False, True])
+@pytest.mark.parametrize("shard_optimizer_over_replicas", [False, True])
 def test_a_unit_that_the_last_microbatch_skips_is_reduced_across_copies(
-    divide_copies: bool,
+    shard_optimizer_over_replicas: bool,
 ) -> None:
-    run_ranks(skipped_by_the_last, 4, divide_copies)
+    run_ranks(skipped_by_the_last, 4, shard_optimizer_over_replicas)
 
 
 def all_reduces_on_its_own() -> None:

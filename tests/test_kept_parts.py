@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_overlap import FsdpContext, fully_shard
-from fsdp_overlap.layout import Blocks, LayoutRule, Whole
+from fsdp_overlap.layout import BlockAtomic, LayoutRule, TensorAtomic
 from support.ranks import run_ranks
 from support.twins import Twins
 from support.zoo import ZOO, Model, shard_layers
@@ -36,12 +36,12 @@ NAMES = ["layers", "unused on some ranks", "branches", "a layer that runs severa
 
 @pytest.mark.parametrize("name", NAMES)
 def test_training_equals_unsharded_training(name: str) -> None:
-    run_ranks(train, 4, name, Whole(), 1)
+    run_ranks(train, 4, name, TensorAtomic(), 1)
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_prefetch_changes_nothing(prefetch: int) -> None:
-    run_ranks(train, 4, "layers", Blocks(rows=1), prefetch)
+    run_ranks(train, 4, "layers", BlockAtomic(rows=1), prefetch)
 
 
 def sharded(**options: Any) -> tuple[Model, FsdpContext]:
@@ -60,7 +60,7 @@ def memory() -> None:
         loss = forward(model)
         full = sum(bucket.full.nbytes for unit in ctx.units for bucket in unit.buckets)
         assert sum(values.nbytes for values in parts(ctx)) == full // 2
-        assert ctx.stats.full_buffers_alive == 0
+        assert ctx.stats.current_full_buffers == 0
         loss.backward()
         assert parts(ctx) == []
 
@@ -74,7 +74,7 @@ def bounds() -> None:
         model, ctx = Model(), FsdpContext()
         shard_layers(model, ctx, reshard_after_forward=number)
         loss = forward(model)
-        assert ctx.stats.full_buffers_alive == (len(ctx.units) if kept else 0)
+        assert ctx.stats.current_full_buffers == (len(ctx.units) if kept else 0)
         assert parts(ctx) == []
         loss.backward()
         assert ctx.stats.all_gathers == (1 if kept else 2) * len(ctx.units)

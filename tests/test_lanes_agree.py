@@ -1,4 +1,4 @@
-"""The lanes of the modelled device do what recording lanes and host lanes do on a CPU."""
+"""The lanes of the emulated device do what recording lanes and host lanes do on a CPU."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import torch
 from fsdp_overlap.comm.collectives import Issued
 from fsdp_overlap.comm.lanes import HostLane, Lane, Mark, StreamLane, Ticket
 from fsdp_overlap.comm.recording import Entry, RecordingLane
-from fsdp_overlap.deciding.stats import Stats
-from fsdp_overlap.layout import Rows, Whole
-from fsdp_overlap.modelled import ModelledDevice, fake_ranks, running
-from support.modelled import Program
+from fsdp_overlap.emulator import EmulatedDevice, fake_ranks, running
+from fsdp_overlap.layout import PerTensor, TensorAtomic
+from fsdp_overlap.schedule.stats import Stats
+from support.emulated import Program
 from support.zoo import ZOO
 
 RANKS = 4
 OPTIONS: dict[str, dict[str, Any]] = {
     "prefetch 0": {"prefetch": 0},
     "prefetch 1": {"prefetch": 1},
-    "prefetch 2, rows": {"prefetch": 2, "layout": Rows()},
-    "ragged": {"layout": Whole()},
+    "prefetch 2, rows": {"prefetch": 2, "layout": PerTensor()},
+    "ragged": {"layout": TensorAtomic()},
     "copies": {"dims": (2, 2)},
-    "copies, divided": {"dims": (2, 2), "divide_copies": True},
+    "copies, divided": {"dims": (2, 2), "shard_optimizer_over_replicas": True},
 }
 MakeLane = Callable[[str, torch.device], Lane]
 
@@ -58,8 +58,8 @@ class WrittenLane(StreamLane):
 
 
 def trained(device: str, make_lane: MakeLane, **options: Any) -> Stats:
-    modelled = running(ModelledDevice()) if device == "modelled" else nullcontext()
-    context: AbstractContextManager[Any] = modelled
+    emulated = running(EmulatedDevice()) if device == "emulated" else nullcontext()
+    context: AbstractContextManager[Any] = emulated
     with fake_ranks(RANKS), context:
         program = Program(device=device, **options)
         program.ctx.lane_factory = make_lane
@@ -69,7 +69,7 @@ def trained(device: str, make_lane: MakeLane, **options: Any) -> Stats:
 
 def on_streams(**options: Any) -> tuple[list[Entry], Stats]:
     log: list[Entry] = []
-    stats = trained("modelled", lambda name, device: WrittenLane(name, device, log), **options)
+    stats = trained("emulated", lambda name, device: WrittenLane(name, device, log), **options)
     return log, stats
 
 
@@ -114,7 +114,7 @@ def test_streams_are_given_and_count_what_lanes_of_a_cpu_do(
     assert counted == on_cpu
     assert counted.all_gathers > 0
     lanes = {entry.lane for entry in given}
-    if "divide_copies" in options and name in MAY_LACK_GRADIENTS:
+    if "shard_optimizer_over_replicas" in options and name in MAY_LACK_GRADIENTS:
         lanes.remove("all_reduce")
     for lane in lanes:
         assert [e for e in given if e.lane == lane] == [e for e in written if e.lane == lane]

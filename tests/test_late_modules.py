@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parametrize
 
-from fsdp_overlap import FsdpContext, Rows, fully_shard
+from fsdp_overlap import FsdpContext, PerTensor, fully_shard
 from fsdp_overlap.layout import Flat, LayoutRule
 from support.ranks import run_ranks
 
@@ -132,7 +132,7 @@ def late(layout: LayoutRule) -> None:
             steps(model, 2 if change is unfreeze else 1)  # forwards 7 and 8
 
 
-@pytest.mark.parametrize("layout", [Flat(), Rows()], ids=str)
+@pytest.mark.parametrize("layout", [Flat(), PerTensor()], ids=str)
 def test_parameters_that_nobody_would_train_alike_are_an_error(layout: LayoutRule) -> None:
     run_ranks(late, 2, layout)
 

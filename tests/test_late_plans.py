@@ -17,11 +17,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
-from fsdp_overlap import Flat, FsdpContext, ShardedTensor, Whole, fully_shard
+from fsdp_overlap import Flat, FsdpContext, RaggedDTensor, TensorAtomic, fully_shard
+from fsdp_overlap.engine.bucket import Bucket
+from fsdp_overlap.engine.unit_plans import UnitPlans, all_or_none
 from fsdp_overlap.layout import LayoutRule, ParamSpec
 from fsdp_overlap.optim import Muon
-from fsdp_overlap.runtime.bucket import Bucket
-from fsdp_overlap.runtime.unit_plans import UnitPlans, all_or_none
 from support.ranks import expect_rank_errors, run_ranks
 from support.twins import COPIES, Twins, same
 from support.zoo import WIDTH, Model, shard_layers
@@ -45,7 +45,7 @@ def largest_work(model: nn.Module, ranks: int) -> float:
     """The work of the rank with the most matrices, over the mean."""
     work = [0] * ranks
     for parameter in model.parameters():
-        assert isinstance(parameter, ShardedTensor)
+        assert isinstance(parameter, RaggedDTensor)
         if parameter.dim() == 2:
             for rank, start, stop in parameter.placement.ranges:
                 work[rank] += (stop - start) * min(parameter.shape)
@@ -57,7 +57,7 @@ def plans_of(ctx: FsdpContext) -> list[Any]:
 
 
 def compare_with_planning_ahead(ranks: int) -> None:
-    layout = Whole(cut=("head.weight",))
+    layout = TensorAtomic(split=("head.weight",))
     models, contexts = [], []
     for is_ahead in (True, False):
         model, ctx = deep(), FsdpContext(layout=layout)
@@ -72,7 +72,7 @@ def compare_with_planning_ahead(ranks: int) -> None:
     fully_shard(alone := deep(), FsdpContext(layout=layout))  # one unit, which is even by itself
     assert largest_work(late, ranks) <= largest_work(alone, ranks) + 1e-9
     for (name, mine), its in zip(late.named_parameters(), deep().parameters(), strict=True):
-        assert isinstance(mine, ShardedTensor)
+        assert isinstance(mine, RaggedDTensor)
         same(mine.full_tensor().detach(), its.detach(), name)
 
 
@@ -82,12 +82,12 @@ def test_units_lie_as_if_they_had_been_planned_ahead() -> None:
 
 def train(options: dict[str, Any]) -> None:
     twins = Twins(
-        deep, shard_layers, optimizer=Muon, layout=Whole(), ns_dtype=torch.double, **options
+        deep, shard_layers, optimizer=Muon, layout=TensorAtomic(), ns_dtype=torch.double, **options
     )
     twins.train(2)
 
 
-@pytest.mark.parametrize("options", [{}, COPIES, {**COPIES, "divide_copies": True}])
+@pytest.mark.parametrize("options", [{}, COPIES, {**COPIES, "shard_optimizer_over_replicas": True}])
 def test_training_equals_unsharded_training(options: dict[str, Any]) -> None:
     run_ranks(train, 4, options)
 
@@ -97,7 +97,7 @@ def keep_what_was_noted() -> None:
     model.layers[1].requires_grad_(False)
     for parameter in model.parameters():
         parameter.mark = tuple(parameter.shape)
-    ctx = FsdpContext(layout=Whole())
+    ctx = FsdpContext(layout=TensorAtomic())
     for layer in model.layers:
         fully_shard(layer, ctx)
     early = list(model.layers.parameters())
@@ -130,9 +130,9 @@ def collectives_of_sharding(layout: LayoutRule, device: str, is_ahead: bool) -> 
 @pytest.mark.parametrize(
     ("case", "communicates"),
     [
-        ((Whole(), "cpu", False), True),
-        ((Whole(), "cpu", True), 1),  # one number
-        ((Whole(), "meta", False), 1),
+        ((TensorAtomic(), "cpu", False), True),
+        ((TensorAtomic(), "cpu", True), 1),  # one number
+        ((TensorAtomic(), "meta", False), 1),
         ((Flat(), "cpu", False), 0),
     ],
 )
@@ -144,12 +144,12 @@ def test_shards_move_only_where_they_must(case: Sequence[Any], communicates: int
 def from_meta() -> None:
     with torch.device("meta"):
         model = Growing().double()
-    ctx = FsdpContext(layout=Whole())
+    ctx = FsdpContext(layout=TensorAtomic())
     shard_layers(model, ctx)
     model.to_empty(device="cpu")
     model.load_state_dict(deep().state_dict())
     for (name, mine), its in zip(model.named_parameters(), deep().parameters(), strict=True):
-        assert isinstance(mine, ShardedTensor)
+        assert isinstance(mine, RaggedDTensor)
         same(mine.full_tensor().detach(), its.detach(), name)
     model(torch.zeros(1, 3, dtype=torch.int64)).sum().backward()
 
@@ -160,7 +160,7 @@ def test_a_model_on_the_meta_device_is_planned_late_too() -> None:
 
 def around_a_model_that_ran() -> None:
     model = deep()
-    ctx = FsdpContext(layout=Whole())
+    ctx = FsdpContext(layout=TensorAtomic())
     for layer in model.layers:
         fully_shard(layer, ctx)
     x = torch.ones(2, 3, 6, dtype=torch.double)
@@ -178,11 +178,11 @@ def test_nothing_moves_once_a_forward_has_run() -> None:
 
 def copied() -> None:
     model = deep()
-    shard_layers(model, FsdpContext(layout=Whole()))
+    shard_layers(model, FsdpContext(layout=TensorAtomic()))
     other = copy.deepcopy(model)
     for mine, its in zip(model.parameters(), other.parameters(), strict=True):
-        assert isinstance(mine, ShardedTensor)
-        assert isinstance(its, ShardedTensor)
+        assert isinstance(mine, RaggedDTensor)
+        assert isinstance(its, RaggedDTensor)
         assert mine.placements == its.placements
         same(mine.full_tensor().detach(), its.full_tensor().detach(), "copy")
 
@@ -195,12 +195,12 @@ def mixed_meshes() -> None:
     """Units of another mesh are planned among themselves."""
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     model = deep()
-    ctx = FsdpContext(layout=Whole())
+    ctx = FsdpContext(layout=TensorAtomic())
     for index, layer in enumerate(model.layers):
         fully_shard(layer, ctx, mesh=grid["a"] if index % 2 else None)
     fully_shard(model, ctx)
     for (name, mine), its in zip(model.named_parameters(), deep().parameters(), strict=True):
-        assert isinstance(mine, ShardedTensor)
+        assert isinstance(mine, RaggedDTensor)
         same(mine.full_tensor().detach(), its.detach(), name)
     assert dist.get_world_size() == 4
     model(torch.zeros(1, 3, dtype=torch.int64)).sum().backward()
@@ -213,7 +213,7 @@ def test_units_of_several_meshes() -> None:
 def replaced() -> None:
     """What a user puts in the place of a parameter is not put back."""
     model = deep()
-    ctx = FsdpContext(layout=Whole())
+    ctx = FsdpContext(layout=TensorAtomic())
     for layer in model.layers:
         fully_shard(layer, ctx)
     model.layers[0].state_dict()  # which changes nothing
@@ -231,7 +231,7 @@ def test_a_parameter_that_was_replaced_is_told() -> None:
 def loaded_by_the_first_rank_alone() -> None:
     with torch.device("cpu" if not dist.get_rank() else "meta"):
         model = Growing()
-    ctx = FsdpContext(layout=Whole())
+    ctx = FsdpContext(layout=TensorAtomic())
     for layer in model.layers:
         fully_shard(layer, ctx)
     before = plans_of(ctx)
@@ -240,7 +240,7 @@ def loaded_by_the_first_rank_alone() -> None:
 
 
 def dropped_on_all_ranks_but_one() -> None:
-    ctx = FsdpContext(layout=Whole())
+    ctx = FsdpContext(layout=TensorAtomic())
     first: Any = fully_shard(deep().layers[0], ctx)
     if dist.get_rank():
         del first
@@ -249,12 +249,12 @@ def dropped_on_all_ranks_but_one() -> None:
     model = deep()
     shard_layers(model, ctx)
     for (name, mine), its in zip(model.named_parameters(), deep().parameters(), strict=True):
-        assert isinstance(mine, ShardedTensor)
+        assert isinstance(mine, RaggedDTensor)
         same(mine.full_tensor().detach(), its.detach(), name)
 
 
 def replaced_on_one_rank() -> None:
-    model, ctx = deep(), FsdpContext(layout=Whole())
+    model, ctx = deep(), FsdpContext(layout=TensorAtomic())
     for layer in model.layers:
         fully_shard(layer, ctx)
     if not dist.get_rank():
@@ -275,12 +275,12 @@ def test_nothing_moves_where_ranks_differ(ranks_differ: Callable[[], None]) -> N
 def of_another_size() -> None:
     """The first rank's model is even, so that this rank alone has nothing to gain."""
     shard_layers(
-        deep() if dist.get_rank() else Model(layers=8).double(), FsdpContext(layout=Whole())
+        deep() if dist.get_rank() else Model(layers=8).double(), FsdpContext(layout=TensorAtomic())
     )
 
 
 def planned_ahead_by_one() -> None:
-    model, ctx = deep(), FsdpContext(layout=Whole())
+    model, ctx = deep(), FsdpContext(layout=TensorAtomic())
     if not dist.get_rank():
         ctx.plan([*model.layers, model])
     shard_layers(model, ctx)
@@ -316,16 +316,16 @@ def failing(owner: Any, name: str, call: int) -> Any:
 
 
 def with_a_failing_collective(call: int) -> None:
-    model, ctx = deep(), FsdpContext(layout=Whole())
+    model, ctx = deep(), FsdpContext(layout=TensorAtomic())
     for layer in model.layers:
         fully_shard(layer, ctx)
     before, early = plans_of(ctx), list(model.layers.parameters())
-    with failing(ShardedTensor, "full_tile", call), pytest.raises(Lost):
+    with failing(RaggedDTensor, "full_tile", call), pytest.raises(Lost):
         fully_shard(model, ctx)
     assert plans_of(ctx)[:-1] == before
     assert all(map(is_, model.layers.parameters(), early))
     for (name, mine), its in zip(model.named_parameters(), deep().parameters(), strict=True):
-        assert isinstance(mine, ShardedTensor)
+        assert isinstance(mine, RaggedDTensor)
         same(mine.full_tensor().detach(), its.detach(), name)
     model(torch.zeros(1, 3, dtype=torch.int64)).sum().backward()
 
@@ -337,7 +337,7 @@ def test_a_collective_that_fails_leaves_everything_as_it_was(call: int) -> None:
 
 def with_a_failure_on_one_rank() -> None:
     """Once the collectives are done, nothing tells the other ranks of it."""
-    model, ctx = deep(), FsdpContext(layout=Whole())
+    model, ctx = deep(), FsdpContext(layout=TensorAtomic())
     for layer in model.layers:
         fully_shard(layer, ctx)
     if dist.get_rank() == 1:
@@ -354,7 +354,7 @@ def test_ranks_of_which_one_did_not_move_all_are_told_at_the_first_forward() -> 
 
 
 def looked_at_on_one_rank() -> None:
-    model, ctx = deep(), FsdpContext(layout=Whole())
+    model, ctx = deep(), FsdpContext(layout=TensorAtomic())
     for layer in model.layers:
         fully_shard(layer, ctx)
         if not dist.get_rank():
@@ -369,7 +369,7 @@ def test_ranks_plan_again_alike_whatever_one_of_them_looked_at() -> None:
 
 
 def test_a_plan_that_failed_leaves_late_planning_as_it_was() -> None:
-    plans = UnitPlans(4, Whole())
+    plans = UnitPlans(4, TensorAtomic())
     layers = [nn.Linear(32, 32, bias=False) for _ in range(8)] + [nn.Linear(64, 64, bias=False)]
     with suppress(KeyError), all_or_none([plans]):
         plans.plan([[layers[0]]], (), layers)

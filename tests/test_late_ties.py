@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_overlap import Flat, FsdpContext, Rows, fully_shard
+from fsdp_overlap import Flat, FsdpContext, PerTensor, fully_shard
 from fsdp_overlap.layout import LayoutRule
 from support.ranks import run_ranks
 from support.twins import loss_of
@@ -72,7 +72,7 @@ def tied_late(layout: LayoutRule, start: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("layout", [Flat(), Rows()])
+@pytest.mark.parametrize("layout", [Flat(), PerTensor()])
 @pytest.mark.parametrize("start", ["with memory", "emptied, then tied", "tied, then emptied"])
 def test_weights_that_are_tied_late_train_as_one(layout: LayoutRule, start: str) -> None:
     run_ranks(tied_late, 2, layout, start)

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_overlap.layout import (
-    Blocks,
+    BlockAtomic,
     BucketPlan,
     Flat,
     LayoutRule,
     ParamSpec,
-    Whole,
+    TensorAtomic,
     plan_units,
 )
 from fsdp_overlap.layout.balance import water_level
@@ -47,12 +47,21 @@ def units_of_specs(draw: st.DrawFn) -> list[list[ParamSpec]]:
     ]
 
 
-def mixed(fqn: str, spec: ParamSpec) -> Flat | Blocks | Whole:
-    return (Flat(), Blocks(rows=2), Whole(), Whole(cut=("p3",)))[int(fqn[1:]) % 4]
+def mixed(fqn: str, spec: ParamSpec) -> Flat | BlockAtomic | TensorAtomic:
+    return (Flat(), BlockAtomic(rows=2), TensorAtomic(), TensorAtomic(split=("p3",)))[
+        int(fqn[1:]) % 4
+    ]
 
 
-LAYOUTS: list[LayoutRule] = [Flat(), Blocks(rows=1), Blocks(rows=3), Whole(), Whole(("p1",)), mixed]
-PADDED = [Whole(padding=0.25), Whole(padding=inf)]
+LAYOUTS: list[LayoutRule] = [
+    Flat(),
+    BlockAtomic(rows=1),
+    BlockAtomic(rows=3),
+    TensorAtomic(),
+    TensorAtomic(("p1",)),
+    mixed,
+]
+PADDED = [TensorAtomic(max_padding=0.25), TensorAtomic(max_padding=inf)]
 units = units_of_specs()
 layouts = st.sampled_from([*LAYOUTS, *PADDED])
 world_sizes = st.integers(1, 9) | st.sampled_from([16, 37])
@@ -79,7 +88,12 @@ def check_cuts(plan: BucketPlan, layout: LayoutRule) -> None:
         grain = layout_for(layout, spec).grain(spec)
         inner = [stop for _, _, stop in plan.ranges(spec.fqn) if stop < spec.numel]
         assert all(stop % grain == 0 for stop in inner)
-        if layout in (Whole(), *PADDED) and spec.ndim == 2 and not spec.is_embedding and spec.numel:
+        if (
+            layout in (TensorAtomic(), *PADDED)
+            and spec.ndim == 2
+            and not spec.is_embedding
+            and spec.numel
+        ):
             assert plan.owner(spec.fqn) is not None
 
 
@@ -91,7 +105,7 @@ def test_plans_keep_what_layouts_promise(
     plans = plan_units(specs, world_size, layout)
     # Where the order of sets decided, or the time of day, these would differ.
     assert plans == plan_units(specs, world_size, layout)
-    check_plans(plans, specs, world_size, layout)
+    validate_layouts(plans, specs, world_size, layout)
 
 
 @settings(max_examples=200)
@@ -102,15 +116,15 @@ def test_plans_made_one_by_one_keep_it_too(
     planner = Planner(world_size, layout)
     specs = [unit for unit in specs for _ in range(copies)]
     plans = [plan for unit in specs for plan in planner.plan([unit])[0]]
-    check_plans(plans, specs, world_size, layout)
+    validate_layouts(plans, specs, world_size, layout)
 
 
-def check_plans(
+def validate_layouts(
     plans: list[BucketPlan], specs: list[list[ParamSpec]], world_size: int, layout: LayoutRule
 ) -> None:
     names = sorted(spec.fqn for plan in plans for spec in plan.specs)
     assert names == sorted(spec.fqn for unit in specs for spec in unit)
-    most_padding = max(0.01, getattr(layout, "padding", 0.0))
+    most_padding = max(0.01, getattr(layout, "max_padding", 0.0))
     for plan in plans:
         assert plan.world_size == world_size
         check_covered_once(plan)
@@ -121,7 +135,7 @@ def check_plans(
         held = sum(spec.numel for spec in plan.specs)
         rounding = unit * (len(plan.specs) + world_size)
         assert 0 <= plan.padding <= most_padding * (held + rounding) + rounding
-        assert plan.is_equal or layout != Whole(padding=inf)
+        assert plan.is_equal or layout != TensorAtomic(max_padding=inf)
         assert str(plan).count("\n") == world_size
 
 
@@ -138,7 +152,7 @@ def test_flat_is_equal_and_pads_less_than_one_alignment_per_parameter_and_rank(
 def test_a_bucket_has_one_dtype_and_one_trainability(
     specs: list[list[ParamSpec]], world_size: int
 ) -> None:
-    for plan in plan_units(specs, world_size, Whole()):
+    for plan in plan_units(specs, world_size, TensorAtomic()):
         assert len({(spec.dtype, spec.requires_grad) for spec in plan.specs}) == 1
 
 
@@ -168,7 +182,7 @@ def imbalance(loads: Sequence[float]) -> float:
     return max(loads) * len(loads) / sum(loads)
 
 
-def loads_of(plans: list[BucketPlan], layout: Whole) -> tuple[list[int], list[float]]:
+def loads_of(plans: list[BucketPlan], layout: TensorAtomic) -> tuple[list[int], list[float]]:
     """Elements and Newton-Schulz cost of each rank."""
     elements = [sum(numels) for numels in zip(*(p.shard_numels for p in plans), strict=True)]
     work = [0.0] * len(elements)
@@ -186,7 +200,7 @@ def loads_of(plans: list[BucketPlan], layout: Whole) -> tuple[list[int], list[fl
 def test_whole_parameters_are_balanced_over_all_units(
     layers: int, width: int, hidden: int, world_size: int
 ) -> None:
-    layout = Whole(cut=("output.weight",))
+    layout = TensorAtomic(split=("output.weight",))
     plans = plan_units(llama(layers, width, 1024, hidden), world_size, layout)
     assert len(plans) == layers + 1
     assert sum(plan.padding for plan in plans) <= 0.01 * sum(plan.numel for plan in plans)
@@ -209,31 +223,35 @@ def experts(stacked: bool, blocks: int = 30) -> list[list[ParamSpec]]:
 @pytest.mark.parametrize("stacked", [True, False])
 @pytest.mark.parametrize("world_size", [3, 16, 256])
 def test_experts_are_balanced_beside_attention(stacked: bool, world_size: int) -> None:
-    elements, work = loads_of(plan_units(experts(stacked), world_size, Whole()), Whole())
+    elements, work = loads_of(
+        plan_units(experts(stacked), world_size, TensorAtomic()), TensorAtomic()
+    )
     assert imbalance(elements) <= 1.05
     assert imbalance(work) <= 1.05
 
 
 def test_units_planned_one_by_one_are_still_spread() -> None:
-    planner = Planner(8, Whole())
+    planner = Planner(8, TensorAtomic())
     plans = [planner.plan([block(64, 16, 224)])[0][0] for _ in range(40)]
-    elements, work = loads_of(plans, Whole())
+    elements, work = loads_of(plans, TensorAtomic())
     assert imbalance(elements) <= 1.2
     assert imbalance(work) <= 1.2
 
 
 def test_stacked_matrices_are_cut_between_matrices_only() -> None:
     experts = ParamSpec("experts", (10, 6, 4), torch.float32)
-    plan = plan_units([[experts, ParamSpec("router", (10, 6), torch.float32)]], 4, Whole())[0]
+    plan = plan_units([[experts, ParamSpec("router", (10, 6), torch.float32)]], 4, TensorAtomic())[
+        0
+    ]
     assert len(plan.ranges("experts")) > 1
     assert all(start % 24 == stop % 24 == 0 for _, start, stop in plan.ranges("experts"))
-    assert Whole().work(experts) == 10 * 6 * 16
+    assert TensorAtomic().work(experts) == 10 * 6 * 16
 
 
 def test_sand_fills_the_gaps_that_rocks_leave() -> None:
     rocks = [ParamSpec(f"w{i}", (64, 64), torch.float32) for i in range(3)]
     sand = ParamSpec("embedding", (100, 64), torch.float32, is_embedding=True)
-    plan = plan_units([[*rocks, sand]], 4, Whole())[0]
+    plan = plan_units([[*rocks, sand]], 4, TensorAtomic())[0]
     assert [plan.owner(rock.fqn) is not None for rock in rocks] == [True] * 3
     assert max(plan.shard_numels) <= 1.5 * plan.numel / 4
     assert plan.padding == 0
@@ -241,17 +259,17 @@ def test_sand_fills_the_gaps_that_rocks_leave() -> None:
 
 def test_shards_are_equal_where_that_costs_nothing_and_ragged_where_it_would() -> None:
     even = [ParamSpec(f"w{i}", (16, 16), torch.float32) for i in range(4)]
-    assert plan_units([even], 2, Whole())[0].is_equal
-    odd = plan_units([even[:3]], 2, Whole())[0]
+    assert plan_units([even], 2, TensorAtomic())[0].is_equal
+    odd = plan_units([even[:3]], 2, TensorAtomic())[0]
     assert sorted(odd.shard_numels) == [256, 512]
     assert odd.padding == 0
 
 
 def test_padding_makes_shards_equal_up_to_a_limit() -> None:
     odd = [ParamSpec(f"w{i}", (16, 16), torch.float32) for i in range(3)]
-    assert not plan_units([odd], 2, Whole(padding=0.3))[0].is_equal
+    assert not plan_units([odd], 2, TensorAtomic(max_padding=0.3))[0].is_equal
     for padding in (0.34, 1, inf):
-        plan = plan_units([odd], 2, Whole(padding=padding))[0]
+        plan = plan_units([odd], 2, TensorAtomic(max_padding=padding))[0]
         assert plan.shard_numels == (512, 512)
         assert plan.padding == 256
 
@@ -259,16 +277,16 @@ def test_padding_makes_shards_equal_up_to_a_limit() -> None:
 def test_padding_spreads_owners_over_units() -> None:
     """Which rank is padded changes from unit to unit."""
     odd = [ParamSpec(f"w{i}", (16, 16), torch.float32) for i in range(3)]
-    plans = plan_units([odd] * 4, 2, Whole(padding=0.5))
+    plans = plan_units([odd] * 4, 2, TensorAtomic(max_padding=0.5))
     assert all(plan.is_equal for plan in plans)
-    _, work = loads_of(plans, Whole())
+    _, work = loads_of(plans, TensorAtomic())
     assert imbalance(work) == 1
 
 
 def test_stacks_are_cut_into_equal_shards() -> None:
     stack = ParamSpec("experts", (24, 8, 8), torch.float32)
     router = ParamSpec("router", (24, 8), torch.float32)
-    plan = plan_units([[stack, router]], 7, Whole(padding=0.25))[0]
+    plan = plan_units([[stack, router]], 7, TensorAtomic(max_padding=0.25))[0]
     assert plan.shard_numels == (256,) * 7
     assert len(plan.ranges("experts")) == 6
     assert plan.owner("router") is not None
@@ -276,7 +294,7 @@ def test_stacks_are_cut_into_equal_shards() -> None:
 
 def test_a_mix_with_padding_is_padded_as_far_as_one_of_its_layouts_allows() -> None:
     def rule(fqn: str, spec: ParamSpec) -> LayoutRule:
-        return Whole(padding=0.5) if fqn == "w0" else Whole()
+        return TensorAtomic(max_padding=0.5) if fqn == "w0" else TensorAtomic()
 
     odd = [ParamSpec(f"w{i}", (16, 16), torch.float32) for i in range(3)]
     assert plan_units([odd], 2, rule)[0].is_equal  # type: ignore[arg-type]
@@ -315,12 +333,12 @@ def test_impossible_wishes_are_refused() -> None:
     with pytest.raises(ValueError, match="world_size=0 is not a number of ranks"):
         plan_units([], 0, Flat())
     with pytest.raises(ValueError, match="rows must be an int of at least 1"):
-        Blocks(rows=0)
-    with pytest.raises(TypeError, match="cut must be a tuple of names"):
-        Whole(cut="output.weight")  # type: ignore[arg-type]
+        BlockAtomic(rows=0)
+    with pytest.raises(TypeError, match="split must be a tuple of names"):
+        TensorAtomic(split="output.weight")  # type: ignore[arg-type]
     for padding in (-0.1, float("nan"), "a quarter", True):
-        with pytest.raises(ValueError, match="padding must be a fraction of at least 0, such as"):
-            Whole(padding=padding)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="max_padding must be a fraction of at least 0"):
+            TensorAtomic(max_padding=padding)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="the layout of parameter 'w' is None; use Flat"):
         plan_units([[spec]], 2, lambda fqn, spec: None)  # type: ignore[arg-type, return-value]
 

@@ -14,13 +14,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_overlap import FsdpContext, ShardedTensor, fully_shard
+from fsdp_overlap import FsdpContext, RaggedDTensor, fully_shard
 from fsdp_overlap.comm.collectives import RaggedTensorCollectives, TensorCollectives, choose
 from fsdp_overlap.layout import (
-    Blocks,
+    BlockAtomic,
     Flat,
     ParamSpec,
-    Whole,
+    TensorAtomic,
     plan_units,
 )
 from fsdp_overlap.optim import AdamW
@@ -59,8 +59,8 @@ def test_training_equals_unsharded_training(layout: str, name: str, world_size: 
     run_ranks(train, world_size, layout, name)
 
 
-def uncut(fqn: str, spec: ParamSpec) -> Blocks | Whole:
-    return Whole() if spec.ndim == 2 and "embedding" not in fqn else Blocks(rows=1000)
+def uncut(fqn: str, spec: ParamSpec) -> BlockAtomic | TensorAtomic:
+    return TensorAtomic() if spec.ndim == 2 and "embedding" not in fqn else BlockAtomic(rows=1000)
 
 
 def train_forced(padding: float, tensor_collectives: bool) -> None:
@@ -81,13 +81,13 @@ def test_equal_and_ragged_shards_train_alike(world_size: int) -> None:
 
 def travels_plainly() -> None:
     model = Model()
-    ctx = FsdpContext(layout=Whole(padding=inf))
+    ctx = FsdpContext(layout=TensorAtomic(max_padding=inf))
     shard_layers(model, ctx)
     plans = [bucket.plan for unit in ctx.units for bucket in unit.buckets]
     assert any(plan.padding for plan in plans)
     for plan in plans:
         assert isinstance(choose("cuda", dist.group.WORLD, plan), TensorCollectives)
-    ragged = plan_units([[ParamSpec("w", (8, 8), torch.float32)]], 3, Whole())[0]
+    ragged = plan_units([[ParamSpec("w", (8, 8), torch.float32)]], 3, TensorAtomic())[0]
     assert isinstance(choose("cuda", dist.group.WORLD, ragged), RaggedTensorCollectives)
 
 
@@ -146,7 +146,7 @@ def follows_the_plan(layout: str, ahead: bool) -> None:
     for unit, plan in zip(units, plans, strict=True):
         for name, parameter in unit.named_parameters():
             if name in (spec.fqn for spec in plan.specs):
-                assert isinstance(parameter, ShardedTensor)
+                assert isinstance(parameter, RaggedDTensor)
                 held = [(a, b) for owner, a, b in plan.ranges(name) if owner == rank]
                 assert parameter.local_range == (held[0] if held else (0, 0))
                 if layout == "whole" and parameter.dim() == 2 and "embedding" not in name:
@@ -161,7 +161,7 @@ def test_units_lie_as_plan_units_says(layout: str, ahead: bool) -> None:
 
 def planned_otherwise() -> None:
     model = Model()
-    ctx = FsdpContext(layout=Whole())
+    ctx = FsdpContext(layout=TensorAtomic())
     ctx.plan([model.layers[0], model])
     fully_shard(model.layers[0], ctx)
     fully_shard(model.layers[1], ctx)
@@ -169,7 +169,7 @@ def planned_otherwise() -> None:
         ValueError, match=r"Model was planned with other parameters \(layers.1.down"
     ):
         fully_shard(model, ctx)
-    assert not any(isinstance(p, ShardedTensor) for p in model.head.parameters())
+    assert not any(isinstance(p, RaggedDTensor) for p in model.head.parameters())
     for units in ([model.layers[0]], [model], [model.layers[2], model.layers[2]]):
         with pytest.raises(ValueError, match=r"planned already|given a module twice"):
             ctx.plan(units)
@@ -183,9 +183,9 @@ def plans_differ(kind: str) -> None:
     model = Model()
     rank = dist.get_rank()
     if kind == "layout":
-        ctx = FsdpContext(layout=Whole() if rank else Flat(), check_plans=True)
+        ctx = FsdpContext(layout=TensorAtomic() if rank else Flat(), validate_layouts=True)
     else:
-        ctx = FsdpContext(check_plans=True)
+        ctx = FsdpContext(validate_layouts=True)
     if kind == "units" and rank:
         fully_shard(model.layers[1], ctx)
     shard_layers_left(model, ctx)
@@ -211,7 +211,9 @@ def test_different_plans_are_found_by_name(kind: str, message: str) -> None:
 def one_rank_plans_otherwise() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = Model()
-    ctx = FsdpContext(mesh, layout=Whole() if dist.get_rank() == 3 else Flat(), check_plans=True)
+    ctx = FsdpContext(
+        mesh, layout=TensorAtomic() if dist.get_rank() == 3 else Flat(), validate_layouts=True
+    )
     shard_layers_left(model, ctx)
     model(torch.zeros(1, 2, dtype=torch.int64))
 
@@ -222,7 +224,7 @@ def test_every_rank_of_a_mesh_with_copies_finds_the_one_that_plans_otherwise() -
 
 def equal_plans() -> None:
     model = Model()
-    ctx = FsdpContext(layout=Whole(), check_plans=True)
+    ctx = FsdpContext(layout=TensorAtomic(), validate_layouts=True)
     shard_layers(model, ctx)
     model(torch.zeros(1, 2, dtype=torch.int64)).sum().backward()
 
@@ -233,7 +235,7 @@ def test_equal_plans_pass_the_check() -> None:
 
 def copied() -> None:
     """A copy lies as its original does, although the planner that it has knows no other unit."""
-    twins = Twins(Model, shard_layers, layout=Whole())
+    twins = Twins(Model, shard_layers, layout=TensorAtomic())
     twins.train(1)
     duplicate = copy.deepcopy(twins.model)
     for mine, its in zip(twins.model.parameters(), duplicate.parameters(), strict=True):
@@ -248,7 +250,7 @@ def test_a_copied_model_keeps_its_layout() -> None:
 def on_meta() -> None:
     with torch.device("meta"):
         model = Model()
-    ctx = FsdpContext(layout=Whole())
+    ctx = FsdpContext(layout=TensorAtomic())
     ctx.plan([*model.layers, model])
     shard_layers(model, ctx)
     assert all(parameter.is_meta for parameter in model.parameters())

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_overlap import FsdpContext, Rows, fully_shard
-from fsdp_overlap.layout import Blocks, Flat
+from fsdp_overlap import FsdpContext, PerTensor, fully_shard
+from fsdp_overlap.layout import BlockAtomic, Flat
 from support.ranks import run_ranks
 
 peft: Any = pytest.importorskip("peft")
@@ -58,7 +58,7 @@ def adapted(name: str, dtype: torch.dtype) -> Any:
 def merged(layout: Any, dtype: torch.dtype) -> None:
     tokens = torch.arange(11).roll(torch.distributed.get_rank())
     # DTensors of torch 2.11 have no Kronecker product of rows that are cut unevenly.
-    is_old = torch.__version__.startswith("2.11") and isinstance(layout, Rows)
+    is_old = torch.__version__.startswith("2.11") and isinstance(layout, PerTensor)
     for name in (name for name in CONFIGS if name != "lokr" or not is_old):
         for safe in (False, True):
             model, twin = adapted(name, dtype), adapted(name, dtype)
@@ -88,7 +88,7 @@ def merged(layout: Any, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "dtype"),
-    [(Flat(), torch.float32), (Blocks(rows=1), torch.bfloat16), (Rows(), torch.float32)],
+    [(Flat(), torch.float32), (BlockAtomic(rows=1), torch.bfloat16), (PerTensor(), torch.float32)],
 )
 def test_merging_gives_the_bits_of_whole_weights(layout: Any, dtype: torch.dtype) -> None:
     run_ranks(merged, 2, layout, dtype)

@@ -141,7 +141,8 @@ def both_on_one() -> None:
         twins = Twins.of("layers", groups=MeshGroups(gather=group, reduce=group))
         twins.train(2)
         fully_shard(
-            nn.Linear(2, 2), FsdpContext(separate_groups=False, groups=twins.ctx._groups.given)
+            nn.Linear(2, 2),
+            FsdpContext(separate_reduce_scatter_group=False, groups=twins.ctx._groups.given),
         )
     assert twins.ctx.groups.gather is twins.ctx.groups.reduce is group
 
@@ -252,8 +253,8 @@ def refused() -> None:
         with pytest.raises(ValueError, match=f"groups: .*{said}"):
             FsdpContext(mesh_given, groups=groups)
     two: Any = MeshGroups(gather=copies, reduce=world)
-    with pytest.raises(ValueError, match="separate_groups=False"):
-        FsdpContext(mesh, groups=two, separate_groups=False)
+    with pytest.raises(ValueError, match="separate_reduce_scatter_group=False"):
+        FsdpContext(mesh, groups=two, separate_reduce_scatter_group=False)
     none: Any = dist.GroupMember.NON_GROUP_MEMBER
     with pytest.raises(TypeError, match=r"gather is a .*this rank is a member of"):
         FsdpContext(line, groups=MeshGroups(gather=none))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from fsdp_overlap import FsdpContext, ShardedTensor, fully_shard
+from fsdp_overlap import FsdpContext, RaggedDTensor, fully_shard
 from support.ranks import run_ranks
 from support.twins import Twins
 from support.zoo import WIDTH, ZOO, Model, shard_layers
@@ -47,7 +47,7 @@ def start(name: str) -> None:
     for (fqn, parameter), expected in zip(
         model.named_parameters(), plain.parameters(), strict=True
     ):
-        assert isinstance(parameter, ShardedTensor), fqn
+        assert isinstance(parameter, RaggedDTensor), fqn
         assert parameter.requires_grad == expected.requires_grad, fqn
         assert torch.equal(parameter.full_tensor(), expected), fqn
 

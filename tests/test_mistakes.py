@@ -82,7 +82,7 @@ def stacks_weights() -> None:
 
 
 PASSED_BY = (
-    r"{op} is not supported on a ShardedTensor: parameter '{name}' of {unit} is sharded except "
+    r"{op} is not supported on a RaggedDTensor: parameter '{name}' of {unit} is sharded except "
     r"while {unit}, its unit, runs, and this rank holds only a range of it\. To compute with it, "
     r"call the whole {unit}, as in module\(x\), not module\.forward\(x\) or a module within it; "
     r"name another method that computes to register_fsdp_forward_method\(\)\. To read it, use "

@@ -1,4 +1,4 @@
-"""CUDA graphs of the modelled device: what they replay, and which rules of CUDA they hold."""
+"""CUDA graphs of the emulated device: what they replay, and which rules of CUDA they hold."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_overlap.modelled import (
+from fsdp_overlap.emulator import (
     CUDAGraph,
+    EmulatedDevice,
     Event,
-    ModelledDevice,
     Stream,
     current_stream,
     graph,
@@ -22,16 +22,16 @@ from fsdp_overlap.modelled import (
 
 
 @pytest.fixture
-def device() -> Iterator[ModelledDevice]:
-    with running(ModelledDevice()) as device:
+def device() -> Iterator[EmulatedDevice]:
+    with running(EmulatedDevice()) as device:
         yield device
 
 
 def ones(*shape: int) -> torch.Tensor:
-    return torch.ones(*shape, device="modelled")
+    return torch.ones(*shape, device="emulated")
 
 
-def test_a_capture_runs_nothing_and_a_replay_all(device: ModelledDevice) -> None:
+def test_a_capture_runs_nothing_and_a_replay_all(device: EmulatedDevice) -> None:
     x, total = ones(4), ones(4)
     state = torch.get_rng_state()
     with graph(captured := CUDAGraph()):
@@ -51,7 +51,7 @@ def test_a_capture_runs_nothing_and_a_replay_all(device: ModelledDevice) -> None
     assert not device.findings
 
 
-def test_a_replay_reads_inputs_and_numbers_as_a_gpu_does(device: ModelledDevice) -> None:
+def test_a_replay_reads_inputs_and_numbers_as_a_gpu_does(device: EmulatedDevice) -> None:
     x, number = ones(4), torch.tensor(2.0)
     with graph(captured := CUDAGraph()):
         y = x * number
@@ -61,7 +61,7 @@ def test_a_replay_reads_inputs_and_numbers_as_a_gpu_does(device: ModelledDevice)
     assert torch.equal(y, 6 * ones(4))
 
 
-def test_memory_of_the_pool_is_its_graphs_alone(device: ModelledDevice) -> None:
+def test_memory_of_the_pool_is_its_graphs_alone(device: EmulatedDevice) -> None:
     x, buffer = ones(4), ones(4)
     storage = buffer.untyped_storage()
     storage.resize_(0)
@@ -135,7 +135,7 @@ RULES: dict[Callable[[], Callable[[], Any]], str] = {
 
 @pytest.mark.parametrize("prepare", RULES)
 def test_what_cuda_refuses_raises_and_ends_the_capture(
-    device: ModelledDevice, prepare: Callable[[], Callable[[], Any]]
+    device: EmulatedDevice, prepare: Callable[[], Callable[[], Any]]
 ) -> None:
     do, x = prepare(), ones(4)
     captured = CUDAGraph()
@@ -151,18 +151,18 @@ def test_what_cuda_refuses_raises_and_ends_the_capture(
         captured.replay()
 
 
-def test_a_stream_that_took_part_must_join_again(device: ModelledDevice) -> None:
+def test_a_stream_that_took_part_must_join_again(device: EmulatedDevice) -> None:
     with pytest.raises(RuntimeError, match="cudaErrorStreamCaptureUnjoined"), graph(CUDAGraph()):
         forked(joins=False)
     with graph(captured := CUDAGraph()):
         assert current_stream().is_capturing()
         made = forked()
-    assert not torch.modelled.is_current_stream_capturing()
+    assert not torch.emulated.is_current_stream_capturing()
     captured.replay()
     assert torch.equal(made, ones(4))
 
 
-def test_an_event_of_a_capture_tells_nothing_outside(device: ModelledDevice) -> None:
+def test_an_event_of_a_capture_tells_nothing_outside(device: EmulatedDevice) -> None:
     with graph(CUDAGraph()):
         event = current_stream().record_event()
     for use in (event.wait, event.query, event.synchronize):
@@ -170,12 +170,12 @@ def test_an_event_of_a_capture_tells_nothing_outside(device: ModelledDevice) -> 
             use()
 
 
-def test_the_default_stream_is_not_captured(device: ModelledDevice) -> None:
+def test_the_default_stream_is_not_captured(device: EmulatedDevice) -> None:
     with pytest.raises(RuntimeError, match="non-default stream"):
         CUDAGraph().capture_begin()
 
 
-def test_a_stream_that_is_not_captured_runs_and_takes_other_memory(device: ModelledDevice) -> None:
+def test_a_stream_that_is_not_captured_runs_and_takes_other_memory(device: EmulatedDevice) -> None:
     """So memory that a lane takes before it has joined the capture is found when it is used."""
     side, x = Stream(), ones(4)
     with graph(captured := CUDAGraph()):
@@ -189,11 +189,11 @@ def test_a_stream_that_is_not_captured_runs_and_takes_other_memory(device: Model
     assert device.findings[-1].kind == "freed"
 
 
-def kinds(device: ModelledDevice) -> set[str]:
+def kinds(device: EmulatedDevice) -> set[str]:
     return {finding.kind for finding in device.findings}
 
 
-def test_a_race_in_a_captured_step_is_found_in_its_replay(device: ModelledDevice) -> None:
+def test_a_race_in_a_captured_step_is_found_in_its_replay(device: EmulatedDevice) -> None:
     x = ones(4)
     with graph(captured := CUDAGraph()):
         side = Stream()
@@ -208,7 +208,7 @@ def test_a_race_in_a_captured_step_is_found_in_its_replay(device: ModelledDevice
     assert re.search("in a graph", str(device.findings[0]))
 
 
-def test_a_race_of_a_replay_with_other_work_is_found(device: ModelledDevice) -> None:
+def test_a_race_of_a_replay_with_other_work_is_found(device: EmulatedDevice) -> None:
     x, side = ones(4), Stream()
     with graph(captured := CUDAGraph()):
         y = x + 1
@@ -228,7 +228,7 @@ def test_a_race_of_a_replay_with_other_work_is_found(device: ModelledDevice) -> 
     assert kinds(device) == {"race"}
 
 
-def test_a_graph_runs_after_itself_and_beside_others(device: ModelledDevice) -> None:
+def test_a_graph_runs_after_itself_and_beside_others(device: EmulatedDevice) -> None:
     x = ones(4)
     captured = CUDAGraph(), CUDAGraph()
     for each in captured:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, ShardedTensor, fully_shard
+from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, RaggedDTensor, fully_shard
 from support.ranks import run_ranks
 from support.twins import Twins, loss_of, same
 from support.zoo import WIDTH, Model, shard_layers
@@ -157,7 +157,7 @@ def reshard_modes(reshard: bool | None) -> None:
         loss, twin_loss = twins.losses(tokens, targets)
         # By default the root and the layer that ran last, which backward needs first.
         kept = {True: 0, None: 2, False: 4}[reshard]
-        assert twins.ctx.stats.full_buffers_alive == kept
+        assert twins.ctx.stats.current_full_buffers == kept
         loss.backward()
         twin_loss.backward()
         twins.check_rest()
@@ -179,7 +179,7 @@ def kept_after_backward() -> None:
     for step, batch in enumerate(twins.batches(4)):
         twins.ctx.stats.reset()
         twins.backward(*batch)
-        assert twins.ctx.stats.full_buffers_alive == 4
+        assert twins.ctx.stats.current_full_buffers == 4
         # The optimizer changed the shards, so each is gathered once more, and only in forward.
         assert twins.ctx.stats.all_gathers == 4
         if step == 1:  # without an edit nothing is gathered
@@ -315,13 +315,13 @@ def ignored_parameters() -> None:
         fully_shard(layer, ctx, ignored_params={kept})
     fully_shard(model, ctx, ignored_params={kept})
     assert model.layers[1].up.weight is kept
-    assert not isinstance(kept, ShardedTensor)
+    assert not isinstance(kept, RaggedDTensor)
     loss_of(
         model(torch.ones(2, 5, dtype=torch.int64)), torch.ones(2, 5, dtype=torch.int64)
     ).backward()
     assert kept.grad is not None
     assert all(
-        isinstance(parameter.grad, ShardedTensor)
+        isinstance(parameter.grad, RaggedDTensor)
         for parameter in model.parameters()
         if parameter is not kept
     )
@@ -359,7 +359,7 @@ def explicit_unshard() -> None:
     layer.up.weight.square().sum().backward()
     twin.up.weight.square().sum().backward()
     layer.reshard()
-    assert isinstance(layer.up.weight, ShardedTensor)
+    assert isinstance(layer.up.weight, RaggedDTensor)
     twins.check_gradients()
     twins.check_rest()
     twins.train(2)
@@ -434,8 +434,8 @@ def large_gradients(prefetch: int) -> None:
         twin(x).square().sum().backward()
         for parameter, expected in zip(model.parameters(), twin.parameters(), strict=True):
             assert torch.equal(parameter.grad.full_tensor(), expected.grad)
-        assert ctx.stats.reduce_inputs_most == 1 + prefetch
-        assert ctx.stats.reduce_inputs_alive == 0
+        assert ctx.stats.peak_reduce_inputs == 1 + prefetch
+        assert ctx.stats.current_reduce_inputs == 0
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
@@ -455,7 +455,7 @@ def blocks_without_a_root() -> None:
     for _ in range(3):
         loss_of(model(tokens), tokens).backward()
         loss_of(twin(tokens), tokens).backward()
-        assert ctx.stats.full_buffers_alive == 0
+        assert ctx.stats.current_full_buffers == 0
         for parameter, expected in zip(
             model.layers.parameters(), twin.layers.parameters(), strict=True
         ):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_overlap import FsdpContext, FsdpModule, ShardedTensor, fully_shard
+from fsdp_overlap import FsdpContext, FsdpModule, RaggedDTensor, fully_shard
 from fsdp_overlap.comm.recording import Entry, RecordingLane
 from support.module_lists import Normed, shard_ends, shard_last_two
 from support.ranks import run_ranks
@@ -152,8 +152,8 @@ def names_and_state() -> None:
     assert list(state) == list(plain.state_dict())
     for name, expected in plain.state_dict().items():
         value = state[name]
-        assert isinstance(value, ShardedTensor) == name.startswith(("norm", "head")), name
-        same(value.full_tensor() if isinstance(value, ShardedTensor) else value, expected, name)
+        assert isinstance(value, RaggedDTensor) == name.startswith(("norm", "head")), name
+        same(value.full_tensor() if isinstance(value, RaggedDTensor) else value, expected, name)
     doubled = {name: value * 2 for name, value in state.items()}
     model.load_state_dict(doubled)
     same(model.norm.weight.full_tensor(), 2 * plain.norm.weight.detach(), "loaded")
@@ -222,7 +222,7 @@ def test_a_list_is_copied_as_one_unit() -> None:
 
 def planned_together() -> None:
     model = Normed()
-    ctx = FsdpContext(check_plans=True)
+    ctx = FsdpContext(validate_layouts=True)
     ctx.plan([*model.layers, [model.norm, model.head], model])
     shard_last_two(model, ctx)
     model(torch.zeros(1, 1, dtype=torch.long))

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
-from fsdp_overlap import Blocks, Flat, FsdpContext, Whole, fully_shard
+from fsdp_overlap import BlockAtomic, Flat, FsdpContext, TensorAtomic, fully_shard
 from fsdp_overlap.layout import LayoutRule
 from fsdp_overlap.optim import AdamW, Muon, exchange, orthogonalization
 from support.ranks import run_ranks
@@ -27,9 +27,9 @@ from support.zoo import Model, shard_layers
 
 LAYOUTS: dict[str, LayoutRule] = {
     "flat": Flat(),
-    "blocks": Blocks(rows=2),
-    "whole": Whole(),
-    "mixed": lambda fqn, spec: Whole() if "up" in fqn else Flat(),
+    "blocks": BlockAtomic(rows=2),
+    "whole": TensorAtomic(),
+    "mixed": lambda fqn, spec: TensorAtomic() if "up" in fqn else Flat(),
 }
 EXACT = {"ns_dtype": torch.float64}
 
@@ -338,7 +338,7 @@ def test_parameters_of_fsdp2_are_refused() -> None:
 
 
 def scheduled() -> None:
-    twins = Twins.of("layers", optimizer=Muon, layout=Whole(), **EXACT)
+    twins = Twins.of("layers", optimizer=Muon, layout=TensorAtomic(), **EXACT)
     schedulers = [
         torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8)
         for optimizer in (twins.optimizer, twins.twin_optimizer)

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from fsdp_overlap import Blocks, Flat, FsdpContext, Whole, fully_shard
+from fsdp_overlap import BlockAtomic, Flat, FsdpContext, TensorAtomic, fully_shard
 from fsdp_overlap.layout import LayoutRule
 from fsdp_overlap.optim import Muon, exchange, orthogonalization, teams
 from support import experts, tensor_parallel
@@ -30,7 +30,11 @@ from support.tensor_parallel import ROWS, batches, grad, loss_of, parallelize, p
 from support.twins import Twins, same
 
 EXACT: dict[str, Any] = {"lr": 0.05, "ns_dtype": torch.float64}
-LAYOUTS: dict[str, LayoutRule] = {"flat": Flat(), "blocks": Blocks(rows=2), "whole": Whole()}
+LAYOUTS: dict[str, LayoutRule] = {
+    "flat": Flat(),
+    "blocks": BlockAtomic(rows=2),
+    "whole": TensorAtomic(),
+}
 
 
 @contextmanager
@@ -180,7 +184,7 @@ def train_in_tiles(shape: tuple[int, ...], layout: str, divided: bool, split: bo
     data = mesh[names[:-1]]
     model = tensor_parallel.shard(
         parallelize(plain(), mesh["tp"]),
-        FsdpContext(data, layout=LAYOUTS[layout], divide_copies=divided),
+        FsdpContext(data, layout=LAYOUTS[layout], shard_optimizer_over_replicas=divided),
     )
     twin = plain()
     options = {**EXACT, "split": {"*.wq.weight": 4, "*.wk.weight": (3, 5)} if split else {}}
@@ -271,7 +275,7 @@ def train_copies(layout: str, divided: bool) -> Any:
         optimizer=Muon,
         layout=LAYOUTS[layout],
         mesh=(2, 2),
-        divide_copies=divided,
+        shard_optimizer_over_replicas=divided,
         ns_dtype=torch.float64,
     )
     for batch in twins.batches(2):

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_overlap import FsdpContext, WirePolicy, fully_shard
-from fsdp_overlap.layout import Blocks, Flat, LayoutRule, Rows, Whole
+from fsdp_overlap import FsdpContext, QuantizedCommPolicy, fully_shard
+from fsdp_overlap.layout import BlockAtomic, Flat, LayoutRule, PerTensor, TensorAtomic
 from fsdp_overlap.optim import Muon, clip_grad_norm_, exchange
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 from support import experts, layouts, reducing, tensor_parallel
@@ -219,14 +219,14 @@ def watch_ragged() -> None:
 
 
 def train_in_few_bits(layout: LayoutRule) -> None:
-    policy = WirePolicy(torch.float8_e4m3fn)
-    twins = Twins(Model, partial(shard_layers, wire_policy=policy), layout=layout)
+    policy = QuantizedCommPolicy(torch.float8_e4m3fn)
+    twins = Twins(Model, partial(shard_layers, comm_policy=policy), layout=layout)
     quantize_twin(twins, policy).train(2)
 
 
 def reduce_in_few_bits(layout: LayoutRule) -> None:
-    policy = WirePolicy(reduce_dtype=torch.int8)
-    twins = Twins(Model, partial(shard_layers, wire_policy=policy), layout=layout)
+    policy = QuantizedCommPolicy(reduce_dtype=torch.int8)
+    twins = Twins(Model, partial(shard_layers, comm_policy=policy), layout=layout)
     twins.backward(*next(twins.batches(1)))
     for (name, parameter), twin in twins.pairs():
         assert parameter.grad is not None
@@ -302,14 +302,16 @@ def train_with_tensor_parallelism(layout: LayoutRule) -> None:
 def exchange_matrices() -> None:
     log: list[str] = []
     with patch.object(exchange, "ROUND_ELEMENTS", 60):  # several rounds
-        twins = Twins.of("layers", optimizer=Muon, layout=Blocks(rows=2), ns_dtype=torch.double)
+        twins = Twins.of(
+            "layers", optimizer=Muon, layout=BlockAtomic(rows=2), ns_dtype=torch.double
+        )
         with noted(log):
             twins.train(2)
     assert sum(line.startswith("all_to_all") for line in log) > 4
 
 
 def clip_and_reduce() -> None:
-    twins = Twins.of("layers", layout=Blocks(rows=1))
+    twins = Twins.of("layers", layout=BlockAtomic(rows=1))
     twins.backward(*next(twins.batches(1)))
     for (_, parameter), twin in twins.pairs():
         assert parameter.grad is not None
@@ -326,11 +328,11 @@ def clip_and_reduce() -> None:
 
 
 def save_and_load(folder: str) -> None:
-    saved = Twins.of("layers", layout=Whole())
+    saved = Twins.of("layers", layout=TensorAtomic())
     saved.train(1)
     model, optimizer = get_state_dict(saved.model, saved.optimizer)
     dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
-    loaded = Twins.of("layers", layout=Blocks(rows=1))
+    loaded = Twins.of("layers", layout=BlockAtomic(rows=1))
     model, optimizer = get_state_dict(loaded.model, loaded.optimizer)
     wanted = {"model": model, "optimizer": optimizer}
     dcp.load(wanted, checkpoint_id=folder)
@@ -374,29 +376,41 @@ def noted(log: list[str]) -> Iterator[None]:
 EQUAL, RAGGED = "NcclCollectives", "RaggedTensorCollectives"
 TRAINING = [
     partial(train, "layers", EQUAL),
-    partial(train, "layers", RAGGED, layout=Whole()),
-    partial(train, "unused on some ranks", RAGGED, layout=Blocks(rows=3)),
+    partial(train, "layers", RAGGED, layout=TensorAtomic()),
+    partial(train, "unused on some ranks", RAGGED, layout=BlockAtomic(rows=3)),
     partial(layouts.train, "whole", "giant"),  # ranks that hold nothing
     *(
         partial(claim, layout)
         for claim in (train_in_few_bits, reduce_in_few_bits)
-        for layout in (Flat(), Whole(), Rows())
+        for layout in (Flat(), TensorAtomic(), PerTensor())
     ),
     partial(train_from_parts, Flat()),
-    partial(train_from_parts, Whole()),
-    partial(train_from_parts, Rows()),
-    *(partial(gather_as_one, layout) for layout in (Flat(), Rows())),
+    partial(train_from_parts, TensorAtomic()),
+    partial(train_from_parts, PerTensor()),
+    *(partial(gather_as_one, layout) for layout in (Flat(), PerTensor())),
     train_copies,
-    partial(train, "layers", RAGGED, layout=Blocks(rows=5), **COPIES),
-    partial(train, "layers", EQUAL, divide_copies=True, **COPIES),
-    partial(train, "layers", RAGGED, layout=Blocks(rows=5), divide_copies=True, **COPIES),
+    partial(train, "layers", RAGGED, layout=BlockAtomic(rows=5), **COPIES),
+    partial(train, "layers", EQUAL, shard_optimizer_over_replicas=True, **COPIES),
+    partial(
+        train,
+        "layers",
+        RAGGED,
+        layout=BlockAtomic(rows=5),
+        shard_optimizer_over_replicas=True,
+        **COPIES,
+    ),
     *(
         partial(reduced_in_float32, options)
-        for options in ({}, {"layout": Whole()}, COPIES, {"divide_copies": True, **COPIES})
+        for options in (
+            {},
+            {"layout": TensorAtomic()},
+            COPIES,
+            {"shard_optimizer_over_replicas": True, **COPIES},
+        )
     ),
     partial(experts.train, True, False),
     partial(experts.train, False, True),
-    partial(train_with_tensor_parallelism, Blocks(rows=1)),
+    partial(train_with_tensor_parallelism, BlockAtomic(rows=1)),
     exchange_matrices,
     clip_and_reduce,
     partial(reducing.as_fsdp2, reducing.divided, (4,)),

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from fsdp_overlap.comm.recording import Entry
-from fsdp_overlap.layout import Flat, LayoutRule, Whole
+from fsdp_overlap.engine.transfers import Transfers
+from fsdp_overlap.layout import Flat, LayoutRule, TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon, fused_adamw, orthogonalization
-from fsdp_overlap.runtime.transfers import Transfers
 from support.ranks import run_ranks
 from support.recorded import GATHER, Recorded
 from support.twins import Twins
@@ -28,7 +28,7 @@ def trained(recorded: Recorded, optimizer: torch.optim.Optimizer) -> None:
 
 def under_adamw() -> None:
     recorded = Recorded()
-    optimizer = AdamW(recorded.model.parameters(), gather_next=True)
+    optimizer = AdamW(recorded.model.parameters(), prefetch_next_forward=True)
     trained(recorded, optimizer)
     kernel = fused_adamw.fused_adamw_
 
@@ -54,7 +54,7 @@ def test_the_first_unit_is_gathered_under_the_step_of_the_others() -> None:
 def products_under_gathers(layout: LayoutRule) -> bool:
     """Whether products of a step run while the first unit is there."""
     twins = Twins.of(
-        "layers", optimizer=Muon, gather_next=True, layout=layout, ns_dtype=torch.float64
+        "layers", optimizer=Muon, prefetch_next_forward=True, layout=layout, ns_dtype=torch.float64
     )
     first = twins.ctx.units[-1]  # the root
     seen: list[bool] = []
@@ -76,16 +76,18 @@ def products_under_gathers(layout: LayoutRule) -> bool:
 
 
 def test_muon_gathers_under_products_where_ranks_share_nothing() -> None:
-    assert run_ranks(products_under_gathers, 2, Whole()) == [True, True]
+    assert run_ranks(products_under_gathers, 2, TensorAtomic()) == [True, True]
     assert not any(run_ranks(products_under_gathers, 3, Flat()))
 
 
 def with_two_optimizers() -> None:
     """Each steps some of the parameters of the first unit, so no step gathers it."""
-    twins = Twins.of("layers", optimizer=AdamW, gather_next=True)
+    twins = Twins.of("layers", optimizer=AdamW, prefetch_next_forward=True)
     halves = [list(model.parameters()) for model in (twins.model, twins.twin)]
     optimizers = [
-        AdamW(half[start::2], lr=0.05, gather_next=True) for half in halves for start in (0, 1)
+        AdamW(half[start::2], lr=0.05, prefetch_next_forward=True)
+        for half in halves
+        for start in (0, 1)
     ]
     for batch in twins.batches(3):
         twins.backward(*batch)
@@ -103,7 +105,7 @@ def test_a_unit_that_two_optimizers_step_is_gathered_by_forward() -> None:
 
 def edited_after_every_second_step() -> None:
     """Weights that are edited after a step are gathered again, and not ahead after the next."""
-    twins = Twins.of("layers", optimizer=AdamW, gather_next=True)
+    twins = Twins.of("layers", optimizer=AdamW, prefetch_next_forward=True)
     found = []
     for index, batch in enumerate(twins.batches(7)):
         twins.backward(*batch)
@@ -123,7 +125,7 @@ def test_edits_after_steps_are_followed_and_end_the_gathers_ahead() -> None:
 
 
 def that_fails() -> None:
-    twins = Twins.of("layers", optimizer=AdamW, gather_next=True)
+    twins = Twins.of("layers", optimizer=AdamW, prefetch_next_forward=True)
     first, second = twins.batches(2)
     twins.backward(*first)
     twins.step()
@@ -141,7 +143,7 @@ def test_a_gather_that_fails_leaves_no_step_half_done() -> None:
 
 def stepped_twice() -> None:
     """What was gathered for a pass that comes later goes when another pass begins."""
-    twins = Twins.of("layers", optimizer=AdamW, gather_next=True)
+    twins = Twins.of("layers", optimizer=AdamW, prefetch_next_forward=True)
     layer = twins.model.layers[1]
     assert isinstance(layer, nn.Module)
     for batch in twins.batches(2):
@@ -161,7 +163,7 @@ def test_what_was_gathered_after_two_steps_goes_if_another_unit_runs() -> None:
 
 def alone_with_what_is_kept() -> None:
     """One rank runs a unit that is kept whole, while the first unit is there for the next pass."""
-    twins = Twins.of("layers", optimizer=AdamW, gather_next=True)
+    twins = Twins.of("layers", optimizer=AdamW, prefetch_next_forward=True)
     layers = twins.model.layers
     for layer in layers:
         layer.set_reshard_after_forward(False)

@@ -1,7 +1,7 @@
 """One rank whose collectives run on its backend all the same: NCCL's on one GPU.
 
 What one rank's training does without is tried here: communicators, their ends, and their memory.
-The same programs run on the modelled device, by the group that behaves as NCCL's.
+The same programs run on the emulated device, by the group that behaves as NCCL's.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from fsdp_overlap.comm.collectives import RaggedTensorCollectives
 from fsdp_overlap.comm.group_facts import backend_of, collectives_issued
 from fsdp_overlap.comm.streams import streams_of
 from fsdp_overlap.comm.symmetric_memory import SymmetricCollectives
-from fsdp_overlap.modelled import ModelledDevice, running
+from fsdp_overlap.emulator import EmulatedDevice, running
+from fsdp_overlap.engine import chosen_collectives
+from fsdp_overlap.engine.landing import Landing
 from fsdp_overlap.optim import AdamW, Muon
-from fsdp_overlap.runtime import chosen_collectives
-from fsdp_overlap.runtime.landing import Landing
+from support.emulated_twins import Trained
 from support.layouts import LAYOUTS
-from support.modelled_twins import Trained
 from support.nccl_like import BACKEND, chosen_as_for_nccl
 from support.ranks import run_ranks
 from support.symmetric import Symmetric
 from support.twins import Twins
 
 DEVICES = pytest.mark.parametrize(
-    "device", ["modelled", pytest.param("cuda", marks=pytest.mark.gpu)]
+    "device", ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)]
 )
 
 OPTIONS: dict[str, Any] = {"optimizer": AdamW}
@@ -53,7 +53,7 @@ def one_rank(device: str, symmetric: bool = False) -> Iterator[Callable[..., Twi
             yield lambda **options: Twins.of("layers", device=device, **(OPTIONS | options))
             return
         stack.enter_context(chosen_as_for_nccl())
-        found = stack.enter_context(running(ModelledDevice()))
+        found = stack.enter_context(running(EmulatedDevice()))
         if symmetric:
             stack.enter_context(Symmetric())
         yield lambda **options: Trained.of("layers", **(OPTIONS | options))

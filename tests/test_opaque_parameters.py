@@ -17,9 +17,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 
-from fsdp_overlap import FsdpContext, Rows, Whole, WirePolicy, debug, fully_shard
+from fsdp_overlap import (
+    FsdpContext,
+    PerTensor,
+    QuantizedCommPolicy,
+    TensorAtomic,
+    debug,
+    fully_shard,
+)
 from fsdp_overlap.checkpoint import SafeFileSystemReader
-from fsdp_overlap.layout import Blocks, Flat, LayoutRule
+from fsdp_overlap.layout import BlockAtomic, Flat, LayoutRule
 from support.opaque import (
     WIDTH,
     Adapted,
@@ -37,9 +44,9 @@ from support.ranks import run_ranks
 BF16, HALF = torch.bfloat16, torch.float16
 LAYOUTS: dict[str, LayoutRule] = {
     "flat": Flat(),
-    "whole": Whole(),
-    "rows": Rows(),
-    "blocks": Blocks(rows=3),
+    "whole": TensorAtomic(),
+    "rows": PerTensor(),
+    "blocks": BlockAtomic(rows=3),
 }
 
 
@@ -114,7 +121,7 @@ def test_training_equals_unsharded_training_to_the_bit(layout: str, storage: tor
 
 def owned_whole() -> None:
     model, twin = build(), build()
-    shard(model, FsdpContext(layout=Whole()))
+    shard(model, FsdpContext(layout=TensorAtomic()))
     assert train(model) == train(twin)
     check_same(gradients(model), gradients(twin))
     weights = [module.weight for module in model.modules() if isinstance(module, FourBits)]
@@ -125,17 +132,23 @@ def test_a_weight_that_no_layout_cuts_has_one_owner() -> None:
     run_ranks(owned_whole, 2)
 
 
-def copies(divide_copies: bool, reshard: Any) -> None:
+def copies(shard_optimizer_over_replicas: bool, reshard: Any) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model, twin = build(BF16), build(BF16)
-    shard(model, FsdpContext(mesh, divide_copies=divide_copies), reshard_after_forward=reshard)
+    shard(
+        model,
+        FsdpContext(mesh, shard_optimizer_over_replicas=shard_optimizer_over_replicas),
+        reshard_after_forward=reshard,
+    )
     assert train(model) == train(twin)
     check_same(gradients(model), gradients(twin))
 
 
-@pytest.mark.parametrize(("divide_copies", "reshard"), [(False, None), (True, None), (False, 2)])
-def test_copies_train_as_one(divide_copies: bool, reshard: Any) -> None:
-    run_ranks(copies, 4, divide_copies, reshard)
+@pytest.mark.parametrize(
+    ("shard_optimizer_over_replicas", "reshard"), [(False, None), (True, None), (False, 2)]
+)
+def test_copies_train_as_one(shard_optimizer_over_replicas: bool, reshard: Any) -> None:
+    run_ranks(copies, 4, shard_optimizer_over_replicas, reshard)
 
 
 # ---- dtypes ----
@@ -217,7 +230,9 @@ def on_the_wire() -> None:
         for block in adapted:  # too coarse for what is quantized on the wire
             nn.init.zeros_(block.up.weight)
             nn.init.zeros_(block.down.weight)
-    shard(model, wire_policy=WirePolicy(gather_dtype=torch.float8_e4m3fn, keep=("*scales",)))
+    shard(
+        model, comm_policy=QuantizedCommPolicy(gather_dtype=torch.float8_e4m3fn, keep=("*scales",))
+    )
     assert torch.equal(model(inputs()), twin(inputs()))
 
 
@@ -229,7 +244,7 @@ def test_a_wire_policy_leaves_them_alone() -> None:
 
 
 def attributes() -> None:
-    for layout in (Flat(), Rows()):
+    for layout in (Flat(), PerTensor()):
         model, twin = build(), build()
         ctx = FsdpContext(layout=layout)
         ctx.plan([*model, model])
@@ -285,7 +300,7 @@ def test_a_copy_has_bytes_and_attributes_of_its_own() -> None:
 
 def state_dicts() -> None:
     model, twin = build(BF16), build(BF16)
-    other = shard(build(BF16, seed=2), FsdpContext(layout=Rows()))
+    other = shard(build(BF16, seed=2), FsdpContext(layout=PerTensor()))
     shard(model)
     loss_of(model)
     loss_of(other)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import swa_utils
 
-from fsdp_overlap import Flat, FsdpContext, Whole, fully_shard
+from fsdp_overlap import Flat, FsdpContext, TensorAtomic, fully_shard
 from support.optimizers import FORMS, OPTIMIZERS
 from support.ranks import run_ranks
 from support.twins import Twins, same
@@ -255,6 +255,8 @@ def step_without_no_grad(layout: Any) -> None:
             same(mine.full_tensor().detach(), its.detach(), f"{name} after step {step}")
 
 
-@pytest.mark.parametrize("layout", [Flat(), Whole()])  # DTensors of uneven rows are not flattened
+@pytest.mark.parametrize(
+    "layout", [Flat(), TensorAtomic()]
+)  # DTensors of uneven rows are not flattened
 def test_steps_through_data_need_no_no_grad(layout: Any) -> None:
     run_ranks(step_without_no_grad, 2, layout)

@@ -49,7 +49,7 @@ class Run:
 
     engine: str = "ours"
     prefetch: int = 1
-    separate_groups: bool = True
+    separate_reduce_scatter_group: bool = True
     slow: bool = False
     rows: int = 192
     profiles: int = 2
@@ -64,7 +64,9 @@ def make_step(run: Run) -> Callable[[], None]:
             fsdp2.fully_shard(block)
         fsdp2.fully_shard(model)
     else:
-        ctx = FsdpContext(prefetch=run.prefetch, separate_groups=run.separate_groups)
+        ctx = FsdpContext(
+            prefetch=run.prefetch, separate_reduce_scatter_group=run.separate_reduce_scatter_group
+        )
         for block in model:
             fully_shard(block, ctx)
         fully_shard(model, ctx)
@@ -99,7 +101,7 @@ RUNS = {
     "healthy": Run(rows=768, profiles=3),
     "no prefetch": Run(prefetch=0),
     "slow rank": Run(slow=True),
-    "shared group": Run(separate_groups=False),
+    "shared group": Run(separate_reduce_scatter_group=False),
     "FSDP2": Run(engine="FSDP2"),
 }
 
@@ -180,7 +182,7 @@ def test_every_collective_of_every_step_is_there(reports: dict[str, list[Report]
     [
         ("no prefetch", "issued late", "of 3 forward all-gathers are waited for as soon"),
         ("slow rank", "slow rank", "rank 1 is slow"),
-        ("shared group", "shared group", "separate_groups=True"),
+        ("shared group", "shared group", "separate_reduce_scatter_group=True"),
         ("FSDP2", "issued late", "of 3 forward all-gathers are waited for as soon"),
     ],
 )

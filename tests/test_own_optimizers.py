@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_overlap import FsdpContext, ShardedTensor, fully_shard, optim
+from fsdp_overlap import FsdpContext, RaggedDTensor, fully_shard, optim
 from fsdp_overlap.optim import fused_adamw
 from fsdp_overlap.optim.runs import find_runs, flatten
 from support.ranks import run_ranks
@@ -558,7 +558,7 @@ def test_a_model_of_many_parameters_is_stepped_in_few_runs() -> None:
         fully_shard(model, ctx)
         optimizer = optim.AdamW(model.parameters())
         for parameter in model.parameters():
-            assert isinstance(parameter, ShardedTensor)
+            assert isinstance(parameter, RaggedDTensor)
         backward_of = model(torch.ones(2, 8)).sum()
         backward_of.backward()
         optimizer.step()
@@ -588,7 +588,7 @@ def moments_of_another_dtype(dtype: torch.dtype, moment_dtype: torch.dtype) -> N
         optimizer.step()
         for index, parameter in enumerate(model.parameters()):
             row = [expected[index], parameter.grad, moments[0][index], moments[1][index]]
-            kept = [t.to_local() if isinstance(t, ShardedTensor) else t for t in row]
+            kept = [t.to_local() if isinstance(t, RaggedDTensor) else t for t in row]
             wide = [t.to(torch.float32) for t in kept]
             torch._fused_adamw_(
                 *([t] for t in wide),
@@ -608,7 +608,7 @@ def moments_of_another_dtype(dtype: torch.dtype, moment_dtype: torch.dtype) -> N
             assert state["exp_avg"].dtype == moment_dtype
             stepped = (parameter.detach(), state["exp_avg"], state["exp_avg_sq"])
             for mine, theirs in zip(stepped, (kept[0], *kept[2:]), strict=True):
-                local = mine.to_local() if isinstance(mine, ShardedTensor) else mine
+                local = mine.to_local() if isinstance(mine, RaggedDTensor) else mine
                 # Where a run begins decides which elements the kernel steps in vectors.
                 torch.testing.assert_close(local, theirs, rtol=1e-2, atol=5e-4)
     fused_adamw._CPU_CHUNK = chunk

@@ -18,7 +18,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, get_schedule_class
 
 import fsdp_overlap
-from fsdp_overlap import replacing_fsdp2
+from fsdp_overlap import patch_fsdp2
 from support.ranks import run_ranks
 from support.twins import same
 
@@ -145,7 +145,7 @@ class Pipeline:
 def train(kind: str, reshard: bool | None, chunks: int, how: str = "") -> None:
     replaced = how == "replacing"
     options: dict[str, Any] = {"defer_reduce_grad_wait": True} if how == "deferred" else {}
-    with replacing_fsdp2() if replaced else nullcontext():
+    with patch_fsdp2() if replaced else nullcontext():
         fully_shard = fsdp2.fully_shard if replaced else fsdp_overlap.fully_shard
         pipeline = Pipeline(fully_shard, kind, reshard, chunks, how == "skips", **options)
         for _ in range(3):
@@ -154,7 +154,7 @@ def train(kind: str, reshard: bool | None, chunks: int, how: str = "") -> None:
                 assert isinstance(module, fsdp_overlap.FSDPModule)
                 stats = module._fsdp_unit.context.stats
                 assert (stats.reduce_scatters, stats.order_checks) == (3, 1)
-                assert stats.full_buffers_alive == 0
+                assert stats.current_full_buffers == 0
                 stats.reset()
 
 
@@ -230,7 +230,7 @@ def step_twice(fully_shard: Any, kind: str, reshard: bool | None, chunks: int) -
         for module in pipeline.modules:
             stats = module._fsdp_unit.context.stats
             assert stats.reduce_scatters == 2 * 3
-            assert stats.full_buffers_alive == 0
+            assert stats.current_full_buffers == 0
 
 
 @pytest.mark.skipif(not DEFERS_ALL, reason="torch 2.15 has it")

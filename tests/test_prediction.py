@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.layout import Flat, Rows
-from fsdp_overlap.modelled import running
+from fsdp_overlap.emulator import running
+from fsdp_overlap.layout import Flat, PerTensor
 from fsdp_overlap.profiling import read_report
-from fsdp_overlap.simulating import (
+from fsdp_overlap.simulator import (
     Clock,
     Device,
     Fabric,
@@ -20,9 +20,9 @@ from fsdp_overlap.simulating import (
     Training,
     simulate,
 )
-from fsdp_overlap.simulating.memory import KINDS
-from fsdp_overlap.simulating.observed import Collective, ObservedDevice
-from fsdp_overlap.simulating.traffic import traffic
+from fsdp_overlap.simulator.memory import KINDS
+from fsdp_overlap.simulator.observed import Collective, ObservedDevice
+from fsdp_overlap.simulator.traffic import traffic
 from support.cli_runs import run_main
 from support.timed_program import LAYER_BYTES, UNITS, WIDTH, Seconds, predict, program
 
@@ -51,7 +51,7 @@ def test_memory_is_told_by_what_it_is_for() -> None:
 
 def test_a_step_that_takes_no_memory_has_a_peak_all_the_same() -> None:
     def made_once() -> Step:
-        total = torch.zeros(128, device="modelled")
+        total = torch.zeros(128, device="emulated")
         return lambda: total.add_(1)
 
     found = simulate(made_once, 8, AnySeconds())
@@ -61,7 +61,7 @@ def test_a_step_that_takes_no_memory_has_a_peak_all_the_same() -> None:
 
 def test_what_the_program_gathers_by_itself_is_activations() -> None:
     def gathers() -> Step:
-        part = torch.zeros(1024, device="modelled")
+        part = torch.zeros(1024, device="emulated")
 
         def step() -> None:
             whole = functional.all_gather_into_tensor(part, 8, dist.group.WORLD.group_name)
@@ -150,7 +150,7 @@ def test_traffic_is_that_of_the_steps_gathers_and_reductions() -> None:
 def test_rows_travel_in_one_launch_as_they_do_on_nccl() -> None:
     flat, rows = (
         simulate(Training(MODEL, gpus=8, sequence=512, layout=layout).program, 8, AnySeconds())
-        for layout in (Flat(), Rows())
+        for layout in (Flat(), PerTensor())
     )
     assert [each.kind for each in rows.collectives] == [each.kind for each in flat.collectives]
     assert rows.seconds == pytest.approx(flat.seconds, rel=0.01)
@@ -186,13 +186,13 @@ def test_the_command_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_does_not_fit_is_shown_and_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    options = "--gpus 8 --sequence 65536 --memory 0.2 --batch 4".split()
+    options = "--gpus 8 --sequence 65536 --memory 0.2 --micro-batch-size 4".split()
     assert run_main("simulate", MODEL, *options) == 2
     shown = capsys.readouterr()
     assert "tokens a second and GPU" in shown.out
     assert "it does not fit: it needs" in shown.err
     assert "has 0.2 GiB" in shown.err
-    assert "--checkpointing selective, a smaller --batch, --prefetch 0" in shown.err
+    assert "--checkpointing selective, a smaller --micro-batch-size, --prefetch 0" in shown.err
     assert "--best finds a plan" in shown.err
 
 

@@ -6,18 +6,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fsdp_overlap import FsdpContext, fully_shard
-from support.random_models import Node, Whole, trees, units_of
+from support.random_models import Node, TensorAtomic, trees, units_of
 from support.ranks import run_ranks
 from support.twins import Twins
 
 
 def train(node: Node, prefetch: int) -> None:
-    def shard(model: Whole, ctx: FsdpContext) -> None:
+    def shard(model: TensorAtomic, ctx: FsdpContext) -> None:
         for module in units_of(model.tree):
             fully_shard(module, ctx)
         fully_shard(model, ctx)
 
-    Twins(lambda: Whole(node), shard, prefetch=prefetch).train(2)
+    Twins(lambda: TensorAtomic(node), shard, prefetch=prefetch).train(2)
 
 
 @settings(

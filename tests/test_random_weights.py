@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from fsdp_overlap import FsdpContext, fully_shard
-from fsdp_overlap.weights import Resharding, export_weights
+from fsdp_overlap.weights import WeightResharder, export_weights
 from support.layouts import LAYOUTS
 from support.ranks import run_ranks
 
@@ -212,7 +212,7 @@ class Check:
                 weight = self.of[name]
                 right = values.to(weight.target_dtype)
                 target[asked], expected[asked] = self.place(right, weight, mesh)
-        resharding = Resharding(
+        resharding = WeightResharder(
             self.model,
             target or None,
             names=lambda name: name_of(name, self.left_out),

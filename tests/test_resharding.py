@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.tensor.boxes import boxes
 from fsdp_overlap.torch_internals import StridedShard
-from fsdp_overlap.weights import Resharding
+from fsdp_overlap.weights import WeightResharder
 from fsdp_overlap.weights.regions import Region, slabs, whole
 from fsdp_overlap.weights.routes import Messages, Round, Side, Sides, plan_rounds, route
 from support.layouts import LAYOUTS
@@ -181,7 +181,7 @@ def _to_other_ranks(layout: str, piece_bytes: int) -> None:
             fully_shard(layer, ctx)
         fully_shard(model, ctx)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    resharding = Resharding(model if trains else None, target, piece_bytes=piece_bytes)
+    resharding = WeightResharder(model if trains else None, target, piece_bytes=piece_bytes)
     twin_optimizer = torch.optim.AdamW(twin.parameters(), lr=0.1)
     tokens = torch.arange(10).view(2, 5)
     for step in range(3):
@@ -217,7 +217,7 @@ def _way_back(layout: str, holders: list[int]) -> None:
     for parameter in twins.twin.parameters():
         parameter.data.mul_(1.5).add_(0.1)
     weights = twins.twin.state_dict() if twins.rank in holders else None
-    resharding = Resharding(weights, twins.model, piece_bytes=SMALL)
+    resharding = WeightResharder(weights, twins.model, piece_bytes=SMALL)
     resharding.run()
     twins.check_parameters()
     if twins.rank in holders:
@@ -241,7 +241,7 @@ def _between_layouts() -> None:
     torch.manual_seed(0)
     twin = Model().state_dict()
     for source, target in pairwise(models):
-        Resharding(source, target, piece_bytes=SMALL).run()
+        WeightResharder(source, target, piece_bytes=SMALL).run()
         for name, parameter in target.named_parameters():
             assert torch.equal(parameter.full_tensor(), twin[name]), name
 
@@ -257,7 +257,7 @@ def _changed() -> None:
         parameter.requires_grad_(False)
     shard_layers(model, FsdpContext())
     target = {name: torch.empty(weight.shape) for name, weight in model.state_dict().items()}
-    resharding = Resharding(model, target)
+    resharding = WeightResharder(model, target)
     resharding.run(changed=True)
     everything = resharding.received_bytes
     resharding.run(changed=True)
@@ -291,7 +291,7 @@ def _fused() -> None:
     fused = torch.empty(10, 6, dtype=torch.bfloat16)
     starts = {"q": 0, "k": 6, "v": 8}
     target = {f"attn.{name}": fused[at : at + SIZES[name]] for name, at in starts.items()}
-    Resharding(model, target, names=lambda name: f"attn.{name.removesuffix('.weight')}").run()
+    WeightResharder(model, target, names=lambda name: f"attn.{name.removesuffix('.weight')}").run()
     assert torch.equal(fused, whole_weights.bfloat16())
 
 
@@ -315,7 +315,7 @@ def _refused() -> None:
     ]
     for target, message in cases:
         with pytest.raises(ValueError, match=message):
-            Resharding(model, target if rank else None)
+            WeightResharder(model, target if rank else None)
 
     def names(name: str) -> str:
         if rank:
@@ -326,11 +326,11 @@ def _refused() -> None:
         (ArithmeticError, "planned") if rank else (RuntimeError, r"rank 1 raised Arith.*planned")
     )
     with pytest.raises(expected[0], match=expected[1]):
-        Resharding(model, good, names=names)
-    Resharding(model, good).run()
+        WeightResharder(model, good, names=names)
+    WeightResharder(model, good).run()
     assert all(torch.equal(good[n], p.full_tensor()) for n, p in model.named_parameters())
     with pytest.raises(ValueError, match="rank 0 gave piece_bytes=1, and"):
-        Resharding(model, good, piece_bytes=1 + rank)
+        WeightResharder(model, good, piece_bytes=1 + rank)
 
 
 def test_what_does_not_go_together_is_an_error_on_all_ranks() -> None:
@@ -341,7 +341,7 @@ def _plain_sources() -> None:
     """Edits of plain tensors may go unnoticed, so they are always sent."""
     source = {"w": torch.ones(4)} if dist.get_rank() == 0 else None
     target = {"w": torch.zeros(4)} if dist.get_rank() else None
-    resharding = Resharding(source, target)
+    resharding = WeightResharder(source, target)
     for value in (1, 2):
         if source:
             source["w"].data.fill_(value)
@@ -366,12 +366,12 @@ def _odd_dtensors() -> None:
     for source in (folded, uneven):
         target = {"w": torch.zeros(source.shape)}
         with pytest.raises((TypeError, RuntimeError), match="redistribute"):
-            Resharding({"w": source}, target)
+            WeightResharder({"w": source}, target)
     if rank:
         nothing, shape = torch.ones(0, 8), torch.Size([4, 8])
         nowhere = DTensor.from_local(nothing, other, [Shard(0)], shape=shape, stride=(8, 1))
         with pytest.raises(ValueError, match="of 'w' ranks have 0 elements, and it has 32"):
-            Resharding({"w": nowhere}, {"w": torch.zeros(4, 8)}, group=alone)
+            WeightResharder({"w": nowhere}, {"w": torch.zeros(4, 8)}, group=alone)
 
 
 def test_dtensors_that_are_cut_in_other_ways_are_refused() -> None:

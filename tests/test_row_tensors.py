@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fsdp_overlap import FsdpContext, Rows, ShardedTensor, fully_shard
+from fsdp_overlap import FsdpContext, PerTensor, RaggedDTensor, fully_shard
 from fsdp_overlap import distribute_tensor as ours
-from fsdp_overlap.layout import Flat, Whole
+from fsdp_overlap.layout import Flat, TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 from support.ranks import run_ranks
 from support.rows import check_alike, deep, tokens, torchs
@@ -28,7 +28,7 @@ from support.zoo import Model, shard_layers
 def with_penalties() -> None:
     """Sharded parameters that are used in the loss themselves."""
     found = []
-    for shard in (partial(fully_shard, ctx=FsdpContext(layout=Rows())), torchs):
+    for shard in (partial(fully_shard, ctx=FsdpContext(layout=PerTensor())), torchs):
         model = deep()
         for module in (*model.layers, model):
             shard(module)
@@ -74,7 +74,7 @@ def steps_in_backward(layout: Any) -> None:
             same(mine.full_tensor(), its.detach(), name)
 
 
-@pytest.mark.parametrize("layout", [Rows(), Flat()])
+@pytest.mark.parametrize("layout", [PerTensor(), Flat()])
 def test_an_optimizer_may_step_in_backward(layout: Any) -> None:
     run_ranks(steps_in_backward, 2, layout)
 
@@ -101,7 +101,7 @@ def with_gradient_hooks(layout: Any) -> None:
         same(mine.grad.full_tensor(), its.grad, name)
 
 
-@pytest.mark.parametrize("layout", [Rows(), Flat()])
+@pytest.mark.parametrize("layout", [PerTensor(), Flat()])
 def test_hooks_of_gradients_see_reduced_ones(layout: Any) -> None:
     run_ranks(with_gradient_hooks, 2, layout)
 
@@ -147,7 +147,7 @@ def with_odd_gradient_hooks(layout: Any) -> None:
             same(mine.grad.full_tensor(), its.grad, name)
 
 
-@pytest.mark.parametrize("layout", [Rows(), Flat()])
+@pytest.mark.parametrize("layout", [PerTensor(), Flat()])
 def test_hooks_of_gradients_may_keep_replace_or_raise(layout: Any) -> None:
     run_ranks(with_odd_gradient_hooks, 2, layout)
 
@@ -172,7 +172,7 @@ def edits(p: Any) -> Iterator[Callable[[], object]]:
 
 def edited() -> None:
     model: Any = deep()
-    shard_layers(model, FsdpContext(layout=Rows()))
+    shard_layers(model, FsdpContext(layout=PerTensor()))
     model(tokens()).sum().backward()
     parameter = model.layers[0].up.weight
     for number, edit in enumerate(edits(parameter)):
@@ -195,7 +195,7 @@ def test_full_buffers_follow_every_edit() -> None:
 def edits_parts() -> None:
     """A part that lies on several ranks is a copy. torch and FSDP2 lose edits of it silently."""
     layer = nn.Linear(7, 5)
-    fully_shard(layer, FsdpContext(layout=Rows()))
+    fully_shard(layer, FsdpContext(layout=PerTensor()))
     weight = layer.weight
     before = weight.full_tensor().detach()
     parts: list[Callable[[Any], Any]] = [
@@ -237,7 +237,7 @@ def put_together(tensor_ranks: int) -> None:
         parallelize_module(
             layer, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
         )
-    shard_layers(model, FsdpContext(mesh["data"], layout=Rows()))
+    shard_layers(model, FsdpContext(mesh["data"], layout=PerTensor()))
     model(tokens()).sum().backward()
     saved = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
     before = copy.deepcopy(saved)
@@ -258,7 +258,7 @@ def test_what_was_put_together_does_not_follow_the_parameter(tensor_ranks: int) 
 def clipped() -> None:
     for order in (2.0, 1.0, float("inf"), 0.0):
         model, twin = deep(), deep()
-        shard_layers(model, FsdpContext(layout=Rows()))
+        shard_layers(model, FsdpContext(layout=PerTensor()))
         for each in (model, twin):
             each(tokens()).square().mean().backward()
         expected = nn.utils.get_total_norm([p.grad for p in twin.parameters()], order)
@@ -283,7 +283,7 @@ def test_norms_are_those_of_the_whole_gradients() -> None:
 
 def set_by_hand() -> None:
     model = deep()
-    shard_layers(model, FsdpContext(layout=Rows()))
+    shard_layers(model, FsdpContext(layout=PerTensor()))
     weight = model.head.weight
     weight.grad = torch.ones_like(weight)
     model(tokens()).sum().backward()
@@ -358,7 +358,7 @@ def data_assigned(layout: Any, tensor_ranks: int) -> None:
             parameter.data -= 0.25 * parameter.grad
             parameter.data = parameter.data.sub(parameter.data.mean(dim=-1, keepdim=True))
             parameter.grad.data *= 0.5
-            if not isinstance(layout, Rows):  # whose gradients are torch's own DTensors
+            if not isinstance(layout, PerTensor):  # whose gradients are torch's own DTensors
                 parameter.grad.data = parameter.grad.data + parameter.data
         torch.optim.SGD(each.parameters(), lr=0.1).step()
     same_outputs(model, twin, "edited through data")
@@ -380,7 +380,7 @@ def data_assigned(layout: Any, tensor_ranks: int) -> None:
     assert torch.equal(weight.full_tensor(), before)
 
 
-@pytest.mark.parametrize("layout", [Rows(), Flat(), Whole()])
+@pytest.mark.parametrize("layout", [PerTensor(), Flat(), TensorAtomic()])
 @pytest.mark.parametrize("tensor_ranks", [1, 2])
 def test_data_may_be_assigned_as_without_sharding(layout: Any, tensor_ranks: int) -> None:
     run_ranks(data_assigned, 2, layout, tensor_ranks)
@@ -417,7 +417,7 @@ def numbers(layout: Any) -> None:
     assert part.device_mesh.get_local_rank() or float(part) == 1
 
 
-@pytest.mark.parametrize("layout", [Rows(), Flat()])
+@pytest.mark.parametrize("layout", [PerTensor(), Flat()])
 def test_a_number_is_that_of_the_whole(layout: Any) -> None:
     run_ranks(numbers, 3, layout)
 
@@ -441,12 +441,12 @@ def loaded_as_fsdp2s_tutorial_does(layout: Any, on_meta: bool) -> None:
             model = Model(layers=3).double()
         for module in (*model.layers, model):
             shard(module)
-        is_in_ranges = any(isinstance(each, ShardedTensor) for each in model.parameters())
+        is_in_ranges = any(isinstance(each, RaggedDTensor) for each in model.parameters())
         if is_in_ranges:
             with pytest.raises(
                 RuntimeError,
-                match=r"unsupported placements RangeShard.*from fsdp_overlap import "
-                r"distribute_tensor, .* or shard with FsdpContext\(layout=Rows\(\)\)",
+                match=r"unsupported placements RaggedShard.*from fsdp_overlap import "
+                r"distribute_tensor, .* or shard with FsdpContext\(layout=PerTensor\(\)\)",
             ):
                 load_as_fsdp2s_tutorial_does(model, distribute_tensor)
         load_as_fsdp2s_tutorial_does(model, ours if is_in_ranges else distribute_tensor)
@@ -458,7 +458,7 @@ def loaded_as_fsdp2s_tutorial_does(layout: Any, on_meta: bool) -> None:
         same(mine, its, "output or gradient")
 
 
-@pytest.mark.parametrize("layout", [Rows(), Flat()])
+@pytest.mark.parametrize("layout", [PerTensor(), Flat()])
 @pytest.mark.parametrize("on_meta", [False, True])
 def test_a_full_state_dict_is_loaded_as_fsdp2s_tutorial_does(layout: Any, on_meta: bool) -> None:
     run_ranks(loaded_as_fsdp2s_tutorial_does, 3, layout, on_meta)
@@ -466,7 +466,7 @@ def test_a_full_state_dict_is_loaded_as_fsdp2s_tutorial_does(layout: Any, on_met
 
 def copied_and_pickled() -> None:
     model: Any = deep()
-    shard_layers(model, FsdpContext(layout=Rows()))
+    shard_layers(model, FsdpContext(layout=PerTensor()))
     optimizer = AdamW(model.parameters(), lr=0.1)
     model(tokens()).sum().backward()
     optimizer.step()

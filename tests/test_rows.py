@@ -1,4 +1,4 @@
-"""``Rows()``: parameters lie as FSDP2's do, and train as any."""
+"""``PerTensor()``: parameters lie as FSDP2's do, and train as any."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_overlap import FsdpContext, Rows, fully_shard
+from fsdp_overlap import FsdpContext, PerTensor, fully_shard
 from fsdp_overlap.comm import row_collectives
 from fsdp_overlap.comm.row_collectives import InPlaceRows
-from fsdp_overlap.layout import Flat, ParamSpec, RowsPlan, Whole, plan_units
+from fsdp_overlap.engine import chosen_collectives
+from fsdp_overlap.layout import Flat, ParamSpec, RowsPlan, TensorAtomic, plan_units
 from fsdp_overlap.optim import AdamW, Muon
-from fsdp_overlap.runtime import chosen_collectives
 from support import tensor_parallel
 from support.ranks import run_ranks
 from support.rows import check_alike, deep, tokens, torchs
@@ -59,7 +59,7 @@ def test_chunks_are_torchs_and_have_places_of_their_own(
         )
         for number, shape in enumerate(some)
     )
-    [plan] = plan_units([specs], ranks, Rows())
+    [plan] = plan_units([specs], ranks, PerTensor())
     assert isinstance(plan, RowsPlan)
     ends = (0, 0)
     for index, spec in enumerate(specs):
@@ -83,7 +83,7 @@ def test_chunks_are_torchs_and_have_places_of_their_own(
 def as_fsdp2s(mesh: tuple[int, ...], placement_fn: Any) -> None:
     device_mesh = init_device_mesh("cpu", mesh, mesh_dim_names=NAMES[-len(mesh) :])
     models = []
-    for shard in (partial(fully_shard, ctx=FsdpContext(device_mesh, layout=Rows())), torchs):
+    for shard in (partial(fully_shard, ctx=FsdpContext(device_mesh, layout=PerTensor())), torchs):
         model = deep()
         for module in (*model.layers, model):
             shard(module, mesh=device_mesh, shard_placement_fn=placement_fn)
@@ -108,13 +108,13 @@ def beside_tensor_parallelism() -> None:
     ours, theirs = (
         tensor_parallel.parallelize(tensor_parallel.plain(), mesh["tp"]) for _ in range(2)
     )
-    tensor_parallel.shard(ours, FsdpContext(mesh["dp"], layout=Rows()))
+    tensor_parallel.shard(ours, FsdpContext(mesh["dp"], layout=PerTensor()))
     for module in (*theirs.layers, theirs):
         torchs_fully_shard(module, mesh=mesh["dp"])
     check_alike(ours, theirs, beside_others=True)
     for optimizer in (partial(torch.optim.AdamW, lr=0.05, foreach=True), tensor_parallel.adamw):
         model = tensor_parallel.parallelize(tensor_parallel.plain(), mesh["tp"])
-        tensor_parallel.shard(model, FsdpContext(mesh["dp"], layout=Rows()))
+        tensor_parallel.shard(model, FsdpContext(mesh["dp"], layout=PerTensor()))
         tensor_parallel.train(mesh, model, tensor_parallel.plain(), optimizer)
 
 
@@ -126,13 +126,13 @@ def test_parameters_that_tensor_parallelism_cuts() -> None:
 
 
 def train(options: dict[str, Any]) -> None:
-    Twins(deep, options.pop("shard", shard_layers), layout=Rows(), **options).train(3)
+    Twins(deep, options.pop("shard", shard_layers), layout=PerTensor(), **options).train(3)
 
 
-def mixed(fqn: str, spec: ParamSpec) -> Rows | Flat | Whole:
+def mixed(fqn: str, spec: ParamSpec) -> PerTensor | Flat | TensorAtomic:
     if "up" in fqn:
-        return Rows()
-    return Whole() if "down" in fqn else Flat()
+        return PerTensor()
+    return TensorAtomic() if "down" in fqn else Flat()
 
 
 MODES: dict[str, dict[str, Any]] = {
@@ -156,14 +156,14 @@ def train_with(**options: Any) -> None:
             fully_shard(layer, ctx, **options)
         fully_shard(model, ctx, **options)
 
-    Twins(deep, shard, layout=Rows()).train(2)
+    Twins(deep, shard, layout=PerTensor()).train(2)
 
 
 def train_several_ways() -> None:
-    Twins(deep, shard_layers, layout=Rows(), **COPIES).train(2)
-    Twins(deep, shard_layers, layout=Rows(), optimizer=Muon, ns_dtype=torch.double, **COPIES).train(
-        2
-    )
+    Twins(deep, shard_layers, layout=PerTensor(), **COPIES).train(2)
+    Twins(
+        deep, shard_layers, layout=PerTensor(), optimizer=Muon, ns_dtype=torch.double, **COPIES
+    ).train(2)
     Twins(deep, shard_layers, layout=mixed).train(2)
     train_with(reshard_after_forward=2)
     train_with(reshard_after_forward=False)
@@ -179,7 +179,7 @@ def train_in_place() -> None:
         patch.setattr(chosen_collectives, "choose_for_rows", lambda *_: InPlaceRows())
         patch.setattr(row_collectives, "AVG", dist.ReduceOp.SUM)  # gloo has no means
         patch.setattr(row_collectives, "divided", lambda total, _: total / dist.get_world_size())
-        Twins(deep, shard_layers, layout=Rows()).train(2)
+        Twins(deep, shard_layers, layout=PerTensor()).train(2)
 
 
 def train_in_pieces(columns_too: bool) -> None:
@@ -187,7 +187,7 @@ def train_in_pieces(columns_too: bool) -> None:
     for large in (1, 300):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(row_collectives, "LARGE_BYTES", large)
-            Twins(deep, shard_columns if columns_too else shard_layers, layout=Rows()).train(2)
+            Twins(deep, shard_columns if columns_too else shard_layers, layout=PerTensor()).train(2)
 
 
 @pytest.mark.parametrize("columns_too", [False, True])
@@ -204,7 +204,7 @@ def in_low_precision() -> None:
     """Beside FSDP2, which computes the same numbers."""
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     models = []
-    ctx = FsdpContext(layout=Rows())
+    ctx = FsdpContext(layout=PerTensor())
     for shard in (partial(fully_shard, ctx=ctx), torchs):
         model = deep().float()
         for module in (*model.layers, model):
@@ -230,13 +230,15 @@ def refused() -> None:
             self.scale = nn.Parameter(torch.ones(()))
 
     with pytest.raises(ValueError, match="'scale' of WithScalar is a scalar"):
-        fully_shard(WithScalar(), FsdpContext(layout=Rows()))
+        fully_shard(WithScalar(), FsdpContext(layout=PerTensor()))
     model = Model()
     with pytest.raises(ValueError, match=r"other dimensions are cut under FsdpContext\(layout=Row"):
         fully_shard(model, FsdpContext(), shard_placement_fn=columns)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=NAMES)
     with pytest.raises(ValueError, match="which copies cannot divide"):
-        fully_shard(model, FsdpContext(mesh, layout=Rows(), divide_copies=True))
+        fully_shard(
+            model, FsdpContext(mesh, layout=PerTensor(), shard_optimizer_over_replicas=True)
+        )
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 

@@ -17,7 +17,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap import FsdpContext, RangeShard, Rows, Whole, distribute_tensor, fully_shard
+from fsdp_overlap import (
+    FsdpContext,
+    PerTensor,
+    RaggedShard,
+    TensorAtomic,
+    distribute_tensor,
+    fully_shard,
+)
 from fsdp_overlap.checkpoint import (
     SafeFileSystemReader,
     SafeFileSystemWriter,
@@ -25,7 +32,7 @@ from fsdp_overlap.checkpoint import (
     ShardStager,
     read_metadata,
 )
-from fsdp_overlap.modelled import fake_ranks
+from fsdp_overlap.emulator import fake_ranks
 from support import experts, tensor_parallel
 from support.ranks import run_ranks
 from support.zoo import Model, Odd, shard_layers, shard_odd
@@ -114,15 +121,15 @@ def with_experts() -> nn.Module:
 
 MODELS: dict[str, tuple[int, Callable[[], nn.Module]]] = {
     "ranges": (3, layers),
-    "rows": (3, lambda: layers(layout=Rows())),
-    "whole matrices": (4, lambda: layers(layout=Whole())),
+    "rows": (3, lambda: layers(layout=PerTensor())),
+    "whole matrices": (4, lambda: layers(layout=TensorAtomic())),
     "more ranks than elements": (4, odd),
     "FSDP2": (3, by_torch),
     "not sharded": (2, Model),
     "on one rank": (1, layers),
     "copies": (4, copied),
-    "copies that are divided": (4, lambda: copied(divide_copies=True)),
-    "copies of rows": (4, lambda: copied(layout=Rows())),
+    "copies that are divided": (4, lambda: copied(shard_optimizer_over_replicas=True)),
+    "copies of rows": (4, lambda: copied(layout=PerTensor())),
     "copies by FSDP2": (4, copied_by_torch),
     "tensor parallelism": (4, with_tensor_parallelism),
     "experts": (4, with_experts),
@@ -252,7 +259,7 @@ def test_a_rank_that_leaves_a_tensor_out_is_named_before_anything_is_written(
 
 def ranges_differ(folder: str) -> str:
     cut = 6 if dist.get_rank() == 0 else 7
-    ranges = RangeShard(((0, 0, cut), (1, cut, 10)))
+    ranges = RaggedShard(((0, 0, cut), (1, cut, 10)))
     sharded = distribute_tensor(torch.ones(10), init_device_mesh("cpu", (2,)), [ranges])
     return failure({"w": sharded}, folder)
 

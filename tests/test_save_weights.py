@@ -86,7 +86,7 @@ def test_a_tied_weight_is_written_once(tmp_path: Path) -> None:
 
 
 def _with_copies(folder: str, divide: bool) -> None:
-    _ties_and_copies(folder, divide_copies=divide, **COPIES)
+    _ties_and_copies(folder, shard_optimizer_over_replicas=divide, **COPIES)
 
 
 @pytest.mark.parametrize("divide", [False, True])
@@ -194,7 +194,7 @@ def test_copies_on_the_ranks_of_tensor_parallelism_are_written_once(tmp_path: Pa
 
 
 def _between_steps(folder: str) -> None:
-    twins = Twins(Model, shard_layers, optimizer=AdamW, gather_next=True, **COPIES)
+    twins = Twins(Model, shard_layers, optimizer=AdamW, prefetch_next_forward=True, **COPIES)
     twins.train(2)
     save_weights(twins.model, folder)
     twins.train(2)

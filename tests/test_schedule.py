@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_overlap import FsdpContext
 from fsdp_overlap.comm.lanes import HostLane, Mark
 from fsdp_overlap.comm.recording import Entry, RecordingLane
-from fsdp_overlap.deciding.stats import Stats
+from fsdp_overlap.schedule.stats import Stats
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 from support.ranks import run_ranks
 from support.recorded import GATHER, REDUCE, Recorded, layer, position
@@ -167,9 +167,9 @@ def most_alive(prefetch: int, iterations: int) -> None:
     for _ in range(iterations):
         recorded.step()
     # The root is kept from its forward to the end of backward.
-    assert recorded.ctx.stats.full_buffers_most <= prefetch + 1 + 1
-    assert recorded.ctx.stats.reduce_inputs_most <= min(1 + prefetch, 2)
-    assert recorded.ctx.stats.full_buffers_alive == 0
+    assert recorded.ctx.stats.peak_full_buffers <= prefetch + 1 + 1
+    assert recorded.ctx.stats.peak_reduce_inputs <= min(1 + prefetch, 2)
+    assert recorded.ctx.stats.current_full_buffers == 0
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
@@ -196,8 +196,8 @@ def most_alive_dynamic(prefetch: int) -> None:
     recorded = Recorded(prefetch, Reordered)
     for _ in range(6):
         recorded.step()
-        assert recorded.ctx.stats.full_buffers_alive == 0
-    assert recorded.ctx.stats.full_buffers_most <= prefetch + 1 + 1
+        assert recorded.ctx.stats.current_full_buffers == 0
+    assert recorded.ctx.stats.peak_full_buffers <= prefetch + 1 + 1
     assert recorded.ctx.stats.prefetches_unused > 0 or prefetch == 0
 
 
@@ -224,18 +224,18 @@ def test_a_new_order_is_learned_in_one_pass() -> None:
     run_ranks(learns_again, 2)
 
 
-def separate(separate_groups: bool) -> None:
-    ctx = FsdpContext(separate_groups=separate_groups)
+def separate(separate_reduce_scatter_group: bool) -> None:
+    ctx = FsdpContext(separate_reduce_scatter_group=separate_reduce_scatter_group)
     model = Model()
     shard_layers(model, ctx)
     model(torch.zeros(1, 1, dtype=torch.int64))
-    assert (ctx.groups.gather is not ctx.groups.reduce) == separate_groups
+    assert (ctx.groups.gather is not ctx.groups.reduce) == separate_reduce_scatter_group
     assert ctx.transfers.gather_lane is not ctx.transfers.reduce_lane
 
 
-@pytest.mark.parametrize("separate_groups", [True, False])
-def test_lanes_have_groups_of_their_own(separate_groups: bool) -> None:
-    run_ranks(separate, 2, separate_groups)
+@pytest.mark.parametrize("separate_reduce_scatter_group", [True, False])
+def test_lanes_have_groups_of_their_own(separate_reduce_scatter_group: bool) -> None:
+    run_ranks(separate, 2, separate_reduce_scatter_group)
 
 
 def lazily_made() -> None:

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fsdp_overlap.layout import Rows, Whole
-from fsdp_overlap.simulating import Costs, Device, Fabric, Step, Training, search, simulate
-from fsdp_overlap.simulating.choices import (
+from fsdp_overlap.layout import PerTensor, TensorAtomic
+from fsdp_overlap.simulator import Costs, Device, Fabric, Step, Training, search, simulate
+from fsdp_overlap.simulator.choices import (
     LEANEST_FIRST,
     PREFETCH,
     leanest,
@@ -25,11 +25,11 @@ from fsdp_overlap.simulating.choices import (
     with_defaults,
     works,
 )
-from fsdp_overlap.simulating.estimate import Taken, count_equal_blocks, estimate, measure
-from fsdp_overlap.simulating.float8 import fused_casts
-from fsdp_overlap.simulating.plan_code import code_of
-from fsdp_overlap.simulating.search import DOES_NOT_FIT
-from fsdp_overlap.simulating.shortening import longest_run, shorten
+from fsdp_overlap.simulator.estimate import Taken, count_equal_blocks, estimate, measure
+from fsdp_overlap.simulator.float8 import fused_casts
+from fsdp_overlap.simulator.plan_code import code_of
+from fsdp_overlap.simulator.search import DOES_NOT_FIT
+from fsdp_overlap.simulator.shortening import longest_run, shorten
 from support.cli_runs import run_main
 
 WIDTH, BLOCKS, VOCABULARY = 1024, 4, 1000
@@ -269,12 +269,12 @@ CODED = [
     {},
     {"batch": 2, "checkpointing": "selective", "blocks_a_unit": 3, "prefetch": 2},
     {"checkpointing": "full", "reshard_after_forward": 8, "optimizer": "torch-adamw"},
-    {"stage": 2, "layout": Rows(), "replicate": 8},
-    {"optimizer": "muon", "layout": Whole(), "gather_dtype": torch.float8_e4m3fn},
+    {"stage": 2, "layout": PerTensor(), "replicate": 8},
+    {"optimizer": "muon", "layout": TensorAtomic(), "gather_dtype": torch.float8_e4m3fn},
     {"microbatches": 3, "sequence": 512},
     {"microbatches": 3, "sequence": 512, "reduce_each": True, "prefetch": 0},
     {"products": "float8", "checkpointing": "selective"},
-    {"products": "float8", "gather_dtype": torch.float8_e4m3fn, "layout": Rows()},
+    {"products": "float8", "gather_dtype": torch.float8_e4m3fn, "layout": PerTensor()},
 ]
 
 
@@ -291,13 +291,13 @@ def test_the_code_of_a_plan_does_what_was_predicted(options: dict[str, Any]) -> 
         return F.cross_entropy(logits.flatten(0, 1).float(), batch.flatten())
 
     def program() -> Step:
-        with torch.device("modelled"):
+        with torch.device("emulated"):
             model = Tiny()
-        optimizer = code["shard"](model, "modelled")
+        optimizer = code["shard"](model, "emulated")
 
         def batches() -> Any:
             for _ in range(plan.microbatches):
-                yield torch.randint(2, (plan.batch, plan.sequence), device="modelled")
+                yield torch.randint(2, (plan.batch, plan.sequence), device="emulated")
 
         def step() -> None:
             given = batches() if plan.microbatches > 1 else next(batches())
@@ -321,9 +321,9 @@ def test_ways_to_save_are_options_that_save() -> None:
     plan = training(batch=2, blocks_a_unit=2, stage=2)
     assert ways_to_save(plan) == [
         "--checkpointing selective",
-        "a smaller --batch",
+        "a smaller --micro-batch-size",
         "--stage 3",
-        "--blocks-a-unit 1",
+        "--blocks-per-unit 1",
         "--prefetch 0",
     ]
     assert not ways_to_save(leanest(training(checkpointing="full")))

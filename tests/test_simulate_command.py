@@ -13,8 +13,8 @@ import transformers
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from fsdp_overlap.simulating import Costs, Device, Fabric, Prediction, Training, simulate
-from fsdp_overlap.simulating.training import CHECKPOINTING
+from fsdp_overlap.simulator import Costs, Device, Fabric, Prediction, Training, simulate
+from fsdp_overlap.simulator.training import CHECKPOINTING
 from support.cli_runs import run_main
 
 WIDTH, BLOCKS, VOCABULARY = 64, 4, 100
@@ -298,10 +298,16 @@ def test_a_profile_is_of_the_model_that_is_predicted(
             "there is no model 'llama9': give one of deepseek-v3, llama3-405b, llama3-70b",
         ),
         (["llama3-8b", "--device", "h1000"], "h100_sxm"),
-        (["llama3-8b", "--gpus", "8", "--replicate", "3"], "8 GPUs cannot hold 3 copies"),
-        (["llama3-8b", "--experts", "3"], "8 GPUs that hold one copy cannot share experts 3 by 3"),
-        ([TINY, "--experts", "2"], "has no mixture of experts"),
-        (["moonlight-16b", "--gpus", "6", "--experts", "6"], "64 experts cannot be spread over 6"),
+        (["llama3-8b", "--gpus", "8", "--replicas", "3"], "8 GPUs cannot hold 3 copies"),
+        (
+            ["llama3-8b", "--expert-parallel", "3"],
+            "8 GPUs that hold one copy cannot share experts 3 by 3",
+        ),
+        ([TINY, "--expert-parallel", "2"], "has no mixture of experts"),
+        (
+            ["moonlight-16b", "--gpus", "6", "--expert-parallel", "6"],
+            "64 experts cannot be spread over 6",
+        ),
         (
             ["moonlight-16b", "--sequence", "100"],
             "100 tokens for 6 experts each cannot be balanced",

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_overlap import Blocks, Flat, FsdpContext, Whole
+from fsdp_overlap import BlockAtomic, Flat, FsdpContext, TensorAtomic
 from fsdp_overlap.layout import Layout
 from fsdp_overlap.optim import AdamW, Muon, exchange
 from harness import simulated_ranks
@@ -29,7 +29,7 @@ class Mode:
 
     mesh: tuple[int, ...] = (WORLD,)
     layout: Layout = Flat()  # noqa: RUF009, frozen
-    divide_copies: bool = False
+    shard_optimizer_over_replicas: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = lambda model: AdamW(
         model.parameters(), lr=0.05
@@ -47,12 +47,12 @@ def exact_muon(model: nn.Module) -> Muon:
 
 
 MODES = {
-    "ragged": Mode(layout=Whole(), is_ragged=True),
-    "ragged, in rows": Mode(layout=Blocks(rows=2), is_ragged=True),
+    "ragged": Mode(layout=TensorAtomic(), is_ragged=True),
+    "ragged, in rows": Mode(layout=BlockAtomic(rows=2), is_ragged=True),
     "copies": Mode(mesh=(2, 2)),
-    "divided copies": Mode(mesh=(2, 2), divide_copies=True),
+    "divided copies": Mode(mesh=(2, 2), shard_optimizer_over_replicas=True),
     "kept parts": Mode(options={"reshard_after_forward": 2}),
-    "Muon, whole": Mode(layout=Whole(), optimizer=exact_muon, is_ragged=True),
+    "Muon, whole": Mode(layout=TensorAtomic(), optimizer=exact_muon, is_ragged=True),
     "Muon, exchanged": Mode(optimizer=exact_muon, exchanges=True),
 }
 
@@ -63,7 +63,9 @@ def steps_in(mode: Mode, device: str) -> tuple[list[torch.Tensor], list[torch.Te
     model = Model(width=8).double().to(device)
     twin = copy.deepcopy(model)
     mesh = init_device_mesh(device, mode.mesh, mesh_dim_names=NAMES[-len(mode.mesh) :])
-    ctx = FsdpContext(mesh, layout=mode.layout, divide_copies=mode.divide_copies)
+    ctx = FsdpContext(
+        mesh, layout=mode.layout, shard_optimizer_over_replicas=mode.shard_optimizer_over_replicas
+    )
     shard_layers(model, ctx, **mode.options)
     compare(model, twin, device)
     model.zero_grad()
@@ -81,7 +83,7 @@ def steps_in(mode: Mode, device: str) -> tuple[list[torch.Tensor], list[torch.Te
     plans = [bucket.plan for unit in ctx.units for bucket in unit.buckets]
     assert any(not plan.is_equal for plan in plans) == mode.is_ragged
     shards = [parameter.detach().to_local().cpu() for parameter in model.parameters()]
-    assert ctx.stats.full_buffers_alive == ctx.stats.reduce_inputs_alive == 0
+    assert ctx.stats.current_full_buffers == ctx.stats.current_reduce_inputs == 0
     return losses, shards
 
 

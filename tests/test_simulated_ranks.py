@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_overlap import Blocks, FsdpContext, Whole
+from fsdp_overlap import BlockAtomic, FsdpContext, TensorAtomic
 from fsdp_overlap.optim import Muon
 from harness import simulated_link, simulated_ranks
 from harness.simulated_link import Transfer
@@ -240,7 +240,7 @@ def shard_ours(model: Any, mesh: DeviceMesh) -> None:
 
 
 def shard_ragged(model: Any, mesh: DeviceMesh) -> None:
-    ctx = FsdpContext(mesh, layout=Whole())
+    ctx = FsdpContext(mesh, layout=TensorAtomic())
     shard_layers(model, ctx)
     assert any(not bucket.plan.is_equal for unit in ctx.units for bucket in unit.buckets)
 
@@ -267,7 +267,7 @@ def test_both_systems_train_as_the_unsharded_model(device: str, shard: Callable[
 
 def step_with_muon(device: str, link: simulated_ranks.Link) -> None:
     model = Model(width=8).to(device)
-    shard_layers(model, FsdpContext(init_device_mesh(device, (WORLD,)), layout=Blocks(rows=3)))
+    shard_layers(model, FsdpContext(init_device_mesh(device, (WORLD,)), layout=BlockAtomic(rows=3)))
     tokens, targets = batch(device)
     loss_of(model(tokens), targets).backward()
     before = [parameter.to_local().clone() for parameter in model.parameters()]

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdp_overlap import FsdpContext, fully_shard
-from fsdp_overlap.agreement.order_check import OrderCheck
-from fsdp_overlap.runtime.digests import digest
+from fsdp_overlap.desync.order_check import OrderCheck
+from fsdp_overlap.engine.digests import digest
 from support.ranks import expect_rank_errors, run_ranks
 from support.zoo import Model, shard_layers
 
@@ -54,11 +54,13 @@ def test_ranks_of_different_seeds_hear_of_it() -> None:
 
 def one_of_four() -> None:
     """Ranks along neither dimension of the mesh alone see it."""
-    for divide_copies in (False, True):
+    for shard_optimizer_over_replicas in (False, True):
         model = Model()
         if dist.get_rank() == 3:
             model.layers[1].up.weight.data = model.layers[1].up.weight.data.flip(0)
-        shard_layers(model, FsdpContext(grid(), divide_copies=divide_copies))
+        shard_layers(
+            model, FsdpContext(grid(), shard_optimizer_over_replicas=shard_optimizer_over_replicas)
+        )
         match = not_the_same("'up.weight' of unit 'layers.1'", 2, 3)
         with pytest.raises(RuntimeError, match=rf"{match}\(\) sharded it: each"):
             model(TOKENS)

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 
-from fsdp_overlap import FsdpContext, Rows, ShardedTensor, distribute_tensor, fully_shard
+from fsdp_overlap import FsdpContext, PerTensor, RaggedDTensor, distribute_tensor, fully_shard
 from support.ranks import run_ranks
 from support.twins import Twins, same
 from support.zoo import ZOO, Model, shard_layers
@@ -34,7 +34,7 @@ def pair() -> tuple[Model, Model]:
 
 
 def values(model: nn.Module) -> list[torch.Tensor]:
-    return [p.full_tensor() if isinstance(p, ShardedTensor) else p for p in model.parameters()]
+    return [p.full_tensor() if isinstance(p, RaggedDTensor) else p for p in model.parameters()]
 
 
 def load_forms() -> None:
@@ -145,7 +145,7 @@ def assigned_one_by_one() -> None:
     shards: list[Any] = [
         fully_shard,
         partial(fully_shard, ctx=FsdpContext()),
-        partial(fully_shard, ctx=FsdpContext(layout=Rows())),
+        partial(fully_shard, ctx=FsdpContext(layout=PerTensor())),
         torchs_fully_shard,
     ]
     for shard in shards:
@@ -156,7 +156,7 @@ def assigned_one_by_one() -> None:
         for mine, its in zip(model, plain, strict=True):
             for name, parameter in list(mine.named_parameters()):
                 value = its.get_parameter(name).detach()
-                is_rows = not isinstance(parameter, ShardedTensor)
+                is_rows = not isinstance(parameter, RaggedDTensor)
                 distribute = torch_distribute_tensor if is_rows else distribute_tensor
                 whole = distribute(value, parameter.device_mesh, parameter.placements)
                 setattr(mine, name, nn.Parameter(whole))
@@ -189,7 +189,7 @@ def assign_to_meta() -> None:
                 model = build()
             shard(model, FsdpContext())
             model.load_state_dict(state, assign=True)
-            assert all(isinstance(parameter, ShardedTensor) for parameter in model.parameters())
+            assert all(isinstance(parameter, RaggedDTensor) for parameter in model.parameters())
             assert all(map(torch.equal, values(model), values(plain))), name
             torch.testing.assert_close(model(tokens), plain(tokens))
     plain = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
@@ -233,7 +233,7 @@ def unsharded_by_hand() -> None:
     """state_dict() and load_state_dict() are about the shards, whatever is unsharded."""
     model, plain = pair()
     model.unshard()
-    assert all(isinstance(value, ShardedTensor) for value in model.state_dict().values())
+    assert all(isinstance(value, RaggedDTensor) for value in model.state_dict().values())
     model.unshard()
     model.load_state_dict(plain.state_dict())
     assert all(map(torch.equal, values(model), values(plain)))
@@ -299,7 +299,7 @@ def travel() -> None:
     for other in (copied, loaded["state"]):
         assert other.keys() == state.keys()
         for key, value in other.items():
-            assert isinstance(value, ShardedTensor)
+            assert isinstance(value, RaggedDTensor)
             assert value.placement == state[key].placement
             assert torch.equal(value.to_local(), state[key].to_local())
     assert isinstance(loaded["parameter"], nn.Parameter)

@@ -16,10 +16,10 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from fsdp_overlap import FsdpContext, fully_shard
-from fsdp_overlap.layout import Whole
-from fsdp_overlap.modelled import ModelledDevice, running
+from fsdp_overlap.emulator import EmulatedDevice, running
+from fsdp_overlap.layout import TensorAtomic
 from fsdp_overlap.torch_internals import symmetric_memory
-from support.modelled_twins import Trained
+from support.emulated_twins import Trained
 from support.nccl_like import BACKEND
 from support.ranks import expect_rank_errors, run_ranks
 from support.symmetric import Symmetric
@@ -49,7 +49,7 @@ def shards_after(twins: Twins, steps: int) -> list[torch.Tensor]:
 
 
 def trains() -> None:
-    with running(ModelledDevice()) as device, Symmetric() as symmetric:
+    with running(EmulatedDevice()) as device, Symmetric() as symmetric:
         expected = shards_after(Trained.of("dynamic order"), STEPS)
         assert symmetric.registered == []
         symmetric.travelled.clear()
@@ -78,7 +78,7 @@ def test_ranks_register_the_same_before_it_travels_and_nothing_twice_and_train_a
 
 
 def trains_with(options: dict[str, Any], **twins: Any) -> None:
-    with running(ModelledDevice()) as device, Symmetric() as symmetric:
+    with running(EmulatedDevice()) as device, Symmetric() as symmetric:
         trained = Trained(Model, partial(shard_layers, **options), **twins)
         use_symmetric_memory(trained)
         trained.train(2)
@@ -90,12 +90,12 @@ def trains_in_all_ways() -> None:
     trains_with({}, prefetch=0)
     trains_with({}, prefetch=2)
     trains_with({"offload_policy": CPUOffloadPolicy()})
-    trains_with({}, ctx=FsdpContext(separate_groups=False))
+    trains_with({}, ctx=FsdpContext(separate_reduce_scatter_group=False))
 
 
 def trains_with_copies() -> None:
     trains_with({}, **COPIES)
-    trains_with({}, divide_copies=True, **COPIES)
+    trains_with({}, shard_optimizer_over_replicas=True, **COPIES)
     trains_with({"reshard_after_forward": 2})
 
 
@@ -105,7 +105,7 @@ def test_training_equals_unsharded_training(ranks: int, claim: Callable[[], None
 
 
 def without_registration(ranks: list[int]) -> None:
-    with running(ModelledDevice()), Symmetric(patience=1.0) as symmetric:
+    with running(EmulatedDevice()), Symmetric(patience=1.0) as symmetric:
         twins = Trained.of("layers")
         use_symmetric_memory(twins)
         if twins.rank in ranks:
@@ -138,7 +138,7 @@ def test_groups_and_devices_without_it_are_refused(backend: str) -> None:
 
 
 def refused_by_torch() -> None:
-    with running(ModelledDevice()), Symmetric() as symmetric:
+    with running(EmulatedDevice()), Symmetric() as symmetric:
         symmetric.set_backend("CUDA")
 
         def lacking(device: torch.device) -> None:
@@ -150,7 +150,7 @@ def refused_by_torch() -> None:
             pytest.raises(ValueError, match=r"torch 2.* has no .*out \(did not find backend\)"),
         ):
             model.set_symm_mem_for_comm()
-        assert symmetric.get_backend(torch.device("modelled")) == "CUDA"
+        assert symmetric.get_backend(torch.device("emulated")) == "CUDA"
         assert not model._fsdp_unit.settings.uses_symmetric_memory
 
 
@@ -159,7 +159,7 @@ def test_a_torch_without_it_is_refused_and_left_as_it_was() -> None:
 
 
 def refused_together() -> None:
-    with running(ModelledDevice()), Symmetric():
+    with running(EmulatedDevice()), Symmetric():
         for first, second, argument in (
             ("set_custom_all_gather", "set_symm_mem_for_comm", "NCCL"),
             ("set_allocate_memory_from_process_group_for_comm", "set_symm_mem_for_comm", "NCCL"),
@@ -172,8 +172,8 @@ def refused_together() -> None:
                 getattr(model, second)(argument)
         with pytest.raises(ValueError, match="use 'NCCL'"):
             Trained.of("root only").model.set_symm_mem_for_comm("CUDA")
-        ragged = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32)).to("modelled")
-        fully_shard(ragged, FsdpContext(layout=Whole()))
+        ragged = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32)).to("emulated")
+        fully_shard(ragged, FsdpContext(layout=TensorAtomic()))
         with pytest.raises(ValueError, match=r"of which ranks hold .*layout=Flat\(\)"):
             ragged.set_symm_mem_for_comm()
 

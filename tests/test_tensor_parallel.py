@@ -29,10 +29,17 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_overlap import FsdpContext, FsdpModule, RangeShard, ShardedTensor, Whole, fully_shard
+from fsdp_overlap import (
+    FsdpContext,
+    FsdpModule,
+    RaggedDTensor,
+    RaggedShard,
+    TensorAtomic,
+    fully_shard,
+)
 from fsdp_overlap.checkpoint import SafeFileSystemReader
+from fsdp_overlap.engine import gradients
 from fsdp_overlap.optim import Muon, clip_grad_norm_
-from fsdp_overlap.runtime import gradients
 from support.ranks import run_ranks
 from support.tensor_parallel import (
     ROWS,
@@ -84,7 +91,7 @@ def modes() -> None:
     try:
         for prefetch in (0, 2):
             model = parallelize(plain(), mesh["tp"])
-            shard(model, FsdpContext(mesh["dp"], prefetch=prefetch, layout=Whole()))
+            shard(model, FsdpContext(mesh["dp"], prefetch=prefetch, layout=TensorAtomic()))
             train(mesh, model, plain(), adamw, steps=1)
     finally:
         gradients.LARGE_BYTES = 1 << 20
@@ -105,7 +112,9 @@ def test_in_every_mode() -> None:
 def copies(shape: tuple[int, int, int], divided: bool) -> None:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard", "tp"))
     data = mesh["replicate", "shard"]
-    model = shard(parallelize(plain(), mesh["tp"]), FsdpContext(data, divide_copies=divided))
+    model = shard(
+        parallelize(plain(), mesh["tp"]), FsdpContext(data, shard_optimizer_over_replicas=divided)
+    )
     optimizer, twin = adamw(model.parameters()), plain()
     twin_optimizer = adamw(twin.parameters())
     rank = mesh["replicate"].get_local_rank() * shape[1] + mesh["shard"].get_local_rank()
@@ -260,11 +269,11 @@ def forms() -> None:
     original = model.head.weight
     shard(model, FsdpContext(mesh["dp"]))
     weight: Any = model.head.weight
-    assert type(weight) is ShardedTensor
+    assert type(weight) is RaggedDTensor
     assert isinstance(weight, nn.Parameter)
     assert weight.tag == "kept"
     assert weight.device_mesh.mesh_dim_names == ("dp", "tp")
-    assert isinstance(weight.placements[0], RangeShard)
+    assert isinstance(weight.placements[0], RaggedShard)
     assert weight.placements[1:] == (Shard(0),)
     assert weight.shape == plain().head.weight.shape
     model.unshard()

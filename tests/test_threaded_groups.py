@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.common_distributed import MultiThreadedTestCase
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, Rows, Whole, fully_shard
+from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, PerTensor, TensorAtomic, fully_shard
 from fsdp_overlap.layout import Flat
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 
@@ -100,12 +100,17 @@ class TestThreads(MultiThreadedTestCase):  # type: ignore[misc]
             train(fully_shard(model), twin)
 
     def test_every_layout(self) -> None:
-        for layout in (Flat(), Whole(), Rows()):
+        for layout in (Flat(), TensorAtomic(), PerTensor()):
             train(*twins(ctx={"layout": layout}))
 
     def test_copies(self) -> None:
-        for divide_copies in (False, True):
-            train(*twins(mesh=(2, 2), ctx={"divide_copies": divide_copies}))
+        for shard_optimizer_over_replicas in (False, True):
+            train(
+                *twins(
+                    mesh=(2, 2),
+                    ctx={"shard_optimizer_over_replicas": shard_optimizer_over_replicas},
+                )
+            )
 
     def test_kept_parts(self) -> None:
         train(*twins(reshard_after_forward=2))

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp_overlap import RangeShard, ShardedTensor, distribute_tensor
+from fsdp_overlap import RaggedDTensor, RaggedShard, distribute_tensor
 from fsdp_overlap.checkpoint import SafeFileSystemReader
 from fsdp_overlap.optim import clip_grad_norm_
 from fsdp_overlap.tensor.placement import Tile, contiguous_spec, tile_of
@@ -48,11 +48,11 @@ def placed(mesh: DeviceMesh, at: int, others: list[Placement]) -> tuple[Placemen
     """A range for the first rank along dimension ``at`` of the mesh, and the rest for the last."""
     before, after = others[:at], others[at:]
     meta = torch.Size(SHAPE)
-    tile = tile_of(contiguous_spec(mesh, (*before, RangeShard(()), *after), meta, torch.float32))
+    tile = tile_of(contiguous_spec(mesh, (*before, RaggedShard(()), *after), meta, torch.float32))
     last = mesh.size(at) - 1
     cut = tile.numel // 3 if last else 0
     ranges = ((0, 0, cut), (last, cut, tile.numel)) if last else ((0, 0, tile.numel),)
-    return (*before, RangeShard(tuple(r for r in ranges if r[1] < r[2])), *after)
+    return (*before, RaggedShard(tuple(r for r in ranges if r[1] < r[2])), *after)
 
 
 def on_meshes() -> Iterator[tuple[str, Any, torch.Tensor]]:
@@ -65,7 +65,7 @@ def on_meshes() -> Iterator[tuple[str, Any, torch.Tensor]]:
 
 
 def same(actual: Any, expected: torch.Tensor, what: str) -> None:
-    if isinstance(actual, ShardedTensor):
+    if isinstance(actual, RaggedDTensor):
         actual = actual.full_tensor()
     torch.testing.assert_close(actual, expected, msg=lambda text: f"{what}: {text}")
 
@@ -104,7 +104,7 @@ def pointwise() -> None:
         for op, function in POINTWISE.items():
             expected = function(whole.clone())
             if op in CONTIGUOUS_VIEWS and name != "replicated":
-                with pytest.raises(RuntimeError, match="not supported on a ShardedTensor"):
+                with pytest.raises(RuntimeError, match="not supported on a RaggedDTensor"):
                     function(tensor.clone())
             else:
                 same(function(tensor), expected, f"{op} over {name}")
@@ -235,11 +235,11 @@ def refused() -> None:
     whole = whole_tensor()
     with pytest.raises(ValueError, match="must be given for a mesh of 2"):
         distribute_tensor(whole, mesh)
-    for placements in ([Shard(0), Shard(1)], [RangeShard(()), RangeShard(())], [RangeShard(())]):
-        with pytest.raises(ValueError, match="do not make a ShardedTensor over a mesh of 2"):
+    for placements in ([Shard(0), Shard(1)], [RaggedShard(()), RaggedShard(())], [RaggedShard(())]):
+        with pytest.raises(ValueError, match="do not make a RaggedDTensor over a mesh of 2"):
             distribute_tensor(whole, mesh, placements)
     with pytest.raises(ValueError, match="places 15 elements, not the"):
-        distribute_tensor(whole, mesh, [RangeShard(((0, 0, 15),)), Shard(0)])
+        distribute_tensor(whole, mesh, [RaggedShard(((0, 0, 15),)), Shard(0)])
 
 
 def test_other_placements_are_refused() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_overlap import FsdpContext, fully_shard
-from fsdp_overlap.layout import Flat, LayoutRule, Rows
+from fsdp_overlap.layout import Flat, LayoutRule, PerTensor
 from support.ranks import run_ranks
 from support.twins import Twins
 from support.zoo import VOCABULARY, WIDTH
@@ -222,7 +222,7 @@ def train(layout: LayoutRule, wrap: str, prefetch: int, reshard: Any) -> None:
             raise AssertionError(f"{loss.__name__}: {error}") from error
 
 
-@pytest.mark.parametrize("layout", [Flat(), Rows()], ids=["ranges", "rows"])
+@pytest.mark.parametrize("layout", [Flat(), PerTensor()], ids=["ranges", "rows"])
 @pytest.mark.parametrize(
     ("wrap", "prefetch", "reshard"),
     [

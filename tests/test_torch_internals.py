@@ -210,7 +210,7 @@ def a_running_profiler_is_known() -> None:
 
 @canary("running_backwards_by")
 def backwards_are_seen_around() -> None:
-    """The modelled device does not see backwards begin and end."""
+    """The emulated device does not see backwards begin and end."""
     runs = []
 
     def run(engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -229,7 +229,7 @@ def backwards_are_seen_around() -> None:
 
 @canary("determinism_checks")
 def checkpointing_looks_its_checks_up() -> None:
-    """The modelled device does not see what checkpointing reads."""
+    """The emulated device does not see what checkpointing reads."""
     seen = []
     leaf = torch.ones(1, requires_grad=True)
     checks = internals.determinism_checks()
@@ -293,13 +293,13 @@ def subclasses_can_be_passed_by() -> None:
 
 @canary("DisableTorchFunction")
 def modes_can_be_passed_by() -> None:
-    """The modelled device sees itself."""
+    """The emulated device sees itself."""
     assert calls_within(internals.DisableTorchFunction()) == (0, 0)
 
 
 @canary("is_torch_function_enabled")
 def it_is_known_whether_subclasses_are_asked() -> None:
-    """The modelled device asks classes that torch would not."""
+    """The emulated device asks classes that torch would not."""
     assert internals.is_torch_function_enabled()
     with torch._C.DisableTorchFunctionSubclass():
         assert not internals.is_torch_function_enabled()
@@ -307,13 +307,13 @@ def it_is_known_whether_subclasses_are_asked() -> None:
 
 @canary("disabled_torch_function")
 def classes_that_are_not_asked_are_known() -> None:
-    """The modelled device asks parameters about calls."""
+    """The emulated device asks parameters about calls."""
     assert nn.Parameter.__torch_function__ is internals.disabled_torch_function
 
 
 @canary("parse_to")
 def the_arguments_of_to_are_understood() -> None:
-    """Tensors cannot be moved to the modelled device."""
+    """Tensors cannot be moved to the emulated device."""
     parsed = internals.parse_to("cpu", torch.float64, non_blocking=True)
     assert parsed == (torch.device("cpu"), torch.float64, True, None)
 
@@ -332,7 +332,7 @@ class Operations(internals.TorchDispatchMode):
 
 @canary("TorchDispatchMode", "OpOverload._schema", "OpOverload._can_decompose")
 def operations_are_seen() -> None:
-    """check_parameters() and the modelled device see no operations, or not what they write."""
+    """check_parameters() and the emulated device see no operations, or not what they write."""
     with Operations() as operations:
         torch.ones(1).add_(1)
     assert [func.overloadpacket.__name__ for func, _ in operations.seen] == ["ones", "add_"]
@@ -346,7 +346,7 @@ def operations_are_seen() -> None:
 
 @canary("disable_current_modes")
 def no_operation_is_seen_where_modes_are_disabled() -> None:
-    """The modelled device takes copies of storages for operations."""
+    """The emulated device takes copies of storages for operations."""
     with Operations() as operations, internals.disable_current_modes():
         torch.ones(1)
     assert operations.seen == []
@@ -354,7 +354,7 @@ def no_operation_is_seen_where_modes_are_disabled() -> None:
 
 @canary("get_current_function_mode_stack")
 def modes_know_whether_they_are_active() -> None:
-    """The modelled device misses what runs within a call, or sees it twice."""
+    """The emulated device misses what runs within a call, or sees it twice."""
     with Mode() as mode:
         assert mode in internals.get_current_function_mode_stack()
         torch.ones(1)
@@ -369,7 +369,7 @@ def modes_know_whether_they_are_active() -> None:
     "pop_function_mode",
 )
 def another_thread_takes_modes_over() -> None:
-    """The modelled device misses what backward does on a thread of its own, or ends there."""
+    """The emulated device misses what backward does on a thread of its own, or ends there."""
     seen = []
 
     def work() -> None:
@@ -403,7 +403,7 @@ def calls_that_no_mode_sees_are_known() -> None:
 
 @canary("FakeTensor")
 def tensors_without_memory_are_known() -> None:
-    """The modelled device gives fake tensors memory."""
+    """The emulated device gives fake tensors memory."""
     with torch._subclasses.fake_tensor.FakeTensorMode():
         assert type(torch.ones(1)) is internals.FakeTensor
 
@@ -415,7 +415,7 @@ class Node:
 
 @canary("flash_attention")
 def attention_of_gpus_has_shapes() -> None:
-    """The modelled device without values cannot run models with attention."""
+    """The emulated device without values cannot run models with attention."""
     query = torch.empty(1, 4, 8, 16, device="meta", requires_grad=True)
     key = torch.empty(1, 2, 8, 16, device="meta")
     output = internals.flash_attention(query, key, key, 0.0, True, scale=None)[0]
@@ -636,7 +636,7 @@ def dtensors_are_made_of_a_spec() -> None:
 
 @canary("DTensor._op_dispatcher")
 def dtensors_ask_a_propagator_how_results_lie() -> None:
-    """What DTensors try out on the modelled device takes time and memory there."""
+    """What DTensors try out on the emulated device takes time and memory there."""
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
     propagate = propagator.propagate_op_sharding_non_cached
     with (
@@ -731,7 +731,7 @@ def meshes_can_be_put_together() -> None:
 
 @canary("older_fsdp2")
 def fsdp2_has_older_names() -> None:
-    """replacing_fsdp2() leaves names of torch's in their place."""
+    """patch_fsdp2() leaves names of torch's in their place."""
     assert all(older.fully_shard is fsdp.fully_shard for older in internals.older_fsdp2)
 
 
@@ -906,7 +906,7 @@ def groups_have_a_backend_that_counts() -> None:
 
 @canary("ScriptObject._type")
 def groups_are_found_among_arguments() -> None:
-    """The modelled device takes collectives for operations."""
+    """The emulated device takes collectives for operations."""
     with one_rank(), Operations() as operations:
         dist.all_reduce(torch.ones(1))
     [found] = [
@@ -987,11 +987,11 @@ def states_have_what_pipelines_ask() -> None:
 
 @canary("register_device")
 def a_device_can_be_of_python() -> None:
-    """The modelled device does not exist."""
-    from fsdp_overlap.modelled import torch_module
+    """The emulated device does not exist."""
+    from fsdp_overlap.emulator import torch_module
 
-    assert torch.device("modelled", 0).type == "modelled"
-    assert getattr(torch, "modelled") is torch_module  # noqa: B009
+    assert torch.device("emulated", 0).type == "emulated"
+    assert getattr(torch, "emulated") is torch_module  # noqa: B009
 
 
 @pytest.mark.parametrize("name", CANARIES)

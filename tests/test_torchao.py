@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap import Flat, FsdpContext, Rows, fully_shard
+from fsdp_overlap import Flat, FsdpContext, PerTensor, fully_shard
 from support.ranks import run_ranks
 from support.twins import NAMES
 
@@ -62,7 +62,7 @@ def trains(precomputes: bool, mesh: tuple[int, ...] | None = None, **options: An
     ours = float8_model()
     theirs = copy.deepcopy(ours)
     named = None if mesh is None else init_device_mesh("cpu", mesh, mesh_dim_names=NAMES)
-    ctx = FsdpContext(named, layout=Rows())
+    ctx = FsdpContext(named, layout=PerTensor())
     for module in (*ours, ours):
         fully_shard(module, ctx, **options)
     for module in (*theirs, theirs):
@@ -124,7 +124,7 @@ def trains_adapters() -> None:
     torch.manual_seed(4)
     ours = nn.Sequential(*[Adapted() for _ in range(3)])
     unsharded, theirs = copy.deepcopy(ours), copy.deepcopy(ours)
-    ctx = FsdpContext(layout=Rows())
+    ctx = FsdpContext(layout=PerTensor())
     for module in (*ours, ours):
         fully_shard(module, ctx)
     for module in (*theirs, theirs):
@@ -182,13 +182,13 @@ def steps_with_states_of_few_bits(layout: Any, folder: str) -> None:
         unsharded.load_state_dict({k: v.full_tensor() for k, v in model.state_dict().items()})
         assert torch.equal(model(batch), unsharded(batch))  # it gathers what was stepped
         states = get_optimizer_state_dict(model, ours)
-        if isinstance(layout, Rows):
+        if isinstance(layout, PerTensor):
             dcp.save(states, checkpoint_id=folder)
         else:
-            with pytest.raises(dcp.CheckpointException, match=r"cannot save .*layout=Rows\(\)"):
+            with pytest.raises(dcp.CheckpointException, match=r"save .*layout=PerTensor\(\)"):
                 dcp.save(states, checkpoint_id=folder)
 
 
-@pytest.mark.parametrize("layout", [Flat(), Rows()], ids=repr)
+@pytest.mark.parametrize("layout", [Flat(), PerTensor()], ids=repr)
 def test_optimizer_states_of_few_bits(layout: Any, tmp_path: Path) -> None:
     run_ranks(steps_with_states_of_few_bits, 2, layout, str(tmp_path), timeout=IMPORTING)

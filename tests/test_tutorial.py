@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.runtime.unit import unit_of
+from fsdp_overlap.engine.unit import unit_of
 from support.program import Program
 from support.ranks import run_ranks
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_ as torchs_clip_grad_norm_
 
-from fsdp_overlap import Blocks, FsdpContext, fully_shard, optim
+from fsdp_overlap import BlockAtomic, FsdpContext, fully_shard, optim
 from support.ranks import run_ranks
 
 WIDTH = 5
@@ -60,7 +60,7 @@ class Pair:
         self.model = build()
         torch.manual_seed(3)
         self.twin = (build_twin or build)()
-        fully_shard(self.model, FsdpContext(layout=options.pop("layout", Blocks(rows=2))))
+        fully_shard(self.model, FsdpContext(layout=options.pop("layout", BlockAtomic(rows=2))))
         self.optimizers = [make(m.parameters(), **options) for m in (self.model, self.twin)]
 
     def train(self, rows: torch.Tensor, steps: int = 3, clip: float | None = None) -> None:
@@ -118,7 +118,7 @@ def views_of_complex() -> None:
     pair.train(torch.randn(ROWS, WIDTH), steps=1)
     with pytest.raises(RuntimeError, match="gradients do not flow"):
         torch.view_as_real(weight).sum().backward()
-    flat = Pair(Spectral, torch.optim.SGD, lr=0.1, layout=lambda fqn, spec: Blocks(rows=1))
+    flat = Pair(Spectral, torch.optim.SGD, lr=0.1, layout=lambda fqn, spec: BlockAtomic(rows=1))
     with torch.no_grad(), pytest.raises((RuntimeError, TypeError)):  # by torch's version
         torch.view_as_complex(flat.model.weight)  # which is complex already
 

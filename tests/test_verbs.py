@@ -15,7 +15,7 @@ import fsdp_overlap
 from fsdp_overlap import (
     FsdpContext,
     FSDPModule,
-    ShardedTensor,
+    RaggedDTensor,
     fully_shard,
     register_fsdp_forward_method,
     share_comm_ctx,
@@ -84,7 +84,7 @@ def methods() -> None:
     with pytest.raises(ArithmeticError):
         twins.model.encode(x, fails=True)
     twins.check_rest()
-    assert isinstance(twins.model.out.weight, ShardedTensor)
+    assert isinstance(twins.model.out.weight, RaggedDTensor)
     duplicate = copy.deepcopy(twins.model)
     with torch.no_grad():
         expected = twins.model.encode(x)
@@ -120,10 +120,10 @@ def same_addresses() -> None:
         twins.check_gradients()
         twins.step()
         twins.check_parameters()
-        assert isinstance(twins.model.head.weight, ShardedTensor)
+        assert isinstance(twins.model.head.weight, RaggedDTensor)
         units = twins.ctx.units
         addresses.append([p.data_ptr() for u in units for b in u.buckets for p in b.parameters])
-        assert twins.ctx.stats.full_buffers_alive == len(units)
+        assert twins.ctx.stats.current_full_buffers == len(units)
     assert addresses[0] == addresses[1] == addresses[2]
     assert 0 not in addresses[0]
     twins.model.set_keep_unsharded_storage(False)
@@ -139,7 +139,7 @@ def inputs(count: int) -> None:
     twins = Twins(FiveLayers, shard_layers, prefetch=1)
     twins.model.layers[2].set_reduce_scatter_max_input_buffers(count, recurse=False)
     twins.train(2)
-    assert 1 <= twins.ctx.stats.reduce_inputs_most <= count
+    assert 1 <= twins.ctx.stats.peak_reduce_inputs <= count
     twins.model.set_reduce_scatter_max_input_buffers(1)
     with pytest.raises(TypeError, match="takes an int, got a bool"):
         twins.model.set_reduce_scatter_max_input_buffers(True)
@@ -147,7 +147,7 @@ def inputs(count: int) -> None:
         twins.model.set_reduce_scatter_max_input_buffers(0)
     twins.ctx.stats.reset()
     twins.train(1)
-    assert twins.ctx.stats.reduce_inputs_most == 1
+    assert twins.ctx.stats.peak_reduce_inputs == 1
     twins.model.set_reduce_scatter_unused_params(True)
     twins.train(1)
 
@@ -310,7 +310,7 @@ def arguments() -> None:
     tokens = torch.zeros(1, 1, dtype=torch.long)
     model(tokens).sum().backward()  # waits by itself
     handle.wait()  # too late to do anything
-    assert isinstance(model.layers[0].up.weight, ShardedTensor)
+    assert isinstance(model.layers[0].up.weight, RaggedDTensor)
 
 
 def test_verbs_take_their_arguments_as_in_fsdp2() -> None:

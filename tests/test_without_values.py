@@ -1,4 +1,4 @@
-"""The modelled device without values does what it does with them, for models of any size."""
+"""The emulated device without values does what it does with them, for models of any size."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_overlap.layout import Rows, Whole
-from fsdp_overlap.modelled import ModelledDevice, active, fake_ranks, running
+from fsdp_overlap.emulator import EmulatedDevice, active, fake_ranks, running
+from fsdp_overlap.layout import PerTensor, TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon
 from fsdp_overlap.torch_internals import disabled_torch_function
-from support.modelled import Program
+from support.emulated import Program
 from support.zoo import ZOO
 
-HERE = "modelled"
+HERE = "emulated"
 MODELS = (
     "nested units",
     "tied parameters",
@@ -31,8 +31,8 @@ MODELS = (
 )
 PROGRAMS: dict[str, dict[str, Any]] = {name: {"name": name} for name in MODELS}
 PROGRAMS |= {
-    "rows": {"layout": Rows()},
-    "ragged": {"layout": Whole()},
+    "rows": {"layout": PerTensor()},
+    "ragged": {"layout": TensorAtomic()},
     "copies": {"dims": (2, 2)},
     "Muon": {"optimizer": Muon},
     "torch's AdamW": {"optimizer": torch.optim.AdamW},
@@ -56,12 +56,12 @@ def train(build: Callable[[], nn.Module], steps: int = 3, **options: Any) -> int
 def seen(name: str, values: bool) -> dict[str, object]:
     options = PROGRAMS[name]
     build, _ = ZOO[options.get("name", "layers")]
-    with fake_ranks(4), running(ModelledDevice(values=values)) as device:
+    with fake_ranks(4), running(EmulatedDevice(values=values)) as device:
         operations = train(build, **options)
     return {
         "collectives": [(issued.kind, issued.ranks) for issued in device.issued],
         "operations": operations,
-        "memory": (device.allocator.allocated_most, device.allocator.reserved),
+        "memory": (device.allocator.peak_allocated, device.allocator.reserved),
         "findings": list(map(str, device.findings)),
         "waits of the host": len(device.syncs),
     }
@@ -73,7 +73,7 @@ def test_programs_do_the_same_with_values_and_without(name: str) -> None:
 
 
 def test_what_the_host_reads_is_zero_but_for_whole_numbers_of_its_own() -> None:
-    with running(ModelledDevice(values=False)) as device:
+    with running(EmulatedDevice(values=False)) as device:
         assert torch.ones(2, device=HERE).tolist() == [0.0, 0.0]
         assert torch.full((), 7.0, device=HERE).cpu().item() == 0.0
         assert torch.tensor([1.5], device=HERE).tolist() == [0.0]
@@ -97,7 +97,7 @@ class Copying(torch.Tensor):
 
 def test_a_copy_that_a_class_makes_of_a_view_is_on_the_device() -> None:
     make: Any = torch.Tensor
-    with running(ModelledDevice(values=False)) as device:
+    with running(EmulatedDevice(values=False)) as device:
         copying = make._make_wrapper_subclass(Copying, (2, 3))
         copying.inside = torch.empty(2, 3, device=HERE)
         before = device.operations
@@ -120,7 +120,7 @@ READS: dict[str, Callable[[torch.Tensor], object]] = {
 def test_the_host_reads_zero_and_waits_as_for_a_value(name: str) -> None:
     waits = []
     for values in (False, True):
-        with running(ModelledDevice(values=values)) as device:
+        with running(EmulatedDevice(values=values)) as device:
             zero = torch.zeros((), device=HERE)
             before = device.operations
             found = READS[name](zero)
@@ -129,31 +129,31 @@ def test_the_host_reads_zero_and_waits_as_for_a_value(name: str) -> None:
 
 
 def test_a_branch_on_what_has_no_value_is_an_error() -> None:
-    with running(ModelledDevice(values=False)):
+    with running(EmulatedDevice(values=False)):
         with pytest.raises(RuntimeError, match=r"depends on a value \(.*test_without_values"):
             assert torch.zeros((), device=HERE)
         assert torch.tensor(1, device=HERE)
 
 
 def test_attention_keeps_no_matrix() -> None:
-    with running(ModelledDevice(values=False)) as device:
+    with running(EmulatedDevice(values=False)) as device:
         query, key = (torch.empty(1, heads, 4096, 64, device=HERE) for heads in (8, 2))
         query.requires_grad_()
-        before = device.allocator.allocated_most
+        before = device.allocator.peak_allocated
         output = nn.functional.scaled_dot_product_attention(
             query, key, key, is_causal=True, enable_gqa=True
         )
         output.sum().backward()
         assert query.grad is not None
         assert query.grad.shape == query.shape
-        assert device.allocator.allocated_most - before < 8 * query.nbytes
+        assert device.allocator.peak_allocated - before < 8 * query.nbytes
 
 
 def test_a_model_of_a_trillion_bytes_takes_no_memory() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with fake_ranks(1024), running(ModelledDevice(values=False)) as device:
+    with fake_ranks(1024), running(EmulatedDevice(values=False)) as device:
         train(partial(_wide, 100_000), steps=1, name="root only", optimizer=AdamW)
-        assert device.allocator.allocated_most > 1e11
+        assert device.allocator.peak_allocated > 1e11
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_overlap import FsdpContext, Whole, fully_shard
+from fsdp_overlap import FsdpContext, TensorAtomic, fully_shard
 from fsdp_overlap.optim import AdamW, Muon
 from support.layouts import forced_shards
 from support.ranks import run_ranks
@@ -36,7 +36,7 @@ SYNCS: dict[str, Callable[[FsdpContext], None]] = {
 def of_stage(name: str, stage: int, optimizer: Any = Muon, **options: Any) -> Twins:
     if optimizer is Muon:
         options["ns_dtype"] = torch.float64
-    twins = Twins.of(name, optimizer=optimizer, layout=Whole(), **options)
+    twins = Twins.of(name, optimizer=optimizer, layout=TensorAtomic(), **options)
     twins.model.set_zero_stage(stage)
     return twins
 
@@ -121,7 +121,7 @@ def counted(stage: int, microbatches: int) -> tuple[int, int, set[str], int]:
             twins.ctx.start_param_sync()
     stats = twins.ctx.stats
     assert issued.counts["allreduce_"] == stats.order_checks
-    return stats.all_gathers, stats.reduce_scatters, set(issued.counts), stats.full_buffers_alive
+    return stats.all_gathers, stats.reduce_scatters, set(issued.counts), stats.current_full_buffers
 
 
 def test_gradients_are_reduce_scattered_once_a_step_or_once_a_backward() -> None:
@@ -334,7 +334,7 @@ def memory() -> None:
     twins = of_stage("layers", 2)
     batches = twins.batches(4)
     twins.backward(*next(batches))
-    assert twins.ctx.stats.full_buffers_alive == 4
+    assert twins.ctx.stats.current_full_buffers == 4
     twins.step()
     twins.ctx.start_param_sync()
     twins.ctx.release_unsharded()
@@ -356,7 +356,7 @@ def test_memory_is_given_back() -> None:
 def owners(padding: float, tensor_collectives: bool) -> list[torch.Tensor]:
     """Equal at any cost, or ragged as they come; ``tensor_collectives``: as on NCCL."""
     with forced_shards(padding, tensor_collectives):
-        layout = Whole(cut=("head.*",), padding=math.inf if padding > 0 else 0.0)
+        layout = TensorAtomic(split=("head.*",), max_padding=math.inf if padding > 0 else 0.0)
         twins = Twins(Model, shard_layers, optimizer=Muon, layout=layout)
         twins.model.set_zero_stage(2)
         plans = [bucket.plan for unit in twins.ctx.units for bucket in unit.buckets]

@@ -4,7 +4,7 @@
 
 or, to set what is below by its own configuration, by ``accelerate launch``. Run it again with more
 epochs, on as many ranks, and it goes on where it stopped. The model and its task are those of
-``training.py``. What differs from accelerate with FSDP2 is one line, ``with replacing_fsdp2()``.
+``training.py``. What differs from accelerate with FSDP2 is one line, ``with patch_fsdp2()``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from training import build, sequences
 
-from fsdp_overlap import FsdpContext, replacing_fsdp2
+from fsdp_overlap import FsdpContext, patch_fsdp2
 
 
 def make_accelerator(accumulate: int, **options: object) -> Accelerator:
@@ -58,7 +58,7 @@ class Training:
         loader = DataLoader(sequences(256, seed=1), batch_size=8, shuffle=True)
         self.ctx = FsdpContext()  # optional: for its counters, prefetch and layouts
         # prepare() calls fully_shard(), and gives the optimizer the sharded parameters.
-        with replacing_fsdp2(self.ctx):
+        with patch_fsdp2(self.ctx):
             self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
                 model, optimizer, scheduler, loader
             )

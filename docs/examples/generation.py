@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp_overlap import FsdpContext, find_blocks, fully_shard
 from fsdp_overlap.optim import AdamW
-from fsdp_overlap.weights import Resharding, save_weights
+from fsdp_overlap.weights import WeightResharder, save_weights
 
 VOCABULARY, LENGTH = 17, 12
 CONFIG = LlamaConfig(
@@ -97,7 +97,7 @@ def run(folder: Path, steps: int, every: int) -> list[torch.Tensor]:
     else:
         parallelize(model, generating)
         torch.nn.init.zeros_(model.lm_head.weight)
-    weights = Resharding(model if trains else None, None if trains else model)
+    weights = WeightResharder(model if trains else None, None if trains else model)
     generated = []
     for step in range(steps + 1):
         if step % every == 0 or step == steps:

@@ -12,17 +12,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, find_blocks, fully_shard
 from fsdp_overlap.profiling import Report
 from fsdp_overlap.profiling.picture import write_png
-from fsdp_overlap.simulating import Costs, Device, Fabric, Step, simulate
+from fsdp_overlap.simulator import Costs, Device, Fabric, Step, simulate
 
 GPUS = 64
 
 
 def program() -> Step:
-    with torch.device("modelled"):  # tensors with shapes and without memory
+    with torch.device("emulated"):  # tensors with shapes and without memory
         layer = nn.TransformerEncoderLayer(4096, 32, 16384, batch_first=True)
         model = nn.TransformerEncoder(layer, num_layers=6)
         batch = torch.empty(1, 4096, 4096)
-    ctx = FsdpContext(init_device_mesh("modelled", (GPUS,)))
+    ctx = FsdpContext(init_device_mesh("emulated", (GPUS,)))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for block in find_blocks(model):
         fully_shard(block, ctx, mp_policy=policy)

@@ -8,7 +8,7 @@ folder it goes on where it stopped. ``--config`` is one of ``torchtitan_configs.
 torchtitan's own with ``--module llama3``.
 
 On GPUs one line is all that differs from ``torchrun -m torchtitan.train``: ``with
-replacing_fsdp2()``. torchtitan has to be imported within, because it imports ``fully_shard`` by
+patch_fsdp2()``. torchtitan has to be imported within, because it imports ``fully_shard`` by
 name. On a CPU it needs what `stand_in_for_gpu` puts in a GPU's place. Its wheel has neither a
 tokenizer nor texts, so `write_assets` makes small ones.
 """
@@ -33,7 +33,7 @@ import torch.distributed.fsdp
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
-from fsdp_overlap import replacing_fsdp2
+from fsdp_overlap import patch_fsdp2
 
 # ---- in place of a GPU ----
 
@@ -182,7 +182,7 @@ def train(folder: Path, is_fsdp2: bool, arguments: list[str]) -> None:
         *("--dataloader.dataset_path", str(assets / "texts")),
         *arguments,
     ]
-    with contextlib.nullcontext() if is_fsdp2 else replacing_fsdp2():
+    with contextlib.nullcontext() if is_fsdp2 else patch_fsdp2():
         if not torch.cuda.is_available():
             stand_in_for_gpu()
             if is_fsdp2:

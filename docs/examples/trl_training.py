@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 docs/examples/trl_training.py --folder /tmp/run
 
 or, with ``--fsdp2``, on FSDP2's. With ``--lora`` it trains adapters of PEFT alone, and saves them.
-What differs from TRL with FSDP2 is one line, ``with replacing_fsdp2()``. The model, its tokenizer
+What differs from TRL with FSDP2 is one line, ``with patch_fsdp2()``. The model, its tokenizer
 and texts are small and made here, so that nothing is downloaded.
 """
 
@@ -27,7 +27,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 from trl import SFTConfig, SFTTrainer
 
-from fsdp_overlap import FsdpContext, replacing_fsdp2
+from fsdp_overlap import FsdpContext, patch_fsdp2
 
 NUMBERS = 17
 ADAPTERS = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"])
@@ -117,7 +117,7 @@ def run(
         peft_config=ADAPTERS if lora else None,
     )
     ctx = FsdpContext()  # optional: for its counters, prefetch and layouts
-    with contextlib.nullcontext() if is_fsdp2 else replacing_fsdp2(ctx):
+    with contextlib.nullcontext() if is_fsdp2 else patch_fsdp2(ctx):
         trainer.train()  # accelerate calls fully_shard() in it
         trainer.save_model()
     return trainer, ctx

@@ -10,10 +10,10 @@ from weakref import finalize, ref
 import torch
 
 from fsdp_overlap.comm.streams import has_streams, streams_of
-from fsdp_overlap.runtime.landing import Landing, land
+from fsdp_overlap.engine.landing import Landing, land
 from fsdp_overlap.tensor.chunks import chunks_of
+from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
 from fsdp_overlap.tensor.row_tensor import Sharded
-from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
 
 Offsets = tuple[int, ...]
 
@@ -91,7 +91,7 @@ class PendingShard:
         self.pieces: dict[Offsets, Piece] = {}
         self.given: dict[Offsets, torch.Tensor] = {}
         local = tensor._local_tensor.detach()
-        if isinstance(tensor, ShardedTensor):
+        if isinstance(tensor, RaggedDTensor):
             first, _ = tensor.local_range
             for box in chunks_of(tensor._spec):
                 start = box.start - first

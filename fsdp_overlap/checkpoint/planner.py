@@ -28,7 +28,7 @@ from fsdp_overlap.checkpoint.written import (
     PlannedStorageMeta,
     Written,
 )
-from fsdp_overlap.tensor.placement import RangeShard, copied_dims
+from fsdp_overlap.tensor.placement import RaggedShard, copied_dims
 from fsdp_overlap.torch_internals import StorageInfo
 
 
@@ -127,10 +127,10 @@ class ShardedSavePlanner(DefaultSavePlanner):
             for fqn, tensor in tensors.items():
                 mesh = tensor.device_mesh
                 ranks[key] = mesh.size()
-                kinds = [str(each) for each in tensor.placements if type(each) is not RangeShard]
+                kinds = [str(each) for each in tensor.placements if type(each) is not RaggedShard]
                 facts[key].append((self.mappings[fqn], tuple(tensor.shape), tensor.dtype, kinds))
                 for dim, each in enumerate(tensor.placements):
-                    if isinstance(each, RangeShard):
+                    if isinstance(each, RaggedShard):
                         if id(each.ranges) not in hashes:
                             hashes[id(each.ranges)] = hash(each.ranges)  # numbers: same everywhere
                         line = self._keys.of(mesh, dim)

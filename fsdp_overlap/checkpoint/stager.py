@@ -17,8 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fsdp_overlap.checkpoint.pending import Copies, Offsets, PendingSave, PendingShard
 from fsdp_overlap.comm.graphs import before_capture_or_replay
 from fsdp_overlap.tensor.extension import is_subclass
+from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
 from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded
-from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
 
 
 class ShardStager(AsyncStager):
@@ -113,7 +113,7 @@ class Staged:
         raise failure
 
 
-class _StagedRange(Staged, ShardedTensor):
+class _StagedRange(Staged, RaggedDTensor):
     pass
 
 
@@ -143,7 +143,7 @@ class _Tree:
 
     def _staged_shard(self, value: Sharded, name: str) -> Sharded:
         shape_alone = torch.empty_like(value._local_tensor, device="meta")
-        kind: Any = _StagedRange if isinstance(value, ShardedTensor) else _StagedRows
+        kind: Any = _StagedRange if isinstance(value, RaggedDTensor) else _StagedRows
         staged = kind.wrap(shape_alone, value._spec)
         staged.save, staged.shard = self._save, PendingShard(name, value)
         self._shards.append(staged.shard)

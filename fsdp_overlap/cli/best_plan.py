@@ -10,9 +10,9 @@ from rich.table import Table
 
 from fsdp_overlap.cli.errors import BadInput
 from fsdp_overlap.cli.output import writing
-from fsdp_overlap.simulating import Device, Found, Plan
-from fsdp_overlap.simulating.hardware import GIB
-from fsdp_overlap.simulating.plan_code import code_of
+from fsdp_overlap.simulator import Device, Found, Plan
+from fsdp_overlap.simulator.hardware import GIB
+from fsdp_overlap.simulator.plan_code import code_of
 
 HEADER = (
     "plan",

@@ -256,12 +256,12 @@ def simulate(
             help="A trace of the model on one such device, with shapes: times of compute."
         ),
     ] = None,
-    replicate: Annotated[int, typer.Option(help="Copies of each shard.")] = 1,
-    experts: Annotated[int, typer.Option(help="Ranks that share a mixture's experts.")] = 1,
-    tensor: Annotated[
-        int, typer.Option(help="Neighbours that share products and sequences, as one rank.")
+    replicate: Annotated[int, typer.Option("--replicas", help="Replicas of each shard.")] = 1,
+    experts: Annotated[int, typer.Option("--expert-parallel", help="Expert parallel degree.")] = 1,
+    tensor: Annotated[int, typer.Option("--tensor-parallel", help="Tensor parallel degree.")] = 1,
+    batch: Annotated[
+        int, typer.Option("--micro-batch-size", help="Sequences per rank and microbatch.")
     ] = 1,
-    batch: Annotated[int, typer.Option(help="Sequences per rank and microbatch.")] = 1,
     sequence: Annotated[
         int | None,
         typer.Option(help="Tokens per sequence [default: the model's positions, at most 8192]."),
@@ -270,14 +270,17 @@ def simulate(
     checkpointing: Annotated[
         str, typer.Option(help="none, selective, or full: what runs again in backward.")
     ] = "none",
-    blocks_a_unit: Annotated[int, typer.Option(help="Blocks that are gathered as one.")] = 1,
+    blocks_a_unit: Annotated[
+        int, typer.Option("--blocks-per-unit", help="Blocks that are gathered as one.")
+    ] = 1,
     stage: Annotated[int, typer.Option(help="ZeRO stage: 3 frees weights after each use.")] = 3,
     layout: Annotated[str, typer.Option(help="flat, rows or whole.")] = "flat",
     prefetch: Annotated[int, typer.Option(help="Units gathered ahead.")] = 1,
     products: Annotated[
         str | None,
         typer.Option(
-            help="float8 for the linear layers of blocks, by torchao [default: bfloat16]."
+            "--linear-dtype",
+            help="float8 for the linear layers of blocks, by torchao [default: bfloat16].",
         ),
     ] = None,
     optimizer: Annotated[str, typer.Option(help="adamw, torch-adamw or muon.")] = "adamw",
@@ -310,7 +313,7 @@ def simulate(
     ] = None,
 ) -> None:
     """Predict a training step on many GPUs, which need not be there: its time, its memory, and what
-    communication it waits for. Runs the library's own schedule on modelled time. --best looks for
+    communication it waits for. Runs the library's own schedule on emulated time. --best looks for
     the fastest way to do the step, and prints it as code."""
     # Gives torch one more kind of device.
     from fsdp_overlap.cli.simulate import Asked, predict

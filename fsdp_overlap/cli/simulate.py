@@ -17,9 +17,9 @@ from fsdp_overlap.cli.best_plan import show_best
 from fsdp_overlap.cli.errors import BadInput
 from fsdp_overlap.cli.output import check_writable, writing
 from fsdp_overlap.cli.report import show_report, write_report
-from fsdp_overlap.layout import Flat, LayoutRule, Rows, Whole
+from fsdp_overlap.layout import Flat, LayoutRule, PerTensor, TensorAtomic
 from fsdp_overlap.profiling import read_report
-from fsdp_overlap.simulating import (
+from fsdp_overlap.simulator import (
     Costs,
     Device,
     Fabric,
@@ -30,9 +30,9 @@ from fsdp_overlap.simulating import (
     search,
     simulate,
 )
-from fsdp_overlap.simulating.choices import ways_to_save
-from fsdp_overlap.simulating.hardware import GIB
-from fsdp_overlap.simulating.models import (
+from fsdp_overlap.simulator.choices import ways_to_save
+from fsdp_overlap.simulator.hardware import GIB
+from fsdp_overlap.simulator.models import (
     check_positions,
     model_of,
     on_meta,
@@ -40,7 +40,7 @@ from fsdp_overlap.simulating.models import (
     unpredictable,
 )
 
-LAYOUTS: dict[str, LayoutRule] = {"flat": Flat(), "rows": Rows(), "whole": Whole()}
+LAYOUTS: dict[str, LayoutRule] = {"flat": Flat(), "rows": PerTensor(), "whole": TensorAtomic()}
 LONGEST = 8192
 PROCESSES = min(2, os.cpu_count() or 1)
 
@@ -106,7 +106,7 @@ def _costs(asked: Asked) -> Costs:
 
 def _search(training: Training, costs: Costs, asked: Asked) -> None:
     if training.experts > 1 or asked.against_fsdp2:
-        other = "--against-fsdp2" if asked.against_fsdp2 else "--experts"
+        other = "--against-fsdp2" if asked.against_fsdp2 else "--expert-parallel"
         raise BadInput(f"--best and {other}: leave one of the two out")
     start = time.perf_counter()
     with Console(stderr=True).status(f"{training.model} on {training.gpus} GPUs") as status:

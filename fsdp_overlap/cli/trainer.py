@@ -16,7 +16,14 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
-from fsdp_overlap import Flat, FsdpContext, MixedPrecisionPolicy, Whole, WirePolicy, fully_shard
+from fsdp_overlap import (
+    Flat,
+    FsdpContext,
+    MixedPrecisionPolicy,
+    QuantizedCommPolicy,
+    TensorAtomic,
+    fully_shard,
+)
 from fsdp_overlap.cli.config import TrainConfig
 from fsdp_overlap.cli.data import Text, move, sample_batch
 from fsdp_overlap.cli.model import GPT
@@ -42,19 +49,19 @@ class Trainer:
         model.to(device)
         self.parameters = sum(p.numel() for p in model.parameters())
         # Muon steps whole matrices, but not the output head.
-        layout = Whole(cut=("output.weight",)) if config.optimizer == "muon" else Flat()
+        layout = TensorAtomic(split=("output.weight",)) if config.optimizer == "muon" else Flat()
         self.context = FsdpContext(prefetch=config.prefetch, layout=layout)
         wire = None
         if config.gather_dtype is not None:
-            wire = WirePolicy(gather_dtype=getattr(torch, config.gather_dtype))
+            wire = QuantizedCommPolicy(gather_dtype=getattr(torch, config.gather_dtype))
         else:  # a plan of all units would be made before it is known which elements share a scale
             self.context.plan([*model.blocks, model])
         policy = MixedPrecisionPolicy()
         if config.dtype == "bfloat16":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for block in model.blocks:
-            fully_shard(block, self.context, mp_policy=policy, wire_policy=wire)
-        self.model = fully_shard(model, self.context, mp_policy=policy, wire_policy=wire)
+            fully_shard(block, self.context, mp_policy=policy, comm_policy=wire)
+        self.model = fully_shard(model, self.context, mp_policy=policy, comm_policy=wire)
         self.model.set_zero_stage(config.zero_stage)
         self.optimizer = _make_optimizer(self.model, config)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor)

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from fsdp_overlap.engine.context import FsdpContext
 from fsdp_overlap.fully_shard import fully_shard
-from fsdp_overlap.runtime.context import FsdpContext
 
 RANKS = 2
 IMPORTING, MEETING, GATHERING, REDUCING = (

@@ -129,7 +129,8 @@ class GroupCache:
             raise TypeError(f"groups: {mesh} has a {type(groups).__name__}; give a MeshGroups")
         if groups.reduce not in (None, groups.gather) and not self.separate:
             raise ValueError(
-                "groups: reduce is another group than gather, and separate_groups=False makes "
+                "groups: reduce is another group than gather, and "
+                "separate_reduce_scatter_group=False makes "
                 "both use one; leave one of the two out"
             )
         for purpose, ranks, group in groups.checked(mesh):

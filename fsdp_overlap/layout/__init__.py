@@ -2,21 +2,28 @@
 tensors."""
 
 from fsdp_overlap.layout.bucket_plan import BucketPlan
-from fsdp_overlap.layout.layouts import Blocks, Flat, Layout, LayoutRule, Rows, Whole
+from fsdp_overlap.layout.layouts import (
+    BlockAtomic,
+    Flat,
+    Layout,
+    LayoutRule,
+    PerTensor,
+    TensorAtomic,
+)
 from fsdp_overlap.layout.planner import Plan, plan_units
 from fsdp_overlap.layout.rows_plan import RowsPlan
 from fsdp_overlap.layout.spec import ParamSpec
 
 __all__ = [
-    "Blocks",
+    "BlockAtomic",
     "BucketPlan",
     "Flat",
     "Layout",
     "LayoutRule",
     "ParamSpec",
+    "PerTensor",
     "Plan",
-    "Rows",
     "RowsPlan",
-    "Whole",
+    "TensorAtomic",
     "plan_units",
 ]

@@ -41,9 +41,10 @@ class Flat:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class BlockAtomic:
     """Parameters are cut only at multiples of ``rows`` of their first dimension. A parameter's last
-    block may be short. For block-quantized states and kernels; ``Blocks(rows=1)`` is row sharding.
+    block may be short. For block-quantized states and kernels; ``BlockAtomic(rows=1)`` is row
+    sharding.
 
     Raises:
         ValueError: ``rows`` is not positive.
@@ -53,7 +54,7 @@ class Blocks:
 
     def __post_init__(self) -> None:
         if type(self.rows) is not int or self.rows < 1:
-            raise ValueError(f"Blocks(rows={self.rows!r}): rows must be an int of at least 1")
+            raise ValueError(f"BlockAtomic(rows={self.rows!r}): rows must be an int of at least 1")
 
     def grain(self, spec: ParamSpec) -> int:
         return max(1, self.rows * prod(spec.shape[1:]))
@@ -63,7 +64,7 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Rows:
+class PerTensor:
     """Each parameter is cut along its first dimension into as many chunks as there are ranks, as
     FSDP2 cuts it. Sharded parameters are then DTensors placed as ``Shard(0)``, of which each rank
     has some rows, and all that works on FSDP2's parameters works on them.
@@ -81,38 +82,42 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Whole:
+class TensorAtomic:
     """No matrix is cut: each has one owner. For Muon and other optimizers of whole matrices.
 
     Three kinds of parameters are cut anywhere: those of less than two dimensions, embeddings, and
-    those whose name matches one of ``cut`` (shell patterns, such as ``"output.weight"`` or
+    those whose name matches one of ``split`` (shell patterns, such as ``"output.weight"`` or
     ``"*.bias"``). A parameter of more than two dimensions is a stack of matrices, and is cut
     between them.
 
     Owners are balanced over all units that are planned together, by bytes and by the cost of
     Newton-Schulz iterations, ``max(m, n) * min(m, n) ** 2`` for a matrix ``[m, n]``.
 
-    Shards are ragged: each as large as what its rank owns. With ``padding`` they are equal in every
-    bucket where that takes at most so much padding, as a fraction of the bucket; ``math.inf`` makes
-    them equal everywhere. Equal shards travel by plain all-gathers and reduce-scatters, and padding
-    travels and takes memory as parameters do.
+    Shards are ragged: each as large as what its rank owns. With ``max_padding`` they are equal in
+    every bucket where that takes at most so much padding, as a fraction of the bucket;
+    ``math.inf`` makes them equal everywhere. Equal shards travel by plain all-gathers and
+    reduce-scatters, and padding travels and takes memory as parameters do.
 
     Raises:
-        TypeError: ``cut`` is not a tuple of strings.
-        ValueError: ``padding`` is no number of at least 0.
+        TypeError: ``split`` is not a tuple of strings.
+        ValueError: ``max_padding`` is no number of at least 0.
     """
 
-    cut: tuple[str, ...] = ()
-    padding: float = 0.0
+    split: tuple[str, ...] = ()
+    max_padding: float = 0.0
 
     def __post_init__(self) -> None:
-        if type(self.padding) not in (int, float) or not self.padding >= 0:
+        if type(self.max_padding) not in (int, float) or not self.max_padding >= 0:
             raise ValueError(
-                f"Whole(padding={self.padding!r}): padding must be a fraction of at least 0, such "
+                f"TensorAtomic(max_padding={self.max_padding!r}): max_padding must be a fraction "
+                "of at "
+                "least 0, such "
                 "as 0.25; math.inf makes shards equal at any cost"
             )
-        if type(self.cut) is not tuple or any(type(pattern) is not str for pattern in self.cut):
-            raise TypeError(f"Whole(cut={self.cut!r}): cut must be a tuple of names or patterns")
+        if type(self.split) is not tuple or any(type(pattern) is not str for pattern in self.split):
+            raise TypeError(
+                f"TensorAtomic(split={self.split!r}): split must be a tuple of names or patterns"
+            )
 
     def grain(self, spec: ParamSpec) -> int:
         return max(1, prod(spec.shape[-2:])) if self._has_matrices(spec) else 1
@@ -127,7 +132,7 @@ class Whole:
         return (
             len(spec.shape) >= 2
             and not spec.is_embedding
-            and not any(fnmatchcase(spec.fqn, pattern) for pattern in self.cut)
+            and not any(fnmatchcase(spec.fqn, pattern) for pattern in self.split)
         )
 
 
@@ -140,7 +145,7 @@ def layout_for(rule: LayoutRule, spec: ParamSpec) -> Layout:
     layout = rule(spec.fqn, spec) if callable(rule) else rule
     if not hasattr(layout, "grain"):
         raise TypeError(
-            f"the layout of parameter {spec.fqn!r} is {layout!r}; use Flat(), Rows(), "
-            "Blocks(rows=...) or Whole()"
+            f"the layout of parameter {spec.fqn!r} is {layout!r}; use Flat(), PerTensor(), "
+            "BlockAtomic(rows=...) or TensorAtomic()"
         )
     return layout

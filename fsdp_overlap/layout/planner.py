@@ -18,7 +18,7 @@ from fsdp_overlap.layout.balance import Item, Loads, assign, assign_together
 from fsdp_overlap.layout.bucket_plan import BucketPlan, align
 from fsdp_overlap.layout.equal_shards import equal_sections
 from fsdp_overlap.layout.filling import fill, segments_between
-from fsdp_overlap.layout.layouts import LayoutRule, Rows, layout_for
+from fsdp_overlap.layout.layouts import LayoutRule, PerTensor, layout_for
 from fsdp_overlap.layout.rows_plan import RowsPlan
 from fsdp_overlap.layout.sections import MOST_PADDING, Owned, Sections, plan_of
 from fsdp_overlap.layout.spec import ParamSpec
@@ -37,7 +37,7 @@ def plan_units(
 ) -> list[Plan]:
     """Plans the buckets of ``units``, in order. Parameters of a unit share a bucket if they have
     the same dtype at rest, the same dtype in compute and the same trainability, if all of them or
-    none are opaque, and in ``Rows()``, and if they are of the same piece.
+    none are opaque, and in ``PerTensor()``, and if they are of the same piece.
 
     Loads are balanced over all units. The same input gives the same plan on every rank.
 
@@ -95,11 +95,11 @@ class Planner:
         found: dict[tuple[object, ...], list[Item]] = {}
         for spec in specs:
             rule = layout_for(self.layout, spec)
-            padding = getattr(rule, "padding", 0.0)
+            padding = getattr(rule, "max_padding", 0.0)
             item = Item(spec, lcm(rule.grain(spec), spec.block), rule.work(spec), padding)
             dtypes = spec.dtype, spec.keeps_dtype, spec.grad_dtype
             travels = spec.is_opaque, spec.is_extension, spec.is_kept, spec.requires_grad
-            kind = isinstance(rule, Rows), dtypes, travels, spec.piece
+            kind = isinstance(rule, PerTensor), dtypes, travels, spec.piece
             found.setdefault(kind, []).append(item)
         world_size = self._loads.world_size
         return [

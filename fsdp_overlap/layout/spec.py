@@ -17,12 +17,12 @@ class ParamSpec:
 
     ``fqn`` is its name relative to its unit. ``is_embedding`` says that it is the weight of an
     ``nn.Embedding`` or ``nn.EmbeddingBag``. ``keeps_dtype`` says that compute uses it in its own
-    dtype, whatever the policy of its unit. ``cut_dim`` is the dimension along which ``Rows()`` cuts
-    it. ``block`` is how many neighbouring elements no layout may cut, counted from the first one.
-    ``is_kept`` says that it travels in full where others of its unit travel in few bits.
-    ``grad_dtype`` is what its user set as the dtype of its gradients. ``None`` if nobody did: they
-    have its own then. ``is_opaque`` says that its elements are no numbers: nothing may cast or
-    quantize them.
+    dtype, whatever the policy of its unit. ``cut_dim`` is the dimension along which
+    ``PerTensor()`` cuts it. ``block`` is how many neighbouring elements no layout may cut, counted
+    from the first one. ``is_kept`` says that it travels in full where others of its unit travel in
+    few bits. ``grad_dtype`` is what its user set as the dtype of its gradients. ``None`` if nobody
+    did: they have its own then. ``is_opaque`` says that its elements are no numbers: nothing may
+    cast or quantize them.
     ``is_extension`` says that its tensor is of a class that says itself how it is gathered.
     ``piece`` is the number of the piece that it travels in, counted from 1. It is 0 in a unit that
     travels whole.

@@ -209,14 +209,14 @@ def one_rank(plan: RowsPlan, blocks: Sequence[BlockSize | None]) -> BucketPlan:
             raise ValueError(
                 f"parameter {spec.fqn!r} of shape {tuple(spec.shape)} is cut along dimension "
                 f"{spec.cut_dim}, and what travels in few bits is cut into rows: use Shard(0), or "
-                "another layout than Rows()"
+                "another layout than PerTensor()"
             )
         height = 1 if size is None else size[0]
         if plan.world_size > 1 and prod(specs[-1].shape[:-1]) % height:
             raise ValueError(
                 f"parameter {spec.fqn!r} of shape {tuple(spec.shape)} is cut into chunks of {rows} "
                 f"along dimension 0, and {height} of its rows share a scale: use block=(1, None), "
-                "another layout than Rows(), or name the parameter in keep=(...)"
+                "another layout than PerTensor(), or name the parameter in keep=(...)"
             )
     return BucketPlan(tuple(specs), plan.starts, plan.shard_numels[:1])
 
@@ -233,7 +233,8 @@ def check_cuts(plan: BucketPlan, spec: ParamSpec, size: BlockSize | None) -> Non
             raise ValueError(
                 f"parameter {spec.fqn!r} of shape {tuple(spec.shape)} is cut at element {stop}, "
                 f"inside of the {grain} elements that share scales: choose a layout that cuts at "
-                "multiples of them, such as Blocks(rows=...), or Whole(), which cuts no matrix but "
+                "multiples of them, such as BlockAtomic(rows=...), or TensorAtomic(), which cuts "
+                "no matrix but "
                 "embeddings; or name the parameter in keep=(...)"
             )
 

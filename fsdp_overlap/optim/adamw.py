@@ -23,9 +23,9 @@ class AdamW(torch.optim.AdamW):
         moment_dtype: the dtype of the moments. The default is the dtype of each parameter.
             ``torch.bfloat16`` halves the memory of float32 moments. It keeps 8 bits, so the second
             moment cannot decay if ``betas[1]`` is above 0.998: use 0.99 or less with it.
-        gather_next: whether the units that the next forward needs first are stepped first and
-            all-gathered under the rest of the step. Their full buffers are there until that
-            forward. Do not edit weights on some ranks only between the two, nor by
+        prefetch_next_forward: whether the units that the next forward needs first are stepped
+            first and all-gathered under the rest of the step. Their full buffers are there until
+            that forward. Do not edit weights on some ranks only between the two, nor by
             ``to_local().data``: other edits are followed.
 
     The others are those of ``torch.optim.AdamW``. Steps can be captured in a CUDA graph with and
@@ -45,7 +45,7 @@ class AdamW(torch.optim.AdamW):
         maximize: bool = False,
         capturable: bool = False,
         moment_dtype: torch.dtype | None = None,
-        gather_next: bool = False,
+        prefetch_next_forward: bool = False,
     ) -> None:
         super().__init__(
             params,
@@ -59,7 +59,7 @@ class AdamW(torch.optim.AdamW):
             fused=True,
         )
         self._moment_dtype = moment_dtype
-        self._gather_next = gather_next
+        self._gather_next = prefetch_next_forward
         self._kernel = FusedAdamW(moment_dtype)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from fsdp_overlap.optim.runs import (
     numels_of,
     with_gradient,
 )
-from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
+from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
 from fsdp_overlap.tensor.sums_and_norms import (
     by_cut,
     combine_norms,
@@ -140,7 +140,7 @@ def _flat(gradients: list[torch.Tensor], locals_: list[torch.Tensor]) -> list[to
     """What this rank holds of the gradients. Neighbours in memory are one flat tensor."""
     held = list(compress(locals_, numels_of(locals_)))
     marks: list[object] = list(map(_dtype, held))
-    if not classes_of(gradients) <= {ShardedTensor}:  # whose ranges are flat
+    if not classes_of(gradients) <= {RaggedDTensor}:  # whose ranges are flat
         is_sharded = isinstance(gradients[0], DTensor)
         marks = [
             local.dtype if is_sharded and local.is_contiguous() else object() for local in held

@@ -26,8 +26,8 @@ from fsdp_overlap.optim.runs import (
 )
 from fsdp_overlap.optim.states import check_not_captured, pack
 from fsdp_overlap.tensor.extension import is_subclass
+from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, ShardEdits
 from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded
-from fsdp_overlap.tensor.sharded_tensor import ShardEdits, ShardedTensor
 from fsdp_overlap.torch_internals import fused_adamw_
 
 State = Mapping[torch.Tensor, dict[str, Any]]
@@ -144,7 +144,7 @@ class Lots:
     ) -> None:
         self._first = first
         self._parameters = list(parameters)
-        self._is_lasting = classes_of(parameters) <= {ShardedTensor, RowTensor}
+        self._is_lasting = classes_of(parameters) <= {RaggedDTensor, RowTensor}
         locals_ = locals_of(parameters)
         kinds = list(map(_kind, locals_))
         if any(map(is_subclass, locals_)):

@@ -21,7 +21,7 @@ from fsdp_overlap.optim.runs import (
     places_of,
 )
 from fsdp_overlap.tensor.held_gradient import GivenGradients
-from fsdp_overlap.tensor.sharded_tensor import ShardEdits
+from fsdp_overlap.tensor.ragged_dtensor import ShardEdits
 from fsdp_overlap.tensor.sums_and_norms import by_cut
 
 _local = attrgetter("_local_tensor")

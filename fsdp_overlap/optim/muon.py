@@ -34,8 +34,8 @@ class Muon(torch.optim.Optimizer):
     """``torch.optim.Muon`` (Keller Jordan, kellerjordan.github.io/posts/muon) for the matrices of a
     model, AdamW for its other parameters.
 
-    If each matrix lies whole on one rank, as under the layout ``Whole()``, :meth:`step` sends
-    nothing. If several ranks hold parts of a matrix, they send them to one rank, which
+    If each matrix lies whole on one rank, as under the layout ``TensorAtomic()``, :meth:`step`
+    sends nothing. If several ranks hold parts of a matrix, they send them to one rank, which
     orthogonalizes the matrix once and sends the result back, while others are orthogonalized. Parts
     are ranges, or what tensor parallelism left. Ranks that hold copies share out the work in the
     same way. The result is that of the unsharded model. Parameters that are not sharded are stepped
@@ -60,8 +60,8 @@ class Muon(torch.optim.Optimizer):
             parameters, or patterns. In a group of parameters it is the option ``"split"``.
         adamw: options of :class:`~fsdp_overlap.optim.AdamW`, ``lr`` among them. Those that are not
             given have that class's defaults.
-        gather_next: as for :class:`~fsdp_overlap.optim.AdamW`. The gathers run under the products,
-            unless ranks share matrices: then they begin when the step is over.
+        prefetch_next_forward: as for :class:`~fsdp_overlap.optim.AdamW`. The gathers run under the
+            products, unless ranks share matrices: then they begin when the step is over.
 
     The others are those of ``torch.optim.Muon``. A step that is captured in a CUDA graph follows
     ``lr`` if that is a tensor on the device of the parameters. A parameter of three dimensions or
@@ -87,7 +87,7 @@ class Muon(torch.optim.Optimizer):
         algorithms: Mapping[str, str] | None = None,
         split: Mapping[str, Split] | None = None,
         adamw: Mapping[str, Any] | None = None,
-        gather_next: bool = False,
+        prefetch_next_forward: bool = False,
     ) -> None:
         options = dict(adamw or {})
         checked = AdamW([torch.empty(0)], **options).defaults  # torch checks them
@@ -96,7 +96,7 @@ class Muon(torch.optim.Optimizer):
             raise ValueError(f"ns_dtype={ns_dtype}: products need a dtype of floating point")
         self._moment_dtype = options.get("moment_dtype")
         self._ns_dtype = ns_dtype
-        self._gather_next = gather_next
+        self._gather_next = prefetch_next_forward
         self._forget()
         if isinstance(params, nn.Module):
             params = parameter_groups(params, algorithms or {}, split or {})

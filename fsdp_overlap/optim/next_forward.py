@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from fsdp_overlap.comm.streams import is_capturing
+from fsdp_overlap.engine.context import context_of
+from fsdp_overlap.engine.units import unit_of_edits
 from fsdp_overlap.optim.runs import edits_of
-from fsdp_overlap.runtime.context import context_of
-from fsdp_overlap.runtime.units import unit_of_edits
 from fsdp_overlap.tensor.row_tensor import Sharded
 
 

@@ -12,8 +12,8 @@ from weakref import ref
 import torch
 from torch.distributed.tensor import DTensor
 
+from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, ShardEdits
 from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded
-from fsdp_overlap.tensor.sharded_tensor import ShardEdits, ShardedTensor
 
 # A step asks hundreds of parameters for the same. What is mapped over a list is asked without a
 # Python frame for each.
@@ -261,7 +261,7 @@ class RestingRuns:
 def marks_of(parameters: Sequence[torch.Tensor], marks: Iterable[object]) -> list[object]:
     """``marks`` for sharded parameters, which may be stepped together with their neighbours. Others
     get a mark of their own, because they need not be contiguous."""
-    if classes_of(parameters) <= {ShardedTensor}:
+    if classes_of(parameters) <= {RaggedDTensor}:
         return list(marks)
     return list(map(_mark, parameters, marks))
 
@@ -270,4 +270,4 @@ def _mark(parameter: torch.Tensor, mark: object) -> object:
     if isinstance(parameter, RowTensor):  # its gradient may be the user's
         gradient = parameter.grad
         return mark if gradient is None or local_of(gradient).is_contiguous() else object()
-    return mark if isinstance(parameter, ShardedTensor) else object()
+    return mark if isinstance(parameter, RaggedDTensor) else object()

@@ -14,12 +14,12 @@ from fsdp_overlap.comm.group_facts import alive
 from fsdp_overlap.comm.groups import GroupCache
 from fsdp_overlap.comm.objects import gather_objects
 from fsdp_overlap.comm.streams import current_device, has_streams
+from fsdp_overlap.engine.domain import Domain, domain_of
 from fsdp_overlap.optim.matrices import Division, Holding, Split, divide, whole_parts
 from fsdp_overlap.optim.newton_schulz import fast_dtype
-from fsdp_overlap.runtime.domain import Domain, domain_of
 from fsdp_overlap.tensor.placement import Tile, is_cut, range_dim, tile_at, tile_of
+from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
 from fsdp_overlap.tensor.row_tensor import Sharded
-from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
 
 
 class Team:
@@ -144,7 +144,7 @@ class Teams:
             team = self._team(parameter, across)
             if team is None:
                 self._add(parameter, split, team, (_holding(parameter),))
-            elif isinstance(parameter, ShardedTensor) and across == [range_dim(parameter._spec)]:
+            elif isinstance(parameter, RaggedDTensor) and across == [range_dim(parameter._spec)]:
                 self._add(parameter, split, team, _holdings_of_ranges(parameter, team))
             else:
                 others.setdefault(team, []).append((parameter, split))
@@ -247,7 +247,7 @@ def _dims_across_matrices(parameter: Sharded, split: Split) -> list[int]:
 
 def _own_dim(parameter: Sharded) -> int:
     """The dimension of the parameter's mesh along which it is sharded."""
-    if isinstance(parameter, ShardedTensor):
+    if isinstance(parameter, RaggedDTensor):
         return range_dim(parameter._spec)
     return next(dim for dim, placement in enumerate(parameter.placements) if is_cut(placement))
 
@@ -255,12 +255,12 @@ def _own_dim(parameter: Sharded) -> int:
 def _holding(parameter: Sharded) -> Holding:
     """What this rank holds: a range of its tile, or rows, which are a tile of their own."""
     tile = tile_of(parameter._spec)
-    if isinstance(parameter, ShardedTensor):
+    if isinstance(parameter, RaggedDTensor):
         return Holding(tile, *parameter.local_range)
     return Holding(tile, 0, tile.numel)
 
 
-def _holdings_of_ranges(parameter: ShardedTensor, team: Team) -> tuple[Holding, ...]:
+def _holdings_of_ranges(parameter: RaggedDTensor, team: Team) -> tuple[Holding, ...]:
     """What the ranks of ``team`` hold, which hold ranges of the same tile."""
     tile = tile_of(parameter._spec)
     ranges = {rank: (start, stop) for rank, start, stop in parameter.placement.ranges}

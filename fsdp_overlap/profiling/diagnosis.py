@@ -34,7 +34,8 @@ _REASONS = {
     CHECK: "the check of the order at the end of backward, where ranks meet",
     CONFIRMATION: "confirmations: where a step does something else than the one before, ranks "
     "first agree that all of them do; a step like the one before has none, so profile one that is",
-    "all_to_all of Muon": "Muon's exchange of cut matrices, which the layout Whole() does without",
+    "all_to_all of Muon": "Muon's exchange of cut matrices, which the layout TensorAtomic() does "
+    "without",
     "all_reduce of ": _COPIES,
     "copies_": _COPIES,
 }
@@ -97,7 +98,8 @@ def _exposed(rank: RankReport) -> Iterator[Finding]:
             _cost(waiting, rank),
             f"all-gathers and reduce-scatters share {shared}, where they run one after the other; "
             f"in backward {_ms(_cost(waiting, rank))} a step are exposed beside compute; give each "
-            "kind a group of its own (separate_groups=True, the default of FsdpContext; FSDP2 has "
+            "kind a group of its own (separate_reduce_scatter_group=True, the default of "
+            "FsdpContext; FSDP2 has "
             "set_separate_reduce_scatter_group() from torch 2.13 on)",
         )
         inner = [c for c in inner if c.pass_ == "forward" or _is_late(c)]

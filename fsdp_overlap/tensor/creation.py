@@ -16,8 +16,8 @@ from torch.distributed.tensor.placement_types import Placement
 from fsdp_overlap.layout import BucketPlan, Flat, ParamSpec, plan_units
 from fsdp_overlap.tensor.carried import as_carried
 from fsdp_overlap.tensor.operands import own_elements
-from fsdp_overlap.tensor.placement import RangeShard, contiguous_spec, range_dim, tile_of
-from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
+from fsdp_overlap.tensor.placement import RaggedShard, contiguous_spec, range_dim, tile_of
+from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
 from fsdp_overlap.torch_internals import DTensorSpec, teach_state_dicts
 
 
@@ -27,13 +27,13 @@ def distribute_tensor(
     placements: Sequence[Placement] | None = None,
     *,
     src_data_rank: int | None = 0,
-) -> ShardedTensor:
+) -> RaggedDTensor:
     """Shards a whole tensor. Must be called on every rank of the mesh.
 
     Args:
         tensor: a plain, whole tensor of the same shape on every rank, or a DTensor.
         device_mesh: may have any number of dimensions.
-        placements: one for each dimension of the mesh: one ``RangeShard(...)``, and ``Shard(dim)``
+        placements: one for each dimension of the mesh: one ``RaggedShard(...)``, and ``Shard(dim)``
             or ``Replicate()`` for the others. Pass the ``placements`` of a sharded parameter to lay
             the tensor out like it. The default is equal ranges, over a 1-D mesh.
         src_data_rank: the rank along each dimension of the mesh whose values are taken, as in
@@ -60,10 +60,10 @@ def distribute_tensor(
                 whole = torch.empty_like(whole)  # not to overwrite the argument
             sent = as_carried(whole)
             dist.broadcast(sent, group=device_mesh.get_group(dim), group_src=src_data_rank)
-    return ShardedTensor.wrap(own_elements(whole, spec).clone(), spec)
+    return RaggedDTensor.wrap(own_elements(whole, spec).clone(), spec)
 
 
-def _equal_ranges(tensor: torch.Tensor, mesh: DeviceMesh) -> RangeShard:
+def _equal_ranges(tensor: torch.Tensor, mesh: DeviceMesh) -> RaggedShard:
     if mesh.ndim != 1:
         raise ValueError(
             f"placements must be given for a mesh of {mesh.ndim} dimensions, one for each"
@@ -71,16 +71,16 @@ def _equal_ranges(tensor: torch.Tensor, mesh: DeviceMesh) -> RangeShard:
     spec = ParamSpec("tensor", tuple(tensor.shape), tensor.dtype)
     [plan] = plan_units([[spec]], mesh.size(), Flat())
     assert isinstance(plan, BucketPlan)
-    return RangeShard(tuple(plan.ranges("tensor")))
+    return RaggedShard(tuple(plan.ranges("tensor")))
 
 
 def _check_placements(placements: Sequence[Placement], mesh: DeviceMesh) -> None:
-    kinds = [isinstance(placement, RangeShard) for placement in placements]
-    is_known = all(isinstance(p, (Replicate, Shard, RangeShard)) for p in placements)
+    kinds = [isinstance(placement, RaggedShard) for placement in placements]
+    is_known = all(isinstance(p, (Replicate, Shard, RaggedShard)) for p in placements)
     if len(placements) != mesh.ndim or kinds.count(True) != 1 or not is_known:
         raise ValueError(
-            f"placements={placements} do not make a ShardedTensor over a mesh of {mesh.ndim} "
-            "dimensions: pass one for each, one of them RangeShard(...), as the placements of "
+            f"placements={placements} do not make a RaggedDTensor over a mesh of {mesh.ndim} "
+            "dimensions: pass one for each, one of them RaggedShard(...), as the placements of "
             "another ShardedTensor, or use torch.distributed.tensor.distribute_tensor"
         )
 
@@ -88,7 +88,7 @@ def _check_placements(placements: Sequence[Placement], mesh: DeviceMesh) -> None
 def _check_ranges(spec: DTensorSpec) -> None:
     tile, dim = tile_of(spec), range_dim(spec)
     placement, ranks = spec.placements[dim], spec.mesh.size(dim)
-    assert isinstance(placement, RangeShard)
+    assert isinstance(placement, RaggedShard)
     held = sum(stop - start for _, start, stop in placement.ranges)
     if held != tile.numel or any(rank >= ranks for rank, _, _ in placement.ranges):
         raise ValueError(
@@ -98,11 +98,11 @@ def _check_ranges(spec: DTensorSpec) -> None:
 
 
 def redistribute(
-    tensor: ShardedTensor,
+    tensor: RaggedDTensor,
     device_mesh: DeviceMesh | None,
     placements: Sequence[Placement] | None,
 ) -> DTensor:
-    """See :meth:`ShardedTensor.redistribute`."""
+    """See :meth:`RaggedDTensor.redistribute`."""
     mesh = tensor.device_mesh
     if device_mesh is not None and device_mesh != mesh:
         raise RuntimeError(
@@ -115,13 +115,13 @@ def redistribute(
             f"{placements}"
         )
     for placement in placements:
-        if not isinstance(placement, (Replicate, Shard, RangeShard)):
+        if not isinstance(placement, (Replicate, Shard, RaggedShard)):
             raise RuntimeError(
                 f"redistribute to {placement!r} is not supported: use Replicate(), Shard(dim) or "
-                "RangeShard(...)"
+                "RaggedShard(...)"
             )
     whole = tensor.full_tensor().detach()
-    if any(isinstance(placement, RangeShard) for placement in placements):
+    if any(isinstance(placement, RaggedShard) for placement in placements):
         return distribute_tensor(whole, mesh, placements, src_data_rank=None)
     return torch.distributed.tensor.distribute_tensor(whole, mesh, placements, src_data_rank=None)
 
@@ -141,7 +141,7 @@ def with_range_shards(torchs: Callable[..., DTensor]) -> Callable[..., DTensor]:
         placements: Sequence[Placement] | None = None,
         **options: Any,
     ) -> DTensor:
-        if device_mesh is not None and any(isinstance(p, RangeShard) for p in placements or ()):
+        if device_mesh is not None and any(isinstance(p, RaggedShard) for p in placements or ()):
             return distribute_tensor(tensor, device_mesh, placements, **options)
         return torchs(tensor, device_mesh, placements, **options)
 
@@ -153,7 +153,7 @@ def _with_sharded_tensors(torchs: Callable[..., None]) -> Callable[..., None]:
     def distribute(states: dict[str, Any], keys: list[str], *args: Any, **kwargs: Any) -> None:
         for key in keys:
             # A DTensor is here in a pair with the whole tensor that was broadcast.
-            if isinstance(pair := states.get(key), tuple) and isinstance(pair[0], ShardedTensor):
+            if isinstance(pair := states.get(key), tuple) and isinstance(pair[0], RaggedDTensor):
                 state, whole = pair
                 if state._local_tensor.is_meta:
                     states[key] = state.wrap_like(own_elements(whole, state._spec).clone())

@@ -139,7 +139,7 @@ def _refusing_states_in_ranges(torchs: Callable[..., None]) -> Callable[..., Non
                 raise ValueError(
                     f"cannot save {fqn!r}: its optimizer made it by DTensor.from_local(), of this "
                     "rank's range of a parameter, and torch would save that as the whole. Shard "
-                    "with layout=Rows() to save the states of this optimizer"
+                    "with layout=PerTensor() to save the states of this optimizer"
                 )
 
     return set_up

@@ -13,21 +13,21 @@ from torch.distributed.tensor import DTensor
 from fsdp_overlap.tensor.boxes import boxes
 from fsdp_overlap.tensor.gradient_errors import requires_grad
 from fsdp_overlap.tensor.placement import local_range, tile_of
+from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, raise_unsupported
 from fsdp_overlap.tensor.row_tensor import Sharded
-from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, raise_unsupported
 from fsdp_overlap.torch_internals import DTensorSpec
 
 
-def largest_sharded(name: str, values: Iterable[Any]) -> ShardedTensor:
+def largest_sharded(name: str, values: Iterable[Any]) -> RaggedDTensor:
     """The first of the largest sharded tensors among ``values``. The result of the op takes its
     layout."""
-    found = [value for value in values if isinstance(value, ShardedTensor)]
+    found = [value for value in values if isinstance(value, RaggedDTensor)]
     if not found:
         raise_unsupported(name)
     return found[0] if len(found) == 1 else max(found, key=_numel)
 
 
-def _numel(tensor: ShardedTensor) -> int:
+def _numel(tensor: RaggedDTensor) -> int:
     return prod(tensor._shape)
 
 
@@ -44,7 +44,7 @@ def local_operand(name: str, value: Any, model: DTensor) -> Any:
     """
     if isinstance(value, DTensor) and same_layout(value, model):
         return value._local_tensor
-    if isinstance(value, ShardedTensor):
+    if isinstance(value, RaggedDTensor):
         value = value.full_tensor()
     if isinstance(value, torch.Tensor):
         return range_of(name, value, model)
@@ -56,7 +56,7 @@ def local_operand(name: str, value: Any, model: DTensor) -> Any:
 def whole_operand(value: Any) -> Any:
     """``value``, with each sharded tensor replaced by its ``full_tensor()``. Collective over their
     mesh."""
-    if isinstance(value, ShardedTensor):
+    if isinstance(value, RaggedDTensor):
         return value.full_tensor()
     if isinstance(value, (list, tuple)):
         return [whole_operand(item) for item in value]
@@ -86,7 +86,7 @@ def range_of(name: str, whole: torch.Tensor, model: DTensor) -> torch.Tensor:
         whole = whole.detach()  # autograd must not record what is done to ranges
     if isinstance(whole, DTensor):
         raise RuntimeError(
-            f"{name} on a ShardedTensor and a DTensor placed as {whole.placements}: use "
+            f"{name} on a RaggedDTensor and a DTensor placed as {whole.placements}: use "
             "full_tensor() on the DTensor, or distribute_tensor() it like the other"
         )
     if not whole.dim() and shape:
@@ -97,7 +97,7 @@ def range_of(name: str, whole: torch.Tensor, model: DTensor) -> torch.Tensor:
         is_fitting = False
     if not is_fitting:
         raise RuntimeError(
-            f"{name} on a ShardedTensor of shape {shape} and a plain tensor of shape "
+            f"{name} on a RaggedDTensor of shape {shape} and a plain tensor of shape "
             f"{tuple(whole.shape)}, which does not broadcast to it: a plain tensor stands for the "
             "whole one; use to_local() to work on this rank's range"
         )

@@ -1,6 +1,6 @@
-"""What can be done with sharded tensors: the table behind ``ShardedTensor.__torch_function__``.
+"""What can be done with sharded tensors: the table behind ``RaggedDTensor.__torch_function__``.
 
-``ShardedTensor`` cannot import this module, which builds on it, so the last line here gives it
+``RaggedDTensor`` cannot import this module, which builds on it, so the last line here gives it
 :func:`call`. The package imports this module, so there is no sharded tensor without its ops.
 
 Ops are told apart by name, because the same op arrives in several forms (``torch.mul``,
@@ -18,7 +18,7 @@ from fsdp_overlap.tensor import creation, pointwise, sums_and_norms, views
 from fsdp_overlap.tensor.data_assignment import assign_data
 from fsdp_overlap.tensor.gradient_errors import raise_in_backward, tensors_in
 from fsdp_overlap.tensor.operands import own_elements
-from fsdp_overlap.tensor.sharded_tensor import CANNOT_MOVE, ShardedTensor, raise_unsupported
+from fsdp_overlap.tensor.ragged_dtensor import CANNOT_MOVE, RaggedDTensor, raise_unsupported
 from fsdp_overlap.torch_internals import DisableTorchFunctionSubclass
 
 Handler = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -155,10 +155,10 @@ def _resolve(func: Callable[..., Any]) -> tuple[Handler, str]:
 
 def _refuse(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
     for value in tensors_in([*args, *kwargs.values()]):
-        # As runtime/ownership notes it. Results of ops belong to no unit.
-        if isinstance(value, ShardedTensor) and (owner := getattr(value, "_fsdp_owner", None)):
+        # As engine/ownership notes it. Results of ops belong to no unit.
+        if isinstance(value, RaggedDTensor) and (owner := getattr(value, "_fsdp_owner", None)):
             raise RuntimeError(
-                f"{name} is not supported on a ShardedTensor: parameter {owner.fqn!r} of "
+                f"{name} is not supported on a RaggedDTensor: parameter {owner.fqn!r} of "
                 f"{owner.unit} is sharded except while {owner.unit}, its unit, runs, and this rank "
                 f"holds only a range of it. To compute with it, call the whole {owner.unit}, as in "
                 "module(x), not module.forward(x) or a module within it; name another method that "
@@ -205,12 +205,12 @@ def _local_metadata(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _alias(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor: ShardedTensor = args[0]
+    tensor: RaggedDTensor = args[0]
     return tensor.alias_of(tensor._local_tensor.detach(), tensor._spec)
 
 
 def _assign_data(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if not isinstance(args[0], ShardedTensor):
+    if not isinstance(args[0], RaggedDTensor):
         raise_unsupported("data of a plain tensor")
     assign_data(*args)
 
@@ -237,7 +237,7 @@ def _factory(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     """Runs ``new_zeros`` and the like. As with a DTensor, the result is sharded if it has the shape
     of the tensor, else plain."""
     tensor = args[0]
-    if not isinstance(tensor, ShardedTensor) or kwargs.get("requires_grad"):
+    if not isinstance(tensor, RaggedDTensor) or kwargs.get("requires_grad"):
         raise_unsupported(f"{name} with these arguments")
     made: torch.Tensor = func(tensor._local_tensor, *args[1:], **kwargs)
     if made.shape != tensor._shape or name == "new_tensor":
@@ -254,7 +254,7 @@ def _max_or_min(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
 def _product(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # A plain operand often is a batch, and then the unit was meant to run.
     operands = tensors_in([*args, *kwargs.values()])
-    if not all(isinstance(value, ShardedTensor) for value in operands):
+    if not all(isinstance(value, RaggedDTensor) for value in operands):
         _refuse(name, func, args, kwargs)
     return sums_and_norms.of_wholes(name, func, args, kwargs)
 
@@ -293,4 +293,4 @@ TABLE: list[tuple[Collection[str], Handler]] = [
     (("redistribute",), _redistribute),
 ]
 
-ShardedTensor._run_op = staticmethod(call)
+RaggedDTensor._run_op = staticmethod(call)

@@ -16,12 +16,12 @@ from fsdp_overlap.torch_internals import DTensorSpec, StridedShard, TensorMeta
 
 FOR_TORCH = (
     "from fsdp_overlap import distribute_tensor, in place of torch's, or shard with "
-    "FsdpContext(layout=Rows())"
+    "FsdpContext(layout=PerTensor())"
 )
-"""What to do where a function of torch does not know :class:`RangeShard`."""
+"""What to do where a function of torch does not know :class:`RaggedShard`."""
 
 
-class RangeShard(Placement):
+class RaggedShard(Placement):
     """Each rank holds one contiguous range of the flattened tensor, possibly empty.
 
     ``ranges`` lists ``(rank, start, stop)``, in elements, for the ranks that hold any. All of these
@@ -41,14 +41,14 @@ class RangeShard(Placement):
         return 0, 0
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, RangeShard) and self.ranges == other.ranges
+        return isinstance(other, RaggedShard) and self.ranges == other.ranges
 
     def __hash__(self) -> int:
         return hash(self.ranges)
 
-    def __reduce__(self) -> tuple[type[RangeShard], tuple[object, ...]]:
+    def __reduce__(self) -> tuple[type[RaggedShard], tuple[object, ...]]:
         # The base class is written in C++ and cannot be pickled.
-        return RangeShard, (self.ranges,)
+        return RaggedShard, (self.ranges,)
 
     def __str__(self) -> str:
         # Functions of torch that know no placement but DTensor's own put it into their error.
@@ -57,7 +57,7 @@ class RangeShard(Placement):
     def __repr__(self) -> str:
         held = ", ".join(f"{rank}: {start}-{stop}" for rank, start, stop in self.ranges[:4])
         more = ", ..." if len(self.ranges) > 4 else ""
-        return f"RangeShard({held}{more})"
+        return f"RaggedShard({held}{more})"
 
 
 def contiguous_spec(
@@ -125,22 +125,22 @@ def is_cut(placement: Placement) -> bool:
 def range_dim(spec: DTensorSpec) -> int:
     """The dimension of the mesh whose ranks hold ranges."""
     for dim, placement in enumerate(spec.placements):
-        if isinstance(placement, RangeShard):
+        if isinstance(placement, RaggedShard):
             return dim
-    raise ValueError(f"{spec.placements} has no RangeShard")
+    raise ValueError(f"{spec.placements} has no RaggedShard")
 
 
 def has_range(tensor: DTensor) -> bool:
     """Return whether ranks hold a range of ``tensor`` each: a sharded tensor, or a state that an
     optimizer made by ``DTensor.from_local(..., placements=parameter.placements)``."""
-    return any(isinstance(placement, RangeShard) for placement in tensor._spec.placements)
+    return any(isinstance(placement, RaggedShard) for placement in tensor._spec.placements)
 
 
 def local_range(spec: DTensorSpec) -> tuple[int, int]:
     """``(start, stop)`` of what this rank holds of its tile, flattened."""
     dim = range_dim(spec)
     placement = spec.placements[dim]
-    assert isinstance(placement, RangeShard)
+    assert isinstance(placement, RaggedShard)
     return placement.local_range(spec.mesh.get_local_rank(dim))
 
 
@@ -170,7 +170,7 @@ def is_on_mesh(local: torch.Tensor, spec: DTensorSpec) -> bool:
 
 
 def with_range(
-    spec: DTensorSpec, placement: RangeShard, shape: torch.Size, dtype: torch.dtype
+    spec: DTensorSpec, placement: RaggedShard, shape: torch.Size, dtype: torch.dtype
 ) -> DTensorSpec:
     """``spec`` with other ranges, of another shape and dtype, over the same ranks."""
     dim = range_dim(spec)

@@ -27,7 +27,7 @@ from fsdp_overlap.tensor.operands import (
     whole_operand,
 )
 from fsdp_overlap.tensor.placement import copied_dims, has_range
-from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, raise_unsupported
+from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, raise_unsupported
 
 Call = Callable[..., Any]
 Args = tuple[Any, ...]
@@ -79,7 +79,7 @@ def foreach(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
     tensors: Sequence[Any] = args[0]
     is_edit = name.endswith("_")
     if needs_gradient([*args, *kwargs.values()]):
-        if not all(isinstance(tensor, ShardedTensor) for tensor in tensors):
+        if not all(isinstance(tensor, RaggedDTensor) for tensor in tensors):
             raise_unsupported(f"{name} on sharded and plain tensors outside torch.no_grad()")
         for tensor in tensors if is_edit else ():
             check_edit(name, tensor)
@@ -98,7 +98,7 @@ def foreach(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
     result = func([_own(tensor) for tensor in tensors], *operands, **named)
     if not is_edit:
         result = [
-            tensor.wrap_like(local) if isinstance(tensor, ShardedTensor) else local
+            tensor.wrap_like(local) if isinstance(tensor, RaggedDTensor) else local
             for tensor, local in zip(tensors, result, strict=True)
         ]
     if torch.is_grad_enabled():
@@ -113,7 +113,7 @@ def foreach(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _own(tensor: Any) -> Any:
-    return tensor._local_tensor if isinstance(tensor, ShardedTensor) else tensor
+    return tensor._local_tensor if isinstance(tensor, RaggedDTensor) else tensor
 
 
 def _column(name: str, value: Any, tensors: Sequence[Any]) -> Any:
@@ -132,7 +132,7 @@ def _column(name: str, value: Any, tensors: Sequence[Any]) -> Any:
 
 
 def _operand(name: str, value: torch.Tensor, target: Any) -> torch.Tensor:
-    if isinstance(target, ShardedTensor):
+    if isinstance(target, RaggedDTensor):
         return local_operand(name, value, target)
     return whole_operand(value)
 
@@ -146,12 +146,12 @@ def fused(name: str, func: Call, args: Args, kwargs: Kwargs) -> None:
     for values in args:
         # Steps are plain tensors, and without amsgrad the list of maxima is empty.
         if isinstance(values, (list, tuple)) and any(
-            isinstance(value, ShardedTensor) for value in values
+            isinstance(value, RaggedDTensor) for value in values
         ):
             values = [
                 value._local_tensor
                 # Gradients and states share the parameter's spec, so layouts need no comparison.
-                if type(value) is ShardedTensor and value._spec is parameter._spec
+                if type(value) is RaggedDTensor and value._spec is parameter._spec
                 else _operand(name, value, parameter)
                 for value, parameter in zip(values, parameters, strict=True)
             ]
@@ -175,7 +175,7 @@ def copy(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
     local = local_operand("copy_", whole, target)
     if target._local_tensor.is_meta and not local.is_meta:
         raise RuntimeError(
-            "copy_ into a ShardedTensor on the meta device, which has no memory: call "
+            "copy_ into a RaggedDTensor on the meta device, which has no memory: call "
             "to_empty(device=...) on the model first"
         )
     note_edit(target)
@@ -189,7 +189,7 @@ def convert(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
     tensor = args[0]
     options = [_own(value) for value in args[1:]]
     result = func(_own(tensor), *options, **{key: _own(value) for key, value in kwargs.items()})
-    if not isinstance(tensor, ShardedTensor):
+    if not isinstance(tensor, RaggedDTensor):
         return result
     if result is tensor._local_tensor:
         return tensor
@@ -199,10 +199,10 @@ def convert(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
 def set_item(name: str, func: Call, args: Args, kwargs: Kwargs) -> None:
     """Runs ``tensor[mask] = number`` and ``tensor[index] = value``."""
     target, index, value = args
-    if not isinstance(target, ShardedTensor):
+    if not isinstance(target, RaggedDTensor):
         target[whole_operand(index)] = whole_operand(value)
         return
-    if isinstance(index, ShardedTensor):
+    if isinstance(index, RaggedDTensor):
         if isinstance(value, torch.Tensor) and value.dim():
             raise_unsupported("assigning a tensor under a mask")
         target.masked_fill_(index, value)
@@ -221,7 +221,7 @@ def random(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
     they stay copies whatever the seeds.
     """
     target = [*args, *kwargs.values()][0]
-    if not isinstance(target, ShardedTensor) or kwargs.get("requires_grad"):
+    if not isinstance(target, RaggedDTensor) or kwargs.get("requires_grad"):
         raise_unsupported(f"{name} with these arguments")
     is_new = name.endswith("_like")
     # torch.nn.init stops gradients itself

@@ -18,10 +18,10 @@ from fsdp_overlap.tensor.data_assignment import assign_data, note_alias
 from fsdp_overlap.tensor.extension import is_subclass
 from fsdp_overlap.tensor.held_gradient import HoldsGradient
 from fsdp_overlap.tensor.placement import contiguous_spec
-from fsdp_overlap.tensor.sharded_tensor import (
+from fsdp_overlap.tensor.ragged_dtensor import (
     CANNOT_MOVE,
+    RaggedDTensor,
     ShardEdits,
-    ShardedTensor,
     attributes_of,
 )
 from fsdp_overlap.torch_internals import (
@@ -167,7 +167,7 @@ class RowTensor(HoldsGradient, DTensor):
     def _laid_alike(self, value: torch.Tensor) -> DTensor:
         """``value`` as torch's ops take it beside this tensor. Unlike FSDP2's parameters, it may be
         copied from whole tensors and from those of other layouts, as state dicts have them."""
-        if isinstance(value, ShardedTensor):
+        if isinstance(value, RaggedDTensor):
             value = value.full_tensor()
         if isinstance(value, DTensor):
             if value.placements != self.placements and value.shape == self.shape:
@@ -210,7 +210,7 @@ def _wrap(cls: type[DTensor], local: torch.Tensor, spec: DTensorSpec) -> DTensor
     return tensor
 
 
-Sharded = ShardedTensor | RowTensor
+Sharded = RaggedDTensor | RowTensor
 """The sharded form of a parameter: a range, or rows."""
 
 
@@ -324,8 +324,8 @@ def call_gradient_hooks(parameters: Iterable[Any], locals_: Iterable[torch.Tenso
             hooks = parameter._backward_hooks or {}
         spec = parameter._grad_spec
         for hook in list(hooks.values()):
-            if isinstance(parameter, ShardedTensor):
-                gradient: Any = ShardedTensor.wrap(local, spec)
+            if isinstance(parameter, RaggedDTensor):
+                gradient: Any = RaggedDTensor.wrap(local, spec)
             else:
                 gradient = _wrap(DTensor, local.view(parameter._local_tensor.shape), spec)
             references = getrefcount(gradient)

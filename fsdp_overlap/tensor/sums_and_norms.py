@@ -16,7 +16,7 @@ from fsdp_overlap.tensor.carried import CARRIED
 from fsdp_overlap.tensor.gradient_errors import raise_in_backward, tensors_in
 from fsdp_overlap.tensor.operands import local_operand, whole_operand
 from fsdp_overlap.tensor.placement import cut_dims, is_on_mesh, tile_of
-from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, raise_unsupported
+from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, raise_unsupported
 from fsdp_overlap.torch_internals import DTensorSpec
 
 Call = Callable[..., Any]
@@ -38,7 +38,7 @@ def norm(name: str, func: Call, args: Args, kwargs: Kwargs) -> torch.Tensor:
     is_of_vectors = (order is None and dim is None) or isinstance(dim, int)
     is_of_elements = name != "linalg_norm" or is_of_vectors
     is_numeric = order in (None, "fro") or isinstance(order, (int, float))
-    if not isinstance(tensor, ShardedTensor) or not is_of_elements or not is_numeric:
+    if not isinstance(tensor, RaggedDTensor) or not is_of_elements or not is_numeric:
         raise_unsupported(f"{name} with ord={order!r}")
     if any(value is not None for value in given.values()) or len(args) > 4:
         raise_unsupported(f"{name} with {', '.join(given) or 'these arguments'}")
@@ -163,7 +163,7 @@ def reduction(name: str, func: Call, args: Args, kwargs: Kwargs) -> torch.Tensor
     """Runs ``sum``, ``mean``, ``amax``, ``amin``, ``any`` and ``all``, also along dimensions, and
     ``max`` and ``min`` of the whole tensor. The whole tensor needs memory meanwhile."""
     tensor = args[0] if args else kwargs.get("input")
-    if not isinstance(tensor, ShardedTensor) or kwargs.get("out") is not None:
+    if not isinstance(tensor, RaggedDTensor) or kwargs.get("out") is not None:
         raise_unsupported(f"{name} with these arguments")
     if name in ("max", "min") and len(args) + len(kwargs) > 1:
         raise_unsupported(f"{name} along a dimension")
@@ -194,7 +194,7 @@ def dot(name: str, func: Call, args: Args, kwargs: Kwargs) -> torch.Tensor:
     """Runs ``torch.dot`` of two flat tensors of the same layout."""
     values: list[Any] = tensors_in([*args, *kwargs.values()])
     dtypes = {value.dtype for value in values}
-    is_sharded = all(isinstance(value, ShardedTensor) for value in values)
+    is_sharded = all(isinstance(value, RaggedDTensor) for value in values)
     if not is_sharded or "out" in kwargs or dtypes - CARRIED or len(dtypes) > 1:
         raise_unsupported(f"{name} with these arguments")
     if any(value.dim() != 1 for value in values):
@@ -216,7 +216,7 @@ def of_wholes(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
 def equal(name: str, func: Call, args: Args, kwargs: Kwargs) -> bool:
     """Runs ``torch.equal``. The answer is the same on every rank."""
     values = [*args, *kwargs.values()]
-    model = next(value for value in values if isinstance(value, ShardedTensor))
+    model = next(value for value in values if isinstance(value, RaggedDTensor))
     if any(value.shape != model.shape or value.dtype != model.dtype for value in values):
         return False
     first, second = (local_operand("equal", value, model) for value in values)
@@ -228,9 +228,9 @@ def unscale(name: str, func: Call, args: Args, kwargs: Kwargs) -> None:
     """Unscales gradients for ``torch.amp.GradScaler``. An overflow on one rank counts on all ranks
     that a gradient is cut among."""
     gradients, found_inf, inv_scale = args
-    cuts = by_cut(gradient for gradient in gradients if isinstance(gradient, ShardedTensor))
+    cuts = by_cut(gradient for gradient in gradients if isinstance(gradient, RaggedDTensor))
     locals_ = [
-        gradient._local_tensor if isinstance(gradient, ShardedTensor) else gradient
+        gradient._local_tensor if isinstance(gradient, RaggedDTensor) else gradient
         for gradient in gradients
     ]
     func(locals_, found_inf, inv_scale)
@@ -238,7 +238,7 @@ def unscale(name: str, func: Call, args: Args, kwargs: Kwargs) -> None:
         found_inf.copy_(_largest(found_inf, spec))
 
 
-def _embedded(tensor: ShardedTensor, neutral: float) -> torch.Tensor:
+def _embedded(tensor: RaggedDTensor, neutral: float) -> torch.Tensor:
     """A plain tensor of the whole shape, with this rank's range, and ``neutral`` elsewhere."""
     local = tensor._local_tensor.detach()
     tile = tile_of(tensor._spec)

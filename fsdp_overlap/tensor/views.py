@@ -12,20 +12,20 @@ from typing import Any, cast
 import torch
 
 from fsdp_overlap.tensor.gradient_errors import needs_gradient, raise_in_backward
-from fsdp_overlap.tensor.placement import RangeShard, has_tiles, with_range
-from fsdp_overlap.tensor.sharded_tensor import ShardedTensor, raise_unsupported
+from fsdp_overlap.tensor.placement import RaggedShard, has_tiles, with_range
+from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, raise_unsupported
 from fsdp_overlap.torch_internals import DTensorSpec
 
 
 def view(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs an op that returns one view of a sharded tensor or several. They share its memory."""
     tensor = args[0] if args else kwargs.get("input")
-    if not isinstance(tensor, ShardedTensor):
+    if not isinstance(tensor, RaggedDTensor):
         if name in ("view_as", "reshape_as") and tensor is not None:
             other: Any = args[1] if len(args) > 1 else kwargs["other"]
             return tensor.view(other._shape) if name == "view_as" else tensor.reshape(other._shape)
-        raise_unsupported(f"{name} of a plain tensor by a ShardedTensor")
-    if name == "__getitem__" and isinstance(args[1], ShardedTensor):
+        raise_unsupported(f"{name} of a plain tensor by a RaggedDTensor")
+    if name == "__getitem__" and isinstance(args[1], RaggedDTensor):
         raise_unsupported("selecting elements by a mask (other than to assign to them)")
     if name == "view_as" and needs_gradient([tensor]):
         # Zero-bubble pipelines find by it where autograd accumulates the gradient.
@@ -38,7 +38,7 @@ def view(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     def stand_in(value: Any) -> Any:
         if value is tensor:
             return shadow
-        if isinstance(value, ShardedTensor):  # the argument of view_as
+        if isinstance(value, RaggedDTensor):  # the argument of view_as
             return torch.empty(value._shape, device="meta")
         return value
 
@@ -52,14 +52,14 @@ def view(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 
 def reinterpret(
     name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> ShardedTensor:
+) -> RaggedDTensor:
     """Runs ``view_as_real`` and ``view_as_complex``.
 
     Raises:
         RuntimeError: two ranks hold the two halves of a complex number.
     """
     tensor = args[0] if args else kwargs.get("input")
-    if not isinstance(tensor, ShardedTensor):
+    if not isinstance(tensor, RaggedDTensor):
         raise_unsupported(name)
     local, spec = tensor._local_tensor.detach(), tensor._spec
     shadow = func(torch.empty(tensor._shape, dtype=local.dtype, device="meta"))
@@ -73,21 +73,21 @@ def reinterpret(
             raise_unsupported(f"{name} of a tensor that is cut between two halves of a number")
         ranges = [(rank, start // 2, stop // 2) for rank, start, stop in tensor.placement.ranges]
         local = func(local.view(-1, 2))
-    spec = with_range(spec, RangeShard(tuple(ranges)), shadow.shape, shadow.dtype)
+    spec = with_range(spec, RaggedShard(tuple(ranges)), shadow.shape, shadow.dtype)
     return _alias(name, tensor, local, spec)
 
 
 def _alias(
-    name: str, tensor: ShardedTensor, local: torch.Tensor, spec: DTensorSpec
-) -> ShardedTensor:
+    name: str, tensor: RaggedDTensor, local: torch.Tensor, spec: DTensorSpec
+) -> RaggedDTensor:
     """A tensor whose range ``local`` shares the memory of ``tensor``."""
     alias = tensor.alias_of(local, spec)
-    return cast(ShardedTensor, raise_in_backward(name, alias, [tensor]))
+    return cast(RaggedDTensor, raise_in_backward(name, alias, [tensor]))
 
 
 def _part(
-    name: str, tensor: ShardedTensor, shadow: torch.Tensor, part: torch.Tensor
-) -> ShardedTensor:
+    name: str, tensor: RaggedDTensor, shadow: torch.Tensor, part: torch.Tensor
+) -> RaggedDTensor:
     is_range = (
         part.untyped_storage()._cdata == shadow.untyped_storage()._cdata
         and part.dtype == shadow.dtype
@@ -110,7 +110,7 @@ def _part(
             for rank, start, stop in tensor.placement.ranges
             if max(start, first) < min(stop, last)
         )
-    placement = RangeShard(ranges)
+    placement = RaggedShard(ranges)
     here, _ = tensor.local_range
     start, stop = placement.local_range(tensor.range_rank)
     offset = first + start - here if stop > start else 0

@@ -2,6 +2,6 @@
 
 from fsdp_overlap.weights.export import export_weights
 from fsdp_overlap.weights.files import save_weights
-from fsdp_overlap.weights.resharding import Resharding
+from fsdp_overlap.weights.resharding import WeightResharder
 
-__all__ = ["Resharding", "export_weights", "save_weights"]
+__all__ = ["WeightResharder", "export_weights", "save_weights"]

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap.agreement.faults import Faults
 from fsdp_overlap.comm.lanes import Lane, Ticket, make_lane
 from fsdp_overlap.comm.objects import all_give, gather_objects, tell_object
-from fsdp_overlap.runtime.context import context_of
+from fsdp_overlap.desync.faults import Faults
+from fsdp_overlap.engine.context import context_of
 from fsdp_overlap.weights import moving
 from fsdp_overlap.weights.plans import Plan, Plans, number_of, plans_of
 from fsdp_overlap.weights.regions import Region, parts, spread_of, whole

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap.runtime.context import FsdpContext
+from fsdp_overlap.engine.context import FsdpContext
 from fsdp_overlap.weights.routes import Round, Sides
 
 # An export for evaluation and one for generation take turns, and files are written now and then.

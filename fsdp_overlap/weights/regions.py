@@ -13,8 +13,8 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_overlap.tensor.boxes import boxes
-from fsdp_overlap.tensor.placement import RangeShard, local_range, range_dim, tile_at, tile_of
-from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
+from fsdp_overlap.tensor.placement import RaggedShard, local_range, range_dim, tile_at, tile_of
+from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
 from fsdp_overlap.torch_internals import StridedShard
 
 
@@ -96,7 +96,7 @@ def _steps(shape: tuple[int, ...], most: int) -> tuple[tuple[int, int, int], ...
 def parts(tensor: torch.Tensor) -> list[tuple[Region, torch.Tensor]]:
     """What this rank has of ``tensor``, which may lie over ranks: regions, and views of their
     values."""
-    if isinstance(tensor, ShardedTensor):
+    if isinstance(tensor, RaggedDTensor):
         spec, local = tensor._spec, tensor._local_tensor.detach()
         tile, (start, stop) = tile_of(spec), local_range(spec)
         return [
@@ -125,13 +125,13 @@ def spread_of(tensor: DTensor) -> Mapping[int, tuple[Region, ...]]:
             ``distribute_tensor``.
     """
     spec, ranks = tensor._spec, tensor.device_mesh.mesh
-    if isinstance(tensor, ShardedTensor):
+    if isinstance(tensor, RaggedDTensor):
         dim, tile, coordinate = range_dim(spec), tile_of(spec), spec.mesh.get_coordinate()
         assert coordinate is not None
         place: list[int | slice] = list(coordinate)
         place[dim] = slice(None)
         row, ranges = ranks[tuple(place)].tolist(), spec.placements[dim]
-        assert isinstance(ranges, RangeShard)
+        assert isinstance(ranges, RaggedShard)
         return {
             row[rank]: tuple(
                 Region(box.offsets, box.sizes).moved(tile.offsets)

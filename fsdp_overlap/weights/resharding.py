@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.comm.lanes import Ticket, make_lane
 from fsdp_overlap.comm.streams import current_device
-from fsdp_overlap.runtime.context import context_of
+from fsdp_overlap.engine.context import context_of
 from fsdp_overlap.weights.exchange import Exchange, Note
 from fsdp_overlap.weights.regions import Region, parts
 from fsdp_overlap.weights.routes import Messages, Part, Round, Routed
@@ -34,7 +34,7 @@ Weights = nn.Module | Mapping[str, torch.Tensor]
 _AHEAD = 1  # rounds under way beside the one that is waited for
 
 
-class Resharding:
+class WeightResharder:
     """Copies weights from where they are to where they are wanted, as often as you like.
 
     Each rank sends what another wants of it and nothing else, in pieces. It is planned once, and

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap.runtime.unit import Unit, unit_of
+from fsdp_overlap.engine.unit import Unit, unit_of
 from fsdp_overlap.tensor.extension import is_subclass
+from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
 from fsdp_overlap.tensor.row_tensor import RowTensor
-from fsdp_overlap.tensor.sharded_tensor import ShardedTensor
 
 Names = Callable[[str], str | None]
 """Gives the name by which others know a weight. ``None`` leaves it out."""
@@ -105,7 +105,7 @@ def is_first(tensors: Collection[torch.Tensor]) -> bool:
 def version_of(tensor: torch.Tensor) -> tuple[int, int] | None:
     """Is another one after an edit of ``tensor``, or of a sharded parameter that lies with it.
     ``None`` if edits of such a tensor may go unnoticed, as those of a fused optimizer do."""
-    if isinstance(tensor, (ShardedTensor, RowTensor)) and tensor.edits is not None:
+    if isinstance(tensor, (RaggedDTensor, RowTensor)) and tensor.edits is not None:
         return tensor.edits.values, tensor._local_tensor._version
     return None
 

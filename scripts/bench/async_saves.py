@@ -255,7 +255,7 @@ def measurement_of(args: argparse.Namespace, measured: dict[str, Any]) -> Measur
     settings = {
         key: getattr(args, key)
         for key in "ranks blocks width rows sleep steps copied rounds folder".split()
-    } | {"torch": torch.__version__, "nbytes": seconds["nbytes"], "copied_most": seconds["copied"]}
+    } | {"torch": torch.__version__, "nbytes": seconds["nbytes"], "peak_copied": seconds["copied"]}
     times = {
         quantity: {name: found[quantity][1:] for name, found in seconds["times"].items()}
         for quantity in (STEP, CALL, SLOWEST, LOST)

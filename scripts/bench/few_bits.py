@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, WirePolicy, fully_shard
+from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, QuantizedCommPolicy, fully_shard
 from fsdp_overlap.comm import quantized
 from fsdp_overlap.comm.wire import Wire
 from harness import link_training, output, processes, slow_link, turns
@@ -42,11 +42,11 @@ ONLY_BYTES = "ours, all in int8, quantizing left out"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 POLICIES = {
     BF16: None,
-    "ours, gathers in float8": WirePolicy(E4M3),
-    "ours, gathers in int8": WirePolicy(torch.int8),
-    "ours, all in float8": WirePolicy(E4M3, E5M2),
-    "ours, all in int8": WirePolicy(torch.int8, torch.int8),
-    ONLY_BYTES: WirePolicy(torch.int8, torch.int8),
+    "ours, gathers in float8": QuantizedCommPolicy(E4M3),
+    "ours, gathers in int8": QuantizedCommPolicy(torch.int8),
+    "ours, all in float8": QuantizedCommPolicy(E4M3, E5M2),
+    "ours, all in int8": QuantizedCommPolicy(torch.int8, torch.int8),
+    ONLY_BYTES: QuantizedCommPolicy(torch.int8, torch.int8),
 }
 QUANTIZING = (
     (Wire, "encode_run"),
@@ -69,7 +69,7 @@ def shard(args: argparse.Namespace, name: str) -> tuple[torch.nn.Module, FsdpCon
         return model, None
     ctx = FsdpContext(mesh)
     for module in (*model, model):
-        fully_shard(module, ctx, mp_policy=PRECISION, wire_policy=POLICIES[name])
+        fully_shard(module, ctx, mp_policy=PRECISION, comm_policy=POLICIES[name])
     return model, ctx
 
 

@@ -16,7 +16,7 @@ thread.
 in bfloat16, the unsharded step too, and reduces in float32. Neither has a floor or a target.
 
 `--calls` counts instead how many Python functions of ours and of `torch.distributed` a step calls
-for a unit. That has no noise, and can be said of lanes that are streams too: there on a modelled
+for a unit. That has no noise, and can be said of lanes that are streams too: there on a emulated
 device, whose own functions do not count.
 """
 
@@ -36,7 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_overlap
-from fsdp_overlap.modelled import ModelledDevice, fake_ranks, running
+from fsdp_overlap.emulator import EmulatedDevice, fake_ranks, running
 from harness import output, turns
 from harness.bare_sharding import BareUnit
 from harness.calls import count_calls
@@ -93,7 +93,7 @@ def shard_ours(
     policy: fsdp2.MixedPrecisionPolicy = FULL,
 ) -> None:
     """Shard every block, then the root, in one context."""
-    layout = fsdp_overlap.Rows() if in_rows else fsdp_overlap.Flat()
+    layout = fsdp_overlap.PerTensor() if in_rows else fsdp_overlap.Flat()
     ctx = fsdp_overlap.FsdpContext(mesh, prefetch=prefetch, layout=layout)
     for block in model:
         fsdp_overlap.fully_shard(block, ctx, mp_policy=policy)
@@ -240,14 +240,14 @@ def calls(args: argparse.Namespace, blocks: int) -> tuple[list[Figure], list[Rat
         if name in ("FSDP2", "ours")
     }
     policy = MIXED if args.mixed else FULL
-    with fake_ranks(args.world_size), running(ModelledDevice()):
+    with fake_ranks(args.world_size), running(EmulatedDevice()):
         for name in ("FSDP2", "ours"):
-            model, mesh = build(blocks, args.width).to("modelled"), make_mesh(args, "modelled")
+            model, mesh = build(blocks, args.width).to("emulated"), make_mesh(args, "emulated")
             if name == "ours":
                 shard_ours(model, mesh, args.prefetch, policy=policy)
             else:
                 shard_fsdp2(model, mesh, policy)
-            step = make_step(model, args.width, device="modelled")
+            step = make_step(model, args.width, device="emulated")
             found[f"{name}, stream lanes"] = counted(step, args.warmup, blocks)
     join_ranks(args.world_size)  # again, in place of those of the model
     at = blocks if len(args.blocks) > 1 else None
@@ -267,7 +267,7 @@ def counted(step: Callable[[], object], warmup: int, blocks: int) -> float:
 
 def is_systems(file: str) -> bool:
     """Whether a file is of a system that shards, and not of the device that it runs on."""
-    is_ours = "/fsdp_overlap/" in file and "/fsdp_overlap/modelled/" not in file
+    is_ours = "/fsdp_overlap/" in file and "/fsdp_overlap/emulator/" not in file
     return is_ours or "/torch/distributed/" in file
 
 

@@ -4,8 +4,9 @@ Four gloo ranks in two groups that hold copies of each other's shards, on a loop
 most `--rate` in a network namespace made for the run (needs root and `tc`). A step has two
 microbatches: parameters are gathered and gradients reduced among shards in both, across copies in
 the last alone (`set_requires_all_reduce`), and AdamW's, ours on ours and torch's fused on FSDP2.
-Ours runs with copies as they are and with `divide_copies`. The systems take turns round by round in
-the same processes. All traffic shares one link, where machines would have a faster one inside.
+Ours runs with copies as they are and with `shard_optimizer_over_replicas`. The systems take turns
+round by round in the same processes. All traffic shares one link, where machines would have a
+faster one inside.
 
 Besides what it computes, a block sleeps `--sleep` ms in forward and twice as long in backward,
 which takes time and none of the host's cores, as a GPU's compute does. A sample is one step, in
@@ -36,11 +37,13 @@ RANKS = 4
 
 
 def train_ours(
-    args: argparse.Namespace, mesh: DeviceMesh, divide_copies: bool
+    args: argparse.Namespace, mesh: DeviceMesh, shard_optimizer_over_replicas: bool
 ) -> tuple[Callable[[], float], int]:
     """A step, and the elements of this rank's first moments."""
     model = link_training.build(args.blocks, args.sleep)
-    ctx = fsdp_overlap.FsdpContext(mesh, divide_copies=divide_copies)
+    ctx = fsdp_overlap.FsdpContext(
+        mesh, shard_optimizer_over_replicas=shard_optimizer_over_replicas
+    )
     for block in model:
         fsdp_overlap.fully_shard(block, ctx)
     fsdp_overlap.fully_shard(model, ctx)

@@ -2,8 +2,8 @@
 
 One unit a block, and the root; parameters in bfloat16. Imbalance is the largest rank over the mean.
 What cannot be cut sets a bound to it (harness/balance_bound.py), so it is also given over that.
-The headlines are the worst imbalance of `Whole()`, of bytes or of Newton-Schulz cost, over the
-bound. They leave out numbers of ranks with less than BALANCED_FROM matrices each.
+The headlines are the worst imbalance of `TensorAtomic()`, of bytes or of Newton-Schulz cost, over
+the bound. They leave out numbers of ranks with less than BALANCED_FROM matrices each.
 """
 
 import math
@@ -17,7 +17,15 @@ from typing import Annotated
 import torch
 import typer
 
-from fsdp_overlap.layout import Blocks, BucketPlan, Flat, Layout, ParamSpec, Whole, plan_units
+from fsdp_overlap.layout import (
+    BlockAtomic,
+    BucketPlan,
+    Flat,
+    Layout,
+    ParamSpec,
+    TensorAtomic,
+    plan_units,
+)
 from harness import output
 from harness.balance_bound import least_imbalance
 from harness.markdown import markdown_table
@@ -32,10 +40,10 @@ PLANNING_TARGET, MANY_PLANNING_TARGET, MANY = 0.3, 2.0, 10_000
 
 
 LAYOUTS: dict[str, Layout] = {
-    "whole": Whole(cut=("output.weight",)),
-    "equal": Whole(cut=("output.weight",), padding=math.inf),
+    "whole": TensorAtomic(split=("output.weight",)),
+    "equal": TensorAtomic(split=("output.weight",), max_padding=math.inf),
     "flat": Flat(),
-    "blocks": Blocks(rows=128),
+    "blocks": BlockAtomic(rows=128),
 }
 
 

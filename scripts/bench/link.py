@@ -25,10 +25,10 @@ takes time and no core, as a GPU's compute does: with few `--rows` that shows th
 sleeps after each of its layers, in proportion to their parameters.
 
 A step is forward, loss, backward and zero_grad. With `--whole` it also clips gradients by their
-norm and steps AdamW: ours by ours, which also gathers for the next forward (`gather_next=True`),
-FSDP2 by torch's, foreach and fused. Compute alone does that with as many elements as a rank has of
-the sharded model, a tensor for each block. A sample is the mean of `--steps` steps, from a barrier
-to the end of the slowest rank, in milliseconds.
+norm and steps AdamW: ours by ours, which also gathers for the next forward
+(`prefetch_next_forward=True`), FSDP2 by torch's, foreach and fused. Compute alone does that with
+as many elements as a rank has of the sharded model, a tensor for each block. A sample is the mean
+of `--steps` steps, from a barrier to the end of the slowest rank, in milliseconds.
 
 With `--optimizer` the question is another one: what it buys to gather parameters under compute. A
 step is one of training then, of `--microbatches` forwards and backwards, and the systems are ours
@@ -251,7 +251,7 @@ def measurement_of(args: argparse.Namespace, samples: dict[str, list[float]]) ->
         "whole": args.whole,
         "layout": args.layout,
         "prefetch": args.prefetch,
-        "separate_groups": not args.shared_group,
+        "separate_reduce_scatter_group": not args.shared_group,
         "optimizer": args.optimizer,
         "stage": None if args.optimizer is None else args.stage,
         "microbatches": args.microbatches,

@@ -49,7 +49,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fsdp_overlap
 import fsdp_overlap.optim
-from fsdp_overlap.layout import Whole
+from fsdp_overlap.layout import TensorAtomic
 from fsdp_overlap.profiling import read_report
 from harness import output, simulated_ranks
 from harness.measurement import Measurement, Ratio
@@ -166,7 +166,7 @@ def ours_muon(model: nn.Module, setting: Setting) -> Trained:
     def muon(sharded: nn.Module) -> list[torch.optim.Optimizer]:
         return [fsdp_overlap.optim.Muon(sharded, lr=LR)]
 
-    return ours(model, setting, muon, Whole())
+    return ours(model, setting, muon, TensorAtomic())
 
 
 def ours_adamw(model: nn.Module, setting: Setting) -> Trained:

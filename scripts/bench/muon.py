@@ -10,8 +10,8 @@ settings everywhere:
   they stepped. Its step ends with all parameters on all ranks; for that ours gathers in the next
   forward, under compute;
 - FSDP2: the same two on what `torch.distributed.fsdp.fully_shard` shards;
-- ours: `fsdp_overlap.optim.Muon` under `Whole()`, under `Flat()`, and unsharded, which shows what
-  of a difference is due to its products alone;
+- ours: `fsdp_overlap.optim.Muon` under `TensorAtomic()`, under `Flat()`, and unsharded, which
+  shows what of a difference is due to its products alone;
 - on four ranks and more, ours with two copies, and with tensor parallelism over two ranks, by which
   half of the matrices are cut by rows and half by columns.
 
@@ -45,7 +45,14 @@ from torch.distributed.tensor import distribute_tensor as torch_distribute
 from torch.distributed.tensor.debug import CommDebugMode
 
 from checkpoint import Block
-from fsdp_overlap import Flat, FsdpContext, ShardedTensor, Whole, distribute_tensor, fully_shard
+from fsdp_overlap import (
+    Flat,
+    FsdpContext,
+    RaggedDTensor,
+    TensorAtomic,
+    distribute_tensor,
+    fully_shard,
+)
 from fsdp_overlap.layout import Layout
 from fsdp_overlap.optim import Muon
 from harness import output, processes, turns
@@ -54,7 +61,7 @@ from harness.measurement import Measurement, Ratio
 from harness.optimizers import ADAMW, LR, torchs
 
 UNSHARDED, LAYER_WISE, FSDP2 = "unsharded, torch's", "layer-wise, torch's", "FSDP2, torch's"
-WHOLE, FLAT, ALONE = "ours, Whole()", "ours, Flat()", "ours, unsharded"
+WHOLE, FLAT, ALONE = "ours, TensorAtomic()", "ours, Flat()", "ours, unsharded"
 COPIES, TENSOR_PARALLEL = "ours, two copies", "ours, tensor parallel"
 EXPERTS, EXPERTS_ALONE = "ours, experts", "ours, experts unsharded"
 STEP = "step"
@@ -123,7 +130,7 @@ def divide_experts(model: nn.Sequential) -> None:
         if isinstance(module, Experts):
             weight = torch_distribute(module.weight.detach(), mesh["ep"], [Shard(0)])
             module.weight = nn.Parameter(weight)
-    shard(model, Whole(), mesh["shard"])
+    shard(model, TensorAtomic(), mesh["shard"])
 
 
 def systems() -> dict[str, System]:
@@ -131,7 +138,7 @@ def systems() -> dict[str, System]:
         UNSHARDED: System(lambda model: None, torchs),
         LAYER_WISE: System(lambda model: None, layer_wise),
         FSDP2: System(shard_fsdp2, torchs),
-        WHOLE: System(lambda model: shard(model, Whole()), ours),
+        WHOLE: System(lambda model: shard(model, TensorAtomic()), ours),
         FLAT: System(lambda model: shard(model, Flat()), ours),
         ALONE: System(lambda model: None, ours),
         EXPERTS_ALONE: System(lambda model: None, ours, EXPERTS_ALONE, Experts),
@@ -139,7 +146,7 @@ def systems() -> dict[str, System]:
     }
     if dist.get_world_size() >= 4:
         found[COPIES] = System(
-            lambda model: shard(model, Whole(), grid("replicate", "shard")), ours
+            lambda model: shard(model, TensorAtomic(), grid("replicate", "shard")), ours
         )
         found[TENSOR_PARALLEL] = System(parallelize, ours)
     return found
@@ -157,7 +164,7 @@ def give_gradients(model: nn.Module) -> None:
     for parameter in model.parameters():
         whole = torch.randn(parameter.shape, generator=generator)
         if isinstance(parameter, DTensor):
-            cut = distribute_tensor if isinstance(parameter, ShardedTensor) else torch_distribute
+            cut = distribute_tensor if isinstance(parameter, RaggedDTensor) else torch_distribute
             whole = cut(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
         parameter.grad = whole
 

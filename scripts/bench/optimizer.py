@@ -44,7 +44,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.utils import clip_grad_norm_
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_overlap import ShardedTensor, optim
+from fsdp_overlap import RaggedDTensor, optim
 from harness import output, turns
 from harness.measurement import Measurement, Ratio
 from host_overhead import ROWS, build, profile, shard_fsdp2, shard_ours, timed
@@ -136,7 +136,7 @@ WALK = "(walking model.parameters(), part of each)"
 
 def local_part(parameter: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
     """What this rank holds of `full`, which is whole and lies as `parameter` does."""
-    if isinstance(parameter, ShardedTensor):
+    if isinstance(parameter, RaggedDTensor):
         start, stop = parameter.local_range
         return full.flatten()[start:stop]
     mesh = parameter.device_mesh

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 import fsdp_overlap
-from fsdp_overlap.agreement.order_check import OrderCheck
 from fsdp_overlap.comm.lanes import Lane
+from fsdp_overlap.desync.order_check import OrderCheck
 from harness import link_training, loopback, output, processes, slow_link, turns
 from harness.measurement import Measurement, Ratio
 from link import check, timed

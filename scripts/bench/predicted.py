@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 import hsdp
-from fsdp_overlap.simulating import CpuPrediction, Fabric, Profile, simulate_on_cpu
+from fsdp_overlap.simulator import CpuPrediction, Fabric, Profile, simulate_on_cpu
 from harness import link_training, output, peaks, processes, slow_link, turns
 from harness.measurement import Measurement
 from link import timed
@@ -71,7 +71,9 @@ class Case:
             return link_training.train_ours(self, overlap=True)[0]
         sizes = (2, self.ranks // 2)
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
-        return hsdp.train_ours(self, mesh, divide_copies=self.copies == "divided")[0]
+        return hsdp.train_ours(self, mesh, shard_optimizer_over_replicas=self.copies == "divided")[
+            0
+        ]
 
 
 CASES = (

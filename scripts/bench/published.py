@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from fsdp_overlap.simulating import Costs, Device, Fabric, Prediction, Training, simulate
+from fsdp_overlap.simulator import Costs, Device, Fabric, Prediction, Training, simulate
 
 GIB = 2**30
 

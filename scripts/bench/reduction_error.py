@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from fsdp_overlap import Blocks, WirePolicy
+from fsdp_overlap import BlockAtomic, QuantizedCommPolicy
 from fsdp_overlap.comm.wire import Wire
 from fsdp_overlap.layout import BucketPlan, ParamSpec, plan_units
 from harness import output
@@ -22,13 +22,13 @@ from harness.measurement import Measurement, Sweep
 ROWS, COLUMNS = 512, 256
 QUANTITY = "error"
 POLICIES = {
-    "bfloat16, summed in float32": WirePolicy(reduce_dtype=torch.bfloat16),
-    "int8": WirePolicy(reduce_dtype=torch.int8),
-    "float8_e4m3fn": WirePolicy(reduce_dtype=torch.float8_e4m3fn),
-    "float8_e4m3fn, blocks of 32": WirePolicy(
+    "bfloat16, summed in float32": QuantizedCommPolicy(reduce_dtype=torch.bfloat16),
+    "int8": QuantizedCommPolicy(reduce_dtype=torch.int8),
+    "float8_e4m3fn": QuantizedCommPolicy(reduce_dtype=torch.float8_e4m3fn),
+    "float8_e4m3fn, blocks of 32": QuantizedCommPolicy(
         reduce_dtype=torch.float8_e4m3fn, block=(1, 32), powers_of_two=True
     ),
-    "float8_e5m2": WirePolicy(reduce_dtype=torch.float8_e5m2),
+    "float8_e5m2": QuantizedCommPolicy(reduce_dtype=torch.float8_e5m2),
 }
 
 
@@ -38,10 +38,12 @@ def draw(ranks: int) -> list[torch.Tensor]:
     return [(torch.randn(ROWS, COLUMNS, generator=generator) * size).view(-1) for _ in range(ranks)]
 
 
-def quantized_sum(gradients: list[torch.Tensor], policy: WirePolicy) -> torch.Tensor:
+def quantized_sum(gradients: list[torch.Tensor], policy: QuantizedCommPolicy) -> torch.Tensor:
     """What the first rank gets, in float32. Its own gradients do not travel."""
     spec = ParamSpec("weight", (ROWS, COLUMNS), torch.float32)
-    [[plan]] = [plan_units([[replace(spec, block=policy.grain(spec))]], len(gradients), Blocks(1))]
+    [[plan]] = [
+        plan_units([[replace(spec, block=policy.grain(spec))]], len(gradients), BlockAtomic(1))
+    ]
     assert isinstance(plan, BucketPlan)
     codes = policy.reduce_dtype
     assert codes is not None

@@ -97,7 +97,7 @@ def run_rank(args: argparse.Namespace) -> None:
     for step in range(1, args.steps + 1):
         accumulates = step % args.every == 0
         if step == args.every:
-            reduce_inputs_before = ctx.stats.reduce_inputs_most
+            reduce_inputs_before = ctx.stats.peak_reduce_inputs
         for is_last in (False, True) if accumulates else (True,):
             model.set_requires_gradient_sync(is_last)
             # Rows of their own in every microbatch of every rank.
@@ -136,9 +136,9 @@ def claims_of(args: argparse.Namespace, ranks: Sequence[dict[str, Any]]) -> list
     def most(name: str) -> int:
         return max(found["stats"][name] for found in ranks)
 
-    full, units = most("full_buffers_most"), args.blocks + 1
-    inputs, inputs_before = most("reduce_inputs_most"), most("reduce_inputs_before")
-    left, inputs_left = most("full_buffers_alive"), most("reduce_inputs_alive")
+    full, units = most("peak_full_buffers"), args.blocks + 1
+    inputs, inputs_before = most("peak_reduce_inputs"), most("reduce_inputs_before")
+    left, inputs_left = most("current_full_buffers"), most("current_reduce_inputs")
     losses = [found["losses"] for found in ranks]
     apart = [k for k, of_ranks in enumerate(zip(*losses, strict=True)) if len(set(of_ranks)) > 1]
     return [

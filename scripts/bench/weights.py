@@ -9,9 +9,9 @@ reckoned: the bytes that must travel, at its rate. Memory is the peak of a rank'
 above what rested before, in ranks of its own, where freed blocks go back to the system at once.
 
 *reshard*, on four: two ranks train, and each of the other two wants half of every matrix, by rows
-or columns, as tensor parallelism does. Ours is `Resharding`. What it is compared with puts weights
-of FSDP2 together on the ranks that train, and sends them whole to the others, each of which takes
-its part. The bytes that must move are those of the whole model.
+or columns, as tensor parallelism does. Ours is `WeightResharder`. What it is compared with puts
+weights of FSDP2 together on the ranks that train, and sends them whole to the others, each of
+which takes its part. The bytes that must move are those of the whole model.
 
 *--files*, on four: weights are written into a folder as safetensors, until they are on the disk.
 Ours is `save_weights()`, of which each rank writes a part. In the two others the first rank writes
@@ -50,7 +50,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_overlap
-from fsdp_overlap.weights import Resharding, exchange, export, export_weights, save_weights
+from fsdp_overlap.weights import WeightResharder, exchange, export, export_weights, save_weights
 from fsdp_overlap.weights.plans import plans_of
 from harness import output, peaks, processes, slow_link, turns
 from harness.measurement import Measurement, Ratio
@@ -141,7 +141,7 @@ def exporters(args: argparse.Namespace) -> dict[str, Callable[[], float]]:
 # Weights on other ranks
 
 
-def movers(args: argparse.Namespace) -> tuple[dict[str, Callable[[], object]], Resharding]:
+def movers(args: argparse.Namespace) -> tuple[dict[str, Callable[[], object]], WeightResharder]:
     training, inference = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
     trains = dist.get_rank() < 2
     shapes = {name: weight.shape for name, weight in build(args).state_dict().items()}
@@ -155,7 +155,7 @@ def movers(args: argparse.Namespace) -> tuple[dict[str, Callable[[], object]], R
     }
     mine = sharded(args, training, True) if trains else None
     others = sharded(args, training, False) if trains else None
-    resharding = Resharding(mine, None if trains else placed)
+    resharding = WeightResharder(mine, None if trains else placed)
     parameters = {} if others is None else dict(others.named_parameters())
 
     def gathered() -> None:

@@ -267,9 +267,9 @@ def run_rank(job: Job, rank: int, home: Connection) -> None:
     torch.set_num_threads(1)
     library: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if job.replaces:
-        from fsdp_overlap import replacing_fsdp2
+        from fsdp_overlap import patch_fsdp2
 
-        library = replacing_fsdp2()
+        library = patch_fsdp2()
     calls = Calls()
     with library:
         _prepare_torchs_helpers(job.ranks, calls)

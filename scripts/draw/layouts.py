@@ -10,7 +10,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from fsdp_overlap.layout import Blocks, BucketPlan, Flat, LayoutRule, ParamSpec, Whole, plan_units
+from fsdp_overlap.layout import (
+    BlockAtomic,
+    BucketPlan,
+    Flat,
+    LayoutRule,
+    ParamSpec,
+    TensorAtomic,
+    plan_units,
+)
 
 RANKS = 4
 SHAPES = {
@@ -23,8 +31,8 @@ SHAPES = {
 COLORS = dict(zip(SHAPES, ["#4477aa", "#66ccee", "#228833", "#ccbb44", "#aa3377"], strict=True))
 LAYOUTS: dict[str, LayoutRule] = {
     "Flat(): cut anywhere, equal shards": Flat(),
-    "Blocks(rows=256): cut between blocks of rows": Blocks(rows=256),
-    "Whole(): no matrix is cut, shards as large as what they hold": Whole(),
+    "BlockAtomic(rows=256): cut between blocks of rows": BlockAtomic(rows=256),
+    "TensorAtomic(): no matrix is cut, shards as large as what they hold": TensorAtomic(),
 }
 
 

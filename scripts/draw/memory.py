@@ -19,7 +19,7 @@ import torch.distributed as dist
 import typer
 from matplotlib.figure import Figure
 
-from fsdp_overlap import Flat, FsdpContext, MixedPrecisionPolicy, Whole, fully_shard
+from fsdp_overlap import Flat, FsdpContext, MixedPrecisionPolicy, TensorAtomic, fully_shard
 from fsdp_overlap.cli.model import GPT
 from fsdp_overlap.layout import BucketPlan, Layout, ParamSpec, plan_units
 from fsdp_overlap.optim import AdamW, Muon
@@ -34,7 +34,7 @@ from harness.real_models import units_of
 
 MODEL, RANKS = "Llama-3 8B", 8
 HEAD = "output.weight"
-LAYOUTS: dict[str, Layout] = {"AdamW": Flat(), "Muon": Whole(cut=(HEAD,))}
+LAYOUTS: dict[str, Layout] = {"AdamW": Flat(), "Muon": TensorAtomic(split=(HEAD,))}
 STAGES = (3, 2, 1)
 PREFETCH = 1
 # Bytes of an element: shards, gradients, states and reduce inputs in float32, compute in bfloat16.

@@ -12,13 +12,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from fsdp_overlap import WirePolicy
-from fsdp_overlap.layout import Blocks, BucketPlan, ParamSpec, plan_units
+from fsdp_overlap import QuantizedCommPolicy
+from fsdp_overlap.layout import BlockAtomic, BucketPlan, ParamSpec, plan_units
 
 RANKS = 2
 SHAPES = {"qkv": (96, 32), "project": (32, 32), "up": (128, 32), "down": (32, 128), "norms": (256,)}
 REST, COMPUTE = torch.float32, torch.bfloat16
-POLICY = WirePolicy(torch.float8_e4m3fn, torch.bfloat16)
+POLICY = QuantizedCommPolicy(torch.float8_e4m3fn, torch.bfloat16)
 SHARED = "#4477aa", "#66ccee"  # of each rank
 CODES, SCALES, KEPT = "#228833", "#aa3377", "#ccbb44"
 NAMES = {
@@ -33,10 +33,10 @@ Bar = list[tuple[int, str]]
 """Bytes and color of each part."""
 
 
-def plan_of(policy: WirePolicy) -> BucketPlan:
+def plan_of(policy: QuantizedCommPolicy) -> BucketPlan:
     specs = [ParamSpec(fqn, shape, REST) for fqn, shape in SHAPES.items()]
     specs = [replace(spec, block=policy.grain(spec)) for spec in specs]
-    [plan] = plan_units([specs], RANKS, Blocks(rows=1))
+    [plan] = plan_units([specs], RANKS, BlockAtomic(rows=1))
     return cast(BucketPlan, plan)
 
 

@@ -20,9 +20,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from fsdp_overlap import Blocks, Flat, Whole
+from fsdp_overlap import BlockAtomic, Flat, TensorAtomic
 from fsdp_overlap.layout import LayoutRule
-from fsdp_overlap.simulating import Costs, Device, Fabric, Training, simulate
+from fsdp_overlap.simulator import Costs, Device, Fabric, Training, simulate
 
 DEVICE, FABRIC = "h100_sxm", "nvlink4_400g"
 LARGE = "h200_sxm"  # for what does not fit the other
@@ -116,9 +116,12 @@ def draw_prefetch(figure: Figure) -> None:
 
 
 LAYOUTS: dict[str, tuple[LayoutRule, int]] = {
-    "Blocks(rows=128), ragged": (Blocks(rows=128), 2048),
-    "Whole(), ragged": (Whole(), 2048),
-    "Whole(padding=inf), equal": (Whole(padding=math.inf), 8),  # beyond, it does not fit
+    "BlockAtomic(rows=128), ragged": (BlockAtomic(rows=128), 2048),
+    "TensorAtomic(), ragged": (TensorAtomic(), 2048),
+    "TensorAtomic(max_padding=inf), equal": (
+        TensorAtomic(max_padding=math.inf),
+        8,
+    ),  # beyond, it does not fit
 }
 
 

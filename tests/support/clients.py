@@ -16,7 +16,7 @@ import torch.distributed.fsdp as fsdp2
 from torch import nn
 
 import fsdp_overlap
-from fsdp_overlap import ShardedTensor
+from fsdp_overlap import RaggedDTensor
 from support.examples import EXAMPLES
 
 
@@ -73,5 +73,5 @@ def check_whose(ours: nn.Module, theirs: nn.Module) -> None:
     ]
     assert units[0] == units[1] != []
     assert not any(isinstance(module, fsdp_overlap.FSDPModule) for module in theirs.modules())
-    assert all(isinstance(parameter, ShardedTensor) for parameter in ours.parameters())
-    assert not any(isinstance(parameter, ShardedTensor) for parameter in theirs.parameters())
+    assert all(isinstance(parameter, RaggedDTensor) for parameter in ours.parameters())
+    assert not any(isinstance(parameter, RaggedDTensor) for parameter in theirs.parameters())

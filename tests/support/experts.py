@@ -9,8 +9,8 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fsdp_overlap import FsdpContext, ShardedTensor, fully_shard
-from fsdp_overlap.layout import Whole
+from fsdp_overlap import FsdpContext, RaggedDTensor, fully_shard
+from fsdp_overlap.layout import TensorAtomic
 from fsdp_overlap.optim import AdamW, clip_grad_norm_
 from support.twins import same
 
@@ -105,7 +105,7 @@ def shard(model: Moe, whole: DeviceMesh, shards: DeviceMesh, ctx: FsdpContext) -
 def train(layout_is_whole: bool, with_dtensors: bool) -> None:
     whole, shards, ep = meshes()
     model, twin = Moe(ep, with_dtensors), Moe(None)
-    ctx = FsdpContext(whole, layout=Whole()) if layout_is_whole else FsdpContext(whole)
+    ctx = FsdpContext(whole, layout=TensorAtomic()) if layout_is_whole else FsdpContext(whole)
     if layout_is_whole:
         experts = [layer.experts for layer in model]
         ctx.plan([*experts, *model, model], meshes=dict.fromkeys(experts, shards))
@@ -128,7 +128,7 @@ def train(layout_is_whole: bool, with_dtensors: bool) -> None:
             each.step()
             each.zero_grad()
         compare(model, twin, ep, of_gradients=False)
-        assert ctx.stats.full_buffers_alive == ctx.stats.reduce_inputs_alive == 0
+        assert ctx.stats.current_full_buffers == ctx.stats.current_reduce_inputs == 0
 
 
 def expert_free(model: nn.Module) -> list[nn.Parameter]:
@@ -138,7 +138,7 @@ def expert_free(model: nn.Module) -> list[nn.Parameter]:
 def compare(model: nn.Module, twin: nn.Module, ep: DeviceMesh, of_gradients: bool) -> None:
     for (name, parameter), other in zip(model.named_parameters(), twin.parameters(), strict=True):
         actual, expected = (parameter.grad, other.grad) if of_gradients else (parameter, other)
-        assert isinstance(actual, ShardedTensor)
+        assert isinstance(actual, RaggedDTensor)
         assert expected is not None
         expected = expected.detach()
         if "experts" in name and actual.device_mesh.ndim == 1:  # this rank's, by themselves

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap import FsdpContext, Rows, fully_shard
+from fsdp_overlap import FsdpContext, PerTensor, fully_shard
 from support.extensions import WIDTH, Net, parts
 from support.twins import NAMES
 
@@ -28,7 +28,7 @@ def both(
     ours, theirs = Net(kind, inner), Net(kind, inner)
     theirs = copy.deepcopy(ours)
     named = None if mesh is None else init_device_mesh("cpu", mesh, mesh_dim_names=NAMES)
-    ctx = FsdpContext(named, layout=Rows())
+    ctx = FsdpContext(named, layout=PerTensor())
     for module in (*ours.layers, ours):
         fully_shard(module, ctx, **options)
     if named is not None:

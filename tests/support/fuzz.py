@@ -18,10 +18,10 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.internal.conjecture.engine import ConjectureRunner
 
-from fsdp_overlap import Blocks, Flat, Rows
-from fsdp_overlap import Whole as WholeMatrices
+from fsdp_overlap import BlockAtomic, Flat, PerTensor
+from fsdp_overlap import TensorAtomic as WholeMatrices
+from fsdp_overlap.emulator import EmulatedDevice, Issued, compare_issued, running
 from fsdp_overlap.layout import LayoutRule
-from fsdp_overlap.modelled import Issued, ModelledDevice, compare_issued, running
 from support import nccl_like
 from support.fuzz_errors import PLACES, EditTooSoon, Fail, FailAlone, Reset, Stray
 from support.fuzz_run import Run
@@ -53,7 +53,7 @@ from support.fuzz_training import (
 from support.random_models import Node, around_one, trees
 from support.ranks import run_ranks
 
-LAYOUTS: tuple[LayoutRule, ...] = (Flat(), WholeMatrices(), Blocks(rows=2), Rows())
+LAYOUTS: tuple[LayoutRule, ...] = (Flat(), WholeMatrices(), BlockAtomic(rows=2), PerTensor())
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Program:
 
 
 class Seen(NamedTuple):
-    """By one of the ranks: how many operations of each kind did something, and on the modelled
+    """By one of the ranks: how many operations of each kind did something, and on the emulated
     device what was found and which collectives were issued."""
 
     done: Counter[str]
@@ -74,9 +74,9 @@ class Seen(NamedTuple):
 
 def run_program(program: Program) -> Seen:
     """On one of the ranks."""
-    if program.setup.device != "modelled":
+    if program.setup.device != "emulated":
         return Seen(_run(program))
-    with running(ModelledDevice()) as device:
+    with running(EmulatedDevice()) as device:
         done = _run(program)
     return Seen(done, list(map(str, device.findings)), device.issued)
 
@@ -100,7 +100,7 @@ def _run(program: Program) -> Counter[str]:
 
 
 def run_on_ranks(program: Program) -> Counter[str]:
-    backend = nccl_like.BACKEND if program.setup.device == "modelled" else "gloo"
+    backend = nccl_like.BACKEND if program.setup.device == "emulated" else "gloo"
     ranks = run_ranks(run_program, program.world_size, program, timeout=40, backend=backend)
     findings = list(dict.fromkeys(found for seen in ranks for found in seen.findings))
     assert not findings, "\n".join(findings)
@@ -187,9 +187,13 @@ def meshes(world_size: int) -> st.SearchStrategy[tuple[tuple[int, ...] | None, b
     return plain | st.tuples(copies, st.booleans())
 
 
-def layouts_for(divide_copies: bool) -> list[LayoutRule]:
+def layouts_for(shard_optimizer_over_replicas: bool) -> list[LayoutRule]:
     """Copies cannot divide rows."""
-    return [layout for layout in LAYOUTS if not (divide_copies and isinstance(layout, Rows))]
+    return [
+        layout
+        for layout in LAYOUTS
+        if not (shard_optimizer_over_replicas and isinstance(layout, PerTensor))
+    ]
 
 
 CONFIRMS = "needs the confirmations of a CPU"
@@ -198,7 +202,7 @@ WAITS = "other ranks wait in collectives of the model's own, where nobody tells 
 # What programs for a device leave out, and those whose model is divided; and why.
 LEFT_OUT: dict[str, dict[type[Operation], str]] = {
     "cpu": {},
-    "modelled": {FailAlone: CONFIRMS, Stray: CONFIRMS},
+    "emulated": {FailAlone: CONFIRMS, Stray: CONFIRMS},
     PLAIN: {},
     TENSOR_PARALLELISM: {FailAlone: WAITS, Stray: WAITS},
     EXPERT_PARALLELISM: {
@@ -231,15 +235,15 @@ def programs(draw: st.DrawFn, device: str) -> Program:
         node = draw(around_one("experts"))
     else:
         node = draw(trees())
-    mesh, divide_copies = draw(meshes(world_size // tensor_ranks))
+    mesh, shard_optimizer_over_replicas = draw(meshes(world_size // tensor_ranks))
     prefetch = draw(st.integers(0, 2))
     setup = Setup(
         node=node,
         prefetch=prefetch,
-        layout=draw(st.sampled_from(layouts_for(divide_copies))),
+        layout=draw(st.sampled_from(layouts_for(shard_optimizer_over_replicas))),
         ends=draw(st.booleans()),
         mesh=mesh,
-        divide_copies=divide_copies,
+        shard_optimizer_over_replicas=shard_optimizer_over_replicas,
         optimizer=draw(st.sampled_from(OPTIMIZERS)),
         device=device,
         tensor_ranks=tensor_ranks,
@@ -277,6 +281,6 @@ def try_programs(
         decorated()
 
 
-KINDS = (*OPERATIONS, Program, Setup, Node, Flat, Blocks, Rows)
+KINDS = (*OPERATIONS, Program, Setup, Node, Flat, BlockAtomic, PerTensor)
 NAMES = {kind.__name__: kind for kind in KINDS} | {"Whole": WholeMatrices}
 """For a program as it is printed."""

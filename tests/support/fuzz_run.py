@@ -15,10 +15,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.comm.streams import has_streams
-from fsdp_overlap.runtime.unit import Unit, unit_of
+from fsdp_overlap.engine.unit import Unit, unit_of
 from support.fuzz_setup import Setup
 from support.held import held_of
-from support.random_models import Whole
+from support.random_models import TensorAtomic
 from support.twins import Twins, same
 
 MOST_BATCHES = 1000
@@ -54,7 +54,7 @@ class Run(Twins):
         self.setup = setup
         meshes = setup.make_meshes()
         super().__init__(
-            lambda: Whole(setup.node),
+            lambda: TensorAtomic(setup.node),
             partial(setup.shard, meshes=meshes),
             device=setup.device,
             ctx=setup.make_context(meshes),
@@ -148,7 +148,7 @@ class Run(Twins):
 
     def before_edit(self) -> None:
         """An edit may race with gathers for the next pass, which then are not used: Note [after a
-        step]. The modelled device would report it. There the edit waits."""
+        step]. The emulated device would report it. There the edit waits."""
         if has_streams(torch.device(self.device)) and self.ctx.has_schedule:
             self.ctx.schedule.gathers.before_step()
 
@@ -233,12 +233,12 @@ class Run(Twins):
             # A step leaves what the next forward needs first.
             left = self.ctx.schedule.gathers._for_next_pass if self.ctx.has_schedule else ()
             alive = sum(len(unit.buckets) for unit in self.ctx.units if unit.index in left)
-            assert self.ctx.stats.full_buffers_alive <= alive, self.ctx.stats
+            assert self.ctx.stats.current_full_buffers <= alive, self.ctx.stats
             for unit in self.ctx.units:
                 for bucket in unit.buckets if unit.index not in left else ():
                     assert bucket.full.flat.untyped_storage().nbytes() == 0, unit.name
         if not self.accumulates:
-            assert self.ctx.stats.reduce_inputs_alive == 0, self.ctx.stats
+            assert self.ctx.stats.current_reduce_inputs == 0, self.ctx.stats
             for unit in self.ctx.units:
                 for gradients in unit._known_gradients.values():
                     assert gradients.input.flat.untyped_storage().nbytes() == 0, unit.name

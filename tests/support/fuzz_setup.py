@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, fully_shard
 from fsdp_overlap.layout import LayoutRule, pieces
 from fsdp_overlap.optim import AdamW, Muon
-from support.random_models import Built, Experts, Node, Whole, units_of
+from support.random_models import Built, Experts, Node, TensorAtomic, units_of
 from support.twins import NAMES
 
 # A large eps, so that what is zero but for rounding stays small in a step.
@@ -50,7 +50,7 @@ class Setup:
     layout: LayoutRule
     ends: bool = False
     mesh: tuple[int, ...] | None = None
-    divide_copies: bool = False
+    shard_optimizer_over_replicas: bool = False
     optimizer: str = OPTIMIZERS[0]
     device: str = "cpu"
     tensor_ranks: int = 1
@@ -89,15 +89,15 @@ class Setup:
             meshes.data,
             prefetch=self.prefetch,
             layout=self.layout,
-            divide_copies=self.divide_copies,
+            shard_optimizer_over_replicas=self.shard_optimizer_over_replicas,
         )
 
-    def shard(self, model: Whole, ctx: FsdpContext, meshes: Meshes) -> None:
+    def shard(self, model: TensorAtomic, ctx: FsdpContext, meshes: Meshes) -> None:
         least = 1 if self.in_pieces else pieces.LEAST_SHARD_BYTES
         with patch.object(pieces, "LEAST_SHARD_BYTES", least):
             self._shard(model, ctx, meshes)
 
-    def _shard(self, model: Whole, ctx: FsdpContext, meshes: Meshes) -> None:
+    def _shard(self, model: TensorAtomic, ctx: FsdpContext, meshes: Meshes) -> None:
         policy = MixedPrecisionPolicy(param_dtype=torch.float64 if self.casts else None)
         for module in model.tree.modules():
             if isinstance(module, Built) and module.node.kind == "linear" and meshes.tensor:
@@ -114,9 +114,9 @@ class Setup:
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         if self.optimizer == "Muon":
-            return Muon(model, **MUON_OPTIONS, gather_next=True)
+            return Muon(model, **MUON_OPTIONS, prefetch_next_forward=True)
         if self.optimizer == "AdamW":
-            return AdamW(model.parameters(), **OPTIONS, gather_next=True)
+            return AdamW(model.parameters(), **OPTIONS, prefetch_next_forward=True)
         return torch.optim.AdamW(model.parameters(), **OPTIONS)
 
     def make_twin_optimizer(self, twin: nn.Module) -> torch.optim.Optimizer:

@@ -12,13 +12,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.checkpoint import SafeFileSystemReader, SafeFileSystemWriter
-from fsdp_overlap.layout import LayoutRule, Rows
-from fsdp_overlap.runtime.unit import unit_of
+from fsdp_overlap.engine.unit import unit_of
+from fsdp_overlap.layout import LayoutRule, PerTensor
 from fsdp_overlap.tensor.creation import with_range_shards
 from fsdp_overlap.tensor.placement import has_tiles
 from support.fuzz_run import Run
 from support.fuzz_training import Operation
-from support.random_models import Node, Whole
+from support.random_models import Node, TensorAtomic
 
 
 def rising(like: torch.Tensor) -> torch.Tensor:
@@ -108,7 +108,7 @@ class Rebuild(Operation):
 
     def run(self, run: Run) -> bool:
         setup = run.setup
-        if setup.divide_copies and isinstance(self.layout, Rows):
+        if setup.shard_optimizer_over_replicas and isinstance(self.layout, PerTensor):
             return False  # copies cannot divide rows
         setup = replace(
             setup,
@@ -118,7 +118,7 @@ class Rebuild(Operation):
             ends=setup.ends != (self.units == "others"),
         )
         with torch.device("meta" if self.on_meta else setup.device):
-            model = Whole(setup.node).double()
+            model = TensorAtomic(setup.node).double()
         for parameter, old in zip(model.parameters(), run.sharded, strict=True):
             parameter.requires_grad_(old.requires_grad)
         meshes = setup.make_meshes()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap import ShardedTensor
+from fsdp_overlap import RaggedDTensor
 from fsdp_overlap.optim import clip_grad_norm_
 from fsdp_overlap.tensor.row_tensor import RowTensor
 from support.fuzz_run import Run
@@ -219,7 +219,7 @@ class Unshard(Operation):
         registered = dict(run.model.named_parameters())
         for name, owner, whole in zip(run.names, run.owners, run.whole, strict=True):
             if owner is unit:
-                assert not isinstance(registered[name], (ShardedTensor, RowTensor))
+                assert not isinstance(registered[name], (RaggedDTensor, RowTensor))
                 same(full(registered[name].detach()), whole.detach(), name)
         run.at_rest, run.by_hand = False, True
         return unit in run.owners

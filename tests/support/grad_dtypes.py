@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 
-from fsdp_overlap import FsdpContext, Rows, Whole, fully_shard
+from fsdp_overlap import FsdpContext, PerTensor, TensorAtomic, fully_shard
 from fsdp_overlap.layout import Flat
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -22,7 +22,7 @@ WIDTH = 6
 
 KEPT = {"float32 of bfloat16": (BF16, FP32), "bfloat16 of float32": (FP32, BF16)}
 """The dtype of parameters, and that of their gradients."""
-LAYOUTS = {"flat": Flat(), "whole": Whole(), "rows": Rows()}
+LAYOUTS = {"flat": Flat(), "whole": TensorAtomic(), "rows": PerTensor()}
 
 every_dtype = pytest.mark.parametrize("kept", KEPT)
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
@@ -70,7 +70,7 @@ def shard_net(verb: Callable[..., Any], net: Net, **options: Any) -> Any:
 
 
 def ours(net: nn.Module, layout: str = "flat", **options: Any) -> Any:
-    names = ("mesh", "divide_copies")
+    names = ("mesh", "shard_optimizer_over_replicas")
     context = {name: options.pop(name) for name in names if name in options}
     ctx = FsdpContext(layout=LAYOUTS[layout], **context)
     return shard_net(partial(fully_shard, ctx=ctx), net, **options)  # type: ignore[arg-type]

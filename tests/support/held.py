@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fsdp_overlap import ShardedTensor
+from fsdp_overlap import RaggedDTensor
 from fsdp_overlap.tensor.operands import own_elements
 
 
 def held_of(whole: torch.Tensor, like: Any) -> torch.Tensor:
     """The part of ``whole`` that this rank has if it lies as the sharded ``like`` does, flat."""
-    if isinstance(like, ShardedTensor):
+    if isinstance(like, RaggedDTensor):
         return own_elements(whole, like._spec)
     sizes, offsets = compute_local_shape_and_global_offset(
         whole.shape, like.device_mesh, like.placements

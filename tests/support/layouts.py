@@ -13,38 +13,38 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_overlap.comm import collectives
+from fsdp_overlap.engine import chosen_collectives
 from fsdp_overlap.layout import (
-    Blocks,
+    BlockAtomic,
     BucketPlan,
     Flat,
     LayoutRule,
     ParamSpec,
-    Rows,
-    Whole,
+    PerTensor,
+    TensorAtomic,
     sections,
 )
-from fsdp_overlap.runtime import chosen_collectives
 from support.twins import Twins
 from support.zoo import VOCABULARY, shard_root_only
 
 
-def mixed(fqn: str, spec: ParamSpec) -> Flat | Blocks | Whole:
+def mixed(fqn: str, spec: ParamSpec) -> Flat | BlockAtomic | TensorAtomic:
     if "up" in fqn:
-        return Blocks(rows=2)
-    return Whole() if "down" in fqn else Flat()
+        return BlockAtomic(rows=2)
+    return TensorAtomic() if "down" in fqn else Flat()
 
 
-def in_rows(fqn: str, spec: ParamSpec) -> Flat | Rows:
-    return Rows() if spec.shape else Flat()  # a scalar has none
+def in_rows(fqn: str, spec: ParamSpec) -> Flat | PerTensor:
+    return PerTensor() if spec.shape else Flat()  # a scalar has none
 
 
 LAYOUTS: dict[str, LayoutRule] = {
     "flat": Flat(),
-    "blocks": Blocks(rows=3),
+    "blocks": BlockAtomic(rows=3),
     "rows": in_rows,
-    "single rows": Blocks(rows=1),
-    "whole": Whole(),
-    "padded": Whole(padding=inf),
+    "single rows": BlockAtomic(rows=1),
+    "whole": TensorAtomic(),
+    "padded": TensorAtomic(max_padding=inf),
     "mixed": mixed,
 }
 

@@ -17,7 +17,7 @@ Its bytes travel by gloo. What the caller sees is NCCL's:
 Like a communicator a group runs its collectives one after the other, in the order in which they
 were issued, whatever the caller does meanwhile: on a thread of its own.
 
-On the modelled device a synchronous call is an operation of the current stream. An asynchronous one
+On the emulated device a synchronous call is an operation of the current stream. An asynchronous one
 runs on the stream of the group, and `wait()` lets the current stream wait for it, and not the host.
 Lists of unequal ranges are groups of broadcasts, or of reductions.
 """
@@ -40,14 +40,14 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fsdp_overlap.comm import collectives, row_collectives
-from fsdp_overlap.modelled import graphs
-from fsdp_overlap.modelled import torch_module as streams
-from fsdp_overlap.modelled.device import Enqueued
+from fsdp_overlap.emulator import graphs
+from fsdp_overlap.emulator import torch_module as streams
+from fsdp_overlap.emulator.device import Enqueued
 
 # As NCCL's name is spoken. Written, it would stand for a GPU.
 BACKEND = "nickel"
 
-DEVICES = ["cpu", "modelled"]
+DEVICES = ["cpu", "emulated"]
 
 # Those of torch's ProcessGroupNCCL.
 FLOAT8 = (torch.float8_e5m2, torch.float8_e4m3fn, torch.float8_e5m2fnuz, torch.float8_e4m3fnuz)
@@ -75,13 +75,13 @@ class Part(NamedTuple):
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """The modelled device sees a collective, and not how it is made up."""
+    """The emulated device sees a collective, and not how it is made up."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
 
 
 def replayable(method: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
-    """A graph of the modelled device that captures a call of `method` repeats it in each replay."""
+    """A graph of the emulated device that captures a call of `method` repeats it in each replay."""
 
     @wraps(method)
     def call(group: NcclLikeGroup, *args: Any, **kwargs: Any) -> dist.Work:
@@ -221,7 +221,7 @@ class NcclLikeGroup(dist.ProcessGroup):
     mem_allocator: ClassVar[object] = object()
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        return device.type == "modelled"
+        return device.type == "emulated"
 
     def _connect(self, kind: str) -> None:
         """The first collective makes the communicator."""

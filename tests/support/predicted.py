@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fsdp_overlap.simulating import Costs, Device, Fabric, Prediction, Training, simulate
+from fsdp_overlap.simulator import Costs, Device, Fabric, Prediction, Training, simulate
 
 GPUS = 16
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from fsdp_overlap import WirePolicy
+from fsdp_overlap import QuantizedCommPolicy
 from support.twins import Twins
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
 
 
 def as_gathered(
-    whole: torch.Tensor, policy: WirePolicy, dtype: torch.dtype | None = None
+    whole: torch.Tensor, policy: QuantizedCommPolicy, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """What compute in ``dtype`` sees of a parameter."""
     dtype = dtype or whole.dtype
@@ -34,7 +34,7 @@ def as_gathered(
     return result.view(whole.shape)
 
 
-def _block(values: torch.Tensor, policy: WirePolicy, dtype: torch.dtype) -> torch.Tensor:
+def _block(values: torch.Tensor, policy: QuantizedCommPolicy, dtype: torch.dtype) -> torch.Tensor:
     values = values.float()
     exact = values.abs().max() / LARGEST[policy.gather_dtype]
     if not math.isfinite(exact):
@@ -55,7 +55,7 @@ class Straight(torch.autograd.Function):
     """The gathered values, with gradients as if nothing had been quantized."""
 
     @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, policy: WirePolicy) -> torch.Tensor:
+    def forward(ctx: Any, whole: torch.Tensor, policy: QuantizedCommPolicy) -> torch.Tensor:
         return as_gathered(whole, policy)
 
     @staticmethod
@@ -63,7 +63,7 @@ class Straight(torch.autograd.Function):
         return gradient, None
 
 
-def quantize_twin(twins: Twins, policy: WirePolicy) -> Twins:
+def quantize_twin(twins: Twins, policy: QuantizedCommPolicy) -> Twins:
     """Has the twin compute with quantized weights, as the model does."""
     skeleton = copy.deepcopy(twins.twin)
 

@@ -171,7 +171,7 @@ class Built(nn.Module):
         return self.chain(x, notes)
 
 
-class Whole(nn.Module):
+class TensorAtomic(nn.Module):
     def __init__(self, node: Node) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)

@@ -1,6 +1,6 @@
-"""torch's symmetric memory, stood in for on real ranks of the modelled device.
+"""torch's symmetric memory, stood in for on real ranks of the emulated device.
 
-    with running(ModelledDevice()), Symmetric() as symmetric: ...
+    with running(EmulatedDevice()), Symmetric() as symmetric: ...
 
 Registration is collective, as NCCL's is: a rank waits for the others of the group, and finds out
 if they do not come, or come with another size. `travelled` says of each all-gather and
@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp_overlap.comm import symmetric_memory as library
-from fsdp_overlap.modelled import active
-from fsdp_overlap.modelled.allocator import MemPool
+from fsdp_overlap.emulator import active
+from fsdp_overlap.emulator.allocator import MemPool
 from fsdp_overlap.torch_internals import default_store
 from fsdp_overlap.torch_internals import symmetric_memory as torchs
 from support.nccl_like import NcclLikeGroup
@@ -39,7 +39,7 @@ class Travelled(NamedTuple):
 
 
 class Symmetric:
-    """Within it torch has symmetric memory on the modelled device, and its groups are NCCL's."""
+    """Within it torch has symmetric memory on the emulated device, and its groups are NCCL's."""
 
     def __init__(self, patience: float = 30.0) -> None:
         self.patience = timedelta(seconds=patience)

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fsdp_overlap import FsdpContext, ShardedTensor, fully_shard
+from fsdp_overlap import FsdpContext, RaggedDTensor, fully_shard
 from fsdp_overlap.optim import AdamW, clip_grad_norm_
 from support.held import held_of
 
@@ -155,7 +155,7 @@ def same(actual: nn.Module, expected: nn.Module, what: str, of: Any = lambda p: 
     """Each rank compares what it holds of ranges; to put them together takes longer than a step."""
     for (name, one), other in zip(actual.named_parameters(), expected.parameters(), strict=True):
         mine, theirs = of(one), of(other)
-        if isinstance(mine, ShardedTensor) and not isinstance(theirs, DTensor):
+        if isinstance(mine, RaggedDTensor) and not isinstance(theirs, DTensor):
             assert isinstance(theirs, torch.Tensor)
             theirs = held_of(theirs.detach(), mine)
             mine = mine.detach().to_local().flatten()

@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_overlap import FsdpContext, fully_shard
-from fsdp_overlap.modelled import Operation
+from fsdp_overlap.emulator import Operation
 from fsdp_overlap.optim import AdamW
-from fsdp_overlap.simulating.clock import full_of
-from fsdp_overlap.simulating.simulate import Prediction, Step, simulate
+from fsdp_overlap.simulator.clock import full_of
+from fsdp_overlap.simulator.simulate import Prediction, Step, simulate
 
 UNITS, WIDTH = 6, 64
 LAYER_BYTES = 4 * WIDTH * WIDTH
@@ -55,8 +55,8 @@ class Seconds:
 
 def program(microbatches: int = 1) -> Step:
     """A step of blocks of one layer each. The last microbatch is reduced."""
-    mesh = init_device_mesh("modelled", (8,))
-    with torch.device("modelled"):
+    mesh = init_device_mesh("emulated", (8,))
+    with torch.device("emulated"):
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(UNITS)))
         batch = torch.empty(16, WIDTH)
     ctx = FsdpContext(mesh)

@@ -42,7 +42,7 @@ class Twins:
         device: str = "cpu",
         layout: LayoutRule = Flat(),  # noqa: B008, frozen
         mesh: tuple[int, ...] | None = None,
-        divide_copies: bool = False,
+        shard_optimizer_over_replicas: bool = False,
         groups: MeshGroups | None = None,
         ctx: FsdpContext | None = None,
         **options: Any,
@@ -55,7 +55,7 @@ class Twins:
             None if mesh is None else init_device_mesh(device, mesh, mesh_dim_names=NAMES),
             prefetch=prefetch,
             layout=layout,
-            divide_copies=divide_copies,
+            shard_optimizer_over_replicas=shard_optimizer_over_replicas,
             groups=groups,
         )
         shard(self.model, self.ctx)
@@ -144,8 +144,8 @@ class Twins:
 
     def check_rest(self) -> None:
         """Nothing is left unsharded or in flight."""
-        assert self.ctx.stats.full_buffers_alive == 0, self.ctx.stats
-        assert self.ctx.stats.reduce_inputs_alive == 0, self.ctx.stats
+        assert self.ctx.stats.current_full_buffers == 0, self.ctx.stats
+        assert self.ctx.stats.current_reduce_inputs == 0, self.ctx.stats
         for unit in self.ctx.units:
             for bucket in unit.buckets:
                 assert bucket.full.flat.untyped_storage().nbytes() == 0

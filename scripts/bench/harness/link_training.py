@@ -23,9 +23,18 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 import fsdp_overlap
 from fsdp_overlap.comm.collectives import Issued, choose
-from fsdp_overlap.deciding.reductions import MAX_INPUTS
-from fsdp_overlap.layout import Blocks, BucketPlan, Flat, Layout, ParamSpec, Rows, Whole, plan_units
+from fsdp_overlap.layout import (
+    BlockAtomic,
+    BucketPlan,
+    Flat,
+    Layout,
+    ParamSpec,
+    PerTensor,
+    TensorAtomic,
+    plan_units,
+)
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
+from fsdp_overlap.schedule.reducer import MAX_INPUTS
 from harness.optimizers import ADAMW, LR, torchs
 
 WIDTH = 512
@@ -34,9 +43,9 @@ SEQUENCE = 64
 MAX_NORM = 1.0
 LAYOUTS: dict[str, Layout] = {
     "flat": Flat(),
-    "rows": Rows(),
-    "blocks": Blocks(rows=128),
-    "whole": Whole(),
+    "rows": PerTensor(),
+    "blocks": BlockAtomic(rows=128),
+    "whole": TensorAtomic(),
 }
 
 
@@ -176,7 +185,7 @@ def make_update(
 
 def update_ours(model: nn.Module) -> Callable[[], None]:
     parameters = list(model.parameters())
-    optimizer = AdamW(parameters, **ADAMW, gather_next=True)
+    optimizer = AdamW(parameters, **ADAMW, prefetch_next_forward=True)
     return make_update(parameters, clip_grad_norm_, optimizer)
 
 
@@ -220,7 +229,7 @@ def shard_ours(
     ctx = fsdp_overlap.FsdpContext(
         mesh,
         prefetch=prefetch,
-        separate_groups=not args.shared_group,
+        separate_reduce_scatter_group=not args.shared_group,
         layout=LAYOUTS[layout],
     )
     ctx.plan([*model, model])

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fsdp_overlap
-from fsdp_overlap import ShardedTensor
-from fsdp_overlap.runtime.context import unit_of
-from fsdp_overlap.runtime.unit import Unit
+from fsdp_overlap import RaggedDTensor
+from fsdp_overlap.engine.context import unit_of
+from fsdp_overlap.engine.unit import Unit
 from harness import simulated_ranks
 from harness.simulated_link import Link, Transfer, repeated
 
@@ -182,7 +182,7 @@ def units_of(model: nn.Module) -> list[Unit]:
 def own_range(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """What rank 0 holds of `whole`, flat, where it holds of `parameter`."""
     start, stop = 0, parameter.to_local().numel()  # FSDP2's: the first rows
-    if isinstance(parameter, ShardedTensor):
+    if isinstance(parameter, RaggedDTensor):
         start, stop = parameter.local_range
     return whole.flatten()[start:stop]
 

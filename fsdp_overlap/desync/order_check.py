@@ -1,0 +1,323 @@
+"""Finds ranks that issue different collectives. Collectives pair up by order, not by name."""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from fsdp_overlap.comm.collectives import Issued
+from fsdp_overlap.comm.lanes import HostTicket, Lane, Ticket
+from fsdp_overlap.comm.streams import has_streams
+from fsdp_overlap.desync.expectation import Expectation
+
+# How many collectives since the last check are remembered. Older ones only count in the digest.
+MAX_REMEMBERED = 4096
+
+DIGEST_BYTES = 4
+
+# The code of a collective is the index of its bucket times the number of kinds, plus the kind.
+KINDS = ("all_gather", "reduce_scatter", "reduce_scatter and all_reduce across copies")
+N_KINDS = len(KINDS)
+
+# In place of a collective's code.
+FAILED_ELSEWHERE = -1
+NOTHING = -2
+"""The rank ended its backward."""
+NEW_UNIT = -3
+START = -4
+"""Ranks compare what they start from, before the first collective."""
+
+
+class Subject(Protocol):
+    """The bucket that a collective gathers or reduces."""
+
+    label: str
+
+    def signature(self, dtype: torch.dtype) -> int:
+        """A number that is equal on ranks that planned the bucket alike and have as many buckets
+        and parameters on its mesh. ``dtype`` is what the collective sends."""
+        ...
+
+
+class Interval(NamedTuple):
+    """The ``codes`` of what a rank issued between two checks, without the first few, which it
+    forgot. ``first`` is how many it forgot, ``number`` how many checks came before. ``is_over`` is
+    whether the second check was issued."""
+
+    number: int
+    first: int
+    codes: Sequence[int]
+    is_over: bool
+
+    def at(self, position: int) -> int | None:
+        """The code at ``position``. ``None`` if the rank has not come there yet, ``NOTHING`` if its
+        backward ended before."""
+        index = position - self.first
+        if index < len(self.codes):
+            return self.codes[index]
+        return NOTHING if self.is_over else None
+
+
+class OrderCheck:
+    """What this rank issues, in order, and how that is compared with the other ranks.
+
+    *The check* runs once per backward that reduces: Note [order check]. It compares a rolling
+    digest of all that was issued, by one small all-reduce of bytes for each dimension of the mesh.
+    The same message carries which parameters have a gradient on some rank. A CPU reads the check at
+    once. A device with streams reads it at the end of a later backward, once it has arrived, so
+    that the host never waits for it.
+
+    *Confirmation* is for a CPU alone. A rank predicts what it issues next from what it issued
+    before (:class:`Expectation`). Two ranks with the same history predict the same next collective.
+    So at the first collective on which ranks differ, at most some of them issue what was predicted.
+    Each of the others, before it issues its own, waits for all ranks to say that they issue the
+    same. A predicted collective costs nothing, and no data of one unit is taken for another's.
+
+    ``confirmed`` is called for each confirmation. ``explain`` says what ranks did differently; it
+    is given the unit, or an empty string if that is not known.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        confirms: bool,
+        groups: Callable[[], Sequence[dist.ProcessGroup]],
+        explain: Callable[[str], str],
+        confirmed: Callable[[], None],
+    ) -> None:
+        self.device = device
+        self.confirms = confirms
+        self._groups = groups
+        self._explain = explain
+        self._confirmed = confirmed
+        self._under_way: deque[tuple[Ticket, torch.Tensor]] = deque()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._digest = 0
+        self._count = 0
+        self._issued = array("l")
+        self._first = 0
+        self._checks = 0
+        self._over: Interval | None = None
+        self._expectation = Expectation()
+
+    def note(self, code: int, subject: Subject, dtype: torch.dtype) -> None:
+        """This rank is about to issue the collective ``code`` of ``subject``, which sends
+        ``dtype``. Waits for the other ranks if it was not predicted.
+
+        Raises:
+            RuntimeError: they issue other collectives; names what each issues. Or they planned
+                ``subject`` differently, or have other buckets on the mesh.
+        """
+        self._issued.append(code)
+        self._count += 1
+        if self.confirms and not self._expectation.take(code):
+            self._confirm(code, subject, dtype)
+        if len(self._issued) > MAX_REMEMBERED:
+            self._first += len(self._issued)
+            self._fold()
+
+    def note_new_bucket(self) -> None:
+        """A bucket was added to the mesh. So the next check has another size. Earlier confirmations
+        do not tell whether all ranks added the bucket, so everything is confirmed again."""
+        if self.confirms and self._count:
+            self._issued.append(NEW_UNIT)
+            self._expectation = Expectation()
+
+    def note_failure(self) -> None:
+        """This rank found a difference on another mesh: the next check of this one fails."""
+        self._issued.append(FAILED_ELSEWHERE)
+
+    def _confirm(self, code: int, subject: Subject, dtype: torch.dtype) -> None:
+        self._confirmed()
+        mine = [self._count, code, subject.signature(dtype)]
+        for group in self._groups():
+            others = self._gather(subject.label, mine, group)
+            if any(other != mine for other in others):
+                raise RuntimeError(self._explain(subject.label))
+
+    def ask(self, mine: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
+        """Tells ``mine``, three numbers, to the ranks of ``group``, and returns those of each rank.
+        The first number says what is asked. Collective; the host waits.
+
+        Raises:
+            RuntimeError: a rank asks something else, or confirms a collective.
+        """
+        others = self._gather("", mine, group)
+        if any(other[0] != mine[0] for other in others):
+            raise RuntimeError(self._explain(""))
+        return others
+
+    def _gather(self, label: str, mine: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
+        # Of another kind than all else that may be under way on this group. So no collective is
+        # taken for this one.
+        sent = torch.tensor(mine, device=self.device)
+        others = [torch.empty_like(sent) for _ in range(group.size())]
+        work = dist.all_gather(others, sent, group, async_op=True)
+        if self.confirms:
+            HostTicket("order_check", label, Issued([work], lambda: sent, group), None).wait()
+        else:
+            # Not by a ticket, which wakes up after a second: that would make NCCL give up.
+            work.wait()
+        received: list[list[int]] = torch.stack(others).tolist()
+        return received
+
+    def send(
+        self, lane: Lane, groups: Sequence[dist.ProcessGroup], has_gradient: bytearray
+    ) -> None:
+        """Enqueues the check. Collective over ``groups``."""
+        self._over = Interval(self._checks, self._first, self._issued[:], is_over=True)
+        self._checks += 1
+        self._first = 0
+        self._fold()
+        digest = self._digest.to_bytes(DIGEST_BYTES, "little")
+        # The greatest of a byte and the greatest of its complement tell whether all ranks agree.
+        message = digest + bytes(255 - byte for byte in digest) + has_gradient
+        sent = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        if has_streams(self.device):
+            sent = sent.pin_memory()
+        # Sums across copies, for which compute has waited, may still read the lane's memory.
+        lane.after_compute()
+        ticket = lane.enqueue("order_check", "", lambda: self._issue(sent, groups))
+        self._under_way.append((ticket, sent))
+
+    def _issue(self, sent: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> Issued:
+        if not has_streams(self.device):
+            work = dist.all_reduce(sent, dist.ReduceOp.MAX, groups[0], async_op=True)
+            return Issued([work], lambda: greatest(sent, groups[1:]), groups[0])
+        on_device = greatest(sent.to(self.device, non_blocking=True), groups)
+        return Issued((), lambda: sent.copy_(on_device, non_blocking=True))
+
+    def read(self) -> bytes:
+        """Reads the oldest check that was not read yet. Returns for each parameter whether some
+        rank has a gradient. Blocks the host until the check has arrived.
+
+        Raises:
+            RuntimeError: on every rank, if the ranks' collectives differ; names the first that
+            does.
+        """
+        ticket, sent = self._under_way.popleft()
+        ticket.wait_on_host()
+        received = bytes(sent.tolist())
+        greatest, least = received[:DIGEST_BYTES], received[DIGEST_BYTES : 2 * DIGEST_BYTES]
+        if any(high != 255 - low for high, low in zip(greatest, least, strict=True)):
+            raise RuntimeError(self._explain(""))
+        return received[2 * DIGEST_BYTES :]
+
+    def read_arrived(self) -> None:
+        """Reads the checks that have arrived. Does not wait for the others.
+
+        Raises:
+            RuntimeError: as :meth:`read`.
+        """
+        while self._under_way and self._under_way[0][0].done():
+            self.read()
+
+    def drop(self) -> None:
+        """Forgets checks under way and what was issued. Must be called on every rank."""
+        self._under_way.clear()
+        self._forget()
+
+    @property
+    def history(self) -> list[Interval]:
+        """What this rank has issued since the last check but one."""
+        now = Interval(self._checks, self._first, self._issued, is_over=False)
+        return [now] if self._over is None else [self._over, now]
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """How many checks this rank has issued, and how many other collectives."""
+        return self._checks, self._count
+
+    def _fold(self) -> None:
+        self._digest = zlib.crc32(self._issued.tobytes(), self._digest)
+        self._issued = array("l")
+
+
+def first_difference(
+    histories: Mapping[int, Sequence[Interval]],
+) -> tuple[int, dict[int, int]] | None:
+    """Where ``histories``, by rank, first differ: the position since a check, and the codes there
+    of the ranks that have come that far. ``None`` if they do not differ."""
+    for number in sorted({part.number for history in histories.values() for part in history}):
+        parts = {
+            rank: part
+            for rank, history in histories.items()
+            for part in history
+            if part.number == number
+        }
+        first = max(part.first for part in parts.values())
+        last = max(part.first + len(part.codes) for part in parts.values())
+        for position in range(first, last):
+            codes = {
+                rank: code
+                for rank, part in parts.items()
+                if (code := part.at(position)) is not None
+            }
+            if len(set(codes.values())) > 1:
+                return position, codes
+    return None
+
+
+def describe_difference(
+    position: int,
+    codes: Mapping[int, int],
+    units: Mapping[int, Sequence[str]],
+    exchanged: bool,
+) -> str:
+    """Says what ranks issued at ``position`` since the last check. ``codes`` are those of the
+    collectives and ``units`` the labels of all buckets, both by rank. ``exchanged`` is whether the
+    collectives have exchanged data."""
+    said = {rank: _describe(code, units[rank]) for rank, code in sorted(codes.items())}
+    if len(set(said.values())) == 1:
+        places = ", ".join(
+            f"{codes[rank] // N_KINDS + 1} of {len(units[rank])} on rank {rank}" for rank in said
+        )
+        return (
+            "ranks have different units, or made them in another order: at "
+            f"{said.popitem()[1]}, which is unit {places}. Every rank must build the same model "
+            "and shard it in the same order"
+        )
+    issued = "; ".join(f"rank {rank}: {what}" for rank, what in said.items())
+    harm = ""
+    if exchanged:
+        harm = (
+            ". Their data was exchanged between the wrong units, so gradients and parameters are "
+            "wrong"
+        )
+    return (
+        f"ranks ran different units: collective {position} since the last backward was "
+        f"{issued}{harm}"
+        ": every rank must run the same units in the same order. Look for a forward or backward "
+        "that only some ranks run, such as an evaluation under `if rank == 0`, or a branch on data"
+    )
+
+
+def _describe(code: int, units: Sequence[str]) -> str:
+    if code == FAILED_ELSEWHERE:
+        return "an error: on another mesh of this rank, ranks ran different units"
+    if code == NOTHING:
+        return "nothing, its backward ended"
+    if code == NEW_UNIT:
+        return "a new unit, given to fully_shard()"
+    index, kind = divmod(code, N_KINDS)
+    return f"{KINDS[kind]} of unit {units[index]!r}"
+
+
+def greatest(values: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
+    """Replaces ``values`` in place by their maximum over the ranks that ``groups`` together
+    connect. Collective over ``groups``."""
+    for group in groups:
+        work = dist.all_reduce(values, dist.ReduceOp.MAX, group, async_op=True)
+        if has_streams(values.device):
+            work.wait()
+        else:  # a rank that strays may never come to it
+            HostTicket("order_check", "", Issued([work], lambda: values, group), None).wait()
+    return values

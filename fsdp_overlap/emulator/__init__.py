@@ -1,0 +1,42 @@
+"""A device that is emulated on the host. From the order of streams and events, it shows what could
+go wrong on a real one."""
+
+from fsdp_overlap.emulator.device import (
+    Call,
+    EmulatedDevice,
+    Issued,
+    Operation,
+    Timing,
+    compare_issued,
+)
+from fsdp_overlap.emulator.findings import Finding, Sync
+from fsdp_overlap.emulator.graphs import CUDAGraph, graph
+from fsdp_overlap.emulator.ranks import fake_ranks
+from fsdp_overlap.emulator.torch_module import (
+    Event,
+    Stream,
+    active,
+    current_stream,
+    running,
+    stream,
+)
+
+__all__ = [
+    "CUDAGraph",
+    "Call",
+    "EmulatedDevice",
+    "Event",
+    "Finding",
+    "Issued",
+    "Operation",
+    "Stream",
+    "Sync",
+    "Timing",
+    "active",
+    "compare_issued",
+    "current_stream",
+    "fake_ranks",
+    "graph",
+    "running",
+    "stream",
+]

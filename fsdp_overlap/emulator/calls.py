@@ -1,0 +1,244 @@
+"""Sees in calls of Python what no operation tells: where tensors lie, what the host reads, and
+which stream a node of autograd's graph belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from fsdp_overlap.emulator.backwards import Backwards
+from fsdp_overlap.emulator.device import EmulatedDevice, Operation
+from fsdp_overlap.emulator.dispatch import PLAIN, Dispatch, has_values, inner_of
+from fsdp_overlap.emulator.findings import place
+from fsdp_overlap.torch_internals import (
+    disable_current_modes,
+    disabled_torch_function,
+    flash_attention,
+    is_torch_function_enabled,
+    parse_to,
+)
+
+NAME = "emulated"
+
+
+class Calls(TorchFunctionMode):
+    """Lets tensors say that they are on the emulated device, moves tensors to it and back, and
+    tells ``backwards`` which stream a node of autograd's graph belongs to."""
+
+    def __init__(self, device: EmulatedDevice, dispatch: Dispatch, backwards: Backwards) -> None:
+        super().__init__()
+        self.device = device
+        self.dispatch = dispatch
+        self.backwards = backwards
+        self._here = torch.device(NAME, device.index)
+        tensor: Any = torch.Tensor  # torch's stubs declare the properties as bool
+        self._getters: dict[Any, Callable[..., Any]] = {
+            tensor.device.__get__: self._device_of,
+            tensor.is_cpu.__get__: self._is_on_host,
+            tensor.is_meta.__get__: self._is_meta,
+            tensor.get_device: self._index_of,
+        }
+        self._instead: dict[Any, Callable[..., Any]] = {
+            **self._getters,
+            tensor.to: self._to,
+            tensor.cpu: self._to_host,
+            tensor.__deepcopy__: self._copy_deeply,
+            tensor.pin_memory: self._pin,
+            tensor.is_pinned: self._is_pinned,
+            tensor.tolist: self._read,
+            tensor.numpy: self._read,
+        }
+        if not device.values:
+            for read in (tensor.item, tensor.__float__, tensor.__int__, tensor.__format__):
+                self._instead[read] = self._read_one
+            self._instead[tensor.__bool__] = self._decide
+            # Which of torch's kernels it runs depends on the device that C++ knows.
+            self._instead[torch.nn.functional.scaled_dot_product_attention] = self._attend
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for each in types if is_torch_function_enabled() else ():
+            if each.__torch_function__ is not disabled_torch_function and each not in PLAIN:
+                # Also sees what the class does to its inner tensors.
+                with self:
+                    return each.__torch_function__(func, types, args, kwargs)
+        instead = self._instead.get(func)
+        if instead is not None:
+            if type(args[0]) in PLAIN:
+                return instead(func, *args, **kwargs)
+            if func in self._getters and (inner := inner_of(args[0])) is not None:
+                return instead(func, inner)
+            if func == torch.Tensor.to and inner_of(args[0]) is not None:
+                return self._to(func, *args, **kwargs)
+            if func == torch.Tensor.__deepcopy__:
+                self._copy_held(*args)
+        if kwargs.get("device") is not None or kwargs.get("pin_memory"):
+            return self._make(func, args, kwargs)
+        output = func(*args, **kwargs)
+        if torch.is_grad_enabled():
+            self.backwards.follow(output)
+        return output
+
+    # Sides
+
+    def _device_of(self, func: Any, tensor: torch.Tensor) -> torch.device:
+        return self._here if self.device.is_here(tensor) else func(tensor)
+
+    def _is_on_host(self, func: Any, tensor: torch.Tensor) -> bool:
+        return func(tensor) and not self.device.is_here(tensor)
+
+    def _is_meta(self, func: Any, tensor: torch.Tensor) -> bool:
+        return func(tensor) and not self.device.is_here(tensor)
+
+    def _index_of(self, func: Any, tensor: torch.Tensor) -> int:
+        return self.device.index if self.device.is_here(tensor) else func(tensor)
+
+    def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs a call that says where its output is to lie."""
+        target = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
+        is_ours = False
+        if target is not None and target.type == NAME:
+            is_ours = True
+            self.device.use(target.index)
+        pinned = bool(kwargs.pop("pin_memory", False))
+        if is_ours:
+            kwargs["device"] = "cpu"
+            if not (self.device.values or (func in _KEPT and _is_whole(func, args, kwargs))):
+                kwargs["device"] = "meta"
+        elif target is not None and target.type != "cpu":
+            return func(*args, **kwargs)
+        return self._with_memory(is_ours, pinned, lambda: func(*args, **kwargs))
+
+    def _with_memory(self, on_device: bool, pinned: bool, make: Callable[[], Any]) -> Any:
+        dispatch = self.dispatch
+        before = dispatch.makes_on_device, dispatch.makes_pinned
+        dispatch.makes_on_device, dispatch.makes_pinned = on_device, pinned
+        try:
+            output = make()
+        finally:
+            dispatch.makes_on_device, dispatch.makes_pinned = before
+        if torch.is_grad_enabled():
+            self.backwards.follow(output)
+        return output
+
+    def _to(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], torch.Tensor):
+            args = (
+                args[0].device if not self.device.is_here(args[0]) else self._here,
+                args[0].dtype,
+            )
+        copy = kwargs.pop("copy", False)
+        target, dtype, non_blocking, memory_format = parse_to(*args, **kwargs)
+        held = tensor if type(tensor) in PLAIN else inner_of(tensor)
+        is_here = held is not None and self.device.is_here(held)
+        goes_here = is_here if target is None else target.type == NAME
+        if target is not None and target.type not in (NAME, "cpu"):
+            return func(tensor, *args, **kwargs, copy=copy)
+        if goes_here and target is not None:
+            self.device.use(target.index)
+        options = {"non_blocking": non_blocking, "copy": copy or goes_here != is_here}
+        if dtype is not None:
+            options["dtype"] = dtype
+        if memory_format is not None:
+            options["memory_format"] = memory_format
+        has_none = held is not None and not has_values(held)
+        below = "meta" if has_none and goes_here else "cpu"
+        pinned = non_blocking and is_here and not goes_here  # as torch: such a copy does not wait
+        return self._with_memory(goes_here, pinned, lambda: func(tensor, below, **options))
+
+    def _to_host(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self._to(torch.Tensor.to, tensor, "cpu")
+
+    def _copy_deeply(self, func: Any, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+        """Places the copy: torch copies the storage by operations that do not tell where it
+        lies."""
+        self._copy_held(tensor, memo)
+        with disable_current_modes():
+            output: torch.Tensor = func(tensor, memo)
+        if not self.device.knows(output):
+            is_here = self.device.is_here(tensor)
+            self.device.place(output, is_here)
+            self.device.run(Operation("deepcopy", [tensor], [output]), on_host=not is_here)
+        return output
+
+    def _copy_held(self, tensor: torch.Tensor, memo: dict[int, Any]) -> None:
+        """Copies what torch copies together with ``tensor``: its gradient, and the tensors that it
+        consists of. torch, which finds the copies in ``memo``, would make them outside of this
+        mode."""
+        slots = chain.from_iterable(getattr(each, "__slots__", ()) for each in type(tensor).__mro__)
+        held = [tensor.grad, *(getattr(tensor, name, None) for name in (*slots, *vars(tensor)))]
+        with self:
+            for each in held:
+                if isinstance(each, torch.Tensor):
+                    deepcopy(each, memo)
+
+    def _pin(self, func: Any, tensor: torch.Tensor, *args: Any) -> torch.Tensor:
+        return self._with_memory(False, True, tensor.clone)
+
+    def _is_pinned(self, func: Any, tensor: torch.Tensor, *args: Any) -> bool:
+        return self.device.memory_of(tensor).is_pinned
+
+    def _read(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The host reads values without an operation that the dispatcher sees."""
+        device = self.device
+        if self.device.is_here(tensor):
+            if func == torch.Tensor.numpy:
+                raise TypeError(
+                    f"numpy() of a tensor on the emulated device ({place()}): use cpu()"
+                )
+            device.wait_on_host(device.mark(device.current), func.__name__)
+        device.run(Operation(func.__name__, [tensor], []), on_host=True)
+        if has_values(tensor):
+            return func(tensor, *args, **kwargs)
+        with disable_current_modes():
+            return func(torch.zeros(tensor.shape, dtype=tensor.dtype), *args, **kwargs)
+
+    def _read_one(self, func: Any, tensor: torch.Tensor, *args: Any) -> Any:
+        # Of a tensor with values an operation tells.
+        return func(tensor, *args) if has_values(tensor) else self._read(func, tensor, *args)
+
+    def _decide(self, func: Any, tensor: torch.Tensor) -> bool:
+        if not has_values(tensor):
+            raise RuntimeError(
+                f"the program depends on a value ({place()}), and tensors on this device have none"
+            )
+        return func(tensor)
+
+    def _attend(
+        self,
+        func: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Any:
+        """The kernel that a GPU would run, which keeps no matrix of attention. It wants values as
+        wide as keys."""
+        if attn_mask is not None or not self.device.is_here(query):
+            return func(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        scale, width = options.get("scale"), value.shape[-1]
+        if width < query.shape[-1]:
+            value = torch.nn.functional.pad(value, (0, query.shape[-1] - width))
+        output: Any = flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
+        if torch.is_grad_enabled():
+            self.backwards.follow(output)
+        return output[0] if width == query.shape[-1] else output[0][..., :width]
+
+
+# What these make of whole numbers has values on any device: ranks tell each other such numbers, and
+# models ask them which position a token has.
+_KEPT = (torch.tensor, torch.arange)
+
+
+def _is_whole(make: Callable[..., torch.Tensor], args: Any, kwargs: dict[str, Any]) -> bool:
+    return not make(*args, **kwargs).is_floating_point()

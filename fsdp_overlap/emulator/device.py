@@ -1,0 +1,480 @@
+"""The emulated device: streams, events, memory, and what happens on them."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from fsdp_overlap.emulator.allocator import Allocator, Block, MemPool
+from fsdp_overlap.emulator.findings import Finding, Sync, place
+from fsdp_overlap.emulator.memory import Access, Memory
+from fsdp_overlap.emulator.queues import Moment, Queue
+
+# As in torch's c10/cuda/CUDAStream.
+STREAMS = 32
+"""The streams that a pool of torch's has; there is a pool for each of the ``PRIORITIES``."""
+PRIORITIES = 4
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _locked(method: F) -> F:
+    """``method``, by one thread at a time."""
+
+    @wraps(method)
+    def run(self: EmulatedDevice, *args: Any, **kwargs: Any) -> Any:
+        with self.lock:
+            return method(self, *args, **kwargs)
+
+    return cast("F", run)
+
+
+class Issued(NamedTuple):
+    """A collective that this rank enqueued: its ``kind``, the ``group`` whose communicator it uses,
+    and the ``ranks`` of that group. Empty ``ranks`` stand for all ranks."""
+
+    group: str
+    kind: str
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(eq=False)
+class Enqueued:
+    """An asynchronous collective. Its tensors are kept until it was waited for, or the host knows
+    that it is done."""
+
+    device: EmulatedDevice
+    moment: Moment
+    kept: Sequence[torch.Tensor]
+
+    def wait(self) -> None:
+        """Lets the current stream wait for the collective. The host goes on."""
+        self.device.land(self)
+
+
+class Call(NamedTuple):
+    """A call of one of torch's operators, and what it returned, once it has run."""
+
+    func: Any
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    output: Any = None
+
+
+class Operation(NamedTuple):
+    """What is enqueued. ``call``: unless Python does it; ``group``: of a collective; ``staged``:
+    those of ``reads`` that the host has read when it has enqueued the operation."""
+
+    name: str
+    reads: Sequence[torch.Tensor]
+    writes: Sequence[torch.Tensor]
+    call: Call | None = None
+    group: dist.ProcessGroup | None = None
+    staged: Sequence[torch.Tensor] = ()
+
+
+class Timing(Protocol):
+    """Says how long things take, in seconds."""
+
+    def on_host(self, operation: Operation) -> float:
+        """How long the host is busy with an operation that it runs or enqueues."""
+        ...
+
+    def end(self, operation: Operation, stream: Queue, enqueued: float, ready: float) -> float:
+        """When ``operation`` ends on ``stream``, which is ready for it at the time ``ready``. The
+        host has ``enqueued`` it by then."""
+        ...
+
+
+class OfThread(threading.local):
+    """What each thread has of its own: its current device, its stream, and the pool that it takes
+    memory from, if it does not take segments that belong to no pool."""
+
+    def __init__(self, stream: Queue) -> None:
+        self.index = 0
+        self.stream = stream
+        self.pool: MemPool | None = None
+
+
+class EmulatedDevice:
+    """An accelerator whose memory is the host's and whose operations run at once, with a record of
+    when they *could* run.
+
+    Everything that is enqueued gets a place in the order that streams and events make. Two
+    operations on the same memory, one of them a write, are a finding if this order does not say
+    which comes first: on a real device they may run in either order, or at the same time.
+
+    Args:
+        timing: says how long operations take. With it, ``Event.query()`` tells what is done by the
+            host's time. Without it the device lags behind for ever: nothing is done that the host
+            has not waited for.
+        allocating: is called with the bytes of each allocation, and may raise, like a device that
+            has no memory left.
+        issuing: is called with the kind of each collective before it is enqueued, and may raise.
+        values: whether tensors that are made on the device have elements. Without, models of any
+            size take no memory, and the host reads zeros. Only ``torch.tensor()`` and
+            ``torch.arange()`` of whole numbers, and what the host moves there, have some.
+        index: the number of the device among those of its machine. The others are not this
+            process's: a thread that makes a context there is a finding.
+        expandable_segments: whether the allocator's segments grow, as with torch's setting of this
+            name.
+    """
+
+    def __init__(
+        self,
+        timing: Timing | None = None,
+        allocating: Callable[[int], None] | None = None,
+        issuing: Callable[[str], None] | None = None,
+        values: bool = True,
+        index: int = 0,
+        expandable_segments: bool = False,
+    ) -> None:
+        self.timing = timing
+        self.allocating = allocating
+        self.issuing = issuing
+        self.values = values
+        self.index = index
+        self.is_over = False
+        """Whether nothing is to be noted any more. Threads of the program may go on."""
+        self.lock = threading.RLock()
+        """Guards what is noted, by whichever thread."""
+        self.host = Queue(0, "the host")
+        """All threads of the program: which of them comes first is not looked at."""
+        self.queues = [self.host]
+        self.default = self.add_stream("the default stream")
+        self.of_thread = OfThread(self.default)
+        self.program_streams = {self.default}
+        """Those on which the program communicates by itself, as about activations."""
+        self.allocator = Allocator(expandable_segments)
+        """Has the device's memory, and counts it."""
+        self.on_host = self.peak_on_host = 0
+        """The bytes of the host's tensors that were made, and the most that there were at once."""
+        self.findings: list[Finding] = []
+        """What is wrong so far."""
+        self.syncs: list[Sync] = []
+        """When the host waited for the device."""
+        self.issued: list[Issued] = []
+        """The collectives, in the order in which the host enqueued them."""
+        self.operations = 0
+        self.backwards: list[tuple[float, float]] = []
+        """When the host began and ended each backward."""
+        self._elsewhere: dict[int, Queue] = {}
+        self._group_streams: dict[str, Queue] = {}
+        self._in_flight: set[Enqueued] = set()
+        self._pools: list[list[Queue]] = [[] for _ in range(PRIORITIES)]
+        self._turns = [0] * PRIORITIES
+        self._memories: dict[int, Memory] = {}
+        self._blocks: dict[Memory, Block] = {}
+
+    # Threads
+
+    @property
+    def current(self) -> Queue:
+        """The stream that this thread enqueues on."""
+        return self.of_thread.stream
+
+    @current.setter
+    def current(self, stream: Queue) -> None:
+        self.of_thread.stream = stream
+
+    def take_thread(self) -> None:
+        """Makes this device the current one of this thread."""
+        self.of_thread.index = self.index
+
+    def use(self, index: int | None) -> None:
+        """Called when this thread uses the device of this number, or its current one."""
+        index = self.of_thread.index if index is None else index
+        if index != self.index:
+            text = f"makes a context on device {index} ({place()}): this one is {self.index}"
+            self.findings.append(Finding("context", text))
+
+    # Order
+
+    @_locked
+    def add_stream(self, name: str = "") -> Queue:
+        index = len(self.queues)
+        self.queues.append(Queue(index, name or f"stream {index}", device=self.index))
+        return self.queues[-1]
+
+    @_locked
+    def next_stream(self, priority: int = 0, name: str = "") -> Queue:
+        """A stream of torch's pool for ``priority``, of which lower numbers come first. A pool
+        hands its streams out in turn.
+
+        Raises:
+            RuntimeError: ``priority`` is above 0.
+        """
+        if priority > 0:
+            raise RuntimeError(f"a stream's priority is 0 or less, not {priority}")
+        level = min(-priority, PRIORITIES - 1)
+        pool, turn = self._pools[level], self._turns[level]
+        self._turns[level] += 1
+        if turn < STREAMS:
+            pool.append(self.add_stream(name))
+        return pool[turn % STREAMS]
+
+    def elsewhere(self, index: int) -> Queue:
+        """The default stream of another device, on which nothing runs."""
+        return self._elsewhere.setdefault(index, Queue(-1, f"device {index}", device=index))
+
+    @_locked
+    def mark(self, stream: Queue) -> Moment:
+        """What an event records on ``stream``: all that is enqueued there now."""
+        # What the host enqueues comes after all that it has waited for.
+        stream.learn(self.host.clock, 0.0)
+        return Moment.of(stream)
+
+    @_locked
+    def wait(self, stream: Queue, moment: Moment) -> None:
+        stream.learn(moment.clock, moment.ends)
+
+    @_locked
+    def wait_on_host(self, moment: Moment, operation: str, is_promised: bool = True) -> None:
+        """The host waits for ``moment``. A wait that nobody has promised takes time, and orders
+        nothing."""
+        self.syncs.append(Sync(operation, place()))
+        self.host.learn(moment.clock if is_promised else {}, moment.ends)
+
+    @_locked
+    def is_done(self, moment: Moment) -> bool:
+        """Whether the host knows that ``moment`` is over."""
+        if self.timing is not None:
+            return moment.ends <= self.host.ends
+        return all(self.host.clock.get(queue, 0) >= tick for queue, tick in moment.clock.items())
+
+    # Operations
+
+    @_locked
+    def run(self, operation: Operation, on_host: bool = False) -> None:
+        """Enqueues ``operation`` on the current stream, or lets the host do it at once."""
+        queue, timing = self.host if on_host else self.current, self.timing
+        if timing is not None:
+            self.host.ends += timing.on_host(operation)
+        self._note(operation.name, operation.staged, False, self.host)
+        if not on_host:
+            queue.learn(self.host.clock, self.host.ends)
+            if timing is not None:
+                queue.ends = timing.end(operation, queue, self.host.ends, queue.ends)
+        self.operations += 1
+        reads = operation.reads
+        if operation.staged:
+            staged = {id(tensor) for tensor in operation.staged}
+            reads = [tensor for tensor in reads if id(tensor) not in staged]
+        self._note(operation.name, reads, False, queue)
+        self._note(operation.name, operation.writes, True, queue)
+
+    def _note(
+        self, name: str, tensors: Sequence[torch.Tensor], is_write: bool, queue: Queue
+    ) -> None:
+        """Notes that an operation on ``queue`` reads or writes ``tensors``."""
+        if not tensors:
+            return
+        where, stamp = place(), queue.add()
+        for tensor in tensors:
+            memory = self.memory_of(tensor)
+            access = Access(stamp, name, where, is_write, *extent(tensor))
+            if access.start == access.stop:
+                continue
+            for earlier in memory.conflicts(access, queue):
+                self._find_conflict(earlier, access, queue)
+            memory.note(access)
+
+    def stream_of(self, group: str) -> Queue:
+        """The stream on which a group's asynchronous collectives run."""
+        if group not in self._group_streams:
+            self._group_streams[group] = self.next_stream(name=f"the stream of {group}")
+        return self._group_streams[group]
+
+    def issue(
+        self,
+        group: dist.ProcessGroup,
+        kind: str,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        is_async: bool = False,
+    ) -> Enqueued | None:
+        """Enqueues a collective of ``group`` on the current stream. An asynchronous one runs on the
+        stream of its group, after what is enqueued on the current one, and is to be waited for. If
+        all memory is the host's, the host runs it at once."""
+        operation = Operation(kind, reads, writes, group=group)
+        if not any(map(self.is_here, (*reads, *writes))):
+            self.run(operation, on_host=True)
+            return None
+        if self.issuing is not None:
+            self.issuing(kind)
+        ranks = tuple(dist.get_process_group_ranks(group))
+        self.issued.append(Issued(group.group_name, kind, ranks))
+        if not is_async:
+            self.run(operation)
+            return None
+        caller, stream = self.current, self.stream_of(group.group_name)
+        self.wait(stream, self.mark(caller))
+        self.current = stream
+        try:
+            self.run(operation)
+        finally:
+            self.current = caller
+        enqueued = Enqueued(self, self.mark(stream), (*reads, *writes))
+        if not stream.is_captured:  # else nobody may ask
+            self._in_flight = {each for each in self._in_flight if not self.is_done(each.moment)}
+            self._in_flight.add(enqueued)
+        return enqueued
+
+    def pass_barrier(self) -> None:
+        """The host waits for a barrier, a collective that is enqueued on the current stream."""
+        self.wait_on_host(self.mark(self.current), "barrier")
+
+    def land(self, enqueued: Enqueued) -> None:
+        """Lets the current stream wait for a collective. Its tensors are kept no longer."""
+        self.wait(self.current, enqueued.moment)
+        self._in_flight.discard(enqueued)
+        enqueued.kept = ()
+
+    def _find_conflict(self, earlier: Access, access: Access, queue: Queue) -> None:
+        first = "writes" if earlier.writes else "reads"
+        second = "writes" if access.writes else "reads"
+        of_whom = self.queues[earlier.stamp.queue].name
+        what = "memory that was freed since and taken again" if earlier.is_of_last_owner else "it"
+        self.findings.append(
+            Finding(
+                "reuse" if earlier.is_of_last_owner else "race",
+                f"{access.operation} on {queue.name} {second} memory ({access.place}); nothing "
+                f"orders it after {earlier.operation} on {of_whom}, which {first} {what} "
+                f"({earlier.place})",
+            )
+        )
+
+    # Memory
+
+    @_locked
+    def memory_of(self, tensor: torch.Tensor) -> Memory:
+        """The memory of ``tensor``'s storage. A storage from before the model began is the
+        host's."""
+        storage = tensor.untyped_storage()
+        found = self._memories.get(storage._cdata)
+        return found or self.place(tensor, on_device=False)
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._memories
+
+    def is_here(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies on the device, and not on the host."""
+        return self.memory_of(tensor).is_on_device
+
+    @_locked
+    def place(self, tensor: torch.Tensor, on_device: bool, pinned: bool = False) -> Memory:
+        """Notes that ``tensor``'s storage is new, and whether it lies on the device."""
+        storage = tensor.untyped_storage()
+        memory = Memory(0, on_device, pinned)
+        self._memories[storage._cdata] = memory
+        weakref.finalize(storage, self._forget, storage._cdata, memory).atexit = False
+        self._give(memory, storage.nbytes())
+        return memory
+
+    @_locked
+    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Notes the new size of ``storage``. Called before the size changes."""
+        memory = self._memories.get(storage._cdata)
+        if memory is None or nbytes == memory.nbytes:
+            return
+        self._take(memory)
+        memory.is_freed = nbytes == 0
+        self._give(memory, nbytes)
+
+    def address_of(self, tensor: torch.Tensor) -> int:
+        """Where ``tensor``'s storage lies on the device."""
+        return self._blocks[self.memory_of(tensor)].address
+
+    def check_is_there(self, operation: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Called before an operation, because the host would run it on memory that is not there.
+
+        Raises:
+            RuntimeError: one of ``tensors`` lies in a storage that has been freed.
+        """
+        for tensor in tensors:
+            memory = self._memories.get(tensor.untyped_storage()._cdata)
+            if memory is not None and memory.is_freed and tensor.numel():
+                found = Finding("freed", f"{operation} uses memory that is freed ({place()})")
+                self.findings.append(found)
+                raise RuntimeError(str(found))
+
+    def release_after(self, tensor: torch.Tensor, stream: Queue) -> None:
+        """``Tensor.record_stream``: the memory is not used again before ``stream`` is done with
+        it."""
+        self.memory_of(tensor).waited_for.add(stream)
+
+    def _give(self, memory: Memory, nbytes: int) -> None:
+        if memory.is_on_device and nbytes:
+            if self.allocating is not None:
+                self.allocating(nbytes)
+            pool = self.of_thread.pool
+            self._blocks[memory], last = self.allocator.take(nbytes, self.current, pool)
+            memory.nbytes = nbytes
+            memory.take_over(last)
+        elif not memory.is_on_device:
+            self.on_host += nbytes
+            self.peak_on_host = max(self.peak_on_host, self.on_host)
+        memory.nbytes = nbytes
+
+    def _take(self, memory: Memory) -> None:
+        block = self._blocks.pop(memory, None)
+        used = frozenset(memory.waited_for)
+        moments = [self.mark(queue) for queue in used]
+        left = memory.hand_over()
+        if not memory.is_on_device:
+            self.on_host -= memory.nbytes
+        if block is not None:
+            self.allocator.give_back(block, left, used, lambda: all(map(self.is_done, moments)))
+
+    @_locked
+    def _forget(self, key: int, memory: Memory) -> None:
+        if self._memories.get(key) is memory:
+            del self._memories[key]
+        self._take(memory)
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes of its storage between ``tensor``'s first and last element."""
+    if tensor.numel() == 0:
+        return 0, 0
+    size = tensor.element_size()
+    start = int(tensor.storage_offset()) * size
+    last = sum(
+        (int(n) - 1) * int(stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return start, start + (last + 1) * size
+
+
+def compare_issued(ranks: Sequence[Sequence[Issued]]) -> Finding | None:
+    """A finding if ranks that enqueue these collectives, each in its own order, wait for each
+    other; else None. Communicators that share a device must be used in one order on all ranks: else
+    each waits for a kernel that cannot start."""
+    positions = [0] * len(ranks)
+    while True:
+        heads = [
+            each[position] if position < len(each) else None
+            for each, position in zip(ranks, positions, strict=True)
+        ]
+        if not any(heads):
+            return None
+        for head in heads:
+            members = range(len(ranks)) if head is None else head.ranks or range(len(ranks))
+            if head is not None and all(heads[rank] == head for rank in members):
+                for rank in members:
+                    positions[rank] += 1
+                break
+        else:
+            said = "; ".join(
+                f"rank {rank} with "
+                + ("nothing" if head is None else f"{head.kind} on {head.group}")
+                + f" ({position} before it)"
+                for rank, (head, position) in enumerate(zip(heads, positions, strict=True))
+            )
+            return Finding("order", f"ranks wait for each other: {said}")

@@ -1,0 +1,340 @@
+"""Shows the emulated device every operation that torch's dispatcher runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_overlap.emulator.device import Call, EmulatedDevice, Operation
+from fsdp_overlap.emulator.findings import place
+from fsdp_overlap.emulator.functional import Functional, is_functional
+from fsdp_overlap.emulator.shapes import run_on_shapes
+from fsdp_overlap.torch_internals import (
+    AsyncCollectiveTensor,
+    DisableTorchFunction,
+    FakeTensor,
+    TorchDispatchMode,
+    tree_map_only,
+)
+
+PLAIN = (torch.Tensor, nn.Parameter)
+
+# Operations that take memory and do not touch it.
+_ALLOCATE_ONLY = {
+    "empty",
+    "empty_like",
+    "empty_permuted",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+}
+
+# Operations that change what a tensor is a view of, or do nothing at all.
+_TOUCH_NOTHING = {"set_", "resize_", "lift", "detach_", "_unsafe_view", "_reshape_alias"}
+_TOUCH_NOTHING |= {"record_grad_output_stream"}
+
+# Operations that read the shapes of their inputs, but no elements.
+_READ_NOTHING = {
+    f"{value}_like" for value in ("zeros", "ones", "full", "rand", "randn", "randint")
+} | {"new_zeros", "new_ones", "new_full"}
+
+# Operations that may have operands both on the host and on the device.
+_CROSSING = {
+    "copy_",
+    "_to_copy",
+    "_foreach_copy_",
+    "index",
+    "index_put",
+    "index_put_",
+    "_index_put_impl_",
+}
+
+# Collectives write their first argument, and read it if they have no other; their schemas do not
+# say so. These write nothing.
+_WRITES_NOTHING = {"barrier", "monitored_barrier_"}
+
+_SYNCS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+@dataclass(frozen=True)
+class About:
+    """What the schema and the name of an operation tell."""
+
+    name: str
+    is_collective: bool
+    touches_nothing: bool
+    allocates_only: bool
+    reads_nothing: bool
+    may_cross: bool
+    gives_value: bool
+    """Whether the host has to know a value to go on."""
+    written: tuple[bool, ...]
+    """For each argument, whether the operation writes it."""
+    may_copy: bool
+    """Whether it gives a view or a copy, as operations do that it is made of."""
+    non_blocking: int
+    """The index of the argument that says that the host does not wait; -1 if there is none."""
+
+    @classmethod
+    @cache
+    def of(cls, func: Any) -> About:
+        name = func.overloadpacket.__name__
+        arguments = func._schema.arguments
+        is_collective = func.namespace == "c10d"
+        written = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
+        if is_collective and name not in _WRITES_NOTHING:
+            written[0] = True
+        return cls(
+            name,
+            is_collective,
+            func.is_view or name in _TOUCH_NOTHING,
+            name in _ALLOCATE_ONLY,
+            name in _READ_NOTHING,
+            name in _CROSSING,
+            any(tag in func.tags for tag in _SYNCS),
+            tuple(written),
+            func.is_view and func._can_decompose(),
+            next((i for i, a in enumerate(arguments) if a.name == "non_blocking"), -1),
+        )
+
+
+class Dispatch(TorchDispatchMode):
+    """Tells the device what each operation reads, writes and allocates."""
+
+    def __init__(self, device: EmulatedDevice, functional: Functional) -> None:
+        super().__init__()
+        self.device = device
+        self.makes_on_device: bool | None = None
+        """Whether new memory lies on the device; None if the call under way does not say."""
+        self.makes_pinned = False
+        self.functional = functional
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if FakeTensor in types or self.device.is_over:
+            return func(*args, **kwargs)  # such tensors have no memory: torch asks for a shape
+        if any(each not in PLAIN for each in types):
+            return NotImplemented  # the operations that the class runs come here one by one
+        about = About.of(func)
+        if about.may_copy or (torch.is_inference_mode_enabled() and func._can_decompose()):
+            # Inference mode skips autograd, which else takes such operations apart, and so does
+            # what a class does to its inner tensors.
+            with self:
+                return func.decompose(*args, **kwargs)
+        with DisableTorchFunction():
+            if about.name.startswith("lift_fresh"):
+                return self._take_in(func, args)
+            if about.touches_nothing:
+                return func(*args, **kwargs)
+            if is_functional(func) and self.device.is_here(args[0]):
+                with self:
+                    return self.functional.run(about.name, args)
+            values = [*args, *(kwargs.get(a.name) for a in func._schema.arguments[len(args) :])]
+            reads = [
+                t
+                for value, w in zip(values, about.written, strict=True)
+                if not w
+                for t in tensors_in(value)
+            ]
+            writes = [
+                t
+                for value, w in zip(values, about.written, strict=True)
+                if w
+                for t in tensors_in(value)
+            ]
+            return self._run(about, Call(func, args, kwargs), values, reads, writes)
+
+    def _run(
+        self,
+        about: About,
+        call: Call,
+        values: Sequence[Any],
+        reads: list[torch.Tensor],
+        writes: list[torch.Tensor],
+    ) -> Any:
+        """``values`` are those of all arguments, in their order."""
+        device = self.device
+        on_device = self._is_on_device(about, [*reads, *writes])
+        device.check_is_there(about.name, [*reads, *writes])
+        makes = on_device if self.makes_on_device is None else self.makes_on_device
+        if device.values:
+            output = call.func(*call.args, **call.kwargs)
+        else:
+            output = run_without_values(about, call, [*reads, *writes], makes)
+        outputs = tensors_in(output)
+        if any(isinstance(tensor, FakeTensor) for tensor in outputs):
+            return output
+        new = [tensor for tensor in outputs if not device.knows(tensor)]
+        if not device.values and any(tensor.is_meta for tensor in new):
+            makes = True  # what C++ makes beside operands without values
+        for tensor in new:
+            device.place(tensor, makes, self.makes_pinned)
+        if about.allocates_only:
+            return output
+        reads = [] if about.reads_nothing else reads
+        writes = [*writes, *new]
+        group = _group_among(values) if about.is_collective and on_device else None
+        if group is not None:
+            device.issue(group, about.name, reads, writes)
+            return output
+        runs_here = on_device or bool(new and makes)
+        crossing = self._crossing(about, reads, writes)
+        does_not_wait = about.non_blocking >= 0 and bool(values[about.non_blocking])
+        not_direct = [c for c in crossing if not (does_not_wait and self._is_direct(c))]
+        if crossing:
+            staged = [c.on_host for c in not_direct if does_not_wait and c.to_device]
+        else:  # numbers
+            staged = [t for t in reads if not device.is_here(t)] if runs_here else []
+        call = call._replace(output=output)
+        device.run(Operation(about.name, reads, writes, call, staged=staged), not runs_here)
+        if about.gives_value and on_device:
+            self._wait(about)
+        for _ in not_direct:
+            self._wait(about, is_promised=not does_not_wait)
+        return output
+
+    def _take_in(self, func: Any, args: Any) -> Any:
+        """Places a tensor that ``torch.tensor()`` has made from Python's numbers."""
+        output = func(*args)
+        if not self.device.knows(output):
+            self.device.place(output, bool(self.makes_on_device), self.makes_pinned)
+            if self.makes_on_device:
+                self.device.wait_on_host(self.device.mark(self.device.current), "tensor")
+        return output
+
+    def _is_on_device(self, about: About, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether an operation on ``tensors`` runs on the device.
+
+        Raises:
+            RuntimeError: some are on the host and some on the device, and it does not allow that.
+        """
+        sides = [self.device.is_here(tensor) for tensor in tensors]
+        if not any(sides):
+            return False
+        is_mixed = any(not side and t.dim() for side, t in zip(sides, tensors, strict=True))
+        if is_mixed and not about.may_cross:
+            raise RuntimeError(
+                f"{about.name} got tensors on the host and on the emulated device ({place()}): "
+                "move them to one of the two"
+            )
+        return True
+
+    def _crossing(
+        self, about: About, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+    ) -> list[Crossing]:
+        """The copies between the host and the device that an operation consists of."""
+        if not (about.may_cross and reads and writes):
+            return []
+        is_here = self.device.is_here
+        targets = writes if about.name == "_foreach_copy_" else [writes[0]] * len(reads)
+        return [
+            Crossing(target if is_here(source) else source, is_here(target))
+            for source, target in zip(reads, targets, strict=True)
+            if is_here(source) != is_here(target)
+        ]
+
+    def _is_direct(self, crossing: Crossing) -> bool:
+        """Whether the device itself reads or writes the host's memory. Else the host may wait for
+        the copy, and CUDA does not promise that it does."""
+        host = crossing.on_host
+        # torch copies what is not contiguous by way of pageable memory.
+        return self.device.memory_of(host).is_pinned and host.is_contiguous()
+
+    def _wait(self, about: About, is_promised: bool = True) -> None:
+        device = self.device
+        device.wait_on_host(device.mark(device.current), about.name, is_promised)
+
+
+class Crossing(NamedTuple):
+    """A copy between the host and the device: the tensor that is on the host, and the direction."""
+
+    on_host: torch.Tensor
+    to_device: bool
+
+
+def _group_among(values: Sequence[Any]) -> dist.ProcessGroup | None:
+    for value in values:
+        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+            return dist.ProcessGroup.unbox(value)
+    return None
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [leaf for each in value for leaf in tensors_in(each)]
+    return []
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    with DisableTorchFunction():
+        return not tensor.is_meta
+
+
+def run_without_values(
+    about: About, call: Call, tensors: Sequence[torch.Tensor], makes_on_device: bool
+) -> Any:
+    """What a call returns for ``tensors`` of which some have no values. What it would write to
+    those that have some is lost, and what comes to the host is zero."""
+    func, args, kwargs = call.func, call.args, call.kwargs
+    without = [tensor.is_meta for tensor in tensors]
+    if about.name == "_to_copy" and any(without) and not makes_on_device:
+        dtype = kwargs.get("dtype") or tensors[0].dtype
+        return torch.zeros(tensors[0].shape, dtype=dtype, device="cpu")
+    if not any(without):
+        return func(*args, **kwargs)
+    if all(without):
+        return run_on_shapes(func, args, kwargs, tensors)
+    if about.name == "embedding" and not without[1] and int(tensors[1].max()) >= len(tensors[0]):
+        raise IndexError(
+            f"an embedding of {len(tensors[0])} rows has no row {int(tensors[1].max())} ({place()})"
+        )
+    replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def without_values(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta:
+            return tensor
+        empty = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
+        )
+        replaced[id(empty)] = empty, tensor
+        return empty
+
+    args, kwargs = tree_map_only(torch.Tensor, without_values, (args, kwargs))
+    return tree_map_only(
+        torch.Tensor,
+        lambda tensor: replaced.get(id(tensor), (tensor, tensor))[1],
+        func(*args, **kwargs),
+    )
+
+
+_HELD: dict[type, str | None] = {}
+"""By class: the attribute with the first tensor that tensors of the class consist of."""
+
+
+def inner_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A tensor in memory behind one of torch's own classes, or of a class that tells what its
+    tensors consist of; None for any other tensor."""
+    if isinstance(tensor, DTensor):
+        held: Any = tensor._local_tensor
+    elif isinstance(tensor, AsyncCollectiveTensor):
+        held = tensor.elem
+    else:
+        kind = type(tensor)
+        if kind not in _HELD:  # asked once: the answer may read values, as that of torchao does
+            flatten = getattr(tensor, "__tensor_flatten__", None)
+            names = flatten()[0] if flatten is not None else ()
+            _HELD[kind] = names[0] if names else None
+        name = _HELD[kind]
+        held = None if name is None else getattr(tensor, name)
+    return held if held is None or type(held) in PLAIN else inner_of(held)

@@ -1,0 +1,379 @@
+"""``torch.emulated``: streams, events and all else that torch and this library ask of a device's
+module. Importing it gives torch a device type ``emulated``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import ModuleType
+from typing import Any, cast
+from unittest.mock import patch
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdp_overlap.emulator.allocator import MemPool
+from fsdp_overlap.emulator.backwards import Backwards
+from fsdp_overlap.emulator.calls import NAME, Calls
+from fsdp_overlap.emulator.device import EmulatedDevice
+from fsdp_overlap.emulator.dispatch import Dispatch
+from fsdp_overlap.emulator.functional import Functional
+from fsdp_overlap.emulator.queues import Moment, Queue
+from fsdp_overlap.emulator.threads import following_threads
+from fsdp_overlap.torch_internals import (
+    AsyncCollectiveTensor,
+    DisableTorchFunction,
+    determinism_checks,
+    disable_current_modes,
+    get_current_dispatch_mode_stack,
+    get_current_function_mode_stack,
+    register_device,
+    running_backwards_by,
+)
+
+# What C++ calls the kind of device that a library adds to torch.
+PRIVATE_USE = 20
+
+_active: list[EmulatedDevice] = []
+
+
+def active() -> EmulatedDevice:
+    """The device of the innermost :func:`running`.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    if not _active:
+        raise RuntimeError("no emulated device runs: use it within fsdp_overlap.emulator.running()")
+    return _active[-1]
+
+
+@contextmanager
+def running(device: EmulatedDevice) -> Iterator[EmulatedDevice]:
+    """Makes ``device`` the one that ``torch.device("emulated")`` names, in this thread and in those
+    that it starts."""
+    _active.append(device)
+    device.take_thread()
+    modes = Modes(device)
+    try:
+        with (
+            _telling(modes),
+            following_threads(modes.are_on, modes.on_in_thread),
+            modes.on_in_thread(),
+        ):
+            yield device
+    finally:
+        device.is_over = True
+        modes.backwards.end()
+        _active.pop()
+
+
+class Modes:
+    """The modes of all threads."""
+
+    def __init__(self, device: EmulatedDevice) -> None:
+        self.device = device
+        self.backwards = Backwards(device)
+        self._functional = Functional(device)
+
+    @contextmanager
+    def on_in_thread(self) -> Iterator[None]:
+        """Has the device see what this thread does."""
+        dispatch = Dispatch(self.device, self._functional)
+        with dispatch, Calls(self.device, dispatch, self.backwards):
+            yield
+
+    def are_on(self) -> bool:
+        """Whether the device sees what this thread does now."""
+        return self._dispatch() is not None
+
+    def _dispatch(self) -> Dispatch | None:
+        for mode in reversed(get_current_dispatch_mode_stack()):
+            if isinstance(mode, Dispatch) and mode.device is self.device:
+                return mode
+        return None
+
+    def seeing(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs ``call`` so that calls of Python are seen, also where torch has left the mode
+        because it is handling the call around it."""
+        dispatch = self._dispatch()
+        modes = get_current_function_mode_stack()
+        if dispatch is None or any(isinstance(m, Calls) and m.dispatch is dispatch for m in modes):
+            return call(*args, **kwargs)
+        with Calls(self.device, dispatch, self.backwards):
+            return call(*args, **kwargs)
+
+    def differentiate(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls ``run``, which lets the engine run a backward."""
+        return self.seeing(self.backwards.differentiate, run, *args, **kwargs)
+
+
+@contextmanager
+def _telling(modes: Modes) -> Iterator[None]:
+    """Patches functions of torch that no mode sees, or that call back outside of the mode."""
+    resize = torch.UntypedStorage.resize_
+    checks = determinism_checks()
+    device = modes.device
+
+    def resize_and_tell(storage: torch.UntypedStorage, nbytes: int) -> Any:
+        device.resize(storage, nbytes)
+        return resize(storage, nbytes)
+
+    def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
+        device.release_after(tensor, stream.queue)
+
+    seen = {name: partial(modes.seeing, check) for name, check in checks.items()}
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    wrap = AsyncCollectiveTensor.__new__
+
+    def wrap_for_torch(cls: Any, elem: torch.Tensor) -> Any:
+        with DisableTorchFunction():
+            return wrap(cls, elem)
+
+    with (
+        patch.object(torch.UntypedStorage, "resize_", resize_and_tell),
+        patch.object(torch.Tensor, "record_stream", record_stream),
+        running_backwards_by(modes.differentiate),
+        patch.dict(checks, seen),
+        # DTensors try out on tensors without memory how results will lie.
+        patch.object(
+            propagator,
+            "propagate_op_sharding_non_cached",
+            disable_current_modes()(propagator.propagate_op_sharding_non_cached),
+        ),
+        # Else some of these would lie where C++ believes, and some where they do.
+        patch.object(AsyncCollectiveTensor, "__new__", wrap_for_torch),
+        # Else C++ answers, which does not know the emulated streams.
+        patch.object(torch.accelerator, "current_stream", current_stream),
+        patch.object(torch.accelerator, "set_stream", set_stream),
+        patch.object(torch.accelerator, "synchronize", synchronize),
+        patch.object(torch.accelerator, "current_device_index", current_device),
+        patch.object(torch.accelerator, "set_device_index", set_device),
+    ):
+        yield
+
+
+class Event:
+    """Works like ``torch.cuda.Event``."""
+
+    def __init__(self, *args: object, **options: object) -> None:
+        self._moment: Moment | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        self._moment = active().mark((stream or current_stream()).queue)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        if self._moment is not None:
+            active().wait((stream or current_stream()).queue, self._moment)
+
+    def query(self) -> bool:
+        return self._moment is None or active().is_done(self._moment)
+
+    def synchronize(self) -> None:
+        if self._moment is not None:
+            active().wait_on_host(self._moment, "Event.synchronize")
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds from this event to ``end``."""
+        assert self._moment is not None
+        assert end._moment is not None
+        return 1e3 * (end._moment.ends - self._moment.ends)
+
+
+class Stream:
+    """Works like ``torch.cuda.Stream``."""
+
+    def __init__(
+        self, device: object = None, priority: int = 0, queue: Queue | None = None
+    ) -> None:
+        if queue is None:
+            active().use(_index(device))
+            queue = active().next_stream(priority)
+        self.queue = queue
+        self.priority = priority
+        self.device = torch.device(NAME, queue.device)
+        self.device_index = queue.device
+        self.device_type = PRIVATE_USE
+
+    @property
+    def stream_id(self) -> int:
+        return self.queue.index
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and self.queue is other.queue
+
+    def __hash__(self) -> int:
+        return hash(self.queue)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        event.wait(self)
+
+    def wait_stream(self, other: Stream) -> None:
+        device = active()
+        device.wait(self.queue, device.mark(other.queue))
+
+    def query(self) -> bool:
+        return active().is_done(Moment.of(self.queue))
+
+    def is_capturing(self) -> bool:
+        return self.queue.is_captured
+
+    def synchronize(self) -> None:
+        active().wait_on_host(Moment.of(self.queue), "Stream.synchronize")
+
+
+def current_stream(device: object = None) -> Stream:
+    """The stream that operations are enqueued on."""
+    here, index = active(), _index(device)
+    return Stream(queue=here.current if index == here.index else here.elsewhere(index))
+
+
+def default_stream(device: object = None) -> Stream:
+    here, index = active(), _index(device)
+    return Stream(queue=here.default if index == here.index else here.elsewhere(index))
+
+
+def set_stream(stream: Stream) -> None:
+    """Makes ``stream`` the current one, and its device."""
+    here = active()
+    if stream.device_index != here.of_thread.index:
+        set_device(stream.device)
+    if stream.device_index == here.index:
+        here.current = stream.queue
+
+
+@contextmanager
+def stream(stream: Stream | None) -> Iterator[None]:
+    """Makes ``stream`` the current one. Afterwards the current device is what it was, even if it is
+    another."""
+    if stream is None:
+        yield
+        return
+    before, before_there = current_stream(), current_stream(stream.device)
+    set_stream(stream)
+    try:
+        yield
+    finally:
+        set_stream(before_there)
+        set_stream(before)
+
+
+@contextmanager
+def use_mem_pool(pool: MemPool, device: object = None) -> Iterator[None]:
+    """Makes allocations of this thread take memory from ``pool``."""
+    here = active().of_thread
+    before, here.pool = here.pool, pool
+    try:
+        yield
+    finally:
+        here.pool = before
+
+
+def synchronize(device: object = None) -> None:
+    if not _active:
+        return  # torch's profiler calls this wherever a device of this kind is registered
+    index = _index(device)
+    active().use(index)
+    for queue in active().queues[1:] if index == active().index else ():
+        active().wait_on_host(Moment.of(queue), "synchronize")
+
+
+def is_available() -> bool:
+    return bool(_active)
+
+
+def is_initialized() -> bool:
+    return bool(_active)
+
+
+def device_count() -> int:
+    return active().index + 1 if _active else 1
+
+
+def current_device() -> int:
+    return active().of_thread.index if _active else 0
+
+
+def set_device(device: object) -> None:
+    """Makes ``device`` the current one of this thread."""
+    index = _index(device)
+    active().use(index)
+    active().of_thread.index = index
+
+
+@contextmanager
+def device(device: object) -> Iterator[None]:
+    """Makes ``device`` the current one of this thread. Going back to another makes no context
+    there."""
+    before = current_device()
+    set_device(device)
+    try:
+        yield
+    finally:
+        active().of_thread.index = before
+
+
+def _index(device: object) -> int:
+    """The number of ``device``, of the current one if it has none."""
+    if isinstance(device, str):
+        device = torch.device(device)
+    index = device.index if isinstance(device, torch.device) else device
+    return current_device() if index is None else cast("int", index)
+
+
+def get_rng_state(device: object = None) -> torch.Tensor:
+    # Operations run on the host, and so draw from its generator.
+    return torch.get_rng_state()
+
+
+def set_rng_state(state: torch.Tensor, device: object = None) -> None:
+    torch.set_rng_state(state)
+
+
+def _is_in_bad_fork() -> bool:
+    return False
+
+
+def manual_seed_all(seed: int) -> None:
+    pass  # torch.manual_seed() itself seeds the host's generator
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    return [torch.bfloat16, torch.float16]
+
+
+def memory_allocated(device: object = None) -> int:
+    return active().allocator.allocated
+
+
+def max_memory_allocated(device: object = None) -> int:
+    return active().allocator.peak_allocated
+
+
+def memory_reserved(device: object = None) -> int:
+    return active().allocator.reserved
+
+
+def max_memory_reserved(device: object = None) -> int:
+    return active().allocator.peak_reserved
+
+
+def reset_peak_memory_stats(device: object = None) -> None:
+    active().allocator.count_peaks_anew()
+
+
+def empty_cache() -> None:
+    synchronize()  # what was freed may still be in use
+    active().allocator.release_free()
+
+
+if getattr(torch, NAME, None) is None:
+    register_device(NAME, sys.modules[__name__])
+assert isinstance(getattr(torch, NAME), ModuleType)

@@ -1,0 +1,178 @@
+"""What the user asks of collectives: to send fewer bits than compute and gradients have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+
+from fsdp_overlap.layout import ParamSpec, Plan, RowsPlan
+from fsdp_overlap.layout.wire_plan import (
+    Block,
+    BlockSize,
+    WirePlan,
+    block_in,
+    grain_of,
+    one_rank,
+)
+from fsdp_overlap.tensor.quantization import LARGEST, POWERS_OF_TWO, scale_dtype_for
+
+SCALED = tuple(LARGEST)
+"""The dtypes of codes that have scales."""
+
+ROUNDED = (torch.bfloat16,)
+"""Those of codes that are numbers by themselves."""
+
+_NUMBER = (1, 1)
+"""The rows and columns of a block of one number."""
+
+
+@dataclass(frozen=True)
+class QuantizedCommPolicy:
+    """Sends the matrices of a unit in few bits: when they are gathered, when their gradients are
+    reduced, or both.
+
+    A rank quantizes its shard, codes and scales travel, and compute sees what these stand for, in
+    the dtype that it wants. Sharded parameters, gradients, optimizer states and checkpoints keep
+    their full precision. Gradients are those of the quantized weights, and are given to the sharded
+    parameters as they are. What compute sees does not depend on the number of ranks.
+
+    A rank quantizes what others get of its gradients, too. They arrive one by one and are summed in
+    the dtype in which gradients are reduced, or in float32 if that is half precision, so that an
+    error is made once for each rank and never in a sum. With ``reduce_dtype=torch.bfloat16`` they
+    are rounded, and nothing else: half the bytes of float32, without the errors of sums in
+    bfloat16.
+
+    Parameters of less than two dimensions, and those that are no floating-point numbers, travel in
+    full, in the same collective.
+
+    Args:
+        gather_dtype: the dtype of codes of weights: ``torch.float8_e4m3fn``,
+            ``torch.float8_e5m2`` or ``torch.int8``. ``None``: gathers stay as they are.
+        reduce_dtype: the same for gradients, or ``torch.bfloat16``, which needs no scales.
+        block: how many rows and columns of a matrix share a scale; ``None`` stands for all. ``(1,
+            None)`` is a scale for each row, ``(1, 32)`` for 32 neighbours in a row. Rows lie along
+            the last dimension, also of a stack of matrices. Parameters are cut between blocks
+            alone, whatever else the layout allows. With one scale for a whole matrix, ``(None,
+            None)``, none is cut, as under ``TensorAtomic()``.
+        powers_of_two: whether scales are powers of two, in a byte each, as in the MX formats. Else
+            they have the dtype of compute or of the reduction, if that is float32 or bfloat16, and
+            float32 for others.
+        keep: which matrices travel in full all the same: names, as in the unit, or patterns of the
+            shell, such as ``"*.router.weight"``. They are a bucket of their own, unless the unit
+            was planned ahead.
+
+    Raises:
+        ValueError: there are no codes of that dtype, or no blocks of that size.
+        TypeError: ``keep`` is not a tuple of strings.
+    """
+
+    gather_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    block: Block = (1, None)
+    powers_of_two: bool = False
+    keep: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        dtypes = {"gather_dtype": self.gather_dtype, "reduce_dtype": self.reduce_dtype}
+        for name, dtype in dtypes.items():
+            allowed = {"gather_dtype": SCALED, "reduce_dtype": (*SCALED, *ROUNDED)}[name]
+            if dtype is not None and dtype not in allowed:
+                raise ValueError(
+                    f"QuantizedCommPolicy({name}={dtype}): use one of "
+                    f"{', '.join(map(str, allowed))}; for "
+                    "other floating-point numbers, use MixedPrecisionPolicy"
+                )
+        if not any(dtypes.values()):
+            raise ValueError(
+                "QuantizedCommPolicy() says nothing: name a gather_dtype or a reduce_dtype"
+            )
+        sizes = self.block if type(self.block) is tuple and len(self.block) == 2 else ("?", "?")
+        if any(size is not None and (type(size) is not int or size < 1) for size in sizes):
+            raise ValueError(
+                f"QuantizedCommPolicy(block={self.block!r}): name the rows and the columns that "
+                "share a "
+                "scale, each a number of at least 1 or None for all, such as (1, None) or (1, 32)"
+            )
+        if type(self.keep) is not tuple or any(type(each) is not str for each in self.keep):
+            raise TypeError(
+                f"QuantizedCommPolicy(keep={self.keep!r}): use a tuple of names or patterns"
+            )
+
+    def block_in(self, spec: ParamSpec) -> BlockSize | None:
+        """The rows and columns that share a scale. ``None`` if the parameter travels in full.
+
+        Raises:
+            ValueError: the parameter cannot be divided into such blocks.
+        """
+        if spec.ndim < 2 or not spec.numel or not spec.dtype.is_floating_point:
+            return None
+        if spec.dtype.itemsize == 1 or spec.is_opaque:
+            return None
+        if self.keeps(spec):
+            return None
+        return block_in(spec, self.block) if self._has_scales else _NUMBER
+
+    def keeps(self, spec: ParamSpec) -> bool:
+        """Whether the user asked that a matrix travels in full."""
+        return spec.ndim > 1 and any(fnmatchcase(spec.fqn, pattern) for pattern in self.keep)
+
+    def grain(self, spec: ParamSpec) -> int:
+        """The number of neighbouring elements that no layout may cut."""
+        size = self.block_in(spec)
+        return 1 if size is None else grain_of(spec, size)
+
+    def check(self, plan: Plan) -> None:
+        """Checks that a bucket can travel so.
+
+        Raises:
+            ValueError: the plan cuts a block.
+        """
+        for codes in (self.gather_dtype, self.reduce_dtype):
+            if codes is not None:
+                self.wire(plan, torch.float32, codes)
+
+    def applies_to(self, plan: Plan) -> bool:
+        """Whether any parameter of a bucket is quantized."""
+        return any(self.block_in(spec) is not None for spec in plan.specs)
+
+    def wire(self, plan: Plan, dtype: torch.dtype, codes: torch.dtype) -> WirePlan:
+        """What ranks send of a bucket whose elements have ``dtype``, as ``codes``. If it is in
+        rows, what one rank sends.
+
+        Raises:
+            ValueError: the plan cuts a block.
+        """
+        blocks = tuple(map(self.block_in, plan.specs))
+        if codes in ROUNDED:
+            blocks = tuple(None if size is None else _NUMBER for size in blocks)
+        scales = self.scale_dtype(dtype, codes)
+        return WirePlan(
+            one_rank(plan, blocks) if isinstance(plan, RowsPlan) else plan,
+            blocks,
+            codes.itemsize,
+            0 if scales is None else scales.itemsize,
+            dtype.itemsize,
+        )
+
+    def scale_dtype(self, dtype: torch.dtype, codes: torch.dtype) -> torch.dtype | None:
+        """The dtype of scales of elements of ``dtype``, if they have any as ``codes``."""
+        if codes in ROUNDED:
+            return None
+        return POWERS_OF_TWO if self.powers_of_two else scale_dtype_for(dtype)
+
+    @property
+    def _has_scales(self) -> bool:
+        return self.gather_dtype is not None or self.reduce_dtype not in ROUNDED
+
+
+def sent_sizes(
+    plan: Plan, dtype: torch.dtype, policy: QuantizedCommPolicy | None, codes: torch.dtype | None
+) -> list[int]:
+    """How many bytes each rank sends of a bucket of ``dtype``, or gets of its gradients, if they
+    travel as ``codes`` by ``policy``. ``None``: they travel as they are."""
+    if policy is None or codes is None or not policy.applies_to(plan):
+        return [numel * dtype.itemsize for numel in plan.shard_numels]
+    sizes = policy.wire(plan, dtype, codes).packed.shard_numels
+    return [*sizes] * (plan.world_size // len(sizes))  # all are alike in rows

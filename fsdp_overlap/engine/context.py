@@ -1,0 +1,446 @@
+"""What the units of one model share: lanes, groups, order and counters."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property, partial
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_overlap.comm.graphs import watch
+from fsdp_overlap.comm.groups import GroupCache, LaneGroups
+from fsdp_overlap.comm.lanes import Lane, make_lane
+from fsdp_overlap.comm.mesh_groups import MeshGroups
+from fsdp_overlap.comm.streams import current_device, has_streams, is_capturing
+from fsdp_overlap.desync.faults import Faults
+from fsdp_overlap.engine import autograd_engine
+from fsdp_overlap.engine.captured_steps import CapturedSteps
+from fsdp_overlap.engine.default_mesh import default_mesh
+from fsdp_overlap.engine.description import describe
+from fsdp_overlap.engine.domain import Domain, Domains, check_mesh
+from fsdp_overlap.engine.grad_dtypes import follow_grad_dtypes
+from fsdp_overlap.engine.gradients import BucketGradients
+from fsdp_overlap.engine.plan_comparison import compare_plans
+from fsdp_overlap.engine.starts import compare_starts
+from fsdp_overlap.engine.transfers import Transfers
+from fsdp_overlap.engine.unit import Unit, unit_of
+from fsdp_overlap.engine.unit_plans import plan_together
+from fsdp_overlap.engine.units import Units, name_units
+from fsdp_overlap.engine.unsharded_edits import Uncompared
+from fsdp_overlap.layout import Flat, LayoutRule
+from fsdp_overlap.schedule.reducer import MAX_INPUTS
+from fsdp_overlap.schedule.scheduler import Schedule
+from fsdp_overlap.schedule.stats import Stats
+
+
+class FsdpContext:
+    """Owns what the units of one model share. Give the same context to every :func:`fully_shard`.
+
+    Args:
+        mesh: the device mesh to shard over. It has one dimension, or two, ``(replicate, shard)``:
+            parameters are sharded along the second and copied along the first. By default it has
+            one dimension over all ranks. A unit may have a mesh of its own (:func:`fully_shard`).
+        prefetch: how many all-gathers are enqueued ahead of use, and so how many full buffers exist
+            beside those in use. 2 may gain where heavy and light units take turns, as experts do.
+            0 takes the least memory, also for reductions, and hides almost nothing on a CPU.
+        separate_reduce_scatter_group: whether reduce-scatters get a process group of their own. If
+            they share one with the all-gathers, both run one after the other.
+        layout: where parameters may be cut: ``Flat()`` anywhere, ``BlockAtomic(rows=...)`` between
+            rows, ``TensorAtomic()`` in no matrix, ``PerTensor()`` as FSDP2 does. It may also be a
+            function that returns one of these for ``(fqn, spec)``: the parameter's name in its
+            unit, and its :class:`~fsdp_overlap.layout.ParamSpec`.
+        validate_layouts: whether ranks compare their plans under every layout.
+        shard_optimizer_over_replicas: on a mesh ``(replicate, shard)``, whether the ranks that
+            hold copies of a shard divide its parameters, gradients and optimizer states among
+            them. They put the shard together once after each step, in the dtype of compute.
+            Optimizer states then take as little memory as on a mesh of one dimension over all
+            ranks, and all-gathers still run along the second dimension.
+        sync_module_states: whether all ranks take the parameters and buffers of the first rank of a
+            unit's mesh. Then only that rank must have seeded or loaded the model.
+            :func:`fully_shard` is collective then, and overwrites what the other ranks hold. It
+            needs memory for one more whole parameter on the device of the mesh, if the module is
+            not there. Without this option all ranks must hold the same values. They compare them
+            at the first forward.
+        groups: the process groups that collectives run on. :class:`MeshGroups` for the mesh of the
+            context, or a mapping from meshes to them, for units with meshes of their own.
+        pg_options: options of the backend, by lane (``"all_gather"``, ``"reduce_scatter"``,
+            ``"all_reduce"``), for groups that the library makes. By default these have the options
+            of the mesh's groups. Contexts that are given the same object share a group.
+
+    Streams, groups and events are made at first use.
+
+    Raises:
+        TypeError: ``groups`` or ``pg_options`` are none.
+        ValueError: parameters cannot be sharded over the mesh (it may have more than two
+            dimensions, for example), ``prefetch`` is negative, or a group does not suit its mesh.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh | None = None,
+        *,
+        prefetch: int = 1,
+        separate_reduce_scatter_group: bool = True,
+        layout: LayoutRule = Flat(),  # noqa: B008, frozen
+        validate_layouts: bool = False,
+        shard_optimizer_over_replicas: bool = False,
+        sync_module_states: bool = False,
+        groups: MeshGroups | Mapping[DeviceMesh, MeshGroups] | None = None,
+        pg_options: Mapping[str, object] | None = None,
+    ) -> None:
+        if mesh is not None:
+            check_mesh(mesh, shard_optimizer_over_replicas)
+        if prefetch < 0:
+            raise ValueError(f"prefetch={prefetch} is not a number of all-gathers; use 0 or more")
+        self._mesh = mesh
+        self.prefetch = prefetch
+        self.layout = layout
+        self.validate_layouts = validate_layouts
+        self.shard_optimizer_over_replicas = shard_optimizer_over_replicas
+        self.sync_module_states = sync_module_states
+        self._stats = Stats()
+        self.is_implicit = False
+        """Whether :func:`fully_shard` made the context. Those of one tree are merged."""
+        self.lane_factory: Callable[[str, torch.device], Lane] = lambda _, device: make_lane(device)
+        given = {self.mesh: groups} if isinstance(groups, MeshGroups) else groups
+        self._groups = GroupCache(separate_reduce_scatter_group, given, pg_options)
+        if pg_options:
+            self._groups.check_options(self.mesh)
+        # Domains refer to faults, so faults refer to domains weakly. Without a reference cycle,
+        # groups are freed together with the context, and not when Python next collects cycles.
+        self._units = Units()
+        self._domains = Domains(layout, self._groups, self._stats, shard_optimizer_over_replicas)
+        domains = weakref.ref(self._domains)
+        self.faults = Faults(lambda: found.all() if (found := domains()) else (), self._groups)
+        self._groups.watch = weakref.ref(self.faults)
+        self._toggled: weakref.WeakSet[Unit] = weakref.WeakSet()
+        """Units whose trainability has changed since the last backward began."""
+        self.uncompared: Uncompared = []
+        self.is_settled = False
+        """Whether :meth:`settle` has nothing left to do."""
+        self.was_settled = False
+        """Whether units have groups, as after a forward. The same on every rank."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> FsdpContext:
+        """A context for a copy of the model, with the same mesh and options and no units yet.
+        Without ``sync_module_states``: the copy takes its values from this rank's shards."""
+        duplicate = FsdpContext(
+            self.mesh,
+            prefetch=self.prefetch,
+            separate_reduce_scatter_group=self.separates_groups,
+            layout=self.layout,
+            validate_layouts=self.validate_layouts,
+            shard_optimizer_over_replicas=self.shard_optimizer_over_replicas,
+            groups=self._groups.given,
+            pg_options=self._groups.options,
+        )
+        duplicate.is_implicit = self.is_implicit
+        if self.has_schedule and self.schedule.finalization.is_manual:
+            duplicate.schedule.finalization.set_manual(True)
+        return duplicate
+
+    def __repr__(self) -> str:
+        """A table of the units. Not collective."""
+        flags = ("validate_layouts", "shard_optimizer_over_replicas", "sync_module_states")
+        return describe(
+            self.units,
+            self._mesh,
+            self.layout,
+            self.prefetch,
+            self.separates_groups,
+            [name.replace("_", " ") for name in flags if getattr(self, name)],
+        )
+
+    @property
+    def separates_groups(self) -> bool:
+        """Whether reduce-scatters get a process group of their own."""
+        return self._groups.separate
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """The mesh of units that have none of their own.
+
+        Raises:
+            RuntimeError: no mesh was given and ``torch.distributed`` is not initialized.
+        """
+        return self._mesh if self._mesh is not None else default_mesh()
+
+    @cached_property
+    def device(self) -> torch.device:
+        return current_device(self.mesh.device_type)
+
+    @cached_property
+    def has_streams(self) -> bool:
+        """Whether compute is enqueued on streams."""
+        return has_streams(self.device)
+
+    @property
+    def stats(self) -> Stats:
+        """What was gathered, reduced and prefetched. ``stats.reset()`` counts anew."""
+        return self._stats
+
+    @property
+    def groups(self) -> LaneGroups:
+        """The process groups over :attr:`mesh`."""
+        return self.domain_of(self.mesh).groups
+
+    @property
+    def domains(self) -> list[Domain]:
+        """A domain for each mesh that units are sharded over, in the order of their first units."""
+        return self._domains.all()
+
+    def domain_of(self, mesh: DeviceMesh) -> Domain:
+        """The domain of ``mesh``.
+
+        Raises:
+            ValueError: parameters cannot be sharded over the mesh, or it is of another device.
+        """
+        return self._domains.of(mesh, self.device, self.faults)
+
+    @cached_property
+    def transfers(self) -> Transfers:
+        """Carries out what the schedule decides."""
+        make_lane, device = self.lane_factory, self.device
+        return Transfers(
+            lambda name: make_lane(name, device),
+            self._stats,
+            self._domains.all,
+            self._units.existing,
+        )
+
+    @property
+    def has_schedule(self) -> bool:
+        """Whether a forward or backward may have run."""
+        return "schedule" in vars(self)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """Decides when units are gathered, released and reduced."""
+        return Schedule(
+            self.transfers,
+            autograd_engine,
+            self._stats,
+            self._units.refs,
+            self._units.existing,
+            self.prefetch,
+            self.max_reduce_inputs,
+            self.shard_optimizer_over_replicas,
+            partial(_before_backward, self._toggled, self.captured_steps, self.device),
+        )
+
+    @cached_property
+    def captured_steps(self) -> CapturedSteps:
+        """What is captured in CUDA graphs."""
+        me = weakref.ref(self)
+
+        def parts() -> tuple[Schedule, Transfers] | None:
+            context = me()
+            if context is None or not (context.is_settled and context.has_schedule):
+                return None
+            return context.schedule, context.transfers
+
+        return CapturedSteps(self._units.existing, self._domains.all, parts)
+
+    def join_capture(self, unit: Unit | None = None) -> None:
+        """If a graph is captured, makes ``unit``, by default the first of a pass, part of it.
+
+        Raises:
+            RuntimeError: it cannot be captured. Nothing was changed.
+        """
+        if self.has_streams and is_capturing(self.device):
+            first = unit or next(iter(self.schedule.predicted_units()), None)
+            if first is not None:
+                self.captured_steps.join(first)
+
+    def trainability_changed(self, unit: Unit) -> None:
+        """``requires_grad`` of a parameter of ``unit`` was set."""
+        self._toggled.add(unit)
+
+    def gradient_arrived(self, unit: Unit, gradients: BucketGradients, index: int) -> None:
+        """Autograd accumulated into the unsharded parameter ``index`` of a bucket of ``unit``."""
+        self.schedule.gradient_arrived(unit, gradients, index)
+
+    def plan(
+        self,
+        units: Sequence[nn.Module | Sequence[nn.Module]],
+        *,
+        ignored_params: Collection[nn.Parameter] = (),
+        meshes: Mapping[nn.Module, DeviceMesh] | None = None,
+    ) -> None:
+        """Plans ``units`` together, so that parameters that stay whole are balanced over all of
+        them. Each is a module, or a list of modules that will be one unit. Call it before
+        :func:`fully_shard`. Otherwise the call on the module around all units plans them, and moves
+        shards where that evens ranks out. It reads shapes alone.
+
+        ``meshes``: the mesh of each unit that will have one of its own, by its first module.
+
+        Raises:
+            TypeError: the layout function gives something else than a layout for some parameter.
+            ValueError: a module is a unit already, was planned before, or is named twice. Nothing
+                is planned then.
+        """
+        meshes = meshes or {}
+        lists = [[unit] if isinstance(unit, nn.Module) else list(unit) for unit in units]
+        plan_together(
+            lists,
+            lambda first: self.domain_of(meshes.get(first, self.mesh)).plans,
+            [domain.plans for domain in self.domains],
+            ignored_params,
+        )
+
+    # Units
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units that still exist, in the order of their :func:`fully_shard` calls."""
+        return self._units.existing()
+
+    def register(self, unit: Unit) -> int:
+        """Takes ``unit`` in and returns its index, the same on every rank."""
+        index = self._units.add(unit)
+        for bucket in unit.buckets:
+            bucket.join(self.domain_of(bucket.domain.mesh))
+        self.is_settled = False
+        return index
+
+    def settle(self) -> None:
+        """Completes the context before a forward. It takes in the units of the tree that were given
+        no context, finds the root, names units as users know them, connects buckets to process
+        groups, and compares what ranks start from. Does nothing once that is done, and nothing
+        within a backward. Collective over the meshes."""
+        if self.is_settled or autograd_engine.is_in_backward():
+            return
+        is_complete = not self.is_implicit or self._adopt_trees()
+        name_units(self.units)
+        for unit in self.units:
+            unit.follow_ties()
+        follow_grad_dtypes([bucket for unit in self.units for bucket in unit.buckets])
+        self.was_settled = True
+        for unit in self.units:
+            unit.connect()
+        self.follow_reduce_inputs()
+        if self.validate_layouts:
+            for domain in self.domains:
+                compare_plans(self.units, domain, domain.groups.of_all)
+        compare_starts(bucket for item in self.units for bucket in item.buckets)
+        if self.has_streams:
+            watch(self.device, self.captured_steps)
+        self.is_settled = is_complete
+
+    def unsettle(self) -> None:
+        """Makes the next forward :meth:`settle` again."""
+        self.is_settled = False
+
+    def _adopt_trees(self) -> bool:
+        """Takes in the units that lie within those of this context. Returns false if some have to
+        wait, because their own context awaits a backward."""
+        is_complete = True
+        for outer in self.units:
+            for child in (child for module in outer.modules for child in module.modules()):
+                unit = unit_of(child)
+                if unit is None or unit.context is self:
+                    continue
+                other = context_of(unit)
+                if not other.is_implicit:
+                    continue
+                if other.schedule.awaits_backward:
+                    is_complete = False
+                    continue
+                unit.check_places()
+                other.rest()
+                unit.context = self
+                unit.index = self.register(unit)
+        return is_complete
+
+    @property
+    def max_reduce_inputs(self) -> int:
+        """The largest number that the user set on a unit, or the default."""
+        asked = filter(None, (unit.settings.max_reduce_inputs for unit in self.units))
+        return max(asked, default=MAX_INPUTS if self.prefetch else 1)
+
+    def follow_reduce_inputs(self) -> None:
+        if self.has_schedule:
+            self.schedule.reductions.max_inputs = self.max_reduce_inputs
+
+    # Full buffers that are kept between steps
+
+    def start_param_sync(self) -> None:
+        """Enqueues the all-gathers of all full buffers that are kept and stale, and of those that
+        the next forward needs first. Call it after ``optimizer.step()``: they run under what comes
+        before the next forward, and under the forward itself, which waits unit by unit. Without
+        this call, forward gathers them, ``prefetch`` units ahead.
+
+        This method, :meth:`finish_param_sync` and :meth:`release_unsharded` may be called at any
+        time, and do nothing if there is nothing to do. They leave alone what a forward or backward
+        under way uses. Call them on every rank of the mesh.
+        """
+        self.settle()
+        self.join_capture()
+        self.schedule.start_param_sync()
+
+    def finish_param_sync(self) -> None:
+        """Does :meth:`start_param_sync`, and makes compute wait for all full buffers."""
+        self.settle()
+        self.join_capture()
+        self.schedule.finish_param_sync()
+
+    def release_unsharded(self) -> None:
+        """Frees the full buffers that are kept, for example before a checkpoint or if memory is
+        short. The next use gathers them again. torch's allocator holds what was freed on a GPU:
+        ``torch.accelerator.empty_cache()`` gives it to others, and makes the host wait."""
+        self.settle()
+        self.schedule.release_unsharded()
+
+    def reset(self) -> None:
+        """Brings every unit to rest after a forward or backward raised, here or on another rank, so
+        that the next iteration works. Gradients that have not reached a sharded ``.grad`` are
+        dropped. Others have reached it, so call ``zero_grad()`` too. Call this on every rank of the
+        mesh: each rank waits for the others. A rank that still waits for a collective of this one
+        learns that it must reset too.
+
+        Raises:
+            RuntimeError: a rank did not come within the timeout of the process group, or ranks have
+                issued different collectives on a process group that is not the context's own.
+        """
+        if not self.units:
+            return
+        self.settle()  # so that a rank on which nothing ran yet meets the others too
+        for domain in self.domains:
+            domain.make_groups()
+        self.faults.meet(sys.exception())
+        self.rest()
+        self._groups.renew()
+        self.captured_steps.lose_groups()
+        self.faults.clear()
+        self.unsettle()
+        self.settle()  # not only before a forward: a backward of an older graph may come next
+
+    def rest(self) -> None:
+        """Brings every unit to rest. Call it only if no rank has more under way than others."""
+        if self.has_schedule:  # else nothing ran yet
+            self.transfers.wait_for_lanes()
+            self.schedule.drop()
+            self.transfers.rest()
+        for domain in self.domains:
+            domain.reset()
+        self.uncompared.clear()
+
+
+def _before_backward(
+    toggled: weakref.WeakSet[Unit], captured: CapturedSteps, device: torch.device
+) -> None:
+    captured.check_backward(is_capturing(device))
+    for unit in toggled:
+        unit.follow_trainability()
+    toggled.clear()
+
+
+def context_of(unit: Unit) -> FsdpContext:
+    """The context that ``unit`` is in. The unit itself knows it by a smaller protocol."""
+    context = unit.context
+    assert isinstance(context, FsdpContext)
+    return context

@@ -1,0 +1,408 @@
+"""The ranks that parameters are spread over, and what they share."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import cached_property
+from operator import or_
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from fsdp_overlap.comm.group_facts import can_close, communicates
+from fsdp_overlap.comm.group_memory import GroupMemory
+from fsdp_overlap.comm.groups import GroupCache, LaneGroups
+from fsdp_overlap.comm.lanes import Lane, Ticket
+from fsdp_overlap.comm.pool import end_threads_before_python
+from fsdp_overlap.comm.streams import has_streams
+from fsdp_overlap.comm.symmetric_memory import SymmetricMemory
+from fsdp_overlap.desync.faults import Faults
+from fsdp_overlap.desync.order_check import N_KINDS, OrderCheck, Subject
+from fsdp_overlap.engine.ownership import OwnedParameter
+from fsdp_overlap.engine.tiles import beside
+from fsdp_overlap.engine.unit_plans import UnitPlans
+from fsdp_overlap.layout import BucketPlan, LayoutRule
+from fsdp_overlap.schedule.stats import Stats
+from fsdp_overlap.tensor.placement import RaggedShard, contiguous_spec
+from fsdp_overlap.tensor.ragged_dtensor import ShardEdits
+from fsdp_overlap.torch_internals import DTensorSpec
+
+
+class Member(Subject, Protocol):
+    """A bucket of the domain."""
+
+    index: int
+    first_flag: int
+    compute_dtype: torch.dtype
+
+
+class BucketEdits(ShardEdits):
+    """Counts the edits of one bucket's shards. Every sharded parameter has it, and so leads to its
+    domain and its ``unit``."""
+
+    __slots__ = ("domain", "unit")
+
+    def __init__(self, domain: Domain) -> None:
+        super().__init__()
+        self.domain = weakref.ref(domain)
+        self.unit: weakref.ref[Any] | None = None
+
+    def note_trainability(self, parameter: torch.Tensor) -> None:
+        super().note_trainability(parameter)
+        unit = self.unit() if self.unit is not None else None
+        if unit is not None:
+            unit.copy_requires_grad(parameter)
+
+
+def domain_of(edits: ShardEdits | None) -> Domain | None:
+    """The domain of the bucket whose edits these are. ``None`` if there is no bucket, or its
+    context was freed."""
+    return edits.domain() if isinstance(edits, BucketEdits) else None
+
+
+class Domain:
+    """One mesh that buckets of a context are spread over.
+
+    Its ranks share process groups and plans, check the order of their collectives, and tell each
+    other which parameters have a gradient on some rank. ``mesh`` has one dimension, along which
+    parameters are sharded, or two, ``(replicate, shard)``, with copies along the first.
+    ``divides_copies``: whether the ranks that hold copies of a shard divide it.
+
+    Raises:
+        TypeError: groups over ``mesh`` cannot be made with the options that the user gave.
+        ValueError: parameters cannot be sharded over ``mesh`` (:func:`check_mesh`).
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        device: torch.device,
+        layout: LayoutRule,
+        groups: GroupCache,
+        faults: Faults,
+        stats: Stats,
+        divides_copies: bool = False,
+    ) -> None:
+        check_mesh(mesh, divides_copies)
+        groups.check_options(mesh)
+        end_threads_before_python()
+        self.mesh = mesh
+        self.device = device
+        self.divides_copies = divides_copies and self.copies > 1
+        self.plans = UnitPlans(self.shard_size * (self.copies if divides_copies else 1), layout)
+        """Plans over all ranks that hold different elements at rest. The ranks that divide one
+        shard are neighbours in them."""
+        self.has_reduced = False
+        """Whether a reduce-scatter was issued since the last :meth:`agree`."""
+        self.reading: Ticket | None = None
+        """The last all-gather that reads an offloaded shard, on the host."""
+        self.group_cache = groups
+        self.faults = faults
+        self._stats = stats
+        self._members: list[weakref.ref[Member]] = []
+        self._with_other: dict[DeviceMesh, DeviceMesh] = {}  # by the parameter's own mesh
+        self._memories: dict[tuple[str, str], GroupMemory] = {}
+        self._flags = 0
+        self._has_gradient = bytearray()
+
+    @cached_property
+    def shard_size(self) -> int:
+        """The number of ranks that parameters are sharded among."""
+        return self.mesh.size(self.mesh.ndim - 1)
+
+    @cached_property
+    def shard_rank(self) -> int:
+        """This rank's place among the ranks that parameters are sharded among."""
+        return self.mesh.get_local_rank(self.mesh.ndim - 1)
+
+    @cached_property
+    def shard_mesh(self) -> DeviceMesh:
+        """The mesh of one dimension that parameters are sharded over."""
+        mesh = self.mesh
+        if mesh.ndim == 1:
+            return mesh
+        if mesh.mesh_dim_names is not None:
+            return mesh[mesh.mesh_dim_names[-1]]
+        return DeviceMesh.from_group(mesh.get_group(-1), mesh.device_type)
+
+    @cached_property
+    def copies(self) -> int:
+        """The number of ranks that hold each shard."""
+        return self.mesh.size(0) if self.mesh.ndim == 2 else 1
+
+    @cached_property
+    def communicates(self) -> bool:
+        """Whether anything travels among the ranks of the mesh."""
+        return any(map(communicates, self.mesh.get_all_groups()))
+
+    @property
+    def device_type(self) -> str:
+        return self.mesh.device_type
+
+    @cached_property
+    def groups(self) -> LaneGroups:
+        return self.group_cache.get(self.mesh)
+
+    @property
+    def groups_of_all(self) -> list[dist.ProcessGroup]:
+        """Groups that together connect all ranks. Empty if :attr:`groups` were not made yet."""
+        return self.groups.of_all if "groups" in vars(self) else []
+
+    @property
+    def groups_to_ask(self) -> list[dist.ProcessGroup]:
+        """The groups on which ranks ask each other before the first collective."""
+        groups = self.groups
+        return groups.to_confirm if self.order_check.confirms else groups.of_all
+
+    def make_groups(self) -> None:
+        """Makes :attr:`groups` if they were not made yet. Collective over the mesh."""
+        self.groups  # noqa: B018
+
+    @cached_property
+    def order_check(self) -> OrderCheck:
+        shard = self.mesh.get_group(self.mesh.ndim - 1)
+        me = weakref.proxy(self)
+        return OrderCheck(
+            self.device,
+            self.communicates and can_close(self.device.type, shard),
+            lambda: me.groups.to_confirm,
+            self.faults.explain_difference,
+            self._stats.count_confirmation,
+        )
+
+    @cached_property
+    def knows_gradients(self) -> bool:
+        """Whether the end of backward knows which parameters have a gradient on some rank, without
+        waiting for a GPU."""
+        return not has_streams(self.device) or not self.communicates
+
+    @cached_property
+    def tensor_mesh(self) -> DeviceMesh:
+        """The mesh that sharded tensors lie over: :attr:`mesh`, flattened if copies are divided."""
+        return self.mesh._flatten() if self.divides_copies else self.mesh
+
+    @property
+    def plan_rank(self) -> int:
+        """This rank's place in plans."""
+        if not self.divides_copies:
+            return self.shard_rank
+        return self.shard_rank * self.copies + self.mesh.get_local_rank(0)
+
+    @cached_property
+    def _divided_ranks(self) -> list[int]:
+        """For each place in plans, the rank in the group of :attr:`tensor_mesh` that has it. The
+        two orders differ: neighbours in plans hold parts of one shard, neighbours in the mesh hold
+        shards of one copy."""
+        mesh = self.mesh.mesh
+        places = mesh.argsort(1).argsort(1) * self.copies + mesh.argsort(0).argsort(0)
+        rank_at = dict(zip(places.flatten().tolist(), mesh.flatten().tolist(), strict=True))
+        ranks = dist.get_process_group_ranks(self.tensor_mesh.get_group())
+        return [ranks.index(rank_at[place]) for place in range(len(ranks))]
+
+    def range_shard(self, plan: BucketPlan, fqn: str) -> RaggedShard:
+        """Which rank of :attr:`tensor_mesh` holds which range of the parameter ``fqn`` of
+        ``plan``."""
+        ranges = plan.ranges(fqn)
+        if self.divides_copies:
+            ranges = [(self._divided_ranks[rank], start, stop) for rank, start, stop in ranges]
+        return RaggedShard(tuple(ranges))
+
+    def spec(self, item: OwnedParameter, placement: Placement, dtype: torch.dtype) -> DTensorSpec:
+        """How the sharded form of a parameter lies over :attr:`tensor_mesh`, and over its own mesh
+        too if it has one. ``placement`` is that along the dimension of the mesh that shards."""
+        mesh, parameter = self.tensor_mesh, item.parameter
+        if (lies := item.on_full_mesh) is not None:
+            placements = lies.sharded_placements(mesh, placement)
+            whole = lies.full.mesh
+            if whole not in self._with_other:
+                self._with_other[whole] = lies.full.sharded_mesh(mesh)
+            return contiguous_spec(self._with_other[whole], placements, lies.shape, dtype)
+        copies = (Replicate(),) if mesh.ndim == 2 else ()
+        placements = (*copies, placement)
+        if isinstance(parameter, DTensor):
+            other = parameter.device_mesh
+            if other not in self._with_other:
+                self._with_other[other] = beside(mesh, other)
+            mesh, placements = self._with_other[other], (*placements, *parameter.placements)
+        return contiguous_spec(mesh, placements, parameter.shape, dtype)
+
+    def register(self, bucket: Member, parameters: int) -> tuple[int, int]:
+        """Takes in ``bucket``, which has so many ``parameters``. Call it in the same order on every
+        rank of the mesh. Returns the bucket's index, and where the flags of its parameters
+        begin."""
+        index, first_flag = len(self._members), self._flags
+        self._members.append(weakref.ref(bucket))
+        self._flags += parameters
+        if "order_check" in vars(self):
+            self.order_check.note_new_bucket()
+        self.forget_gradients()
+        return index, first_flag
+
+    def groups_for(self, separate: bool) -> LaneGroups:
+        """The process groups of a bucket. Collective over the mesh at the first call.
+
+        ``separate``: whether its reductions run on a group of their own.
+        """
+        if separate or self.order_check.confirms:  # needed from the first collective on
+            groups = self.groups
+        return groups if separate else self.group_cache.get(self.mesh, separate=False)
+
+    def memory_for(self, groups: LaneGroups) -> GroupMemory:
+        """Memory that the backend allocates for what travels on ``groups``."""
+        names = groups.gather.group_name, groups.reduce.group_name
+        if names not in self._memories:
+            self._memories[names] = GroupMemory((groups.gather, groups.reduce), self.device)
+        return self._memories[names]
+
+    @cached_property
+    def symmetric_memory(self) -> SymmetricMemory:
+        """What buckets share that are gathered and reduced in symmetric memory."""
+        return SymmetricMemory(self.device)
+
+    def group_of_neighbours(self, size: int) -> dist.ProcessGroup:
+        """The group of ``size`` neighbours that keep parts of full buffers. Collective over the
+        mesh at the first call."""
+        return self.group_cache.get_part(self.mesh, size)
+
+    @property
+    def labels(self) -> list[str]:
+        """The names of all buckets in order, also of those that are gone."""
+        buckets = (ref() for ref in self._members)
+        return [bucket.label if bucket is not None else "(deleted)" for bucket in buckets]
+
+    @property
+    def signature(self) -> tuple[int, int]:
+        """The number of buckets so far, and of parameters in them."""
+        return len(self._members), self._flags
+
+    def note_gather(self, bucket: Member) -> None:
+        """Notes that this rank is about to issue the all-gather of ``bucket``."""
+        self.order_check.note(bucket.index * N_KINDS, bucket, bucket.compute_dtype)
+
+    def note_reduction(self, bucket: Member, dtype: torch.dtype, across: bool) -> None:
+        """Notes that this rank is about to issue the reduce-scatter of ``bucket`` in ``dtype``.
+        ``across``: whether a reduction across copies follows."""
+        self.has_reduced = True
+        self.order_check.note(bucket.index * N_KINDS + 1 + across, bucket, dtype)
+
+    def note_gradients(self, bucket: Member, filled: Sequence[bool]) -> None:
+        """Notes that this rank reduces gradients of the ``filled`` parameters of ``bucket``."""
+        flags = slice(bucket.first_flag, bucket.first_flag + len(filled))
+        if not all(filled):
+            filled = list(map(or_, self._has_gradient[flags], filled))
+        self._has_gradient[flags] = bytes(filled)
+
+    def agree(self, lane: Lane, failed: bool) -> bytes | bytearray:
+        """Compares what the ranks issued, at the end of a backward that reduced. Returns a flag for
+        each parameter: whether it has a gradient on some rank or, without :attr:`knows_gradients`,
+        on this one. ``failed``: whether this rank found a difference on another mesh. Collective
+        over the mesh.
+
+        Raises:
+            RuntimeError: the ranks' collectives differ, in this backward or, where the host runs
+                ahead, in an earlier one.
+        """
+        flags = self._has_gradient
+        self.forget_gradients()
+        self.has_reduced = False
+        groups = self.groups.of_all
+        if not groups or lane.is_captured:  # the host could not read what a replay finds
+            return flags
+        if failed:
+            self.order_check.note_failure()
+        if not self.knows_gradients:
+            self.order_check.read_arrived()  # the checks of earlier backwards
+        self.order_check.send(lane, groups, flags)
+        return self.order_check.read() if self.knows_gradients else flags
+
+    def finish_reading(self) -> None:
+        """Blocks the host until offloaded shards were copied to the device. They may be edited
+        then."""
+        if self.reading is not None:
+            self.reading.wait_on_host()
+            self.reading = None
+
+    def forget_gradients(self) -> None:
+        self._has_gradient = bytearray(self._flags)
+
+    def reset(self) -> None:
+        """Forgets what was issued, and the groups. Call it on every rank."""
+        self.order_check.drop()
+        vars(self).pop("groups", None)
+        self._memories.clear()
+        self.forget_gradients()
+        self.has_reduced = False
+        self.reading = None
+
+
+class Domains:
+    """The domains of one context, in the order of their first units."""
+
+    def __init__(
+        self, layout: LayoutRule, groups: GroupCache, stats: Stats, divides_copies: bool
+    ) -> None:
+        self._layout = layout
+        self._groups = groups
+        self._stats = stats
+        self._divides_copies = divides_copies
+        self._by_mesh: dict[DeviceMesh, Domain] = {}
+
+    def all(self) -> list[Domain]:
+        return list(self._by_mesh.values())
+
+    def of(self, mesh: DeviceMesh, device: torch.device, faults: Faults) -> Domain:
+        """The domain of ``mesh``, whose ranks compute on ``device``.
+
+        Raises:
+            ValueError: parameters cannot be sharded over the mesh, or it is of another device.
+        """
+        domain = self._by_mesh.get(mesh)
+        if domain is None:
+            if mesh.device_type != device.type:
+                raise ValueError(
+                    f"{mesh} is a mesh of {mesh.device_type}, the context's of {device.type}; "
+                    "use one context for each"
+                )
+            domain = self._by_mesh[mesh] = Domain(
+                mesh,
+                device,
+                self._layout,
+                self._groups,
+                faults,
+                self._stats,
+                self._divides_copies,
+            )
+        return domain
+
+
+def check_mesh(mesh: DeviceMesh, divides_copies: bool) -> None:
+    """Checks ``mesh`` before a :class:`Domain` is made of it.
+
+    Raises:
+        ValueError: it has more than two dimensions, its rows order their ranks differently, or
+            copies are to be divided and its dimensions have no names.
+    """
+    if mesh.ndim > 2:
+        raise ValueError(
+            f"parameters are sharded over a mesh of one dimension, or of two, (replicate, shard); "
+            f"got {mesh.ndim}, {mesh.mesh_dim_names or tuple(mesh.shape)}: pass the data-parallel "
+            "ones, as mesh['replicate', 'shard']"
+        )
+    order = mesh.mesh.argsort(mesh.ndim - 1)
+    if mesh.ndim == 2 and not bool((order == order[0]).all()):
+        raise ValueError(
+            "the ranks that hold copies of a shard must have the same place in their rows of the "
+            f"mesh, and torch sorts the ranks of each row; got {mesh.mesh.tolist()}: order the "
+            "ranks of every row alike"
+        )
+    if divides_copies and mesh.ndim == 2 and not mesh.mesh_dim_names:
+        raise ValueError(
+            "shard_optimizer_over_replicas needs a mesh with names, as init_device_mesh('cuda', "
+            "(2, 4), "
+            "mesh_dim_names=('replicate', 'shard'))"
+        )

@@ -1,0 +1,263 @@
+"""Buckets of parameters that say themselves how they are gathered: FSDP2's tensor extensions.
+
+Each sharded parameter has a local tensor of its own, of the class that the user gave. There is no
+shard buffer and no full buffer: a gather copies in and out. Gradients are plain, and are reduced as
+those of other rows are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from fsdp_overlap.comm.extension_gather import ExtensionGather
+from fsdp_overlap.comm.lanes import HostTicket
+from fsdp_overlap.desync.order_check import START
+from fsdp_overlap.engine.bucket import Bucket
+from fsdp_overlap.engine.digests import number_of
+from fsdp_overlap.engine.domain import BucketEdits, Domain
+from fsdp_overlap.engine.ownership import OwnedParameter
+from fsdp_overlap.engine.settings import Settings
+from fsdp_overlap.engine.sharded_forms import row_shard
+from fsdp_overlap.engine.tiles import parameter_like, tile_in
+from fsdp_overlap.layout import RowsPlan
+from fsdp_overlap.tensor.extension import (
+    Extension,
+    GatheredTensors,
+    Surroundings,
+    inner_tensors,
+)
+from fsdp_overlap.tensor.ragged_dtensor import users_attributes
+from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded, read_numbers_of_wholes
+
+
+class ExtensionEdits(BucketEdits):
+    """Counts what ops do to sharded parameters, and what is done to the tensors in them."""
+
+    __slots__ = ("_noted", "tensors")
+
+    def __init__(self, domain: Domain) -> None:
+        self.tensors: Sequence[torch.Tensor] = ()
+        super().__init__(domain)
+
+    @property
+    def values(self) -> int:
+        return self._noted + sum(tensor._version for tensor in self.tensors)
+
+    @values.setter
+    def values(self, value: int) -> None:
+        self._noted = value
+
+    def note_values(self) -> None:
+        self._noted += 1
+
+
+class ExtensionBucket(Bucket):
+    """Parameters in rows whose class says how they are gathered.
+
+    Only a gather can make the unsharded parameters. One is done for that alone, when the context
+    settles. Later ones fill what it made.
+    """
+
+    is_extension = True
+    full: GatheredTensors
+
+    def __init__(
+        self,
+        plan: RowsPlan,
+        owned: Sequence[OwnedParameter],
+        domain: Domain,
+        device: torch.device,
+        compute_dtype: torch.dtype,
+        offload: CPUOffloadPolicy | None,
+        mp_policy: MixedPrecisionPolicy,
+    ) -> None:
+        self._mp_policy = mp_policy
+        self._is_made = False
+        super().__init__(plan, owned, domain, device, compute_dtype, offload)
+
+    # At rest
+
+    def allocate(self, device: torch.device, like: Sequence[torch.Tensor]) -> None:
+        super().allocate(device, like)
+        locals_ = [each._local_tensor for each in self.sharded_parameters]
+        self._edits.tensors = [each for x in locals_ for each in (x, *inner_tensors(x))]
+
+    def _make_buffers(self, device: torch.device) -> Sequence[Sharded]:
+        self.edits = self._edits = ExtensionEdits(self.domain)
+        self.full = GatheredTensors(device)
+        dtype = self.plan.specs[0].dtype
+        at_rest = device if self.is_meta else self.rest_device
+        self.shard = torch.empty(0, dtype=dtype, device=at_rest)
+        if self.sharded_parameters:
+            before = [each._local_tensor for each in self.sharded_parameters]
+            locals_ = [torch.empty_like(local, device=at_rest) for local in before]
+        else:
+            wholes = [tile_in(parameter).detach() for parameter in self.parameters]
+            locals_ = [self._room_for(whole, at_rest) for whole in wholes]
+        rows: list[Sharded] = [
+            RowTensor.wrap(local, self.domain.spec(item, row_shard(item, 0), dtype), self._edits)
+            for local, item in zip(locals_, self.owned, strict=True)
+        ]
+        for each in rows:
+            read_numbers_of_wholes(each.device_mesh)
+        return rows
+
+    def _room_for(self, whole: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A tensor like this rank's rows of ``whole``. It has memory for as many rows as any rank
+        has, as in FSDP2, and is made by the operations that extensions of FSDP2 know."""
+        size, ranks = whole.size(0), self.plan.world_size
+        rows = -(-size // ranks)
+        padded = whole.new_zeros((rows, *whole.shape[1:])).to(device)
+        rank = self.domain.plan_rank
+        return padded.narrow(0, 0, min((rank + 1) * rows, size) - min(rank * rows, size))
+
+    def take(self, wholes: Sequence[torch.Tensor]) -> None:
+        rank = self.domain.plan_rank
+        for sharded, whole in zip(self.sharded_parameters, wholes, strict=True):
+            chunks = whole.chunk(self.plan.world_size)
+            if rank < len(chunks) and chunks[rank].numel():
+                sharded._local_tensor.copy_(chunks[rank])
+
+    def give_memory(self) -> None:
+        """Lets go of the whole parameters. Until the first gather others, without memory, stand for
+        the unsharded ones."""
+        self._is_made = False
+        self.use_parameters(
+            [
+                self._like(
+                    item.parameter,
+                    torch.empty(spec.shape, dtype=spec.dtype, device="meta"),
+                    sharded,
+                )
+                for item, spec, sharded in zip(
+                    self.owned, self.plan.specs, self.sharded_parameters, strict=True
+                )
+            ]
+        )
+
+    def materialize(self, device: torch.device) -> None:
+        memory = self.full.memory
+        self.allocate(device, self.sharded_parameters)
+        self.full.memory = memory
+        self.give_memory()
+
+    @property
+    def dtypes(self) -> str:
+        kinds = {type(each._local_tensor).__name__ for each in self.sharded_parameters}
+        return f"{super().dtypes} ({', '.join(sorted(kinds))})"
+
+    @property
+    def nbytes_at_rest(self) -> int:
+        return sum(
+            inner.nbytes
+            for each in self.sharded_parameters
+            for inner in inner_tensors(each._local_tensor)
+        )
+
+    def copy_values_of(self, other: Bucket) -> None:
+        for mine, its in zip(self.sharded_parameters, other.sharded_parameters, strict=True):
+            mine._local_tensor.copy_(its._local_tensor)
+        self._edits.note_values()
+
+    # Gathered
+
+    def connect(self, part_size: int | None, settings: Settings, reduce_dtype: torch.dtype) -> None:
+        if self.extensions is None or not self._is_made:
+            self.extensions = ExtensionGather(
+                [
+                    Extension(f"parameter {spec.fqn!r} of unit {self.label!r}", each, around)
+                    for spec, each, around in zip(
+                        self.plan.specs, self.sharded_parameters, self._surroundings(), strict=True
+                    )
+                ]
+            )
+        super().connect(part_size, settings, reduce_dtype)
+
+    def _surroundings(self) -> list[Surroundings]:
+        return [
+            Surroundings(
+                self.domain.shard_mesh,
+                torch.Size(spec.shape),
+                tuple(torch.empty(spec.shape, device="meta").stride()),
+                item.module,
+                self._mp_policy,
+                self.compute_dtype,
+                self.device,
+            )
+            for item, spec in zip(self.owned, self.plan.specs, strict=True)
+        ]
+
+    @torch.no_grad()
+    def make_unsharded(self) -> bool:
+        """Gathers once, and makes the unsharded parameters of that.
+
+        Raises:
+            TypeError: a parameter has not the two methods.
+            RuntimeError: ranks would send different sizes.
+        """
+        if self._is_made or self.is_meta:
+            return False
+        gather, full = self.extensions, self.full
+        assert gather is not None
+        for extension in gather.extensions:
+            extension.check()
+        inputs = gather.inputs()
+        self._compare(inputs)
+        issued = gather.all_gather_first(inputs, full.flat, self.groups.gather)
+        HostTicket("all_gather", self.label, issued, None).wait()
+        with torch.inference_mode(False):
+            made = [
+                extension.make(outputs, [each.size() for each in given])
+                for extension, outputs, given in zip(
+                    gather.extensions, gather.outputs, inputs, strict=True
+                )
+            ]
+            parameters = [
+                self._like(parameter, whole, sharded)
+                for parameter, (whole, _), sharded in zip(
+                    self.parameters, made, self.sharded_parameters, strict=True
+                )
+            ]
+        for _, held in made:
+            full.add(held)
+        for extension, parameter in zip(gather.extensions, parameters, strict=True):
+            extension.use(parameter)
+        full.allocated = True
+        full.free()
+        self.use_parameters(parameters)
+        self._is_made = True
+        self.gathered_nbytes = gather.nbytes * self.domain.shard_size
+        self.travels_nbytes = self.gathered_nbytes - gather.nbytes
+        return True
+
+    def _compare(self, inputs: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Checks that all ranks send the same sizes. Collective over the mesh.
+
+        Raises:
+            RuntimeError: they do not, on every rank.
+        """
+        facts = repr([[(each.shape, each.dtype) for each in tensors] for tensors in inputs])
+        mine = [START, number_of(facts.encode()), 0]
+        for group in self.domain.groups_to_ask:
+            if any(other != mine for other in self.domain.order_check.ask(mine, group)):
+                names = ", ".join(repr(spec.fqn) for spec in self.plan.specs)
+                raise RuntimeError(
+                    f"fsdp_pre_all_gather gives other sizes or dtypes on other ranks, for one of "
+                    f"{names} of unit {self.label!r}; here {facts}. All ranks send as much: where "
+                    "the number of rows is no multiple of the number of ranks, the last ones have "
+                    "fewer rows or none, and must fill up what they give"
+                )
+
+    def _like(self, parameter: torch.Tensor, tile: torch.Tensor, sharded: DTensor) -> nn.Parameter:
+        """An unsharded parameter that lies as ``parameter`` does, and has its attributes. What its
+        class keeps in attributes, as ``sharded`` has it too, may be the whole at rest."""
+        made = parameter_like(parameter, tile, parameter.requires_grad)
+        users = users_attributes(parameter, tile_in(made))
+        of_class = vars(sharded._local_tensor)
+        vars(made).update({key: value for key, value in users.items() if key not in of_class})
+        return made

@@ -1,0 +1,263 @@
+"""Module and autograd hooks: what a forward and a backward tell the schedule.
+
+They own the units, and nothing that they own refers back: Note [lifetime].
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from fsdp_overlap.comm.spans import span
+from fsdp_overlap.comm.streams import is_capturing
+from fsdp_overlap.engine.autograd_engine import is_in_backward
+from fsdp_overlap.engine.context import FsdpContext, context_of
+from fsdp_overlap.engine.late_memory import take_assigned
+from fsdp_overlap.engine.opaque import is_opaque
+from fsdp_overlap.engine.trees import map_arguments, map_tensors, tensors_in
+from fsdp_overlap.engine.unit import Unit
+from fsdp_overlap.engine.unsharded_edits import compare
+from fsdp_overlap.engine.untraced import untraced
+from fsdp_overlap.schedule.order import Call
+from fsdp_overlap.schedule.scheduler import Schedule
+from fsdp_overlap.tensor.extension import inner_tensors
+from fsdp_overlap.torch_internals import are_functorch_transforms_active, profiler_enabled
+
+
+def install(module: nn.Module, unit: Unit) -> None:
+    """Makes every forward of ``module`` run on unsharded parameters."""
+    module.register_forward_pre_hook(partial(before_forward, unit), prepend=True, with_kwargs=True)
+    # Always called, so that a forward that raised leaves the sharded parameters in the module too.
+    module.register_forward_hook(partial(after_forward, unit), always_call=True)
+    module.register_load_state_dict_post_hook(partial(after_load, unit))
+
+
+_PLAIN = torch.Tensor, nn.Parameter
+
+# The attributes in which nn.Module notes hooks, and how to call those of a forward.
+_HOOK_TABLES = (
+    "_load_state_dict_post_hooks",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+
+
+def without_hooks(state: dict[str, Any]) -> dict[str, Any]:
+    """A copy of ``state``, a module's ``__dict__``, without the hooks of :func:`install`."""
+    state = dict(state)
+    installed = [
+        key
+        for name in ("_forward_pre_hooks", "_forward_hooks", "_load_state_dict_post_hooks")
+        for key, hook in state[name].items()
+        if isinstance(hook, partial) and hook.func in (before_forward, after_forward, after_load)
+    ]
+    for name in _HOOK_TABLES:
+        kept = [(key, hook) for key, hook in state[name].items() if key not in installed]
+        state[name] = OrderedDict(kept)
+    return state
+
+
+@untraced
+def before_forward(
+    unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    context = context_of(unit)
+    unit.under_way.append((sys.exc_info()[2], None))
+    if are_functorch_transforms_active():
+        _refuse_transform(unit)
+    if context.has_streams and is_capturing(context.device):
+        context.captured_steps.join(unit)
+    if profiler_enabled():
+        with span("pre_forward", unit.name):
+            _begin_forward(unit, module, context)
+    else:
+        _begin_forward(unit, module, context)
+    device = context.device if unit.is_root and context.device.type != "cpu" else None
+    policy = unit.mp_policy
+    dtype = policy.param_dtype if policy.cast_forward_inputs else None
+    if device is not None or dtype is not None:
+        args, kwargs, copied = map_arguments(partial(_move_and_cast, device, dtype), args, kwargs)
+        if copied is not None:
+            unit.under_way[-1] = unit.under_way[-1][0], copied
+    return args, kwargs
+
+
+def _begin_forward(unit: Unit, module: nn.Module, context: FsdpContext) -> None:
+    if not context.is_settled:
+        context.settle()
+    unit.follow_trainability()
+    context.schedule.before_forward(unit)
+    unit.use_unsharded()
+    if torch.is_grad_enabled() and unit.unowned.is_due():
+        _check_all_are_owned(unit)
+    if (id(module), module.training) not in unit.compared and _compares(context):
+        for edits in unit.edits:
+            edits.begin_comparison()
+        unit.saved_tensors.look_again()
+    unit.saved_tensors.begin(unit, context.schedule)
+
+
+def _compares(context: FsdpContext) -> bool:
+    """Whether the host may read what a comparison finds."""
+    return not context.captured_steps.is_under_way
+
+
+def _check_all_are_owned(unit: Unit) -> None:
+    own = (
+        each for bucket in unit.buckets for each in bucket.parameters + bucket.sharded_parameters
+    )
+    if (name := unit.unowned.find(unit.modules, own)) is not None:
+        raise RuntimeError(
+            f"parameter {name!r} of unit {unit.name!r} was added after fully_shard(), so no unit "
+            "owns it: each rank would train it on its own data alone, and ranks would drift apart. "
+            "Replace modules and add adapters before fully_shard(), or call fully_shard() on the "
+            "new module too; freeze the parameter by requires_grad_(False); or put it in the place "
+            "of one of ignored_params, and reduce its gradients yourself"
+        )
+
+
+def _refuse_transform(unit: Unit) -> NoReturn:
+    raise RuntimeError(
+        f"unit {unit.name!r} runs inside a transform of torch.func (grad, vmap, jvp, ...), which "
+        "all-gathers do not go through: use torch.autograd.grad(), with create_graph=True for "
+        "higher derivatives and is_grads_batched=True for batches, or torch.autograd.forward_ad; "
+        "for derivatives in the weights, an unsharded copy of the model with the full_tensor() of "
+        "each parameter"
+    )
+
+
+@untraced
+def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    saved = unit.saved_tensors
+    tracked = saved.end() if saved.under_way else None
+    context = context_of(unit)
+    schedule = context.schedule
+    # It is empty if another hook raised before ours.
+    handled, copied = unit.under_way.pop() if unit.under_way else (None, None)
+    if copied is not None:
+        output = copied.finish(output)
+    error = _error_of_forward(handled) if output is None else None
+    raised = error is not None
+    if not raised:
+        if (lost := unit.changed()) is not None:
+            error = RuntimeError(lost)
+        elif (id(module), module.training) not in unit.compared and _compares(context):
+            unit.compared.add((id(module), module.training))
+            for edits in unit.edits:
+                edits.end_comparison(context.uncompared)
+    if profiler_enabled():
+        with span("post_forward", unit.name):
+            call = _end_forward(unit, module, schedule, raised)
+    else:
+        call = _end_forward(unit, module, schedule, raised)
+    if error is not None or context.uncompared:
+        error = _error_to_raise(unit, context, error)
+    # With gradients a backward may follow, and its end waits for offloaded shards to be read.
+    if unit.is_offloaded and not torch.is_grad_enabled() and not schedule.is_in_forward:
+        context.transfers.finish_reading()
+    if error is not None and not raised:
+        raise error
+    tensors = tensors_in(output)
+    _check_no_parameter_leaves(unit, tensors)
+    if unit.mp_policy.output_dtype is not None:
+        cast = partial(_move_and_cast, None, unit.mp_policy.output_dtype)
+        output = map_tensors(cast, output)
+        tensors = tensors_in(output)
+    if call is not None:
+        differentiable = [tensor for tensor in tensors if tensor.grad_fn is not None]
+        is_read_freely = unit.settings.unshard_in_backward
+        call.needs_parameters = is_read_freely or tracked is None or tracked.is_shared
+        before_backward = partial(_before_backward, weakref.ref(schedule), call)
+        for tensor in differentiable:
+            tensor.register_hook(before_backward)
+            # Editing a view in place gives it a new history, which starts from its base. So the
+            # base gets the hook too.
+            if tensor._base is not None and tensor._base.grad_fn is not None:
+                tensor._base.register_hook(before_backward)
+        if tracked is not None:
+            tracked.call = call
+        if not differentiable and saved.are_any:
+            saved.are_read_early = True
+        if differentiable or saved.are_any:
+            schedule.add_call(call)
+    return output
+
+
+def _error_of_forward(handled: TracebackType | None) -> BaseException | None:
+    """The error of a forward that has no output. ``None`` if the forward raised none.
+
+    torch runs hooks while it handles the forward's error. But the caller may be handling an error
+    too: ``handled`` is the traceback of that, from before the forward. An error that is raised
+    again gets a new traceback."""
+    return None if sys.exc_info()[2] is handled else sys.exception()
+
+
+def _end_forward(unit: Unit, module: nn.Module, schedule: Schedule, raised: bool) -> Call | None:
+    if unit.is_list and not is_in_backward():
+        unit.module_ran(module)
+    return schedule.after_forward(unit, raised)
+
+
+def _error_to_raise(
+    unit: Unit, context: FsdpContext, error: BaseException | None
+) -> BaseException | None:
+    """The error to raise after a forward of ``unit``: ``error``, if there is one. If no other
+    forward is around this one, also looks for edits, and tells other ranks of the error, because it
+    leaves the model."""
+    if context.schedule.is_in_forward or is_in_backward():
+        return error
+    if error is None and (lost := compare(context.uncompared)) is not None:
+        error = RuntimeError(lost)
+    if error is not None:
+        context.faults.raised(f"forward of unit {unit.name!r}", error)
+    return error
+
+
+def after_load(unit: Unit, module: nn.Module, keys: Any) -> None:
+    """Runs when ``load_state_dict()`` has loaded ``module`` and all in it: takes over parameters
+    that it assigned."""
+    context = context_of(unit)
+    if take_assigned(unit, context.device, context.was_settled):
+        context.unsettle()
+
+
+def _check_no_parameter_leaves(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
+    """Refuses an output that lies in a full buffer: it would be read after the buffer is freed."""
+    for tensor in tensors:
+        if type(tensor) in _PLAIN or is_opaque(tensor):
+            is_held = unit.holds(tensor)
+        else:
+            is_held = any(map(unit.holds, inner_tensors(tensor)))
+        if is_held:
+            raise RuntimeError(
+                f"unit {unit.name!r} returned a parameter of its own, or a view of one, whose "
+                "memory is freed after forward: return a clone(), or make the module that uses it "
+                "part of the unit"
+            )
+
+
+@untraced
+def _before_backward(schedule: weakref.ref[Schedule], call: Call, gradient: torch.Tensor) -> None:
+    alive = schedule()
+    if alive is not None:
+        alive.before_backward(call)
+
+
+def _move_and_cast(
+    device: torch.device | None, dtype: torch.dtype | None, tensor: torch.Tensor
+) -> torch.Tensor:
+    if not tensor.is_floating_point():
+        dtype = None
+    # The host does not wait for a copy from pinned memory.
+    return tensor.to(device=device, dtype=dtype, non_blocking=True)

@@ -1,0 +1,131 @@
+"""Units that get memory, or parameters, after they were made: from the meta device, and from
+``load_state_dict(assign=True)``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from fsdp_overlap.engine.bucket import Bucket
+from fsdp_overlap.engine.casting import cast, refusal
+from fsdp_overlap.engine.ownership import mark_replaced, modules_outside_units
+from fsdp_overlap.engine.stale_optimizers import note_replacement
+from fsdp_overlap.engine.unit import Unit
+from fsdp_overlap.torch_internals import given_grad_dtype
+
+
+def materialize(unit: Unit, device: torch.device) -> None:
+    """Gives memory on ``device`` to a unit of the meta device. Its parameters are new objects."""
+    for bucket in unit.buckets:
+        keeps_storage = bucket.full.keeps_storage
+        replaced = bucket.sharded_parameters
+        bucket.materialize(device)
+        bucket.full.keeps_storage = keeps_storage
+        for parameter in replaced:
+            mark_replaced(parameter, by="the model was given memory")
+    note_replacement()
+    # A forward that failed because the unit had no memory may have noted the old parameters.
+    unit.forget_parameters()
+
+
+def take_assigned(unit: Unit, device: torch.device, has_run: bool) -> bool:
+    """Copies what ``load_state_dict(assign=True)`` registered into the shards, and registers the
+    sharded parameters again.
+
+    A unit on the meta device waits until all its parameters were assigned. Then it first gets
+    memory on ``device``. A bucket whose parameters were all assigned in another dtype is cast,
+    unless units of its context have run, as ``has_run`` says. Returns whether the unit got memory.
+
+    Raises:
+        RuntimeError: an assigned parameter has another dtype, and its bucket cannot be cast. Or it
+            has another ``grad_dtype``. The unit is as before then.
+    """
+    unit.follow_ties()
+    assigned = [bucket.places.assigned() for bucket in unit.buckets]
+    is_meta = unit.is_meta
+    counts = [_count(bucket) for bucket in unit.buckets]
+    if not any(assigned) or (is_meta and list(map(len, assigned)) != counts):
+        return False
+    for bucket, values in zip(unit.buckets, assigned, strict=True):
+        _check_grad_dtypes(unit, bucket, values)
+    dtypes = [
+        _dtype_for(unit, bucket, values, has_run)
+        for bucket, values in zip(unit.buckets, assigned, strict=True)
+    ]
+    for bucket, dtype in zip(unit.buckets, dtypes, strict=True):
+        if dtype != bucket.shard.dtype:
+            cast(unit, bucket, bucket.shard.to(dtype))
+    if is_meta:
+        materialize(unit, device)
+    with torch.no_grad():
+        for bucket, values in zip(unit.buckets, assigned, strict=True):
+            bucket.places.use_sharded()
+            for index, value in values.items():
+                bucket.sharded_parameters[index].copy_(value)
+    if is_meta:
+        announce_unsharded(unit)
+    return is_meta
+
+
+def _count(bucket: Bucket) -> int:
+    """How many parameters modules have. One that was replaced by another of its unit has no place
+    left."""
+    return sum(bool(item.places) for item in bucket.owned)
+
+
+def _check_grad_dtypes(unit: Unit, bucket: Bucket, values: Mapping[int, torch.Tensor]) -> None:
+    for index, value in values.items():
+        its, given = bucket.sharded_parameters[index], given_grad_dtype(value)
+        if given not in (None, its._grad_dtype):
+            unit.use_sharded()
+            raise RuntimeError(
+                f"load_state_dict(assign=True) gives parameter {bucket.plan.specs[index].fqn!r} of "
+                f"{unit.module_kind} the grad_dtype {given}, and gradients of the sharded one are "
+                f"{its._grad_dtype}: set the grad_dtype of sharded parameters before that"
+            )
+
+
+def _dtype_for(
+    unit: Unit, bucket: Bucket, values: Mapping[int, torch.Tensor], has_run: bool
+) -> torch.dtype:
+    """The dtype that a bucket rests in when it has taken ``values``, by the index of the parameter.
+
+    Raises:
+        RuntimeError: it cannot take them.
+    """
+    dtype, found = bucket.shard.dtype, {value.dtype for value in values.values()}
+    if found <= {dtype}:
+        return dtype
+    if len(values) == _count(bucket) and len(found) == 1:
+        other = found.pop()
+        example = bucket.shard.new_empty(0, dtype=other)
+        if refusal(unit, bucket, example, has_run) is None:
+            return other
+    unit.use_sharded()
+    [index, *_] = [index for index, value in values.items() if value.dtype != dtype]
+    name, given = bucket.plan.specs[index].fqn, values[index].dtype
+    what = f"load_state_dict(assign=True) gives parameter {name!r} of {unit.module_kind} as {given}"
+    if bucket.is_opaque:
+        kind = type(bucket.parameters[index]).__name__
+        raise RuntimeError(
+            f"{what}, and it is a {kind}, whose elements are no numbers to be cast: load what was "
+            f"stored as {dtype}"
+        )
+    raise RuntimeError(
+        f"{what}, and it is sharded as {dtype}: cast the state dict, or the module before "
+        "fully_shard()"
+    )
+
+
+def announce_unsharded(unit: Unit) -> None:
+    """Assigns the unsharded parameters to the modules by ``setattr``, for modules that then keep
+    references of their own, as ``nn.LSTM`` does. Registers the sharded parameters again after
+    that."""
+    for bucket in unit.buckets:
+        unsharded = dict(zip(map(id, bucket.sharded_parameters), bucket.parameters, strict=True))
+        for _, module in modules_outside_units(unit.modules):
+            for name, parameter in list(module._parameters.items()):
+                if id(parameter) in unsharded:
+                    setattr(module, name, unsharded[id(parameter)])
+        bucket.places.use_sharded()

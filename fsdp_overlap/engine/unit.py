@@ -1,0 +1,425 @@
+"""One unit: a module, or a list of modules, and the parameters they own."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from copy import deepcopy
+from itertools import repeat
+from operator import attrgetter, is_
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+from fsdp_overlap.comm.lanes import Lane
+from fsdp_overlap.engine.autograd_engine import is_to_accumulate
+from fsdp_overlap.engine.bucket import Bucket
+from fsdp_overlap.engine.bucket_state import BucketState
+from fsdp_overlap.engine.comm_policy import QuantizedCommPolicy
+from fsdp_overlap.engine.gradients import BucketGradients
+from fsdp_overlap.engine.opaque import check_frozen
+from fsdp_overlap.engine.ownership import UnownedParameters, kind_of, modules_outside_units
+from fsdp_overlap.engine.policy_dtypes import reduce_dtype
+from fsdp_overlap.engine.saved_tensors import SavedTensors
+from fsdp_overlap.engine.settings import Settings
+from fsdp_overlap.engine.trees import UnderWay
+from fsdp_overlap.engine.unsharded_edits import FREED, UnshardedEdits
+from fsdp_overlap.engine.untraced import untraced
+
+_grad = attrgetter("grad")
+
+
+class Context(Protocol):
+    """The context that the units of one model share, as far as they know it."""
+
+    def register(self, unit: Unit) -> int:
+        """Takes ``unit`` in and returns its index."""
+        ...
+
+    def trainability_changed(self, unit: Unit) -> None:
+        """Is told that ``requires_grad`` of a parameter of ``unit`` was set."""
+        ...
+
+    def gradient_arrived(self, unit: Unit, gradients: BucketGradients, index: int) -> None:
+        """Is told that autograd accumulated into parameter ``index`` of a bucket."""
+        ...
+
+
+class Unit:
+    """What :func:`fully_shard` makes of modules: their buckets, and what the user asked for them.
+
+    The modules' hooks own the unit. The unit refers to the modules weakly, and the context refers
+    to the unit weakly. ``gradients`` has one entry for each bucket that is trainable now.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        context: Context,
+        mesh: DeviceMesh,
+        buckets: list[Bucket],
+        mp_policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | int | None,
+    ) -> None:
+        self._modules = [weakref.ref(module) for module in modules]
+        self.mesh = mesh
+        self.is_list = len(modules) > 1
+        """Whether it has several modules. It is whole from the first that runs to the last."""
+        self.to_run: set[int] = set()
+        """The ids of a list's modules that have yet to run in the forward under way."""
+        self.left_out: set[int] = set()
+        self.buckets = buckets
+        self.has_parameters = bool(buckets)
+        self.mp_policy = mp_policy
+        self.reshard_after_forward = reshard_after_forward
+        self.settings = Settings()
+        self.under_way: list[UnderWay] = []
+        """What is remembered of each forward under way."""
+        self.saved_tensors = SavedTensors()
+        self.forward_prefetch: Sequence[weakref.ref[Unit]] = ()
+        self.backward_prefetch: Sequence[weakref.ref[Unit]] = ()
+        """The units that the user wants gathered when this one runs, instead of those predicted."""
+        self.unowned = UnownedParameters()
+        self.offload_policy = OffloadPolicy()
+        self.comm_policy: QuantizedCommPolicy | None = None
+        self.is_offloaded = any(bucket.offload is not None for bucket in buckets)
+        # Tensor parallelism may take a collective before a reduction, at a point of its own.
+        self.is_in_pieces = any(bucket.plan.specs[0].piece for bucket in buckets) and not any(
+            bucket.is_tensor_parallel for bucket in buckets
+        )
+        self.has_copies = any(bucket.domain.copies > 1 for bucket in buckets)
+        self.has_unreduced = False
+        """Whether backwards left gradients that are not reduced, or not across copies. The same on
+        every rank."""
+        self.shows_unsharded = False
+        """Whether :meth:`use_unsharded` holds until the full buffers are freed, because the user
+        asked for them by ``unshard()``."""
+        self.seen_version = -1
+        """The :attr:`version` that all-gathers see: their lane runs after the edits up to it."""
+        self.is_root = False
+        self.name = kind_of(modules)
+        self.as_one: list[tuple[str, list[Bucket]]] = []
+        """The name of its all-gather, and the bucket. Empty if it has several, or no name yet."""
+        self._look_for_edits()
+        self.gradients: list[BucketGradients] = []
+        self._trainability = -1
+        self._were_trainable: set[tuple[bool, ...]] = set()
+        self._known_gradients: dict[Bucket, BucketGradients] = {}
+        self._hooked: set[int] = set()
+        self.context = context
+        self.index = context.register(self)
+
+    def rename(self, name: str) -> None:
+        """Names the unit and its buckets by the name in the root module, by which users know it."""
+        self.name = name
+        self.as_one = [(name, self.buckets)] if len(self.buckets) == 1 else []
+        for bucket in self.buckets:
+            number = bucket.plan.specs[0].piece
+            contents = f"{bucket.dtypes}, piece {number}" if number else bucket.dtypes
+            bucket.label = name if len(self.buckets) == 1 else f"{name} [{contents}]"
+            bucket.full.when_freed = FREED.format(bucket.label)
+
+    def connect(self) -> None:
+        """Chooses the groups, collectives and memory of its buckets. Collective over their meshes
+        at the first call."""
+        has_new = False
+        for bucket in self.buckets:
+            reduced_in = reduce_dtype(bucket.grad_dtype, self.mp_policy)
+            bucket.connect(self.part_size, self.settings, reduced_in)
+            has_new |= bucket.make_unsharded()
+        if has_new:
+            self.forget_parameters()
+        for gradients in self._known_gradients.values():
+            gradients.input.memory = gradients.bucket.full.memory
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of its modules still exist."""
+        return len(self.modules) == len(self._modules)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that still exist, in the order in which :func:`fully_shard` got them."""
+        return [module for module in (ref() for ref in self._modules) if module is not None]
+
+    @property
+    def module_kind(self) -> str:
+        return kind_of(self.modules)
+
+    @property
+    def part_size(self) -> int | None:
+        """How many neighbours keep a part each of the full buffer between forward and backward.
+        ``None`` if it is freed then, or kept whole."""
+        size = self.reshard_after_forward
+        return size if type(size) is int else None
+
+    @property
+    def keeps_part(self) -> bool:
+        """Whether a part of the full buffer is kept between forward and backward."""
+        return self.part_size is not None
+
+    @property
+    def is_gathered(self) -> bool:
+        return self.has_parameters and self.buckets[0].state is not BucketState.SHARDED
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether it is on the meta device and has yet to get memory."""
+        return any(bucket.is_meta for bucket in self.buckets)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is to be gathered before compute can use the unit."""
+        for bucket in self.buckets:  # as Bucket.is_whole, without a call for each: asked often
+            version = bucket.edits.values + bucket.shard._version
+            if bucket.state is BucketState.SHARDED or bucket.gathered_version != version:
+                return False
+        return True
+
+    @property
+    def version(self) -> int:
+        """Grows with every edit of the unit's sharded parameters. See Note [stale]."""
+        version = 0
+        for bucket in self.buckets:
+            version += bucket.edits.values + bucket.shard._version  # Bucket.version, asked often
+        return version
+
+    @property
+    def syncs_gradients(self) -> bool:
+        """Whether backward reduces gradients, or leaves them for a later one."""
+        asked = self.settings
+        return asked.requires_gradient_sync and (
+            asked.is_last_backward or not asked.reduces_last_only
+        )
+
+    @property
+    def completes_gradients(self) -> bool:
+        """Whether backward reduces gradients across copies too, where there are any."""
+        return self.syncs_gradients and (
+            self.settings.reduce_options.across_copies or not self.has_copies
+        )
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether autograd holds a gradient that no reduce input has yet."""
+        for gradients in self.gradients:
+            if not all(map(is_, map(_grad, gradients.bucket.parameters), repeat(None))):
+                return True
+        return False
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether the backward under way will accumulate into some of its parameters."""
+        return any(
+            parameter.requires_grad and is_to_accumulate(parameter)
+            for gradients in self.gradients
+            for parameter in gradients.bucket.parameters
+        )
+
+    def module_ran(self, module: nn.Module) -> None:
+        """Notes that one module of the list has run."""
+        if not self.to_run:
+            self.to_run.update(map(id, self.modules))
+        self.to_run.discard(id(module))
+
+    def _look_for_edits(self) -> None:
+        tables = [module._parameters for _, module in modules_outside_units(self.modules)]
+        self.edits = [UnshardedEdits(bucket, tables) for bucket in self.buckets]
+        self.compared: set[tuple[int, bool]] = set()
+        """The first forwards that are over: the module's id, and whether it was training."""
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies in a full buffer."""
+        for bucket in self.buckets:  # noqa: SIM110, as in is_whole
+            if bucket.full.holds(tensor):
+                return True
+        return False
+
+    def edited(self) -> str | None:
+        """What was done to unsharded parameters in place and would be lost, in words. ``None`` if
+        nothing was."""
+        for edits in self.edits:
+            if (found := edits.edited()) is not None:
+                return found
+        return None
+
+    def changed(self) -> str | None:
+        """As :meth:`edited`, and also finds what was done otherwise, such as an assignment of other
+        memory. The full buffers must exist."""
+        for edits in self.edits:
+            if (found := edits.changed()) is not None:
+                return found
+        return None
+
+    def outdate(self) -> None:
+        """Notes that no full buffer holds what the shards hold. Its next use gathers it again."""
+        for bucket in self.buckets:
+            bucket.outdate()
+            if bucket.divided is not None:
+                bucket.divided.reset()
+
+    def wait(self) -> None:
+        """Makes compute wait for the unit's all-gathers."""
+        for bucket in self.buckets:
+            bucket.wait()
+
+    def reset(self, lane: Lane) -> None:
+        """Brings the unit to rest from any state."""
+        for bucket in self.buckets:
+            bucket.reset(lane)
+        for gradients in self._known_gradients.values():
+            gradients.drop()
+        self.has_unreduced = False
+        self.shows_unsharded = False
+        self.to_run.clear()
+        self.under_way.clear()
+        self.saved_tensors.reset()
+
+    def copy_to(self, other: Unit) -> None:
+        """Copies values, gradients and settings to ``other``, which was sharded likewise."""
+        for mine, its in zip(self.buckets, other.buckets, strict=True):
+            its.copy_values_of(mine)
+            its.full.keeps_storage = mine.full.keeps_storage
+            for parameter, duplicate in zip(
+                mine.sharded_parameters, its.sharded_parameters, strict=True
+            ):
+                duplicate.requires_grad_(parameter.requires_grad)
+                duplicate.grad = deepcopy(parameter.grad)
+        self.settings.copy_to(other.settings)
+
+    def use_unsharded(self) -> None:
+        for bucket in self.buckets:
+            bucket.places.use_unsharded(bucket.label)
+
+    def check_places(self) -> None:
+        """Checks that nobody has replaced a parameter, except by another of the unit.
+
+        Raises:
+            RuntimeError: somebody has.
+        """
+        self.follow_ties()
+        for bucket in self.buckets:
+            bucket.places.check(bucket.label)
+
+    def follow_ties(self) -> None:
+        """Uses one parameter of the unit where modules registered it in place of another. The other
+        keeps its memory and travels, as in FSDP2, but nothing computes with it."""
+        items = [item for bucket in self.buckets for item in bucket.owned]
+        sharded = [each for bucket in self.buckets for each in bucket.sharded_parameters]
+        by_parameter = dict(zip(map(id, sharded), items, strict=True))
+        has_ties = False
+        for item in items:
+            for place in [*item.places]:
+                registered, name = place
+                found = by_parameter.get(id(registered.get(name)), item)
+                if found is not item:
+                    item.places.remove(place)
+                    found.places.append(place)
+                    has_ties = True
+        if has_ties:
+            for bucket in self.buckets:
+                bucket.look_for_places()
+            for edits in self.edits:
+                edits.look_for_places()
+
+    def use_sharded(self) -> None:
+        self.shows_unsharded = False
+        for bucket in self.buckets:
+            bucket.places.use_sharded()
+
+    def reshards_after_forward(self) -> bool:
+        """Whether forward frees the full buffers. If the user did not say, all units do but the
+        root, which backward needs first."""
+        if self.reshard_after_forward is not None:
+            return self.reshard_after_forward is not False
+        return not (self.is_root and self.settings.unshard_in_backward and torch.is_grad_enabled())
+
+    @property
+    def is_kept_for_backward(self) -> bool:
+        """Whether it may stay gathered if it ran last in a forward: the user did not say otherwise.
+        See Note [kept for backward]."""
+        return self.reshard_after_forward is None and self.settings.unshard_in_backward
+
+    def copy_requires_grad(self, sharded: torch.Tensor) -> None:
+        """Gives an unsharded parameter the ``requires_grad`` of its sharded one. At once, because
+        the graph of an earlier forward may accumulate into it before anything else happens."""
+        for bucket in self.buckets:
+            index = bucket.places.index_of(sharded)
+            if index is not None and not bucket.is_opaque:
+                bucket.parameters[index].requires_grad_(sharded.requires_grad)
+        self.context.trainability_changed(self)
+
+    def follow_trainability(self) -> None:
+        """Gives the unsharded parameters the ``requires_grad`` of the sharded ones, hooks those
+        that became trainable, and finds the buckets that get gradients."""
+        edits = 0
+        for bucket in self.buckets:
+            edits += bucket.edits.trainability
+        if edits == self._trainability:
+            return
+        for bucket in self.buckets:
+            if bucket.is_opaque:
+                check_frozen(bucket.label, bucket.parameters, bucket.sharded_parameters)
+        self._trainability = edits
+        parameters = (each for bucket in self.buckets for each in bucket.sharded_parameters)
+        trainable = tuple(parameter.requires_grad for parameter in parameters)
+        if trainable not in self._were_trainable:
+            self._were_trainable.add(trainable)
+            self.saved_tensors.look_again()
+        self.gradients = []
+        for bucket in self.buckets:
+            for parameter, sharded in zip(
+                bucket.parameters, bucket.sharded_parameters, strict=True
+            ):
+                parameter.requires_grad_(sharded.requires_grad)
+            gradients = self._known_gradients.get(bucket)
+            if any(parameter.requires_grad for parameter in bucket.parameters):
+                if gradients is None:
+                    dtype = reduce_dtype(bucket.grad_dtype, self.mp_policy)
+                    gradients = BucketGradients(bucket, dtype, self.settings.reduce_options)
+                    self._known_gradients[bucket] = gradients
+                self.gradients.append(gradients)
+                self._hook(gradients, only_large=not self.is_in_pieces)
+            elif gradients is not None and self.has_unreduced:
+                # It is frozen, but has sums that a backward has yet to reduce. The next forward
+                # looks again.
+                self.gradients.append(gradients)
+                self._trainability = -1
+
+    def forget_parameters(self) -> None:
+        """Forgets what it knew of the old parameters, after they were replaced by new objects."""
+        self.gradients = []
+        self._trainability = -1
+        self._known_gradients = {}
+        self._hooked = set()
+        self._look_for_edits()
+
+    def hook_gradients(self) -> None:
+        """Makes every gradient be noticed when it arrives. Call it before the parameters are used
+        outside the unit's forward."""
+        for gradients in self.gradients:
+            self._hook(gradients, only_large=False)
+
+    def _hook(self, gradients: BucketGradients, only_large: bool) -> None:
+        owner, target = weakref.ref(self), weakref.ref(gradients)
+        for index, parameter in enumerate(gradients.bucket.parameters):
+            is_wanted = parameter.requires_grad and (gradients.is_large[index] or not only_large)
+            if not is_wanted or id(parameter) in self._hooked:
+                continue
+            self._hooked.add(id(parameter))
+
+            @untraced
+            def arrived(_: torch.Tensor, index: int = index) -> None:
+                unit, gradients = owner(), target()
+                if unit is not None and gradients is not None:
+                    unit.context.gradient_arrived(unit, gradients, index)
+
+            parameter.register_post_accumulate_grad_hook(arrived)
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that :func:`fully_shard` made of ``module``, or of a list with it, if it did."""
+    return module.__dict__.get("_fsdp_unit")

@@ -1,0 +1,96 @@
+"""Puts our names in the place of FSDP2's, for code that looks them up in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial, update_wrapper
+from typing import Any
+
+import torch.distributed.fsdp
+import torch.distributed.tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_overlap.engine.context import FsdpContext
+from fsdp_overlap.engine.full_mesh import DataParallelMeshDims, full_mesh
+from fsdp_overlap.fsdp_module import (
+    FsdpModule,
+    UnshardHandle,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
+from fsdp_overlap.fully_shard import fully_shard
+from fsdp_overlap.layout import PerTensor
+from fsdp_overlap.schedule.finalization import GradientReductionHandle
+from fsdp_overlap.tensor.creation import with_range_shards
+from fsdp_overlap.torch_internals import older_fsdp2
+
+
+def _fully_shard_in_rows(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    **options: Any,
+) -> Any:
+    """:func:`fully_shard` without a context, whose sharded parameters are placed as FSDP2's."""
+    full = full_mesh(mesh, dp_mesh_dims)
+    ctx = FsdpContext(mesh if full is None else full.data, layout=PerTensor())
+    ctx.is_implicit = True
+    return fully_shard(module, ctx, mesh=mesh, dp_mesh_dims=dp_mesh_dims, **options)
+
+
+@contextmanager
+def patch_fsdp2(ctx: FsdpContext | None = None) -> Iterator[None]:
+    """Inside the ``with`` block, ``from torch.distributed.fsdp import fully_shard, FSDPModule``
+    gives ours. It is for other people's code that calls ``fully_shard`` itself, as
+    ``Accelerator.prepare()`` does.
+
+    The other names that FSDP2 exports are ours too, and
+    ``torch.distributed.tensor.distribute_tensor`` also takes our placements. This holds for all
+    threads of the process, until the block ends. Code that imported a name before keeps torch's. A
+    module that is imported for the first time inside the block keeps ours, so import it before.
+    ``isinstance(module, fsdp_overlap.FSDPModule)`` tells which of the two was called.
+
+    Args:
+        ctx: what all units that are made inside the block share; so it is for one model. By default
+            the units of a tree share a context from the first forward of their root on, and its
+            layout is ``PerTensor()``, so that sharded parameters are placed as FSDP2's are.
+
+    Raises:
+        RuntimeError: names are replaced already.
+    """
+    fsdp: Any = torch.distributed.fsdp
+    tensor = torch.distributed.tensor
+    if fsdp.FSDPModule is FsdpModule:
+        raise RuntimeError(
+            "patch_fsdp2() within another, of this or another thread: one is enough for all "
+            "that runs in it; for a context of its own, end the first before"
+        )
+    shard: Any = partial(_fully_shard_in_rows) if ctx is None else partial(fully_shard, ctx=ctx)
+    update_wrapper(shard, fully_shard)
+    shard.state = fsdp.fully_shard.state  # it answers for our modules too
+    ours = {
+        "FSDPModule": FsdpModule,
+        "GradientReductionHandle": GradientReductionHandle,
+        "UnshardHandle": UnshardHandle,
+        "fully_shard": shard,
+        "register_fsdp_forward_method": register_fsdp_forward_method,
+        "share_comm_ctx": share_comm_ctx,
+    }
+    found: list[tuple[Any, str, Any]] = [
+        (module, name, vars(module)[name])
+        for module in (fsdp, *older_fsdp2)
+        for name in ours
+        if name in vars(module)
+    ]
+    torchs_distribute = tensor.distribute_tensor
+    for module, name, _ in found:
+        setattr(module, name, ours[name])
+    tensor.distribute_tensor = with_range_shards(torchs_distribute)
+    try:
+        yield
+    finally:
+        for module, name, torchs in found:
+            setattr(module, name, torchs)
+        tensor.distribute_tensor = torchs_distribute

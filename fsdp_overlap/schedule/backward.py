@@ -1,0 +1,302 @@
+"""One backward: it walks back along the calls of forward."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from fsdp_overlap.schedule.interface import Engine, Transfers, Unit, UnitIndex, UnitRefs
+from fsdp_overlap.schedule.order import Call, ForwardPass
+from fsdp_overlap.schedule.prefetch import Gathers
+from fsdp_overlap.schedule.recompute import Reruns
+from fsdp_overlap.schedule.reducer import Reductions
+
+
+class Backward:
+    """What one backward has done so far, and what it does next.
+
+    ``serial`` counts backwards from 1. ``open_passes`` are the passes that it may come back to.
+    ``read_by_others`` are the units of which a module did not run, and the passes in which.
+    ``reruns`` predicts which units are used next where forwards that left no call run again within
+    backward, as reentrant checkpoints do. Elsewhere the calls that remain tell more.
+    """
+
+    def __init__(
+        self,
+        serial: int,
+        gathers: Gathers,
+        reductions: Reductions,
+        transfers: Transfers,
+        engine: Engine,
+        refs: UnitRefs,
+        open_passes: Sequence[ForwardPass],
+        read_by_others: Mapping[UnitIndex, Collection[ForwardPass]],
+        reruns: Reruns,
+    ) -> None:
+        self.serial = serial
+        self.graph_task = engine.graph_task()
+        self._gathers = gathers
+        self._reductions = reductions
+        self._transfers = transfers
+        self._engine = engine
+        self._refs = refs
+        self._reruns = reruns
+        self._open_passes = open_passes
+        self._read_by_others = read_by_others
+        self.under_way: list[ForwardPass] = []
+        """Passes that backward is in, each nested in the one before it. Reentrant checkpoints nest:
+        the inner one is recomputed in the backward of what the outer one recomputed."""
+        self.remaining: dict[ForwardPass, list[Call]] = {}
+        """For each pass reached, the calls that backward has yet to come back to, the next one
+        last."""
+        self.open_calls: list[Call] = []
+        """Calls whose backward is under way."""
+        self.accumulates = True
+        """Whether gradients go to parameters. In ``torch.autograd.grad()`` they do not."""
+        self.creates_graph = False
+        """Whether its gradients may be differentiated again: ``create_graph=True``."""
+        self.recompute: ForwardPass | None = None
+        """The latest pass of forwards that ran within this backward. It comes back to them."""
+        self.recomputing: list[tuple[Unit, int]] = []
+        """Units whose forward runs within this backward now, with the tick of that start."""
+        self.unfinished: set[UnitIndex] = set()
+        """Units of several modules that stay gathered, because some of their calls remain."""
+        self.shown: set[UnitIndex] = set()
+        """Units whose unsharded parameters are registered until this backward ends, because the
+        code of others that read them may run again: see Note [recomputing]."""
+        self.lost: str | None = None
+        """An edit of unsharded parameters that the shards do not have, in words. It is raised as an
+        error when backward ends."""
+
+    def begin(self, units: Iterable[Unit]) -> None:
+        """Is called at the first event of this backward."""
+        self._reruns.begin()
+        # All ranks call backward(). What its graph reaches may differ, so that does not count. See
+        # Note [gradients of inputs].
+        self.accumulates = self._engine.is_for_all_leaves() or any(
+            unit.accumulates for unit in units
+        )
+        self._expect(self._gathers.in_graphs.items())
+
+    def advance_to(self, call: Call) -> None:
+        """Enqueues what every rank enqueues up to ``call``, also for calls that this rank skips."""
+        forward_pass, under_way = call.forward_pass, self.under_way
+        if not under_way or under_way[-1] is not forward_pass:
+            self._enter(forward_pass)
+        if forward_pass.is_recompute:
+            forward_pass.graph_task = self._engine.graph_task()
+        remaining = self.remaining[forward_pass]
+        # The call almost always is the last one, and a long list takes long to search.
+        if (not remaining or remaining[-1] is not call) and call not in remaining:
+            self._step(call)
+            return
+        while True:
+            reached = remaining.pop()
+            self._step(reached)
+            if reached is call:
+                break
+        if not remaining and self._has_reached_all():
+            self._reductions.nothing_follows()
+
+    def finish(self) -> None:
+        """Ends the walk: this rank's graph reaches no more calls. Walks past the calls of forward
+        that remain, as other ranks do, and releases the units that are still open."""
+        for forward_pass in self.remaining:
+            if not forward_pass.is_recompute:
+                self._walk_to_end(forward_pass)
+        self.remaining.clear()
+        shown, self.shown = self.shown, set()
+        for index in {*(call.unit for call in self.open_calls), *self.unfinished, *shown}:
+            self._release_passed(index)
+
+    def is_open(self, unit: Unit) -> bool:
+        """Whether the backward of a call of ``unit`` is under way."""
+        return self._has_open_call(unit.index)
+
+    def before_recompute(self, unit: Unit, tick: int) -> None:
+        """A forward of ``unit`` begins within this backward. See Note [recomputing]."""
+        self.recomputing.append((unit, tick))
+        if not self.is_open(unit):
+            self._advance_to_checkpoint(unit)
+        # A unit may be open without its parameters, because the user said that its backward does
+        # not read them. The forward does.
+        if unit.has_parameters and not (self.is_open(unit) and unit.is_gathered):
+            self._use(unit, self.under_way[-1] if self.under_way else None)
+        self._transfers.wait(unit)
+
+    def after_recompute(self, unit: Unit, start: int, end: int, is_in_use: bool) -> Call | None:
+        """The forward of ``unit`` within this backward has run. Returns the call to come back to,
+        or ``None`` if a call of the unit is open, or it has no parameters."""
+        if not unit.has_parameters or self.is_open(unit):
+            return None
+        # The release is delayed, so that the unit's own backward finds it whole if it follows now.
+        if unit.settings.reshard_after_backward and not is_in_use:
+            self._gathers.release(unit)
+        recompute = self.recompute
+        if recompute is None or recompute in self.remaining:
+            task = self._engine.graph_task()
+            recompute = self.recompute = ForwardPass(is_recompute=True, outer_task=task)
+        # The ticks that the unit had in the forward: it keeps its place among the other units.
+        for forward_pass in self._open_passes:
+            if unit.index in forward_pass.spans:
+                start, end = forward_pass.spans[unit.index]
+                if all(call.unit != unit.index for call in forward_pass.calls):
+                    self._reruns.end_rerun()
+        recompute.note(unit.index, start, end)
+        return Call(unit.index, start, end, recompute, unit.version)
+
+    def _advance_to_checkpoint(self, unit: Unit) -> None:
+        """``unit`` runs again. If its forward left no call, as in a reentrant checkpoint, walks
+        back to where it ran: every rank is done with the calls after that."""
+        task = self._engine.graph_task()
+        self._enter_nested(task)
+        # What another checkpoint recomputed had a backward of its own, which is over.
+        while self.under_way and self.under_way[-1].graph_task not in (task, -1):
+            self._walk_to_end(self.under_way.pop())
+        for forward_pass in self._open_passes:
+            runs = forward_pass.without_call.get(unit.index)
+            if not runs or (self.under_way and self.under_way[-1] is not forward_pass):
+                continue
+            if not self.under_way:
+                self._enter(forward_pass)
+            run, remaining = runs[-1], self.remaining[forward_pass]
+            while remaining and remaining[-1].end > run.end:
+                self._step(remaining.pop())
+            self._leave(run.end)
+            self._reruns.begin_rerun(run, forward_pass, remaining)
+            runs.pop()
+
+    def _enter_nested(self, task: int) -> None:
+        """If nothing of ``task`` was reached so far, it is the backward of what was recomputed
+        last. A checkpoint within that may run again before a call is reached, and the backward
+        around it is not over."""
+        known = (self.graph_task, *(under_way.graph_task for under_way in self.under_way))
+        recompute = self.recompute
+        if recompute is not None and recompute not in self.remaining and task not in known:
+            recompute.graph_task = task
+            self._enter(recompute)
+
+    def _has_reached_all(self) -> bool:
+        """Whether backward has come back to all calls of all passes, so that it gathers nothing
+        more. Where something may run again it might, and only a checkpoint's next forward tells."""
+        return self.recompute is None and not any(
+            forward_pass.without_call or self.remaining.get(forward_pass, forward_pass.calls)
+            for forward_pass in self._open_passes
+        )
+
+    def _enter(self, forward_pass: ForwardPass) -> None:
+        """Backward comes back to ``forward_pass``. It is done with the passes that this one is not
+        nested in."""
+        under_way = self.under_way
+        while under_way and not forward_pass.is_within(under_way[-1]):
+            self._walk_to_end(under_way.pop())
+        if not under_way or under_way[-1] is not forward_pass:
+            under_way.append(forward_pass)
+        if forward_pass not in self.remaining:
+            self.remaining[forward_pass] = list(forward_pass.calls)
+            if not forward_pass.is_recompute:
+                self._reruns.enter(forward_pass)
+            self._expect([(call.unit, self._first_use(call)) for call in forward_pass.calls])
+            for index, passes in self._read_by_others.items():
+                unit = self._refs[index]()
+                if unit is not None and index in self._gathers.in_graphs and forward_pass in passes:
+                    self._transfers.use_unsharded(unit)
+                    self.shown.add(index)
+
+    def _expect(self, first_uses: Iterable[tuple[UnitIndex, int]]) -> None:
+        if self.accumulates:
+            self._reductions.expect(
+                [
+                    (unit, tick)
+                    for index, tick in first_uses
+                    if (unit := self._refs[index]()) is not None
+                ]
+            )
+
+    def _walk_to_end(self, forward_pass: ForwardPass) -> None:
+        remaining = self.remaining[forward_pass]
+        while remaining:
+            self._step(remaining.pop())
+
+    def _step(self, call: Call) -> None:
+        unit = self._refs[call.unit]()
+        if unit is None:
+            return
+        self._leave(call.end)
+        self.open_calls.append(call)
+        if not self.accumulates and unit.shows_unsharded and not unit.syncs_gradients:
+            unit.has_unreduced = True  # see Note [weights apart]
+        # Backward can read a full buffer that exists, even if the user said that it does not. Then
+        # the graph that create_graph=True makes can read it too.
+        if call.needs_parameters or (self.creates_graph and unit.is_gathered):
+            self._use(unit, call.forward_pass)
+            if self.creates_graph:
+                unit.left_out = set()
+                self._gathers.in_graphs.setdefault(unit.index, self._first_use(call))
+                self._transfers.hook_gradients(unit)
+        self._reductions.passed(call.end)
+
+    def _leave(self, tick: int) -> None:
+        """Backward is done with every call that started after ``tick``."""
+        for call in [call for call in self.open_calls if call.start > tick]:
+            self.open_calls.remove(call)
+            if not self._has_open_call(call.unit):
+                self._release_passed(call.unit)
+
+    def _has_open_call(self, index: UnitIndex) -> bool:
+        for call in self.open_calls:  # noqa: SIM110, asked often, and any() makes a generator first
+            if call.unit == index:
+                return True
+        return False
+
+    def _use(self, unit: Unit, forward_pass: ForwardPass | None) -> None:
+        prefetch = self._gathers.prefetch
+        asked = unit.backward_prefetch and [
+            find
+            for find in unit.backward_prefetch
+            if (other := find()) and other.settings.unshard_in_backward
+        ]
+        upcoming = self._reruns.upcoming(unit.index, prefetch)
+        if upcoming is None:
+            remaining = self.remaining[forward_pass] if forward_pass is not None else []
+            following = remaining[: -prefetch - 2 : -1]
+            others = [call.unit for call in following if call.needs_parameters]
+            if unit.index in others:  # which runs again now, and goes back then
+                others.remove(unit.index)
+            upcoming = others[:prefetch]
+        if self._gathers.use(unit, upcoming, asked):
+            self._reruns.teach()
+
+    def _release_passed(self, index: UnitIndex) -> None:
+        unit = self._refs[index]()
+        if unit is None:
+            return
+        if self._transfers.is_profiled():
+            with self._transfers.span("post_backward", unit.name):
+                self._release(unit)
+        else:
+            self._release(unit)
+
+    def _release(self, unit: Unit) -> None:
+        # In backwards 1, 2, 4, 8 ... only: the unit's next forward finds what others miss.
+        if not self.serial & (self.serial - 1):
+            self.lost = self.lost or unit.edited()
+        if unit.is_list and self._comes_back_to(unit.index):
+            self.unfinished.add(unit.index)
+        elif unit.settings.reshard_after_backward:
+            self._gathers.release(unit)
+        is_asked_for = unit.shows_unsharded and not unit.syncs_gradients
+        if unit.index not in self.shown and not is_asked_for:
+            self._transfers.use_sharded(unit)
+
+    def _comes_back_to(self, unit: UnitIndex) -> bool:
+        """Whether a call of ``unit`` is yet to be reached."""
+        return any(call.unit == unit for calls in self.remaining.values() for call in calls)
+
+    def _first_use(self, call: Call) -> int:
+        """The tick at which the call's unit first ran in the forwards that this backward may
+        reach."""
+        first, _ = call.forward_pass.spans[call.unit]
+        for other in self._open_passes:
+            if other is not call.forward_pass and call.unit in other.spans:
+                first = min(first, other.spans[call.unit][0])
+        return first

@@ -1,0 +1,135 @@
+"""How a backward ends: it waits for its reductions, or leaves that to the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from fsdp_overlap.schedule.interface import Engine, Transfers, Unit
+from fsdp_overlap.schedule.prefetch import Gathers
+from fsdp_overlap.schedule.reducer import Reductions
+
+
+class GradientReductionHandle:
+    """What ``finalize_backward(async_op=True)`` returns."""
+
+    def __init__(self, finalization: Finalization | None) -> None:
+        self._finalization = finalization
+
+    def wait(self) -> None:
+        """Makes compute wait for the reductions. Afterwards ``.grad`` is complete.
+
+        Raises:
+            RuntimeError: the context was reset meanwhile.
+        """
+        if self._finalization is not None:
+            self._finalization.finish(self)
+            self._finalization = None
+
+
+class Finalization:
+    """Ends the backwards of one context.
+
+    With manual finalization, backwards issue their reduce-scatters as always, but
+    :meth:`finalize` and its handle complete the gradients.
+    """
+
+    def __init__(
+        self,
+        gathers: Gathers,
+        reductions: Reductions,
+        transfers: Transfers,
+        engine: Engine,
+        units: Callable[[], Sequence[Unit]],
+    ) -> None:
+        self.is_manual = False
+        self.is_due = False
+        """Whether a backward ran that nobody finalized."""
+        self._gathers = gathers
+        self._reductions = reductions
+        self._transfers = transfers
+        self._engine = engine
+        self._units = units
+        self._pending: GradientReductionHandle | None = None
+
+    def set_manual(self, enabled: bool) -> None:
+        if enabled == self.is_manual:
+            return
+        if self.is_due or self._pending is not None or self._engine.is_in_backward():
+            raise RuntimeError(
+                f"set_manual_backward_finalization({enabled}) during a backward, or after one that "
+                "is not finalized: call finalize_backward(), or reset_iter_state(), first"
+            )
+        self.is_manual = enabled
+
+    def begin_backward(self) -> None:
+        self.check_done("backward")
+
+    def end_backward(self) -> None:
+        self._reductions.issue_rest(self._units())
+        if self.is_manual:
+            self.is_due = True
+        else:
+            self._wait()
+
+    def finalize(self) -> GradientReductionHandle:
+        """Issues every reduction that is left, and frees the full buffers that are not kept after
+        backward."""
+        self.check_done("finalize_backward()")
+        if not self.is_manual:
+            raise RuntimeError(
+                "finalize_backward() without manual finalization: call "
+                "set_manual_backward_finalization(True) before forward. In a pipeline, each "
+                "stage takes an FsdpContext of its own"
+            )
+        if self._engine.is_in_backward():
+            raise RuntimeError("finalize_backward() during backward: call it after backward()")
+        self._issue_all()
+        self._pending = GradientReductionHandle(self)
+        return self._pending
+
+    def complete(self) -> None:
+        """Completes the gradients of backwards without synchronization, also if finalization is not
+        manual."""
+        self.check_done("the reduction of a pipeline's step")
+        self._issue_all()
+        self.is_due = False
+        self._wait()
+
+    def _issue_all(self) -> None:
+        for unit in self._units():
+            if unit.settings.reshard_after_backward and unit.is_gathered:
+                self._transfers.use_sharded(unit)
+                self._gathers.release(unit)
+        self._gathers.flush()
+        self._reductions.issue_rest(self._units())
+
+    def finish(self, handle: GradientReductionHandle) -> None:
+        if handle is not self._pending:
+            raise RuntimeError(
+                "this gradient reduction was dropped by reset_iter_state() or ctx.reset(): its "
+                "gradients are lost"
+            )
+        self._pending = None
+        self.is_due = False
+        self._wait()
+
+    def check_done(self, what: str) -> None:
+        """Raises if a reduction is under way that must be waited for before ``what``."""
+        if self._pending is not None:
+            raise RuntimeError(
+                f"{what} before the last gradient reduction was waited for: call wait() on the "
+                "handle that finalize_backward(async_op=True) returned"
+            )
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a backward ran whose gradients are not complete."""
+        return self.is_due or self._pending is not None
+
+    def drop(self) -> None:
+        self._pending = None
+        self.is_due = False
+
+    def _wait(self) -> None:
+        self._reductions.wait()
+        self._transfers.finish_backward()

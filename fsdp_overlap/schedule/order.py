@@ -1,0 +1,142 @@
+"""The order in which units run: recorded, replayed as a prediction, and walked back in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from fsdp_overlap.schedule.interface import UnitIndex
+
+
+class ForwardOrder:
+    """Records the order of units in each pass, and predicts it for later passes.
+
+    A pass is predicted from the last one that began with the same unit: a head that runs alone,
+    chunk by chunk, says nothing about the whole model. If none did, it is predicted from the last.
+
+    Only passes that gathered something count. A pass that found all units whole may have run on
+    this rank alone, and what is predicted is enqueued, so it must be the same on every rank. See
+    Note [order].
+    """
+
+    def __init__(self) -> None:
+        self._taught: dict[UnitIndex, Sequence[UnitIndex]] = {}
+        self._last_taught: Sequence[UnitIndex] = []
+        self._learned: Sequence[UnitIndex] = []
+        self._first = -1
+        self._running: list[UnitIndex] = []
+        self.teaches = False
+        """Whether the pass under way counts: see :meth:`teach`."""
+        self._next = 0
+
+    def begin(self, first: UnitIndex = -1) -> None:
+        """Begins a new pass. ``first`` is the unit that begins it; passes are told apart by it."""
+        if self.teaches:
+            self._taught[self._first] = self._last_taught = self._running
+        self._learned = self._taught.get(first, self._last_taught)
+        self._first = first
+        self._running = []
+        self.teaches = False
+        self._next = 0
+
+    def expect(self, units: Sequence[UnitIndex]) -> None:
+        """Predicts the rest of the pass under way as ``units``."""
+        self._learned = units
+        self._next = 0
+
+    def teach(self) -> None:
+        """The pass under way counts: it enqueues all-gathers, so it runs on every rank."""
+        self.teaches = True
+
+    def visit(self, unit: UnitIndex) -> None:
+        """``unit`` runs now. If another unit was predicted, the prediction moves on to behind this
+        one. If this one is not ahead in the learned order, the prediction stays where it is. Runs
+        of one unit that follow each other count as one, because it stays gathered between them."""
+        if self._running and self._running[-1] == unit:
+            return
+        self._running.append(unit)
+        if self._next < len(self._learned) and self._learned[self._next] == unit:
+            self._next += 1
+            return
+        with suppress(ValueError):
+            self._next = self._learned.index(unit, self._next) + 1
+
+    def upcoming(self, count: int) -> Sequence[UnitIndex]:
+        """The ``count`` units expected next, fewer at the end of the pass."""
+        return self._learned[self._next : self._next + count]
+
+    def predicted(self) -> Sequence[UnitIndex]:
+        """The units of the longest pass known, in order."""
+        known = {**self._taught, self._first: self._running} if self.teaches else self._taught
+        return max(known.values(), key=len, default=[])
+
+    def has_learned(self, first: UnitIndex) -> bool:
+        """Whether a pass that ``first`` begins is predicted from one that it began before."""
+        return first in self._taught or (self.teaches and self._first == first)
+
+    def has_visited(self, unit: UnitIndex) -> bool:
+        return unit in self._running
+
+
+@dataclass(eq=False)
+class ForwardPass:
+    """What backward needs to know of one pass. Times are ticks of the schedule's clock."""
+
+    calls: list[Call] = field(default_factory=list)
+    """Calls that backward will come back to, in the order of their ``end``."""
+    spans: dict[UnitIndex, tuple[int, int]] = field(default_factory=dict)
+    """The first start and the last end of each unit that ran, with or without gradients."""
+    without_call: dict[UnitIndex, list[Run]] = field(default_factory=dict)
+    """For each unit, its forwards without gradients: a reentrant checkpoint may run these
+    again."""
+    is_recompute: bool = False
+    """Whether it ran inside a backward, as activation checkpointing does."""
+    outer_task: int = -1
+    """The engine's number of the backward that recomputed it."""
+    graph_task: int = -1
+    """The engine's number of the backward that goes through what was recomputed. With a reentrant
+    checkpoint it is another backward, within the outer one."""
+
+    def is_within(self, other: ForwardPass) -> bool:
+        """Whether this pass is nested in ``other``: backward comes back to ``other`` afterwards."""
+        if self is other:
+            return True
+        return self.is_recompute and (not other.is_recompute or self.outer_task == other.graph_task)
+
+    def note(self, unit: UnitIndex, start: int, end: int) -> None:
+        if unit in self.spans:
+            first, last = self.spans[unit]
+            start, end = min(first, start), max(last, end)
+        self.spans[unit] = start, end
+
+
+class Run(NamedTuple):
+    """One forward of a unit without gradients."""
+
+    unit: UnitIndex
+    start: int
+    end: int
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """One forward of a unit whose outputs require grad.
+
+    The autograd engine runs nodes in the reverse of the order in which they were made. So when the
+    gradient of this call's output arrives, backward is done with every call that started after
+    ``end``. Releases and reductions rely on that. See Note [passed calls].
+    """
+
+    unit: UnitIndex
+    start: int
+    end: int
+    forward_pass: ForwardPass
+    version: int
+    """The version of the shards that the forward computed with."""
+    needs_parameters: bool = True
+    """Whether its backward reads parameters. If the user said that it does not, reading one is an
+    error."""
+    backward: int = 0
+    """Serial number of the last backward that reached this call."""

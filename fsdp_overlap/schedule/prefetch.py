@@ -1,0 +1,280 @@
+"""Which full buffers exist: all-gathers, prefetch and delayed release."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from fsdp_overlap.schedule.interface import Mark, Transfers, Unit, UnitIndex, UnitRefs
+from fsdp_overlap.schedule.stats import Stats
+
+
+class Gathers:
+    """Keeps at most ``prefetch`` full buffers beside those in use. The user may ask for more. See
+    Note [room] and, for how that overlaps with compute, Note [running ahead].
+
+    A buffer that is not in use was either gathered ahead or waits for its delayed release. Every
+    decision follows from the order of calls alone, so that all ranks enqueue the same all-gathers:
+    Note [pairing].
+    Units are named by index, so that none is kept alive.
+    """
+
+    def __init__(
+        self,
+        transfers: Transfers,
+        prefetch: int,
+        stats: Stats,
+        refs: UnitRefs,
+    ) -> None:
+        self._transfers = transfers
+        self.prefetch = prefetch
+        self.stats = stats
+        self._refs = refs
+        # Each mark is of the compute that still reads the buffer, None if no compute has used it.
+        self._ahead: dict[UnitIndex, Mark] = {}
+        self._delayed: dict[UnitIndex, Mark] = {}
+        # As _ahead, but asked for by the user, and so kept until used or until the pass ends.
+        self._asked: dict[UnitIndex, Mark] = {}
+        # The units that the next pass needs first. Each with its version after the last step, and
+        # whether its full buffer is there for that alone.
+        self._for_next_pass: dict[UnitIndex, tuple[int, bool]] = {}
+        self._are_edited_later = False
+        """Whether they were edited between the last step and the pass that followed."""
+        self.in_graphs: dict[UnitIndex, int] = {}
+        """Units whose full buffers a graph made by ``backward(create_graph=True)`` may read, at
+        moments that no hook sees: Note [graphs of gradients]. Each with the tick of its first
+        use."""
+        self._issued = 0
+        self._waits_for_event = False
+
+    def use(
+        self,
+        unit: Unit,
+        upcoming: Sequence[UnitIndex] = (),
+        asked: Sequence[Callable[[], Unit | None]] = (),
+    ) -> bool:
+        """Compute needs ``unit`` now and is expected to need ``upcoming`` next. Enqueues the
+        all-gathers that are missing. Carries out delayed releases after this unit's all-gather,
+        which so does not wait for them, and before the others, which find the freed memory. If the
+        user ``asked`` for units, all of them are gathered instead of ``upcoming``. Returns whether
+        anything was enqueued."""
+        issued, mine = self._issued, unit.index
+        if self._for_next_pass and (asked or self._is_for_all_ranks(unit, upcoming)):
+            self._take_over()
+        ahead, delayed = self._ahead, self._delayed
+        if mine in delayed:
+            del delayed[mine]
+        is_ahead = mine in ahead or mine in self._asked
+        if is_ahead:
+            ahead.pop(mine, None)
+            self._asked.pop(mine, None)
+        if unit.is_whole:
+            self.stats.prefetch_hits += is_ahead
+        else:
+            self._make_room()
+            self._gather(unit)
+            self.stats.prefetch_misses += 1
+        if ahead:
+            for index in [index for index in ahead if index not in upcoming]:
+                self._drop(index)
+        if delayed:
+            for index in upcoming:
+                if index in delayed:
+                    ahead[index] = delayed.pop(index)
+        if asked:
+            self._ask(unit, asked)
+            return self._issued != issued
+        if delayed:
+            self.flush()
+        for index in upcoming:
+            if len(ahead) + len(self._asked) >= self.prefetch:
+                break
+            other = self._refs[index]()
+            if other is not None and not other.is_whole:
+                self._gather(other)
+                ahead[index] = None
+        return self._issued != issued
+
+    def refresh(self, units: Iterable[Unit]) -> None:
+        """Enqueues the all-gathers of full buffers whose shards were edited since the last one."""
+        for unit in units:
+            if unit.is_gathered and not unit.is_whole:
+                self._gather(unit)
+
+    def begin_next(self, units: Iterable[Unit]) -> None:
+        """Enqueues the all-gathers of those ``units`` that were edited since the last one. The next
+        pass is expected to begin with them: Note [after a step]."""
+        for unit in units:
+            # The user may edit what rests on the host at any time, without waiting for reads.
+            if unit.seen_version == unit.version or unit.is_offloaded:
+                continue
+            is_for_pass = not unit.is_gathered
+            if unit.index in self._for_next_pass:  # by the step before, and no pass came
+                _, is_for_pass = self._for_next_pass[unit.index]
+            self._for_next_pass[unit.index] = unit.version, is_for_pass
+            if not self._are_edited_later:
+                self._gather(unit)
+
+    def before_step(self) -> None:
+        """Compute is about to edit shards. So it waits for the all-gathers that read them for a
+        pass that has not begun."""
+        for index in self._for_next_pass:
+            unit = self._refs[index]()
+            if unit is not None:
+                self._transfers.wait(unit)
+
+    def release(self, unit: Unit) -> None:
+        """Frees the full buffer of ``unit`` once the compute enqueued so far has read it. That is
+        put off until the next all-gather has been enqueued, so that this one does not wait."""
+        if unit.shows_unsharded:
+            self._transfers.use_sharded(unit)
+        if unit.is_gathered and unit.index not in self.in_graphs:
+            self._ahead.pop(unit.index, None)
+            self._asked.pop(unit.index, None)
+            self._for_next_pass.pop(unit.index, None)
+            self._delayed[unit.index] = self._transfers.mark_compute()
+
+    def take_out_of_graphs(self, unit: Unit) -> None:
+        """Removes ``unit`` from :attr:`in_graphs`, because its full buffer is to be freed or
+        refilled. From now on autograd refuses to read the buffer for an old graph."""
+        if self.in_graphs.pop(unit.index, None) is not None:
+            self._transfers.forbid_old_graphs(unit)
+
+    def release_stale(self) -> None:
+        """Releases the units of :attr:`in_graphs` whose shards were edited since."""
+        for index in list(self.in_graphs):
+            unit = self._refs[index]()
+            if unit is None:
+                del self.in_graphs[index]
+            elif not unit.is_whole:
+                self.take_out_of_graphs(unit)
+                if unit.settings.reshard_after_backward:
+                    self.release(unit)
+
+    def flush(self) -> None:
+        """Carries out the delayed releases."""
+        for index, mark in self._delayed.items():
+            self._free(index, mark)
+        self._delayed.clear()
+
+    def finish_pass(self, before_backward: bool = False, before: Unit | None = None) -> None:
+        """Frees every full buffer that is not in use, with two exceptions, whose release stays
+        delayed. With ``before_backward`` it is the unit that ran last, if the user left that
+        choice to the library: backward needs it first. ``before`` is the unit that begins the next
+        pass."""
+        self._ahead.update(self._asked)
+        self._asked.clear()
+        for index in list(self._ahead):
+            self._drop(index)
+        for index, mark in list(self._delayed.items()):
+            unit = self._refs[index]()
+            if before_backward and self.prefetch and unit and unit.is_kept_for_backward:
+                continue
+            if unit is not None and unit is before:
+                continue
+            del self._delayed[index]
+            self._free(index, mark, waits=not self.prefetch)
+
+    def drop(self) -> None:
+        """Forgets everything. The buckets' memory is freed elsewhere."""
+        self._for_next_pass.clear()
+        self._are_edited_later = False
+        self._ahead.clear()
+        self._asked.clear()
+        self._delayed.clear()
+        for index in list(self.in_graphs):
+            unit = self._refs[index]()
+            if unit is not None:
+                self.take_out_of_graphs(unit)
+        self.in_graphs.clear()
+
+    def wait_once_for(self, event: Any, units: Iterable[Unit]) -> None:
+        """Makes all-gathers wait for ``event``, which comes after all edits of ``units`` so far. So
+        those of the next pass need not wait for all compute."""
+        self._transfers.after_event(event)
+        self._note_edits_seen(units)
+        self._waits_for_event = True
+
+    def begin_pass(self, units: Iterable[Unit]) -> None:
+        """Makes the all-gathers of this pass see the edits of ``units`` made before it. If there
+        are none, they need not wait for compute: Note [between passes]."""
+        units = list(units)
+        is_edited = any(unit.seen_version != unit.version for unit in units)
+        if is_edited and not self._waits_for_event:
+            self._transfers.after_compute()
+            self._note_edits_seen(units)
+        self._waits_for_event = False
+
+    def _note_edits_seen(self, units: Iterable[Unit]) -> None:
+        """Notes that all-gathers from now on see every edit of ``units`` made so far."""
+        for unit in units:
+            unit.seen_version = unit.version
+
+    def _gather(self, unit: Unit) -> None:
+        # Compute may have edited the shard, or may still read a buffer that is gathered again.
+        version = unit.version
+        if unit.seen_version != version or unit.is_gathered:
+            self._transfers.after_compute()
+            unit.seen_version = version
+            self.take_out_of_graphs(unit)
+        self._issued += 1
+        self._transfers.gather(unit)
+
+    def _is_for_all_ranks(self, unit: Unit, upcoming: Sequence[UnitIndex]) -> bool:
+        """Whether the pass that now comes to ``unit`` runs on every rank, as far as that is known.
+        What users keep whole this rank may run alone: Note [order]. Then the others must find here
+        what they have too."""
+        if unit.index in self._for_next_pass or not unit.is_whole:
+            return True
+        others = [other for index in upcoming if (other := self._refs[index]()) is not None]
+        return not all(other.is_whole for other in others)
+
+    def _take_over(self) -> None:
+        """A pass has begun: what was gathered for it counts as gathered ahead."""
+        was_gathered = not self._are_edited_later
+        self._are_edited_later = False
+        for index, (version, is_for_pass) in self._for_next_pass.items():
+            unit = self._refs[index]()
+            self._are_edited_later |= unit is not None and unit.version != version
+            if is_for_pass and was_gathered:
+                self._ahead[index] = None
+        self._for_next_pass.clear()
+
+    def _ask(self, unit: Unit, asked: Sequence[Callable[[], Unit | None]]) -> None:
+        """Gathers the units that the user listed for ``unit``, unless they are whole already. See
+        Note [asked for]."""
+        others = [
+            other
+            for find in asked
+            if (other := find()) is not None and self._refs[other.index]() is other
+        ]
+        for other in others:
+            for waiting in (self._ahead, self._delayed):
+                if other.index in waiting:
+                    self._asked[other.index] = waiting.pop(other.index)
+        self.flush()
+        for other in others:
+            if not other.is_whole:
+                self._asked.setdefault(other.index, None)
+                self._gather(other)
+
+    def _make_room(self) -> None:
+        """Frees full buffers before an all-gather that was not predicted. Those gathered ahead in
+        vain go first, because a delayed release makes the lane wait for compute."""
+        for index in list(self._ahead):
+            if len(self._ahead) + len(self._delayed) <= self.prefetch:
+                return
+            self._drop(index)
+        if len(self._delayed) > self.prefetch:
+            self.flush()
+
+    def _drop(self, index: UnitIndex) -> None:
+        self.stats.prefetches_unused += 1
+        self._free(index, self._ahead.pop(index))
+
+    def _free(self, index: UnitIndex, mark: Mark, waits: bool = True) -> None:
+        unit = self._refs[index]()
+        if unit is not None:
+            if unit.shows_unsharded:  # it was gathered anew after an edit, ahead of use
+                self._transfers.use_sharded(unit)
+            self._transfers.free(unit, mark, waits)

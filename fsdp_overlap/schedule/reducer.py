@@ -1,0 +1,199 @@
+"""Which reduce-scatter is issued when: in the reverse of forward, few reduce inputs at a time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from fsdp_overlap.schedule.interface import Gradients, Ticket, Transfers, Unit
+
+# How many units have reduce inputs at once at most: one travels while the next is filled. Those
+# held by backwards without synchronization do not count. With prefetch=0, for the least memory, it
+# is one.
+MAX_INPUTS = 2
+
+
+@dataclass(eq=False, slots=True)
+class Turn:
+    """A unit's place in the order of reductions. ``first_use`` is the tick of the forward at which
+    the unit first ran. ``arrived``: of each bucket that is reduced by itself, which gradients are
+    there. ``reduced``: how many buckets went ahead of the turn."""
+
+    unit: Unit
+    first_use: int
+    is_ready: bool = False
+    arrived: dict[Gradients, set[int]] = field(default_factory=dict)
+    reduced: int = 0
+
+
+class Reductions:
+    """The reduce-scatters of one backward.
+
+    Ranks' collectives pair up by order, and which gradient is ready first may differ from rank to
+    rank. So each unit waits for its turn, and a unit that gets no gradient on this rank is reduced
+    with zeros in its turn. See Note [turns].
+    """
+
+    def __init__(self, transfers: Transfers, max_inputs: int) -> None:
+        self._transfers = transfers
+        self.max_inputs = max_inputs
+        self._turns: list[Turn] = []
+        self._by_unit: dict[Unit, Turn] = {}
+        self._in_flight: deque[tuple[Unit, Gradients, Ticket]] = deque()
+        self._filling: dict[Gradients, Unit] = {}
+        self._goes_ahead = False
+        """Whether the last unit's buckets are reduced as they become complete."""
+
+    def expect(self, first_uses: Iterable[tuple[Unit, int]]) -> None:
+        """These units take part in this backward, on every rank."""
+        for unit, first_use in first_uses:
+            if unit.gradients and unit not in self._by_unit:
+                self._by_unit[unit] = turn = Turn(unit, first_use)
+                self._turns.append(turn)
+        self._turns.sort(key=lambda turn: (-turn.first_use, turn.unit.index))
+
+    def nothing_follows(self) -> None:
+        """Nothing more is gathered in this backward, on any rank. So the order in which buckets of
+        the last unit are reduced among gathers no longer depends on when they are complete: they
+        need not wait for each other. See Note [pieces]."""
+        self._goes_ahead = True
+
+    def more_may_arrive(self) -> None:
+        """Gradients that are there may get more in this backward, so nothing goes ahead of its turn
+        from now on."""
+        self._goes_ahead = False
+
+    def arrived(self, unit: Unit, gradients: Gradients, index: int) -> None:
+        """Autograd delivered the gradient of parameter ``index``."""
+        turn = self._by_unit.get(unit)
+        if turn is None or (turn.reduced and gradients in _last_first(unit)[: turn.reduced]):
+            return  # It is late. :meth:`issue_rest` finds it where autograd holds it.
+        if gradients.leaves_early(index) and self._may_fill(turn, gradients):
+            self._transfers.absorb(gradients, index)
+        if unit.is_in_pieces:
+            turn.arrived.setdefault(gradients, set()).add(index)
+            if self._goes_ahead and turn is self._turns[0] and unit.syncs_gradients:
+                self._reduce_complete(turn)
+
+    def passed(self, tick: int) -> None:
+        """Backward is done with every unit first used after ``tick``."""
+        for turn in self._turns:
+            if turn.first_use <= tick:
+                break
+            turn.is_ready = True
+        self._advance()
+
+    def issue_rest(self, units: Iterable[Unit]) -> None:
+        """Reduces what is left, with zeros if there is no gradient."""
+        self._goes_ahead = False
+        for turn in self._turns:
+            turn.is_ready = True
+        self._advance()
+        for unit in units:
+            # Left are gradients that arrived after the unit was reduced (reentrant checkpointing of
+            # a module that runs several times), gradients of parameters that were used outside
+            # their unit's forward, and units that ran only in backwards without synchronization,
+            # or without reduction across copies.
+            if unit.is_waiting or (unit.has_unreduced and unit.completes_gradients):
+                self._reduce(unit)
+
+    def wait(self) -> None:
+        """Makes compute wait for all reductions that were issued."""
+        while self._in_flight:
+            self._wait_for_oldest()
+        self._transfers.finish_sums()
+
+    @property
+    def is_under_way(self) -> bool:
+        return bool(self._in_flight)
+
+    def drop(self) -> None:
+        """Forgets everything under way."""
+        self._transfers.abandon((gradients, ticket) for _, gradients, ticket in self._in_flight)
+        self._in_flight.clear()
+        self._filling.clear()
+        self._turns.clear()
+        self._by_unit.clear()
+        self._goes_ahead = False
+
+    def _advance(self) -> None:
+        while self._turns and self._turns[0].is_ready:
+            turn = self._turns.pop(0)
+            del self._by_unit[turn.unit]
+            self._reduce(turn.unit, turn.reduced)
+
+    def _reduce_complete(self, turn: Turn) -> None:
+        """Reduces the buckets of ``turn`` whose gradients are all there, up to the first of which
+        some are not: the order is the same on every rank."""
+        for gradients in _last_first(turn.unit)[turn.reduced :]:
+            if len(turn.arrived.get(gradients, ())) < gradients.count:
+                return
+            self._reduce_bucket(turn.unit, gradients)
+            turn.reduced += 1
+
+    def _reduce(self, unit: Unit, done: int = 0) -> None:
+        """Reduces all buckets of ``unit`` but the first ``done``."""
+        unit.has_unreduced = not (unit.syncs_gradients and unit.completes_gradients)
+        for gradients in _last_first(unit)[done:]:
+            self._reduce_bucket(unit, gradients)
+
+    def _reduce_bucket(self, unit: Unit, gradients: Gradients) -> None:
+        self._ensure_input(unit, gradients)
+        self._transfers.absorb_all(gradients)
+        if unit.syncs_gradients:
+            while self._in_flight and not self._has_room(unit):
+                self._wait_for_oldest()
+            self._filling.pop(gradients, None)
+            gradients.is_in_flight = True
+            self._in_flight.append((unit, gradients, self._transfers.reduce(gradients)))
+
+    def _may_fill(self, turn: Turn, gradients: Gradients) -> bool:
+        """Whether a gradient may go to the reduce input before its bucket is complete. Gives the
+        input memory if so. If two inputs may exist, the answer is yes only if nobody has to wait.
+        If only one may exist, compute waits for it now: otherwise autograd would hold more and more
+        gradients until the bucket is complete."""
+        if gradients.is_in_flight:
+            return False
+        if gradients.has_input:
+            return True
+        while self._in_flight and self._in_flight[0][2].done():
+            self._wait_for_oldest()
+        unit = turn.unit
+        if self.max_inputs > 1:
+            has_room = self._has_room(unit)
+        else:
+            has_room = all(other is unit for other in self._filling.values())
+        if turn is not self._turns[0] or not has_room:
+            return False
+        self._ensure_input(unit, gradients)
+        return True
+
+    def _ensure_input(self, unit: Unit, gradients: Gradients) -> None:
+        while gradients.is_in_flight:  # with an earlier gradient
+            self._wait_for_oldest()
+        if gradients.has_input:
+            return
+        while self._in_flight and not self._has_room(unit):
+            self._wait_for_oldest()
+        self._transfers.allocate_input(gradients)
+        if unit.syncs_gradients:
+            self._filling[gradients] = unit
+
+    def _has_room(self, unit: Unit) -> bool:
+        """Whether a bucket of ``unit`` may have a reduce input. Those of one unit count as one."""
+        busy = {unit, *self._filling.values()}
+        for other, _, _ in self._in_flight:  # a generator would be called for each, and often
+            busy.add(other)
+        return len(busy) <= self.max_inputs
+
+    def _wait_for_oldest(self) -> None:
+        _, gradients, ticket = self._in_flight[0]
+        self._transfers.finish(gradients, ticket)  # calls users' hooks, which may raise
+        self._in_flight.popleft()
+        gradients.is_in_flight = False
+
+
+def _last_first(unit: Unit) -> Sequence[Gradients]:
+    """The buckets of ``unit``, those first whose gradients are expected first."""
+    return unit.gradients[::-1]

@@ -1,0 +1,401 @@
+"""When a unit is gathered, released and reduced: the events of forward and backward.
+
+In the forward of unit *i*, its all-gather is enqueued first, unless that was done ahead. Then
+delayed releases are carried out. Then the next all-gather in the predicted order is enqueued. Then
+compute waits for the all-gather of *i*. Backward does the same along the reverse of what ran, and
+issues reduce-scatters as buckets become complete.
+
+All of it follows from the order of calls, never from what is ready first on one rank, so that all
+ranks enqueue the same collectives. Where a rank's backward skips a call that others reach, the
+call's all-gather is enqueued all the same.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from itertools import count
+
+from fsdp_overlap.schedule.backward import Backward
+from fsdp_overlap.schedule.finalization import Finalization
+from fsdp_overlap.schedule.interface import Engine, Gradients, Transfers, Unit, UnitIndex, UnitRefs
+from fsdp_overlap.schedule.order import Call, ForwardOrder, ForwardPass, Run
+from fsdp_overlap.schedule.prefetch import Gathers
+from fsdp_overlap.schedule.recompute import Reruns
+from fsdp_overlap.schedule.reducer import Reductions
+from fsdp_overlap.schedule.stats import Stats
+
+# How many passes with gradients are remembered until a backward follows. Older ones are forgotten,
+# so that a program that never calls backward does not grow. A backward that reaches an older one
+# takes it up again.
+MAX_OPEN_PASSES = 64
+
+UNFINISHED = (
+    "the last backward did not finish (did it raise, and was the error caught?); after an error "
+    "call ctx.reset(), or model.reset_iter_state(), which is the same, and optimizer.zero_grad() "
+    "on every rank before the next {}"
+)
+
+
+class Schedule:
+    """Hears the events of one context's forwards and backwards, and decides at each.
+
+    ``refs`` find the units, and ``units`` lists those that exist. ``follow_trainability`` finds out
+    which buckets get gradients: the user may freeze parameters between forward and backward.
+    """
+
+    def __init__(
+        self,
+        transfers: Transfers,
+        engine: Engine,
+        stats: Stats,
+        refs: UnitRefs,
+        units: Callable[[], Sequence[Unit]],
+        prefetch: int,
+        max_reduce_inputs: int,
+        divides_copies: bool,
+        follow_trainability: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._transfers = transfers
+        self._engine = engine
+        self._graph_task = engine.graph_task  # asked in every event
+        self._refs = refs
+        self._units = units
+        self.gathers = Gathers(transfers, prefetch, stats, refs)
+        self.reductions = Reductions(transfers, max_reduce_inputs)
+        self.finalization = Finalization(self.gathers, self.reductions, transfers, engine, units)
+        self.order = ForwardOrder()
+        self._reruns = Reruns(refs)
+        self._divides_copies = divides_copies
+        self._follow_trainability = follow_trainability
+        self._tick = count(1).__next__
+        self._running: list[tuple[Unit, int]] = []
+        self._pass = ForwardPass()
+        self._is_pass_over = True
+        self._unfinished: list[Unit] = []
+        """Units of several modules that stay whole, because not all of their modules have run in
+        the forward under way. See Note [several modules]."""
+        self._read_by_others: dict[UnitIndex, deque[ForwardPass]] = {}
+        """Units of which a module did not run in these passes, so that others may have read its
+        parameters. They stay gathered until a backward has come back to each of the passes."""
+        self._open_passes: deque[ForwardPass] = deque(maxlen=MAX_OPEN_PASSES)
+        self._backward: Backward | None = None
+        self._backwards = 0
+
+    # Forward
+
+    def before_forward(self, unit: Unit) -> None:
+        """``unit``'s forward is about to run. Afterwards compute may use its full buffers."""
+        if self._graph_task() != -1:
+            backward = self._backward or self._begin_backward()
+            backward.before_recompute(unit, self._tick())
+            return
+        if self._backward is not None:
+            raise RuntimeError(UNFINISHED.format("forward"))
+        if not self._running and self._starts_pass(unit):
+            self._begin_pass(unit)
+        self._running.append((unit, self._tick()))
+        if unit.has_parameters:
+            self.order.visit(unit.index)
+            upcoming = self.order.upcoming(self.gathers.prefetch)
+            if self.gathers.use(unit, upcoming, unit.forward_prefetch):
+                self.order.teach()
+            self._transfers.wait(unit)
+
+    def after_forward(self, unit: Unit, raised: bool = False) -> Call | None:
+        """``unit``'s forward has run, or ``raised``. Returns its call, or ``None`` if backward will
+        not need the unit's full buffers for it. If gradients will flow back through the call, the
+        caller gives it to :meth:`add_call`, and later to :meth:`before_backward`."""
+        running = self._running
+        backward = self._backward if self._graph_task() != -1 else None
+        if backward is not None:
+            running = backward.recomputing
+        if not running or running[-1][0] is not unit:
+            return None  # before_forward raised
+        _, start = running.pop()
+        end = self._tick()
+        if backward is not None:
+            is_in_use = self.is_in_use(unit)
+            if not is_in_use and not unit.shows_unsharded:
+                self._transfers.use_sharded(unit)
+            return backward.after_recompute(unit, start, end, is_in_use)
+        self._pass.note(unit.index, start, end)
+        if unit.is_list and unit in self._unfinished:
+            self._unfinished.remove(unit)
+        if not self.is_in_use(unit):
+            if unit.to_run and running and not raised:
+                self._unfinished.append(unit)
+            else:
+                if unit.to_run:
+                    unit.to_run.clear()
+                if not unit.shows_unsharded:
+                    self._transfers.use_sharded(unit)
+                if raised or unit.reshards_after_forward():
+                    self.gathers.release(unit)
+        if self._unfinished and not running:
+            self._end_unfinished(raised)
+        if self._divides_copies and not running:
+            self._transfers.finish_putting_together(raised)  # for units that did not run
+        if unit.is_root and not running:
+            self._is_pass_over = True
+            self.gathers.finish_pass(before_backward=self._engine.is_grad_enabled() and not raised)
+        if not unit.has_parameters:
+            return None
+        if not self._engine.is_grad_enabled():
+            self._pass.without_call.setdefault(unit.index, []).append(Run(unit.index, start, end))
+            return None
+        return Call(unit.index, start, end, self._pass, unit.version)
+
+    def is_in_use(self, unit: Unit) -> bool:
+        """Whether a forward or backward of ``unit`` is under way. A module may call itself, and
+        backward may run a forward again. A list of modules is in use until all of them have run."""
+        for other, _ in self._running:  # a loop, as in Unit.is_whole
+            if other is unit:
+                return True
+        if self._unfinished and unit in self._unfinished:
+            return True
+        backward = self._backward
+        return backward is not None and (
+            backward.is_open(unit)
+            or unit.index in backward.shown
+            or any(other is unit for other, _ in backward.recomputing)
+        )
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a forward of some unit is under way. Forwards within backward do not count."""
+        return bool(self._running)
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a forward has run that a backward may come back to."""
+        return self._backward is not None or any(past.calls for past in self._open_passes)
+
+    def has_learned(self, first: Unit, with_backward: bool) -> bool:
+        """Whether the pass that ``first`` is about to begin, and its backward, have run before."""
+        return self.order.has_learned(first.index) and (self._backwards > 0 or not with_backward)
+
+    def under_way(self) -> str | None:
+        """What has begun and is not complete, in words. ``None`` between whole steps."""
+        if self._running:
+            return "a forward under way"
+        if self.awaits_backward:
+            return "a forward whose backward has not run"
+        if self.finalization.is_under_way:
+            return "a backward that is not finalized"
+        if any(unit.is_waiting or unit.has_unreduced for unit in self._units()):
+            return "a backward whose gradients are not reduced"
+        return None
+
+    def add_call(self, call: Call) -> None:
+        """Notes that backward will come back to ``call``."""
+        call.forward_pass.calls.append(call)
+
+    def _end_unfinished(self, raised: bool) -> None:
+        """Ends the wait of units for some of their modules. The outermost unit has run, so these
+        modules will not run in this pass. Other modules may have read their parameters, and no call
+        tells when backward reads them again. So if there is a graph, the units stay gathered."""
+        has_graph = self._engine.is_grad_enabled() or bool(self._pass.calls)
+        for unit in self._unfinished:
+            left_out = set(unit.to_run)
+            unit.to_run.clear()
+            if not unit.shows_unsharded:
+                self._transfers.use_sharded(unit)
+            if has_graph and not raised:
+                index = unit.index
+                if index not in self.gathers.in_graphs:
+                    self.gathers.in_graphs[index] = self._pass.spans[index][0]
+                    self._read_by_others.pop(index, None)
+                    unit.left_out = left_out
+                elif unit.left_out:  # else a graph may read all
+                    unit.left_out |= left_out
+                passes = self._read_by_others.setdefault(index, deque(maxlen=MAX_OPEN_PASSES))
+                passes.append(self._pass)
+            elif raised or unit.reshards_after_forward():
+                self.gathers.release(unit)
+        self._unfinished.clear()
+
+    def _starts_pass(self, unit: Unit) -> bool:
+        # If no unit encloses the others, a pass has no visible end. A second run of a unit, or a
+        # backward in between, shows that it is over.
+        return unit.is_root or self._is_pass_over or self.order.has_visited(unit.index)
+
+    def _begin_pass(self, first: Unit) -> None:
+        self.finalization.check_done("forward")
+        self._is_pass_over = False
+        self.gathers.finish_pass(before=first)
+        self.gathers.release_stale()
+        self.gathers.begin_pass(self._units())
+        if self._divides_copies:
+            # All at once: their memory is kept anyway, and so they are ready when they are read.
+            for unit in self.predicted_units():
+                self._transfers.put_together(unit)
+        self.order.begin(first.index)
+        self._pass = ForwardPass()
+        if self._engine.is_grad_enabled():
+            self._open_passes.append(self._pass)
+
+    # Backward
+
+    def before_backward(self, call: Call) -> bool:
+        """The gradient of an output of ``call`` is there, or something is read that autograd saved
+        in it: its backward is about to run. Returns whether this backward comes to it only now.
+
+        Raises:
+            RuntimeError: the unit's parameters were edited since its forward, or an earlier
+                backward did not finish.
+        """
+        backward = self._backward or self._begin_backward()
+        if call.backward == backward.serial:
+            return False
+        # A backward within this one belongs to it only if a forward ran within this one before.
+        if self._graph_task() != backward.graph_task and backward.recompute is None:
+            raise RuntimeError(UNFINISHED.format("backward"))
+        call.backward = backward.serial
+        backward.creates_graph = self._engine.is_grad_enabled()
+        unit = self._refs[call.unit]()
+        if unit is None:
+            return False
+        if unit.version != call.version:
+            raise RuntimeError(
+                f"parameters of unit {unit.name!r} were modified between its forward and its "
+                "backward; run backward before optimizer.step() and before editing weights"
+            )
+        if self._transfers.is_profiled():
+            with self._transfers.span("pre_backward", unit.name):
+                self._come_back_to(call, unit, backward)
+        else:
+            self._come_back_to(call, unit, backward)
+        return True
+
+    def _come_back_to(self, call: Call, unit: Unit, backward: Backward) -> None:
+        backward.advance_to(call)
+        if call.needs_parameters:
+            self._transfers.wait(unit)
+            # Activation checkpointing inside the unit runs its modules again, without the unit's
+            # hooks.
+            self._transfers.use_unsharded(unit)
+
+    def gradient_arrived(self, unit: Unit, gradients: Gradients, index: int) -> None:
+        """Autograd accumulated into the unsharded parameter ``index`` of a bucket."""
+        backward = self._backward or self._begin_backward()
+        if self._graph_task() != backward.graph_task:
+            # A reentrant checkpoint within the unit. Each accumulates what it finds by itself.
+            self.reductions.more_may_arrive()
+        self.reductions.arrived(unit, gradients, index)
+
+    def _begin_backward(self) -> Backward:
+        self.finalization.begin_backward()
+        self._engine.at_end_of_backward(self._end_backward)
+        self._follow_trainability()
+        self._backwards += 1
+        self._backward = backward = Backward(
+            self._backwards,
+            self.gathers,
+            self.reductions,
+            self._transfers,
+            self._engine,
+            self._refs,
+            self._open_passes,
+            self._read_by_others,
+            self._reruns,
+        )
+        backward.begin(self._units())
+        return backward
+
+    def _end_backward(self) -> None:
+        backward = self._backward
+        if backward is None:
+            return
+        try:
+            reached = set(backward.remaining)
+            backward.finish()
+            if self._read_by_others and not self._engine.keeps_graph():
+                self._release_read_by_others(reached)
+            self.gathers.finish_pass()
+            for unit in self._units():
+                if unit.keeps_part:
+                    self._transfers.drop_parts(unit)  # where backward did not come back to it
+            self.finalization.end_backward()
+            if backward.lost is not None:
+                raise RuntimeError(backward.lost)
+        finally:
+            # If a user's hook raised, gradients are missing: the next forward says what to do.
+            if sys.exception() is None or not self.reductions.is_under_way:
+                self._backward = None
+            self._reruns.end()
+            self._is_pass_over = True
+            self._open_passes.clear()
+
+    def _release_read_by_others(self, reached: Collection[ForwardPass]) -> None:
+        """Releases the units of :attr:`_read_by_others` that no graph is left to read, after a
+        backward that came back to the passes ``reached`` and does not keep its graph."""
+        for index, passes in list(self._read_by_others.items()):
+            for forward_pass in [*passes]:
+                if forward_pass in reached or not forward_pass.calls:
+                    passes.remove(forward_pass)
+            if passes:
+                continue
+            del self._read_by_others[index]
+            unit = self._refs[index]()
+            if unit is not None and unit.left_out and unit.settings.reshard_after_backward:
+                self.gathers.take_out_of_graphs(unit)
+                self.gathers.release(unit)
+
+    # Between passes
+
+    def start_param_sync(self) -> None:
+        """Gathers stale full buffers again, in the order in which forward will use them. Where full
+        buffers are not kept, gathers the units that forward needs first."""
+        self.begin_next_pass()
+        self.gathers.refresh(unit for unit in self.predicted_units() if not self.is_in_use(unit))
+
+    def begin_next_pass(self) -> None:
+        """Gathers the units that the next pass needs first, if they were edited since."""
+        if not self._running and not self._engine.is_in_backward():
+            self.gathers.begin_next(self.next_units())
+
+    def next_units(self) -> list[Unit]:
+        """The units with which the next pass is expected to begin, as many as may be gathered ahead
+        of use."""
+        following = self.order.predicted()[: self.gathers.prefetch]
+        return [unit for index in following if (unit := self._refs[index]()) is not None]
+
+    def predicted_units(self) -> list[Unit]:
+        """All units, in the order in which the next forward is expected to run them."""
+        predicted = [self._refs[index]() for index in self.order.predicted()]
+        return [unit for unit in dict.fromkeys([*predicted, *self._units()]) if unit is not None]
+
+    def finish_param_sync(self) -> None:
+        """Does what :meth:`start_param_sync` does, and makes compute wait for all units."""
+        self.start_param_sync()
+        for unit in self._units():
+            self._transfers.wait(unit)
+
+    def release_unsharded(self) -> None:
+        """Frees every full buffer that is not in use."""
+        for unit in self._units():
+            if not self.is_in_use(unit):
+                self._transfers.use_sharded(unit)
+                self.gathers.take_out_of_graphs(unit)
+                self.gathers.release(unit)
+                self._transfers.drop_parts(unit)
+        self.gathers.flush()
+
+    # Reset
+
+    def drop(self) -> None:
+        """Forgets what is under way. Also forgets the recorded order, which may differ from rank to
+        rank. See Note [errors]."""
+        self.order = ForwardOrder()
+        self._reruns = Reruns(self._refs)
+        self.gathers.drop()
+        self.reductions.drop()
+        self.finalization.drop()
+        self._running.clear()
+        self._backward = None
+        self._is_pass_over = True
+        self._unfinished.clear()
+        self._read_by_others.clear()
+        self._open_passes.clear()

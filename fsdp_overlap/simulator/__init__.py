@@ -1,0 +1,31 @@
+"""Predicts what training steps take at any scale, by running the real schedule on emulated time."""
+
+from fsdp_overlap.simulator.clock import Clock
+from fsdp_overlap.simulator.costs import Costs
+from fsdp_overlap.simulator.fsdp2 import Fsdp2Training
+from fsdp_overlap.simulator.hardware import Device, Fabric
+from fsdp_overlap.simulator.models import known_models
+from fsdp_overlap.simulator.on_cpu import CpuPrediction, simulate_on_cpu
+from fsdp_overlap.simulator.profile import Profile
+from fsdp_overlap.simulator.search import Found, Plan, search
+from fsdp_overlap.simulator.simulate import Prediction, Step, simulate
+from fsdp_overlap.simulator.training import Training
+
+__all__ = [
+    "Clock",
+    "Costs",
+    "CpuPrediction",
+    "Device",
+    "Fabric",
+    "Found",
+    "Fsdp2Training",
+    "Plan",
+    "Prediction",
+    "Profile",
+    "Step",
+    "Training",
+    "known_models",
+    "search",
+    "simulate",
+    "simulate_on_cpu",
+]

@@ -1,0 +1,217 @@
+"""The time of what a emulated device runs: compute on streams, collectives on links."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from fsdp_overlap.emulator import Operation
+from fsdp_overlap.emulator.queues import Queue
+
+Interval = tuple[float, float]
+
+
+class Costs(Protocol):
+    """How many seconds things take that nothing else disturbs."""
+
+    @property
+    def slowdown(self) -> float:
+        """How much longer compute takes while a collective is under way: 0.1 for a tenth."""
+        ...
+
+    def on_host(self, operation: Operation) -> float:
+        """What the host takes to enqueue an operation."""
+        ...
+
+    def compute(self, operation: Operation) -> float: ...
+
+    def collective(self, operation: Operation, ranks: Sequence[int]) -> float: ...
+
+    def link(self, ranks: Sequence[int]) -> str:
+        """Names what these ranks communicate over. Collectives on one link share it."""
+        ...
+
+    def slowest(self, ranks: int) -> float:
+        """How many times as long compute takes on the slowest of so many devices."""
+        ...
+
+
+@dataclass
+class Ran:
+    """An operation on a stream. Times in seconds since the device's start."""
+
+    name: str
+    stream: int
+    enqueued: float
+    start: float
+    end: float
+    group: str = ""
+    """The process group of a collective."""
+    given: int = 0
+    """Bytes that a collective reads on this rank; ``got``: that it writes."""
+    got: int = 0
+
+
+@dataclass
+class Row:
+    """Compute on a stream without a pause, and its last operation."""
+
+    start: float
+    end: float
+    last: Ran
+
+
+class Link:
+    """A link, which collectives share. It is given to whoever is ready first, so what one takes is
+    time that others do not have."""
+
+    def __init__(self) -> None:
+        self.busy: list[Interval] = []
+
+    def take(self, ready: float, seconds: float) -> float:
+        """When a collective ends that needs the link for ``seconds`` and is ready at ``ready``. It
+        may begin before one that was enqueued earlier and is ready later."""
+        k = bisect.bisect_right(self.busy, ready, key=_end)
+        start = at = ready
+        first = k
+        left = seconds
+        while k < len(self.busy):
+            begin, end = self.busy[k]
+            if begin > at and begin - at >= left:
+                break
+            left -= max(0.0, begin - at)
+            at = max(at, end)
+            k += 1
+        end = at + left
+        if k > first:  # it filled gaps: they are one interval now
+            start = min(start, self.busy[first][0])
+        self.busy[first:k] = [(start, end)]
+        return end
+
+
+@dataclass
+class Clock:
+    """Says when operations end, and records them."""
+
+    costs: Costs
+    computed: float = 0.0
+    """Seconds of compute so far, as if it had been alone."""
+    ran: list[Ran] = field(default_factory=list)
+    links: dict[str, Link] = field(default_factory=dict)
+    pace: float = 1.0
+    """How many times as long compute takes on this device as the costs say."""
+    ended: dict[str, float] = field(default_factory=dict)
+    """When the last collective of each process group ends."""
+    rows: dict[Queue, list[Row]] = field(default_factory=dict)
+    """The compute of each stream."""
+
+    def on_host(self, operation: Operation) -> float:
+        return self.costs.on_host(operation)
+
+    def end(self, operation: Operation, stream: Queue, enqueued: float, ready: float) -> float:
+        if operation.group is not None:
+            return self._collective(operation, operation.group, stream, enqueued, ready)
+        seconds = self.pace * self.costs.compute(operation)
+        self.computed += seconds
+        end = self._disturbed(ready, seconds)
+        ran = Ran(operation.name, stream.index, enqueued, ready, end)
+        self.ran.append(ran)
+        rows = self.rows.setdefault(stream, [])
+        if rows and ready <= rows[-1].end:
+            rows[-1].end, rows[-1].last = end, ran
+        else:
+            rows.append(Row(ready, end, ran))
+        return end
+
+    def _collective(
+        self,
+        operation: Operation,
+        group: dist.ProcessGroup,
+        stream: Queue,
+        enqueued: float,
+        ready: float,
+    ) -> float:
+        ranks, name = dist.get_process_group_ranks(group), group.group_name
+        # NCCL runs the collectives of a communicator one after the other, on whatever streams.
+        ready = max(ready, self.ended.get(name, 0.0))
+        link = self.links.setdefault(self.costs.link(ranks), Link())
+        busy = self._busy_after(ready)
+        end = self.ended[name] = link.take(ready, self.costs.collective(operation, ranks))
+        self._delay(ready, busy)
+        given, got = (sum(t.nbytes for t in each) for each in (operation.reads, operation.writes))
+        ran = Ran(operation.name, stream.index, enqueued, ready, end, name, given, got)
+        self.ran.append(ran)
+        return end
+
+    def _disturbed(self, start: float, seconds: float) -> float:
+        """When compute ends that would last ``seconds`` if no collective were under way."""
+        slower = 1.0 + self.costs.slowdown
+        if slower == 1.0:
+            return start + seconds
+        at = start
+        for begin, end in self._busy_after(start):
+            quiet = max(0.0, begin - at)
+            if quiet >= seconds:
+                break
+            seconds -= quiet
+            at = max(at, begin)
+            if (end - at) / slower >= seconds:
+                return at + seconds * slower
+            seconds -= (end - at) / slower
+            at = end
+        return at + seconds
+
+    def _delay(self, since: float, busy_before: Sequence[Interval]) -> None:
+        """Lets compute that is enqueued already end later, as far as links are now busy beside it
+        that were not before. Pauses of a stream take that up. What else waits for such compute has
+        been told its end, and does not learn of this."""
+        lost = 1.0 - 1.0 / (1.0 + self.costs.slowdown)  # of a second beside a collective
+        if not lost:
+            return
+        busy = self._busy_after(since)
+        for stream, rows in self.rows.items():
+            end = 0.0
+            for row in rows[bisect.bisect_right(rows, since, key=_end_of_row) :]:
+                more = _overlap(row, busy) - _overlap(row, busy_before)
+                row.end += max(0.0, end - row.start) + lost * more
+                row.last.end = end = row.end
+            stream.ends = max(stream.ends, end)
+
+    def _busy_after(self, start: float) -> list[Interval]:
+        """When any link is busy, from ``start`` on."""
+        found = sorted(
+            (max(begin, start), end)
+            for link in self.links.values()
+            for begin, end in link.busy[bisect.bisect_right(link.busy, start, key=_end) :]
+        )
+        merged: list[Interval] = []
+        for begin, end in found:
+            if merged and begin <= merged[-1][1]:
+                merged[-1] = merged[-1][0], max(end, merged[-1][1])
+            else:
+                merged.append((begin, end))
+        return merged
+
+
+def full_of(operation: Operation) -> Sequence[torch.Tensor]:
+    """What a collective reads or what it writes: the larger of the two."""
+    return max(
+        operation.reads, operation.writes, key=lambda tensors: sum(t.nbytes for t in tensors)
+    )
+
+
+def _end(interval: Interval) -> float:
+    return interval[1]
+
+
+def _end_of_row(row: Row) -> float:
+    return row.end
+
+
+def _overlap(row: Row, busy: Sequence[Interval]) -> float:
+    return sum(max(0.0, min(row.end, end) - max(row.start, begin)) for begin, end in busy)

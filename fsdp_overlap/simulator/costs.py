@@ -1,0 +1,76 @@
+"""What operations cost on a device, and collectives over a fabric."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from fsdp_overlap.emulator import Operation
+from fsdp_overlap.simulator.clock import full_of
+from fsdp_overlap.simulator.collective_time import (
+    group_of,
+    seconds_of_collective,
+    seconds_of_list,
+)
+from fsdp_overlap.simulator.compute_time import seconds_of
+from fsdp_overlap.simulator.hardware import Device, Fabric
+from fsdp_overlap.simulator.nccl_tuning import Kind
+from fsdp_overlap.simulator.profile import Profile
+from fsdp_overlap.simulator.variation import expected_maximum
+
+# NCCL gathers and reduces ranges of different sizes as a list of these.
+_OF_RAGGED: dict[str, Kind] = {"all_gather": "broadcast", "reduce_scatter": "reduce"}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """How many seconds things take that nothing else disturbs."""
+
+    device: Device
+    fabric: Fabric
+    stretch: float = 1.0
+    """How many times as long compute takes as the device's numbers say: fitted to a measurement."""
+    profile: Profile | None = None
+    """What operations took on the device. For what it has not, the device's numbers are asked."""
+
+    @property
+    def slowdown(self) -> float:
+        """How much longer compute takes while a collective is under way: 0.1 for a tenth."""
+        return self.device.overlap_slowdown
+
+    def on_host(self, operation: Operation) -> float:
+        """What the host takes to enqueue an operation."""
+        return self.device.operation_seconds
+
+    def compute(self, operation: Operation) -> float:
+        return self.stretch * self._compute(operation)
+
+    def _compute(self, operation: Operation) -> float:
+        call = operation.call
+        if call is not None:
+            if self.profile is not None:
+                measured = self.profile.seconds_of(call.func, call.args, call.kwargs)
+                if measured is not None:
+                    return measured
+            return seconds_of(self.device, call.func, call.args, call.kwargs, call.output)
+        nbytes = sum(tensor.nbytes for tensor in (*operation.reads, *operation.writes))
+        bandwidth = self.device.memory_bandwidth * self.device.memory_efficiency
+        return self.device.kernel_seconds + nbytes / bandwidth
+
+    def collective(self, operation: Operation, ranks: Sequence[int]) -> float:
+        group, kind = group_of(self.fabric, ranks), cast(Kind, operation.name)
+        sizes = [tensor.nbytes for tensor in full_of(operation)]
+        if len(sizes) == 1:
+            return seconds_of_collective(self.fabric, group, kind, sizes[0])
+        if len(operation.reads) != len(operation.writes):
+            kind = _OF_RAGGED.get(kind, kind)
+        return seconds_of_list(self.fabric, group, kind, sizes)
+
+    def link(self, ranks: Sequence[int]) -> str:
+        """Names what these ranks communicate over. Collectives on one link share it."""
+        return "between nodes" if group_of(self.fabric, ranks).nodes > 1 else "within nodes"
+
+    def slowest(self, ranks: int) -> float:
+        """How many times as long compute takes on the slowest of so many devices."""
+        return 1.0 + self.device.variation * expected_maximum(ranks)

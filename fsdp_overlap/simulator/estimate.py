@@ -1,0 +1,107 @@
+"""What a plan takes: measured on all of the model, or estimated from short models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from fsdp_overlap.simulator.costs import Costs
+from fsdp_overlap.simulator.models import model_of
+from fsdp_overlap.simulator.shortening import longest_run
+from fsdp_overlap.simulator.simulate import simulate
+from fsdp_overlap.simulator.training import Training
+
+# So many blocks, in units and in all, are enough for a step to grow by the same with each further
+# unit. tests/test_search.py holds it.
+ENOUGH_UNITS, ENOUGH_BLOCKS = 4, 4
+ENOUGH_MICROBATCHES = 2
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a step takes, in seconds and bytes. ``compute``: seconds that compute would take alone;
+    ``exposed``: seconds of communication that compute waits for, if it is known."""
+
+    seconds: float
+    compute: float
+    memory: float
+    reserved: float
+    exposed: float | None = None
+
+
+def measure(training: Training, costs: Costs) -> Taken:
+    """Simulates all of the model."""
+    found = simulate(training.program, training.gpus, costs)
+    exposed = found.report.exposed_time * 1e-6
+    return Taken(found.seconds, found.compute, found.memory, found.reserved, exposed)
+
+
+def count_equal_blocks(model: str) -> int:
+    """How many equal blocks the model has in a row. 0 if it can be made on the emulated device
+    alone, or has none."""
+    try:
+        with torch.device("meta"):
+            run = longest_run(model_of(model)())
+    except Exception:  # whatever a user's model does on the meta device
+        return 0
+    return 0 if run is None else run.length
+
+
+def estimate(training: Training, costs: Costs, equal_blocks: int) -> Taken:
+    """Extrapolates from models with fewer blocks, and from steps with fewer microbatches.
+
+    Where that would take as long, or the short models do not run, the whole is simulated. What is
+    ``reserved`` beyond the tensors' memory is taken from the largest that was simulated.
+    """
+    short = _short_lengths(training, equal_blocks)
+    if short is None:
+        return measure(training, costs)
+    few, more = short
+    per_step = [training.microbatches]
+    if training.microbatches > ENOUGH_MICROBATCHES + 1:
+        per_step = [ENOUGH_MICROBATCHES, ENOUGH_MICROBATCHES + 1]
+    times = (equal_blocks - few) / (more - few)
+
+    def with_all_blocks(microbatches: int) -> Taken:
+        plan = replace(training, microbatches=microbatches)
+        ends = [_simulated(replace(plan, blocks=blocks), costs) for blocks in short]
+        return _beyond(ends[0], ends[1], times)
+
+    try:
+        taken = [with_all_blocks(microbatches) for microbatches in per_step]
+    except (RuntimeError, ValueError, IndexError, KeyError, AttributeError):
+        return measure(training, costs)  # the model may need all of its blocks
+    if len(taken) == 1:
+        return taken[0]
+    return _beyond(taken[0], taken[1], training.microbatches - ENOUGH_MICROBATCHES)
+
+
+def _simulated(training: Training, costs: Costs) -> Taken:
+    found = simulate(training.program, training.gpus, costs)
+    return Taken(found.seconds, found.compute, found.memory, found.reserved)
+
+
+def _short_lengths(training: Training, equal_blocks: int) -> tuple[int, int] | None:
+    """Two lengths of short models, whose last unit has as many blocks as that of the whole."""
+    size = training.blocks_a_unit
+    units = max(ENOUGH_UNITS, -(-ENOUGH_BLOCKS // size), training.prefetch + 1)
+    rest = equal_blocks % size
+    few = rest + units * size
+    more = few + (2 if size == 1 else size)
+    return (few, more) if few + more < equal_blocks else None
+
+
+def _beyond(few: Taken, more: Taken, times: float) -> Taken:
+    """What is ``times`` as far from ``few`` as ``more`` is."""
+
+    def line(start: float, end: float) -> float:
+        return start + times * (end - start)
+
+    memory = line(few.memory, more.memory)
+    return Taken(
+        seconds=line(few.seconds, more.seconds),
+        compute=line(few.compute, more.compute),
+        memory=memory,
+        reserved=memory + more.reserved - more.memory,
+    )

@@ -1,0 +1,116 @@
+"""Linear layers that compute in float8 by torchao, each tensor with one scale."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from importlib.util import find_spec
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_overlap.blocks import find_blocks
+from fsdp_overlap.emulator import Operation, active
+from fsdp_overlap.simulator.mixture import Mixture
+from fsdp_overlap.simulator.simulate import Step
+
+MULTIPLE = 16
+"""GPUs multiply matrices in float8 whose sizes are multiples of this."""
+
+
+def check_products(products: str | None, tokens: int) -> None:
+    """Checks that products of as many ``tokens`` can be computed in ``products``.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if products is None:
+        return
+    if products != "float8":
+        raise ValueError(f"products={products!r}: must be float8, or be left out")
+    if find_spec("torchao") is None:
+        raise ValueError("products in float8 need torchao: pip install 'torchao>=0.18'")
+    if tokens % MULTIPLE:
+        raise ValueError(
+            f"products in float8 of {tokens} tokens: the gradient of a weight is summed over the "
+            f"tokens of a microbatch, which must be a multiple of {MULTIPLE}"
+        )
+
+
+def compute_in_float8(model: nn.Module, gathers: bool) -> None:
+    """Has torchao replace the linear layers of the model's blocks, so that the head stays. So do
+    layers whose sizes are no multiples of 16, and those that choose experts. With ``gathers``
+    weights also travel in float8, as torchao has it.
+
+    Raises:
+        ValueError: no layer can be replaced.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    inner = {each for block in find_blocks(model) for each in block.modules()}
+    inner -= {each.gate for each in inner if isinstance(each, Mixture)}
+    chosen = {
+        each
+        for each in inner
+        if isinstance(each, nn.Linear)
+        and each.in_features % MULTIPLE == each.out_features % MULTIPLE == 0
+    }
+    if not chosen:
+        raise ValueError(
+            f"products in float8: no block of {type(model).__name__} has an nn.Linear whose inputs "
+            f"and outputs are multiples of {MULTIPLE}"
+        )
+    convert_to_float8_training(
+        model,
+        module_filter_fn=lambda layer, name: layer in chosen,
+        config=Float8LinearConfig(enable_fsdp_float8_all_gather=gathers),
+    )
+    chosen.clear()  # torchao's functions refer to each other, and would keep layers until collected
+
+
+def fused_casts() -> AbstractContextManager[object]:
+    """Within, a cast of torchao's is one operation, as ``torch.compile`` makes of it, without which
+    casts take longer than the products save.
+
+    The largest magnitude of a tensor is found where it is computed, which costs nothing; then the
+    tensor is read, and a byte written for each element. A weight was gathered and not computed, so
+    it is read twice.
+    """
+    from torchao.float8 import float8_linear
+
+    return patch.object(float8_linear, "hp_tensor_to_float8_dynamic", _cast)
+
+
+def step_in_float8(step: Step, model: nn.Module, gathers: bool) -> Step:
+    """``step`` of a sharded model, after :func:`compute_in_float8`."""
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    def run() -> None:
+        with fused_casts():
+            step()
+        if gathers:
+            precompute_float8_dynamic_scale_for_fsdp(model)
+
+    return run
+
+
+def _cast(
+    tensor: torch.Tensor, dtype: torch.dtype, config: Any, *, gemm_input_role: Any, **options: Any
+) -> torch.Tensor:
+    from torchao.float8 import float8_training_tensor as torchaos
+
+    if isinstance(tensor, DTensor):  # of tensor parallelism
+        local = _cast(tensor.to_local(), dtype, config, gemm_input_role=gemm_input_role)
+        return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False)
+    reads = [tensor]
+    if gemm_input_role is torchaos.GemmInputRole.WEIGHT:
+        reads.append(tensor)
+    numbers = torch.empty_like(tensor, dtype=dtype)
+    scale = torch.empty((), device=tensor.device)
+    active().run(Operation("cast_to_float8", reads, [numbers, scale]))
+    made: torch.Tensor = torchaos.Float8TrainingTensor(
+        numbers, scale, tensor.dtype, config, gemm_input_role
+    )
+    return made

@@ -1,0 +1,318 @@
+"""The training step that is predicted: a model, how it is sharded, and how it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
+
+from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, QuantizedCommPolicy, fully_shard
+from fsdp_overlap.blocks import find_blocks
+from fsdp_overlap.layout import Flat, LayoutRule, PerTensor
+from fsdp_overlap.optim import AdamW, Muon
+from fsdp_overlap.simulator.float8 import check_products, compute_in_float8, step_in_float8
+from fsdp_overlap.simulator.mixture import Experts, spread_experts
+from fsdp_overlap.simulator.models import check_positions, model_of
+from fsdp_overlap.simulator.shortening import shorten
+from fsdp_overlap.simulator.simulate import Step
+from fsdp_overlap.simulator.tensor_parallel import parallelize
+from fsdp_overlap.torch_internals import flash_attention
+
+DEVICE = "emulated"
+ContextManager = AbstractContextManager[Any]
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "adamw": lambda model: AdamW(model.parameters()),
+    "torch-adamw": lambda model: torch.optim.AdamW(model.parameters(), fused=True),
+    "muon": Muon,
+}
+
+
+_COUNTS = (
+    "gpus",
+    "replicate",
+    "experts",
+    "tensor",
+    "batch",
+    "sequence",
+    "microbatches",
+    "blocks_a_unit",
+)
+
+
+class Meshes(NamedTuple):
+    """Ranks that shards lie over: ``experts`` for the experts of one rank, ``whole`` for all else.
+    ``tokens`` is the group within which tokens travel to their experts; None if they need not.
+    ``tensor``: the ranks that share each product; None if there is one."""
+
+    whole: DeviceMesh
+    experts: DeviceMesh
+    tokens: dist.ProcessGroup | None
+    tensor: DeviceMesh | None
+
+
+class Unit(NamedTuple):
+    """Modules that one call shards over ``mesh``. ``divisor`` is what gradients are divided by; 0
+    for the number of ranks that they are reduced over."""
+
+    modules: list[nn.Module]
+    mesh: DeviceMesh
+    divisor: int = 0
+
+    def share(self, shard: Callable[..., Any], **options: Any) -> None:
+        shard(self.modules if len(self.modules) > 1 else self.modules[0], **options)
+        if self.divisor:
+            first: Any = self.modules[0]
+            first.set_gradient_divide_factor(self.divisor)
+
+
+def _select() -> tuple[ContextManager, ContextManager]:
+    products = count()
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        # Of products the first, the third and so on.
+        is_kept = operator in KEPT or (operator in PRODUCTS and next(products) % 2 == 0)
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.linear.default}
+KEPT = {flash_attention.default}
+CHECKPOINTING: dict[str, Callable[[], tuple[ContextManager, ContextManager]]] = {
+    "none": noop_context_fn,
+    "selective": _select,
+    "full": noop_context_fn,
+}
+
+
+@dataclass(frozen=True)
+class Training:
+    """A step of training of a language model.
+
+    Args:
+        model: the name of a model that comes with the library (:func:`known_models`), the path of
+            a ``config.json`` of Hugging Face's transformers or of its folder, or
+            ``module:function`` for a function that makes a module. The module maps token ids of
+            shape ``[batch, sequence]`` to logits, or to what has ``.logits``.
+        gpus: devices, one a rank.
+        replicate: how many copies of each shard there are.
+        experts: how many ranks share the experts of a mixture, each with a part of them. Only of
+            models of transformers, whose routing is replaced by one that gives all experts equally
+            many tokens (:class:`Mixture`).
+        tensor: how many neighbouring ranks share the products of a block, and its sequences
+            (:func:`parallelize`). They count as one rank for ``batch``.
+        batch: sequences of a rank in a microbatch.
+        sequence: tokens in a sequence, no more than the model has positions.
+        microbatches: forwards and backwards before each optimizer step.
+        checkpointing: what blocks keep for backward: ``"none"`` runs again, ``"full"`` keeps their
+            inputs alone, ``"selective"`` keeps attention's and every second product's output too,
+            as torchtitan's default does.
+        blocks_a_unit: how many blocks one ``fully_shard`` call takes.
+        stage: as :meth:`FsdpModule.set_zero_stage` takes it. 3 frees weights after each use.
+        layout: as :class:`FsdpContext` takes it.
+        prefetch: as :class:`FsdpContext` takes it.
+        param_dtype: as :class:`MixedPrecisionPolicy` takes it.
+        reduce_dtype: as :class:`MixedPrecisionPolicy` takes it.
+        gather_dtype: as :class:`QuantizedCommPolicy` takes it. Without, weights travel in
+            ``param_dtype``. With products in float8, ``torch.float8_e4m3fn`` in :class:`PerTensor`
+            are torchao's gathers.
+        products: ``"float8"`` computes the linear layers of blocks in float8, by torchao. Without,
+            they compute in ``param_dtype``.
+        optimizer: one of :data:`OPTIMIZERS`.
+        reshard_after_forward: among how many neighbouring ranks blocks keep their weights from
+            forward to backward, as :func:`fully_shard` takes the number. Without, ``stage`` says.
+        reduce_each: whether each microbatch's gradients are reduced. Else they stay whole until
+            those of the last are, which takes more memory and less communication.
+        blocks: how many of the model's equal blocks there are. Without, all of them.
+    """
+
+    model: str
+    gpus: int
+    replicate: int = 1
+    experts: int = 1
+    tensor: int = 1
+    batch: int = 1
+    sequence: int = 8192
+    microbatches: int = 1
+    checkpointing: str = "none"
+    blocks_a_unit: int = 1
+    stage: int = 3
+    layout: LayoutRule = field(default_factory=Flat)
+    prefetch: int = 1
+    param_dtype: torch.dtype = torch.bfloat16
+    reduce_dtype: torch.dtype = torch.float32
+    gather_dtype: torch.dtype | None = None
+    products: str | None = None
+    optimizer: str = "adamw"
+    reshard_after_forward: int | None = None
+    reduce_each: bool = False
+    blocks: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in _COUNTS:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.tensor > 1 and self.experts > 1:
+            raise ValueError(
+                f"tensor={self.tensor} with experts={self.experts}: leave one of the two at 1"
+            )
+        if self.sequence % self.tensor:
+            raise ValueError(
+                f"{self.tensor} GPUs cannot share a sequence of {self.sequence} tokens: "
+                f"{self.sequence} is no multiple of {self.tensor}"
+            )
+        if self.gpus % self.tensor:
+            raise ValueError(
+                f"{self.gpus} GPUs cannot share products {self.tensor} by {self.tensor}: "
+                f"{self.gpus} is no multiple of {self.tensor}"
+            )
+        if self.gpus // self.tensor % self.replicate:
+            raise ValueError(
+                f"{self.gpus // self.tensor} GPUs cannot hold {self.replicate} copies of each "
+                f"shard: {self.gpus // self.tensor} is no multiple of {self.replicate}"
+            )
+        if self.gpus // self.replicate % self.experts:
+            raise ValueError(
+                f"{self.gpus // self.replicate} GPUs that hold one copy cannot share experts "
+                f"{self.experts} by {self.experts}: it is no multiple"
+            )
+        for name, known in (("optimizer", OPTIMIZERS), ("checkpointing", CHECKPOINTING)):
+            if (given := getattr(self, name)) not in known:
+                raise ValueError(f"{name}={given!r}: must be one of {', '.join(known)}")
+        check_products(self.products, self.batch * self.sequence)
+        if self.reshard_after_forward is not None and self.stage != 3:
+            raise ValueError(
+                f"reshard_after_forward={self.reshard_after_forward} with stage={self.stage}, "
+                "which keeps all weights: use stage 3"
+            )
+
+    @property
+    def tokens(self) -> float:
+        """What a GPU trains on in a step: its part, where several share a sequence."""
+        return self.batch * self.sequence * self.microbatches / self.tensor
+
+    @property
+    def gathers_for_products(self) -> bool:
+        """Whether weights travel as the float8 numbers that are multiplied, which is up to torchao
+        then: it has one scale for each weight, and needs shards of whole rows."""
+        return (
+            self.products is not None
+            and self.gather_dtype is torch.float8_e4m3fn
+            and self.layout == PerTensor()
+        )
+
+    @property
+    def wire_dtype(self) -> torch.dtype | None:
+        """What weights are rounded to for the wire alone, by a :class:`QuantizedCommPolicy`."""
+        return None if self.gathers_for_products else self.gather_dtype
+
+    def program(self) -> Step:
+        """Builds and shards the model, and returns what makes a step of it."""
+        meshes = self._meshes()
+        with torch.device(DEVICE):
+            model = model_of(self.model)()
+            check_positions(model, self.sequence)
+            if self.blocks is not None:
+                shorten(model, self.blocks)
+            spread = spread_experts(model, meshes.tokens)
+        if self.products is not None:
+            compute_in_float8(model, self.gathers_for_products)
+        if meshes.tensor is not None:
+            parallelize(model, meshes.tensor)
+        if self.experts > 1 and not spread:
+            raise ValueError(
+                f"experts={self.experts}: {self.model} has no mixture of experts as transformers "
+                "builds them"
+            )
+        sharded = self._shard(model, self._units_of(model, meshes), meshes)
+        optimizer = OPTIMIZERS[self.optimizer](sharded)
+
+        def step() -> None:
+            for number in range(self.microbatches):
+                self._begin(sharded, is_last=number == self.microbatches - 1)
+                tokens = torch.randint(2, (self.batch, self.sequence), device=DEVICE)
+                output = sharded(tokens)
+                logits = getattr(output, "logits", output)
+                with loss_parallel() if meshes.tensor else nullcontext():
+                    loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+                    loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        if self.products is not None:
+            return step_in_float8(step, sharded, self.gathers_for_products)
+        return step
+
+    def _meshes(self) -> Meshes:
+        copies, shards = self.replicate, self.gpus // self.replicate // self.tensor
+        names = ("replicate", "shard") if copies > 1 else ("shard",)
+        if self.tensor > 1:
+            sizes = (copies, shards, self.tensor)
+            grid = init_device_mesh(
+                DEVICE, sizes[-len(names) - 1 :], mesh_dim_names=(*names, "tensor")
+            )
+            return Meshes(grid[names], grid[names], None, grid["tensor"])
+        whole = init_device_mesh(DEVICE, (copies, shards)[-len(names) :], mesh_dim_names=names)
+        if self.experts == 1:
+            return Meshes(whole, whole, None, None)
+        sizes = (copies, shards // self.experts, self.experts)
+        grid = init_device_mesh(
+            DEVICE, sizes[-len(names) - 1 :], mesh_dim_names=(*names, "experts")
+        )
+        return Meshes(whole, grid[names], grid.get_group("experts"), None)
+
+    def _units_of(self, model: nn.Module, meshes: Meshes) -> list[Unit]:
+        """The units below the root, inner ones first. Blocks keep for backward what they shall."""
+        blocks = find_blocks(model)
+        if self.checkpointing != "none":
+            kept = CHECKPOINTING[self.checkpointing]
+            for block in blocks:
+                block.forward = partial(
+                    checkpoint, block.forward, use_reentrant=False, context_fn=kept
+                )
+        units = []
+        for first in range(0, len(blocks), self.blocks_a_unit):
+            of_unit = blocks[first : first + self.blocks_a_unit]
+            if meshes.tokens is not None:
+                # Of each expert there is one in each of these groups, which tokens of all reach.
+                units += [
+                    Unit([module], meshes.experts, self.gpus)
+                    for block in of_unit
+                    for module in block.modules()
+                    if isinstance(module, Experts)
+                ]
+            units.append(Unit(of_unit, meshes.whole))
+        return units
+
+    def _shard(self, model: nn.Module, units: list[Unit], meshes: Meshes) -> Any:
+        ctx = FsdpContext(meshes.whole, layout=self.layout, prefetch=self.prefetch)
+        policy = MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype)
+        wire = QuantizedCommPolicy(self.wire_dtype) if self.wire_dtype is not None else None
+        shard = partial(fully_shard, ctx=ctx, mp_policy=policy, comm_policy=wire)
+        for unit in units:
+            part = self.reshard_after_forward if unit.mesh is meshes.whole else None
+            unit.share(shard, mesh=unit.mesh, reshard_after_forward=part)
+        sharded: Any = shard(model)
+        if self.stage != 3:
+            sharded.set_zero_stage(self.stage)
+        return sharded
+
+    def _begin(self, sharded: Any, is_last: bool) -> None:
+        """Called before each microbatch."""
+        sharded.set_requires_gradient_sync(is_last or self.reduce_each)

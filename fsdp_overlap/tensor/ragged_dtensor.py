@@ -1,0 +1,400 @@
+"""The sharded form of a parameter, of its gradient and of its optimizer states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
+from typing import Any, ClassVar, NoReturn, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import increment_version
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+
+from fsdp_overlap.tensor.carried import as_carried
+from fsdp_overlap.tensor.chunks import all_of_a_storage, chunks_of
+from fsdp_overlap.tensor.data_assignment import note_alias
+from fsdp_overlap.tensor.gradient_errors import needs_gradient, raise_in_backward
+from fsdp_overlap.tensor.held_gradient import GivenGradients, HoldsGradient, Recipients
+from fsdp_overlap.tensor.placement import (
+    RaggedShard,
+    contiguous_spec,
+    has_tiles,
+    is_on_mesh,
+    local_range,
+    range_dim,
+    tile_of,
+    with_range,
+)
+from fsdp_overlap.torch_internals import (
+    DisableTorchFunctionSubclass,
+    DTensorSpec,
+    allow_foreach,
+)
+
+
+class ShardEdits:
+    """Counts the edits of one bucket's shards, so that stale full buffers are noticed.
+
+    A shard changes through ops on its sharded parameters. Autograd's version counters alone do not
+    tell of these, because fused optimizers do not bump them. ``has_hooks``: whether somebody asked
+    to be told when a gradient is there. ``has_run``: whether the dtype of gradients is settled.
+    ``recipients``: the bucket's parameters. ``given``: what they were given as gradients, until
+    somebody sets ``.grad`` of one.
+    """
+
+    __slots__ = ("given", "has_hooks", "has_run", "recipients", "trainability", "values")
+
+    def __init__(self) -> None:
+        self.recipients: Recipients | None = None
+        self.given: GivenGradients | None = None
+        self.values = 0
+        self.trainability = 0
+        self.has_hooks = False
+        self.has_run = False
+
+    def note_values(self) -> None:
+        self.values += 1
+
+    def note_trainability(self, parameter: torch.Tensor) -> None:
+        """Somebody set ``requires_grad`` of a sharded parameter."""
+        self.trainability += 1
+
+
+class RaggedDTensor(HoldsGradient, DTensor):
+    """A tensor of which each rank of a mesh holds one contiguous range, flattened.
+
+    It is a :class:`~torch.distributed.tensor.DTensor` to ``isinstance``, ``device_mesh`` and
+    ``placements``, but no op reaches DTensor's sharding rules. Point-wise, foreach and fused ops
+    run on the local ranges. Norms and sums reduce across the ranks: this is collective over the
+    mesh and returns a plain tensor. Contiguous views stay sharded. Every other op raises.
+    """
+
+    _run_op: ClassVar[Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]]
+    """Runs an op on sharded tensors. The ops build on this class, so the class cannot import them:
+    :mod:`~fsdp_overlap.tensor.ops` sets this when the package is imported."""
+
+    edits: ShardEdits | None = None
+    """Set on parameters. ``None`` on gradients and optimizer states, which nobody gathers."""
+
+    @classmethod
+    def wrap(
+        cls, local: torch.Tensor, spec: DTensorSpec, edits: ShardEdits | None = None
+    ) -> RaggedDTensor:
+        """The sharded tensor whose range on this rank is ``local``, flat. It is not copied."""
+        tensor = cast(RaggedDTensor, DTensor.__new__(cls, local, spec, requires_grad=False))
+        if edits is not None:
+            tensor.edits = edits
+        return tensor
+
+    def alias_of(self, local: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:
+        """A tensor that lies as ``spec`` says and has the range ``local``, of this tensor's
+        memory. Its edits count as edits of this one."""
+        alias = RaggedDTensor.wrap(local, spec, self.edits)
+        note_alias(alias, self)
+        return alias
+
+    def wrap_like(self, local: torch.Tensor) -> RaggedDTensor:
+        """A tensor of ``local``'s dtype that lies as this one does and has the range ``local``."""
+        spec = self._spec
+        meta = spec.tensor_meta
+        assert meta is not None
+        if meta.dtype != local.dtype:
+            spec = with_range(spec, self.placement, meta.shape, local.dtype)
+        return RaggedDTensor.wrap(local, spec)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return cls._run_op(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> NoReturn:
+        raise_unsupported(str(func))
+
+    # Autograd never accumulates into a sharded tensor, so it has no other gradient than ours.
+
+    def _fits(self, gradient: torch.Tensor) -> bool:
+        return (
+            isinstance(gradient, RaggedDTensor)
+            and gradient.placement == self.placement
+            and gradient._shape == self._shape
+        )
+
+    @property
+    def placement(self) -> RaggedShard:
+        """Which rank of :attr:`range_group` holds which range."""
+        placement = self._spec.placements[range_dim(self._spec)]
+        assert isinstance(placement, RaggedShard)
+        return placement
+
+    @property
+    def range_group(self) -> dist.ProcessGroup:
+        """The ranks that hold a range each: those along one dimension of the mesh."""
+        return self._spec.mesh.get_group(range_dim(self._spec))
+
+    @property
+    def range_rank(self) -> int:
+        """This rank's place in :attr:`range_group`."""
+        return self._spec.mesh.get_local_rank(range_dim(self._spec))
+
+    @property
+    def local_range(self) -> tuple[int, int]:
+        """``(start, stop)`` of this rank's range in the flattened tensor, in elements. If other
+        dimensions of the mesh cut the tensor too, they are positions in this rank's tile."""
+        return local_range(self._spec)
+
+    def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """This rank's range, flat. It shares memory: in-place edits of it edit the parameter."""
+        if needs_gradient([self]):
+            local = self._local_tensor.detach()
+            return cast(torch.Tensor, raise_in_backward("to_local", local, [self]))
+        return self._local_tensor
+
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """The whole tensor on every rank, a copy. Must be called on every rank of the mesh."""
+        spec, full = self._spec, self.full_tile()
+        if has_tiles(spec):
+            placements = tuple(p if isinstance(p, Shard) else Replicate() for p in spec.placements)
+            tiles = DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
+            full = DTensor.__new__(DTensor, full, tiles, requires_grad=False).full_tensor()
+        full = full.to(self._local_tensor.device)
+        return cast(torch.Tensor, raise_in_backward("full_tensor", full, [self]))
+
+    def full_tile(self) -> torch.Tensor:
+        """This rank's whole tile, on the device of the mesh, a copy. Must be called on every rank
+        of :attr:`range_group`."""
+        spec = self._spec
+        tile = tile_of(spec)
+        local = self._local_tensor.detach()
+        device = local.device if is_on_mesh(local, spec) else spec.mesh.device_type
+        full = torch.empty(tile.numel, dtype=local.dtype, device=device)
+        start, stop = self.local_range
+        full[start:stop].copy_(local)
+        group = self.range_group
+        works = [
+            dist.broadcast(as_carried(full[first:last]), group=group, group_src=rank, async_op=True)
+            for rank, first, last in self.placement.ranges
+        ]
+        for work in works:
+            work.wait()
+        return full.view(tile.shape)
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        **options: Any,
+    ) -> DTensor:
+        """A copy that lies over the same mesh in another way. Must be called on every rank of it.
+
+        Pass one placement for each dimension of the mesh. With ``Replicate()`` and ``Shard(dim)``
+        alone the copy is a plain DTensor, with a ``RaggedShard(...)`` it is a RaggedDTensor.
+        :func:`~fsdp_overlap.distribute_tensor` is the way back from a DTensor. The whole tensor is
+        gathered meanwhile, and gradients do not flow.
+
+        Raises:
+            RuntimeError: another mesh is asked for, or a placement of another kind.
+        """
+        asked = (self, device_mesh, placements)
+        return cast(DTensor, RaggedDTensor._run_op(RaggedDTensor.redistribute, asked, {}))
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        start, stop = self.local_range
+        with DisableTorchFunctionSubclass():
+            shape, dtype = tuple(self.shape), self.dtype
+            requires_grad = self.requires_grad
+        local = self._local_tensor.detach()
+        tile = tile_of(self._spec)
+        of = f" of its tile {tile.shape} at {tile.offsets}" if has_tiles(self._spec) else ""
+        return (
+            f"RaggedDTensor(shape={shape}, dtype={dtype}, device={str(local.device)!r}, "
+            f"rank {self.range_rank} of {self._spec.mesh.size(range_dim(self._spec))} holds "
+            f"{start}:{stop} of {tile.numel}{of}: {_summary(local)}"
+            f"{', requires_grad=True' if requires_grad else ''})"
+        )
+
+    def __format__(self, format_spec: str) -> str:
+        return repr(self).__format__(format_spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RaggedDTensor:
+        """A copy with memory of its own. It lies over the mesh as this tensor does, and belongs to
+        no unit."""
+        if id(self) in memo:
+            return cast(RaggedDTensor, memo[id(self)])
+        duplicate = RaggedDTensor.wrap(self._local_tensor.detach().clone(), self._spec)
+        if isinstance(self, nn.Parameter):
+            duplicate = cast(RaggedDTensor, nn.Parameter(duplicate, self.requires_grad))
+        vars(duplicate).update(deepcopy(attributes_of(self), memo))
+        memo[id(self)] = duplicate
+        duplicate.keep_gradients_in(self._given_grad_dtype)
+        if self._gradient is not None:
+            duplicate.grad = deepcopy(self._gradient, memo)
+        return duplicate
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # What is pickled is this rank's range and how the tensor lies over the mesh, without units.
+        spec = self._spec
+        parts = (self._local_tensor.detach(), spec.mesh, spec.placements, self._shape)
+        is_parameter = isinstance(self, nn.Parameter)
+        return rebuild_sharded_tensor, (*parts, self.requires_grad, is_parameter)
+
+    # The protocol through which torch.distributed.checkpoint reads and writes this rank's range.
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        meta = self._spec.tensor_meta
+        assert meta is not None
+        properties = TensorProperties(dtype=meta.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=meta.shape),
+            )
+            for chunk in self._chunks()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        # A load calls this on every rank, so all notice the edit, even those that hold nothing.
+        if self.edits is not None:
+            self.edits.note_values()
+        increment_version(self._local_tensor)  # a save may be reading it
+        return self._chunks()
+
+    def _chunks(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+            for box in chunks_of(self._spec)
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        for box in chunks_of(self._spec):
+            if index.offset is None or tuple(index.offset) == box.offsets:
+                first = box.start - self.local_range[0]
+                values = self._local_tensor.detach()[first : first + box.numel].view(box.sizes)
+                return all_of_a_storage(values)
+        raise ValueError(f"{index} is not a box of this rank's range of {self!r}")
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        meta = self._spec.tensor_meta
+        assert meta is not None
+        return tuple(meta.shape)
+
+
+def _summary(values: torch.Tensor) -> str:
+    """The first three and the last three elements, as text."""
+    if values.is_meta:
+        return "..."
+    ends = values.tolist() if values.numel() <= 6 else [*values[:3].tolist(), *values[-3:].tolist()]
+    shown = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in ends]
+    if values.numel() > 6:
+        shown.insert(3, "...")
+    return f"[{', '.join(shown)}]"
+
+
+CANNOT_MOVE = (
+    "a sharded parameter cannot be replaced, its unit gathers the shard that it knows: move or "
+    "cast a module (to(), cuda(), half(), ...) before fully_shard(), or cast a unit before it runs"
+)
+"""Why nn.Module.to() and the like cannot work on a part of a unit, and what to do."""
+
+
+def raise_unsupported(op: str) -> NoReturn:
+    """Raises an error which says that ``op`` is not supported, and what to do instead."""
+    # Python's operators would replace a TypeError by one of their own, which does not say why.
+    raise RuntimeError(
+        f"{op} is not supported on a RaggedDTensor, of which each rank holds only a range: use "
+        "full_tensor() for the whole tensor (on every rank of the mesh) or to_local() for this "
+        "rank's range; what computes with parameters must run within their unit's forward, or a "
+        "method named to register_fsdp_forward_method()"
+    )
+
+
+# The names that a sharded tensor itself has in its __dict__. All others are the user's.
+_OWN_ATTRIBUTES = frozenset(
+    {
+        "_local_tensor",
+        "_spec",
+        "_is_param",
+        "edits",
+        "is_watched",
+        "_given_grad_dtype",
+        "_grad_spec",
+        "_gradient",
+        "_given_gradient",
+        "unsharded_form",
+        "aliases",
+    }
+)
+
+
+def attributes_of(parameter: torch.Tensor) -> dict[str, Any]:
+    """The attributes that users, and other libraries, hung on a parameter."""
+    return {key: value for key, value in vars(parameter).items() if key not in _OWN_ATTRIBUTES}
+
+
+def users_attributes(parameter: torch.Tensor, local: torch.Tensor) -> dict[str, Any]:
+    """As :func:`attributes_of`, for a parameter whose part here is ``local``. Without those that
+    every tensor of the class of ``local`` has."""
+    given = attributes_of(parameter)
+    return {key: value for key, value in given.items() if key not in vars(local)}
+
+
+def rebuild_sharded_tensor(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: tuple[int, ...],
+    requires_grad: bool,
+    is_parameter: bool,
+) -> RaggedDTensor:
+    """Makes the sharded tensor that was pickled."""
+    spec = contiguous_spec(mesh, placements, torch.Size(shape), local.dtype)
+    tensor = RaggedDTensor.wrap(local, spec)
+    if is_parameter:
+        return cast(RaggedDTensor, nn.Parameter(tensor, requires_grad))
+    return tensor
+
+
+def give_grads(
+    parameters: Iterable[RaggedDTensor], ranges: Iterable[torch.Tensor]
+) -> list[RaggedDTensor]:
+    """Gives each parameter its gradient. ``ranges`` has this rank's range of each gradient. If a
+    parameter has a gradient already, the two are added. Returns the gradients that are new."""
+    given = []
+    for parameter, local in zip(parameters, ranges, strict=True):
+        gradient = parameter._gradient
+        if gradient is not None:
+            gradient._local_tensor.add_(local)
+            continue
+        gradient = parameter._given_gradient
+        if gradient is None:
+            gradient = parameter._given_gradient = RaggedDTensor.wrap(local, parameter._grad_spec)
+        else:
+            gradient._local_tensor = local
+        parameter._gradient = gradient
+        given.append(gradient)
+    return given
+
+
+# torch.load() refuses what is not listed, unless weights_only=False.
+torch.serialization.add_safe_globals([rebuild_sharded_tensor, RaggedShard])
+
+allow_foreach(RaggedDTensor)

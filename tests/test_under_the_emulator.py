@@ -1,0 +1,446 @@
+"""Everything runs on the emulated device, and nothing that it does is left unordered."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_overlap.checkpoint import stager
+from fsdp_overlap.checkpoint.pending import Copies, PendingSave
+from fsdp_overlap.comm import quantized
+from fsdp_overlap.comm.extension_gather import ExtensionGather
+from fsdp_overlap.comm.lanes import StreamLane, StreamTicket
+from fsdp_overlap.comm.quantized import QuantizedReduction, QuantizedRowsReduction
+from fsdp_overlap.comm.row_collectives import PackedRows
+from fsdp_overlap.desync.order_check import OrderCheck
+from fsdp_overlap.emulator import EmulatedDevice, active, fake_ranks, running
+from fsdp_overlap.engine import gathering
+from fsdp_overlap.engine.bucket import Bucket
+from fsdp_overlap.engine.copies_reduction import CopiesReduction
+from fsdp_overlap.engine.divided_shard import DividedShard
+from fsdp_overlap.engine.domain import Domain
+from fsdp_overlap.engine.gradients import BucketGradients
+from fsdp_overlap.engine.landing import Landing
+from fsdp_overlap.engine.reduce_options import ReduceOptions
+from fsdp_overlap.engine.saved_tensors import SavedForward
+from fsdp_overlap.engine.transfers import Transfers
+from fsdp_overlap.engine.version_counters import VersionCounters
+from fsdp_overlap.layout import TensorAtomic
+from fsdp_overlap.optim import Muon, clip_grad_norm_
+from fsdp_overlap.optim.exchange import Exchange
+from fsdp_overlap.schedule.prefetch import Gathers
+from fsdp_overlap.schedule.reducer import Reductions
+from fsdp_overlap.weights import WeightResharder, export, files
+from fsdp_overlap.weights.exchange import Exchange as WeightsExchange
+from support.defects import Defect
+from support.emulated import Program, run
+from support.emulated_modes import EXTENSIONS, MODES, OFFLOAD
+from support.zoo import Model
+
+
+@pytest.fixture(autouse=True)
+def ranks() -> Iterator[None]:
+    with fake_ranks(4):
+        yield
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_nothing_is_left_unordered(name: str) -> None:
+    device = run(MODES[name], index=1)
+    assert not device.findings, "\n".join(map(str, dict.fromkeys(device.findings)))
+    assert device.operations > 100
+
+
+def aside(tensor: str, call: str) -> str:
+    """``call`` on a stream of the device of ``tensor`` that waits for nobody."""
+    return f"with (m := torch.get_device_module({tensor}.device)).stream(m.Stream()): {call}"
+
+
+PLAIN = "prefetch 1, flat"
+OFFLOADED = "edits after an evaluation of offloaded weights"
+COPIES = "many units with copies"
+DIVIDED = "accumulation among shards, divided"
+SIDE = "the optimizer on a stream of its own"
+HOOKS = "hooks on another stream"
+UNEDITED = "forwards without edits"
+EXCHANGED = "Muon in rounds"
+ROWS = "prefetch 1, rows"
+COPIED = "torch._foreach_copy_(targets, sources)"
+IN_ONE = "one launch, odd parameters"
+TOGETHER = "gather_pieces((received, sent), group)"
+BITS = "gathered in 8 bits, flat"
+DECODED = "decode(gathered, full)"
+ENCODED = "wire.encode_own(shard.to(full.device, non_blocking=True), own, full.dtype)"
+BITS_BACK = "reduced in torch.float8_e5m2, flat"
+ROWS_BACK = "reduced in torch.float8_e5m2, rows"
+SUMMED = "wire.add_up(received.view(len(sizes), -1), mine, rank, total)"
+SENT = "sent = self._encode(gradients)"
+SENT_ROWS = "sent = self._encode(regions, plan)"
+KEPT_LOW = "gradients kept in bfloat16"
+CAST = "mean = mean.to(self.bucket.grad_dtype)"
+EXTENDED = "extensions"
+PUT_IN = "weights put into a model that gathers ahead"
+EXPORTED = "weights exported, prefetch 2"
+SAVED = "saved beside training"
+SKIPS = "the model of skips in a list"
+TAKEN = "_copy([own[each.start : each.stop].view(each.dtype) for each in pieces.all], sources)"
+
+# Every line of the lanes, tickets and releases that orders something.
+DEFECTS = [
+    Defect(StreamTicket, "wait", "self._streams.current_stream().wait_event(self._event)", PLAIN),
+    Defect(StreamTicket, "wait_on_host", "self._event.synchronize()", OFFLOADED),
+    Defect(StreamTicket, "abandon", "self.wait()", "the model of unused parameters"),
+    Defect(
+        StreamLane,
+        "after_compute",
+        "self.stream.wait_stream(self._streams.current_stream())",
+        PLAIN,
+    ),
+    Defect(StreamLane, "after_event", "self.stream.wait_event(event)", SIDE),
+    Defect(StreamLane, "after_ticket", "ticket.wait()", COPIES),
+    Defect(
+        StreamLane,
+        "before_compute",
+        "self._streams.current_stream().wait_stream(self.stream)",
+        "a hook of reductions that raised and a reset",
+    ),
+    Defect(
+        StreamLane,
+        "mark_compute",
+        "self._streams.current_stream().record_event()",
+        PLAIN,
+        new="None",
+    ),
+    Defect(
+        StreamLane,
+        "mark_compute",
+        "self._streams.current_stream()",
+        PLAIN,
+        new="self.stream",
+    ),
+    Defect(
+        StreamLane, "allocate", "with self._streams.stream(self.stream):", PLAIN, new="if True:"
+    ),
+    Defect(StreamLane, "enqueue", ", self._streams.stream(self.stream):", OFFLOADED, new=":"),
+    Defect(StreamLane, "enqueue", "self.stream.record_event()", PLAIN, new="self._streams.Event()"),
+    Defect(StreamLane, "free", "self.stream.wait_event(after)", PLAIN),
+    Defect(StreamLane, "free", "compute.wait_event(after)", UNEDITED),
+    Defect(StreamLane, "free", "buffer.record_stream(compute)", UNEDITED),
+    Defect(StreamLane, "free", " or buffer.keeps_storage", f"{UNEDITED} with storage kept", new=""),
+    Defect(Gathers, "begin_pass", "self._transfers.after_compute()", PLAIN),
+    Defect(Gathers, "_gather", "self._transfers.after_compute()", "an edit past the event"),
+    Defect(
+        Gathers,
+        "_gather",
+        "unit.seen_version != version or ",
+        "an edit past the event",
+        new="",
+    ),
+    Defect(
+        Gathers,
+        "_gather",
+        " or unit.is_gathered",
+        "a kept parameter read beside the optimizer",
+        new="",
+    ),
+    Defect(Gathers, "before_step", "self._transfers.wait(unit)", "stepped twice"),
+    Defect(Gathers, "release", "self._transfers.mark_compute()", PLAIN, new="None"),
+    Defect(Gathers, "wait_once_for", "self._transfers.after_event(event)", SIDE),
+    Defect(Bucket, "wait", "self._ticket.wait()", PLAIN),
+    Defect(Bucket, "free", "self._ticket.abandon()", "the model of unused parameters"),
+    Defect(
+        Bucket,
+        "reset",
+        "self.free(lane, lane.mark_compute())",
+        "a backward that raised and a reset",
+        new="self.free(lane, None)",
+    ),
+    Defect(Bucket, "_gathered_shard", "self.divided.wait()", DIVIDED),
+    Defect(Bucket, "is_filled_by", "self.domain.reading = ticket", OFFLOADED),
+    Defect(
+        gathering,
+        "_issue",
+        TOGETHER,
+        IN_ONE,
+        new=aside("received[0]", TOGETHER),
+    ),
+    Defect(DividedShard, "gather", "lane.after_compute()", DIVIDED),
+    Defect(CopiesReduction, "start", "lane.after_compute()", COPIES),
+    Defect(
+        CopiesReduction,
+        "start",
+        "append((ticket, total))",
+        COPIES,
+        new="append((ticket, None))",
+    ),
+    Defect(CopiesReduction, "finish", "ticket.wait()", COPIES),
+    Defect(CopiesReduction, "finish_before", "lane.after_ticket(ticket)", COPIES),
+    Defect(BucketGradients, "reduce", "lane.after_compute()", PLAIN),
+    Defect(BucketGradients, "reduce", "lane.after_compute()", "in pieces"),
+    Defect(Gathers, "_gather", "self._transfers.after_compute()", "stepped twice"),
+    Defect(Transfers, "finish", "ticket.wait()", PLAIN),
+    Defect(Transfers, "finish_sums", "copies.finish()", COPIES),
+    Defect(
+        Reductions,
+        "_may_fill",
+        "if gradients.is_in_flight:",
+        "finalized by hand after two backwards",
+        new="if False:",
+    ),
+    Defect(
+        Reductions,
+        "_ensure_input",
+        "while gradients.is_in_flight:",
+        "finalized by hand after two backwards",
+        new="while False:",
+    ),
+    Defect(OrderCheck, "send", "lane.after_compute()", COPIES),
+    Defect(
+        ReduceOptions, "call_hook", "self.hook_stream.wait_stream(lane)", "hooks on another stream"
+    ),
+    Defect(
+        ReduceOptions, "call_hook", "lane.wait_stream(self.hook_stream)", "hooks on another stream"
+    ),
+    Defect(Landing, "wait", "self.copied.synchronize()", "offloaded"),
+    Defect(Exchange, "_enqueue", "self._lane.after_compute()", EXCHANGED),
+    Defect(Exchange, "_enqueue", "self._sent = source", EXCHANGED),
+    Defect(Exchange, "receive", "self._ticket.wait()", EXCHANGED),
+    Defect(Exchange, "finish", "self._ticket.wait()", EXCHANGED),
+    Defect(PackedRows, "all_gather", COPIED, ROWS, new=aside("full", COPIED)),
+    Defect(PackedRows, "reduce_scatter", COPIED, ROWS, new=aside("gradients", COPIED)),
+    Defect(quantized, "_gather", DECODED, BITS, new=aside("full", DECODED)),
+    Defect(quantized, "_gather", ENCODED, BITS, new=aside("full", ENCODED)),
+    Defect(quantized, "_reduce", SUMMED, BITS_BACK, new=aside("mine", SUMMED)),
+    Defect(quantized, "_reduce", SUMMED, ROWS_BACK, new=aside("mine", SUMMED)),
+    Defect(
+        QuantizedRowsReduction,
+        "reduce_scatter",
+        SENT_ROWS,
+        ROWS_BACK,
+        new=aside("gradients", SENT_ROWS),
+    ),
+    Defect(
+        QuantizedReduction,
+        "reduce_scatter",
+        SENT,
+        BITS_BACK,
+        new=aside("gradients", SENT),
+    ),
+    Defect(BucketGradients, "_accept", CAST, KEPT_LOW, new=aside("mean", CAST)),
+    Defect(ExtensionGather, "_gather", TAKEN, EXTENDED, new=aside("full", TAKEN)),
+    Defect(
+        ExtensionGather,
+        "_gather",
+        "then()",
+        EXTENDED,
+        new=aside("full", "then()"),
+    ),
+    Defect(WeightsExchange, "start", "self.lane.after_compute()", EXPORTED),
+    Defect(
+        WeightResharder, "run", "context_of(unit).transfers.gather_lane.before_compute()", PUT_IN
+    ),
+    Defect(
+        export,
+        "handed_over",
+        "tensor.record_stream(streams_of(tensor.device).current_stream())",
+        EXPORTED,
+    ),
+    Defect(export, "whole_weights", "ticket.wait()\n            for", EXPORTED, new="for"),
+    Defect(
+        export,
+        "whole_weights",
+        "RuntimeError):\n                ticket.wait()",
+        EXPORTED,
+        new="OSError): pass",
+    ),
+    Defect(
+        Copies,
+        "after_compute",
+        "self._streams[device].wait_stream(streams_of(device).current_stream(device))",
+        f"{SAVED}, copied ahead",
+    ),
+    Defect(
+        Copies,
+        "before_compute",
+        "streams_of(device).current_stream(device).wait_stream(stream)",
+        SAVED,
+    ),
+    Defect(Copies, "copy", "source.record_stream(stream)", "a save that failed"),
+    Defect(Copies, "copy", "streams.device(source.device), ", "saved by a thread", new=""),
+    Defect(files, "_write", "ready.wait(", "weights saved on another stream", new="str("),
+    Defect(PendingSave, "settle", "copies.before_compute()", f"{SAVED}, copied ahead"),
+    Defect(PendingSave, "take", "values = copy.wait()", SAVED, new="values = copy.host"),
+    Defect(stager, "_settle", "save.settle()", SAVED),
+    Defect(
+        Transfers,
+        "finish_putting_together",
+        "bucket.divided.wait()",
+        "an edit after a forward that raised over divided copies",
+    ),
+    Defect(Domain, "finish_reading", "self.reading.wait_on_host()", OFFLOADED),
+    Defect(
+        Transfers,
+        "wait_for_lanes",
+        "lane.before_compute()",
+        "a hook of reductions that raised and a reset",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "defect", DEFECTS, ids=lambda defect: f"{defect.owner.__name__}.{defect.method}: {defect.old}"
+)
+def test_every_planted_defect_is_found(defect: Defect) -> None:
+    device = EmulatedDevice(index=1)
+    # Operations on memory that is not there are not run.
+    with defect.plant(), running(device), suppress(RuntimeError):
+        MODES[defect.mode]()
+    assert device.findings
+
+
+READS_EARLY = Defect(
+    SavedForward, "before_read", "schedule.before_backward(self.call)", SKIPS, new="False"
+)
+
+
+def test_reads_before_a_gather_are_refused_and_would_be_races() -> None:
+    refused = pytest.raises(RuntimeError, match="at version 2147483648")
+    with READS_EARLY.plant(), running(EmulatedDevice()), refused:
+        MODES[SKIPS]()
+    forbids = Defect(VersionCounters, "forbid_reads", "self.are_forbidden:", "", new="True:")
+    device = EmulatedDevice()
+    with READS_EARLY.plant(), forbids.plant(), running(device), suppress(RuntimeError):
+        MODES[SKIPS]()
+    assert device.findings
+
+
+ORDERS = ("wait", "synchronize", "record_event", "stream(")
+
+
+@pytest.mark.parametrize("owner", [StreamTicket, StreamLane])
+def test_no_line_of_the_lanes_that_orders_is_without_a_defect(owner: type) -> None:
+    planted = [defect.old.strip(", :") for defect in DEFECTS if defect.owner is owner]
+    for name, method in vars(owner).items():
+        if not inspect.isfunction(method) or name == "__init__":
+            continue
+        lines = inspect.getsource(method).splitlines()[1:]
+        for line in (line.strip() for line in lines if "#" not in line):
+            if any(word in line for word in ORDERS):
+                assert any(old in line for old in planted), f"{name}: {line}"
+
+
+def steady(program: Program, steps: int = 3) -> list[str]:
+    """Where the host waits in a step like those before."""
+    inputs = [program.batch() for _ in range(steps + 1)]
+
+    def step(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+        program.backward(batch)
+        clip_grad_norm_(program.model.parameters(), 1.0)
+        program.step()
+
+    for batch in inputs[:-1]:
+        step(batch)
+    active().syncs.clear()
+    step(inputs[-1])
+    return list(map(str, active().syncs))
+
+
+STEADY: dict[str, dict[str, Any]] = {
+    "AdamW": {},
+    "torch's AdamW, fused": {
+        "optimizer": torch.optim.AdamW,
+        "optimizer_options": {"fused": True},
+    },
+    "torch's AdamW": {"optimizer": torch.optim.AdamW},
+    "Muon": {"optimizer": Muon},
+    "Muon, whole matrices": {"optimizer": Muon, "layout": TensorAtomic()},
+    "copies": {"dims": (2, 2), "reduce_dtype": torch.float64},
+    "divided copies": {"dims": (2, 2), "shard_optimizer_over_replicas": True},
+    "parts kept": {"shard_options": {"reshard_after_forward": 2}},
+    "checkpointed": {"name": "checkpointed"},
+    "extensions": EXTENSIONS,
+}
+
+
+@pytest.mark.parametrize("name", STEADY)
+def test_a_steady_step_waits_for_the_device_nowhere(name: str) -> None:
+    waits: list[str] = []
+    run(lambda: waits.extend(steady(Program(**STEADY[name]))))
+    assert waits == []
+
+
+def test_a_check_that_was_read_before_it_arrived_would_be_a_wait() -> None:
+    waits: list[str] = []
+    with Defect(StreamTicket, "done", "self._event.query()", "", new="True").plant():
+        run(lambda: waits.extend(steady(Program())))
+    assert any("lanes.py" in wait for wait in waits)
+
+
+def test_offloaded_a_step_waits_where_its_gradients_land_and_its_shards_are_read() -> None:
+    waits: list[str] = []
+    run(lambda: waits.extend(steady(Program(shard_options=dict(OFFLOAD)))))
+    places = {wait.split(" at ")[1].split(":")[0] for wait in waits}
+    # And where the norm of gradients on the host, which the mesh computes, goes back there.
+    assert places == {"engine/landing.py", "comm/lanes.py", "tensor/sums_and_norms.py"}
+
+
+def test_a_set_of_gradients_that_changes_makes_nobody_wait() -> None:
+    waits: list[str] = []
+
+    def program() -> None:
+        trained = Program(name="layers")
+        trained.train(2)
+        parameters = list(trained.model.parameters())
+        for turn in range(4):
+            active().syncs.clear()
+            trained.backward()
+            for parameter in parameters[turn % 2 :: 2]:
+                parameter.grad = None
+            trained.step()
+            waits.extend(map(str, active().syncs))
+
+    run(program)
+    assert waits == []
+
+
+def test_inputs_in_pinned_memory_are_moved_while_the_host_goes_on() -> None:
+    waits: list[str] = []
+
+    def program() -> None:
+        trained = Program()
+        trained.train(2)
+        tokens = torch.zeros(3, 5, dtype=torch.long).pin_memory()
+        active().syncs.clear()
+        trained.model(tokens)
+        waits.extend(map(str, active().syncs))
+
+    run(program)
+    assert waits == []
+
+
+def test_sums_across_copies_are_not_kept_to_the_end() -> None:
+    """In float64 they are no gradients yet, and take memory of their own."""
+    shards: list[int] = []
+
+    def most(layers: int) -> int:
+        """Beside what is there after a step."""
+
+        def program() -> None:
+            build = partial(Model, layers=layers, width=64)
+            trained = Program(build=build, dims=(2, 2), reduce_dtype=torch.float64)
+            trained.train(2)
+            shards.append(sum(b.shard.nbytes for u in trained.ctx.units for b in u.buckets))
+            at_rest.append(active().allocator.allocated)
+
+        at_rest: list[int] = []
+        return run(program).allocator.peak_allocated - at_rest[0]
+
+    more = most(12) - most(6)
+    gradients = shards[0] - shards[1]
+    assert more < 1.5 * gradients  # the sums of six layers would be twice as much again
