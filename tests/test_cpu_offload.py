@@ -17,7 +17,7 @@ from torch import nn
 from fsdp_overlap import CPUOffloadPolicy, FsdpContext, RaggedDTensor, sharding
 from fsdp_overlap.comm.recording import Entry, RecordingLane
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_, updates
-from fsdp_overlap.tensor import sharded_tensor, sums_and_norms
+from fsdp_overlap.tensor import ragged_dtensor, sums_and_norms
 from support.ranks import run_ranks
 from support.twins import Twins
 from support.zoo import Model, shard_layers
@@ -28,7 +28,7 @@ def pretending() -> Iterator[None]:
     policy = CPUOffloadPolicy(pin_memory=False)
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(sharding, "_offload_on", return_value=policy))
-        for module in (sharded_tensor, sums_and_norms, updates):
+        for module in (ragged_dtensor, sums_and_norms, updates):
             stack.enter_context(mock.patch.object(module, "is_on_mesh", return_value=False))
         yield
 

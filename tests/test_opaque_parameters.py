@@ -236,7 +236,7 @@ def on_the_wire() -> None:
     assert torch.equal(model(inputs()), twin(inputs()))
 
 
-def test_a_wire_policy_leaves_them_alone() -> None:
+def test_a_comm_policy_leaves_them_alone() -> None:
     run_ranks(on_the_wire, 2)
 
 

@@ -59,7 +59,7 @@ class AdamW(torch.optim.AdamW):
             fused=True,
         )
         self._moment_dtype = moment_dtype
-        self._gather_next = prefetch_next_forward
+        self._prefetch_next_forward = prefetch_next_forward
         self._kernel = FusedAdamW(moment_dtype)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -67,7 +67,10 @@ class AdamW(torch.optim.AdamW):
         restore(self, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_moment_dtype": self._moment_dtype, "_gather_next": self._gather_next}
+        own = {
+            "_moment_dtype": self._moment_dtype,
+            "_prefetch_next_forward": self._prefetch_next_forward,
+        }
         return super().__getstate__() | own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -89,7 +92,7 @@ class AdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        next_forward = NextForward(self.param_groups if self._gather_next else ())
+        next_forward = NextForward(self.param_groups if self._prefetch_next_forward else ())
         lots = [
             (lot, group)
             for index, group in enumerate(self.param_groups)

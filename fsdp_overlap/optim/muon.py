@@ -96,7 +96,7 @@ class Muon(torch.optim.Optimizer):
             raise ValueError(f"ns_dtype={ns_dtype}: products need a dtype of floating point")
         self._moment_dtype = options.get("moment_dtype")
         self._ns_dtype = ns_dtype
-        self._gather_next = prefetch_next_forward
+        self._prefetch_next_forward = prefetch_next_forward
         self._forget()
         if isinstance(params, nn.Module):
             params = parameter_groups(params, algorithms or {}, split or {})
@@ -150,7 +150,7 @@ class Muon(torch.optim.Optimizer):
             group["split"] = tuple(group["split"])
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_adamw_options", "_moment_dtype", "_ns_dtype", "_gather_next")
+        names = ("_adamw_options", "_moment_dtype", "_ns_dtype", "_prefetch_next_forward")
         return super().__getstate__() | {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -206,7 +206,7 @@ class Muon(torch.optim.Optimizer):
             if group["algorithm"] == "muon"
             for update in self._updates(group)
         ]
-        next_forward = NextForward(self.param_groups if self._gather_next else ())
+        next_forward = NextForward(self.param_groups if self._prefetch_next_forward else ())
         stepped = 0
         for index, group in enumerate(self.param_groups):
             if group["algorithm"] == "adamw":

@@ -81,7 +81,7 @@ def _check_placements(placements: Sequence[Placement], mesh: DeviceMesh) -> None
         raise ValueError(
             f"placements={placements} do not make a RaggedDTensor over a mesh of {mesh.ndim} "
             "dimensions: pass one for each, one of them RaggedShard(...), as the placements of "
-            "another ShardedTensor, or use torch.distributed.tensor.distribute_tensor"
+            "another RaggedDTensor, or use torch.distributed.tensor.distribute_tensor"
         )
 
 
