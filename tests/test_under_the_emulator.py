@@ -99,7 +99,7 @@ DEFECTS = [
     Defect(
         StreamLane,
         "after_compute",
-        "self.stream.wait_stream(self._streams.current_stream())",
+        "self.after_event(self._streams.current_stream().record_event())",
         PLAIN,
     ),
     Defect(StreamLane, "after_event", "self.stream.wait_event(event)", SIDE),
@@ -129,7 +129,7 @@ DEFECTS = [
     ),
     Defect(StreamLane, "enqueue", ", self._streams.stream(self.stream):", OFFLOADED, new=":"),
     Defect(StreamLane, "enqueue", "self.stream.record_event()", PLAIN, new="self._streams.Event()"),
-    Defect(StreamLane, "free", "self.stream.wait_event(after)", PLAIN),
+    Defect(StreamLane, "free", "self.after_event(after)", PLAIN),
     Defect(StreamLane, "free", "compute.wait_event(after)", UNEDITED),
     Defect(StreamLane, "free", "buffer.record_stream(compute)", UNEDITED),
     Defect(StreamLane, "free", " or buffer.keeps_storage", f"{UNEDITED} with storage kept", new=""),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from threading import Lock
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -44,6 +45,12 @@ class Watcher(Protocol):
 before_capture_or_replay: list[Callable[[], None]] = []
 """Are called before a graph is captured, and before a replay edits weights."""
 
+querying = Lock()
+"""Is held while a graph is captured: a query of an event by another thread would end that."""
+
+QUERIES_SECONDS = 1.0
+"""How long the queries of another thread may take that a capture waits for."""
+
 _watchers: WeakSet[Watcher] = WeakSet()
 _replays: WeakKeyDictionary[object, list[Replays]] = WeakKeyDictionary()
 _extended: WeakSet[type] = WeakSet()
@@ -75,6 +82,7 @@ def _extend(kind: Any) -> None:
         global _capture
         for call in before_capture_or_replay:
             call()
+        querying.acquire(timeout=QUERIES_SECONDS)
         begin(graph, *args, **kwargs)
         _capture = object()
         for watcher in list(_watchers):
@@ -88,7 +96,11 @@ def _extend(kind: Any) -> None:
             told = [replays for each in watchers if (replays := each.capture_ends()) is not None]
         finally:
             _capture = None
-            end(graph)
+            try:
+                end(graph)
+            finally:
+                if querying.locked():
+                    querying.release()
         _replays[graph] = told
         try:
             for watcher in watchers:

@@ -6,9 +6,10 @@ On a CPU a lane is a queue of asynchronous work, and compute waits by blocking.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,9 @@ Mark = Any
 Travel = tuple[Callable[[], Issued], Callable[[torch.Tensor], None] | None, int]
 """What :meth:`Lane.enqueue` runs and gives the result to, and how many bytes travel then."""
 
+
+# How many collectives a lane remembers that have not ended.
+MAX_LAUNCHED = 1024
 
 # How many buffers a lane may have freed while compute still reads them. A host that is many passes
 # ahead would take new memory for each.
@@ -239,6 +243,16 @@ class StreamTicket:
         self.wait()
 
 
+class Launched(NamedTuple):
+    """A collective on a lane's stream: the events that the stream waited for before it, and the
+    one behind it."""
+
+    kind: str
+    label: str
+    waits: Sequence[torch.Event]
+    end: torch.Event
+
+
 class CapturedTicket(StreamTicket):
     """Work on a lane's stream that is captured in a graph. When the capture is over there is
     nothing to wait for, because nothing has run."""
@@ -274,12 +288,18 @@ class StreamLane:
         self.stream = self._streams.Stream(device, priority=-1)
         self._kept_back: list[torch.Event] = []
         """Marks of compute that memory was kept back for. Those that are past are dropped."""
+        self.launched: deque[Launched] = deque(maxlen=MAX_LAUNCHED)
+        """For the desync monitor, which drops those that have ended."""
+        self.count = 0
+        """How many collectives were ever launched."""
+        self._preceding: list[torch.Event] = []
 
     def after_compute(self) -> None:
-        self.stream.wait_stream(self._streams.current_stream())
+        self.after_event(self._streams.current_stream().record_event())
 
     def after_event(self, event: torch.Event) -> None:
         self.stream.wait_event(event)
+        self._preceding.append(event)
 
     def after_ticket(self, ticket: Ticket) -> None:
         with self._streams.stream(self.stream):
@@ -307,15 +327,20 @@ class StreamLane:
             result = issue().finish()
             if accept is not None:
                 accept(result)
-            kind_of_ticket = CapturedTicket if self.is_captured else StreamTicket
-            return kind_of_ticket(self.stream.record_event(), self._streams)
+            end = self.stream.record_event()
+        waits, self._preceding = self._preceding, []
+        if self.is_captured:
+            return CapturedTicket(end, self._streams)
+        self.count += 1
+        self.launched.append(Launched(kind, label, waits, end))
+        return StreamTicket(end, self._streams)
 
     def free(self, label: str, buffer: Buffer, after: Mark, waits: bool = True) -> None:
         late = waits or buffer.keeps_storage or buffer.memory is not None or self._keeps_enough()
         if after is not None and late:
             # Memory goes back to the stream that it was allocated on, so no record_stream() is
             # needed.
-            self.stream.wait_event(after)
+            self.after_event(after)
         elif after is not None:
             # The allocator keeps the memory back until compute is done: Note [between passes].
             compute = self._streams.current_stream()

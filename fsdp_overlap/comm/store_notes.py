@@ -71,12 +71,13 @@ class StoreNotes:
         met = self.read()
         return [rank for rank in self._others if rank not in met]
 
-    def read(self) -> dict[int, str]:
-        """The notes that other ranks have posted, by their ranks in the default group. Empty while
-        the store does not answer."""
+    def read(self, most: int | None = None) -> dict[int, str]:
+        """The notes that other ranks have posted, by their ranks in the default group: all, or
+        those of the first ``most`` of them. Empty while the store does not answer."""
 
         def read() -> dict[int, str]:
-            there = [rank for rank in self._others if self._store.check([str(rank)])]
+            asked = self._others[:most]
+            there = [rank for rank in asked if self._store.check([str(rank)])]
             return {rank: self._store.get(str(rank)).decode() for rank in there}
 
         return {} if self._whole in _silent else self._ask(read, {}, ANSWER_SECONDS)

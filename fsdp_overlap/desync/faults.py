@@ -48,6 +48,9 @@ class Note:
     units: tuple[str, ...] = ()
     """The labels of the mesh's buckets, in the order in which they were made."""
     history: tuple[Interval, ...] = ()
+    where: str = ""
+    """Where the rank stands still, as its :class:`~fsdp_overlap.desync.monitor.DesyncMonitor` says.
+    Empty if it does not, or has none."""
 
     @classmethod
     def parse(cls, text: str) -> Note:
@@ -118,6 +121,8 @@ class Faults:
     def __init__(self, parties: Callable[[], Iterable[Party]], groups: GroupCache) -> None:
         self._parties = parties
         self._groups = groups
+        self.where = ""
+        """Where this rank stands still, for the others."""
         self._failure = ""
         self._event = ""
         self._has_reset = False
@@ -139,6 +144,31 @@ class Faults:
         self._post()
         if told := self._read() or self._read_resets():
             raise RuntimeError(self._fail(told))
+
+    def check(self) -> None:
+        """Refuses to go on after a fault that the desync monitor has found.
+
+        Raises:
+            RuntimeError: there was one, and ``ctx.reset()`` was not called since.
+        """
+        if self._failure:
+            raise RuntimeError(
+                f"{self._failure}. Call ctx.reset() on every rank before the next forward"
+            )
+
+    def post(self) -> None:
+        """Tells the others what this rank has issued, and where it stands."""
+        self._post()
+
+    def notes(self, most: int | None = None) -> list[dict[int, Note]]:
+        """What the others have told, by their ranks, for each set of ranks of the context. All of
+        them, or the first ``most``."""
+        stores = [StoreNotes(name, group) for _, group, name in self._stores()]
+        return [_parsed(store, most) for store in stores]
+
+    def ranks(self) -> list[list[int]]:
+        """The ranks of each set whose :meth:`notes` these are."""
+        return [sorted(dist.get_process_group_ranks(group)) for _, group, _ in self._stores()]
 
     def explain(self, failure: RuntimeError) -> str:
         """Says why a collective ended with ``failure``."""
@@ -297,6 +327,7 @@ class Faults:
             self._has_reset,
             tuple(party.labels),
             tuple(check.history),
+            self.where,
         )
         return json.dumps(asdict(note), default=list)
 
@@ -375,5 +406,5 @@ class Faults:
         return f" ({'; '.join(sorted(events))})" if events else ""
 
 
-def _parsed(store: StoreNotes) -> dict[int, Note]:
-    return {rank: Note.parse(text) for rank, text in store.read().items()}
+def _parsed(store: StoreNotes, most: int | None = None) -> dict[int, Note]:
+    return {rank: Note.parse(text) for rank, text in store.read(most).items()}

@@ -15,8 +15,10 @@ from fsdp_overlap.comm.graphs import watch
 from fsdp_overlap.comm.groups import GroupCache, LaneGroups
 from fsdp_overlap.comm.lanes import Lane, make_lane
 from fsdp_overlap.comm.mesh_groups import MeshGroups
+from fsdp_overlap.comm.store_notes import has_peers
 from fsdp_overlap.comm.streams import current_device, has_streams, is_capturing
 from fsdp_overlap.desync.faults import Faults
+from fsdp_overlap.desync.monitor import DesyncMonitor
 from fsdp_overlap.engine import autograd_engine
 from fsdp_overlap.engine.captured_steps import CapturedSteps
 from fsdp_overlap.engine.default_mesh import default_mesh
@@ -70,6 +72,9 @@ class FsdpContext:
         pg_options: options of the backend, by lane (``"all_gather"``, ``"reduce_scatter"``,
             ``"all_reduce"``), for groups that the library makes. By default these have the options
             of the mesh's groups. Contexts that are given the same object share a group.
+        hang_timeout: on a device with streams, the seconds after which ranks that do not move say
+            where they stand. See :class:`~fsdp_overlap.desync.monitor.DesyncMonitor`. ``None``:
+            nobody looks, and the backend's timeout ends a hang.
 
     Streams, groups and events are made at first use.
 
@@ -91,7 +96,10 @@ class FsdpContext:
         sync_module_states: bool = False,
         groups: MeshGroups | Mapping[DeviceMesh, MeshGroups] | None = None,
         pg_options: Mapping[str, object] | None = None,
+        hang_timeout: float | None = None,
     ) -> None:
+        if hang_timeout is not None and not hang_timeout > 0:
+            raise ValueError(f"hang_timeout={hang_timeout}: use seconds, or None for no monitor")
         if mesh is not None:
             check_mesh(mesh, shard_optimizer_over_replicas)
         if prefetch < 0:
@@ -120,6 +128,8 @@ class FsdpContext:
         self._toggled: weakref.WeakSet[Unit] = weakref.WeakSet()
         """Units whose trainability has changed since the last backward began."""
         self.uncompared: Uncompared = []
+        self.hang_timeout = hang_timeout
+        self._monitor: DesyncMonitor | None = None
         self.is_settled = False
         """Whether :meth:`settle` has nothing left to do."""
         self.was_settled = False
@@ -137,6 +147,7 @@ class FsdpContext:
             shard_optimizer_over_replicas=self.shard_optimizer_over_replicas,
             groups=self._groups.given,
             pg_options=self._groups.options,
+            hang_timeout=self.hang_timeout,
         )
         duplicate.is_implicit = self.is_implicit
         if self.has_schedule and self.schedule.finalization.is_manual:
@@ -329,7 +340,24 @@ class FsdpContext:
         compare_starts(bucket for item in self.units for bucket in item.buckets)
         if self.has_streams:
             watch(self.device, self.captured_steps)
+            self._watch_for_hangs()
         self.is_settled = is_complete
+
+    def _watch_for_hangs(self) -> None:
+        has_others = any(has_peers(g) for domain in self.domains for g in domain.groups_of_all)
+        if self.hang_timeout is None or self._monitor is not None or not has_others:
+            return
+        transfers, context = weakref.ref(self.transfers), weakref.ref(self)
+
+        def lanes() -> Sequence[Lane]:
+            existing = transfers()
+            return () if existing is None else existing.lanes
+
+        def found() -> None:
+            if (self := context()) is not None:
+                self.unsettle()  # so that the next forward asks
+
+        self._monitor = DesyncMonitor(self.device, lanes, self.faults, self.hang_timeout, found)
 
     def unsettle(self) -> None:
         """Makes the next forward :meth:`settle` again."""

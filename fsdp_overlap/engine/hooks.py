@@ -95,6 +95,7 @@ def before_forward(
 
 def _begin_forward(unit: Unit, module: nn.Module, context: FsdpContext) -> None:
     if not context.is_settled:
+        context.faults.check()
         context.settle()
     unit.follow_trainability()
     context.schedule.before_forward(unit)

@@ -53,6 +53,12 @@ class Transfers:
             self._copies_lane = self._make_lane("all_reduce")
         return self._copies_lane
 
+    @property
+    def lanes(self) -> list[Lane]:
+        """The lanes that were made."""
+        lanes = [self.gather_lane, self.reduce_lane]
+        return lanes if self._copies_lane is None else [*lanes, self._copies_lane]
+
     def use_lanes_of(self, other: Transfers) -> None:
         """Communicates on the lanes of ``other``."""
         self._use_lanes(other.gather_lane, other.reduce_lane)

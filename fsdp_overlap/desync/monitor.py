@@ -1,0 +1,242 @@
+"""Says within seconds where every rank stands when ranks on devices with streams stop moving.
+
+There the host waits nowhere, so nobody notices until the backend's timeout, ten minutes with NCCL.
+A CPU's host waits for each collective, and asks by itself: see :mod:`~fsdp_overlap.comm.watch`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+
+from fsdp_overlap.comm.graphs import querying
+from fsdp_overlap.comm.lanes import Lane, Launched, StreamLane
+from fsdp_overlap.comm.streams import streams_of
+from fsdp_overlap.desync.faults import Faults
+
+LOOKS = 5
+"""How often a rank looks at itself within the timeout."""
+
+READERS = 4
+"""How many ranks of a group read what all others say. The rest read what these have found: a
+thousand ranks that read a thousand notes each would keep the store busy."""
+
+PACKAGES = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a rank stands still. ``state``: it "waits" in a collective that its device has begun,
+    "computes" before one that it has not, or is "idle": its device has nothing to do. ``what``:
+    that collective, or the last one. ``number``: how many collectives it has launched. ``host``:
+    where its main thread is. ``since``: seconds."""
+
+    state: str
+    what: str
+    number: int
+    host: str
+    since: float
+
+    def __str__(self) -> str:
+        text = {
+            "waits": f"waits in {self.what}",
+            "computes": f"computes, before {self.what}",
+            "idle": f"has nothing to do since {self.what}",
+        }[self.state]
+        return f"{text} (launch {self.number}), for {self.since:.0f} s; its host is {self.host}"
+
+
+def describe_hang(positions: Mapping[int, Position], silent: Sequence[int]) -> str | None:
+    """Where ranks stand, and who waits for whom. ``None`` if no rank waits for another.
+
+    Args:
+        positions: of the ranks that have not moved for a while, by rank.
+        silent: the ranks that have said nothing.
+    """
+    waiting = [rank for rank, each in positions.items() if each.state == "waits"]
+    if not waiting:
+        return None
+    furthest = max(positions[rank].number for rank in waiting)
+    late = [
+        rank for rank, each in positions.items() if each.state != "waits" or each.number < furthest
+    ]
+    causes = [*late, *silent]
+    lines = [f"rank {rank}: {positions[rank]}" for rank in sorted(positions)]
+    lines += [f"rank {rank}: says nothing; it died, or its process is stopped" for rank in silent]
+    if causes:
+        rest = [rank for rank in waiting if rank not in causes] or waiting
+        end = f"{_ranks(rest)} wait{'' if len(rest) > 1 else 's'} for {_ranks(causes)}"
+    else:
+        end = "all ranks are in the same collective: the network, or the backend, does not move"
+    return "\n  ".join(["ranks stand still:", *lines, end])
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
+
+
+class DesyncMonitor:
+    """A thread that watches the lanes of one context.
+
+    While collectives end it only counts them. When none was launched or ended for ``timeout``
+    seconds, it posts where this rank stands. If others wait for a rank that does the same, each
+    rank prints once where all are. If ranks have issued different collectives, or one gave up, the
+    groups are closed, and the next forward raises. Otherwise it goes on watching: a rank that
+    writes a checkpoint for a minute is waited for.
+
+    Args:
+        lanes: gives the lanes that exist.
+        timeout: seconds.
+        found: is called on its thread when this rank must not go on.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        lanes: Callable[[], Iterable[Lane]],
+        faults: Faults,
+        timeout: float,
+        found: Callable[[], None],
+    ) -> None:
+        self.timeout = timeout
+        self.report: Callable[[str], object] = _print
+        self._device = device
+        self._lanes = lanes
+        self._faults = faults
+        self._found = found
+        self._main = threading.current_thread().ident
+        self._ended = threading.Event()
+        self._progress: tuple[int, ...] = ()
+        self._since = time.monotonic()
+        self._last = "its last collective"
+        self._has_posted = self._has_reported = False
+        thread = threading.Thread(
+            target=_run, args=(ref(self), self._ended), name="fsdp_overlap_monitor", daemon=True
+        )
+        thread.start()
+
+    def end(self) -> None:
+        self._ended.set()
+
+    def look(self) -> None:
+        """Looks at this rank, and if it stands still, at the others."""
+        if not querying.acquire(blocking=False):
+            return  # a graph is captured
+        try:
+            lanes = [lane for lane in self._lanes() if isinstance(lane, StreamLane)]
+            pending = [_pending(lane) for lane in lanes]
+            for launched in filter(None, pending):
+                self._last = _name(*launched[-1][:2])
+            position = self._position(lanes, pending)
+        finally:
+            querying.release()
+        progress = (*(lane.count for lane in lanes), *map(len, pending))
+        now = time.monotonic()
+        if progress != self._progress:
+            self._progress, self._since = progress, now
+            self._has_reported = False
+            if self._has_posted:
+                self._has_posted = False
+                self._tell("")
+        elif now - self._since >= self.timeout and position is not None:
+            self._has_posted = True
+            self._tell(json.dumps(asdict(position)))
+            if not self._has_reported:
+                self._ask(position, is_late=now - self._since >= 2 * self.timeout)
+
+    def _tell(self, where: str) -> None:
+        self._faults.where = where
+        self._faults.post()
+
+    def _ask(self, position: Position, is_late: bool) -> None:
+        me = dist.get_rank()
+        for ranks in self._faults.ranks():
+            if me in ranks[:READERS] or is_late:
+                break
+        else:
+            if position.state == "waits":
+                return  # is told by the readers, or asks later
+        try:
+            self._faults.look()
+        except RuntimeError as fault:
+            self._found()
+            self._say(str(fault))
+            return
+        for ranks, notes in zip(self._faults.ranks(), self._faults.notes(), strict=True):
+            told = {rank: note.where for rank, note in notes.items() if note.where}
+            positions = {rank: Position(**json.loads(where)) for rank, where in told.items()}
+            positions[me] = position
+            silent = [rank for rank in ranks if rank not in positions]
+            if silent and not is_late:
+                continue
+            if (text := describe_hang(positions, silent)) is not None:
+                self._say(text)
+
+    def _say(self, text: str) -> None:
+        self._has_reported = True
+        self.report(f"[rank {dist.get_rank()}] fsdp_overlap: {text}")
+
+    def _position(
+        self, lanes: Sequence[StreamLane], pending: Sequence[Sequence[Launched]]
+    ) -> Position | None:
+        """Where this rank stands. ``None`` before its first collective."""
+        number = sum(lane.count for lane in lanes)
+        oldest = [launched[0] for launched in pending if launched]
+        begun = [each for each in oldest if all(event.query() for event in each.waits)]
+        state = "waits" if begun else "computes" if oldest else "idle"
+        if not number:
+            return None
+        what = self._last if not oldest else _name(*(begun or oldest)[0][:2])
+        return Position(state, what, number, self._host(), time.monotonic() - self._since)
+
+    def _host(self) -> str:
+        """Where the main thread is: the innermost frame that is not torch's or this library's."""
+        frame = sys._current_frames().get(self._main or 0)
+        while frame is not None and frame.f_code.co_filename.startswith(PACKAGES):
+            frame = frame.f_back
+        if frame is None:
+            return "in no frame of the program"
+        file = Path(frame.f_code.co_filename).name
+        return f"at {file}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _pending(lane: StreamLane) -> list[Launched]:
+    """What ``lane`` has launched that has not ended, oldest first."""
+    launched = lane.launched
+    while launched and launched[0].end.query():
+        launched.popleft()
+    while True:
+        try:
+            return list(launched)
+        except RuntimeError:  # another was launched meanwhile
+            continue
+
+
+def _name(kind: str, label: str) -> str:
+    return f"{kind} of unit {label!r}" if label else kind
+
+
+def _print(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _run(monitor: ref[DesyncMonitor], ended: threading.Event) -> None:
+    own = monitor()
+    if own is None:
+        return
+    # The current device is a thread's own, and another one would be given a context.
+    with streams_of(own._device).device(own._device):
+        interval = own.timeout / LOOKS
+        del own
+        while not ended.wait(interval) and (found := monitor()) is not None:
+            found.look()
+            del found

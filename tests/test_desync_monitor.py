@@ -1,0 +1,188 @@
+"""Ranks whose hosts wait nowhere, one of which does not come: who says what, after how long."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_overlap import FsdpContext, fully_shard
+from fsdp_overlap.desync.monitor import Position, describe_hang
+from fsdp_overlap.emulator import EmulatedDevice, running
+from support.late_nccl import Late, late_collectives
+from support.nccl_like import BACKEND
+from support.ranks import RankError, run_ranks
+
+TIMEOUT = 1.0
+
+
+class Branch(nn.Sequential):
+    """Two layers, the second of which may be left out."""
+
+    skips = False
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        first: torch.Tensor = self[0](inputs)
+        return first if self.skips else self[1](first)
+
+
+class Hanging:
+    """A model of three units on this rank, two whole steps of which have run."""
+
+    def __init__(self) -> None:
+        mesh = init_device_mesh("emulated", (dist.get_world_size(),))
+        self.ctx = FsdpContext(mesh, hang_timeout=TIMEOUT)
+        with torch.device("emulated"):
+            self.model = Branch(nn.Linear(4, 4), nn.Linear(4, 4))
+            self.batch = torch.ones(2, 4)
+        for module in (*self.model, self.model):
+            fully_shard(module, self.ctx)
+        self.said: list[str] = []
+        self.pids: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(self.pids, os.getpid())
+        for _ in range(3):
+            self.step()
+        assert self.ctx._monitor is not None
+        self.ctx._monitor.report = self.said.append
+
+    def step(self) -> None:
+        self.model(self.batch).sum().backward()
+        self.model.zero_grad()
+
+    def wait_for_words(self) -> str:
+        end = time.monotonic() + 20 * TIMEOUT
+        while not self.said and time.monotonic() < end:
+            time.sleep(0.05)
+        return self.said[0] if self.said else ""
+
+
+def load_data(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def in_data_loading(one: Hanging, late: Late) -> str:
+    if dist.get_rank() == 1:
+        load_data(4 * TIMEOUT)
+    one.step()
+    return one.wait_for_words()
+
+
+def in_compute(one: Hanging, late: Late) -> str:
+    endless: Future[None] = Future()
+    if dist.get_rank() == 1:
+        late.add(endless)
+    one.step()
+    words = one.wait_for_words()
+    time.sleep(TIMEOUT)
+    endless.set_result(None)
+    return words
+
+
+def slowly(one: Hanging, late: Late) -> str:
+    for step in range(6):
+        if step % dist.get_world_size() == dist.get_rank():
+            time.sleep(0.7 * TIMEOUT)
+        one.step()
+    return "".join(one.said)
+
+
+def all_idle(one: Hanging, late: Late) -> str:
+    one.step()
+    load_data(3 * TIMEOUT)
+    return "".join(one.said)
+
+
+def without_a_unit(one: Hanging, late: Late) -> str:
+    one.model.skips = dist.get_rank() == 1
+    one.step()
+    words = one.wait_for_words()
+    with pytest.raises(RuntimeError, match=r"ranks ran different units: .* Call ctx\.reset\(\)"):
+        one.step()
+    raise AssertionError(words)  # what was launched never ends
+
+
+def while_one_is_stopped(one: Hanging, late: Late) -> str:
+    """As if it had died: it says nothing."""
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        one.step()
+        return "goes on"
+    one.step()
+    words = one.wait_for_words()
+    os.kill(one.pids[1], signal.SIGCONT)
+    return words
+
+
+def hang(program: Any) -> str:
+    with running(EmulatedDevice()):
+        one = Hanging()
+        with late_collectives() as late:
+            dist.barrier()
+            words: str = program(one, late)
+            assert one.ctx._monitor is not None
+            one.ctx._monitor.end()
+            deadline = time.monotonic() + 10
+            while any(map(late.left, list(late.of))) and time.monotonic() < deadline:
+                time.sleep(0.05)
+    return words
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_that_loads_data_is_named(world_size: int) -> None:
+    said = run_ranks(hang, world_size, in_data_loading, backend=BACKEND)
+    for rank, words in enumerate(said):
+        assert words.startswith(f"[rank {rank}] fsdp_overlap: ranks stand still:"), words
+        assert "rank 0: waits in all_gather of unit" in words
+        assert "rank 1: has nothing to do since" in words
+        assert "its host is at test_desync_monitor.py:" in words
+        assert "in load_data" in words
+        assert words.endswith("for rank 1")
+
+
+def test_a_rank_that_computes_without_end_is_named() -> None:
+    for words in run_ranks(hang, 2, in_compute, backend=BACKEND):
+        assert "rank 1: computes, before" in words, words
+        assert words.endswith("rank 0 waits for rank 1")
+
+
+def test_a_rank_that_skips_a_unit_is_named_and_nobody_goes_on() -> None:
+    said = r"fsdp_overlap: ranks ran different units: .* was rank 0: .*; rank 1: "
+    with pytest.raises(RankError, match=said):
+        run_ranks(hang, 2, without_a_unit, backend=BACKEND)
+
+
+def test_a_rank_that_says_nothing_is_named() -> None:
+    words, _ = run_ranks(hang, 2, while_one_is_stopped, backend=BACKEND)
+    assert "rank 0: waits in" in words
+    assert "rank 1: says nothing; it died, or its process is stopped" in words
+
+
+@pytest.mark.parametrize("program", [slowly, all_idle])
+def test_ranks_that_are_slow_or_all_idle_are_left_alone(program: Any) -> None:
+    assert run_ranks(hang, 2, program, backend=BACKEND) == ["", ""]
+
+
+def test_who_waits_for_whom() -> None:
+    def at(state: str, number: int) -> Position:
+        return Position(state, "all_gather of unit 'x'", number, "at train.py:1 in main", 12.0)
+
+    idle = {0: at("idle", 7), 1: at("idle", 7)}
+    assert describe_hang(idle, []) is None
+    assert describe_hang({0: at("computes", 7), 1: at("computes", 7)}, []) is None
+    behind = describe_hang({0: at("waits", 9), 1: at("waits", 7), 2: at("waits", 9)}, [])
+    assert behind is not None
+    assert behind.endswith("ranks 0, 2 wait for rank 1")
+    dead = describe_hang({0: at("waits", 9)}, [1])
+    assert dead is not None
+    assert "rank 1: says nothing; it died, or its process is stopped" in dead
+    together = describe_hang({0: at("waits", 9), 1: at("waits", 9)}, [])
+    assert together is not None
+    assert together.endswith("the network, or the backend, does not move")
