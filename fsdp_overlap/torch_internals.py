@@ -205,6 +205,9 @@ pop_dispatch_mode = _python_dispatch._pop_mode
 FakeTensor = fake_tensor.FakeTensor
 """A tensor without memory, which torch makes to ask for a shape."""
 
+FakeTensorMode = fake_tensor.FakeTensorMode
+"""Makes them, and remembers for all devices what shapes it found."""
+
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
 """Attention as a GPU computes it, which is not chosen for a emulated device without values."""
 

@@ -401,6 +401,17 @@ def calls_that_no_mode_sees_are_known() -> None:
         assert internals.is_torch_function_all_disabled()
 
 
+@canary("FakeTensorMode")
+def what_was_learned_without_memory_can_be_forgotten() -> None:
+    """The emulated device of another number makes torch forget it."""
+    mode = internals.FakeTensorMode
+    with mode():
+        torch.ones(1) + 1
+    assert mode.cache_info().size
+    mode.cache_clear()
+    assert not mode.cache_info().size
+
+
 @canary("FakeTensor")
 def tensors_without_memory_are_known() -> None:
     """The emulated device gives fake tensors memory."""

@@ -25,6 +25,7 @@ from fsdp_overlap.emulator.threads import following_threads
 from fsdp_overlap.torch_internals import (
     AsyncCollectiveTensor,
     DisableTorchFunction,
+    FakeTensorMode,
     determinism_checks,
     disable_current_modes,
     get_current_dispatch_mode_stack,
@@ -68,6 +69,8 @@ def running(device: EmulatedDevice) -> Iterator[EmulatedDevice]:
         device.is_over = True
         modes.backwards.end()
         _active.pop()
+        if device.index:
+            FakeTensorMode.cache_clear()  # it has the device's number
 
 
 class Modes:
