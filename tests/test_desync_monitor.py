@@ -7,6 +7,7 @@ import signal
 import time
 from concurrent.futures import Future
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_overlap import FsdpContext, fully_shard
+from fsdp_overlap.desync import monitor
 from fsdp_overlap.desync.monitor import Position, describe_hang
 from fsdp_overlap.emulator import EmulatedDevice, running
 from support.late_nccl import Late, late_collectives
@@ -73,6 +75,12 @@ def in_data_loading(one: Hanging, late: Late) -> str:
         load_data(4 * TIMEOUT)
     one.step()
     return one.wait_for_words()
+
+
+def in_data_loading_of_many(one: Hanging, late: Late) -> str:
+    """The last rank only reads what the first two have found."""
+    with patch.object(monitor, "READERS", 2):
+        return in_data_loading(one, late)
 
 
 def in_compute(one: Hanging, late: Late) -> str:
@@ -135,9 +143,11 @@ def hang(program: Any) -> str:
     return words
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_rank_that_loads_data_is_named(world_size: int) -> None:
-    said = run_ranks(hang, world_size, in_data_loading, backend=BACKEND)
+@pytest.mark.parametrize(
+    ("world_size", "program"), [(2, in_data_loading), (3, in_data_loading_of_many)]
+)
+def test_a_rank_that_loads_data_is_named(world_size: int, program: Any) -> None:
+    said = run_ranks(hang, world_size, program, backend=BACKEND)
     for rank, words in enumerate(said):
         assert words.startswith(f"[rank {rank}] fsdp_overlap: ranks stand still:"), words
         assert "rank 0: waits in all_gather of unit" in words

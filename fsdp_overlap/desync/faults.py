@@ -51,6 +51,8 @@ class Note:
     where: str = ""
     """Where the rank stands still, as its :class:`~fsdp_overlap.desync.monitor.DesyncMonitor` says.
     Empty if it does not, or has none."""
+    told: str = ""
+    """Where all ranks stand, as this one has found."""
 
     @classmethod
     def parse(cls, text: str) -> Note:
@@ -121,8 +123,8 @@ class Faults:
     def __init__(self, parties: Callable[[], Iterable[Party]], groups: GroupCache) -> None:
         self._parties = parties
         self._groups = groups
-        self.where = ""
-        """Where this rank stands still, for the others."""
+        self.where = self.told = ""
+        """Where this rank stands still, and where all do, for the others."""
         self._failure = ""
         self._event = ""
         self._has_reset = False
@@ -328,6 +330,7 @@ class Faults:
             tuple(party.labels),
             tuple(check.history),
             self.where,
+            self.told,
         )
         return json.dumps(asdict(note), default=list)
 

@@ -151,35 +151,40 @@ class DesyncMonitor:
             self._has_posted = True
             self._tell(json.dumps(asdict(position)))
             if not self._has_reported:
-                self._ask(position, is_late=now - self._since >= 2 * self.timeout)
+                self._ask(position, int((now - self._since) / self.timeout))
 
-    def _tell(self, where: str) -> None:
-        self._faults.where = where
+    def _tell(self, where: str, told: str = "") -> None:
+        self._faults.where, self._faults.told = where, told
         self._faults.post()
 
-    def _ask(self, position: Position, is_late: bool) -> None:
+    def _ask(self, position: Position, rounds: int) -> None:
+        """Looks for a reason among the others, ``rounds`` timeouts after this rank moved last."""
         me = dist.get_rank()
-        for ranks in self._faults.ranks():
-            if me in ranks[:READERS] or is_late:
-                break
-        else:
-            if position.state == "waits":
-                return  # is told by the readers, or asks later
+        is_reader = any(me in ranks[:READERS] for ranks in self._faults.ranks())
+        if not is_reader and rounds < 4:  # else the readers may be gone
+            notes = [note for told in self._faults.notes(READERS) for note in told.values()]
+            for found in [note.told for note in notes if note.told][:1]:
+                self._say(found)
+            return
         try:
             self._faults.look()
         except RuntimeError as fault:
             self._found()
             self._say(str(fault))
             return
-        for ranks, notes in zip(self._faults.ranks(), self._faults.notes(), strict=True):
-            told = {rank: note.where for rank, note in notes.items() if note.where}
-            positions = {rank: Position(**json.loads(where)) for rank, where in told.items()}
+        for ranks, told in zip(self._faults.ranks(), self._faults.notes(), strict=True):
+            positions = {
+                rank: Position(**json.loads(note.where))
+                for rank, note in told.items()
+                if note.where
+            }
             positions[me] = position
             silent = [rank for rank in ranks if rank not in positions]
-            if silent and not is_late:
+            if silent and rounds < 2:
                 continue
             if (text := describe_hang(positions, silent)) is not None:
                 self._say(text)
+                self._tell(json.dumps(asdict(position)), text)
 
     def _say(self, text: str) -> None:
         self._has_reported = True
