@@ -328,11 +328,11 @@ class StreamLane:
             if accept is not None:
                 accept(result)
             end = self.stream.record_event()
-        waits, self._preceding = self._preceding, []
+        preceding, self._preceding = self._preceding, []
         if self.is_captured:
             return CapturedTicket(end, self._streams)
         self.count += 1
-        self.launched.append(Launched(kind, label, waits, end))
+        self.launched.append(Launched(kind, label, preceding, end))
         return StreamTicket(end, self._streams)
 
     def free(self, label: str, buffer: Buffer, after: Mark, waits: bool = True) -> None:
