@@ -209,7 +209,7 @@ FakeTensorMode = fake_tensor.FakeTensorMode
 """Makes them, and remembers for all devices what shapes it found."""
 
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
-"""Attention as a GPU computes it, which is not chosen for a emulated device without values."""
+"""Attention as a GPU computes it, which is not chosen for an emulated device without values."""
 
 SUPPORTED_NODES = _pytree.SUPPORTED_NODES
 """The classes that are nodes of trees, and how to take them apart. Users register more."""

@@ -348,7 +348,7 @@ class CUDAGraph:
         """
         device = active()
         if device.timing is not None or not device.values:
-            raise NotImplementedError("graphs on a emulated device without values or with timing")
+            raise NotImplementedError("graphs on an emulated device without values or with timing")
         if device.current is device.default:
             raise RuntimeError("CUDA graphs must be captured on a non-default stream")
         if _under_way(device) is not None:

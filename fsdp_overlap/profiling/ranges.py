@@ -73,7 +73,7 @@ class Phases:
         self._times: dict[Any, list[float]] = {}
         self._labels: dict[Any, list[str]] = {}
         for thread, at_thread in changes.items():
-            # Changes at one moment, as where a emulated host takes no time, are in order already.
+            # Changes at one moment, as where an emulated host takes no time, are in order already.
             at_thread.sort(key=lambda change: change[:2])
             self._times[thread] = [at for at, _, _ in at_thread]
             self._labels[thread] = _innermost(at_thread)

@@ -1,4 +1,4 @@
-"""The time of what a emulated device runs: compute on streams, collectives on links."""
+"""The time of what an emulated device runs: compute on streams, collectives on links."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the memory of a emulated device holds over time: parameters, full buffers and the rest."""
+"""What the memory of an emulated device holds over time: parameters, full buffers and the rest."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ thread.
 in bfloat16, the unsharded step too, and reduces in float32. Neither has a floor or a target.
 
 `--calls` counts instead how many Python functions of ours and of `torch.distributed` a step calls
-for a unit. That has no noise, and can be said of lanes that are streams too: there on a emulated
+for a unit. That has no noise, and can be said of lanes that are streams too: there on an emulated
 device, whose own functions do not count.
 """
 
