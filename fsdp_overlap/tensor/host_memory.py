@@ -42,24 +42,33 @@ class FreedMemory:
     LOOK_EVERY = 32 * 1024 * 1024
     """After how many freed bytes to call :meth:`look`."""
     KEPT = 16 * 1024 * 1024
-    """How many bytes more than it needs the process may have."""
+    """How many bytes more than it needs the process may have, at first."""
+    SOON = 16
+    """After fewer looks than these, memory that was given back has been taken again."""
 
     def __init__(self) -> None:
         self.nbytes = 0
         """What was freed since. Whoever frees adds to it."""
+        self._kept = self.KEPT
         self._needed = 0
-        self._has_trimmed = True
+        self._looks = 0
+        """Since memory was given back."""
 
     def look(self) -> None:
-        """Give memory back if the process has too much."""
+        """Give memory back if the process has too much.
+
+        Each page that is given back and needed again is made anew, which takes time. So memory that
+        is soon back, activations or chunks that take turns, is kept: twice as much each time.
+        """
         self.nbytes = 0
         resident = _resident()
-        if self._has_trimmed:
-            # What is back so soon, activations above all, is in use: to give it back in each step
-            # would take time.
+        if self._looks == 0:
             self._needed = max(self._needed, resident)
-        self._has_trimmed = resident > self._needed + self.KEPT
-        if self._has_trimmed and (trim := _malloc_trim()) is not None:
+        self._looks += 1
+        if resident > self._needed + self._kept and (trim := _malloc_trim()) is not None:
+            if self._looks < self.SOON:
+                self._kept *= 2
+            self._looks = 0
             trim(0)
 
 
