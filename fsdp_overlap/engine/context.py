@@ -96,7 +96,7 @@ class FsdpContext:
         sync_module_states: bool = False,
         groups: MeshGroups | Mapping[DeviceMesh, MeshGroups] | None = None,
         pg_options: Mapping[str, object] | None = None,
-        hang_timeout: float | None = None,
+        hang_timeout: float | None = 10.0,
     ) -> None:
         if hang_timeout is not None and not hang_timeout > 0:
             raise ValueError(f"hang_timeout={hang_timeout}: use seconds, or None for no monitor")
