@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import threading
 import time
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 from unittest.mock import patch
 
@@ -17,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.desync import monitor
+from fsdp_overlap.desync.faults import Faults
 from fsdp_overlap.desync.monitor import Position, describe_hang
 from fsdp_overlap.emulator import EmulatedDevice, running
 from support.late_nccl import Late, late_collectives
@@ -129,6 +134,61 @@ def while_one_is_stopped(one: Hanging, late: Late) -> str:
     return words
 
 
+def after_a_reset(one: Hanging, late: Late) -> str:
+    """What ranks told each other before a reset no longer holds."""
+    one.ctx.reset()
+    one.model.zero_grad()
+    for _ in range(4):
+        one.step()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        one.ctx.faults.look()
+    dist.barrier()
+    return "".join(one.said)
+
+
+def while_one_comes_late_to_a_reset(one: Hanging, late: Late) -> str:
+    """The other waits for it in a collective and in the reset, and finds no fault with it."""
+    if dist.get_rank() == 1:
+        load_data(4 * TIMEOUT)
+    with suppress(ArithmeticError), torch.no_grad():
+        one.model[0](one.batch)
+        raise ArithmeticError
+    one.ctx.reset()
+    return "".join(one.said)
+
+
+def after_its_groups_are_gone(one: Hanging, late: Late) -> str:
+    """The thread of the monitor ends."""
+    assert one.ctx._monitor is not None
+    dist.barrier()
+    dist.destroy_process_group()
+    errors: list[str] = []
+    with patch.object(threading, "excepthook", lambda args: errors.append(str(args.exc_value))):
+        end = time.monotonic() + 10 * TIMEOUT
+        while monitors() and time.monotonic() < end:
+            time.sleep(0.05)
+    return "".join([*errors, *one.said, *(thread.name for thread in monitors())])
+
+
+def monitors() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "fsdp_overlap_monitor"]
+
+
+def after_an_error(one: Hanging, late: Late) -> str:
+    """An error of the monitor itself is no fault of the ranks."""
+    read, failed = Faults._read, []
+
+    def fail_once(faults: Faults) -> str:
+        if not failed:
+            failed.append(True)
+            raise RuntimeError("dictionary changed size during iteration")
+        return read(faults)
+
+    with patch.object(Faults, "_read", fail_once):
+        return in_data_loading(one, late)
+
+
 def hang(program: Any) -> str:
     with running(EmulatedDevice()):
         one = Hanging()
@@ -144,7 +204,8 @@ def hang(program: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "program"), [(2, in_data_loading), (3, in_data_loading_of_many)]
+    ("world_size", "program"),
+    [(2, in_data_loading), (3, in_data_loading_of_many), (2, after_an_error)],
 )
 def test_a_rank_that_loads_data_is_named(world_size: int, program: Any) -> None:
     said = run_ranks(hang, world_size, program, backend=BACKEND)
@@ -178,6 +239,51 @@ def test_a_rank_that_says_nothing_is_named() -> None:
 @pytest.mark.parametrize("program", [slowly, all_idle])
 def test_ranks_that_are_slow_or_all_idle_are_left_alone(program: Any) -> None:
     assert run_ranks(hang, 2, program, backend=BACKEND) == ["", ""]
+
+
+@pytest.mark.parametrize("program", [after_a_reset, while_one_comes_late_to_a_reset])
+def test_ranks_that_reset_are_left_alone(program: Any) -> None:
+    assert run_ranks(hang, 2, program, backend=BACKEND) == ["", ""]
+
+
+def test_a_monitor_ends_with_the_process_groups() -> None:
+    assert run_ranks(hang, 2, after_its_groups_are_gone, backend=BACKEND) == ["", ""]
+
+
+ASKING_AT_THE_END = """
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+import torch
+from torch.distributed import TCPStore
+from fsdp_overlap.desync.monitor import DesyncMonitor
+from fsdp_overlap.emulator import EmulatedDevice, running
+
+server = TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+client = TCPStore("127.0.0.1", server.port, 1, False, wait_for_workers=False)
+
+class Asking(DesyncMonitor):
+    def look(self):
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join()
+
+def ask():
+    with suppress(RuntimeError):
+        client.wait(["never"], timedelta(seconds=1))
+
+while_running = running(EmulatedDevice())
+while_running.__enter__()
+monitor = Asking(torch.device("emulated"), list, None, 0.05, list)
+time.sleep(0.3)
+"""
+
+
+def test_a_process_ends_as_it_should_while_its_monitor_asks_the_store() -> None:
+    program = [sys.executable, "-c", ASKING_AT_THE_END]
+    ended = subprocess.run(program, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_who_waits_for_whom() -> None:

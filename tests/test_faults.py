@@ -207,12 +207,38 @@ def ask_a_silent_store() -> None:
         asked = store_notes.StoreNotes("asked", dist.group.WORLD)
         asked.post("note")
         assert asked.read() == {}
-        assert asked.meet(second) == [1 - dist.get_rank()]
+        assert asked.meet(second) == {}
         store.end.set()
 
 
 def test_a_store_that_does_not_answer_is_not_waited_for() -> None:
     run_ranks(ask_a_silent_store, 2, timeout=20)
+
+
+class BusyStore(SilentStore):
+    """Takes its time to answer one question."""
+
+    notes: list[bytes]
+
+    def set(self, key: str, note: bytes) -> None:
+        self.notes.append(note)
+
+
+def ask_a_busy_store() -> None:
+    store = BusyStore()
+    store.notes = []
+    with patch.object(store_notes, "default_store", lambda: store):
+        asked = store_notes.StoreNotes("asked", dist.group.WORLD)
+        asking = threading.Thread(target=asked.read)
+        asking.start()
+        asked.post("note")
+        assert store.notes == [b"note"]
+        store.end.set()
+        asking.join()
+
+
+def test_a_thread_that_asks_does_not_silence_another() -> None:
+    run_ranks(ask_a_busy_store, 2, timeout=20)
 
 
 def groups_are_freed() -> None:

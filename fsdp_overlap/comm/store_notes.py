@@ -3,12 +3,12 @@ collectives wait."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from threading import Thread
 from typing import TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -20,8 +20,16 @@ T = TypeVar("T")
 # every timeout.
 ANSWER_SECONDS = 5.0
 
-# Stores that have not answered yet.
-_silent: WeakSet[dist.Store] = WeakSet()
+# What still asks a store that has not answered in time.
+_unanswered: WeakKeyDictionary[dist.Store, Thread] = WeakKeyDictionary()
+
+# The notes for which this process waits. Meanwhile its store may answer nobody else.
+_meeting: set[StoreNotes] = set()
+
+
+def is_meeting() -> bool:
+    """Whether this process waits for other ranks in a store."""
+    return bool(_meeting)
 
 
 def has_peers(group: dist.ProcessGroup) -> bool:
@@ -43,44 +51,51 @@ class StoreNotes:
     def __init__(self, name: str, group: dist.ProcessGroup) -> None:
         self._me = dist.get_rank()
         ranks = dist.get_process_group_ranks(group) if has_peers(group) else []
-        self._others = [rank for rank in sorted(ranks) if rank != self._me]
+        self.others = [rank for rank in sorted(ranks) if rank != self._me]
         self._whole = default_store()
         self._store = dist.PrefixStore(f"fsdp_overlap/{name}", self._whole)
 
     def post(self, note: str) -> None:
         """Replaces this rank's note by ``note``. Does nothing while the store does not answer."""
-        if self._whole not in _silent:
+        if not self._is_silent():
             self._ask(lambda: self._store.set(str(self._me), note), None, ANSWER_SECONDS)
 
-    def meet(self, timeout: timedelta | None, note: str = "") -> list[int]:
-        """Posts ``note`` for :meth:`read` and waits for all ranks to do so. Returns the ranks that
-        did not within ``timeout``. Works once for each name."""
-        others = [str(rank) for rank in self._others]
+    def meet(self, timeout: timedelta | None, note: str = "") -> dict[int, str]:
+        """Posts ``note`` and waits for all ranks to do so. Returns the notes of the other ranks
+        that did within ``timeout``. Works once for each name."""
+        others = [str(rank) for rank in self.others]
 
-        def meet() -> bool:
+        def meet() -> dict[int, str]:
             self._store.set(str(self._me), note)
-            if timeout is None:
-                self._store.wait(others)
-            else:
-                self._store.wait(others, timeout)
-            return True
+            with suppress(RuntimeError):  # some are late
+                if timeout is None:
+                    self._store.wait(others)
+                else:
+                    self._store.wait(others, timeout)
+            return self._read_of(self.others)
 
         seconds = None if timeout is None else timeout.total_seconds() + ANSWER_SECONDS
-        if self._ask(meet, False, seconds):
-            return []
-        met = self.read()
-        return [rank for rank in self._others if rank not in met]
+        _meeting.add(self)
+        try:
+            return self._ask(meet, {}, seconds)
+        finally:
+            _meeting.remove(self)
 
     def read(self, most: int | None = None) -> dict[int, str]:
         """The notes that other ranks have posted, by their ranks in the default group: all, or
         those of the first ``most`` of them. Empty while the store does not answer."""
+        if self._is_silent():
+            return {}
+        return self._ask(lambda: self._read_of(self.others[:most]), {}, ANSWER_SECONDS)
 
-        def read() -> dict[int, str]:
-            asked = self._others[:most]
-            there = [rank for rank in asked if self._store.check([str(rank)])]
-            return {rank: self._store.get(str(rank)).decode() for rank in there}
+    def _read_of(self, ranks: Sequence[int]) -> dict[int, str]:
+        there = [rank for rank in ranks if self._store.check([str(rank)])]
+        return {rank: self._store.get(str(rank)).decode() for rank in there}
 
-        return {} if self._whole in _silent else self._ask(read, {}, ANSWER_SECONDS)
+    def _is_silent(self) -> bool:
+        """Whether the store still owes an answer that did not come in time."""
+        asking = _unanswered.get(self._whole)
+        return asking is not None and asking.is_alive()
 
     def _ask(self, question: Callable[[], T], otherwise: T, seconds: float | None) -> T:
         """What the store answers to ``question`` within ``seconds``, and else ``otherwise``."""
@@ -89,10 +104,10 @@ class StoreNotes:
         def ask() -> None:
             with suppress(RuntimeError):
                 answers.append(question())
-            _silent.discard(self._whole)
 
         asking = Thread(target=ask, name="fsdp_overlap_board", daemon=True)
-        _silent.add(self._whole)
         asking.start()
         asking.join(seconds)
+        if asking.is_alive():
+            _unanswered[self._whole] = asking
         return answers[0] if answers else otherwise

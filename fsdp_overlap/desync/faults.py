@@ -6,8 +6,9 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from threading import Lock
 from typing import Protocol
 from weakref import WeakSet
 
@@ -28,6 +29,10 @@ GRACE_SECONDS = 2.0
 # Those of all contexts, because a rank that waits in the reset of one context does not come to the
 # collectives of another.
 _all: WeakSet[Faults] = WeakSet()
+
+
+class Fault(RuntimeError):
+    """Why a collective will never be done."""
 
 
 @dataclass(frozen=True)
@@ -128,24 +133,28 @@ class Faults:
         self._failure = ""
         self._event = ""
         self._has_reset = False
-        self._resets = 0
+        self._resets = self._cleared = 0
+        """How often ranks were to meet in a reset, and how often when the last fault was
+        forgotten."""
         self._resets_before: dict[str, int] = {}
         """How many resets came before the first at which ranks met in a store, by its name. Ranks
         of tensor parallelism that share a store may have reset more or less often before."""
         self._begun: dict[str, tuple[frozenset[int], int, str]] = {}
         """The ranks that exchange data beside units, how often this one began to with them, and
         what the last time was for, by the name of their group."""
+        self._posting = Lock()
+        """Is held while a note is written and posted, so that none replaces a later one."""
         _all.add(self)
 
     def look(self) -> None:
         """Looks for a reason why a collective lasts. Does not wait for the others.
 
         Raises:
-            RuntimeError: the collective will never be done; says why.
+            Fault: the collective will never be done; says why.
         """
         self._post()
         if told := self._read() or self._read_resets():
-            raise RuntimeError(self._fail(told))
+            raise Fault(self._fail(told))
 
     def check(self) -> None:
         """Refuses to go on after a fault that the desync monitor has found.
@@ -165,8 +174,8 @@ class Faults:
     def notes(self, most: int | None = None) -> list[dict[int, Note]]:
         """What the others have told, by their ranks, for each set of ranks of the context. All of
         them, or the first ``most``."""
-        stores = [StoreNotes(name, group) for _, group, name in self._stores()]
-        return [_parsed(store, most) for store in stores]
+        stores = [self._notes_in(name, group) for _, group, name in self._stores()]
+        return [_parsed(store.read(most)) for store in stores]
 
     def ranks(self) -> list[list[int]]:
         """The ranks of each set whose :meth:`notes` these are."""
@@ -250,13 +259,13 @@ class Faults:
             # other notes at once.
             number = self._resets - self._resets_before[name]
             store = StoreNotes(f"{name}/reset/{number}", group)
-            late = store.meet(timeout, self._note_of(party))
-            if late:
+            met = store.meet(timeout, self._note_of(party))
+            if late := [rank for rank in store.others if rank not in met]:
                 raise RuntimeError(
                     f"ranks {late} did not call ctx.reset() in time, or died: this rank "
                     f"{self._event}; it must be called on every rank"
                 )
-            notes.append((party, _parsed(store)))
+            notes.append((party, _parsed(met)))
         apart = self._apart(notes)
         self._groups.close()
         for name, ranks in apart.items():
@@ -293,6 +302,7 @@ class Faults:
         self._failure = self._event = ""
         self._has_reset = False
         self._begun.clear()
+        self._cleared = self._resets
 
     def _fail(self, text: str) -> str:
         """Notes what happened, and ends what the other ranks wait for. Returns ``text``."""
@@ -313,9 +323,16 @@ class Faults:
                 yield party, group, f"{label}/{seen[label]}"
                 seen[label] += 1
 
+    def _notes_in(self, name: str, group: dist.ProcessGroup) -> StoreNotes:
+        """The notes since the last reset. What ranks posted before no longer holds, and groups that
+        cannot be closed, whose names these are, are the same after it."""
+        number = self._cleared - self._resets_before.get(name, self._cleared)
+        return StoreNotes(f"{name}/after/{number}", group)
+
     def _post(self) -> None:
-        for party, group, name in self._stores():
-            StoreNotes(name, group).post(self._note_of(party))
+        with self._posting:
+            for party, group, name in self._stores():
+                self._notes_in(name, group).post(self._note_of(party))
 
     def _note_of(self, party: Party) -> str:
         """What this rank tells the others of ``party`` now."""
@@ -325,7 +342,7 @@ class Faults:
             self._failure,
             check.progress,
             self._groups.issued(),
-            {name: begun for name, (_, begun, _) in self._begun.items()},
+            {name: begun for name, (_, begun, _) in self._begun.copy().items()},
             self._has_reset,
             tuple(party.labels),
             tuple(check.history),
@@ -336,7 +353,7 @@ class Faults:
 
     def _notes(self) -> Iterator[tuple[Party, dict[int, Note]]]:
         for party, group, name in self._stores():
-            yield party, _parsed(StoreNotes(name, group))
+            yield party, _parsed(self._notes_in(name, group).read())
 
     def _read(self) -> str:
         """Why this rank waits for a collective in vain, as the others tell. Empty if they tell no
@@ -366,7 +383,7 @@ class Faults:
     def _skipped(self, rank: int, note: Note) -> str:
         """What this rank has begun together with ``rank``, which wrote ``note``, more often than
         that. Empty if nothing."""
-        for name, (ranks, begun, what) in self._begun.items():
+        for name, (ranks, begun, what) in self._begun.copy().items():
             if rank in ranks and note.begun.get(name, 0) < begun:
                 return what
         return ""
@@ -409,5 +426,5 @@ class Faults:
         return f" ({'; '.join(sorted(events))})" if events else ""
 
 
-def _parsed(store: StoreNotes, most: int | None = None) -> dict[int, Note]:
-    return {rank: Note.parse(text) for rank, text in store.read(most).items()}
+def _parsed(notes: Mapping[int, str]) -> dict[int, Note]:
+    return {rank: Note.parse(text) for rank, text in notes.items()}

@@ -6,6 +6,7 @@ A CPU's host waits for each collective, and asks by itself: see :mod:`~fsdp_over
 
 from __future__ import annotations
 
+import atexit
 import json
 import sys
 import threading
@@ -13,15 +14,16 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 
 from fsdp_overlap.comm.graphs import querying
 from fsdp_overlap.comm.lanes import Lane, Launched, StreamLane
+from fsdp_overlap.comm.store_notes import ANSWER_SECONDS, is_meeting
 from fsdp_overlap.comm.streams import streams_of
-from fsdp_overlap.desync.faults import Faults
+from fsdp_overlap.desync.faults import Fault, Faults
 
 LOOKS = 5
 """How often a rank looks at itself within the timeout."""
@@ -31,6 +33,9 @@ READERS = 4
 thousand ranks that read a thousand notes each would keep the store busy."""
 
 PACKAGES = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+
+# What ends the threads of monitors.
+_threads: WeakKeyDictionary[threading.Thread, threading.Event] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,7 @@ class DesyncMonitor:
         thread = threading.Thread(
             target=_run, args=(ref(self), self._ended), name="fsdp_overlap_monitor", daemon=True
         )
+        _threads[thread] = self._ended
         thread.start()
 
     def end(self) -> None:
@@ -129,6 +135,9 @@ class DesyncMonitor:
 
     def look(self) -> None:
         """Looks at this rank, and if it stands still, at the others."""
+        if is_meeting():
+            self._since = time.monotonic()  # ranks that reset wait for each other, and say so
+            return
         if not querying.acquire(blocking=False):
             return  # a graph is captured
         try:
@@ -168,7 +177,7 @@ class DesyncMonitor:
             return
         try:
             self._faults.look()
-        except RuntimeError as fault:
+        except Fault as fault:
             self._found()
             self._say(str(fault))
             return
@@ -180,7 +189,7 @@ class DesyncMonitor:
             }
             positions[me] = position
             silent = [rank for rank in ranks if rank not in positions]
-            if silent and rounds < 2:
+            if silent and (rounds < 2 or is_meeting()):
                 continue
             if (text := describe_hang(positions, silent)) is not None:
                 self._say(text)
@@ -243,5 +252,18 @@ def _run(monitor: ref[DesyncMonitor], ended: threading.Event) -> None:
         interval = own.timeout / LOOKS
         del own
         while not ended.wait(interval) and (found := monitor()) is not None:
-            found.look()
+            try:
+                found.look()
+            except Exception:  # this must not end what it watches, nor the watching
+                if not dist.is_initialized():
+                    return
             del found
+
+
+@atexit.register
+def _end_threads() -> None:
+    """Python would end a thread that asks a store by aborting the whole process."""
+    for ended in list(_threads.values()):
+        ended.set()
+    for thread in list(_threads):
+        thread.join(2 * ANSWER_SECONDS)
