@@ -20,7 +20,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.checkpoint import ShardStager
-from fsdp_overlap.comm.lanes import CapturedTicket, StreamLane
+from fsdp_overlap.comm import graphs
+from fsdp_overlap.comm.lanes import REPLAY, CapturedTicket, StreamLane
 from fsdp_overlap.emulator import (
     CUDAGraph,
     EmulatedDevice,
@@ -392,6 +393,67 @@ def test_a_step_that_raised_in_a_capture_leaves_a_context_that_resets(
     twin.step()
     assert torch.equal(one.evaluate(), twin.evaluate())
     assert not device.findings
+
+
+def preceding(one: OneStep) -> list[Any]:
+    """What lanes know that their streams wait for."""
+    lanes: Any = one.ctx.transfers.lanes
+    return [
+        event
+        for lane in lanes
+        for event in (*lane._preceding, *(each for some in lane.launched for each in some.waits))
+    ]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_capture_leaves_no_events_that_nobody_may_ask(
+    device: EmulatedDevice, fails: bool
+) -> None:
+    one = OneStep()
+
+    def step() -> None:
+        one.step()
+        if fails:
+            one.inputs[0].sum().item()
+
+    with pytest.raises(RuntimeError, match="Unsupported") if fails else nullcontext():
+        one.capture(step)
+    if fails:
+        one.ctx.reset()
+    one.step()
+    assert all(event.query() is not None for event in preceding(one))
+
+
+def test_replays_are_counted_and_leave_nothing_else(device: EmulatedDevice) -> None:
+    one = OneStep()
+    one.capture()
+    lanes: Any = one.ctx.transfers.lanes
+    counts = [lane.count for lane in lanes]
+    for _ in range(3):
+        one.graph.replay()
+    assert [lane.count - before for lane, before in zip(lanes, counts, strict=True)] == [3, 3]
+    assert {lane.launched[-1].kind for lane in lanes} == {REPLAY}
+    before = len(preceding(one))
+    one.graph.replay()
+    assert len(preceding(one)) == before
+
+
+def test_a_capture_that_does_not_begin_leaves_the_monitor_its_queries(
+    device: EmulatedDevice,
+) -> None:
+    one = OneStep()  # watches
+    with pytest.raises(RuntimeError, match="non-default stream"):
+        one.graph.capture_begin()
+    assert not graphs.querying.locked()
+
+
+def test_a_capture_does_not_end_the_queries_of_another_thread(device: EmulatedDevice) -> None:
+    one = OneStep()
+    assert graphs.querying.acquire(timeout=1)
+    with patch.object(graphs, "QUERIES_SECONDS", 0.1):
+        one.capture()
+    assert graphs.querying.locked()
+    graphs.querying.release()
 
 
 def test_graphs_of_several_steps_may_share_a_pool(device: EmulatedDevice) -> None:

@@ -20,12 +20,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_overlap import FsdpContext, fully_shard
+from fsdp_overlap.comm.lanes import REPLAY
+from fsdp_overlap.comm.store_notes import StoreNotes
 from fsdp_overlap.desync import monitor
 from fsdp_overlap.desync.faults import Faults
 from fsdp_overlap.desync.monitor import Position, describe_hang
 from fsdp_overlap.emulator import EmulatedDevice, running
 from support.late_nccl import Late, late_collectives
-from support.nccl_like import BACKEND
+from support.nccl_like import BACKEND, NcclLikeGroup
 from support.ranks import RankError, run_ranks
 
 TIMEOUT = 1.0
@@ -79,7 +81,7 @@ def in_data_loading(one: Hanging, late: Late) -> str:
     if dist.get_rank() == 1:
         load_data(4 * TIMEOUT)
     one.step()
-    return one.wait_for_words()
+    return one.wait_for_words() if dist.get_rank() != 1 else "".join(one.said)
 
 
 def in_data_loading_of_many(one: Hanging, late: Late) -> str:
@@ -90,13 +92,14 @@ def in_data_loading_of_many(one: Hanging, late: Late) -> str:
 
 def in_compute(one: Hanging, late: Late) -> str:
     endless: Future[None] = Future()
-    if dist.get_rank() == 1:
-        late.add(endless)
+    if dist.get_rank() == 0:
+        one.step()
+        return one.wait_for_words()
+    late.add(endless)
     one.step()
-    words = one.wait_for_words()
-    time.sleep(TIMEOUT)
+    time.sleep(4 * TIMEOUT)
     endless.set_result(None)
-    return words
+    return "".join(one.said)
 
 
 def slowly(one: Hanging, late: Late) -> str:
@@ -108,9 +111,28 @@ def slowly(one: Hanging, late: Late) -> str:
 
 
 def all_idle(one: Hanging, late: Late) -> str:
+    """Nobody asks the store about others."""
     one.step()
-    load_data(3 * TIMEOUT)
+    with patch.object(StoreNotes, "read") as read:
+        load_data(3 * TIMEOUT)
+    assert not read.called
     return "".join(one.said)
+
+
+def in_the_same_collective(one: Hanging, late: Late) -> str:
+    """The network dies. The host of rank 1 has launched more."""
+    is_alive = threading.Event()
+    dist.barrier()
+    with patch.object(NcclLikeGroup, "_exchange", lambda *_: is_alive.wait()):
+        with torch.no_grad():
+            for _ in range(1 + dist.get_rank()):
+                one.model(one.batch)
+        words = one.wait_for_words()
+        is_alive.set()
+        for queue in list(late.of):
+            for future in late.left(queue):
+                future.result()
+    return words
 
 
 def without_a_unit(one: Hanging, late: Late) -> str:
@@ -209,7 +231,8 @@ def hang(program: Any) -> str:
 )
 def test_a_rank_that_loads_data_is_named(world_size: int, program: Any) -> None:
     said = run_ranks(hang, world_size, program, backend=BACKEND)
-    for rank, words in enumerate(said):
+    assert not said.pop(1)  # it waits for nobody
+    for rank, words in zip((0, 2), said, strict=False):
         assert words.startswith(f"[rank {rank}] fsdp_overlap: ranks stand still:"), words
         assert "rank 0: waits in all_gather of unit" in words
         assert "rank 1: has nothing to do since" in words
@@ -218,10 +241,16 @@ def test_a_rank_that_loads_data_is_named(world_size: int, program: Any) -> None:
         assert words.endswith("for rank 1")
 
 
+def test_a_network_that_does_not_move_is_no_ranks_fault() -> None:
+    for words in run_ranks(hang, 2, in_the_same_collective, backend=BACKEND):
+        assert words.endswith("the network, or the backend, does not move"), words
+
+
 def test_a_rank_that_computes_without_end_is_named() -> None:
-    for words in run_ranks(hang, 2, in_compute, backend=BACKEND):
-        assert "rank 1: computes, before" in words, words
-        assert words.endswith("rank 0 waits for rank 1")
+    words, others = run_ranks(hang, 2, in_compute, backend=BACKEND)
+    assert "rank 1: computes, before" in words, words
+    assert words.endswith("rank 0 waits for rank 1")
+    assert not others
 
 
 def test_a_rank_that_skips_a_unit_is_named_and_nobody_goes_on() -> None:
@@ -302,3 +331,15 @@ def test_who_waits_for_whom() -> None:
     together = describe_hang({0: at("waits", 9), 1: at("waits", 9)}, [])
     assert together is not None
     assert together.endswith("the network, or the backend, does not move")
+
+
+def test_a_replay_may_take_its_time_but_not_for_a_rank_that_does_not_come() -> None:
+    def at(state: str, number: int) -> Position:
+        return Position(state, REPLAY, number, "at train.py:1 in main", 12.0)
+
+    assert describe_hang({0: at("waits", 7), 1: at("waits", 7)}, []) is None
+    assert describe_hang({0: at("waits", 7), 1: at("idle", 8)}, []) is None  # it is through
+    for late in (at("idle", 7), at("waits", 6)):
+        told = describe_hang({0: at("waits", 7), 1: late}, [])
+        assert told is not None
+        assert told.endswith("rank 0 waits for rank 1")

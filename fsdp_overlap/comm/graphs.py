@@ -55,6 +55,8 @@ _watchers: WeakSet[Watcher] = WeakSet()
 _replays: WeakKeyDictionary[object, list[Replays]] = WeakKeyDictionary()
 _extended: WeakSet[type] = WeakSet()
 _capture: object | None = None
+_is_guarded = False
+"""Whether the capture under way holds :data:`querying`."""
 
 
 def capture_under_way() -> object | None:
@@ -79,18 +81,23 @@ def _extend(kind: Any) -> None:
 
     @wraps(begin)
     def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> None:
-        global _capture
+        global _capture, _is_guarded
         for call in before_capture_or_replay:
             call()
-        querying.acquire(timeout=QUERIES_SECONDS)
-        begin(graph, *args, **kwargs)
-        _capture = object()
+        is_guarded = querying.acquire(timeout=QUERIES_SECONDS)
+        try:
+            begin(graph, *args, **kwargs)
+        except BaseException:
+            if is_guarded:
+                querying.release()
+            raise
+        _capture, _is_guarded = object(), is_guarded
         for watcher in list(_watchers):
             watcher.capture_begins()
 
     @wraps(end)
     def capture_end(graph: Any) -> None:
-        global _capture
+        global _capture, _is_guarded
         watchers = list(_watchers)
         try:
             told = [replays for each in watchers if (replays := each.capture_ends()) is not None]
@@ -99,7 +106,8 @@ def _extend(kind: Any) -> None:
             try:
                 end(graph)
             finally:
-                if querying.locked():
+                if _is_guarded:
+                    _is_guarded = False
                     querying.release()
         _replays[graph] = told
         try:

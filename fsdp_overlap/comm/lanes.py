@@ -29,6 +29,9 @@ Travel = tuple[Callable[[], Issued], Callable[[torch.Tensor], None] | None, int]
 """What :meth:`Lane.enqueue` runs and gives the result to, and how many bytes travel then."""
 
 
+REPLAY = "replay of a CUDA graph"
+"""What is launched instead of collectives where these are in a graph."""
+
 # How many collectives a lane remembers that have not ended.
 MAX_LAUNCHED = 1024
 
@@ -70,6 +73,10 @@ class Lane(Protocol):
     is_captured: bool
     """Whether what is enqueued is captured in a graph, and does not run yet."""
 
+    def set_captured(self, is_captured: bool) -> None:
+        """A capture that the lane takes part in has begun, or is about to end."""
+        ...
+
     def after_compute(self) -> None:
         """What is enqueued from now on starts after the compute enqueued so far."""
         ...
@@ -81,6 +88,11 @@ class Lane(Protocol):
     def after_ticket(self, ticket: Ticket) -> None:
         """What is enqueued from now on starts after the work of ``ticket``, which is of another
         lane."""
+        ...
+
+    def after_replay(self) -> None:
+        """What is enqueued from now on starts after a graph that was just enqueued as compute,
+        which waits for what was enqueued here so far."""
         ...
 
     def before_compute(self) -> None:
@@ -187,6 +199,9 @@ class HostLane:
     runs_ahead = False
     is_captured = False
 
+    def set_captured(self, is_captured: bool) -> None:
+        pass  # a CPU has no graphs
+
     def after_compute(self) -> None:
         pass
 
@@ -195,6 +210,9 @@ class HostLane:
 
     def after_ticket(self, ticket: Ticket) -> None:
         ticket.wait()
+
+    def after_replay(self) -> None:
+        pass  # a CPU has no graphs
 
     def before_compute(self) -> None:
         pass  # tickets are waited for one by one: nothing else knows what is under way
@@ -244,8 +262,8 @@ class StreamTicket:
 
 
 class Launched(NamedTuple):
-    """A collective on a lane's stream: the events that the stream waited for before it, and the
-    one behind it."""
+    """A collective on a lane's stream, or a replay before what comes there next: the events that
+    the stream waited for before it, and the one behind it."""
 
     kind: str
     label: str
@@ -291,8 +309,14 @@ class StreamLane:
         self.launched: deque[Launched] = deque(maxlen=MAX_LAUNCHED)
         """For the desync monitor, which drops those that have ended."""
         self.count = 0
-        """How many collectives were ever launched."""
+        """How many were ever launched."""
         self._preceding: list[torch.Event] = []
+        """What the stream waits for before the next collective."""
+
+    def set_captured(self, is_captured: bool) -> None:
+        self.is_captured = is_captured
+        if not is_captured:
+            self._preceding = []  # nobody may ask events of the capture
 
     def after_compute(self) -> None:
         self.after_event(self._streams.current_stream().record_event())
@@ -304,6 +328,13 @@ class StreamLane:
     def after_ticket(self, ticket: Ticket) -> None:
         with self._streams.stream(self.stream):
             ticket.wait()
+
+    def after_replay(self) -> None:
+        self.after_compute()
+        end = self._preceding[-1]
+        self._preceding = [end]  # the others precede the replay
+        self.count += 1
+        self.launched.append(Launched(REPLAY, "", (), end))
 
     def before_compute(self) -> None:
         self._streams.current_stream().wait_stream(self.stream)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_overlap.comm.graphs import querying
-from fsdp_overlap.comm.lanes import Lane, Launched, StreamLane
+from fsdp_overlap.comm.lanes import REPLAY, Lane, Launched, StreamLane
 from fsdp_overlap.comm.store_notes import ANSWER_SECONDS, is_meeting
 from fsdp_overlap.comm.streams import streams_of
 from fsdp_overlap.desync.faults import Fault, Faults
@@ -30,7 +30,8 @@ LOOKS = 5
 
 READERS = 4
 """How many ranks of a group read what all others say. The rest read what these have found: a
-thousand ranks that read a thousand notes each would keep the store busy."""
+thousand ranks that read a thousand notes each would keep the store busy. Ranks that do not wait do
+not read, so with time more of those that do read all."""
 
 PACKAGES = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 
@@ -42,8 +43,8 @@ _threads: WeakKeyDictionary[threading.Thread, threading.Event] = WeakKeyDictiona
 class Position:
     """Where a rank stands still. ``state``: it "waits" in a collective that its device has begun,
     "computes" before one that it has not, or is "idle": its device has nothing to do. ``what``:
-    that collective, or the last one. ``number``: how many collectives it has launched. ``host``:
-    where its main thread is. ``since``: seconds."""
+    that collective, or the last one, or a replay of a graph. ``number``: how many of these have
+    ended on its device. ``host``: where its main thread is. ``since``: seconds."""
 
     state: str
     what: str
@@ -57,11 +58,12 @@ class Position:
             "computes": f"computes, before {self.what}",
             "idle": f"has nothing to do since {self.what}",
         }[self.state]
-        return f"{text} (launch {self.number}), for {self.since:.0f} s; its host is {self.host}"
+        return f"{text} ({self.number} done), for {self.since:.0f} s; its host is {self.host}"
 
 
 def describe_hang(positions: Mapping[int, Position], silent: Sequence[int]) -> str | None:
-    """Where ranks stand, and who waits for whom. ``None`` if no rank waits for another.
+    """Where ranks stand, and who waits for whom. ``None`` if no rank waits for another, as far as
+    that can be told: all may be in the same replay of a graph, which takes its time.
 
     Args:
         positions: of the ranks that have not moved for a while, by rank.
@@ -75,6 +77,10 @@ def describe_hang(positions: Mapping[int, Position], silent: Sequence[int]) -> s
         rank for rank, each in positions.items() if each.state != "waits" or each.number < furthest
     ]
     causes = [*late, *silent]
+    if all(positions[rank].what == REPLAY for rank in waiting) and not (
+        silent or any(positions[rank].number <= furthest for rank in late)
+    ):
+        return None
     lines = [f"rank {rank}: {positions[rank]}" for rank in sorted(positions)]
     lines += [f"rank {rank}: says nothing; it died, or its process is stopped" for rank in silent]
     if causes:
@@ -92,11 +98,11 @@ def _ranks(ranks: Sequence[int]) -> str:
 class DesyncMonitor:
     """A thread that watches the lanes of one context.
 
-    While collectives end it only counts them. When none was launched or ended for ``timeout``
-    seconds, it posts where this rank stands. If others wait for a rank that does the same, each
-    rank prints once where all are. If ranks have issued different collectives, or one gave up, the
-    groups are closed, and the next forward raises. Otherwise it goes on watching: a rank that
-    writes a checkpoint for a minute is waited for.
+    While collectives end, or replays of graphs, it only counts them. When none was launched or
+    ended for ``timeout`` seconds, it posts where this rank stands. If this rank waits for one that
+    does the same, it prints once where all are. If ranks have issued different collectives, or one
+    gave up, the groups are closed, and the next forward raises. Otherwise it goes on watching: a
+    rank that writes a checkpoint for a minute is waited for.
 
     Args:
         lanes: gives the lanes that exist.
@@ -123,7 +129,9 @@ class DesyncMonitor:
         self._progress: tuple[int, ...] = ()
         self._since = time.monotonic()
         self._last = "its last collective"
-        self._has_posted = self._has_reported = False
+        self._rounds = 0
+        """For how many timeouts this rank has stood still when it posted where."""
+        self._has_reported = False
         thread = threading.Thread(
             target=_run, args=(ref(self), self._ended), name="fsdp_overlap_monitor", daemon=True
         )
@@ -153,14 +161,15 @@ class DesyncMonitor:
         if progress != self._progress:
             self._progress, self._since = progress, now
             self._has_reported = False
-            if self._has_posted:
-                self._has_posted = False
+            if self._rounds:
+                self._rounds = 0
                 self._tell("")
-        elif now - self._since >= self.timeout and position is not None:
-            self._has_posted = True
-            self._tell(json.dumps(asdict(position)))
-            if not self._has_reported:
-                self._ask(position, int((now - self._since) / self.timeout))
+        elif (rounds := int((now - self._since) / self.timeout)) and position is not None:
+            if rounds > self._rounds:
+                self._rounds = rounds
+                self._tell(json.dumps(asdict(position)))
+            if position.state == "waits" and not self._has_reported:
+                self._ask(position, rounds)
 
     def _tell(self, where: str, told: str = "") -> None:
         self._faults.where, self._faults.told = where, told
@@ -169,8 +178,8 @@ class DesyncMonitor:
     def _ask(self, position: Position, rounds: int) -> None:
         """Looks for a reason among the others, ``rounds`` timeouts after this rank moved last."""
         me = dist.get_rank()
-        is_reader = any(me in ranks[:READERS] for ranks in self._faults.ranks())
-        if not is_reader and rounds < 4:  # else the readers may be gone
+        readers = READERS * max(1, rounds - 2)
+        if not any(me in ranks[:readers] for ranks in self._faults.ranks()):
             notes = [note for told in self._faults.notes(READERS) for note in told.values()]
             for found in [note.told for note in notes if note.told][:1]:
                 self._say(found)
@@ -204,13 +213,14 @@ class DesyncMonitor:
     ) -> Position | None:
         """Where this rank stands. ``None`` before its first collective."""
         number = sum(lane.count for lane in lanes)
+        ended = number - sum(map(len, pending))
         oldest = [launched[0] for launched in pending if launched]
         begun = [each for each in oldest if all(event.query() for event in each.waits)]
         state = "waits" if begun else "computes" if oldest else "idle"
         if not number:
             return None
         what = self._last if not oldest else _name(*(begun or oldest)[0][:2])
-        return Position(state, what, number, self._host(), time.monotonic() - self._since)
+        return Position(state, what, ended, self._host(), time.monotonic() - self._since)
 
     def _host(self) -> str:
         """Where the main thread is: the innermost frame that is not torch's or this library's."""

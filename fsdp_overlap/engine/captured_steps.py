@@ -190,4 +190,4 @@ class ReplayedSteps:
                 for bucket in unit.buckets:
                     bucket.edits.note_values()
         if (transfers := self._transfers()) is not None:
-            transfers.let_lanes_wait()
+            transfers.note_replay()

@@ -235,17 +235,22 @@ class Transfers:
         for lane in self._lanes():
             lane.after_compute()
 
+    def note_replay(self) -> None:
+        """Makes all lanes wait for the graph that was just enqueued, and counts it."""
+        for lane in self._lanes():
+            lane.after_replay()
+
     def begin_capture(self) -> None:
         """Takes all lanes into the capture of a graph that compute is in. Their memory then comes
         from the graph's pool."""
         self.let_lanes_wait()
         for lane in self._lanes():
-            lane.is_captured = True
+            lane.set_captured(True)
 
     def end_capture(self) -> None:
         """Takes all lanes out of the capture, which waits for all that was enqueued there."""
         for lane in self._lanes():
-            lane.is_captured = False
+            lane.set_captured(False)
         self.wait_for_lanes()
 
     def _lanes(self) -> list[Lane]:
