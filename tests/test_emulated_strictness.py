@@ -280,6 +280,65 @@ def test_hooks_of_backward_and_what_comes_last_run_on_the_thread_of_the_device(
     assert not device.findings
 
 
+class OnTheSide(torch.autograd.Function):
+    """Its backward computes on another stream."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, side: Any, joins: bool) -> torch.Tensor:
+        ctx.side, ctx.joins = side, joins
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        here = current_stream()
+        ctx.side.wait_stream(here)
+        with stream(ctx.side):
+            made = gradients[0] * 2
+        if ctx.joins:
+            here.wait_stream(ctx.side)
+        return made, None, None
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_the_next_node_waits_for_the_stream_of_a_node_and_not_for_others(
+    device: EmulatedDevice, joins: bool
+) -> None:
+    x = torch.ones(4, device=HERE, requires_grad=True)
+    OnTheSide.apply(x * 3, side := Stream(), joins).sum().backward()
+    del side
+    assert ("race" in kinds(device)) is not joins
+
+
+def test_gradients_of_several_streams_are_summed_in_order(device: EmulatedDevice) -> None:
+    x = torch.ones(4, device=HERE, requires_grad=True)
+    shared, sides = x * 1, (Stream(), Stream(), Stream())
+    parts = []
+    for side in sides:
+        side.wait_stream(current_stream())
+        with stream(side):
+            parts.append(shared * 2)
+    for side in sides:
+        current_stream().wait_stream(side)
+    torch.stack(parts).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full((4,), 6.0, device=HERE))
+    assert not device.findings
+
+
+def test_memory_is_kept_back_for_other_streams_alone(device: EmulatedDevice) -> None:
+    for is_own in (True, False):
+        tensor = torch.ones(1 << 20, device=HERE)
+        side = current_stream() if is_own else Stream()
+        side.wait_stream(current_stream())
+        with stream(side):
+            tensor.add_(1)
+        tensor.record_stream(side)
+        address = device.address_of(tensor)
+        del tensor
+        again = torch.ones(1 << 20, device=HERE)
+        assert (device.address_of(again) == address) is is_own
+
+
 def test_a_backward_of_the_host_runs_on_the_thread_that_calls_it(device: EmulatedDevice) -> None:
     seen = []
     weight = torch.ones(4, requires_grad=True)

@@ -122,6 +122,17 @@ def waits_for_stream_outside() -> Callable[[], Any]:
     return lambda: current_stream().wait_stream(Stream())
 
 
+def brings_in_the_default_stream() -> Callable[[], Any]:
+    default = current_stream()
+    return lambda: default.wait_stream(current_stream())
+
+
+def runs_backward_into_a_node_of_the_default_stream() -> Callable[[], Any]:
+    weight = ones(4).requires_grad_()
+    accumulates = weight.view_as(weight)  # holds the node that was made here
+    return lambda: (weight * accumulates.detach()).sum().backward()
+
+
 RULES: dict[Callable[[], Callable[[], Any]], str] = {
     waits_for_event_from_before: "cudaErrorStreamCaptureIsolation",
     waits_for_stream_outside: "cudaErrorStreamCaptureIsolation",
@@ -130,6 +141,8 @@ RULES: dict[Callable[[], Callable[[], Any]], str] = {
     asks_event: "cudaErrorStreamCaptureUnsupported",
     asks_event_from_before: "cudaErrorStreamCaptureUnsupported",
     synchronizes: "cudaErrorStreamCaptureUnsupported",
+    brings_in_the_default_stream: "cudaErrorStreamCaptureImplicit",
+    runs_backward_into_a_node_of_the_default_stream: "cudaErrorStreamCaptureImplicit",
 }
 
 
@@ -160,6 +173,22 @@ def test_a_stream_that_took_part_must_join_again(device: EmulatedDevice) -> None
     assert not torch.emulated.is_current_stream_capturing()
     captured.replay()
     assert torch.equal(made, ones(4))
+
+
+def test_nodes_of_a_warm_up_on_another_stream_take_part(device: EmulatedDevice) -> None:
+    weight, side = ones(4).requires_grad_(), Stream()
+    side.wait_stream(current_stream())
+    with stream(side):
+        accumulates = weight.view_as(weight)
+        (weight * 2).sum().backward()
+    current_stream().wait_stream(side)
+    with graph(captured := CUDAGraph()):
+        (weight * 3).sum().backward()
+    captured.replay()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, 5 * ones(4))
+    assert not device.findings
+    del accumulates
 
 
 def test_an_event_of_a_capture_tells_nothing_outside(device: EmulatedDevice) -> None:
@@ -241,3 +270,24 @@ def test_a_graph_runs_after_itself_and_beside_others(device: EmulatedDevice) -> 
     with stream(Stream()):
         captured[1].replay()
     assert kinds(device) == {"race"}
+
+
+def test_graphs_that_share_a_pool_run_one_after_the_other(device: EmulatedDevice) -> None:
+    x, one, other = ones(4), CUDAGraph(), CUDAGraph()
+    with graph(one):
+        made = x * 2
+    with graph(other, pool=one.pool()):
+        also_made = x * 3
+    first, second = Stream(), Stream()
+    for side in (first, second):
+        side.wait_stream(current_stream())
+    with stream(first):
+        one.replay()
+    second.wait_stream(first)
+    with stream(second):
+        other.replay()
+    assert not device.findings
+    with stream(first):
+        one.replay()
+    assert kinds(device) == {"reuse"}
+    del made, also_made

@@ -12,7 +12,7 @@ import torch
 
 from fsdp_overlap.emulator.device import EmulatedDevice
 from fsdp_overlap.emulator.dispatch import PLAIN, inner_of, tensors_in
-from fsdp_overlap.emulator.queues import Queue
+from fsdp_overlap.emulator.queues import Moment, Queue
 from fsdp_overlap.emulator.threads import DeviceThread
 from fsdp_overlap.torch_internals import (
     DisableTorchFunction,
@@ -20,17 +20,43 @@ from fsdp_overlap.torch_internals import (
     queue_callback,
 )
 
-# By which a node of the graph says whether it, or a node behind it, runs on the device. Such a node
-# knows its stream.
+# By which a node of the graph has its _Node.
 _KEY = "fsdp_overlap.emulator"
 
 
+class _Node:
+    """What is known of a node of the graph, which runs on ``stream``."""
+
+    def __init__(self, stream: Queue) -> None:
+        self.stream = stream
+        self.is_here = False
+        """Whether it, or a node behind it, runs on the device."""
+        self.behind: list[tuple[_Node | None, int]] = []
+        """Who gets the gradients that it makes, and as which of its inputs."""
+
+
+_Ready = tuple[Queue, Moment | None]
+"""When a gradient is ready: at a moment of a stream, or at its last one."""
+
+
+class _Backward:
+    """A backward under way: the stream that it was called on, and the streams that it used."""
+
+    def __init__(self, caller: Queue, start: Moment) -> None:
+        self.caller = caller
+        self.start = start
+        self.used: set[Queue] = set()
+        self.within: _Node | None = None
+        """The node that was entered last."""
+        self.ready: dict[_Node, dict[int, _Ready]] = {}
+        """The gradients of nodes that have not run, by their inputs."""
+
+
 class _OfThread(threading.local):
-    """The backwards that a thread runs, by the engine's number: the stream that each was called on,
-    and the streams that it used."""
+    """The backwards that a thread runs, by the engine's number."""
 
     def __init__(self) -> None:
-        self.running: dict[int, tuple[Queue, set[Queue]]] = {}
+        self.running: dict[int, _Backward] = {}
 
 
 class Backwards:
@@ -51,22 +77,30 @@ class Backwards:
                 continue
             with DisableTorchFunction():
                 is_here = self.device.is_here(tensor)
-            # Registered now, to run before the hooks that others will add.
-            tensor.register_hook(partial(self._enter_with, stream))
             pending, new = [last], []
             while pending:
                 node = pending.pop()
                 if node is None:
                     continue
                 if _KEY in node.metadata:
-                    is_here = is_here or node.metadata[_KEY]
+                    is_here = is_here or node.metadata[_KEY].is_here
                     continue
-                node.metadata[_KEY] = False
-                node.register_prehook(partial(self._enter, stream))
+                node.metadata[_KEY] = known = _Node(stream)
+                # Registered now, to run before the hooks that others will add.
+                if node is last:
+                    tensor.register_hook(partial(self._enter_with, known))
+                node.register_prehook(partial(self._enter, known))
                 new.append(node)
                 pending.extend(behind for behind, _ in node.next_functions)
-            for node in new if is_here else ():
-                node.metadata[_KEY] = True
+            for node in new:
+                known = node.metadata[_KEY]
+                known.is_here = is_here
+                known.behind = [
+                    (None if behind is None else behind.metadata[_KEY], index)
+                    for behind, index in node.next_functions
+                ]
+                if known.behind:
+                    node.register_hook(partial(self._leave, known))
 
     def differentiate(
         self, run: Callable[..., Any], roots: Sequence[Any], *args: Any, **kwargs: Any
@@ -94,39 +128,64 @@ class Backwards:
             if held is not None and self.device.is_here(held):
                 return True
         node: Any = root.grad_fn if isinstance(root, torch.Tensor) else root.node
-        return node is not None and bool(node.metadata.get(_KEY))
+        known = None if node is None else node.metadata.get(_KEY)
+        return known is not None and known.is_here
 
-    def _enter_with(self, stream: Queue, gradient: torch.Tensor) -> None:
-        self._enter(stream, (gradient,))
+    def _enter_with(self, node: _Node, gradient: torch.Tensor) -> None:
+        self._enter(node, (gradient,))
 
-    def _enter(self, stream: Queue, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Called when a node that is to run on ``stream`` gets its gradients."""
+    def _enter(self, node: _Node, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Called when ``node`` gets its gradients, by the hooks of its outputs and its own."""
         device = self.device
         task = current_graph_task_id()
         running = self._of_thread.running
         if task not in running:
-            running[task] = device.current, set()
+            running[task] = _Backward(device.current, device.mark(device.current))
             queue_callback(partial(self._end_backward, task))
-        running[task][1].add(stream)
-        device.current = stream
-        with DisableTorchFunction():
-            for gradient in gradients:
-                if gradient is not None and type(gradient) in PLAIN:
-                    self._wait_for_writers(gradient, stream)
+        backward = running[task]
+        if backward.within is node:
+            return
+        last, device.current = device.current, node.stream
+        backward.within = node
+        backward.used.add(node.stream)
+        ready: list[_Ready] = list(backward.ready.pop(node, {}).values())
+        if not ready:  # the backward begins here, or the node before is none that is known
+            ready = [(backward.caller, backward.start), (last, None)]
+        for each in ready:
+            self._wait(node.stream, each)
+        if any(stream is not node.stream for stream, _ in ready):
+            with DisableTorchFunction():
+                for gradient in gradients:
+                    if gradient is not None and type(gradient) in PLAIN:
+                        device.release_after(gradient, node.stream)
 
-    def _wait_for_writers(self, tensor: torch.Tensor, stream: Queue) -> None:
-        """Lets a node's stream wait for the streams that its gradients were made on, as the engine
-        does."""
-        for access in self.device.memory_of(tensor).accesses:
-            writer = self.device.queues[access.stamp.queue]
-            if access.writes and writer is not stream:
-                known = {**writer.clock, access.stamp.queue: access.stamp.tick}
-                stream.learn(known, writer.ends)
+    def _leave(self, node: _Node, made: Sequence[torch.Tensor | None], _: object) -> None:
+        """Called when ``node`` has ``made`` the gradients of those behind it."""
+        device, backward = self.device, self._of_thread.running[current_graph_task_id()]
+        now = node.stream, device.mark(node.stream)
+        sums: Queue | None = None
+        for (behind, index), gradient in zip(node.behind, made, strict=True):
+            if behind is None or gradient is None:
+                continue
+            ready = backward.ready.setdefault(behind, {})
+            if index not in ready:
+                ready[index] = now
+                continue
+            # The engine is about to add it to the one before, on the stream of who gets the sum.
+            sums = device.current = sums or behind.stream
+            for each in (ready[index], now):
+                self._wait(sums, each)
+            ready[index] = sums, None
+
+    def _wait(self, stream: Queue, ready: _Ready) -> None:
+        made_on, moment = ready
+        if made_on is not stream:
+            self.device.wait(stream, moment or self.device.mark(made_on))
 
     def _end_backward(self, task: int) -> None:
         """Lets the stream that backward was called on wait for the streams that nodes ran on."""
         device = self.device
-        caller, used = self._of_thread.running.pop(task)
-        for stream in used:
-            device.wait(caller, device.mark(stream))
-        device.current = caller
+        backward = self._of_thread.running.pop(task)
+        for stream in backward.used:
+            self._wait(backward.caller, (stream, None))
+        device.current = backward.caller

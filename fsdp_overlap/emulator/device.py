@@ -407,8 +407,11 @@ class EmulatedDevice:
 
     def release_after(self, tensor: torch.Tensor, stream: Queue) -> None:
         """``Tensor.record_stream``: the memory is not used again before ``stream`` is done with
-        it."""
-        self.memory_of(tensor).waited_for.add(stream)
+        it. Its own stream need not be waited for."""
+        memory = self.memory_of(tensor)
+        block = self._blocks.get(memory)
+        if block is None or block.stream != stream.index:
+            memory.waited_for.add(stream)
 
     def _give(self, memory: Memory, nbytes: int) -> None:
         if memory.is_on_device and nbytes:

@@ -193,6 +193,12 @@ class Capture:
 
     def wait(self, wait: Any, queue: Queue, moment: Any) -> None:
         if isinstance(moment, CapturedMoment) and moment.capture is self:
+            if queue is self.device.default:
+                self._fail(
+                    "cudaErrorStreamCaptureImplicit",
+                    "the default stream, which cannot be captured, waits for an event of the "
+                    "capture",
+                )
             if queue not in self.starts:
                 self._join(queue)
             queue.learn(moment.captured.clock, 0.0)
@@ -390,6 +396,7 @@ class CUDAGraph:
         resolved = {slot: self._resolve(device, slot) for slot in used}
         launch = device.current
         launch.learn(device.host.clock, 0.0)
+        self._find_replay_beside(device, launch)
         bases = {
             queue: branch.clock.get(branch.index, 0) for queue, branch in self._branches.items()
         }
@@ -404,6 +411,19 @@ class CUDAGraph:
         for queue, branch in self._branches.items():
             branch.clock = {branch.index: bases[queue] + self._counts[queue]}
             launch.learn(branch.clock, 0.0)
+            _replayed[self.pool()][branch.index] = branch.clock[branch.index]
+
+    def _find_replay_beside(self, device: EmulatedDevice, launch: Queue) -> None:
+        """Compares with the last replays of other graphs that share the pool, and so memory."""
+        mine = {branch.index for branch in self._branches.values()}
+        for index, tick in _replayed.setdefault(self.pool(), {}).items():
+            if index not in mine and not launch.knows(Stamp(index, tick)):
+                text = (
+                    f"a graph is replayed ({place()}) that shares its pool with another one; "
+                    f"nothing orders it after the replay of that, on {device.queues[index].name}"
+                )
+                device.findings.append(Finding("reuse", text))
+                return
 
     def _resolve(self, device: EmulatedDevice, slot: Slot) -> tuple[torch.UntypedStorage, Memory]:
         assert self._capture is not None
@@ -537,6 +557,9 @@ def collective(call: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[Non
         if capture is not None:
             capture.collective = None
 
+
+# The last replays of the graphs that share a pool.
+_replayed: weakref.WeakKeyDictionary[MemPool, Clock] = weakref.WeakKeyDictionary()
 
 _captures: weakref.WeakKeyDictionary[EmulatedDevice, Capture] = weakref.WeakKeyDictionary()
 
