@@ -162,7 +162,8 @@ class Backwards:
     def _leave(self, node: _Node, made: Sequence[torch.Tensor | None], _: object) -> None:
         """Called when ``node`` has ``made`` the gradients of those behind it."""
         device, backward = self.device, self._of_thread.running[current_graph_task_id()]
-        now = node.stream, device.mark(node.stream)
+        is_marked = any(b is not None and b.stream is not node.stream for b, _ in node.behind)
+        now = node.stream, device.mark(node.stream) if is_marked else None
         sums: Queue | None = None
         for (behind, index), gradient in zip(node.behind, made, strict=True):
             if behind is None or gradient is None:
