@@ -258,16 +258,16 @@ def _run(monitor: ref[DesyncMonitor], ended: threading.Event) -> None:
     if own is None:
         return
     # The current device is a thread's own, and another one would be given a context.
-    with streams_of(own._device).device(own._device):
-        interval = own.timeout / LOOKS
-        del own
-        while not ended.wait(interval) and (found := monitor()) is not None:
-            try:
-                found.look()
-            except Exception:  # this must not end what it watches, nor the watching
-                if not dist.is_initialized():
-                    return
-            del found
+    streams_of(own._device).set_device(own._device)
+    interval = own.timeout / LOOKS
+    del own
+    while not ended.wait(interval) and (found := monitor()) is not None:
+        try:
+            found.look()
+        except Exception:  # this must not end what it watches, nor the watching
+            if not dist.is_initialized():
+                return
+        del found
 
 
 @atexit.register
