@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.checkpoint.entries import read_value
-from fsdp_overlap.checkpoint.errors import CheckpointError
+from fsdp_overlap.checkpoint.files import CheckpointError
 from fsdp_overlap.checkpoint.metadata import check_paths, copies
 
 
