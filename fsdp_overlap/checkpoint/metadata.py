@@ -95,7 +95,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 @functools.cache
-def copies(source: torch.dtype, target: torch.dtype) -> bool:
+def can_copy(source: torch.dtype, target: torch.dtype) -> bool:
     """Whether torch can copy a tensor of ``source`` into one of ``target``; most pairs work."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
