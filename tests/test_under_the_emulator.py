@@ -37,7 +37,7 @@ from fsdp_overlap.optim.exchange import Exchange
 from fsdp_overlap.schedule.prefetch import Gathers
 from fsdp_overlap.schedule.reducer import Reductions
 from fsdp_overlap.weights import WeightResharder, export, files
-from fsdp_overlap.weights.exchange import Exchange as WeightsExchange
+from fsdp_overlap.weights.exchange import WeightExchange
 from support.defects import Defect
 from support.emulated import Program, run
 from support.emulated_modes import EXTENSIONS, MODES, OFFLOAD
@@ -241,7 +241,7 @@ DEFECTS = [
         EXTENDED,
         new=aside("full", "then()"),
     ),
-    Defect(WeightsExchange, "start", "self.lane.after_compute()", EXPORTED),
+    Defect(WeightExchange, "start", "self.lane.after_compute()", EXPORTED),
     Defect(
         WeightResharder, "run", "context_of(unit).transfers.gather_lane.before_compute()", PUT_IN
     ),

@@ -11,15 +11,15 @@ import torch.distributed as dist
 from fsdp_overlap.comm.collectives import Issued, all_to_all, choose
 from fsdp_overlap.comm.lanes import Lane, Ticket
 from fsdp_overlap.layout import BucketPlan
-from fsdp_overlap.weights.regions import Region
-from fsdp_overlap.weights.routes import Messages, Part, Round
+from fsdp_overlap.weights.tensor_chunks import Chunk
+from fsdp_overlap.weights.transfer_plan import Messages, TransferItem, TransferRound
 
-Parts = Callable[[str], Sequence[tuple[Region, torch.Tensor]]]
-"""Gives regions of the tensor of a name, and views of their values."""
+Parts = Callable[[str], Sequence[tuple[Chunk, torch.Tensor]]]
+"""Gives chunks of the tensor of a name, and views of their values."""
 
 
 def start(
-    each: Round,
+    each: TransferRound,
     messages: Messages,
     sources: Parts,
     targets: Parts,
@@ -59,7 +59,7 @@ def start(
     return lane.enqueue(what, label, issue, accept, sum(sizes))
 
 
-def _sizes(messages: Mapping[int, Sequence[Part]], ranks: int) -> list[int]:
+def _sizes(messages: Mapping[int, Sequence[TransferItem]], ranks: int) -> list[int]:
     """The bytes of the message of each of so many ``ranks``."""
     sizes = [0] * ranks
     for rank, parts in messages.items():
@@ -67,36 +67,38 @@ def _sizes(messages: Mapping[int, Sequence[Part]], ranks: int) -> list[int]:
     return sizes
 
 
-def _in_order(messages: Mapping[int, Sequence[Part]]) -> list[Part]:
+def _in_order(messages: Mapping[int, Sequence[TransferItem]]) -> list[TransferItem]:
     """All parts, as messages follow each other in memory."""
     return [part for rank in sorted(messages) for part in messages[rank]]
 
 
-def _pack(message: torch.Tensor, parts: Sequence[Part], sources: Parts) -> None:
+def _pack(message: torch.Tensor, parts: Sequence[TransferItem], sources: Parts) -> None:
     for part, values in _views(message, parts):
         values.copy_(_view(part, sources))
 
 
-def _views(message: torch.Tensor, parts: Sequence[Part]) -> list[tuple[Part, torch.Tensor]]:
+def _views(
+    message: torch.Tensor, parts: Sequence[TransferItem]
+) -> list[tuple[TransferItem, torch.Tensor]]:
     """Where each of ``parts`` lies in ``message``."""
     starts = accumulate((part.nbytes for part in parts), initial=0)
     return [
         (
             part,
-            message[at : at + part.region.numel * part.dtype.itemsize]
+            message[at : at + part.chunk.numel * part.dtype.itemsize]
             .view(part.dtype)
-            .view(part.region.sizes),
+            .view(part.chunk.sizes),
         )
         for at, part in zip(starts, parts, strict=False)
     ]
 
 
-def _view(part: Part, tensors: Parts) -> torch.Tensor:
+def _view(part: TransferItem, tensors: Parts) -> torch.Tensor:
     """Where the values of ``part`` are, or belong."""
     found = tensors(part.name)
     outer, values = (
         found[0]
         if len(found) == 1
-        else next(each for each in found if part.region & each[0] == part.region)
+        else next(each for each in found if part.chunk & each[0] == part.chunk)
     )
-    return part.region.of(outer, values)
+    return part.chunk.of(outer, values)
