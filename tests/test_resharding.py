@@ -72,10 +72,10 @@ def divided(draw: Any, shape: tuple[int, ...], ranks: int) -> list[list[Chunk]]:
         has = draw(st.lists(st.booleans(), min_size=ranks, max_size=ranks).filter(any))
         return [[full_chunk(shape)] if numel and each else [] for each in has]
     dim = draw(st.integers(0, len(shape) - 1))
-    chunk = -(-shape[dim] // ranks)
+    step = -(-shape[dim] // ranks)
     found = []
     for rank in range(ranks):
-        first, last = (min(shape[dim], k * chunk) for k in (rank, rank + 1))
+        first, last = (min(shape[dim], k * step) for k in (rank, rank + 1))
         chunk = Chunk(
             tuple(first if d == dim else 0 for d in range(len(shape))),
             tuple(last - first if d == dim else size for d, size in enumerate(shape)),

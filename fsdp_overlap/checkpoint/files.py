@@ -78,12 +78,11 @@ def refuse_holes(file: BufferedReader, start: int, length: int) -> None:
     """
     if length < _HOLES_FROM or not hasattr(os, "SEEK_HOLE"):
         return
-    position = os.lseek(file.fileno(), 0, os.SEEK_CUR)  # where ``file`` believes to be
     try:
+        position = os.lseek(file.fileno(), 0, os.SEEK_CUR)  # where ``file`` believes to be
         hole = os.lseek(file.fileno(), start, os.SEEK_HOLE)
+        os.lseek(file.fileno(), position, os.SEEK_SET)
     except OSError:  # the file system cannot tell
         return
-    finally:
-        os.lseek(file.fileno(), position, os.SEEK_SET)
     if hole < start + length:
         raise ValueError(f"it claims {length:,} bytes, and from {hole - start:,} on is a hole")
