@@ -1,4 +1,5 @@
-"""What one exchange of weights runs on: the ranks that take part, their group, lane and faults."""
+"""Exchanges of weights: the ranks that take part, what they tell each other, and rounds of packed
+messages between them."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -14,19 +16,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_overlap.comm.collectives import Issued, all_to_all, choose
 from fsdp_overlap.comm.lanes import Lane, Ticket, make_lane
 from fsdp_overlap.comm.objects import all_give, gather_objects, tell_object
 from fsdp_overlap.desync.faults import Faults
 from fsdp_overlap.engine.context import context_of
-from fsdp_overlap.weights import transfer
+from fsdp_overlap.layout import BucketPlan
 from fsdp_overlap.weights.plan_cache import ExchangePlan, PlanCache, hash_of, plan_cache_of
-from fsdp_overlap.weights.tensor_chunks import Chunk, chunks_by_rank, full_chunk, parts
+from fsdp_overlap.weights.tensor_chunks import Chunk, chunks_by_rank, full_chunk, local_chunks
 from fsdp_overlap.weights.tensors import connected, units_of
 from fsdp_overlap.weights.transfer_plan import (
     Layouts,
     Messages,
     PlannedTensor,
     TensorLayout,
+    TransferItem,
     TransferRound,
     on_several_meshes,
     plan_rounds,
@@ -36,6 +40,9 @@ from fsdp_overlap.weights.transfer_plan import (
 # A piece is a quarter of the largest weight, within these bounds: so pieces take little beside the
 # weights themselves, and are still large enough to travel well.
 _PIECE_BYTES = (1 << 20, 64 << 20)
+
+TensorParts = Callable[[str], Sequence[tuple[Chunk, torch.Tensor]]]
+"""Gives chunks of the tensor of a name, and views of their values."""
 
 T = TypeVar("T")
 
@@ -207,7 +214,7 @@ class WeightExchange:
             (name, chunk): digest_of(values)
             for name in names
             if name in weights
-            for chunk, values in parts(weights[name])
+            for chunk, values in local_chunks(weights[name])
         }
         told = self.gather(mine)
         for name in names:
@@ -277,15 +284,38 @@ class WeightExchange:
         self,
         each: TransferRound,
         messages: Messages,
-        sources: transfer.Parts,
-        targets: transfer.Parts,
+        sources: TensorParts,
+        targets: TensorParts,
     ) -> Ticket:
-        """Enqueues a round, of which this rank has ``messages``. Collective."""
+        """Enqueue a round, from ``sources`` into ``targets``, which are asked in the lane's order.
+        This rank has ``messages``. Collective."""
         self._begin()
         self.lane.after_compute()  # which may have edited what is sent
-        return transfer.start(
-            each, messages, sources, targets, self.group, self.device, self.lane, self.what
-        )
+        sizes = _sizes(messages.receives, self.ranks)
+
+        def issue() -> Issued:
+            for part in messages.own:
+                _view(part, targets).copy_(_view(part, sources))
+            received = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+            if self.group is None:
+                return Issued((), lambda: received)
+            if each.gathered:
+                mine = received[sum(sizes[: self.rank]) :][: sizes[self.rank]]
+                _pack(mine, messages.sends[self.rank], sources)
+                plan = BucketPlan((), (), tuple(sizes))
+                collectives = choose(self.device.type, self.group, plan)
+                return collectives.all_gather(received, mine, plan, self.group)
+            sent_sizes = _sizes(messages.sends, self.ranks)
+            sent = torch.empty(sum(sent_sizes), dtype=torch.uint8, device=self.device)
+            _pack(sent, _in_order(messages.sends), sources)
+            return all_to_all(received, sent, sizes, sent_sizes, self.group)
+
+        def accept(received: torch.Tensor) -> None:
+            for part, values in _views(received, _in_order(messages.receives)):
+                _view(part, targets).copy_(values)
+
+        label = ", ".join(each.completes[:3])
+        return self.lane.enqueue(self.what, label, issue, accept, sum(sizes))
 
 
 def exchange_of(model: nn.Module, weights: Collection[torch.Tensor], what: str) -> WeightExchange:
@@ -315,3 +345,48 @@ def digest_of(values: torch.Tensor) -> int:
     """A checksum of the elements."""
     held = values.contiguous().cpu()
     return zlib.crc32((ctypes.c_char * held.nbytes).from_address(held.data_ptr()))
+
+
+def _sizes(messages: Mapping[int, Sequence[TransferItem]], ranks: int) -> list[int]:
+    """The bytes of the message of each of so many ``ranks``."""
+    sizes = [0] * ranks
+    for rank, parts in messages.items():
+        sizes[rank] = sum(part.nbytes for part in parts)
+    return sizes
+
+
+def _in_order(messages: Mapping[int, Sequence[TransferItem]]) -> list[TransferItem]:
+    """All parts, as messages follow each other in memory."""
+    return [part for rank in sorted(messages) for part in messages[rank]]
+
+
+def _pack(message: torch.Tensor, parts: Sequence[TransferItem], sources: TensorParts) -> None:
+    for part, values in _views(message, parts):
+        values.copy_(_view(part, sources))
+
+
+def _views(
+    message: torch.Tensor, parts: Sequence[TransferItem]
+) -> list[tuple[TransferItem, torch.Tensor]]:
+    """Where each of ``parts`` lies in ``message``."""
+    starts = accumulate((part.nbytes for part in parts), initial=0)
+    return [
+        (
+            part,
+            message[at : at + part.chunk.numel * part.dtype.itemsize]
+            .view(part.dtype)
+            .view(part.chunk.sizes),
+        )
+        for at, part in zip(starts, parts, strict=False)
+    ]
+
+
+def _view(part: TransferItem, tensors: TensorParts) -> torch.Tensor:
+    """Where the values of ``part`` are, or belong."""
+    found = tensors(part.name)
+    outer, values = (
+        found[0]
+        if len(found) == 1
+        else next(each for each in found if part.chunk & each[0] == part.chunk)
+    )
+    return part.chunk.of(outer, values)

@@ -13,7 +13,7 @@ from torch import nn
 from fsdp_overlap.comm.lanes import Ticket
 from fsdp_overlap.comm.streams import has_streams, streams_of
 from fsdp_overlap.weights.exchange import WeightExchange, exchange_of
-from fsdp_overlap.weights.tensor_chunks import Chunk, full_chunk, parts
+from fsdp_overlap.weights.tensor_chunks import Chunk, full_chunk, local_chunks
 from fsdp_overlap.weights.tensors import Names, checked, renamed, weights_of
 from fsdp_overlap.weights.transfer_plan import (
     Layouts,
@@ -105,7 +105,7 @@ def whole_weights(
     arriving: dict[str, torch.Tensor] = {}
 
     def sources(name: str) -> list[tuple[Chunk, torch.Tensor]]:
-        return parts(weights[name])
+        return local_chunks(weights[name])
 
     def targets(name: str) -> list[tuple[Chunk, torch.Tensor]]:
         if name not in arriving:

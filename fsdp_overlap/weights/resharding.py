@@ -17,7 +17,7 @@ from fsdp_overlap.comm.lanes import Ticket, make_lane
 from fsdp_overlap.comm.streams import current_device
 from fsdp_overlap.engine.context import context_of
 from fsdp_overlap.weights.exchange import RankLayouts, WeightExchange
-from fsdp_overlap.weights.tensor_chunks import Chunk, parts
+from fsdp_overlap.weights.tensor_chunks import Chunk, local_chunks
 from fsdp_overlap.weights.tensors import (
     Names,
     checked,
@@ -153,10 +153,10 @@ class WeightResharder:
         return [tensor for tensor in self._tensors if tensor.name in found]
 
     def _sources(self, name: str) -> list[tuple[Chunk, torch.Tensor]]:
-        return parts(self._source[name])
+        return local_chunks(self._source[name])
 
     def _targets(self, name: str) -> list[tuple[Chunk, torch.Tensor]]:
-        return parts(self._target[name])
+        return local_chunks(self._target[name])
 
     def _count(self, each: TransferRound, messages: Messages) -> None:
         me, others = self._exchange.rank, self._exchange.ranks - 1

@@ -93,7 +93,7 @@ def _steps(shape: tuple[int, ...], most: int) -> tuple[tuple[int, int, int], ...
     return tuple(found)
 
 
-def parts(tensor: torch.Tensor) -> list[tuple[Chunk, torch.Tensor]]:
+def local_chunks(tensor: torch.Tensor) -> list[tuple[Chunk, torch.Tensor]]:
     """What this rank has of ``tensor``, which may lie over ranks: chunks, and views of their
     values."""
     if isinstance(tensor, RaggedDTensor):
@@ -116,9 +116,9 @@ def parts(tensor: torch.Tensor) -> list[tuple[Chunk, torch.Tensor]]:
 
 
 def chunks_by_rank(tensor: DTensor) -> Mapping[int, tuple[Chunk, ...]]:
-    """What each rank has of ``tensor``, in the order of its :func:`parts`, by global ranks: of a
-    sharded parameter all ranks that its ranges are divided among, of another DTensor all of its
-    mesh.
+    """Return what each rank has of ``tensor``, in the order of its :func:`local_chunks`, by global
+    ranks: of a sharded parameter all ranks that its ranges are divided among, of another DTensor
+    all of its mesh.
 
     Raises:
         TypeError: it is placed otherwise than by shards and copies, or cut otherwise than by
