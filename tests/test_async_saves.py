@@ -96,11 +96,11 @@ def nbytes(state: Any) -> int:
 @contextmanager
 def opened_by_waits(stager: ShardStager, writer: HeldWriter) -> Iterator[list[int]]:
     """The writer begins when a step waits for it. Gives what had been copied whenever one did."""
-    changed = stager._copies.changed
+    changed = stager._buffers.changed
     wait, waits = changed.wait, []
 
     def wait_for_writer(timeout: float | None = None) -> bool:
-        waits.append(stager._copies.nbytes)
+        waits.append(stager._buffers.nbytes)
         writer.go.set()
         return wait(timeout)
 
@@ -147,7 +147,7 @@ def saved_beside_training(folder: str, way: str, room: int) -> None:
         saving = save(state, writer, stager)
         model.seen += 1
         train(model, optimizer, range(2, 4))
-    copied = stager._copies.nbytes
+    copied = stager._buffers.nbytes
     assert stager.most_copied_bytes <= room
     if way == "FSDP2":  # not ours: copied within the call
         assert not waits
@@ -160,7 +160,7 @@ def saved_beside_training(folder: str, way: str, room: int) -> None:
         assert copied == mine
     writer.go.set()
     saving.result()
-    assert stager._copies.nbytes == 0
+    assert stager._buffers.nbytes == 0
     loaded_by = {"our AdamW": by_torch, "tied": tied}.get(way, as_one)
     other, other_optimizer = build(2, loaded_by)
     other.register_buffer("seen", torch.ones(3))
@@ -197,7 +197,7 @@ def saved_twice_at_once(folder: str) -> None:
         other, other_optimizer = build(2, as_one)
         resume(other, other_optimizer, f"{folder}/{step}")
         assert_same(everything(other, other_optimizer), expected)
-    assert stager._copies.nbytes == 0
+    assert stager._buffers.nbytes == 0
 
 
 def test_two_saves_at_once_save_what_each_was_given(tmp_path: Path) -> None:
@@ -290,7 +290,7 @@ def edited(folder: str) -> None:
                 assert "was edited while it was being saved" in str(error)
                 assert ("layers.1." in str(error)) is (edit is not load_weights)
             ended()
-            assert stager._copies.nbytes == 0
+            assert stager._buffers.nbytes == 0
             train(model, optimizer, range(1))
 
 
@@ -306,7 +306,7 @@ def edited_under_a_step(folder: str) -> None:
     saving = save(state_of(model, optimizer), writer, stager)
     edit_parameter(model, None)
     train(model, optimizer, range(1))
-    assert stager._copies.nbytes == 0  # of a save that has failed nothing is copied
+    assert stager._buffers.nbytes == 0  # of a save that has failed nothing is copied
     writer.go.set()
     with pytest.raises(dcp.CheckpointException, match="was edited while it was being saved"):
         saving.result()
@@ -370,10 +370,10 @@ def dropped() -> int:
     stager = ShardStager(ENOUGH)
     staged = stager.stage(state_of(model, optimizer))
     train(model, optimizer, range(1))
-    assert stager._copies.nbytes > 0
+    assert stager._buffers.nbytes > 0
     del staged
     gc.collect()
-    return stager._copies.nbytes
+    return stager._buffers.nbytes
 
 
 def test_what_is_dropped_gives_its_room_back() -> None:
@@ -443,7 +443,7 @@ def failing(folder: str) -> None:
     with pytest.raises(Exception, match="must be specified"):
         saving.result()
     ended()
-    assert stager._copies.nbytes == 0
+    assert stager._buffers.nbytes == 0
     expected = everything(model, optimizer)
     writer = HeldWriter(f"{folder}/good")
     writer.go.set()

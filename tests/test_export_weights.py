@@ -22,9 +22,9 @@ from fsdp_overlap import (
     fully_shard,
 )
 from fsdp_overlap.optim import AdamW
-from fsdp_overlap.weights import export_weights, plans
-from fsdp_overlap.weights.exchange import Exchange
-from fsdp_overlap.weights.plans import plans_of
+from fsdp_overlap.weights import export_weights, plan_cache
+from fsdp_overlap.weights.exchange import WeightExchange
+from fsdp_overlap.weights.plan_cache import plan_cache_of
 from support import experts
 from support import tensor_parallel as tp
 from support.layouts import LAYOUTS, Giant
@@ -242,14 +242,14 @@ def test_weights_are_the_readers_own(world: int) -> None:
 
 def exchanged(model: nn.Module, twin: nn.Module, **options: Any) -> int:
     """How often ranks told each other more than one number for an export, which is right."""
-    told = Exchange.told
+    told = WeightExchange.gather
     calls: list[object] = []
 
-    def counted(exchange: Exchange, mine: Any) -> list[Any]:
+    def counted(exchange: WeightExchange, mine: Any) -> list[Any]:
         calls.append(mine)
         return told(exchange, mine)
 
-    with patch.object(Exchange, "told", counted):
+    with patch.object(WeightExchange, "gather", counted):
         check(model, twin, **options)
     return len(calls)
 
@@ -267,7 +267,7 @@ def _again() -> None:
         torch._foreach_mul_(list(model.parameters()), 0.5)
     assert exchanged(model, twin) == exchanged(model, twin, ranks=[1], piece_bytes=SMALL) == 0
     if twins.rank:  # one rank alone has none
-        plans_of(twins.ctx).clear()
+        plan_cache_of(twins.ctx).clear()
     assert exchanged(model, twin) == 1
     assert exchanged(model, twin) == 0
     for each in (model, twin):
@@ -276,9 +276,9 @@ def _again() -> None:
     for each in (model, twin):
         each.steps = torch.arange(4)  # the same names, and they lie otherwise
     assert exchanged(model, twin) == 1
-    for number in range(2 * plans._MOST):
+    for number in range(2 * plan_cache._MAX_PLANS):
         assert exchanged(model, twin, piece_bytes=1000 + number) == 1
-    assert len(plans_of(twins.ctx)._kept) == plans._MOST
+    assert len(plan_cache_of(twins.ctx)._kept) == plan_cache._MAX_PLANS
 
 
 def test_ranks_plan_an_export_once() -> None:

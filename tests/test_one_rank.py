@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from fsdp_overlap.checkpoint import SafeFileSystemReader, SafeFileSystemWriter, ShardStager
-from fsdp_overlap.checkpoint.pending import Copies
+from fsdp_overlap.checkpoint.staging import StagingBuffers
 from fsdp_overlap.comm import group_facts
 from fsdp_overlap.comm.collectives import RaggedTensorCollectives
 from fsdp_overlap.comm.group_facts import backend_of, collectives_issued
@@ -184,9 +184,9 @@ def test_memory_is_registered_before_the_first_step(device: str) -> None:
 def save(device: str, folder: str) -> None:
     """The writer's thread copies one piece, and then training goes on."""
     copied: list[tuple[str, int, int, bool]] = []
-    copy = Copies.copy
+    copy = StagingBuffers.copy
 
-    def noting(copies: Copies, source: torch.Tensor) -> Landing:
+    def noting(copies: StagingBuffers, source: torch.Tensor) -> Landing:
         streams = streams_of(source.device)
         before = streams.current_device()
         landing = copy(copies, source)
@@ -194,7 +194,7 @@ def save(device: str, folder: str) -> None:
         copied.append((thread, before, streams.current_device(), landing.host.is_pinned()))
         return landing
 
-    with one_rank(device) as make, patch.object(Copies, "copy", noting):
+    with one_rank(device) as make, patch.object(StagingBuffers, "copy", noting):
         twins = make()
         twins.train(2)
         expected = [parameter.detach().to_local().cpu() for parameter in twins.model.parameters()]

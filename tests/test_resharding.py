@@ -20,8 +20,15 @@ from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.tensor.boxes import boxes
 from fsdp_overlap.torch_internals import StridedShard
 from fsdp_overlap.weights import WeightResharder
-from fsdp_overlap.weights.regions import Region, slabs, whole
-from fsdp_overlap.weights.routes import Messages, Round, Side, Sides, plan_rounds, route
+from fsdp_overlap.weights.tensor_chunks import Chunk, full_chunk, slabs
+from fsdp_overlap.weights.transfer_plan import (
+    Layouts,
+    Messages,
+    TensorLayout,
+    TransferRound,
+    plan_rounds,
+    plan_transfers,
+)
 from support.layouts import LAYOUTS
 from support.ranks import run_ranks
 from support.twins import Twins
@@ -36,14 +43,14 @@ shapes = st.lists(st.integers(0, 6), max_size=3).map(tuple)
 def test_slabs_follow_each_other_and_are_small(shape: tuple[int, ...], most: int) -> None:
     values = torch.arange(prod(shape)).view(shape)
     found = slabs(shape, most)
-    flat = torch.cat([slab.of(whole(shape), values).reshape(-1) for slab in found])
+    flat = torch.cat([slab.of(full_chunk(shape), values).reshape(-1) for slab in found])
     assert flat.tolist() == list(range(prod(shape)))
     assert all(slab.numel <= most for slab in found)
 
 
 @st.composite
-def divided(draw: Any, shape: tuple[int, ...], ranks: int) -> list[list[Region]]:
-    """Which regions of a tensor each rank has: ranges, of all of it or of halves along the last
+def divided(draw: Any, shape: tuple[int, ...], ranks: int) -> list[list[Chunk]]:
+    """Which chunks of a tensor each rank has: ranges, of all of it or of halves along the last
     dimension, chunks along a dimension, or copies."""
     kind = draw(st.sampled_from(["ranges", "halves", "chunks", "copies"]))
     numel = prod(shape)
@@ -53,32 +60,32 @@ def divided(draw: Any, shape: tuple[int, ...], ranks: int) -> list[list[Region]]
         right = draw(divided((*shape[:-1], shape[-1] - half), ranks))
         offsets = (*(0,) * (len(shape) - 1), half)
         return [
-            [*first, *(region.moved(offsets) for region in others)]
+            [*first, *(chunk.moved(offsets) for chunk in others)]
             for first, others in zip(left, right, strict=True)
         ]
     if kind == "ranges" or not shape:
         cuts = sorted(draw(st.lists(st.integers(0, numel), min_size=ranks - 1, max_size=ranks - 1)))
         ends = zip([0, *cuts], [*cuts, numel], strict=True)
-        found = [[Region(b.offsets, b.sizes) for b in boxes(shape, *end)] for end in ends]
+        found = [[Chunk(b.offsets, b.sizes) for b in boxes(shape, *end)] for end in ends]
         return draw(st.permutations(found))
     if kind == "copies":
         has = draw(st.lists(st.booleans(), min_size=ranks, max_size=ranks).filter(any))
-        return [[whole(shape)] if numel and each else [] for each in has]
+        return [[full_chunk(shape)] if numel and each else [] for each in has]
     dim = draw(st.integers(0, len(shape) - 1))
-    chunk = -(-shape[dim] // ranks)
+    step = -(-shape[dim] // ranks)
     found = []
     for rank in range(ranks):
-        first, last = (min(shape[dim], k * chunk) for k in (rank, rank + 1))
-        region = Region(
+        first, last = (min(shape[dim], k * step) for k in (rank, rank + 1))
+        chunk = Chunk(
             tuple(first if d == dim else 0 for d in range(len(shape))),
             tuple(last - first if d == dim else size for d, size in enumerate(shape)),
         )
-        found.append([region] if region.numel else [])
+        found.append([chunk] if chunk.numel else [])
     return found
 
 
 @st.composite
-def exchanges(draw: Any) -> tuple[int, Sides, Sides, int]:
+def exchanges(draw: Any) -> tuple[int, Layouts, Layouts, int]:
     ranks = draw(st.integers(1, 4))
     has: dict[str, Any] = {}
     wants: dict[str, Any] = {}
@@ -88,51 +95,51 @@ def exchanges(draw: Any) -> tuple[int, Sides, Sides, int]:
             dtype = draw(st.sampled_from([torch.float32, torch.float64]))
             lies = dict(enumerate(map(tuple, draw(divided(shape, ranks)))))
             if draw(st.booleans()):  # all ranks tell the same, or each what it has
-                told = [(Side(shape, dtype, lies), [*range(ranks)])]
+                told = [(TensorLayout(shape, dtype, lies), [*range(ranks)])]
             else:
-                told = [(Side(shape, dtype, {rank: lies[rank]}), [rank]) for rank in lies]
+                told = [(TensorLayout(shape, dtype, {rank: lies[rank]}), [rank]) for rank in lies]
             sides[f"w{number}"] = told
     return ranks, has, wants, draw(st.integers(1, 400))
 
 
-def regions_on(rank: int, sides: Sides, name: str) -> tuple[Region, ...]:
+def chunks_on(rank: int, sides: Layouts, name: str) -> tuple[Chunk, ...]:
     return tuple(
-        region
+        chunk
         for side, ranks in sides[name]
-        for _, regions in side.on([rank] if rank in ranks else [])
-        for region in regions
+        for _, chunks in side.on([rank] if rank in ranks else [])
+        for chunk in chunks
     )
 
 
 @given(exchanges())
 def test_everyone_gets_what_it_wants_and_messages_are_small(
-    exchange: tuple[int, Sides, Sides, int],
+    exchange: tuple[int, Layouts, Layouts, int],
 ) -> None:
     ranks, has, wants, most = exchange
-    tensors = route(has, wants, ranks, strict=True, one=True)
-    got: list[dict[str, list[Region]]] = [{name: [] for name in has} for _ in range(ranks)]
+    tensors = plan_transfers(has, wants, ranks, strict=True, one=True)
+    got: list[dict[str, list[Chunk]]] = [{name: [] for name in has} for _ in range(ranks)]
     rounds = plan_rounds(tensors, most)
     for each in rounds:
         messages = [each.messages(me) for me in range(ranks)]
         check_messages(each, messages, has, most)
         for rank, mine in enumerate(messages):
             for part in [*mine.own, *(part for parts in mine.receives.values() for part in parts)]:
-                got[rank][part.name].append(part.region)
+                got[rank][part.name].append(part.chunk)
     for name in has:
         shape = has[name][0][0].shape
         values = torch.arange(prod(shape), dtype=torch.float64).view(shape)
         for rank in range(ranks):
             target, expected = torch.full_like(values, -1), torch.full_like(values, -1)
-            for wanted in regions_on(rank, wants, name):
-                wanted.of(whole(shape), expected).copy_(wanted.of(whole(shape), values))
-            for region in got[rank][name]:
-                assert bool((region.of(whole(shape), target) == -1).all()), "came twice"
-                region.of(whole(shape), target).copy_(region.of(whole(shape), values))
+            for wanted in chunks_on(rank, wants, name):
+                wanted.of(full_chunk(shape), expected).copy_(wanted.of(full_chunk(shape), values))
+            for chunk in got[rank][name]:
+                assert bool((chunk.of(full_chunk(shape), target) == -1).all()), "came twice"
+                chunk.of(full_chunk(shape), target).copy_(chunk.of(full_chunk(shape), values))
             assert torch.equal(target, expected)
     assert [name for each in rounds for name in each.completes] == list(has)
 
 
-def check_messages(each: Round, messages: list[Messages], has: Sides, most: int) -> None:
+def check_messages(each: TransferRound, messages: list[Messages], has: Layouts, most: int) -> None:
     """What one sends is what the other expects, and what it has. Bytes are bounded."""
     ranks = len(messages)
     for source, mine in enumerate(messages):
@@ -140,15 +147,15 @@ def check_messages(each: Round, messages: list[Messages], has: Sides, most: int)
             sent = mine.sends.get(source if each.gathered else target, [])
             assert sent == its.receives.get(source, [])
         for part in [*mine.own, *(part for parts in mine.sends.values() for part in parts)]:
-            held = regions_on(source, has, part.name)
-            assert any(part.region & region == part.region for region in held)
+            held = chunks_on(source, has, part.name)
+            assert any(part.chunk & chunk == part.chunk for chunk in held)
         assert each.gathered or source not in mine.sends
-        # A piece has a part of each region, and of the least one a row, or an element.
-        regions = sum(len(regions_on(rank, has, name)) for rank in range(ranks) for name in has)
+        # A piece has a part of each chunk, and of the least one a row, or an element.
+        chunks = sum(len(chunks_on(rank, has, name)) for rank in range(ranks) for name in has)
         for by_rank in (mine.sends, mine.receives):
             parts = [part for message in by_rank.values() for part in message]
-            nbytes = sum(part.region.numel * part.dtype.itemsize for part in parts)
-            assert nbytes <= most + 8 * ranks * regions
+            nbytes = sum(part.chunk.numel * part.dtype.itemsize for part in parts)
+            assert nbytes <= most + 8 * ranks * chunks
 
 
 def placed(model: nn.Module, mesh: DeviceMesh) -> dict[str, DTensor]:

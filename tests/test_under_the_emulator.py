@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fsdp_overlap.checkpoint import stager
-from fsdp_overlap.checkpoint.pending import Copies, PendingSave
+from fsdp_overlap.checkpoint.staging import StagedSave, StagingBuffers
 from fsdp_overlap.comm import quantized
 from fsdp_overlap.comm.extension_gather import ExtensionGather
 from fsdp_overlap.comm.lanes import StreamLane, StreamTicket
@@ -37,7 +37,7 @@ from fsdp_overlap.optim.exchange import Exchange
 from fsdp_overlap.schedule.prefetch import Gathers
 from fsdp_overlap.schedule.reducer import Reductions
 from fsdp_overlap.weights import WeightResharder, export, files
-from fsdp_overlap.weights.exchange import Exchange as WeightsExchange
+from fsdp_overlap.weights.exchange import WeightExchange
 from support.defects import Defect
 from support.emulated import Program, run
 from support.emulated_modes import EXTENSIONS, MODES, OFFLOAD
@@ -241,7 +241,7 @@ DEFECTS = [
         EXTENDED,
         new=aside("full", "then()"),
     ),
-    Defect(WeightsExchange, "start", "self.lane.after_compute()", EXPORTED),
+    Defect(WeightExchange, "start", "self.lane.after_compute()", EXPORTED),
     Defect(
         WeightResharder, "run", "context_of(unit).transfers.gather_lane.before_compute()", PUT_IN
     ),
@@ -260,23 +260,23 @@ DEFECTS = [
         new="OSError): pass",
     ),
     Defect(
-        Copies,
+        StagingBuffers,
         "after_compute",
         "self._streams[device].wait_stream(streams_of(device).current_stream(device))",
         f"{SAVED}, copied ahead",
     ),
     Defect(
-        Copies,
+        StagingBuffers,
         "before_compute",
         "streams_of(device).current_stream(device).wait_stream(stream)",
         SAVED,
     ),
-    Defect(Copies, "copy", "source.record_stream(stream)", "a save that failed"),
-    Defect(Copies, "copy", "streams.device(source.device), ", "saved by a thread", new=""),
+    Defect(StagingBuffers, "copy", "source.record_stream(stream)", "a save that failed"),
+    Defect(StagingBuffers, "copy", "streams.device(source.device), ", "saved by a thread", new=""),
     Defect(files, "_write", "ready.wait(", "weights saved on another stream", new="str("),
-    Defect(PendingSave, "settle", "copies.before_compute()", f"{SAVED}, copied ahead"),
-    Defect(PendingSave, "take", "values = copy.wait()", SAVED, new="values = copy.host"),
-    Defect(stager, "_settle", "save.settle()", SAVED),
+    Defect(StagedSave, "copy_remaining", "buffers.before_compute()", f"{SAVED}, copied ahead"),
+    Defect(StagedSave, "take", "values = copy.wait()", SAVED, new="values = copy.host"),
+    Defect(stager, "_copy_remaining", "save.copy_remaining()", SAVED),
     Defect(
         Transfers,
         "finish_putting_together",

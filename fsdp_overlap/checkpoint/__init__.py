@@ -5,7 +5,7 @@ loads them. But torch's own reader runs the code that a checkpoint's pickles nam
 :class:`SafeFileSystemReader` runs none.
 """
 
-from fsdp_overlap.checkpoint.errors import CheckpointError
+from fsdp_overlap.checkpoint.files import CheckpointError
 from fsdp_overlap.checkpoint.metadata import read_metadata
 from fsdp_overlap.checkpoint.planner import ShardedSavePlanner
 from fsdp_overlap.checkpoint.reader import SafeFileSystemReader

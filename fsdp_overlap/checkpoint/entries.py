@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import sys
-import zipfile
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
 from math import prod
@@ -15,25 +12,14 @@ from typing import Any
 import torch
 
 from fsdp_overlap.checkpoint.checksums import BLOCK_BYTES
-from fsdp_overlap.checkpoint.errors import CheckpointError
-from fsdp_overlap.checkpoint.files import refuse_holes
-from fsdp_overlap.checkpoint.pickles import Maker, Record, key, read_pickle
-from fsdp_overlap.checkpoint.records import (
-    Slice,
-    check_sum,
-    find_record,
-    is_memory_of,
-    read_into,
-)
-from fsdp_overlap.checkpoint.values import ADMITTED, nbytes_of
+from fsdp_overlap.checkpoint.files import CheckpointError, refuse_holes
+from fsdp_overlap.checkpoint.unpickler import Global, Record, hashable, unpickle
+from fsdp_overlap.checkpoint.values import ALLOWED, count, make_size, size_of
+from fsdp_overlap.checkpoint.zip_records import find_records, is_memory_of, read_into
 
-_MOST_DEEP = 100  # levels of containers in containers
-_MOST_DIMS = 64
+_MAX_DEPTH = 100  # levels of containers in containers
 
-
-DTYPES: dict[str, torch.dtype] = {
-    f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
-}
+# The dtype of each storage class.
 _STORAGES = {
     f"torch.{name}Storage": dtype
     for name, dtype in {
@@ -56,7 +42,7 @@ _STORAGES["torch.storage.UntypedStorage"] = torch.uint8
 
 
 @dataclass(frozen=True)
-class Bytes:
+class StoredBytes:
     """``numel`` elements of ``dtype`` from byte ``start`` of a file."""
 
     dtype: torch.dtype
@@ -77,7 +63,7 @@ class Bytes:
 class StoredTensor:
     """A strided view of ``storage``. ``offset`` and ``stride`` are in elements of ``dtype``."""
 
-    storage: Bytes
+    storage: StoredBytes
     dtype: torch.dtype
     offset: int
     size: tuple[int, ...]
@@ -160,53 +146,15 @@ class StoredTensor:
 
 
 def read_entry(file: BufferedReader, start: int, length: int, verify: bool = True) -> Any:
-    """The value of the entry in bytes ``[start, start + length)`` of ``file``, with
-    :class:`StoredTensor` in place of tensors. Reads the whole entry and compares its checksums;
+    """Return the value of the entry in bytes ``[start, start + length)`` of ``file``, with
+    :class:`StoredTensor` in place of tensors. Read the whole entry and compare its checksums;
     without ``verify``, the elements of tensors are neither read nor compared.
 
     Raises:
         CheckpointError: the entry holds something that no checkpoint needs.
         Exception: the entry is damaged.
     """
-    with zipfile.ZipFile(Slice(file, start, length)) as archive:
-        records = archive.infolist()
-    infos = {info.filename: info for info in records}
-    if len(infos) != len(records):
-        raise ValueError("two records of one name")
-    # Overlapping records would be read and checked again and again.
-    if sum(info.file_size for info in records) > length:
-        raise ValueError(f"its records claim more bytes than its {length:,}")
-    pickles = [name for name in infos if name.endswith("/data.pkl")]
-    if len(pickles) != 1:
-        raise ValueError("torch.save writes one data.pkl")
-    folder = pickles[0].removesuffix("data.pkl")
-    positions = {}
-    for name, info in infos.items():
-        positions[name] = find_record(file, start, length, info)
-        if verify or not name.startswith(f"{folder}data/"):
-            check_sum(file, positions[name], info)
-    order = folder + "byteorder"
-    if order in infos:
-        file.seek(positions[order])
-        if file.read(min(infos[order].file_size, 16)) != sys.byteorder.encode():
-            raise CheckpointError("it has the byte order of another kind of machine")
-
-    def storage(identity: Any) -> Bytes:
-        kind, dtype, name, _, numel = identity
-        if kind != "storage" or not isinstance(dtype, torch.dtype) or not isinstance(name, str):
-            raise ValueError("a storage that is none")
-        name = f"{folder}data/{name}"
-        if name not in infos:
-            raise ValueError("a storage that is not in the file")
-        size = infos[name].file_size
-        if _count(numel) * dtype.itemsize != size:
-            raise ValueError(f"a storage of {size:,} bytes claims {numel:,} elements of {dtype}")
-        return Bytes(dtype, positions[name], numel)
-
-    position, size = positions[pickles[0]], infos[pickles[0]].file_size
-    refuse_holes(file, position, size)
-    file.seek(position)
-    return read_pickle(io.BytesIO(file.read(size)), size, _ADMITTED, storage)
+    return _build(file, start, length, verify, lambda tensor: tensor)
 
 
 def read_value(file: BufferedReader, start: int, length: int) -> Any:
@@ -216,80 +164,107 @@ def read_value(file: BufferedReader, start: int, length: int) -> Any:
         CheckpointError: as :func:`read_entry`.
         Exception: the entry is damaged, or no checkpoint holds such a value.
     """
-    return _Plain(file, length).of(read_entry(file, start, length))
+    storages: dict[StoredBytes, torch.Tensor] = {}
+
+    def read(tensor: StoredTensor) -> torch.Tensor:
+        if tensor.storage not in storages:
+            storages[tensor.storage] = tensor.storage.read(file)
+        return tensor.view(storages[tensor.storage])
+
+    return _build(file, start, length, True, read)
 
 
-class _Plain:
-    """Converts each shared value once and keeps it shared: following every path to it might never
-    end."""
+def _build(
+    file: BufferedReader,
+    start: int,
+    length: int,
+    verify: bool,
+    convert: Callable[[StoredTensor], Any],
+) -> Any:
+    records = find_records(file, start, length)
+    pickles = [name for name in records if name.endswith("/data.pkl")]
+    if len(pickles) != 1:
+        raise ValueError("torch.save writes one data.pkl")
+    folder = pickles[0].removesuffix("data.pkl")
+    for name, record in records.items():
+        if verify or not name.startswith(f"{folder}data/"):
+            record.verify(file)
+    order = records.get(folder + "byteorder")
+    if order is not None and order.read(file) != sys.byteorder.encode():
+        raise CheckpointError("it has the byte order of another kind of machine")
 
-    def __init__(self, file: BufferedReader, length: int) -> None:
-        self.file = file
+    def persistent_load(identity: Any) -> StoredBytes:
+        kind, dtype, name, _, numel = identity
+        if kind != "storage" or not isinstance(dtype, torch.dtype) or not isinstance(name, str):
+            raise ValueError("a storage that is none")
+        record = records.get(f"{folder}data/{name}")
+        if record is None:
+            raise ValueError("a storage that is not in the file")
+        if count(numel) * dtype.itemsize != record.size:
+            claimed = f"{numel:,} elements of {dtype}"
+            raise ValueError(f"a storage of {record.size:,} bytes claims {claimed}")
+        return StoredBytes(dtype, record.position, numel)
+
+    record = records[pickles[0]]
+    refuse_holes(file, record.position, record.size)
+    value = unpickle(record.read(file), _ALLOWED, persistent_load)
+    return _Builder(length, convert).build(value)
+
+
+class _Builder:
+    """Makes the values that a pickle describes, each shared one once: following every path to it
+    might never end."""
+
+    def __init__(self, length: int, convert: Callable[[StoredTensor], Any]) -> None:
+        self._convert = convert
         # A pickle could have many values made of the same bytes. They are in it once for each, and
         # there are two of those that are made of others, such as arrays.
-        self.left = 2 * length
-        self.made: dict[int, Any] = {}
-        self.storages: dict[tuple[int, int], torch.Tensor] = {}
+        self._left = 2 * length
+        self._made: dict[int, Any] = {}
 
-    def of(self, value: Any, depth: int = 0) -> Any:
-        if isinstance(value, _PLAIN):
+    def build(self, value: Any, depth: int = 0) -> Any:
+        if isinstance(value, _SCALARS):
             return value
-        if id(value) not in self.made:
-            self.made[id(value)] = self._of(value, depth)
-        return self.made[id(value)]
+        if id(value) not in self._made:
+            if depth > _MAX_DEPTH:
+                raise ValueError(f"containers are nested deeper than {_MAX_DEPTH}")
+            made = self._build(value, depth + 1)
+            self._made[id(value)] = self._convert(made) if isinstance(made, StoredTensor) else made
+        return self._made[id(value)]
 
-    def _of(self, value: Any, depth: int) -> Any:
-        if depth > _MOST_DEEP:
-            raise ValueError(f"containers are nested deeper than {_MOST_DEEP}")
-        if isinstance(value, StoredTensor):
-            place = (value.storage.start, value.storage.nbytes)
-            if place not in self.storages:
-                self.storages[place] = value.storage.read(self.file)
-            return value.view(self.storages[place])
+    def _build(self, value: Any, depth: int) -> Any:
         if isinstance(value, dict):
-            items = [(self.of(k, depth + 1), self.of(v, depth + 1)) for k, v in value.items()]
-            return type(value)(items)
+            items = [(self.build(k, depth), self.build(v, depth)) for k, v in value.items()]
+            return type(value)((hashable(k), v) for k, v in items)
+        if isinstance(value, (list, tuple)):
+            return type(value)([self.build(item, depth) for item in value])
         if isinstance(value, Record):
-            made = value.kind(*(self.of(part, depth + 1) for part in (value.state, *value.args)))
-            self.left -= nbytes_of(made)
-            if self.left < 0:
+            made = value.make(
+                *(
+                    part if isinstance(part, StoredBytes) else self.build(part, depth)
+                    for part in (value.state, *value.args)
+                )
+            )
+            self._left -= size_of(made)
+            if self._left < 0:
                 raise ValueError("its values claim more bytes than it has")
             return made
-        if isinstance(value, (list, tuple, set, frozenset)):
-            return type(value)([self.of(item, depth + 1) for item in value])
         raise ValueError("something that is no value of a checkpoint")
 
 
-def shape_of(value: Any) -> torch.Size:
-    """A pickle's ``value`` as a shape."""
-    if not isinstance(value, tuple) or len(value) > _MOST_DIMS:
-        raise ValueError(
-            f"a {type(value).__name__} is no shape, or none of {_MOST_DIMS} dimensions"
-        )
-    return torch.Size([_count(n) for n in value])
-
-
-def _tensor(dtype: torch.dtype, storage: Any, offset: Any, size: Any, stride: Any) -> StoredTensor:
-    shape, strides = shape_of(size), shape_of(stride)
-    if not isinstance(storage, Bytes) or len(shape) != len(strides):
-        raise ValueError("a tensor that is none")
-    last = _count(offset)
-    if prod(shape):
-        last += sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + 1
-    if last * dtype.itemsize > storage.nbytes or storage.nbytes % dtype.itemsize:
-        raise ValueError(f"a tensor of {tuple(shape)} does not fit its storage")
-    return StoredTensor(storage, dtype, offset, tuple(shape), tuple(strides))
-
-
-def _rebuild_tensor_v2(
-    storage: Any, offset: Any, size: Any, stride: Any, _grad: Any, _hooks: Any, flags: Any = None
+def _make_tensor_v2(
+    state: Any, storage: Any, offset: Any, size: Any, stride: Any, *rest: Any
 ) -> StoredTensor:
-    if not isinstance(storage, Bytes):
+    if not isinstance(storage, StoredBytes):
         raise ValueError("a tensor without a storage")
-    return _rebuild_tensor_v3(storage, offset, size, stride, _grad, _hooks, storage.dtype, flags)
+    grad, hooks, *metadata = rest
+    return _make_tensor_v3(
+        state, storage, offset, size, stride, grad, hooks, storage.dtype, *metadata
+    )
 
 
-def _rebuild_tensor_v3(
+def _make_tensor_v3(
+    state: Any,
     storage: Any,
     offset: Any,
     size: Any,
@@ -297,60 +272,28 @@ def _rebuild_tensor_v3(
     _grad: Any,
     _hooks: Any,
     dtype: Any,
-    flags: Any = None,
+    metadata: Any = None,
 ) -> StoredTensor:
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError("a tensor without a dtype")
-    if flags:
+    shape, strides = make_size(None, size), make_size(None, stride)
+    if not isinstance(storage, StoredBytes) or not isinstance(dtype, torch.dtype):
+        raise ValueError("a tensor without a storage or a dtype")
+    if metadata:
         raise CheckpointError("a view that conjugates or negates is refused; resolve it, then save")
-    return _tensor(dtype, storage, offset, size, stride)
+    if len(shape) != len(strides):
+        raise ValueError(f"a tensor of {len(shape)} dimensions with {len(strides)} strides")
+    last = count(offset)
+    if prod(shape):
+        last += sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + 1
+    if last * dtype.itemsize > storage.nbytes or storage.nbytes % dtype.itemsize:
+        raise ValueError(f"a tensor of {tuple(shape)} does not fit its storage")
+    return StoredTensor(storage, dtype, offset, tuple(shape), tuple(strides))
 
 
-def _device(kind: Any, index: Any = None) -> torch.device:
-    if not isinstance(kind, str) or (index is not None and not 0 <= _count(index) < 1 << 7):
-        raise ValueError("a device that is none")
-    return torch.device(kind) if index is None else torch.device(kind, index)
-
-
-def _set(items: Any) -> set[Any]:
-    """Empties the list: else a pickle could have the same items copied at every few bytes."""
-    if not isinstance(items, list):
-        raise ValueError("a set of what is no list")
-    made = set(map(key, items))
-    items.clear()
-    return made
-
-
-def _frozenset(items: Any) -> frozenset[Any]:
-    return frozenset(_set(items))
-
-
-def _complex(real: Any, imaginary: Any) -> complex:
-    if not isinstance(real, float) or not isinstance(imaginary, float):
-        raise ValueError("a complex number of what are no numbers")
-    return complex(real, imaginary)
-
-
-# What torch.save writes for tensors and plain values, by the names in its pickles.
-_ADMITTED: dict[str, Any] = {
-    **DTYPES,
+_ALLOWED: dict[str, Any] = {
+    **ALLOWED,
     **_STORAGES,
-    "torch._utils._rebuild_tensor_v2": Maker(_rebuild_tensor_v2),
-    "torch._utils._rebuild_tensor_v3": Maker(_rebuild_tensor_v3),
-    "torch._utils._rebuild_parameter": Maker(lambda tensor, *_: tensor),
-    "torch.Size": Maker(shape_of),
-    "torch.device": Maker(_device),
-    "collections.OrderedDict": Maker(lambda: OrderedDict()),
-    "__builtin__.set": Maker(_set),  # Python 2's name, which pickle protocol 2 writes
-    "__builtin__.frozenset": Maker(_frozenset),
-    "__builtin__.complex": Maker(_complex),
-    **ADMITTED,
+    "torch._utils._rebuild_tensor_v2": Global(_make_tensor_v2),
+    "torch._utils._rebuild_tensor_v3": Global(_make_tensor_v3),
+    "torch._utils._rebuild_parameter": Global(lambda state, tensor, *_: tensor),
 }
-_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 63:
-        shown = f"{value:,}" if type(value) is int else f"a {type(value).__name__}"
-        raise ValueError(f"{shown} is no number of elements")
-    return value
+_SCALARS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))

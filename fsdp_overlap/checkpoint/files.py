@@ -1,4 +1,5 @@
-"""Opens the files of a checkpoint and refuses those that are not regular or have large holes."""
+"""Opens the files of a checkpoint, and says what is wrong with them: those that are not regular or
+have large holes are refused."""
 
 from __future__ import annotations
 
@@ -9,12 +10,31 @@ from contextlib import contextmanager
 from io import BufferedReader, FileIO
 from pathlib import Path
 
-from fsdp_overlap.checkpoint.errors import CheckpointError
-
 # Bytes. A shorter range cannot exhaust memory, and may have a hole because zeros were copied
 # sparsely.
 _HOLES_FROM = 1 << 20
 _BUFFER = 4096  # bytes: all that is around a tensor's elements, before or behind them
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is damaged, incomplete or holds something that no checkpoint needs."""
+
+
+@contextmanager
+def refusing(where: str) -> Iterator[None]:
+    """Turns every exception raised inside into a :class:`CheckpointError` about ``where``.
+
+    It is for code that fails only because of what a file holds: nobody can list all the exceptions
+    that a damaged file causes in parsers.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: {error}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{where} is damaged: {error}") from error
+    except Exception as error:
+        raise CheckpointError(f"{where} is damaged: {type(error).__name__}: {error}") from error
 
 
 def file_size(path: Path) -> int:
@@ -59,7 +79,9 @@ def refuse_holes(file: BufferedReader, start: int, length: int) -> None:
     if length < _HOLES_FROM or not hasattr(os, "SEEK_HOLE"):
         return
     try:
+        position = os.lseek(file.fileno(), 0, os.SEEK_CUR)  # where ``file`` believes to be
         hole = os.lseek(file.fileno(), start, os.SEEK_HOLE)
+        os.lseek(file.fileno(), position, os.SEEK_SET)
     except OSError:  # the file system cannot tell
         return
     if hole < start + length:

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import os
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from io import BufferedReader
 from itertools import product
@@ -25,36 +25,45 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from fsdp_overlap.checkpoint.entries import DTYPES, shape_of
-from fsdp_overlap.checkpoint.errors import CheckpointError, refusing
-from fsdp_overlap.checkpoint.files import file_size, opened, refuse_holes
-from fsdp_overlap.checkpoint.pickles import Maker, Record, read_pickle, record
+from fsdp_overlap.checkpoint.files import (
+    CheckpointError,
+    file_size,
+    opened,
+    refuse_holes,
+    refusing,
+)
+from fsdp_overlap.checkpoint.unpickler import Global, Record, unpickle
+from fsdp_overlap.checkpoint.values import DTYPES, checked, make_size
 from fsdp_overlap.torch_internals import StorageInfo
 
 METADATA_FILE = ".metadata"
 CHECKSUM_FILE = ".metadata.sha256"
 """``SafeFileSystemWriter`` writes it, because the metadata has no checksum of its own."""
 
-_MOST_AROUND = 1 << 20  # bytes that a tensor's entry may have beyond those of the tensor
-_MOST_CUTS = 8  # dimensions along which a tensor may be cut
-_MOST_DEEP = 100  # steps of a key's path
-_MOST_GAPS = 1 << 20  # list items without a value
-_MOST_OF_A_NAME = 255  # characters; file systems have the same limit
+_MAX_OVERHEAD = 1 << 20  # bytes that a tensor's entry may have beyond those of the tensor
+_MAX_CUTS = 8  # dimensions along which a tensor may be cut
+_MAX_PATH_LENGTH = 100  # steps of a key's path
+_MAX_GAPS = 1 << 20  # list items without a value
+_MAX_NAME_LENGTH = 255  # characters; file systems have the same limit
 
 _DCP = "torch.distributed.checkpoint"
-_CLASSES = "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta"
-_CLASSES += " TensorProperties TensorStorageMetadata"
-_ADMITTED: dict[str, Any] = {
+_ALLOWED: dict[str, Any] = {
     **DTYPES,
-    **{f"{_DCP}.metadata.{name}": record(name) for name in _CLASSES.split()},
-    f"{_DCP}.metadata._MEM_FORMAT_ENCODING": record("_MEM_FORMAT_ENCODING"),
-    f"{_DCP}.filesystem._StorageInfo": record("_StorageInfo"),
-    "torch.Size": Maker(shape_of),
-    "torch.serialization._get_layout": Maker(lambda name: name),
-    "collections.OrderedDict": Maker(lambda: {}),
-    # The path that the checkpoint was written to. Nobody reads it.
+    "collections.OrderedDict": Global(OrderedDict),
+    "torch.Size": Global(torch.Size),
     **{
-        f"{module}.{name}": record("path")
+        f"{_DCP}.metadata.{kind.__name__}": Global(kind)
+        for kind in (
+            *(BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta),
+            *(TensorProperties, TensorStorageMetadata),
+        )
+    },
+    f"{_DCP}.filesystem._StorageInfo": Global(StorageInfo),
+    # What nobody reads: how tensors lie in memory, and the path that was written to.
+    f"{_DCP}.metadata._MEM_FORMAT_ENCODING": Global(object),
+    "torch.serialization._get_layout": Global(object),
+    **{
+        f"{module}.{name}": Global(object)
         for module in ("pathlib", "pathlib._local")
         for name in ("PosixPath", "WindowsPath")
     },
@@ -80,13 +89,13 @@ def read_metadata(folder: Path) -> Metadata:
         size = file_size(path)
         refuse_holes(file, 0, size)
         _check_sum(folder, file)
-        metadata = _metadata(read_pickle(file, size, _ADMITTED))
+        metadata = _metadata(unpickle(file.read(size), _ALLOWED))
         _check_entries(folder, metadata)
     return metadata
 
 
 @functools.cache
-def copies(source: torch.dtype, target: torch.dtype) -> bool:
+def can_copy(source: torch.dtype, target: torch.dtype) -> bool:
     """Whether torch can copy a tensor of ``source`` into one of ``target``; most pairs work."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -113,20 +122,20 @@ def _check_sum(folder: Path, file: BufferedReader) -> None:
 
 
 def _metadata(value: Any) -> Metadata:
-    state = _state(value, "Metadata")
+    state = _state(value, Metadata)
     tensors = {
-        _text(fqn): _storage_type(item)
-        for fqn, item in _typed(state["state_dict_metadata"], dict).items()
+        checked(fqn, str): _storage_type(item)
+        for fqn, item in checked(state["state_dict_metadata"], dict).items()
     }
     entries = {
         _index(index): _storage_info(info)
-        for index, info in _typed(state["storage_data"], dict).items()
+        for index, info in checked(state["storage_data"], dict).items()
     }
     if len(entries) != len(state["storage_data"]):
         raise ValueError("two entries of one value")
     paths = state.get("planner_data")
     if paths is not None:
-        check_paths(_typed(paths, dict), tensors)
+        check_paths(checked(paths, dict), tensors)
     metadata = Metadata(tensors, paths, entries)
     metadata.storage_meta = StorageMeta()
     version = state.get("version")
@@ -135,42 +144,48 @@ def _metadata(value: Any) -> Metadata:
 
 
 def _storage_type(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
-    if isinstance(value, Record) and value.kind == "BytesStorageMetadata":
+    if isinstance(value, Record) and value.make is BytesStorageMetadata:
         return BytesStorageMetadata()
-    state = _state(value, "TensorStorageMetadata")
-    dtype = _typed(state["properties"], Record).state[0]
-    if state["properties"].kind != "TensorProperties" or dtype not in DTYPES.values():
+    state = _state(value, TensorStorageMetadata)
+    dtype, *_ = _state(state["properties"], TensorProperties, tuple)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError("a tensor without a dtype")
-    size = shape_of(state["size"])
+    size = _size(state["size"])
     chunks = []
-    for item in _typed(state["chunks"], list):
-        chunk = _state(item, "ChunkStorageMetadata")
-        chunks.append(ChunkStorageMetadata(shape_of(chunk["offsets"]), shape_of(chunk["sizes"])))
+    for item in checked(state["chunks"], list):
+        chunk = _state(item, ChunkStorageMetadata)
+        chunks.append(ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])))
     _check_tiles(size, chunks)
     return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
 
 
+def _size(value: Any) -> torch.Size:
+    if isinstance(value, Record) and value.make is torch.Size:
+        (value,) = value.args
+    return make_size(None, value)
+
+
 def _index(value: Any) -> MetadataIndex:
-    state = _state(value, "MetadataIndex")
+    state = _state(value, MetadataIndex)
     offset = state.get("offset")
-    return MetadataIndex(_text(state["fqn"]), None if offset is None else shape_of(offset))
+    return MetadataIndex(checked(state["fqn"], str), None if offset is None else _size(offset))
 
 
 def _storage_info(value: Any) -> StorageInfo:
-    state = _state(value, "_StorageInfo")
+    state = _state(value, StorageInfo)
     if state.get("transform_descriptors"):
         raise CheckpointError("entries are transformed (compressed, say): not supported")
-    name = _text(state["relative_path"])
+    name = checked(state["relative_path"], str)
     if (
         name != os.path.basename(name)
         or name in ("", ".", "..")
         or "\\" in name
         or "\0" in name
-        or len(name) > _MOST_OF_A_NAME
+        or len(name) > _MAX_NAME_LENGTH
     ):
-        name = name[:_MOST_OF_A_NAME]
+        name = name[:_MAX_NAME_LENGTH]
         raise CheckpointError(f"file {name!r} is not in the checkpoint's folder")
-    offset, length = shape_of((state["offset"], state["length"]))
+    offset, length = _size((state["offset"], state["length"]))
     return StorageInfo(name, offset, length)
 
 
@@ -182,18 +197,18 @@ def check_paths(paths: Mapping[Any, Any], tensors: Mapping[str, Any]) -> None:
     """
     lengths: dict[tuple[Any, ...], int] = {}  # by list; DCP fills a list up to its last item
     for fqn, path in paths.items():
-        if len(_typed(path, tuple)) > _MOST_DEEP:
-            raise ValueError(f"a key has a path of more than {_MOST_DEEP} steps")
+        if len(checked(path, tuple)) > _MAX_PATH_LENGTH:
+            raise ValueError(f"a key has a path of more than {_MAX_PATH_LENGTH} steps")
         if any(type(step) not in (str, int) for step in path):
             raise ValueError("a key has a path that is none")
-        if ".".join(map(str, path)) != _text(fqn) or fqn not in tensors:
+        if ".".join(map(str, path)) != checked(fqn, str) or fqn not in tensors:
             raise ValueError(f"{fqn!r} has the path of another key")
         for i, step in enumerate(path):
             if type(step) is int:
                 if step < 0:
                     raise ValueError(f"{fqn!r} has a negative index")
                 lengths[path[:i]] = max(lengths.get(path[:i], 0), step + 1)
-    if sum(lengths.values()) > len(paths) * _MOST_DEEP + _MOST_GAPS:
+    if sum(lengths.values()) > len(paths) * _MAX_PATH_LENGTH + _MAX_GAPS:
         raise ValueError(f"lists of {sum(lengths.values()):,} items for {len(paths):,} values")
 
 
@@ -206,7 +221,7 @@ def _check_tiles(size: tuple[int, ...], chunks: list[ChunkStorageMetadata]) -> N
             raise ValueError(f"chunk {chunk} reaches beyond the tensor of {tuple(size)}")
     boxes = [(chunk.offsets, chunk.sizes, 1) for chunk in chunks if prod(chunk.sizes)]
     cut = [dim for dim, n in enumerate(size) if any(box[1][dim] != n for box in boxes)]
-    if len(cut) > _MOST_CUTS:
+    if len(cut) > _MAX_CUTS:
         raise ValueError(f"a tensor of {tuple(size)} is cut along {len(cut)} dimensions")
     # How often each element is covered follows from the differences of that count along all
     # dimensions. For one box, the differences are 1 and -1 in turn at the box's corners and 0
@@ -243,7 +258,7 @@ def _check_entries(folder: Path, metadata: Metadata) -> None:
             raise CheckpointError(
                 f"{index.fqn!r} claims {nbytes:,} bytes of an entry of {length:,}"
             )
-        if index.offset is not None and length > nbytes + _MOST_AROUND:
+        if index.offset is not None and length > nbytes + _MAX_OVERHEAD:
             raise CheckpointError(f"{index.fqn!r}, {nbytes:,} bytes, has an entry of {length:,}")
     if unknown := entries.keys() - needed.keys():
         raise ValueError(f"entries of unknown values: {sorted(index.fqn for index in unknown)[:3]}")
@@ -260,17 +275,7 @@ def _check_entries(folder: Path, metadata: Metadata) -> None:
             raise CheckpointError(f"{name!r} has {size:,} bytes of the {end:,} that were written")
 
 
-def _state(value: Any, kind: str) -> dict[str, Any]:
-    if not isinstance(value, Record) or value.kind != kind:
-        raise ValueError(f"a {kind} was expected")
-    return {} if value.state is None else _typed(value.state, dict)
-
-
-def _typed(value: Any, kind: type[Any]) -> Any:
-    if type(value) is not kind:
-        raise ValueError(f"a {kind.__name__} was expected, not a {type(value).__name__}")
-    return value
-
-
-def _text(value: Any) -> str:
-    return str(_typed(value, str))
+def _state(value: Any, kind: Any, state: type[Any] = dict) -> Any:
+    if not isinstance(value, Record) or value.make is not kind:
+        raise ValueError(f"a {kind.__name__} was expected")
+    return state() if value.state is None else checked(value.state, state)

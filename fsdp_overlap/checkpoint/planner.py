@@ -1,38 +1,47 @@
-"""A DCP planner whose ranks do not send their plans to the first one."""
+"""A DCP planner whose ranks do not send their plans to the first one, and what they send of what
+they wrote. A rank sends numbers, and one of them the names, because the first rank of a large job
+gets all of it."""
 
 from __future__ import annotations
 
+import gc
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from functools import cached_property, partial
 from hashlib import sha256
 from math import prod
+from operator import attrgetter
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.checkpoint.checksums import checksum_of
-from fsdp_overlap.checkpoint.stager import Staged
-from fsdp_overlap.checkpoint.written import (
-    Described,
-    Plain,
-    PlannedMetadata,
-    PlannedStorageMeta,
-    Written,
-)
+from fsdp_overlap.checkpoint.metadata import read_metadata
+from fsdp_overlap.checkpoint.stager import StagedTensor
 from fsdp_overlap.tensor.placement import RaggedShard, copied_dims
 from fsdp_overlap.torch_internals import StorageInfo
 
 
-class _Agreed(NamedTuple):
+class _MeshSummary(NamedTuple):
     """What some ranks must have in common: how many they are, how many tensors lie over them, and
     digests: of names, shapes and placements, and of ranges."""
 
@@ -42,19 +51,19 @@ class _Agreed(NamedTuple):
     ranges: str
 
 
-class _Told(NamedTuple):
+class _PlanSummary(NamedTuple):
     """What a rank tells the first one.
 
     The keys of ``sharded`` stand for ranks that tensors lie over, those of ``plain`` are outermost
     keys of the state dict, with digests of what is below them and not sharded.
     """
 
-    sharded: dict[str, _Agreed]
+    sharded: dict[str, _MeshSummary]
     plain: dict[str, str]
 
 
-class _Turn(NamedTuple):
-    """What the first rank answers, in keys of :class:`_Told`.
+class _Assignment(NamedTuple):
+    """What the first rank answers, in keys of :class:`_PlanSummary`.
 
     The rank is the first that has some, and so tells the names of these sharded tensors
     (``describes``), and writes what is not sharded (``writes``). Other ranks have the names that
@@ -103,7 +112,7 @@ class ShardedSavePlanner(DefaultSavePlanner):
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
-        self._keys = keys = _Keys()
+        self._keys = keys = _MeshKeys()
         self._sharded: dict[str, dict[str, DTensor]] = defaultdict(dict)
         self._plain: dict[str, dict[str, Any]] = defaultdict(dict)
         for fqn, value in sorted(self.state_dict.items()):
@@ -113,10 +122,10 @@ class ShardedSavePlanner(DefaultSavePlanner):
             elif value.device_mesh.get_coordinate() is not None:
                 self._sharded[keys.of(value.device_mesh)][fqn] = value
         plain = {key: _digest(map(_known, values.items())) for key, values in self._plain.items()}
-        self.plan = SavePlan([], planner_data=_Told(self._agreed(), plain))
+        self.plan = SavePlan([], planner_data=_PlanSummary(self._mesh_summaries(), plain))
         return self.plan
 
-    def _agreed(self) -> dict[str, _Agreed]:
+    def _mesh_summaries(self) -> dict[str, _MeshSummary]:
         """What is known of the tensors over some ranks. Ranges are known to the ranks that have
         them alone: those along one dimension of a mesh."""
         ranks: dict[str, int] = {}
@@ -137,37 +146,39 @@ class ShardedSavePlanner(DefaultSavePlanner):
                         ranks[line] = mesh.size(dim)
                         ranges[line].append(hashes[id(each.ranges)])
         return {
-            key: _Agreed(number, len(facts[key]), _digest(facts[key]), _digest(ranges[key]))
+            key: _MeshSummary(number, len(facts[key]), _digest(facts[key]), _digest(ranges[key]))
             for key, number in ranks.items()
         }
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        told: list[_Told] = [plan.planner_data for plan in all_plans]
-        _check([each.sharded for each in told])
+        summaries: list[_PlanSummary] = [plan.planner_data for plan in all_plans]
+        _check([each.sharded for each in summaries])
         keys: dict[str, list[str]] = {}  # those of the same tensors
-        for key, agreed in {key: of for each in told for key, of in each.sharded.items()}.items():
+        for key, agreed in {
+            key: of for each in summaries for key, of in each.sharded.items()
+        }.items():
             if agreed.tensors:
                 keys.setdefault(agreed.digest, []).append(key)
         shared = {key: of[0] for of in keys.values() if len(of) > 1 for key in of}
         described: set[str] = set()
         written: set[tuple[str, str]] = set()
         answers = []
-        for each in told:
-            turn = _Turn(
+        for each in summaries:
+            assignment = _Assignment(
                 [key for key, of in each.sharded.items() if of.tensors and key not in described],
                 [key for key, digest in each.plain.items() if (key, digest) not in written],
                 [key for key in each.sharded if key in shared],
                 [key for key in each.sharded if shared.get(key, key) != key],
             )
-            described.update(turn.describes)
-            written.update((key, each.plain[key]) for key in turn.writes)
-            answers.append(SavePlan([], planner_data=turn))
+            described.update(assignment.describes)
+            written.update((key, each.plain[key]) for key in assignment.writes)
+            answers.append(SavePlan([], planner_data=assignment))
         self.metadata = PlannedMetadata()
         return answers, self.metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        turn: _Turn = new_plan.planner_data
-        plain = {fqn: value for key in turn.writes for fqn, value in self._plain[key].items()}
+        assignment: _Assignment = new_plan.planner_data
+        plain = {fqn: value for key in assignment.writes for fqn, value in self._plain[key].items()}
         whole = create_default_local_save_plan(plain, True).items
         self._whole = {item.index: item for item in whole}
         self._parts: dict[MetadataIndex, tuple[str, int, torch.Size]] = {}
@@ -176,47 +187,49 @@ class ShardedSavePlanner(DefaultSavePlanner):
         for key, tensors in self._sharded.items():
             numbers = {fqn: number for number, fqn in enumerate(tensors)}
             for item in _parts(tensors):
-                if key in turn.shares:
+                if key in assignment.shares:
                     tensor, index = tensors[item.index.fqn], item.index
                     values = (
-                        tensor.look_at(index)
-                        if isinstance(tensor, Staged)
+                        tensor.peek(index)
+                        if isinstance(tensor, StagedTensor)
                         else self.lookup_object(index)
                     )
                     self._checksums[index] = values.shape, checksum_of(values)
-                if key not in turn.skips:
+                if key not in assignment.skips:
                     self._parts[item.index] = key, numbers[item.index.fqn], _sizes(item)
                     items.append(item)
-        self._described = {
+        self._infos = {
             key: [
-                Described(fqn, self.mappings[fqn], tensor.shape, tensor.dtype)
+                TensorInfo(fqn, self.mappings[fqn], tensor.shape, tensor.dtype)
                 for fqn, tensor in self._sharded[key].items()
             ]
-            for key in turn.describes
+            for key in assignment.describes
         }
         self.plan = SavePlan(items + whole, storage_data=new_plan.storage_data)
         return self.plan
 
-    def written(self, results: Iterable[WriteResult]) -> Written:
-        """What this rank tells the first one of what it wrote."""
-        told = Written([], self._described, defaultdict(partial(array, "q")), [], self._checksums)
+    def write_result(self, results: Iterable[WriteResult]) -> RankWriteResult:
+        """Return what this rank wrote, for the first one."""
+        written = RankWriteResult(
+            [], self._infos, defaultdict(partial(array, "q")), [], self._checksums
+        )
         files: dict[str, int] = {}
         for result in results:
             if result.index in self._whole:
                 item = self._whole[result.index]
-                told.plain.append(Plain(item, self.mappings[item.index.fqn], result))
+                written.plain.append(PlainWriteResult(item, self.mappings[item.index.fqn], result))
                 continue
             info: StorageInfo = result.storage_data
             if info.relative_path not in files:
                 files[info.relative_path] = len(files)
-                told.files.append((info.relative_path, info.transform_descriptors))
+                written.files.append((info.relative_path, info.transform_descriptors))
             key, number, sizes = self._parts[result.index]
             row = number, files[info.relative_path], info.offset, info.length
-            told.rows[key].extend((*row, *(result.index.offset or ()), *sizes))
-        return told
+            written.rows[key].extend((*row, *(result.index.offset or ()), *sizes))
+        return written
 
 
-class _Keys:
+class _MeshKeys:
     """Keys that stand for the ranks of meshes, the same on each of these ranks."""
 
     def __init__(self) -> None:
@@ -244,12 +257,12 @@ def _parts(tensors: Mapping[str, DTensor]) -> list[WriteItem]:
         assert place is not None
         dims = copied_dims(tensor._spec) if tensor.numel() else tuple(range(mesh.ndim))
         of_copies = loads.setdefault(dims, [0] * prod(mesh.size(dim) for dim in dims))
-        turn = of_copies.index(min(of_copies))
-        of_copies[turn] += tensor.numel() * tensor.dtype.itemsize
+        owner = of_copies.index(min(of_copies))
+        of_copies[owner] += tensor.numel() * tensor.dtype.itemsize
         number = 0
         for dim in dims:
             number = number * mesh.size(dim) + place[dim]
-        if number == turn:
+        if number == owner:
             mine[fqn] = tensor
     items = create_default_local_save_plan(mine, False).items
     return [item for item in items if prod(_sizes(item)) or not mine[item.index.fqn].numel()]
@@ -274,15 +287,15 @@ def _check_plain(fqn: str, value: object) -> None:
         )
 
 
-def _check(told: Sequence[Mapping[str, _Agreed]]) -> None:
+def _check(summaries: Sequence[Mapping[str, _MeshSummary]]) -> None:
     """Checks that ranks have in common what they must.
 
     Raises:
         ValueError: they have not.
     """
-    firsts: dict[str, tuple[int, _Agreed]] = {}
+    firsts: dict[str, tuple[int, _MeshSummary]] = {}
     tellers: Counter[str] = Counter()
-    for rank, each in enumerate(told):
+    for rank, each in enumerate(summaries):
         tellers.update(each.keys())
         for key, agreed in each.items():
             first, of_first = firsts.setdefault(key, (rank, agreed))
@@ -302,3 +315,148 @@ def _check(told: Sequence[Mapping[str, _Agreed]]) -> None:
 
 def _digest(facts: Iterable[object]) -> str:
     return sha256(repr(list(facts)).encode()).hexdigest()[:16]
+
+
+class TensorInfo(NamedTuple):
+    """A tensor that ranks hold parts of. ``path`` is its place in the state dict."""
+
+    fqn: str
+    path: tuple[str | int, ...]
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class PlainWriteResult(NamedTuple):
+    """A value that one rank wrote whole."""
+
+    item: WriteItem
+    path: tuple[str | int, ...]
+    result: WriteResult
+
+
+class RankWriteResult(NamedTuple):
+    """What a rank wrote. Keys stand for the ranks that tensors lie over.
+
+    ``rows`` has for each part: the number of its tensor, the number of its file, where it lies in
+    that and how many bytes it has, then its offsets in the tensor, then its sizes. ``tensors`` is
+    sent by one of the ranks. ``checksums`` are those of parts of which there should be copies.
+    """
+
+    files: list[tuple[str, Sequence[str] | None]]
+    tensors: dict[str, list[TensorInfo]]
+    rows: dict[str, array[int]]
+    plain: list[PlainWriteResult]
+    checksums: dict[MetadataIndex, tuple[torch.Size, int]]
+
+
+def merge_results(results: Sequence[RankWriteResult]) -> Metadata:
+    """The metadata of what all ranks wrote.
+
+    Raises:
+        ValueError: what should be copies differs, or parts do not make up a tensor.
+    """
+    _check_replicas(results)
+    tensors = {key: found for each in results for key, found in each.tensors.items()}
+    paths: dict[str, tuple[str | int, ...]] = {}
+    found: dict[str, TensorStorageMetadata] = {}
+    for fqn, path, shape, dtype in (each for known in tensors.values() for each in known):
+        paths[fqn] = path
+        found[fqn] = TensorStorageMetadata(TensorProperties(dtype=dtype), shape, [])
+    storage: dict[MetadataIndex, StorageInfo] = {}
+    volumes = dict.fromkeys(found, 0)
+    writers: dict[str, set[str]] = {fqn: set() for fqn in found}
+    for each in results:
+        for key, rows in each.rows.items():
+            known, numbers, at = tensors[key], rows.tolist(), 0
+            while at < len(numbers):
+                number, file, start, length = numbers[at : at + 4]
+                fqn, _, shape, _ = known[number]
+                middle, end = at + 4 + len(shape), at + 4 + 2 * len(shape)
+                offsets = torch.Size(numbers[at + 4 : middle])
+                sizes = torch.Size(numbers[middle:end])
+                at = end
+                chunks = found[fqn].chunks
+                name, descriptors = each.files[file]
+                index = MetadataIndex(fqn, offsets, len(chunks))
+                storage[index] = StorageInfo(name, start, length, descriptors)
+                chunks.append(ChunkStorageMetadata(offsets, sizes))
+                volumes[fqn] += prod(sizes)
+                writers[fqn].add(key)
+    for fqn, volume in volumes.items():
+        if len(writers[fqn]) > 1:
+            raise ValueError(
+                f"{fqn!r} lies over several meshes, over which there are not the same sharded "
+                "tensors: save it from one of them, or use torch's DefaultSavePlanner"
+            )
+        if volume != prod(found[fqn].size):
+            raise ValueError(
+                f"the parts that ranks wrote of {fqn!r} have {volume} elements, and it has "
+                f"{prod(found[fqn].size)}: {_UNIQUE_NAMES}"
+            )
+    plain: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    for item, path, result in (value for each in results for value in each.plain):
+        fqn, data = item.index.fqn, item.tensor_data
+        if fqn in found:
+            raise ValueError(f"{fqn!r} is sharded on some ranks alone: {_UNIQUE_NAMES}")
+        if fqn not in plain:  # other ranks may have it too; the first one counts
+            paths[fqn], storage[result.index] = path, result.storage_data
+            plain[fqn] = (
+                BytesStorageMetadata()
+                if data is None
+                else TensorStorageMetadata(data.properties, data.size, [data.chunk])
+            )
+    return Metadata({**found, **plain}, planner_data=paths, storage_data=storage)
+
+
+def _check_replicas(results: Sequence[RankWriteResult]) -> None:
+    known: dict[MetadataIndex, tuple[torch.Size, int]] = {}
+    for each in results:
+        for index, checksum in each.checksums.items():
+            if known.setdefault(index, checksum) != checksum:
+                raise ValueError(
+                    f"{index.fqn!r} has other values on some ranks, or other parts: {_UNIQUE_NAMES}"
+                )
+
+
+_UNIQUE_NAMES = (
+    "a name must stand for one tensor; give those of other ranks, such as experts, other names"
+)
+
+
+class PlannedMetadata(Metadata):
+    """The metadata of a checkpoint in ``folder``. The rank that wrote it has it. Others read it
+    when they first ask for a part of it, because for many ranks it is large."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder
+
+    @cached_property
+    def values(self) -> Metadata:
+        assert self.folder is not None
+        return read_metadata(self.folder)
+
+    def __reduce__(self) -> tuple[type[PlannedMetadata], tuple[Path | None]]:
+        return PlannedMetadata, (self.folder,)
+
+
+for _field in fields(Metadata):
+    setattr(PlannedMetadata, _field.name, property(attrgetter(f"values.{_field.name}")))
+
+
+class PlannedStorageMeta(StorageMeta):
+    """By which the planner knows the writer. In files it is an ordinary one."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StorageMeta, tuple(vars(self).values())
+
+
+@contextmanager
+def paused_gc() -> Iterator[None]:
+    """Python's collector of cycles would look at all that is being made, again and again."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()

@@ -24,9 +24,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from fsdp_overlap.checkpoint.entries import StoredTensor, read_entry, read_value
-from fsdp_overlap.checkpoint.errors import CheckpointError, refusing
-from fsdp_overlap.checkpoint.files import opened, refuse_holes
-from fsdp_overlap.checkpoint.metadata import copies, read_metadata
+from fsdp_overlap.checkpoint.files import CheckpointError, opened, refuse_holes, refusing
+from fsdp_overlap.checkpoint.metadata import can_copy, read_metadata
 from fsdp_overlap.engine.opaque import takes
 from fsdp_overlap.torch_internals import StorageInfo
 
@@ -131,7 +130,7 @@ class SafeFileSystemReader(FileSystemReader):
                 # The planner would replace the tensor in the state dict by another value. The
                 # tensor itself, most often a model's own, would stay as it was.
                 raise CheckpointError(f"{self.path}: {fqn!r} is no tensor in this checkpoint")
-            if not copies(item.properties.dtype, target.dtype):
+            if not can_copy(item.properties.dtype, target.dtype):
                 raise CheckpointError(
                     f"{self.path}: {fqn!r} is of {item.properties.dtype} in this checkpoint, which "
                     f"torch cannot copy into {target.dtype}"
@@ -198,7 +197,7 @@ def _checked(
                 f"{error}. Leave it out of the state dict, and the rest loads"
             ) from None
         return data
-    if not copies(item.properties.dtype, item.properties.dtype):
+    if not can_copy(item.properties.dtype, item.properties.dtype):
         raise CheckpointError(f"torch cannot copy tensors of {item.properties.dtype}")
     value = read_entry(file, info.offset, info.length, verify)
     assert index.index is not None  # which of the tensor's chunks

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fsdp_overlap.checkpoint.pending import Copies, Offsets, PendingSave, PendingShard
+from fsdp_overlap.checkpoint.staging import Offsets, StagedSave, StagedShard, StagingBuffers
 from fsdp_overlap.comm.graphs import before_capture_or_replay
 from fsdp_overlap.tensor.extension import is_subclass
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
@@ -29,7 +29,7 @@ class ShardStager(AsyncStager):
     host, and beyond ``max_copied_bytes`` the step waits for the writer. On a device with streams
     copies are made ahead, beside compute, in pinned memory, and a step waits on its stream. What is
     no sharded tensor of this library is copied within the call, as by torch's own stager. In the
-    hands of the writer there is one piece more, of at most 32 MiB, or of all that a rank has of a
+    hands of the writer there is one chunk more, of at most 32 MiB, or of all that a rank has of a
     parameter in rows.
 
     Call :meth:`synchronize_staging` before edits that are no optimizer's step. Without it they are
@@ -45,40 +45,40 @@ class ShardStager(AsyncStager):
     def __init__(self, max_copied_bytes: int = 1 << 30) -> None:
         if max_copied_bytes < 0:
             raise ValueError(f"max_copied_bytes is a number of bytes, not {max_copied_bytes}")
-        self._copies = Copies(max_copied_bytes)
+        self._buffers = StagingBuffers(max_copied_bytes)
 
     @property
     def most_copied_bytes(self) -> int:
         """The most that copies took at once so far."""
-        return self._copies.most_nbytes
+        return self._buffers.peak_bytes
 
     def stage(self, state_dict: STATE_DICT_TYPE) -> Future[STATE_DICT_TYPE]:
         """What ``dcp.save()`` can write, once, in another thread. It is ready at once."""
-        save = PendingSave(self._copies)
-        shards: list[PendingShard] = []
+        save = StagedSave(self._buffers)
+        shards: list[StagedShard] = []
         others: list[Any] = []
-        staged = _Tree(save, shards, others).staged(state_dict, "")
+        staged = _StateDictStager(save, shards, others).staged(state_dict, "")
         save.begin(shards)
         # A stager of its own: one that is used again would fill the memory of the save before.
         plain = DefaultStager(StagingOptions(False, False, False, False))
         copied = cast(dict[str, Any], plain.stage({"others": others}))
         plain.close()
         _guard(save)
-        ready = _Ready(save)
+        ready = _StagedFuture(save)
         ready.set_result(_filled(staged, copied["others"]))
         return ready
 
     def synchronize_staging(self) -> None:
         """Returns when all shards that are being saved may be edited. Optimizers' steps do this
         themselves."""
-        _settle()
+        _copy_remaining()
 
 
-class _Ready(Future[STATE_DICT_TYPE]):
+class _StagedFuture(Future[STATE_DICT_TYPE]):
     """A staged state dict, which is there already. The thread that saves it asks for it first, so
     that it is known, and its end."""
 
-    def __init__(self, save: PendingSave) -> None:
+    def __init__(self, save: StagedSave) -> None:
         super().__init__()
         self._save = save
 
@@ -87,18 +87,18 @@ class _Ready(Future[STATE_DICT_TYPE]):
         return super().result(timeout)
 
 
-class Staged:
+class StagedTensor:
     """A sharded tensor that is being saved. It lies as the original, without its memory."""
 
-    save: PendingSave
-    shard: PendingShard
+    save: StagedSave
+    shard: StagedShard
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         return self.save.take(self.shard, tuple(index.offset or ()))
 
-    def look_at(self, index: MetadataIndex) -> torch.Tensor:
+    def peek(self, index: MetadataIndex) -> torch.Tensor:
         """The values that are written later."""
-        return self.save.look_at(self.shard, tuple(index.offset or ()))
+        return self.save.peek(self.shard, tuple(index.offset or ()))
 
     def free(self, index: MetadataIndex) -> None:
         """Frees what :meth:`__get_tensor_shard__` gave for ``index``, which is written."""
@@ -113,22 +113,22 @@ class Staged:
         raise failure
 
 
-class _StagedRange(Staged, RaggedDTensor):
+class _StagedRaggedDTensor(StagedTensor, RaggedDTensor):
     pass
 
 
-class _StagedRows(Staged, RowTensor):
+class _StagedRowTensor(StagedTensor, RowTensor):
     pass
 
 
-class _Other(int):
+class _CopiedIndex(int):
     """Stands for a value that is copied: its place in the list of these."""
 
 
-class _Tree:
+class _StateDictStager:
     """Goes through a state dict as DCP does."""
 
-    def __init__(self, save: PendingSave, shards: list[PendingShard], others: list[Any]) -> None:
+    def __init__(self, save: StagedSave, shards: list[StagedShard], others: list[Any]) -> None:
         self._save, self._shards, self._others = save, shards, others
 
     def staged(self, value: Any, name: str) -> Any:
@@ -139,13 +139,13 @@ class _Tree:
         if isinstance(value, Sharded) and _is_readable(value):
             return self._staged_shard(value, name)
         self._others.append(value)
-        return _Other(len(self._others) - 1)
+        return _CopiedIndex(len(self._others) - 1)
 
     def _staged_shard(self, value: Sharded, name: str) -> Sharded:
         shape_alone = torch.empty_like(value._local_tensor, device="meta")
-        kind: Any = _StagedRange if isinstance(value, RaggedDTensor) else _StagedRows
+        kind: Any = _StagedRaggedDTensor if isinstance(value, RaggedDTensor) else _StagedRowTensor
         staged = kind.wrap(shape_alone, value._spec)
-        staged.save, staged.shard = self._save, PendingShard(name, value)
+        staged.save, staged.shard = self._save, StagedShard(name, value)
         self._shards.append(staged.shard)
         return cast(Sharded, staged)
 
@@ -166,16 +166,16 @@ def _filled(value: Any, others: list[Any]) -> Any:
         return {key: _filled(each, others) for key, each in value.items()}
     if isinstance(value, list):
         return [_filled(each, others) for each in value]
-    return others[value] if isinstance(value, _Other) else value
+    return others[value] if isinstance(value, _CopiedIndex) else value
 
 
-def keep_planned(plan: SavePlan, planner: SavePlanner) -> dict[str, Staged]:
-    """The tensors that a stager staged, by name. Lets go of their pieces that are not in ``plan``:
+def keep_planned(plan: SavePlan, planner: SavePlanner) -> dict[str, StagedTensor]:
+    """Return the tensors that a stager staged, by name. Drop their chunks that are not in ``plan``:
     other ranks, which hold copies of them, write these."""
-    planned: dict[PendingSave, dict[PendingShard, set[Offsets]]] = {}
-    staged: dict[str, Staged] = {}
+    planned: dict[StagedSave, dict[StagedShard, set[Offsets]]] = {}
+    staged: dict[str, StagedTensor] = {}
     for name, value in getattr(planner, "state_dict", {}).items():  # a planner need not have one
-        if isinstance(value, Staged):
+        if isinstance(value, StagedTensor):
             staged[name] = value
             planned.setdefault(value.save, {})[value.shard] = set()
     for item in plan.items:
@@ -187,25 +187,25 @@ def keep_planned(plan: SavePlan, planner: SavePlanner) -> dict[str, Staged]:
     return staged
 
 
-_saves: WeakSet[PendingSave] = WeakSet()
+_saves: WeakSet[StagedSave] = WeakSet()
 _has_guard = False
 
 
-def _guard(save: PendingSave) -> None:
-    """Has optimizers' steps settle ``save``."""
+def _guard(save: StagedSave) -> None:
+    """Have optimizers' steps copy what remains of ``save``."""
     global _has_guard
     _saves.add(save)
     if not _has_guard:
         register_optimizer_step_pre_hook(_before_step)
-        before_capture_or_replay.append(_settle)
+        before_capture_or_replay.append(_copy_remaining)
         _has_guard = True
 
 
-def _settle() -> None:
+def _copy_remaining() -> None:
     for save in list(_saves):
-        save.settle()
+        save.copy_remaining()
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     # Of any optimizer: averages of weights, say, are edited after the step of another.
-    _settle()
+    _copy_remaining()

@@ -1,9 +1,5 @@
-"""Values that are neither tensors nor containers: which ones an entry may hold, and how each is
-made of what its pickle says.
-
-While a pickle is read, a :class:`Record` stands for such a value. It is made afterwards, so that
-what is made altogether can be bounded.
-"""
+"""What an entry may hold beside tensors and containers: by the names in pickles, how each such
+value is made. Makers get the state of the pickled object and then its arguments."""
 
 from __future__ import annotations
 
@@ -11,92 +7,121 @@ import io
 import os
 import pathlib
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from datetime import date, datetime, time, timedelta, timezone
 from math import prod
 from typing import Any
 
-from fsdp_overlap.checkpoint.errors import CheckpointError
-from fsdp_overlap.checkpoint.pickles import Maker, Record
+import torch
 
-_MOST_BITS = 64  # of a number in a range; larger ones could be chosen to share one hash
+from fsdp_overlap.checkpoint.files import CheckpointError
+from fsdp_overlap.checkpoint.unpickler import Global, hashable
+
+_MAX_BITS = 64
+_MAX_DIMS = 64
+
+DTYPES: dict[str, torch.dtype] = {
+    f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
+}
 
 
-def nbytes_of(value: Any) -> int:
-    """Return how many bytes ``value``, one that is made here, holds, apart from a constant."""
+def size_of(value: Any) -> int:
+    """Return how many bytes or items ``value``, which a maker made, holds. A tensor's do not count,
+    because a storage is read once."""
     if isinstance(value, io.BytesIO):
         return value.getbuffer().nbytes
-    if isinstance(value, (bytes, bytearray)):
+    if isinstance(value, (bytes, bytearray, set, frozenset)):
         return len(value)
-    nbytes = getattr(value, "nbytes", 0)  # of an array
-    return nbytes if isinstance(nbytes, int) else 0
+    is_array = hasattr(value, "nbytes") and not isinstance(value, torch.Tensor)
+    return int(value.nbytes) if is_array else 0
 
 
-def _encoded(state: None, text: str, encoding: str) -> bytes:
+def count(value: Any) -> int:
+    """Return ``value`` if it can be a number of elements."""
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        shown = f"{value:,}" if type(value) is int else f"a {type(value).__name__}"
+        raise ValueError(f"{shown} is no number of elements")
+    return value
+
+
+def make_size(state: Any, value: Any) -> torch.Size:
+    """Return a pickle's ``value`` as a shape."""
+    if not isinstance(value, tuple) or len(value) > _MAX_DIMS:
+        raise ValueError(f"a {type(value).__name__} is no shape, or none of {_MAX_DIMS} dimensions")
+    return torch.Size([count(n) for n in value])
+
+
+def checked(value: Any, kind: type[Any]) -> Any:
+    """Return ``value`` if it is of ``kind``."""
+    if not isinstance(value, kind):
+        raise ValueError(f"a {kind.__name__} was expected, not a {type(value).__name__}")
+    return value
+
+
+def _call(make: Callable[..., Any], *kinds: type[Any]) -> Callable[..., Any]:
+    """Return a maker that calls ``make`` if all arguments are of ``kinds``."""
+
+    def made(state: Any, *args: Any) -> Any:
+        for arg in args:
+            if not isinstance(arg, kinds):
+                raise ValueError(f"a {make.__name__} made of a {type(arg).__name__}")
+            if isinstance(arg, int) and arg.bit_length() > _MAX_BITS:  # these may share one hash
+                raise ValueError(f"a {make.__name__} of numbers of more than {_MAX_BITS} bits")
+        return make(*args)
+
+    return made
+
+
+def _make_device(state: Any, kind: str, index: Any = None) -> torch.device:
+    if index is not None and not count(index) < 1 << 7:
+        raise ValueError(f"device {index:,}")
+    return torch.device(checked(kind, str), index)
+
+
+def _make_bytes(state: Any, text: str = "", encoding: str = "latin1") -> bytes:
     if encoding != "latin1":
         raise ValueError("bytes in an encoding that pickle does not use")
     return text.encode("latin1")
 
 
-def _no_bytes(state: None) -> bytes:
-    return b""
+def _make_set(state: Any, items: Any) -> set[Any]:
+    return set(map(hashable, checked(items, list)))
 
 
-def _bytearray(state: None, content: bytes = b"") -> bytearray:
-    return bytearray(_a(bytes, content))
+def _make_frozenset(state: Any, items: Any) -> frozenset[Any]:
+    return frozenset(_make_set(state, items))
 
 
-def _bytes_io(state: Any) -> io.BytesIO:
-    content, position, attributes = _a(tuple, state)
+def _make_bytes_io(state: Any) -> io.BytesIO:
+    content, position, attributes = checked(state, tuple)
     if attributes:
         raise ValueError("a BytesIO with attributes")
-    file = io.BytesIO(_a(bytes, content))
-    file.seek(_a(int, position))
+    file = io.BytesIO(checked(content, bytes))
+    file.seek(checked(position, int))
     return file
 
 
-def _range(state: None, *numbers: int) -> range:
-    if any(_a(int, number).bit_length() > _MOST_BITS for number in numbers):
-        raise ValueError(f"a range of numbers of more than {_MOST_BITS} bits")
-    return range(*numbers)
-
-
-def _slice(state: None, *parts: Any) -> slice:
-    return slice(*parts)
-
-
-def _temporal(kind: Callable[..., Any]) -> Callable[..., Any]:
-    def make(state: None, *parts: Any) -> Any:
-        for part in parts:
-            if not isinstance(part, (int, str, bytes, timedelta, timezone)):
-                raise ValueError("a time made of what tells no time")
-        return kind(*parts)
-
-    return make
-
-
-def _path(kind: type[pathlib.PurePath]) -> Callable[..., pathlib.PurePath]:
-    def make(state: None, *parts: str) -> pathlib.PurePath:
-        return kind(*(_a(str, part) for part in parts))
-
-    return make
-
-
-def _dtype(state: Any, code: str, *_: Any) -> Any:
-    byte_order = _a(tuple, state)[1]
-    if not re.fullmatch(r"[?biufcSU]\d{0,6}", _a(str, code)) or byte_order not in ("<", ">", "|"):
+def _make_dtype(state: Any, code: str, *_: Any) -> Any:
+    byte_order = checked(state, tuple)[1]
+    if not re.fullmatch(r"[?biufcSU]\d{0,6}", checked(code, str)) or byte_order not in (
+        "<",
+        ">",
+        "|",
+    ):
         raise ValueError(f"dtype {code[:20]!r} of numpy is none of plain numbers or text")
     return _numpy().dtype(code).newbyteorder(byte_order)
 
 
-def _scalar(state: None, dtype: Any, content: bytes) -> Any:
-    (value,) = _numpy().frombuffer(_a(bytes, content), _a(_numpy().dtype, dtype))
+def _make_scalar(state: Any, dtype: Any, content: bytes) -> Any:
+    (value,) = _numpy().frombuffer(checked(content, bytes), checked(dtype, _numpy().dtype))
     return value
 
 
-def _array(state: Any, *_: Any) -> Any:
-    _version, shape, dtype, is_fortran, content = _a(tuple, state)
-    if prod(_a(tuple, shape)) * _a(_numpy().dtype, dtype).itemsize != len(_a(bytes, content)):
+def _make_array(state: Any, *_: Any) -> Any:
+    _version, shape, dtype, is_fortran, content = checked(state, tuple)
+    itemsize = checked(dtype, _numpy().dtype).itemsize
+    if prod(checked(shape, tuple)) * itemsize != len(checked(content, bytes)):
         raise ValueError("an array whose shape does not fit its bytes")
     order = "F" if is_fortran else "C"
     return _numpy().ndarray(shape, dtype, bytearray(content), order=order)
@@ -108,12 +133,6 @@ def _numpy() -> Any:
     except ImportError:
         raise CheckpointError("it holds values of numpy, which is not installed") from None
     return numpy
-
-
-def _a(kind: type[Any], value: Any) -> Any:
-    if not isinstance(value, kind):
-        raise ValueError(f"a {kind.__name__} was expected, not a {type(value).__name__}")
-    return value
 
 
 def _paths() -> dict[str, type[pathlib.PurePath]]:
@@ -128,36 +147,39 @@ def _paths() -> dict[str, type[pathlib.PurePath]]:
 
 
 _MAKERS: dict[str, Callable[..., Any]] = {
+    "collections.OrderedDict": OrderedDict,
+    "torch.Size": make_size,
+    "torch.device": _make_device,
     # As pickle protocol 2 writes them, which torch.save uses: by Python 2's names.
-    "_codecs.encode": _encoded,
-    "__builtin__.bytes": _no_bytes,
-    "__builtin__.bytearray": _bytearray,
-    "__builtin__.xrange": _range,
-    "__builtin__.slice": _slice,
-    "_io.BytesIO": _bytes_io,
-    **{f"datetime.{kind.__name__}": _temporal(kind) for kind in (date, datetime, time)},
-    **{f"datetime.{kind.__name__}": _temporal(kind) for kind in (timedelta, timezone)},
+    "_codecs.encode": _make_bytes,
+    "__builtin__.bytes": _make_bytes,
+    "__builtin__.bytearray": _call(bytearray, bytes),
+    "__builtin__.complex": _call(complex, float),
+    "__builtin__.frozenset": _make_frozenset,
+    "__builtin__.set": _make_set,
+    "__builtin__.slice": _call(slice, int, type(None)),
+    "__builtin__.xrange": _call(range, int),
+    "_io.BytesIO": _make_bytes_io,
     **{
-        f"{module}.{name}": _path(kind)
+        f"datetime.{kind.__name__}": _call(kind, int, str, bytes, timedelta, timezone)
+        for kind in (date, datetime, time, timedelta, timezone)
+    },
+    **{
+        f"{module}.{name}": _call(kind, str)
         for module in ("pathlib", "pathlib._local")
         for name, kind in _paths().items()
     },
-    "numpy.dtype": _dtype,
+    "numpy.dtype": _make_dtype,
     **{
         f"numpy.{core}.multiarray.{name}": make
         for core in ("core", "_core")
-        for name, make in (("scalar", _scalar), ("_reconstruct", _array))
+        for name, make in (("scalar", _make_scalar), ("_reconstruct", _make_array))
     },
 }
 
-
-def _standing_for(make: Callable[..., Any]) -> Maker:
-    return Maker(lambda *args: Record(make, args=args))
-
-
-ADMITTED: dict[str, Any] = {
+ALLOWED: dict[str, Any] = {
+    **DTYPES,
+    **{name: Global(make) for name, make in _MAKERS.items()},
     "numpy.ndarray": None,  # an argument of _reconstruct, which makes nothing else
-    **{name: _standing_for(make) for name, make in _MAKERS.items()},
 }
-"""What a pickle may name for these values. To make one, call the record's ``kind`` with its state
-and its arguments."""
+"""What a pickle may name for these values."""

@@ -3,33 +3,38 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
+from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem, SerializationFormat
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from fsdp_overlap.checkpoint.checksums import ChecksumStream, streams_work
-from fsdp_overlap.checkpoint.metadata import CHECKSUM_FILE, METADATA_FILE
-from fsdp_overlap.checkpoint.planner import ShardedSavePlanner
-from fsdp_overlap.checkpoint.savable import check_savable
-from fsdp_overlap.checkpoint.stager import Staged, keep_planned
-from fsdp_overlap.checkpoint.written import (
+from fsdp_overlap.checkpoint.entries import read_value
+from fsdp_overlap.checkpoint.files import CheckpointError
+from fsdp_overlap.checkpoint.metadata import CHECKSUM_FILE, METADATA_FILE, can_copy, check_paths
+from fsdp_overlap.checkpoint.planner import (
     PlannedMetadata,
     PlannedStorageMeta,
-    Written,
-    put_together,
-    without_collector,
+    RankWriteResult,
+    ShardedSavePlanner,
+    merge_results,
+    paused_gc,
 )
+from fsdp_overlap.checkpoint.stager import StagedTensor, keep_planned
 from fsdp_overlap.disk_errors import writing
 from fsdp_overlap.tensor.dcp import wrap_method
 
@@ -90,9 +95,9 @@ class SafeFileSystemWriter(FileSystemWriter):
             )
         if not isinstance(planner, ShardedSavePlanner):
             return results
-        told: Future[Written] = Future()
-        told.set_result(planner.written(results.value()))
-        return told
+        written: Future[RankWriteResult] = Future()
+        written.set_result(planner.write_result(results.value()))
+        return written
 
     def finish(self, metadata: Metadata, results: list[Any]) -> None:
         try:
@@ -102,10 +107,10 @@ class SafeFileSystemWriter(FileSystemWriter):
             raise
 
     def _finish(self, metadata: Metadata, results: list[Any]) -> None:
-        with without_collector():
+        with paused_gc():
             if isinstance(metadata, PlannedMetadata):
                 metadata.folder = Path(self.path).absolute()
-                metadata.values = put_together(results)
+                metadata.values = merge_results(results)
                 stored = metadata.values.storage_data.items()
                 entries: Any = (WriteResult(index, info.length, info) for index, info in stored)
                 super().finish(metadata.values, [entries])
@@ -160,7 +165,7 @@ class _Entries:
 
     def __init__(self, transforms: Any) -> None:
         self._transforms = transforms
-        self.staged: Mapping[str, Staged] = {}
+        self.staged: Mapping[str, StagedTensor] = {}
         self.thread: threading.local | None = None
         """Has the item that each thread writes, while there is a save."""
 
@@ -178,7 +183,62 @@ class _Entries:
         return stream, descriptors
 
 
-def _checking_what_is_saved(torchs: Callable[..., None]) -> Callable[..., None]:
+def _check_savable(state_dict: Mapping[str, Any], paths: Mapping[str, Any]) -> None:
+    """Check what is about to be saved: values by name, and where these are in the state dict.
+
+    Raises:
+        CheckpointError: the reader would refuse something of it.
+    """
+    try:
+        check_paths(paths, state_dict)
+    except ValueError as error:
+        raise CheckpointError(
+            f"SafeFileSystemReader would refuse the keys of this state dict: {error}"
+        ) from None
+    for fqn, value in state_dict.items():
+        if isinstance(value, torch.Tensor) and not can_copy(value.dtype, value.dtype):
+            raise CheckpointError(
+                f"SafeFileSystemReader would refuse {fqn!r}: torch cannot copy {value.dtype}. "
+                "Save a view of it in another dtype"
+            )
+        if not _is_simple(value):
+            _check_value(fqn, value)
+
+
+def _is_simple(value: Any) -> bool:
+    """Return whether ``value`` is surely read."""
+    if isinstance(value, DTensor):
+        return True
+    if isinstance(value, torch.Tensor):
+        is_plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout == torch.strided
+        return is_plain and not (value.is_conj() or value.is_neg() or value.is_quantized)
+    if hasattr(value, "__create_write_items__") or hasattr(value, "local_shards"):
+        return True  # its parts are saved, which are tensors
+    return all(map(_is_number, value if type(value) in (tuple, list) else (value,)))
+
+
+def _is_number(value: Any) -> bool:
+    if type(value) is int:
+        return value.bit_length() <= 64
+    return type(value) in (bool, float, str, type(None))
+
+
+def _check_value(fqn: str, value: Any) -> None:
+    """Save ``value`` in memory, and read it."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach()  # as the writer does
+    data = io.BytesIO()
+    try:
+        torch.save(value, data)
+        read_value(io.BufferedReader(cast(io.RawIOBase, data)), 0, data.tell())
+    except Exception as error:
+        raise CheckpointError(
+            f"SafeFileSystemReader would refuse {fqn!r}, of type {type(value).__name__}: {error}. "
+            "Save what it is made of, or use torch's FileSystemWriter"
+        ) from None
+
+
+def _check_before_planning(torchs: Callable[..., None]) -> Callable[..., None]:
     def set_up(
         self: DefaultSavePlanner,
         state_dict: dict[str, Any],
@@ -187,10 +247,10 @@ def _checking_what_is_saved(torchs: Callable[..., None]) -> Callable[..., None]:
     ) -> None:
         torchs(self, state_dict, storage_meta, is_coordinator)
         if isinstance(storage_meta, PlannedStorageMeta):  # SafeFileSystemWriter's
-            check_savable(self.state_dict, self.mappings)
+            _check_savable(self.state_dict, self.mappings)
 
     return set_up
 
 
 # A writer sees plans, and values only once some ranks have written.
-wrap_method(DefaultSavePlanner, "set_up_planner", _checking_what_is_saved)
+wrap_method(DefaultSavePlanner, "set_up_planner", _check_before_planning)

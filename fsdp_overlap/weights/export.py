@@ -12,10 +12,16 @@ from torch import nn
 
 from fsdp_overlap.comm.lanes import Ticket
 from fsdp_overlap.comm.streams import has_streams, streams_of
-from fsdp_overlap.weights.exchange import Exchange, exchange_of
-from fsdp_overlap.weights.regions import Region, parts, whole
-from fsdp_overlap.weights.routes import Round, Side, Sides, wants_all, whole_of
+from fsdp_overlap.weights.exchange import WeightExchange, exchange_of
+from fsdp_overlap.weights.tensor_chunks import Chunk, full_chunk, local_chunks
 from fsdp_overlap.weights.tensors import Names, checked, renamed, weights_of
+from fsdp_overlap.weights.transfer_plan import (
+    Layouts,
+    TensorLayout,
+    TransferRound,
+    wants_all,
+    whole_of,
+)
 
 
 def export_weights(
@@ -72,12 +78,14 @@ def export_weights(
             raise ValueError(f"prefetch={prefetch} is not a number of pieces; use 0 or more")
         return checked(renamed(found, names))
 
-    def make(has: Sides) -> list[Round]:
+    def make(has: Layouts) -> list[TransferRound]:
         """Each rank that is asked for wants all that it has."""
         places = exchange.places
         among = None if asked is None else {places[rank] for rank in asked if rank in places}
         wants = wants_all(has, dtype, among)
-        return exchange.rounds(exchange.route(has, wants, strict=False, one=False), piece_bytes)
+        return exchange.rounds(
+            exchange.plan_transfers(has, wants, strict=False, one=False), piece_bytes
+        )
 
     arguments = f"dtype={dtype}, ranks={asked}, prefetch={prefetch}, piece_bytes={piece_bytes}"
     weights, plan = exchange.planned(find, arguments, make)
@@ -87,32 +95,32 @@ def export_weights(
 
 
 def whole_weights(
-    exchange: Exchange,
-    rounds: list[Round],
+    exchange: WeightExchange,
+    rounds: list[TransferRound],
     weights: Mapping[str, torch.Tensor],
-    wants: dict[str, Side],
+    wants: dict[str, TensorLayout],
     prefetch: int,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights that this rank ``wants`` as they are complete, after so many ``rounds``."""
     arriving: dict[str, torch.Tensor] = {}
 
-    def sources(name: str) -> list[tuple[Region, torch.Tensor]]:
-        return parts(weights[name])
+    def sources(name: str) -> list[tuple[Chunk, torch.Tensor]]:
+        return local_chunks(weights[name])
 
-    def targets(name: str) -> list[tuple[Region, torch.Tensor]]:
+    def targets(name: str) -> list[tuple[Chunk, torch.Tensor]]:
         if name not in arriving:
             shape, dtype, *_ = wants[name]
             arriving[name] = torch.empty(shape, dtype=dtype, device=exchange.device)
-        return [(whole(wants[name].shape), arriving[name])]
+        return [(full_chunk(wants[name].shape), arriving[name])]
 
-    under_way: deque[tuple[Ticket, Round]] = deque()
+    in_flight: deque[tuple[Ticket, TransferRound]] = deque()
     to_start = iter(rounds)
     try:
         for _ in rounds:
-            while len(under_way) <= prefetch and (each := next(to_start, None)) is not None:
+            while len(in_flight) <= prefetch and (each := next(to_start, None)) is not None:
                 messages = each.messages(exchange.rank)
-                under_way.append((exchange.start(each, messages, sources, targets), each))
-            ticket, done = under_way.popleft()
+                in_flight.append((exchange.start(each, messages, sources, targets), each))
+            ticket, done = in_flight.popleft()
             ticket.wait()
             for name in done.completes:
                 if name in wants:
@@ -120,7 +128,7 @@ def whole_weights(
                     yield name, handed_over(arriving.pop(name))
     finally:
         # Where the loop was left, what travels still reads shards and writes to this memory.
-        for ticket, _ in under_way:
+        for ticket, _ in in_flight:
             with suppress(RuntimeError):
                 ticket.wait()
 

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from fsdp_overlap.comm.streams import mark_enqueued, streams_of
-from fsdp_overlap.weights.exchange import Exchange, exchange_of
+from fsdp_overlap.weights.exchange import WeightExchange, exchange_of
 from fsdp_overlap.weights.export import whole_weights
-from fsdp_overlap.weights.routes import Round, Side, Sides, whole_of
 from fsdp_overlap.weights.tensors import Names, checked, is_first, renamed, weights_of
+from fsdp_overlap.weights.transfer_plan import Layouts, TensorLayout, TransferRound, whole_of
 
 # Ranks share the work where each of them has a file of at least this size.
 _SHARED_BYTES = 256 << 20
@@ -49,7 +49,7 @@ _DTYPES = {
 class _File:
     """One file: its weights in order, and how many bytes they have."""
 
-    weights: dict[str, Side] = field(default_factory=dict)
+    weights: dict[str, TensorLayout] = field(default_factory=dict)
     nbytes: int = 0
     path: Path = Path()
 
@@ -62,11 +62,11 @@ class _File:
         """What comes before the values: its own length, then names, dtypes, shapes and places."""
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
         start = 0
-        for name, side in self.weights.items():
-            stop = start + _nbytes(side)
+        for name, layout in self.weights.items():
+            stop = start + _nbytes(layout)
             entries[name] = {
-                "dtype": _DTYPES[side.dtype],
-                "shape": list(side.shape),
+                "dtype": _DTYPES[layout.dtype],
+                "shape": list(layout.shape),
                 "data_offsets": [start, stop],
             }
             start = stop
@@ -122,25 +122,25 @@ def save_weights(
                 raise ValueError(f"{name!r} is of {tensor.dtype}, which safetensors does not know")
         return weights
 
-    def make(has: Sides) -> list[Round]:
+    def make(has: Layouts) -> list[TransferRound]:
         """Each rank wants what it writes. Weights travel in the order in which they are written."""
         files = _files(folder, has, dtype, file_bytes, exchange.ranks)
-        wants: dict[str, list[tuple[Side, list[int]]]] = {}
+        wants: dict[str, list[tuple[TensorLayout, list[int]]]] = {}
         for number, file in enumerate(files):
             writer = [number % exchange.ranks]
-            wants.update({name: [(side, writer)] for name, side in file.weights.items()})
+            wants.update({name: [(layout, writer)] for name, layout in file.weights.items()})
         turns = {name: has[name] for name in _in_turns(files, exchange.ranks)}
-        tensors = exchange.route(turns, wants, strict=True, one=True)
+        tensors = exchange.plan_transfers(turns, wants, strict=True, one=True)
         return exchange.rounds(tensors, piece_bytes)
 
     arguments = f"dtype={dtype}, file_bytes={file_bytes}, piece_bytes={piece_bytes}"
     alone = f", folder={str(folder)!r}"
     weights, plan = exchange.planned(find, arguments, make, alone)
-    exchange.check_copies(plan.has, weights)
+    exchange.check_replicas(plan.has, weights)
     files = _files(folder, plan.has, dtype, file_bytes, exchange.ranks)
     rank = exchange.rank
     mine = files[rank :: exchange.ranks]
-    wants = {name: side for file in mine for name, side in file.weights.items()}
+    wants = {name: layout for file in mine for name, layout in file.weights.items()}
     arriving = whole_weights(exchange, plan.rounds, weights, wants, prefetch=1)
     try:
         _on_all(exchange, lambda: _write_files(mine, arriving))
@@ -153,7 +153,7 @@ def save_weights(
         raise
 
 
-def _on_all(exchange: Exchange, run: Callable[[], object]) -> None:
+def _on_all(exchange: WeightExchange, run: Callable[[], object]) -> None:
     """Does ``run`` on each rank, and goes on if all could. Collective.
 
     Raises:
@@ -164,9 +164,9 @@ def _on_all(exchange: Exchange, run: Callable[[], object]) -> None:
         run()
     except OSError as error:
         failure = error
-    for rank, told in enumerate(exchange.told(failure and repr(failure))):
+    for rank, told in enumerate(exchange.gather(failure and repr(failure))):
         if told is not None:
-            who = f"{exchange.what}: rank {exchange.named(rank)} could not write: {told}"
+            who = f"{exchange.what}: rank {exchange.global_rank(rank)} could not write: {told}"
             raise RuntimeError(who) from failure
 
 
@@ -177,22 +177,22 @@ def _check(folder: Path) -> None:
 
 
 def _files(
-    folder: Path, has: Sides, dtype: torch.dtype | None, file_bytes: int, ranks: int
+    folder: Path, has: Layouts, dtype: torch.dtype | None, file_bytes: int, ranks: int
 ) -> list[_File]:
     """The files of all weights, in order. Ranks share the work if it is enough."""
-    known: dict[Side, Side] = {}
-    weights: dict[str, Side] = {}
-    for name, [(side, _), *_] in has.items():
-        want = whole_of(side.shape, side.dtype, dtype)
+    known: dict[TensorLayout, TensorLayout] = {}
+    weights: dict[str, TensorLayout] = {}
+    for name, [(layout, _), *_] in has.items():
+        want = whole_of(layout.shape, layout.dtype, dtype)
         weights[name] = known.setdefault(want, want)
     total = sum(map(_nbytes, weights.values()))
     most = min(file_bytes, max(_SHARED_BYTES, -(-total // ranks)))
     files = [_File()]
-    for name, side in weights.items():
-        if files[-1].weights and files[-1].nbytes + _nbytes(side) > most:
+    for name, layout in weights.items():
+        if files[-1].weights and files[-1].nbytes + _nbytes(layout) > most:
             files.append(_File())
-        files[-1].weights[name] = side
-        files[-1].nbytes += _nbytes(side)
+        files[-1].weights[name] = layout
+        files[-1].nbytes += _nbytes(layout)
     for number, file in enumerate(files, 1):
         several = f"-{number:05d}-of-{len(files):05d}" if len(files) > 1 else ""
         file.path = folder / f"model{several}.safetensors"
@@ -261,5 +261,5 @@ def _write_index(folder: Path, files: list[_File]) -> None:
         raise
 
 
-def _nbytes(side: Side) -> int:
-    return prod(side.shape) * side.dtype.itemsize
+def _nbytes(layout: TensorLayout) -> int:
+    return prod(layout.shape) * layout.dtype.itemsize

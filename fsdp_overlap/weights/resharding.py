@@ -16,9 +16,8 @@ from torch.distributed.tensor import DTensor
 from fsdp_overlap.comm.lanes import Ticket, make_lane
 from fsdp_overlap.comm.streams import current_device
 from fsdp_overlap.engine.context import context_of
-from fsdp_overlap.weights.exchange import Exchange, Note
-from fsdp_overlap.weights.regions import Region, parts
-from fsdp_overlap.weights.routes import Messages, Part, Round, Routed
+from fsdp_overlap.weights.exchange import RankLayouts, WeightExchange
+from fsdp_overlap.weights.tensor_chunks import Chunk, local_chunks
 from fsdp_overlap.weights.tensors import (
     Names,
     checked,
@@ -27,6 +26,7 @@ from fsdp_overlap.weights.tensors import (
     version_of,
     weights_of,
 )
+from fsdp_overlap.weights.transfer_plan import Messages, PlannedTensor, TransferItem, TransferRound
 
 Weights = nn.Module | Mapping[str, torch.Tensor]
 """A model, sharded or not, or tensors by name: whole ones, DTensors, or sharded parameters."""
@@ -86,18 +86,18 @@ class WeightResharder:
         if group is not None and group.size() == 1:
             group = None
         device = _device_of(source, target, group)
-        self._exchange = Exchange("Resharding", group, device, make_lane(device))
+        self._exchange = WeightExchange("Resharding", group, device, make_lane(device))
 
-        def note() -> Note:
+        def note() -> RankLayouts:
             self._find()
-            return self._exchange.note_of(self._source, self._target)
+            return self._exchange.layouts_of(self._source, self._target)
 
-        told = self._exchange.told_sides(note, f"piece_bytes={piece_bytes}")
-        self._exchange.check_copies(told.has, self._source)
-        self._tensors = self._exchange.route(told.has, told.wants, strict=True, one=True)
+        told = self._exchange.gather_layouts(note, f"piece_bytes={piece_bytes}")
+        self._exchange.check_replicas(told.has, self._source)
+        self._tensors = self._exchange.plan_transfers(told.has, told.wants, strict=True, one=True)
 
     def _find(self) -> None:
-        """Looks for the tensors of both sides, which a module may have replaced."""
+        """Find the tensors of both sides, which a module may have replaced."""
         source, target = self._sides
         self._source = checked(renamed(_by_name(source), self._names))
         self._target = checked(_by_name(target))
@@ -117,48 +117,48 @@ class WeightResharder:
         if isinstance(self._sides[1], nn.Module):
             for unit in units_of(self._sides[1]):  # whose weights may be gathered ahead
                 context_of(unit).transfers.gather_lane.before_compute()
-        under_way: deque[Ticket] = deque()
+        in_flight: deque[Ticket] = deque()
         try:
             with torch.no_grad():
                 for each, messages in rounds:
                     start = self._exchange.start(each, messages, self._sources, self._targets)
-                    under_way.append(start)
+                    in_flight.append(start)
                     self._count(each, messages)
-                    if len(under_way) > _AHEAD:
-                        under_way.popleft().wait()
-                while under_way:
-                    under_way.popleft().wait()
+                    if len(in_flight) > _AHEAD:
+                        in_flight.popleft().wait()
+                while in_flight:
+                    in_flight.popleft().wait()
         finally:
-            for ticket in under_way:  # after an error: it reads and writes all the same
+            for ticket in in_flight:  # after an error: it reads and writes all the same
                 with suppress(RuntimeError):
                     ticket.wait()
         self._versions.update(versions)
 
     @cached_property
-    def _rounds(self) -> list[tuple[Round, Messages]]:
+    def _rounds(self) -> list[tuple[TransferRound, Messages]]:
         return self._planned(self._tensors)
 
-    def _planned(self, tensors: list[Routed]) -> list[tuple[Round, Messages]]:
+    def _planned(self, tensors: list[PlannedTensor]) -> list[tuple[TransferRound, Messages]]:
         """The rounds in which ``tensors`` travel, and what this rank sends and receives in each."""
         rounds = self._exchange.rounds(tensors, self._piece_bytes)
         return [(each, each.messages(self._exchange.rank)) for each in rounds]
 
-    def _edited(self, versions: Mapping[str, object]) -> list[Routed]:
+    def _edited(self, versions: Mapping[str, object]) -> list[PlannedTensor]:
         mine = [
             name
             for name, version in versions.items()
             if version is None or self._versions.get(name) != version
         ]
-        found = set().union(*self._exchange.told(mine))
+        found = set().union(*self._exchange.gather(mine))
         return [tensor for tensor in self._tensors if tensor.name in found]
 
-    def _sources(self, name: str) -> list[tuple[Region, torch.Tensor]]:
-        return parts(self._source[name])
+    def _sources(self, name: str) -> list[tuple[Chunk, torch.Tensor]]:
+        return local_chunks(self._source[name])
 
-    def _targets(self, name: str) -> list[tuple[Region, torch.Tensor]]:
-        return parts(self._target[name])
+    def _targets(self, name: str) -> list[tuple[Chunk, torch.Tensor]]:
+        return local_chunks(self._target[name])
 
-    def _count(self, each: Round, messages: Messages) -> None:
+    def _count(self, each: TransferRound, messages: Messages) -> None:
         me, others = self._exchange.rank, self._exchange.ranks - 1
         for sent in messages.sends.values():
             self.sent_bytes += _nbytes(sent) * (others if each.gathered else 1)
@@ -166,8 +166,8 @@ class WeightResharder:
             self.received_bytes += _nbytes(received) if rank != me else 0
 
 
-def _nbytes(parts: Sequence[Part]) -> int:
-    return sum(part.region.numel * part.dtype.itemsize for part in parts)
+def _nbytes(parts: Sequence[TransferItem]) -> int:
+    return sum(part.chunk.numel * part.dtype.itemsize for part in parts)
 
 
 def _by_name(weights: Weights | None) -> Mapping[str, torch.Tensor]:

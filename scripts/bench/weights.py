@@ -51,7 +51,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_overlap
 from fsdp_overlap.weights import WeightResharder, exchange, export, export_weights, save_weights
-from fsdp_overlap.weights.plans import plans_of
+from fsdp_overlap.weights.plan_cache import plan_cache_of
 from harness import output, peaks, processes, slow_link, turns
 from harness.measurement import Measurement, Ratio
 from harness.real_models import units_of
@@ -257,10 +257,10 @@ def plan(args: argparse.Namespace) -> None:
     ):
         export_weights(model[0])  # makes the group
         for _ in range(args.rounds):
-            plans_of(ctx).clear()
+            plan_cache_of(ctx).clear()
             timed(FIRST, lambda: export_weights(model))
             timed(AGAIN, lambda: export_weights(model))
-            [(_, kept)] = plans_of(ctx)._kept.values()
+            [(_, kept)] = plan_cache_of(ctx)._kept.values()
             timed(MESSAGES, lambda: [each.messages(0) for each in kept.rounds])  # noqa: B023
     weights = len(list(model.parameters()))
     about = (

@@ -294,6 +294,14 @@ def test_a_state_dict_made_from_the_checkpoint_is_that_of_torch(tmp_path: Path) 
     assert loaded[0]["empty before"][1].tolist() == [1, 1]
 
 
+def test_large_metadata_and_values_load(tmp_path: Path) -> None:
+    """Those that are looked through for holes."""
+    state = {"x" * 600 + str(n): n for n in range(2000)} | {"text": "y" * (3 << 20)}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    assert (tmp_path / ".metadata").stat().st_size > 1 << 20
+    load_both(tmp_path, lambda: dict.fromkeys(state))
+
+
 def test_metadata_is_that_of_torch(genuine: Path) -> None:
     ours, theirs = read_metadata(genuine), dcp.FileSystemReader(genuine).read_metadata()
     assert ours.storage_data == theirs.storage_data

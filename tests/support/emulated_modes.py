@@ -436,11 +436,11 @@ def saved_beside_training(room: int, **options: Any) -> None:
         program.backward()
         for _ in range(4):
             next(pieces)
-        stager._copies.max_bytes = 1 << 20  # else the step would wait for a writer in vain
+        stager._buffers.max_bytes = 1 << 20  # else the step would wait for a writer in vain
         program.step()
         program.backward()
         assert len(list(pieces)) > 10
-        stager._copies.max_bytes = room
+        stager._buffers.max_bytes = room
         program.step()
 
 

@@ -18,7 +18,7 @@ from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
 from fsdp_overlap.torch_internals import StridedShard
 
 
-class Region(NamedTuple):
+class Chunk(NamedTuple):
     """A box of a tensor: where it begins and how large it is, along each dimension."""
 
     offsets: tuple[int, ...]
@@ -28,7 +28,7 @@ class Region(NamedTuple):
     def numel(self) -> int:
         return prod(self.sizes)
 
-    def __and__(self, other: Region) -> Region | None:
+    def __and__(self, other: Chunk) -> Chunk | None:
         """What both have, if anything."""
         starts = tuple(map(max, self.offsets, other.offsets))
         sizes = tuple(
@@ -37,40 +37,40 @@ class Region(NamedTuple):
                 self.offsets, self.sizes, other.offsets, other.sizes, starts, strict=True
             )
         )
-        return Region(starts, sizes) if all(size > 0 for size in sizes) else None
+        return Chunk(starts, sizes) if all(size > 0 for size in sizes) else None
 
-    def moved(self, offsets: Sequence[int]) -> Region:
-        """The same region of a larger tensor, in which this tensor begins at ``offsets``."""
-        return Region(tuple(map(add, self.offsets, offsets)), self.sizes)
+    def moved(self, offsets: Sequence[int]) -> Chunk:
+        """The same chunk of a larger tensor, in which this tensor begins at ``offsets``."""
+        return Chunk(tuple(map(add, self.offsets, offsets)), self.sizes)
 
-    def of(self, outer: Region, values: torch.Tensor) -> torch.Tensor:
-        """This region of ``values``, which are those of ``outer``, as a view."""
+    def of(self, outer: Chunk, values: torch.Tensor) -> torch.Tensor:
+        """This chunk of ``values``, which are those of ``outer``, as a view."""
         for dim, size in enumerate(self.sizes):
             if size != outer.sizes[dim]:
                 values = values.narrow(dim, self.offsets[dim] - outer.offsets[dim], size)
         return values
 
 
-def whole(shape: Sequence[int]) -> Region:
+def full_chunk(shape: Sequence[int]) -> Chunk:
     """All of a tensor of ``shape``."""
-    return Region((0,) * len(shape), tuple(shape))
+    return Chunk((0,) * len(shape), tuple(shape))
 
 
-def slabs(shape: Sequence[int], most: int) -> list[Region]:
-    """The tensor of ``shape``, cut into regions of at most ``most`` elements, but of one element at
+def slabs(shape: Sequence[int], most: int) -> list[Chunk]:
+    """The tensor of ``shape``, cut into chunks of at most ``most`` elements, but of one element at
     least. They follow each other in the flattened tensor."""
     sizes = tuple(shape)
     return [slab(sizes, most, number) for number in range(slab_count(sizes, most))]
 
 
-def slab(shape: tuple[int, ...], most: int, number: int) -> Region:
+def slab(shape: tuple[int, ...], most: int, number: int) -> Chunk:
     """One of :func:`slabs`, reckoned without the others."""
     offsets, sizes = [], []
     for size, step, count in reversed(_steps(shape, most)):
         number, along = divmod(number, count)
         offsets.append(along * step)
         sizes.append(min(step, size - along * step))
-    return Region(tuple(offsets[::-1]), tuple(sizes[::-1]))
+    return Chunk(tuple(offsets[::-1]), tuple(sizes[::-1]))
 
 
 def slab_count(shape: tuple[int, ...], most: int) -> int:
@@ -93,15 +93,15 @@ def _steps(shape: tuple[int, ...], most: int) -> tuple[tuple[int, int, int], ...
     return tuple(found)
 
 
-def parts(tensor: torch.Tensor) -> list[tuple[Region, torch.Tensor]]:
-    """What this rank has of ``tensor``, which may lie over ranks: regions, and views of their
+def local_chunks(tensor: torch.Tensor) -> list[tuple[Chunk, torch.Tensor]]:
+    """What this rank has of ``tensor``, which may lie over ranks: chunks, and views of their
     values."""
     if isinstance(tensor, RaggedDTensor):
         spec, local = tensor._spec, tensor._local_tensor.detach()
         tile, (start, stop) = tile_of(spec), local_range(spec)
         return [
             (
-                Region(box.offsets, box.sizes).moved(tile.offsets),
+                Chunk(box.offsets, box.sizes).moved(tile.offsets),
                 local[box.start - start : box.start - start + box.numel].view(box.sizes),
             )
             for box in boxes(tile.shape, start, stop)
@@ -111,14 +111,14 @@ def parts(tensor: torch.Tensor) -> list[tuple[Region, torch.Tensor]]:
             return []
         tile = tile_of(tensor._spec)
         local = tensor._local_tensor.detach()
-        return [(Region(tile.offsets, tile.shape), local)] if tile.numel else []
-    return [(whole(tensor.shape), tensor.detach())] if tensor.numel() else []
+        return [(Chunk(tile.offsets, tile.shape), local)] if tile.numel else []
+    return [(full_chunk(tensor.shape), tensor.detach())] if tensor.numel() else []
 
 
-def spread_of(tensor: DTensor) -> Mapping[int, tuple[Region, ...]]:
-    """What each rank has of ``tensor``, in the order of its :func:`parts`, by global ranks: of a
-    sharded parameter all ranks that its ranges are divided among, of another DTensor all of its
-    mesh.
+def chunks_by_rank(tensor: DTensor) -> Mapping[int, tuple[Chunk, ...]]:
+    """Return what each rank has of ``tensor``, in the order of its :func:`local_chunks`, by global
+    ranks: of a sharded parameter all ranks that its ranges are divided among, of another DTensor
+    all of its mesh.
 
     Raises:
         TypeError: it is placed otherwise than by shards and copies, or cut otherwise than by
@@ -134,7 +134,7 @@ def spread_of(tensor: DTensor) -> Mapping[int, tuple[Region, ...]]:
         assert isinstance(ranges, RaggedShard)
         return {
             row[rank]: tuple(
-                Region(box.offsets, box.sizes).moved(tile.offsets)
+                Chunk(box.offsets, box.sizes).moved(tile.offsets)
                 for box in boxes(tile.shape, start, stop)
             )
             for rank, start, stop in ranges.ranges
@@ -150,7 +150,7 @@ def spread_of(tensor: DTensor) -> Mapping[int, tuple[Region, ...]]:
         (rank, tile_at(spec, at))
         for rank, at in zip(ranks.flatten().tolist(), coordinates, strict=True)
     )
-    return {rank: (Region(tile.offsets, tile.shape),) for rank, tile in tiles if tile.numel}
+    return {rank: (Chunk(tile.offsets, tile.shape),) for rank, tile in tiles if tile.numel}
 
 
 def _is_known(tensor: DTensor) -> bool:

@@ -1,4 +1,4 @@
-"""Checks and reads, in blocks, the records of the zips that a file holds."""
+"""Finds, checks and reads, in blocks, the records of the zips that a file holds."""
 
 from __future__ import annotations
 
@@ -7,20 +7,63 @@ import io
 import zipfile
 from collections.abc import Iterator
 from io import BufferedReader
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import increment_version
 
 from fsdp_overlap.checkpoint import checksums
-from fsdp_overlap.checkpoint.errors import CheckpointError
+from fsdp_overlap.checkpoint.files import CheckpointError
 
-_MOST_AT_ONCE = 16 << 20  # bytes of an entry's zip directory, a hundred or so for each record
+_MAX_DIRECTORY_BYTES = 16 << 20  # a hundred or so for each record
 _LOCAL_HEADER = 30  # bytes, before a record's name and extra field
 
 
-def find_record(file: BufferedReader, start: int, length: int, info: zipfile.ZipInfo) -> int:
-    """Where in ``file`` the record's bytes begin."""
+class ZipRecord(NamedTuple):
+    """A record of a zip, and where in the file its bytes begin."""
+
+    name: str
+    position: int
+    size: int
+    crc: int
+
+    def verify(self, file: BufferedReader) -> None:
+        """Compare the record with its checksum.
+
+        Raises:
+            ValueError: it does not match.
+        """
+        file.seek(self.position)
+        crc = 0
+        for block in _blocks(file, self.size):
+            crc = checksums.crc32(block, crc)
+        if crc != self.crc:
+            raise ValueError(f"the checksum of record {self.name[:100]!r} does not match")
+
+    def read(self, file: BufferedReader) -> bytes:
+        """Return all bytes of the record."""
+        file.seek(self.position)
+        return file.read(self.size)
+
+
+def find_records(file: BufferedReader, start: int, length: int) -> dict[str, ZipRecord]:
+    """Return the records of the zip in bytes ``[start, start + length)`` of ``file``, by name.
+
+    Raises:
+        ValueError: records are compressed, overlap or are not all within the zip.
+    """
+    with zipfile.ZipFile(_Slice(file, start, length)) as archive:
+        infos = archive.infolist()
+    # Overlapping records would be read and checked again and again.
+    if sum(info.file_size for info in infos) > length:
+        raise ValueError(f"its records claim more bytes than its {length:,}")
+    records = {info.filename: _find_record(file, start, length, info) for info in infos}
+    if len(records) != len(infos):
+        raise ValueError("two records of one name")
+    return records
+
+
+def _find_record(file: BufferedReader, start: int, length: int, info: zipfile.ZipInfo) -> ZipRecord:
     name = info.filename[:100]
     if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
         raise ValueError(f"record {name!r} is compressed")
@@ -34,20 +77,11 @@ def find_record(file: BufferedReader, start: int, length: int, info: zipfile.Zip
     position += int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
     if position + info.file_size > start + length:
         raise ValueError(f"record {name!r} reaches beyond its entry")
-    return position
+    return ZipRecord(info.filename, position, info.file_size, info.CRC)
 
 
-def check_sum(file: BufferedReader, position: int, info: zipfile.ZipInfo) -> None:
-    file.seek(position)
-    checksum = 0
-    for part in parts(file, info.file_size):
-        checksum = checksums.crc32(part, checksum)
-    if checksum != info.CRC:
-        raise ValueError(f"the checksum of record {info.filename[:100]!r} does not match")
-
-
-def parts(file: BufferedReader, size: int) -> Iterator[memoryview]:
-    """Yields the next ``size`` bytes in blocks, each in the same memory as the last."""
+def _blocks(file: BufferedReader, size: int) -> Iterator[memoryview]:
+    """Yield the next ``size`` bytes in blocks, each in the same memory as the last."""
     block = memoryview(bytearray(min(size, checksums.BLOCK_BYTES)))
     while size:
         count = file.readinto(block[: min(size, checksums.BLOCK_BYTES)])
@@ -58,13 +92,13 @@ def parts(file: BufferedReader, size: int) -> Iterator[memoryview]:
 
 
 def is_memory_of(target: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether elements of ``dtype`` can be read from a file straight into ``target``'s memory."""
+    """Return whether ``target``'s memory is that of elements of ``dtype`` in a file."""
     plain = target.is_cpu and target.dtype == dtype and target.is_contiguous()
     return plain and not target.is_conj() and not target.is_neg()
 
 
 def read_into(file: BufferedReader, position: int, target: torch.Tensor) -> None:
-    """Fills ``target``, contiguous bytes on the CPU, from ``position`` of ``file`` on."""
+    """Fill ``target``, contiguous bytes on the CPU, from ``position`` of ``file`` on."""
     increment_version(target)  # nobody else sees this edit, as a save that reads beside
     file.seek(position)
     memory = memoryview((ctypes.c_char * target.numel()).from_address(target.data_ptr())).cast("B")
@@ -75,7 +109,7 @@ def read_into(file: BufferedReader, position: int, target: torch.Tensor) -> None
         memory = memory[count:]
 
 
-class Slice(io.RawIOBase):
+class _Slice(io.RawIOBase):
     """A part of a file, for reading."""
 
     def __init__(self, file: BufferedReader, start: int, length: int) -> None:
@@ -97,7 +131,9 @@ class Slice(io.RawIOBase):
         return self._position
 
     def read(self, size: int = -1) -> bytes:
-        if size > _MOST_AT_ONCE:  # else it would be allocated, however little there is to read
+        if (
+            size > _MAX_DIRECTORY_BYTES
+        ):  # else it would be allocated, however little there is to read
             raise ValueError(f"its directory claims {size:,} bytes")
         return super().read(size) or b""
 

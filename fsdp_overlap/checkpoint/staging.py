@@ -18,7 +18,7 @@ from fsdp_overlap.tensor.row_tensor import Sharded
 Offsets = tuple[int, ...]
 
 
-class Copies:
+class StagingBuffers:
     """The copies of shards that no writer has taken yet, of all saves of one stager.
 
     ``changed`` guards these and all that the saves know, and is notified when room is made.
@@ -27,16 +27,16 @@ class Copies:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.nbytes = 0
-        self.most_nbytes = 0
+        self.peak_bytes = 0
         self.changed = threading.Condition()
         self._streams: dict[torch.device, Any] = {}
 
-    def has_room(self, nbytes: int) -> bool:
+    def fits(self, nbytes: int) -> bool:
         return self.nbytes + nbytes <= self.max_bytes
 
     def add(self, nbytes: int) -> None:
         self.nbytes += nbytes
-        self.most_nbytes = max(self.nbytes, self.most_nbytes)
+        self.peak_bytes = max(self.nbytes, self.peak_bytes)
 
     def after_compute(self, device: torch.device) -> None:
         """Copies from ``device`` that are made from now on see the compute enqueued so far."""
@@ -66,7 +66,7 @@ class Copies:
         return landing
 
 
-class Piece:
+class StagedChunk:
     """One item of a checkpoint: a part of a shard. It has its ``source`` until it is copied."""
 
     __slots__ = ("copy", "nbytes", "source")
@@ -77,8 +77,8 @@ class Piece:
         self.nbytes = source.nbytes
 
 
-class PendingShard:
-    """This rank's part of one sharded tensor, with the version that is saved. ``pieces`` are those
+class StagedShard:
+    """This rank's part of one sharded tensor, with the version that is saved. ``chunks`` are those
     that the writer has not taken, by their offsets in the whole tensor, and ``given`` those that it
     has."""
 
@@ -88,7 +88,7 @@ class PendingShard:
         self._local: torch.Tensor | None = tensor._local_tensor
         self._edits = tensor.edits
         self._saved = self._version(tensor._local_tensor)
-        self.pieces: dict[Offsets, Piece] = {}
+        self.chunks: dict[Offsets, StagedChunk] = {}
         self.given: dict[Offsets, torch.Tensor] = {}
         local = tensor._local_tensor.detach()
         if isinstance(tensor, RaggedDTensor):
@@ -96,10 +96,10 @@ class PendingShard:
             for box in chunks_of(tensor._spec):
                 start = box.start - first
                 source = local[start : start + box.numel].view(box.sizes)
-                self.pieces[box.offsets] = Piece(source)
+                self.chunks[box.offsets] = StagedChunk(source)
         else:
             (rows,) = tensor.__create_chunk_list__()
-            self.pieces[tuple(rows.offsets)] = Piece(local)
+            self.chunks[tuple(rows.offsets)] = StagedChunk(local)
 
     def _version(self, local: torch.Tensor) -> int:
         # Fused ops bump no version counter, and what edits to_local() counts nowhere else.
@@ -108,182 +108,184 @@ class PendingShard:
     def is_edited(self) -> bool:
         return self._local is not None and self._version(self._local) != self._saved
 
-    def forget(self) -> None:
+    def drop_source(self) -> None:
         """From now on the shard may be edited, and freed."""
         self._local = None
 
     def free(self, offsets: Offsets) -> None:
-        """Frees a piece that is written. Writers keep tensors until their file is done."""
+        """Free a chunk that is written. Writers keep tensors until their file is done."""
         values = self.given.pop(offsets, None)
         if values is not None:
             values.untyped_storage().resize_(0)
 
 
-class PendingSave:
+class StagedSave:
     """One asynchronous save.
 
-    Its writer takes piece after piece, each as a copy that is made then. Whoever edits shards calls
-    :meth:`settle` before, which copies what is left.
+    Its writer takes chunk after chunk, each as a copy that is made then. Whoever edits shards calls
+    :meth:`copy_remaining` before, which copies what is left.
     """
 
-    def __init__(self, copies: Copies) -> None:
-        self._copies = copies
-        self._shards: list[PendingShard] = []
-        self._unread: dict[Piece, None] = {}
+    def __init__(self, buffers: StagingBuffers) -> None:
+        self._buffers = buffers
+        self._shards: list[StagedShard] = []
+        self._uncopied: dict[StagedChunk, None] = {}
         """Those without a copy, in the order of writing."""
-        self._left = 0
-        """The pieces that the writer has not taken."""
-        self._counted = [0]
+        self._num_untaken = 0
+        """The chunks that the writer has not taken."""
+        self._held_bytes = [0]
         """The bytes of copies that take up room, which is given back when this is gone."""
-        finalize(self, _give_back, copies, self._counted).atexit = False
-        self._taken_last: PendingShard | None = None
-        self._settled = False
+        finalize(self, _release_bytes, buffers, self._held_bytes).atexit = False
+        self._last_taken: StagedShard | None = None
+        self._all_copied = False
         self._failure: RuntimeError | None = None
 
-    def begin(self, shards: Iterable[PendingShard]) -> None:
-        with self._copies.changed:
+    def begin(self, shards: Iterable[StagedShard]) -> None:
+        with self._buffers.changed:
             self._shards = list(shards)
-            self._unread = {piece: None for each in self._shards for piece in each.pieces.values()}
-            self._left = len(self._unread)
+            self._uncopied = {
+                chunk: None for each in self._shards for chunk in each.chunks.values()
+            }
+            self._num_untaken = len(self._uncopied)
             for device in {shard.device for shard in self._shards}:
-                self._copies.after_compute(device)
+                self._buffers.after_compute(device)
             self._copy_ahead()
 
-    def keep(self, planned: Mapping[PendingShard, Collection[Offsets]]) -> None:
-        """Lets go of pieces that are not ``planned``: other ranks that have them write them."""
-        with self._copies.changed:
+    def keep(self, planned: Mapping[StagedShard, Collection[Offsets]]) -> None:
+        """Drop the chunks that are not ``planned``: other ranks that have them write them."""
+        with self._buffers.changed:
             for shard, kept in planned.items():
-                for offsets in [each for each in shard.pieces if each not in kept]:
-                    piece = shard.pieces.pop(offsets)
-                    self._left -= 1
-                    self._unread.pop(piece, None)
-                    self._let_go(piece)
-            self._copies.changed.notify_all()
+                for offsets in [each for each in shard.chunks if each not in kept]:
+                    chunk = shard.chunks.pop(offsets)
+                    self._num_untaken -= 1
+                    self._uncopied.pop(chunk, None)
+                    self._drop_copy(chunk)
+            self._buffers.changed.notify_all()
 
-    def take(self, shard: PendingShard, offsets: Offsets) -> torch.Tensor:
-        """A piece in memory of its own, on the host. Called by the writer, in any thread.
+    def take(self, shard: StagedShard, offsets: Offsets) -> torch.Tensor:
+        """A chunk in memory of its own, on the host. Called by the writer, in any thread.
 
         Raises:
-            RuntimeError: the shard was edited before, or the piece was taken before.
+            RuntimeError: the shard was edited before, or the chunk was taken before.
         """
-        copies = self._copies
-        with copies.changed:
+        buffers = self._buffers
+        with buffers.changed:
             self._raise_failure()
-            piece = self._piece(shard, offsets)
-            del shard.pieces[offsets]
-            self._left -= 1
-            copy = piece.copy
+            chunk = self._chunk_at(shard, offsets)
+            del shard.chunks[offsets]
+            self._num_untaken -= 1
+            copy = chunk.copy
             if copy is None:
-                assert piece.source is not None
-                copy = copies.copy(piece.source)
-                del self._unread[piece]
-            self._let_go(piece)
-            copies.changed.notify_all()
+                assert chunk.source is not None
+                copy = buffers.copy(chunk.source)
+                del self._uncopied[chunk]
+            self._drop_copy(chunk)
+            buffers.changed.notify_all()
         values = copy.wait()
-        with copies.changed:
+        with buffers.changed:
             # Again also those before: an edit that ran meanwhile was counted at its end.
-            recent = (shard, self._taken_last or shard)
-            for each in recent if self._left else self._shards:
-                self._look_for_edit(each)
-            self._taken_last = shard
+            recent = (shard, self._last_taken or shard)
+            for each in recent if self._num_untaken else self._shards:
+                self._check_for_edit(each)
+            self._last_taken = shard
             self._raise_failure()
             shard.given[offsets] = values
             self._copy_ahead()
         return values
 
-    def look_at(self, shard: PendingShard, offsets: Offsets) -> torch.Tensor:
-        """The values of a piece that is still to be taken.
+    def peek(self, shard: StagedShard, offsets: Offsets) -> torch.Tensor:
+        """The values of a chunk that is still to be taken.
 
         Raises:
             RuntimeError: as :meth:`take`.
         """
-        with self._copies.changed:
+        with self._buffers.changed:
             self._raise_failure()
-            piece = self._piece(shard, offsets)
-            copy = piece.copy
+            chunk = self._chunk_at(shard, offsets)
+            copy = chunk.copy
             if copy is None:
-                assert piece.source is not None
-                copy = self._copies.copy(piece.source)
+                assert chunk.source is not None
+                copy = self._buffers.copy(chunk.source)
         values = copy.wait()
-        with self._copies.changed:
-            self._look_for_edit(shard)
+        with self._buffers.changed:
+            self._check_for_edit(shard)
             self._raise_failure()
         return values
 
-    def settle(self) -> None:
-        """Copies what is left, so that shards may be edited. Waits for the writer where there is no
+    def copy_remaining(self) -> None:
+        """Copy what is left, so that shards may be edited. Waits for the writer where there is no
         room for copies. On a device with streams it is compute that waits for copies."""
-        copies = self._copies
-        with copies.changed:
-            if self._settled:
+        buffers = self._buffers
+        with buffers.changed:
+            if self._all_copied:
                 return
             for shard in self._shards:
-                self._look_for_edit(shard)
-        while self._unread:
-            with copies.changed:  # for one piece, so that the writer can take others
-                piece = next(iter(self._unread), None)
-                if piece is None:
+                self._check_for_edit(shard)
+        while self._uncopied:
+            with buffers.changed:  # for one chunk, so that the writer can take others
+                chunk = next(iter(self._uncopied), None)
+                if chunk is None:
                     break
-                if copies.has_room(piece.nbytes):
-                    self._copy(piece)
+                if buffers.fits(chunk.nbytes):
+                    self._copy(chunk)
                 else:
-                    copies.changed.wait()
-        with copies.changed:
-            self._settled = True
-            copies.before_compute()
+                    buffers.changed.wait()
+        with buffers.changed:
+            self._all_copied = True
+            buffers.before_compute()
             for shard in self._shards:
-                shard.forget()
+                shard.drop_source()
 
     def release_after(self, thread: threading.Thread) -> None:
-        """Lets go of everything when ``thread``, which saves, has ended: it may have failed."""
+        """Release everything when ``thread``, which saves, has ended: it may have failed."""
         me = ref(self)
 
         def watch() -> None:
             thread.join()
             save = me()
             if save is not None:
-                with save._copies.changed:
+                with save._buffers.changed:
                     save._release()
 
         if thread is not threading.main_thread():
             threading.Thread(target=watch, name="ShardStager", daemon=True).start()
 
     def refuse(self, failure: RuntimeError) -> None:
-        """Has the save fail."""
-        with self._copies.changed:
+        """Make the save fail."""
+        with self._buffers.changed:
             self._failure = self._failure or failure
             self._release()
 
-    def _piece(self, shard: PendingShard, offsets: Offsets) -> Piece:
-        if offsets not in shard.pieces:
+    def _chunk_at(self, shard: StagedShard, offsets: Offsets) -> StagedChunk:
+        if offsets not in shard.chunks:
             raise RuntimeError(
                 f"the part of {shard.name!r} at {offsets} was written before: what "
                 "ShardStager.stage() returns can be written once"
             )
-        return shard.pieces[offsets]
+        return shard.chunks[offsets]
 
-    def _copy(self, piece: Piece) -> None:
-        assert piece.source is not None
-        piece.copy = self._copies.copy(piece.source)
-        piece.source = None
-        self._counted[0] += piece.nbytes
-        self._copies.add(piece.nbytes)
-        del self._unread[piece]
+    def _copy(self, chunk: StagedChunk) -> None:
+        assert chunk.source is not None
+        chunk.copy = self._buffers.copy(chunk.source)
+        chunk.source = None
+        self._held_bytes[0] += chunk.nbytes
+        self._buffers.add(chunk.nbytes)
+        del self._uncopied[chunk]
 
-    def _let_go(self, piece: Piece) -> None:
-        if piece.copy is not None:
-            self._counted[0] -= piece.nbytes
-            self._copies.nbytes -= piece.nbytes
+    def _drop_copy(self, chunk: StagedChunk) -> None:
+        if chunk.copy is not None:
+            self._held_bytes[0] -= chunk.nbytes
+            self._buffers.nbytes -= chunk.nbytes
 
     def _copy_ahead(self) -> None:
         """Where copies run beside compute they need not wait for the writer."""
-        while piece := next(iter(self._unread), None):
-            assert piece.source is not None
-            if not has_streams(piece.source.device) or not self._copies.has_room(piece.nbytes):
+        while chunk := next(iter(self._uncopied), None):
+            assert chunk.source is not None
+            if not has_streams(chunk.source.device) or not self._buffers.fits(chunk.nbytes):
                 return
-            self._copy(piece)
+            self._copy(chunk)
 
-    def _look_for_edit(self, shard: PendingShard) -> None:
+    def _check_for_edit(self, shard: StagedShard) -> None:
         if shard.is_edited():
             self.refuse(
                 RuntimeError(
@@ -299,17 +301,17 @@ class PendingSave:
 
     def _release(self) -> None:
         for shard in self._shards:
-            for piece in shard.pieces.values():
-                self._let_go(piece)
-            shard.pieces.clear()
+            for chunk in shard.chunks.values():
+                self._drop_copy(chunk)
+            shard.chunks.clear()
             shard.given.clear()
-            shard.forget()
+            shard.drop_source()
         self._shards = []
-        self._unread = {}
-        self._copies.changed.notify_all()
+        self._uncopied = {}
+        self._buffers.changed.notify_all()
 
 
-def _give_back(copies: Copies, counted: list[int]) -> None:
-    with copies.changed:
-        copies.nbytes -= counted[0]
-        copies.changed.notify_all()
+def _release_bytes(buffers: StagingBuffers, held_bytes: list[int]) -> None:
+    with buffers.changed:
+        buffers.nbytes -= held_bytes[0]
+        buffers.changed.notify_all()
