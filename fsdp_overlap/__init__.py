@@ -13,7 +13,7 @@ from fsdp_overlap.fsdp_module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from fsdp_overlap.fully_shard import fully_shard
+from fsdp_overlap.fully_shard import fully_shard, fully_shard_model
 from fsdp_overlap.layout import BlockAtomic, Flat, PerTensor, TensorAtomic
 from fsdp_overlap.patching import patch_fsdp2
 from fsdp_overlap.schedule.finalization import GradientReductionHandle
@@ -47,6 +47,7 @@ __all__ = [
     "distribute_tensor",
     "find_blocks",
     "fully_shard",
+    "fully_shard_model",
     "patch_fsdp2",
     "register_fsdp_forward_method",
     "share_comm_ctx",

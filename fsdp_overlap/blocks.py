@@ -19,6 +19,8 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
             fully_shard(block, ctx)
         fully_shard(model, ctx)
 
+    :func:`~fsdp_overlap.fully_shard_model` does that in one call.
+
     A model may name the classes of its blocks in ``_no_split_modules``, as those of Hugging Face's
     transformers do. If no module is of these classes, the members of its ``nn.ModuleList``s are the
     blocks. If a block lies within another, the outer one is taken.

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+from fsdp_overlap.blocks import find_blocks
 from fsdp_overlap.engine.comm_policy import QuantizedCommPolicy
 from fsdp_overlap.engine.context import FsdpContext
 from fsdp_overlap.engine.full_mesh import DataParallelMeshDims, full_mesh
@@ -16,7 +17,7 @@ from fsdp_overlap.engine.unit import unit_of
 from fsdp_overlap.fsdp2_state import state_of
 from fsdp_overlap.fsdp_module import FsdpModule
 from fsdp_overlap.sharded_module import ShardedModule
-from fsdp_overlap.sharding import make_unit, plan_late
+from fsdp_overlap.sharding import make_unit
 from fsdp_overlap.torch_internals import is_replicated, note_fully_sharded, teach_fully_shard
 
 if TYPE_CHECKING:
@@ -87,10 +88,9 @@ def fully_shard(
     its class may have FSDP2's ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``. Every rank must
     hold the same values before, and must call this in the same order. A model that was built on
     the meta device gets memory by ``model.to_empty(device=...)`` afterwards, and only for its
-    shards. If the layout keeps matrices whole, the call on the module around all units is
-    collective: ranks compare their plans. If :meth:`FsdpContext.plan` was not called, it plans all
-    units together. It may move shards, and their parameters are new objects then: make the
-    optimizer after it.
+    shards. If the layout keeps matrices whole, balance them over all units by
+    :meth:`FsdpContext.plan_layout` before, or by :func:`fully_shard_model`. Otherwise each call
+    places its unit given those before it.
 
     A list of modules, such as ``[norm, head]``, becomes one unit, and what they own travels
     together. It is whole from the moment the first of them runs until each has run, and at the
@@ -145,7 +145,6 @@ def fully_shard(
     Raises:
         TypeError, ValueError: the module or a parameter cannot be sharded. Nothing was changed
             then.
-        RuntimeError: ranks planned their units differently.
     """
     modules = _modules_of(module)
     classes = [_fsdp_class(type(each)) for each in modules]
@@ -156,7 +155,7 @@ def fully_shard(
     if ctx is None:
         ctx = FsdpContext(mesh)
         ctx.is_implicit = True
-    unit = make_unit(
+    make_unit(
         modules,
         ctx,
         ctx.mesh if mesh is None else mesh,
@@ -171,8 +170,56 @@ def fully_shard(
     for each, fsdp_class in zip(modules, classes, strict=True):
         object.__setattr__(each, "__class__", fsdp_class)  # modules may guard their attributes
         note_fully_sharded(each)
-    plan_late(unit, ctx)
     return cast(FsdpModule | Sequence[FsdpModule], module)
+
+
+def fully_shard_model(
+    model: nn.Module,
+    ctx: FsdpContext | None = None,
+    *,
+    units: Sequence[nn.Module | Sequence[nn.Module]] | None = None,
+    **options: Any,
+) -> Sharded:
+    """Shard a whole model: one unit for each of its blocks, and the root for the rest.
+
+    Call :meth:`FsdpContext.plan_layout` for all units, then :func:`fully_shard` on each of them,
+    and on ``model`` last. Units are planned one by one if the options may give parameters of one
+    unit different meshes, dtypes or communication: ``shard_placement_fn``, ``comm_policy``, and a
+    policy with ``param_dtype_override_fn``.
+
+    Args:
+        model: the root.
+        ctx: what the units share. By default a new context over ``mesh``.
+        units: modules within ``model`` to make a unit of each, or lists of modules that become one
+            unit, inner ones first. By default those that :func:`find_blocks` finds.
+        options: arguments of :func:`fully_shard`, for every unit.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError, ValueError: as :func:`find_blocks`, :meth:`FsdpContext.plan_layout` and
+            :func:`fully_shard` do.
+    """
+    units = find_blocks(model) if units is None else units
+    full = full_mesh(options.get("mesh"), options.get("dp_mesh_dims"))
+    mesh = options.get("mesh") if full is None else full.data
+    ctx = FsdpContext(mesh) if ctx is None else ctx
+    policy = options.get("mp_policy")
+    if not (
+        options.get("shard_placement_fn")
+        or options.get("comm_policy")
+        or getattr(policy, "param_dtype_override_fn", None)
+    ):
+        firsts = [unit if isinstance(unit, nn.Module) else unit[0] for unit in (*units, model)]
+        ctx.plan_layout(
+            [*units, model],
+            ignored_params=options.get("ignored_params") or (),
+            meshes={} if mesh is None else dict.fromkeys(firsts, mesh),
+        )
+    for unit in units:
+        fully_shard(unit, ctx, **options)
+    return fully_shard(model, ctx, **options)
 
 
 def _modules_of(module: Any) -> list[nn.Module]:

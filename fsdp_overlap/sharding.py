@@ -31,7 +31,6 @@ from fsdp_overlap.engine.ownership import (
     owned_parameters,
 )
 from fsdp_overlap.engine.policy_dtypes import compute_dtype
-from fsdp_overlap.engine.replanning import plan_again
 from fsdp_overlap.engine.stale_optimizers import note_replacement
 from fsdp_overlap.engine.starts import take_from_first
 from fsdp_overlap.engine.unit import Unit
@@ -126,12 +125,6 @@ def make_unit(
         each.__dict__["_fsdp_unit"] = unit
         hooks.install(each, unit)
     return unit
-
-
-def plan_late(unit: Unit, ctx: FsdpContext) -> None:
-    """Plans all units of ``ctx`` together if ``unit`` is around them. See :func:`plan_again`."""
-    for other in plan_again(ctx, unit):
-        _mark_owner(other)
 
 
 def _checked_reshard_after_forward(value: bool | int | None, sizes: set[int]) -> bool | int | None:
@@ -231,7 +224,7 @@ def _plan(
     if not domain.plans.has(first) and any(other.plans.has(first) for other in ctx.domains):
         raise ValueError(
             f"{kind_of(modules)} was planned for another mesh than {domain.mesh}: name its "
-            "mesh in ctx.plan(..., meshes={module: mesh})"
+            "mesh in ctx.plan_layout(..., meshes={module: mesh})"
         )
     # A unit that was given no context has one of its own, so nothing tells which unit is first.
     return domain.plans.take(modules, [item.spec for item in owned], not ctx.is_implicit)

@@ -55,7 +55,7 @@ class Trainer:
         if config.gather_dtype is not None:
             wire = QuantizedCommPolicy(gather_dtype=getattr(torch, config.gather_dtype))
         else:  # a plan of all units would be made before it is known which elements share a scale
-            self.context.plan([*model.blocks, model])
+            self.context.plan_layout([*model.blocks, model])
         policy = MixedPrecisionPolicy()
         if config.dtype == "bfloat16":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

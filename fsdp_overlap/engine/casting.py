@@ -70,6 +70,5 @@ def cast(unit: Unit, bucket: Bucket, values: torch.Tensor) -> None:
     bucket.register(old)
     bucket.give_memory()
     if bucket.start is not None:
-        bucket.start.move(range(len(old)), version, bucket.version)
-    bucket.domain.plans.keep()
+        bucket.start.move(version, bucket.version)
     unit.forget_parameters()

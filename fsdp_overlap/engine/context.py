@@ -275,17 +275,17 @@ class FsdpContext:
         """Autograd accumulated into the unsharded parameter ``index`` of a bucket of ``unit``."""
         self.schedule.gradient_arrived(unit, gradients, index)
 
-    def plan(
+    def plan_layout(
         self,
         units: Sequence[nn.Module | Sequence[nn.Module]],
         *,
         ignored_params: Collection[nn.Parameter] = (),
         meshes: Mapping[nn.Module, DeviceMesh] | None = None,
     ) -> None:
-        """Plans ``units`` together, so that parameters that stay whole are balanced over all of
-        them. Each is a module, or a list of modules that will be one unit. Call it before
-        :func:`fully_shard`. Otherwise the call on the module around all units plans them, and moves
-        shards where that evens ranks out. It reads shapes alone.
+        """Plan the layout of ``units`` together, so that parameters that stay whole are balanced
+        over all of them. Each is a module, or a list of modules that will be one unit. Call it
+        before :func:`fully_shard`, which otherwise places each unit given those before it. It reads
+        shapes alone.
 
         ``meshes``: the mesh of each unit that will have one of its own, by its first module.
 

@@ -71,9 +71,7 @@ class Start:
         found: list[int] = torch.stack([each.to(device) for each in self._digests]).tolist()
         return found
 
-    def move(self, order: Sequence[int], version: int, new_version: int) -> None:
-        """Follows the parameters into another shard, in which they stand in another ``order``. The
-        old shard was of ``version``, the new one is of ``new_version``."""
-        if self._digests:
-            self._digests = [self._digests[index] for index in order]
+    def move(self, version: int, new_version: int) -> None:
+        """Follow the parameters into another shard. The old one was of ``version``, the new one is
+        of ``new_version``."""
         self._version = new_version if self._version == version else -1

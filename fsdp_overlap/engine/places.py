@@ -60,11 +60,6 @@ class Places:
             if found is not sharded and found is not parameter:
                 _refuse(name, label)
 
-    @property
-    def are_sharded(self) -> bool:
-        """Whether all have the sharded parameters registered, and nobody replaced one."""
-        return all(registered.get(name) is sharded for registered, name, _, sharded in self._all)
-
     def use_sharded(self) -> None:
         """Registers the sharded parameters."""
         for registered, name, _, sharded in self._all:

@@ -50,7 +50,7 @@ def compare_plans(
                     )
                 raise RuntimeError(
                     f"ranks planned differently: {what}; every rank must build the same model and "
-                    "shard it in the same order, and ctx.plan() it or not"
+                    "shard it in the same order, and ctx.plan_layout() it or not"
                 )
 
 

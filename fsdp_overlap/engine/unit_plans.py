@@ -14,9 +14,6 @@ from fsdp_overlap.layout import LayoutRule, ParamSpec, Plan
 from fsdp_overlap.layout.pieces import in_pieces
 from fsdp_overlap.layout.planner import Planner
 
-# Units are planned again if the fullest rank then has less by this factor.
-WORTHWHILE = 1.02
-
 
 class UnitPlans:
     """How units are laid out, also those that are not made yet."""
@@ -27,9 +24,6 @@ class UnitPlans:
         self._planner = Planner(world_size, layout)
         self._ahead: weakref.WeakKeyDictionary[nn.Module, list[Plan]]
         self._ahead = weakref.WeakKeyDictionary()
-        self._one_by_one: weakref.WeakKeyDictionary[nn.Module, Sequence[ParamSpec]]
-        self._one_by_one = weakref.WeakKeyDictionary()
-        self._has_plans_ahead = False
         self._is_first = True
         """Whether no unit with parameters was planned yet."""
 
@@ -53,7 +47,6 @@ class UnitPlans:
 
     def place(self, modules: Sequence[nn.Module], plans: list[Plan]) -> None:
         """Notes how ``modules`` are to be laid out when they become a unit."""
-        self._has_plans_ahead = True
         self._ahead[modules[0]] = [*self._ahead.get(modules[0], []), *plans]
 
     def take(
@@ -70,7 +63,6 @@ class UnitPlans:
         if plans is None:
             if may_be_first:
                 [specs] = self._begin_in_pieces([specs])
-            self._one_by_one[modules[0]] = specs
             return self._planner.plan([specs])[0]
         different = _unquantized(spec for plan in plans for spec in plan.specs) ^ _unquantized(
             specs
@@ -80,9 +72,9 @@ class UnitPlans:
             more = ", ..." if len(names) > 3 else ""
             raise ValueError(
                 f"{kind_of(modules)} was planned with other parameters "
-                f"({', '.join(names[:3])}{more}): give plan() all modules that will be units, the "
-                "same ignored_params, and parameters as frozen as they will be; units with a "
-                "param_dtype_override_fn cannot be planned ahead"
+                f"({', '.join(names[:3])}{more}): give plan_layout() all modules that will be "
+                "units, the same ignored_params, and parameters as frozen as they will be; units "
+                "with a param_dtype_override_fn cannot be planned ahead"
             )
         del self._ahead[modules[0]]
         return plans
@@ -97,39 +89,12 @@ class UnitPlans:
                 return [*units[:index], in_pieces(specs, self._world_size), *units[index + 1 :]]
         return units
 
-    @property
-    def are_sand(self) -> bool:
-        """Whether everything may be cut anywhere. Then :meth:`plan_again` finds nothing to gain."""
-        return self._planner.is_sand
-
-    def plan_again(self) -> dict[nn.Module, list[Plan]]:
-        """Plans the units together that were planned one by one. Returns the new plans of each
-        unit, by its first module. Returns nothing if that would gain little, or if the user planned
-        some units ahead."""
-        before = self._planner.fullest
-        if self._has_plans_ahead or before <= WORTHWHILE:
-            return {}
-        planner = Planner(self._world_size, self._layout)
-        units = dict(self._one_by_one)
-        plans = planner.plan(list(units.values()))
-        if before <= WORTHWHILE * planner.fullest:
-            return {}
-        self._planner = planner
-        return dict(zip(units, plans, strict=True))
-
-    def keep(self) -> None:
-        """Keeps the plans of units that are made: one was cast since, of which :meth:`plan_again`
-        does not know."""
-        self._has_plans_ahead = True
-
     def way_back(self) -> Callable[[], None]:
         """A function that takes back what is planned between now and its call."""
-        planner, ahead, alone = self._planner.copy(), self._ahead.copy(), self._one_by_one.copy()
-        flags = self._has_plans_ahead, self._is_first
+        before = self._planner.copy(), self._ahead.copy(), self._is_first
 
         def go_back() -> None:
-            self._planner, self._ahead, self._one_by_one = planner, ahead, alone
-            self._has_plans_ahead, self._is_first = flags
+            self._planner, self._ahead, self._is_first = before
 
         return go_back
 
@@ -179,8 +144,8 @@ def _check_plannable(units: Sequence[Sequence[nn.Module]], made: Sequence[UnitPl
     for module in modules:
         if "_fsdp_unit" in module.__dict__ or any(plans.has(module) for plans in made):
             raise ValueError(
-                f"{type(module).__name__} is a unit or was planned already: call plan() once, "
-                "before fully_shard()"
+                f"{type(module).__name__} is a unit or was planned already: call "
+                "plan_layout() once, before fully_shard()"
             )
     if len(set(modules)) != len(modules):
-        raise ValueError("plan() was given a module twice; name each unit once")
+        raise ValueError("plan_layout() was given a module twice; name each unit once")
