@@ -8,7 +8,7 @@ from fsdp_overlap.engine.comm_policy import QuantizedCommPolicy
 from fsdp_overlap.engine.context import FsdpContext
 from fsdp_overlap.engine.full_mesh import DataParallelMeshDims
 from fsdp_overlap.fsdp_module import (
-    FsdpModule,
+    FSDPModule,
     UnshardHandle,
     register_fsdp_forward_method,
     share_comm_ctx,
@@ -22,8 +22,8 @@ from fsdp_overlap.tensor.creation import distribute_tensor
 from fsdp_overlap.tensor.placement import RaggedShard
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
 
-FSDPModule = FsdpModule
-"""The name of :class:`FsdpModule` in FSDP2, so that code for FSDP2 changes only its import."""
+FsdpModule = FSDPModule
+"""Another name of :class:`FSDPModule`, which has its name in FSDP2."""
 
 __all__ = [
     "BlockAtomic",
@@ -32,7 +32,6 @@ __all__ = [
     "FSDPModule",
     "Flat",
     "FsdpContext",
-    "FsdpModule",
     "GradientReductionHandle",
     "MeshGroups",
     "MixedPrecisionPolicy",

@@ -14,22 +14,20 @@ from fsdp_overlap.engine.comm_policy import QuantizedCommPolicy
 from fsdp_overlap.engine.context import FsdpContext
 from fsdp_overlap.engine.full_mesh import DataParallelMeshDims, full_mesh
 from fsdp_overlap.engine.unit import unit_of
-from fsdp_overlap.fsdp2_state import state_of
-from fsdp_overlap.fsdp_module import FsdpModule
-from fsdp_overlap.sharded_module import ShardedModule
-from fsdp_overlap.sharding import make_unit
+from fsdp_overlap.engine.unit_init import make_unit
+from fsdp_overlap.fsdp_module import FSDPModule, state_of
 from fsdp_overlap.torch_internals import is_replicated, note_fully_sharded, teach_fully_shard
 
 if TYPE_CHECKING:
 
-    class Sharded(FsdpModule, Any):
-        """What a type checker knows of a module that was sharded: it has the verbs, and it is still
-        of its own class, which may be any.
+    class Sharded(FSDPModule, Any):
+        """What a type checker knows of a sharded module: it has the methods of
+        :class:`FSDPModule`, and it is still of its own class, which may be any.
 
         The exact type would be an intersection of both classes, and Python has none. Considered and
-        not taken: to return the module's class, which hides the verbs; to return ``FsdpModule``, as
-        FSDP2 does, which hides the module's own methods and does not fit the variable that held the
-        module; a plugin, which only mypy reads, and only if users ask for it.
+        not taken: to return the module's class, which hides our methods; to return ``FSDPModule``,
+        as FSDP2 does, which hides the module's own methods and does not fit the variable that held
+        the module; a plugin, which only mypy reads, and only if users ask for it.
         """
 
         def __getattr__(self, name: str) -> Any: ...
@@ -76,8 +74,8 @@ def fully_shard(
     comm_policy: QuantizedCommPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
-) -> FsdpModule | Sequence[FsdpModule]:
-    """Makes ``module`` a unit: shards its parameters, gradients and optimizer states over a mesh.
+) -> FSDPModule | Sequence[FSDPModule]:
+    """Make ``module`` a unit: shard its parameters, gradients and optimizer states over a mesh.
 
     Call it on inner modules first, then on the module around them, with one context. A unit owns
     the parameters of ``module``'s subtree that no inner unit owns. They become ``RaggedDTensor``
@@ -109,7 +107,7 @@ def fully_shard(
             ``(replicate, shard)``. By default it is the mesh of ``ctx``, and all ranks if there is
             no ``ctx`` either. An inner unit may have a mesh of its own, as experts have. Its
             gradients are divided by the size of that mesh, unless
-            :meth:`FsdpModule.set_gradient_divide_factor` says otherwise.
+            :meth:`FSDPModule.set_gradient_divide_factor` says otherwise.
         reshard_after_forward: whether the full parameters are freed between forward and backward.
             ``None`` frees them in all units but the root, whose parameters backward needs first. A
             number keeps them sharded among that many neighbouring ranks, usually the ranks of one
@@ -139,8 +137,8 @@ def fully_shard(
 
     Returns:
         ``module`` itself. Its class, or the class of each module of a list, is now a subclass of
-        :class:`FsdpModule` too. A type checker knows the verbs of what is returned and believes
-        everything else; after ``assert isinstance(module, FsdpModule)`` it knows both classes.
+        :class:`FSDPModule` too. A type checker knows the methods of what is returned and believes
+        everything else; after ``assert isinstance(module, FSDPModule)`` it knows both classes.
 
     Raises:
         TypeError, ValueError: the module or a parameter cannot be sharded. Nothing was changed
@@ -170,7 +168,7 @@ def fully_shard(
     for each, fsdp_class in zip(modules, classes, strict=True):
         object.__setattr__(each, "__class__", fsdp_class)  # modules may guard their attributes
         note_fully_sharded(each)
-    return cast(FsdpModule | Sequence[FsdpModule], module)
+    return cast(FSDPModule | Sequence[FSDPModule], module)
 
 
 def fully_shard_model(
@@ -223,8 +221,8 @@ def fully_shard_model(
 
 
 def _modules_of(module: Any) -> list[nn.Module]:
-    """The modules that will be one unit. A module of a list that lies within another of the list is
-    left out."""
+    """Return the modules that will be one unit. A module of a list that lies within another of the
+    list is left out."""
     if isinstance(module, nn.Module):
         _check_module(module)
         return [module]
@@ -275,7 +273,7 @@ _fsdp_classes: dict[type, Any] = {}
 
 
 def _fsdp_class(cls: type) -> Any:
-    """Return the subclass of :class:`FsdpModule` and ``cls``. All modules of class ``cls`` share
+    """Return the subclass of :class:`FSDPModule` and ``cls``. All modules of class ``cls`` share
     it.
 
     The name begins with ``FSDP``, as FSDP2's do: transformers drops that where it saves a model. It
@@ -291,7 +289,7 @@ def _fsdp_class(cls: type) -> Any:
         except Exception as error:
             raise TypeError(
                 f"{cls.__name__} cannot be sharded, because a class cannot be made that derives "
-                f"from FsdpModule and from {cls.__name__}, as class FSDP{cls.__name__}(FsdpModule, "
+                f"from FSDPModule and from {cls.__name__}, as class FSDP{cls.__name__}(FSDPModule, "
                 f"{cls.__name__}) would be: {error}. Make that possible, for example by a "
                 "metaclass whose arguments have defaults, or shard the modules within it"
             ) from error
@@ -300,27 +298,27 @@ def _fsdp_class(cls: type) -> Any:
 
 def _make_fsdp_class(cls: type) -> Any:
     name, namespace = f"FSDP{cls.__name__}", {"__module__": cls.__module__}
-    made = type(name, (FsdpModule, cls), namespace)
+    made = type(name, (FSDPModule, cls), namespace)
     try:
         object.__setattr__(object.__new__(cls), "__class__", made)
     except TypeError:
         # Python lays objects out by the first base. It does not take those of a class whose first
-        # base has no attributes, such as ABC, Generic or Protocol, for those of FsdpModule. So cls
-        # is the first base, and only methods are looked up in FsdpModule before.
-        made = _verbs_first(type(cls))(name, (cls, FsdpModule), namespace)
+        # base has no attributes, such as ABC, Generic or Protocol, for those of FSDPModule. So cls
+        # is the first base, and only methods are looked up in FSDPModule before.
+        made = _methods_first(type(cls))(name, (cls, FSDPModule), namespace)
         object.__setattr__(object.__new__(cls), "__class__", made)
     return made
 
 
-def _verbs_first(metaclass: Any) -> Any:
-    """Return a metaclass of classes whose methods are looked up in :class:`FsdpModule` first."""
+def _methods_first(metaclass: Any) -> Any:
+    """Return a metaclass of classes whose methods are looked up in :class:`FSDPModule` first."""
 
-    class VerbsFirst(metaclass):
+    class MethodsFirst(metaclass):
         def mro(cls) -> list[type]:
             own, *bases = super().mro()
-            return [own, *sorted(bases, key=lambda base: not issubclass(base, ShardedModule))]
+            return [own, *sorted(bases, key=lambda base: not issubclass(base, FSDPModule))]
 
-    return VerbsFirst
+    return MethodsFirst
 
 
 teach_fully_shard(state_of)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_overlap.engine.context import FsdpContext
 from fsdp_overlap.engine.full_mesh import DataParallelMeshDims, full_mesh
 from fsdp_overlap.fsdp_module import (
-    FsdpModule,
+    FSDPModule,
     UnshardHandle,
     register_fsdp_forward_method,
     share_comm_ctx,
@@ -62,7 +62,7 @@ def patch_fsdp2(ctx: FsdpContext | None = None) -> Iterator[None]:
     """
     fsdp: Any = torch.distributed.fsdp
     tensor = torch.distributed.tensor
-    if fsdp.FSDPModule is FsdpModule:
+    if fsdp.FSDPModule is FSDPModule:
         raise RuntimeError(
             "patch_fsdp2() within another, of this or another thread: one is enough for all "
             "that runs in it; for a context of its own, end the first before"
@@ -71,7 +71,7 @@ def patch_fsdp2(ctx: FsdpContext | None = None) -> Iterator[None]:
     update_wrapper(shard, fully_shard)
     shard.state = fsdp.fully_shard.state  # it answers for our modules too
     ours = {
-        "FSDPModule": FsdpModule,
+        "FSDPModule": FSDPModule,
         "GradientReductionHandle": GradientReductionHandle,
         "UnshardHandle": UnshardHandle,
         "fully_shard": shard,

@@ -124,7 +124,7 @@ class Training:
             inputs alone, ``"selective"`` keeps attention's and every second product's output too,
             as torchtitan's default does.
         blocks_a_unit: how many blocks one ``fully_shard`` call takes.
-        stage: as :meth:`FsdpModule.set_zero_stage` takes it. 3 frees weights after each use.
+        stage: as :meth:`FSDPModule.set_zero_stage` takes it. 3 frees weights after each use.
         layout: as :class:`FsdpContext` takes it.
         prefetch: as :class:`FsdpContext` takes it.
         param_dtype: as :class:`MixedPrecisionPolicy` takes it.

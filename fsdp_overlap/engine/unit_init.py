@@ -15,6 +15,15 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_overlap.engine import hooks, tiles
 from fsdp_overlap.engine.bucket import Bucket
+from fsdp_overlap.engine.checks import (
+    check_extension,
+    check_gradients,
+    check_kept_parts,
+    check_parameters,
+    check_rows,
+    check_synced,
+    name_of,
+)
 from fsdp_overlap.engine.comm_policy import QuantizedCommPolicy
 from fsdp_overlap.engine.context import FsdpContext
 from fsdp_overlap.engine.domain import Domain
@@ -37,15 +46,6 @@ from fsdp_overlap.engine.unit import Unit
 from fsdp_overlap.engine.unit_plans import all_or_none
 from fsdp_overlap.layout import PerTensor, Plan, RowsPlan
 from fsdp_overlap.layout.layouts import layout_for
-from fsdp_overlap.parameter_checks import (
-    check_extension,
-    check_gradients,
-    check_kept_parts,
-    check_parameters,
-    check_rows,
-    check_synced,
-    name_of,
-)
 
 
 def make_unit(
