@@ -2,18 +2,16 @@
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from fsdp_overlap.blocks import find_blocks
 from fsdp_overlap.comm.mesh_groups import MeshGroups
-from fsdp_overlap.engine.comm_policy import QuantizedCommPolicy
 from fsdp_overlap.engine.context import FsdpContext
-from fsdp_overlap.engine.full_mesh import DataParallelMeshDims
+from fsdp_overlap.engine.options import QuantizedCommPolicy
 from fsdp_overlap.fsdp_module import (
     FSDPModule,
     UnshardHandle,
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from fsdp_overlap.fully_shard import fully_shard, fully_shard_model
+from fsdp_overlap.fully_shard import find_blocks, fully_shard, fully_shard_model
 from fsdp_overlap.layout import BlockAtomic, Flat, PerTensor, TensorAtomic
 from fsdp_overlap.patching import patch_fsdp2
 from fsdp_overlap.schedule.finalization import GradientReductionHandle
@@ -21,6 +19,7 @@ from fsdp_overlap.schedule.stats import Stats
 from fsdp_overlap.tensor.creation import distribute_tensor
 from fsdp_overlap.tensor.placement import RaggedShard
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
+from fsdp_overlap.tensor.spmd_mesh import DataParallelMeshDims
 
 FsdpModule = FSDPModule
 """Another name of :class:`FSDPModule`, which has its name in FSDP2."""

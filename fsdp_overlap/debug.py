@@ -9,11 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap.engine.bucket import Bucket
-from fsdp_overlap.engine.bucket_state import BucketState
-from fsdp_overlap.engine.opaque import is_opaque
-from fsdp_overlap.engine.unit import unit_of
-from fsdp_overlap.engine.unsharded_edits import FREED, INSTEAD
+from fsdp_overlap.engine.param import is_opaque
+from fsdp_overlap.engine.param_group import Bucket, BucketState
+from fsdp_overlap.engine.unit import FREED, INSTEAD, unit_of
 from fsdp_overlap.torch_internals import TorchDispatchMode
 
 

@@ -22,26 +22,23 @@ from fsdp_overlap.comm.group_memory import check_memory
 from fsdp_overlap.comm.lanes import Lane
 from fsdp_overlap.comm.symmetric_memory import use_symmetric_memory
 from fsdp_overlap.engine import hooks
-from fsdp_overlap.engine.bucket import Bucket
-from fsdp_overlap.engine.casting import cast as cast_bucket
-from fsdp_overlap.engine.casting import refusal
-from fsdp_overlap.engine.context import context_of
-from fsdp_overlap.engine.forward_method import ForwardMethod
-from fsdp_overlap.engine.full_mesh import FullMesh
-from fsdp_overlap.engine.grad_dtypes import follow_grad_dtypes
-from fsdp_overlap.engine.late_memory import announce_unsharded, materialize
-from fsdp_overlap.engine.ownership import (
+from fsdp_overlap.engine.context import context_of, share_lanes
+from fsdp_overlap.engine.hooks import ForwardMethod
+from fsdp_overlap.engine.meta_init import announce_unsharded, materialize, refusal
+from fsdp_overlap.engine.meta_init import cast as cast_bucket
+from fsdp_overlap.engine.param import (
     modules_outside_units,
     move_buffers,
+    parameter_like,
     parameters_outside_units,
+    tile_in,
 )
-from fsdp_overlap.engine.shared_lanes import share_lanes
-from fsdp_overlap.engine.tiles import parameter_like, tile_in
-from fsdp_overlap.engine.unit import Unit, unit_of
+from fsdp_overlap.engine.param_group import Bucket, follow_grad_dtypes
+from fsdp_overlap.engine.unit import Unit, unit_names, unit_of
 from fsdp_overlap.engine.unit_init import make_unit
-from fsdp_overlap.engine.units import unit_names
 from fsdp_overlap.schedule.finalization import GradientReductionHandle
 from fsdp_overlap.tensor.ragged_dtensor import attributes_of
+from fsdp_overlap.tensor.spmd_mesh import FullMesh
 from fsdp_overlap.torch_internals import AllGather, ReduceScatter
 
 

@@ -12,7 +12,6 @@ import torch.distributed.tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_overlap.engine.context import FsdpContext
-from fsdp_overlap.engine.full_mesh import DataParallelMeshDims, full_mesh
 from fsdp_overlap.fsdp_module import (
     FSDPModule,
     UnshardHandle,
@@ -23,6 +22,7 @@ from fsdp_overlap.fully_shard import fully_shard
 from fsdp_overlap.layout import PerTensor
 from fsdp_overlap.schedule.finalization import GradientReductionHandle
 from fsdp_overlap.tensor.creation import with_range_shards
+from fsdp_overlap.tensor.spmd_mesh import DataParallelMeshDims, full_mesh
 from fsdp_overlap.torch_internals import older_fsdp2
 
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fsdp_overlap import FsdpContext, FsdpModule, PerTensor, TensorAtomic, fully_shard
-from fsdp_overlap.engine.ownership import owned_parameters
+from fsdp_overlap.engine.param import owned_parameters
 from fsdp_overlap.layout import ParamSpec
 from support.ranks import run_ranks
 from support.zoo import Model, Tied

@@ -30,9 +30,8 @@ from fsdp_overlap.emulator import (
     running,
     stream,
 )
-from fsdp_overlap.engine.captured_steps import CapturedSteps, ReplayedSteps
-from fsdp_overlap.engine.domain import Domain
-from fsdp_overlap.engine.transfers import Transfers
+from fsdp_overlap.engine.comm_context import CapturedSteps, ReplayedSteps, Transfers
+from fsdp_overlap.engine.mesh import Domain
 from fsdp_overlap.layout import PerTensor, TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 from support.captured import OPTIMIZERS, replay_steps

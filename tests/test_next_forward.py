@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_overlap.comm.recording import Entry
-from fsdp_overlap.engine.transfers import Transfers
+from fsdp_overlap.engine.comm_context import Transfers
 from fsdp_overlap.layout import Flat, LayoutRule, TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon, fused_adamw, orthogonalization
 from support.ranks import run_ranks

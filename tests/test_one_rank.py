@@ -26,8 +26,8 @@ from fsdp_overlap.comm.group_facts import backend_of, collectives_issued
 from fsdp_overlap.comm.streams import streams_of
 from fsdp_overlap.comm.symmetric_memory import SymmetricCollectives
 from fsdp_overlap.emulator import EmulatedDevice, running
-from fsdp_overlap.engine import chosen_collectives
-from fsdp_overlap.engine.landing import Landing
+from fsdp_overlap.engine import param_group
+from fsdp_overlap.engine.param_group import Landing
 from fsdp_overlap.optim import AdamW, Muon
 from support.emulated_twins import Trained
 from support.layouts import LAYOUTS
@@ -110,7 +110,7 @@ def test_training_is_right_and_travels(device: str, layout: str) -> None:
 
 def travel_in_lists(device: str) -> None:
     """One rank's ranges are equal, so torch makes no group of them here; the calls are the same."""
-    ragged = patch.object(chosen_collectives, "choose", lambda *_: RaggedTensorCollectives())
+    ragged = patch.object(param_group, "choose", lambda *_: RaggedTensorCollectives())
     with ragged, one_rank(device) as make:
         twins = make()
         twins.train(3)

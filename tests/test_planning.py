@@ -23,7 +23,7 @@ from fsdp_overlap import (
     fully_shard,
     fully_shard_model,
 )
-from fsdp_overlap.engine.unit_plans import UnitPlans, all_or_none
+from fsdp_overlap.engine.mesh import UnitPlans, all_or_none
 from fsdp_overlap.layout import ParamSpec
 from fsdp_overlap.optim import Muon
 from support.ranks import expect_rank_errors, run_ranks

@@ -20,17 +20,14 @@ from fsdp_overlap.comm.quantized import QuantizedReduction, QuantizedRowsReducti
 from fsdp_overlap.comm.row_collectives import PackedRows
 from fsdp_overlap.desync.order_check import OrderCheck
 from fsdp_overlap.emulator import EmulatedDevice, active, fake_ranks, running
-from fsdp_overlap.engine import gathering
-from fsdp_overlap.engine.bucket import Bucket
-from fsdp_overlap.engine.copies_reduction import CopiesReduction
-from fsdp_overlap.engine.divided_shard import DividedShard
-from fsdp_overlap.engine.domain import Domain
-from fsdp_overlap.engine.gradients import BucketGradients
-from fsdp_overlap.engine.landing import Landing
-from fsdp_overlap.engine.reduce_options import ReduceOptions
-from fsdp_overlap.engine.saved_tensors import SavedForward
-from fsdp_overlap.engine.transfers import Transfers
-from fsdp_overlap.engine.version_counters import VersionCounters
+from fsdp_overlap.engine import comm_context
+from fsdp_overlap.engine.autograd import SavedForward, VersionCounters
+from fsdp_overlap.engine.comm_context import Transfers
+from fsdp_overlap.engine.grads import BucketGradients
+from fsdp_overlap.engine.hsdp import CopiesReduction, DividedShard
+from fsdp_overlap.engine.mesh import Domain
+from fsdp_overlap.engine.options import ReduceOptions
+from fsdp_overlap.engine.param_group import Bucket, Landing
 from fsdp_overlap.layout import TensorAtomic
 from fsdp_overlap.optim import Muon, clip_grad_norm_
 from fsdp_overlap.optim.exchange import Exchange
@@ -164,7 +161,7 @@ DEFECTS = [
     Defect(Bucket, "_gathered_shard", "self.divided.wait()", DIVIDED),
     Defect(Bucket, "is_filled_by", "self.domain.reading = ticket", OFFLOADED),
     Defect(
-        gathering,
+        comm_context,
         "_issue",
         TOGETHER,
         IN_ONE,
@@ -387,7 +384,7 @@ def test_offloaded_a_step_waits_where_its_gradients_land_and_its_shards_are_read
     run(lambda: waits.extend(steady(Program(shard_options=dict(OFFLOAD)))))
     places = {wait.split(" at ")[1].split(":")[0] for wait in waits}
     # And where the norm of gradients on the host, which the mesh computes, goes back there.
-    assert places == {"engine/landing.py", "comm/lanes.py", "tensor/sums_and_norms.py"}
+    assert places == {"engine/param_group.py", "comm/lanes.py", "tensor/sums_and_norms.py"}
 
 
 def test_a_set_of_gradients_that_changes_makes_nobody_wait() -> None:

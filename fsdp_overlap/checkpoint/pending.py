@@ -10,7 +10,7 @@ from weakref import finalize, ref
 import torch
 
 from fsdp_overlap.comm.streams import has_streams, streams_of
-from fsdp_overlap.engine.landing import Landing, land
+from fsdp_overlap.engine.param_group import Landing, land
 from fsdp_overlap.tensor.chunks import chunks_of
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
 from fsdp_overlap.tensor.row_tensor import Sharded

@@ -27,7 +27,7 @@ from fsdp_overlap.checkpoint.entries import StoredTensor, read_entry, read_value
 from fsdp_overlap.checkpoint.errors import CheckpointError, refusing
 from fsdp_overlap.checkpoint.files import opened, refuse_holes
 from fsdp_overlap.checkpoint.metadata import copies, read_metadata
-from fsdp_overlap.engine.opaque import takes
+from fsdp_overlap.engine.param import takes
 from fsdp_overlap.torch_internals import StorageInfo
 
 

@@ -30,8 +30,7 @@ from fsdp_overlap.checkpoint.written import (
     put_together,
     without_collector,
 )
-from fsdp_overlap.disk_errors import writing
-from fsdp_overlap.tensor.dcp import wrap_method
+from fsdp_overlap.tensor.dcp import wrap_method, writing
 
 
 class SafeFileSystemWriter(FileSystemWriter):

@@ -28,8 +28,8 @@ from fsdp_overlap.cli.config import TrainConfig
 from fsdp_overlap.cli.data import Text, move, sample_batch
 from fsdp_overlap.cli.model import GPT
 from fsdp_overlap.comm.streams import has_streams
-from fsdp_overlap.disk_errors import writing
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
+from fsdp_overlap.tensor.dcp import writing
 
 PROFILED_STEPS = 2
 _STEPS_BEFORE_PROFILE = 2

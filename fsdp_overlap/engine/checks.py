@@ -1,22 +1,39 @@
-"""What :func:`~fsdp_overlap.fully_shard` refuses of parameters, before it changes anything."""
+"""What fully_shard() refuses of parameters before it changes anything, and what ranks compare: the
+values that parameters had, and plans."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import sha256
+from itertools import zip_longest
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_overlap.engine import tiles
-from fsdp_overlap.engine.comm_policy import QuantizedCommPolicy
-from fsdp_overlap.engine.domain import Domain
-from fsdp_overlap.engine.ownership import OwnedParameter, kind_of, owner_of
-from fsdp_overlap.engine.policy_dtypes import reduce_dtype
+from fsdp_overlap.desync.order_check import START, greatest
+from fsdp_overlap.engine.mesh import Domain
+from fsdp_overlap.engine.options import QuantizedCommPolicy, reduce_dtype
+from fsdp_overlap.engine.param import (
+    UNKNOWN,
+    OwnedParameter,
+    kind_of,
+    modules_outside_units,
+    number_of,
+    owner_of,
+    tile_in,
+)
+from fsdp_overlap.engine.param_group import Bucket
+from fsdp_overlap.engine.unit import Unit
 from fsdp_overlap.tensor.carried import SUMMED
 from fsdp_overlap.tensor.extension import inner_tensors, is_subclass, missing_methods
 from fsdp_overlap.tensor.held_gradient import refused_grad_dtype
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
+
+# ---- What fully_shard() refuses ----
 
 
 def check_parameters(
@@ -29,7 +46,7 @@ def check_parameters(
         _check_no_owner(modules, item, where)
         if isinstance(parameter, nn.UninitializedParameter):
             raise ValueError(f"{where} is not initialized; run a forward before fully_shard()")
-        held = tiles.tile_in(parameter)
+        held = tile_in(parameter)
         if item.is_opaque:
             _check_opaque(where, parameter, device)
         else:
@@ -154,7 +171,7 @@ def check_extension(
     Raises:
         ValueError: it cannot.
     """
-    what = f"{name_of(kind, item)} is a {type(tiles.tile_in(item.parameter)).__name__}, which"
+    what = f"{name_of(kind, item)} is a {type(tile_in(item.parameter)).__name__}, which"
     if not is_in_rows:
         raise ValueError(
             f"{what} is cut between rows alone: use FsdpContext(layout=PerTensor()), or a "
@@ -180,7 +197,7 @@ def check_kept_parts(
         if item.is_extension and type(reshard_after_forward) is int:
             raise ValueError(
                 f"reshard_after_forward={reshard_after_forward}: {name_of(kind, item)} is a "
-                f"{type(tiles.tile_in(item.parameter)).__name__}, of which no part can be kept: "
+                f"{type(tile_in(item.parameter)).__name__}, of which no part can be kept: "
                 "use True, False or None"
             )
 
@@ -205,3 +222,165 @@ def check_rows(kind: str, item: OwnedParameter, domain: Domain) -> None:
 
 def name_of(kind: str, item: OwnedParameter) -> str:
     return f"parameter {item.fqn!r} of {kind}"
+
+
+# ---- Whether ranks planned the same ----
+
+
+def compare_plans(
+    units: Sequence[Unit], domain: Domain, groups: Sequence[dist.ProcessGroup]
+) -> None:
+    """Checks that the ranks of ``domain`` planned ``units`` alike. Collective over ``groups``,
+    which together connect these ranks.
+
+    Raises:
+        RuntimeError: ranks planned differently.
+    """
+    mine = [
+        (f"{unit.name!r} ({unit.module_kind})", _digest(plans))
+        for unit in units
+        if (
+            plans := [
+                f"{bucket.plan!r} {bucket.comm_policy}"
+                for bucket in unit.buckets
+                if bucket.domain is domain
+            ]
+        )
+    ]
+    of_all = {dist.get_rank(): mine}
+    # The plans of all ranks are collected first, so that every rank finds the same difference.
+    for group in groups:
+        known = [of_all] * group.size()
+        dist.all_gather_object(known, of_all, group)
+        of_all = {rank: theirs for part in known for rank, theirs in part.items()}
+    first = min(of_all)
+    for rank, theirs in sorted(of_all.items()):
+        for ours, other in zip_longest(of_all[first], theirs, fillvalue=("none", "")):
+            if ours != other:
+                what = f"where rank {first} has unit {ours[0]}, rank {rank} has {other[0]}"
+                if ours[0] == other[0]:
+                    what = (
+                        f"unit {ours[0]} has other parameters, dtypes or layouts on rank {first} "
+                        f"than on rank {rank}"
+                    )
+                raise RuntimeError(
+                    f"ranks planned differently: {what}; every rank must build the same model and "
+                    "shard it in the same order, and ctx.plan_layout() it or not"
+                )
+
+
+def _digest(plans: list[str]) -> str:
+    return sha256(repr(plans).encode()).hexdigest()
+
+
+# ---- Whether ranks start from the same values: Note [starts] ----
+
+# Stands for the summary of a rank's digests, if it is known that some ranks differ.
+DIFFERENT = -1
+
+
+def compare_starts(buckets: Iterable[Bucket]) -> None:
+    """Compares what ranks start from in those ``buckets`` that were not compared yet. Collective
+    over their meshes.
+
+    Raises:
+        RuntimeError: on every rank, if ranks hold different values. Names the first parameter.
+    """
+    by_domain: dict[Domain, list[Bucket]] = {}
+    for bucket in buckets:
+        if bucket.start is not None:
+            by_domain.setdefault(bucket.domain, []).append(bucket)
+    failure = ""
+    # Small meshes first: a difference there is an error on all ranks of the meshes that follow.
+    for domain in sorted(by_domain, key=lambda domain: domain.mesh.size()):
+        failure = _difference(domain, by_domain[domain], failure) or failure
+    if failure:
+        raise RuntimeError(failure)
+    for compared in by_domain.values():
+        for bucket in compared:
+            bucket.start = None
+
+
+def _difference(domain: Domain, buckets: Sequence[Bucket], failure: str) -> str:
+    """What differs between ranks of ``domain``, or was found on another mesh, in words. ``failure``
+    is what this rank found there. Empty if nothing differs, and if ranks have different models,
+    which the check of the order finds."""
+    names = [f"{spec.fqn!r} of unit {b.label!r}" for b in buckets for spec in b.plan.specs]
+    digests: list[int] = []
+    for bucket in buckets:
+        assert bucket.start is not None
+        digests += bucket.start.digests(bucket.version)
+    shapes = number_of(repr([bucket.plan.specs for bucket in buckets]).encode())
+    summary = DIFFERENT if failure else number_of(array("q", digests).tobytes())
+    groups = domain.groups_to_ask
+    for group in groups:
+        # What differs in one group is made known to the next.
+        for _, its_shapes, its_summary in domain.order_check.ask([START, shapes, summary], group):
+            shapes = shapes if its_shapes == shapes else DIFFERENT
+            summary = summary if its_summary == summary else DIFFERENT
+    if shapes == DIFFERENT or summary != DIFFERENT:
+        return ""
+
+    def over_ranks(numbers: Sequence[int]) -> list[int]:
+        found: list[int] = greatest(torch.tensor(numbers, device=domain.device), groups).tolist()
+        return found
+
+    # The greatest of a number and the greatest of its complement tell whether all ranks agree.
+    complements = [UNKNOWN if each == UNKNOWN else ~each for each in digests]
+    has_failed, *of_all = over_ranks([bool(failure), *digests, *complements])
+    high, low = of_all[: len(digests)], of_all[len(digests) :]
+    different = [
+        index
+        for index, (most, least) in enumerate(zip(high, low, strict=True))
+        if UNKNOWN != most != ~least
+    ]
+    if not different:
+        elsewhere = "ranks of another mesh were given different weights, as they tell"
+        return failure or (elsewhere if has_failed else "")
+    first = different[0]
+    is_known, is_high = digests[first] != UNKNOWN, digests[first] == high[first]
+    rank = dist.get_rank()
+    ranks = over_ranks([rank if is_high else -1, rank if is_known and not is_high else -1])
+    more = f", nor were {len(different) - 1} more" if len(different) > 1 else ""
+    return (
+        f"parameter {names[first]} was not the same on ranks {min(ranks)} and {max(ranks)} when "
+        f"fully_shard() sharded it{more}: each rank would train a part of a model of its own; "
+        "start from one seed or one checkpoint on every rank, or from what the first one has, by "
+        "FsdpContext(sync_module_states=True)"
+    )
+
+
+def take_from_first(
+    modules: Sequence[nn.Module],
+    by_domain: Mapping[Domain, Sequence[OwnedParameter]],
+    mesh: DeviceMesh,
+) -> None:
+    """Gives parameters the values that they have on the first rank of their domain's mesh, and the
+    buffers of ``modules`` those that they have on the first rank of ``mesh``. Collective over these
+    meshes."""
+    for domain, items in by_domain.items():
+        for item in items:
+            for values in inner_tensors(tile_in(item.parameter)):
+                _take_from_first(values, domain.mesh)
+    for _, owner in modules_outside_units(modules):
+        for buffer in owner._buffers.values():
+            if buffer is not None and not buffer.is_meta:
+                _take_from_first(tile_in(buffer), mesh)
+
+
+def _take_from_first(values: torch.Tensor, mesh: DeviceMesh) -> None:
+    """Overwrites ``values`` with those of the first rank. Takes as much memory again if they are
+    not contiguous, or not on the device of ``mesh``."""
+    if not values.numel():
+        return
+    values = values.detach()
+    sent = values.to(mesh.device_type).contiguous()
+    # Sent as bytes, because not every backend knows every dtype.
+    raw = sent.view(-1).view(torch.uint8)
+    for dim in range(mesh.ndim):
+        coordinate = list(mesh.get_coordinate() or ())
+        coordinate[dim] = 0
+        first = int(mesh.mesh[tuple(coordinate)])
+        dist.broadcast(raw, first, group=mesh.get_group(dim))
+    if sent is not values:
+        values.copy_(sent)

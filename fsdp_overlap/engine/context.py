@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
+from itertools import groupby
 
 import torch
 from torch import nn
@@ -19,24 +20,149 @@ from fsdp_overlap.comm.store_notes import has_peers
 from fsdp_overlap.comm.streams import current_device, has_streams, is_capturing
 from fsdp_overlap.desync.faults import Faults
 from fsdp_overlap.desync.monitor import DesyncMonitor
-from fsdp_overlap.engine import autograd_engine
-from fsdp_overlap.engine.captured_steps import CapturedSteps
-from fsdp_overlap.engine.default_mesh import default_mesh
-from fsdp_overlap.engine.description import describe
-from fsdp_overlap.engine.domain import Domain, Domains, check_mesh
-from fsdp_overlap.engine.grad_dtypes import follow_grad_dtypes
-from fsdp_overlap.engine.gradients import BucketGradients
-from fsdp_overlap.engine.plan_comparison import compare_plans
-from fsdp_overlap.engine.starts import compare_starts
-from fsdp_overlap.engine.transfers import Transfers
-from fsdp_overlap.engine.unit import Unit, unit_of
-from fsdp_overlap.engine.unit_plans import plan_together
-from fsdp_overlap.engine.units import Units, name_units
-from fsdp_overlap.engine.unsharded_edits import Uncompared
+from fsdp_overlap.engine import autograd
+from fsdp_overlap.engine.checks import compare_plans, compare_starts
+from fsdp_overlap.engine.comm_context import CapturedSteps, Transfers
+from fsdp_overlap.engine.grads import BucketGradients
+from fsdp_overlap.engine.mesh import Domain, Domains, check_mesh, default_mesh, plan_together
+from fsdp_overlap.engine.param_group import follow_grad_dtypes
+from fsdp_overlap.engine.unit import Uncompared, Unit, Units, name_units, unit_names, unit_of
 from fsdp_overlap.layout import Flat, LayoutRule
 from fsdp_overlap.schedule.reducer import MAX_INPUTS
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.schedule.stats import Stats
+
+# ---- print(ctx) ----
+
+HEAD = ("unit", "parameters", "elements", "dtype", "whole", "here", "mesh", "shards", "kept whole")
+
+# Columns of numbers, to be aligned to the right.
+RIGHT = {1, 2, 4, 5}
+
+
+def describe(
+    units: Sequence[Unit],
+    mesh: DeviceMesh | None,
+    layout: LayoutRule,
+    prefetch: int,
+    separates_groups: bool,
+    flags: Sequence[str],
+) -> str:
+    """The options of a context and a table of its units. Not collective.
+
+    Neighbouring units that are alike share a row, whose figures are those of one unit. Bytes are
+    those of parameters at rest: ``whole`` counts all of the unit, ``here`` what this rank holds.
+    """
+    where = "all ranks" if mesh is None else _mesh(mesh)
+    rule = getattr(layout, "__name__", repr(layout))
+    options = [f"mesh {where}", f"layout {rule}", f"prefetch {prefetch}"]
+    if not separates_groups:
+        options.append("one group for gathers and reductions")
+    options += flags
+    lines = [f"FsdpContext of {_count(len(units), 'unit')}{_totals(units)}", "; ".join(options)]
+    if units:
+        lines += _aligned([HEAD, *_rows(units)])
+    return "\n".join(lines)
+
+
+def _totals(units: Sequence[Unit]) -> str:
+    buckets = [bucket for unit in units for bucket in unit.buckets]
+    if not buckets:
+        return ""
+    parameters = sum(len(bucket.plan.specs) for bucket in buckets)
+    elements = sum(spec.numel for bucket in buckets for spec in bucket.plan.specs)
+    whole, here = (_size(sum(each)) for each in zip(*map(_bytes_of, units), strict=True))
+    return (
+        f": {_count(parameters, 'parameter')} of {elements:,} elements, {whole} whole, {here} "
+        "on this rank"
+    )
+
+
+def _rows(units: Sequence[Unit]) -> list[tuple[str, ...]]:
+    names = unit_names(units)
+    named = [(names.get(unit, unit.module_kind), _row(unit, unit not in names)) for unit in units]
+    rows = []
+    for row, group in groupby(named, key=lambda each: each[1]):
+        alike = [name for name, _ in group]
+        name = alike[0] if len(alike) == 1 else f"{alike[0]} ... {alike[-1]} ({len(alike)})"
+        rows.append((name, *row))
+    return rows
+
+
+def _row(unit: Unit, is_outermost: bool) -> tuple[str, ...]:
+    specs = [spec for bucket in unit.buckets for spec in bucket.plan.specs]
+    whole, here = _bytes_of(unit)
+    meshes = dict.fromkeys(_mesh(bucket.domain.mesh) for bucket in unit.buckets)
+    is_equal = all(bucket.plan.is_equal for bucket in unit.buckets)
+    pieces = len({spec.piece for spec in specs if spec.piece})
+    dtypes = ", ".join(dict.fromkeys(bucket.dtypes for bucket in unit.buckets))
+    return (
+        str(len(specs)),
+        f"{sum(spec.numel for spec in specs):,}",
+        f"{dtypes}, {_count(pieces, 'piece')}" if pieces else dtypes,
+        _size(whole),
+        "meta" if unit.is_meta else _size(here),
+        " and ".join(meshes) or _mesh(unit.mesh),
+        "equal" if is_equal else "ragged",
+        _kept(unit, is_outermost),
+    )
+
+
+def _bytes_of(unit: Unit) -> tuple[int, int]:
+    """The bytes of all parameters of ``unit``, and of what this rank holds of them."""
+    whole = sum(
+        spec.numel * spec.dtype.itemsize for bucket in unit.buckets for spec in bucket.plan.specs
+    )
+    return whole, sum(bucket.nbytes_at_rest for bucket in unit.buckets)
+
+
+def _kept(unit: Unit, is_outermost: bool) -> str:
+    """How long the full buffers outlive a forward."""
+    asked = unit.reshard_after_forward
+    if unit.part_size is not None:
+        kept = f"1/{unit.part_size} until backward"
+    elif asked is False or (asked is None and is_outermost):
+        kept = "until backward"
+    else:
+        kept = "no"
+    if not unit.settings.reshard_after_backward:
+        if asked is False:
+            kept = f"always (stage {1 if unit.settings.reduces_last_only else 2})"
+        else:
+            kept = "after backward" if kept == "no" else f"{kept} and after it"
+    return kept + (", shards on the host" if unit.is_offloaded else "")
+
+
+def _mesh(mesh: DeviceMesh) -> str:
+    sizes = " x ".join(map(str, mesh.shape))
+    names = f" ({' x '.join(mesh.mesh_dim_names)})" if mesh.mesh_dim_names else ""
+    return f"{mesh.device_type} {sizes}{names}"
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if index in RIGHT else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+# ---- The context ----
 
 
 class FsdpContext:
@@ -233,7 +359,7 @@ class FsdpContext:
         """Decides when units are gathered, released and reduced."""
         return Schedule(
             self.transfers,
-            autograd_engine,
+            autograd,
             self._stats,
             self._units.refs,
             self._units.existing,
@@ -323,7 +449,7 @@ class FsdpContext:
         no context, finds the root, names units as users know them, connects buckets to process
         groups, and compares what ranks start from. Does nothing once that is done, and nothing
         within a backward. Collective over the meshes."""
-        if self.is_settled or autograd_engine.is_in_backward():
+        if self.is_settled or autograd.is_in_backward():
             return
         is_complete = not self.is_implicit or self._adopt_trees()
         name_units(self.units)
@@ -472,3 +598,26 @@ def context_of(unit: Unit) -> FsdpContext:
     context = unit.context
     assert isinstance(context, FsdpContext)
     return context
+
+
+# ---- Shared lanes ----
+
+
+def share_lanes(contexts: Sequence[FsdpContext]) -> None:
+    """Makes all ``contexts`` communicate on the lanes of the first.
+
+    Raises:
+        ValueError: they compute on different devices. Nothing was changed then.
+        RuntimeError: one has run already, on lanes of its own. Nothing was changed then.
+    """
+    first, *others = contexts
+    for context in others:
+        if context.device != first.device:
+            raise ValueError(f"a context on {context.device} cannot use lanes on {first.device}")
+        if context.is_settled and context.transfers.gather_lane is not first.transfers.gather_lane:
+            raise RuntimeError(
+                "a context that has run has lanes of its own: call share_comm_ctx() before the "
+                "first forward"
+            )
+    for context in others:
+        context.transfers.use_lanes_of(first.transfers)

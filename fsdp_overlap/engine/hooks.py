@@ -9,7 +9,8 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import partial
+from copy import deepcopy
+from functools import partial, update_wrapper
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -18,18 +19,18 @@ from torch import nn
 
 from fsdp_overlap.comm.spans import span
 from fsdp_overlap.comm.streams import is_capturing
-from fsdp_overlap.engine.autograd_engine import is_in_backward
+from fsdp_overlap.engine.autograd import is_in_backward, untraced
 from fsdp_overlap.engine.context import FsdpContext, context_of
-from fsdp_overlap.engine.late_memory import take_assigned
-from fsdp_overlap.engine.opaque import is_opaque
-from fsdp_overlap.engine.trees import map_arguments, map_tensors, tensors_in
-from fsdp_overlap.engine.unit import Unit
-from fsdp_overlap.engine.unsharded_edits import compare
-from fsdp_overlap.engine.untraced import untraced
+from fsdp_overlap.engine.meta_init import take_assigned
+from fsdp_overlap.engine.param import is_opaque
+from fsdp_overlap.engine.unit import Unit, compare, unit_of
 from fsdp_overlap.schedule.order import Call
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.tensor.extension import inner_tensors
+from fsdp_overlap.tensor.pytree import map_arguments, map_tensors, tensors_in
 from fsdp_overlap.torch_internals import are_functorch_transforms_active, profiler_enabled
+
+# ---- Forwards and backwards ----
 
 
 def install(module: nn.Module, unit: Unit) -> None:
@@ -262,3 +263,40 @@ def _move_and_cast(
         dtype = None
     # The host does not wait for a copy from pinned memory.
     return tensor.to(device=device, dtype=dtype, non_blocking=True)
+
+
+# ---- Methods that count as forwards ----
+
+
+class ForwardMethod:
+    """Replaces a method of one module: it stands in the module's ``__dict__`` and so hides the
+    method of the class. It refers to the module weakly, so that the two do not keep each other
+    alive."""
+
+    def __init__(self, module: nn.Module, method: Any) -> None:
+        self._module = weakref.ref(module)
+        self._is_bound = getattr(method, "__self__", None) is module
+        self._function = method.__func__ if self._is_bound else method
+        update_wrapper(self, self._function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        unit = None if module is None else unit_of(module)
+        if module is None or unit is None:
+            raise ReferenceError(f"the module of {self._function.__qualname__} was deleted")
+        try:
+            args, kwargs = before_forward(unit, module, args, kwargs)
+            bound = (module, *args) if self._is_bound else args
+            output = self._function(*bound, **kwargs)
+        except BaseException:
+            after_forward(unit, module, args, None)
+            raise
+        return after_forward(unit, module, args, output)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardMethod:
+        duplicate = ForwardMethod.__new__(ForwardMethod)
+        vars(duplicate).update(vars(self))
+        original = self._module()
+        assert original is not None  # it is being copied, and this with it
+        duplicate._module = weakref.ref(deepcopy(original, memo))
+        return duplicate

@@ -1,13 +1,13 @@
-"""One unit: a module, or a list of modules, and the parameters they own."""
+"""Units: the modules of one fully_shard() call, and the parameters they own."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from copy import deepcopy
 from itertools import repeat
 from operator import attrgetter, is_
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -15,19 +15,175 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp_overlap.comm.lanes import Lane
-from fsdp_overlap.engine.autograd_engine import is_to_accumulate
-from fsdp_overlap.engine.bucket import Bucket
-from fsdp_overlap.engine.bucket_state import BucketState
-from fsdp_overlap.engine.comm_policy import QuantizedCommPolicy
-from fsdp_overlap.engine.gradients import BucketGradients
-from fsdp_overlap.engine.opaque import check_frozen
-from fsdp_overlap.engine.ownership import UnownedParameters, kind_of, modules_outside_units
-from fsdp_overlap.engine.policy_dtypes import reduce_dtype
-from fsdp_overlap.engine.saved_tensors import SavedTensors
-from fsdp_overlap.engine.settings import Settings
-from fsdp_overlap.engine.trees import UnderWay
-from fsdp_overlap.engine.unsharded_edits import FREED, UnshardedEdits
-from fsdp_overlap.engine.untraced import untraced
+from fsdp_overlap.engine.autograd import SavedTensors, VersionCounters, is_to_accumulate, untraced
+from fsdp_overlap.engine.grads import BucketGradients
+from fsdp_overlap.engine.mesh import BucketEdits
+from fsdp_overlap.engine.options import QuantizedCommPolicy, Settings, reduce_dtype
+from fsdp_overlap.engine.param import (
+    UnownedParameters,
+    check_frozen,
+    kind_of,
+    modules_outside_units,
+    plain,
+    tile_in,
+)
+from fsdp_overlap.engine.param_group import Bucket, BucketState
+from fsdp_overlap.tensor.pytree import UnderWay
+from fsdp_overlap.tensor.ragged_dtensor import ShardEdits
+
+# ---- Edits of unsharded parameters, which would be lost ----
+
+INSTEAD = (
+    "Edit the sharded parameter, under torch.no_grad(), before forward or after optimizer.step(); "
+    "what forward itself has to change must be a buffer"
+)
+
+FREED = (
+    "a parameter of unit {!r}, or a view of one, was used after its memory was freed: keep a "
+    "clone() of what is used after forward, or read the sharded parameter of the module"
+)
+
+Uncompared = list[tuple["UnshardedEdits", torch.Tensor]]
+"""Buckets whose first forward has run, and for each of their parameters whether it changed."""
+
+
+def compare(uncompared: Uncompared) -> str | None:
+    """What the forwards in ``uncompared`` edited, in words. ``None`` if they edited nothing. The
+    host waits for them. Empties the list."""
+    changes = [(edits, changed.tolist()) for edits, changed in uncompared]
+    uncompared.clear()
+    found = [edits.describe(changed.index(True)) for edits, changed in changes if any(changed)]
+    return found[0] if found else None
+
+
+class UnshardedEdits:
+    """Finds changes of a bucket's unsharded parameters. The shards do not get such changes, and
+    another rank may have made different ones.
+
+    Autograd's version counters count edits in place. They do not count all-gathers, which write
+    underneath, and they do not count edits through ``.data``. To find the latter, the first forward
+    in each mode, training and evaluation, compares the values before and after.
+
+    ``tables`` are the ``_parameters`` of all modules of the unit.
+    """
+
+    def __init__(self, bucket: Bucket, tables: Sequence[dict[str, Any]]) -> None:
+        self._bucket = bucket
+        self._tiles = list(map(tile_in, bucket.parameters))
+        # Opaque parameters have slow attributes, and share their counters with plain tensors.
+        counted: list[torch.Tensor]
+        counted = [*map(plain, bucket.parameters)] if bucket.is_opaque else [*bucket.parameters]
+        if bucket.is_tensor_parallel:
+            counted += self._tiles  # a DTensor does not count what is done to its own
+        self._counters = bucket.counters = VersionCounters(counted)
+        self.look_for_places()
+        self._tables = tables
+        self._registered = sum(map(len, tables))
+        self._forwards = 0
+        self._digest: torch.Tensor | None = None
+
+    def look_for_places(self) -> None:
+        """Notes where modules have the parameters registered now."""
+        places = self._bucket.places
+        self._places = [table for table, *_ in places], [name for _, name, *_ in places]
+        self._placed = [parameter for *_, parameter, _ in places]
+
+    def begin_comparison(self) -> None:
+        """Takes digests of the parameters, which are whole, before a forward runs."""
+        self._digest = self._bucket.full.digests()
+        self._forwards = 0  # so that changed() looks for everything
+
+    def end_comparison(self, uncompared: Uncompared) -> None:
+        """Compares with the digests after the forward. The result goes to ``uncompared``."""
+        if self._digest is not None:
+            uncompared.append((self, self._digest != self._bucket.full.digests()))
+            self._digest = None
+
+    def edited(self) -> str | None:
+        """Which parameter was edited in place since this was last asked, in words. ``None`` if none
+        was."""
+        index = self._counters.edited()
+        return None if index is None else self.describe(index % len(self._tiles))
+
+    def changed(self) -> str | None:
+        """As :meth:`edited`, and also finds a parameter that was replaced, given other memory or
+        registered again. The full buffer must exist."""
+        if self._counters.has_edits():
+            return self.edited()
+        are_in_place = all(map(is_, map(dict.get, *self._places), self._placed))
+        if not are_in_place and (found := self._replaced()) is not None:
+            return found
+        # What the checks below find lasts, so forwards 1, 2, 4, 8 ... of a mode are enough.
+        self._forwards += 1
+        if self._forwards & (self._forwards - 1):
+            return None
+        return self._moved() or self._registered_again()
+
+    def _replaced(self) -> str | None:
+        for registered, name, parameter, sharded in self._bucket.places:
+            found = registered.get(name)
+            if found is not parameter and found is not sharded:
+                return (
+                    f"parameter {name!r} of unit {self._bucket.label!r} was replaced while it was "
+                    f"unsharded, and the new one would be lost. {INSTEAD}"
+                )
+        return None
+
+    def forbid_old_graphs(self, tables: Collection[int]) -> None:
+        """Makes autograd refuse to read the parameters for a graph that was made before: those
+        registered in ``tables``, which are ids, or all if there are none."""
+        self._counters.increment(
+            [
+                item.parameter
+                for item in self._bucket.owned
+                if not tables or any(id(table) in tables for table, _ in item.places)
+            ]
+        )
+
+    def describe(self, index: int) -> str:
+        """An edit of parameter ``index``, in words. Makes the next use of the full buffer, which
+        has the edit, gather it again."""
+        self._bucket.outdate()
+        return (
+            f"{self._name(index)} was edited in place while it was unsharded, by a forward, a "
+            "backward or a hook, as nn.Embedding(max_norm=...) does. The edit would be lost, "
+            f"because only shards last, and ranks may have made different ones. {INSTEAD}"
+        )
+
+    def _moved(self) -> str | None:
+        """Gives parameters that have other memory their own back. Returns what happened, in words,
+        or ``None``."""
+        moved = self._bucket.full.give_back(self._tiles)
+        if not moved:
+            return None
+        return (
+            f"{self._name(moved[0])} was given other memory, by an assignment to its .data or by "
+            f"flatten_parameters(), which all-gathers do not reach. {INSTEAD}"
+        )
+
+    def _registered_again(self) -> str | None:
+        registered = sum(map(len, self._tables))
+        if registered == self._registered:
+            return None
+        known = {(id(table), name) for table, name, _, _ in self._bucket.places}
+        own = {id(parameter): index for index, parameter in enumerate(self._bucket.parameters)}
+        for table in self._tables:
+            for name, parameter in table.items():
+                if id(parameter) in own and (id(table), name) not in known:
+                    return (
+                        f"{self._name(own[id(parameter)])} was registered again while it was "
+                        f"unsharded, as {name!r}, where its memory will be freed: keep a clone(), "
+                        "or register it under both names before fully_shard()"
+                    )
+        self._registered = registered
+        return None
+
+    def _name(self, index: int) -> str:
+        bucket = self._bucket
+        return f"parameter {bucket.plan.specs[index].fqn!r} of unit {bucket.label!r}"
+
+
+# ---- Units ----
 
 _grad = attrgetter("grad")
 
@@ -423,3 +579,57 @@ class Unit:
 def unit_of(module: nn.Module) -> Unit | None:
     """The unit that :func:`fully_shard` made of ``module``, or of a list with it, if it did."""
     return module.__dict__.get("_fsdp_unit")
+
+
+# ---- The units of a context, and their names ----
+
+
+class Units:
+    """The units of one context, by index. They are not kept alive."""
+
+    def __init__(self) -> None:
+        self.refs: list[weakref.ref[Unit]] = []
+
+    def add(self, unit: Unit) -> int:
+        """Takes ``unit`` in and returns its index, the same on every rank."""
+        self.refs.append(weakref.ref(unit))
+        for bucket in unit.buckets:
+            bucket.edits.unit = self.refs[-1]
+        return len(self.refs) - 1
+
+    def existing(self) -> list[Unit]:
+        """The units that still exist, in the order in which they were added."""
+        return [unit for ref in self.refs if (unit := ref()) is not None]
+
+
+def unit_of_edits(edits: ShardEdits | None) -> Unit | None:
+    """The unit whose edits these are. ``None`` if there is none, or it was freed."""
+    return edits.unit() if isinstance(edits, BucketEdits) and edits.unit is not None else None
+
+
+def unit_names(units: Sequence[Unit]) -> dict[Unit, str]:
+    """The name of each unit that lies within another, relative to the outermost unit around it. A
+    unit of several modules is named by all of their names."""
+    names: dict[Unit, str] = {}
+    for outer in units:
+        if outer in names:
+            continue
+        found: dict[Unit, list[str]] = {}
+        for module in outer.modules:
+            for name, child in module.named_modules():
+                unit = unit_of(child)
+                if unit is not None and unit is not outer:
+                    found.setdefault(unit, []).append(name)
+        names.update((unit, ", ".join(found[unit])) for unit in found)
+    return names
+
+
+def name_units(units: Sequence[Unit]) -> None:
+    """Finds the root among ``units``, all units of a context, and names them as users know
+    them."""
+    names = unit_names(units)
+    tops = [unit for unit in units if unit not in names]
+    for unit in units:
+        kind = unit.module_kind
+        unit.is_root = tops == [unit] and not unit.is_list
+        unit.rename(names.get(unit) or (kind if unit.is_root else f"{kind}[{unit.index}]"))

@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_overlap.engine import hooks, tiles
-from fsdp_overlap.engine.bucket import Bucket
+from fsdp_overlap.engine import hooks
 from fsdp_overlap.engine.checks import (
     check_extension,
     check_gradients,
@@ -23,29 +22,30 @@ from fsdp_overlap.engine.checks import (
     check_rows,
     check_synced,
     name_of,
+    take_from_first,
 )
-from fsdp_overlap.engine.comm_policy import QuantizedCommPolicy
 from fsdp_overlap.engine.context import FsdpContext
-from fsdp_overlap.engine.domain import Domain
-from fsdp_overlap.engine.extension_bucket import ExtensionBucket
-from fsdp_overlap.engine.full_mesh import FullMesh, full_mesh_of, lie_over
-from fsdp_overlap.engine.ownership import (
+from fsdp_overlap.engine.extensions import ExtensionBucket
+from fsdp_overlap.engine.mesh import Domain, all_or_none
+from fsdp_overlap.engine.options import QuantizedCommPolicy, compute_dtype
+from fsdp_overlap.engine.param import (
     OwnedParameter,
     Owner,
     UnownedParameters,
+    check_beside,
+    check_tensor_parallel,
     kind_of,
     mark_owner,
     mark_replaced,
     move_buffers,
+    note_replacement,
     owned_parameters,
 )
-from fsdp_overlap.engine.policy_dtypes import compute_dtype
-from fsdp_overlap.engine.stale_optimizers import note_replacement
-from fsdp_overlap.engine.starts import take_from_first
+from fsdp_overlap.engine.param_group import Bucket
 from fsdp_overlap.engine.unit import Unit
-from fsdp_overlap.engine.unit_plans import all_or_none
 from fsdp_overlap.layout import PerTensor, Plan, RowsPlan
 from fsdp_overlap.layout.layouts import layout_for
+from fsdp_overlap.tensor.spmd_mesh import FullMesh, full_mesh_of, lie_over
 
 
 def make_unit(
@@ -92,9 +92,9 @@ def make_unit(
     for domain, items in by_domain.items():
         for item in items:
             if isinstance(item.parameter, DTensor):
-                tiles.check(name_of(kind, item), item.parameter)
+                check_tensor_parallel(name_of(kind, item), item.parameter)
                 if item.on_full_mesh is None:
-                    tiles.check_beside(name_of(kind, item), item.parameter, domain.mesh)
+                    check_beside(name_of(kind, item), item.parameter, domain.mesh)
     _note_kept_dtypes(kind, owned, mp_policy)
     offload = _offload_on(ctx.device, offload_policy)
     with all_or_none(domain.plans for domain in by_domain):

@@ -9,7 +9,7 @@ import torch
 
 from fsdp_overlap.comm.streams import is_capturing
 from fsdp_overlap.engine.context import context_of
-from fsdp_overlap.engine.units import unit_of_edits
+from fsdp_overlap.engine.unit import unit_of_edits
 from fsdp_overlap.optim.runs import edits_of
 from fsdp_overlap.tensor.row_tensor import Sharded
 

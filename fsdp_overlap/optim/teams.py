@@ -14,7 +14,7 @@ from fsdp_overlap.comm.group_facts import alive
 from fsdp_overlap.comm.groups import GroupCache
 from fsdp_overlap.comm.objects import gather_objects
 from fsdp_overlap.comm.streams import current_device, has_streams
-from fsdp_overlap.engine.domain import Domain, domain_of
+from fsdp_overlap.engine.mesh import Domain, domain_of
 from fsdp_overlap.optim.matrices import Division, Holding, Split, divide, whole_parts
 from fsdp_overlap.optim.newton_schulz import fast_dtype
 from fsdp_overlap.tensor.placement import Tile, is_cut, range_dim, tile_at, tile_of

@@ -12,7 +12,7 @@ from torch.profiler import record_function
 from fsdp_overlap.comm import spans
 from fsdp_overlap.emulator import EmulatedDevice
 from fsdp_overlap.engine import hooks
-from fsdp_overlap.engine.transfers import Transfers
+from fsdp_overlap.engine.comm_context import Transfers
 from fsdp_overlap.simulator.clock import Ran
 
 HOST_THREAD = 1

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import (
 )
 
 from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, QuantizedCommPolicy, fully_shard
-from fsdp_overlap.blocks import find_blocks
+from fsdp_overlap.fully_shard import find_blocks
 from fsdp_overlap.layout import Flat, LayoutRule, PerTensor
 from fsdp_overlap.optim import AdamW, Muon
 from fsdp_overlap.simulator.float8 import check_products, compute_in_float8, step_in_float8

@@ -1,22 +1,97 @@
-"""Does what was decided: memory, collectives and compute that waits for them, unit by unit."""
+"""Carries out on streams what the schedule decides, also in CUDA graphs."""
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any
+from functools import partial
+from itertools import chain
+from typing import Any, NoReturn
+from weakref import WeakSet, ref
 
-from fsdp_overlap.comm.lanes import Lane, Mark, Ticket
+import torch
+import torch.distributed as dist
+
+from fsdp_overlap.comm.collectives import Issued, gather_pieces
+from fsdp_overlap.comm.graphs import before_capture_or_replay, capture_under_way
+from fsdp_overlap.comm.lanes import Lane, Mark, Ticket, Travel
 from fsdp_overlap.comm.spans import span
-from fsdp_overlap.engine.bucket_state import BucketState
-from fsdp_overlap.engine.copies_reduction import CopiesReduction
-from fsdp_overlap.engine.domain import Domain
-from fsdp_overlap.engine.gathering import gather, gathers_of
-from fsdp_overlap.engine.gradients import BucketGradients
+from fsdp_overlap.engine.grads import BucketGradients
+from fsdp_overlap.engine.hsdp import CopiesReduction
+from fsdp_overlap.engine.mesh import Domain
+from fsdp_overlap.engine.param_group import Bucket, BucketState
 from fsdp_overlap.engine.unit import Unit
+from fsdp_overlap.schedule import interface
+from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.schedule.stats import Stats
 from fsdp_overlap.torch_internals import profiler_enabled
+
+# ---- All-gathers of a unit ----
+
+
+def gathers_of(unit: Unit) -> list[tuple[str, list[Bucket]]]:
+    """What is to be gathered of a unit that is not whole: the name of each collective, and its
+    buckets. A bucket that is asked to keep a part goes alone, because it may travel among other
+    ranks than the rest."""
+    waiting = [bucket for bucket in unit.buckets if not bucket.is_whole]
+    together: dict[dist.ProcessGroup | Bucket, list[Bucket]] = {}
+    for bucket in waiting:
+        key = bucket.groups.gather if bucket.part is None else bucket
+        together.setdefault(key, []).append(bucket)
+    return [
+        (buckets[0].label if len(buckets) == 1 else unit.name, buckets)
+        for buckets in together.values()
+    ]
+
+
+def gather(buckets: Sequence[Bucket], lane: Lane, label: str) -> None:
+    """Enqueues the all-gather of ``buckets`` into their full buffers. Collective over their mesh.
+
+    Raises:
+        RuntimeError: one of them is on the meta device.
+    """
+    try:
+        for bucket in buckets:
+            bucket.begin_gather(lane)
+        issue, accept, nbytes = buckets[0].travel() if len(buckets) == 1 else _together(buckets)
+        ticket = lane.enqueue("all_gather", label, issue, accept, nbytes)
+    except BaseException:
+        for bucket in buckets:
+            bucket.cancel_gather()
+        raise
+    for bucket in buckets:
+        bucket.is_filled_by(ticket)
+
+
+def _together(buckets: Sequence[Bucket]) -> Travel:
+    return partial(_issue, buckets), None, sum(bucket.travels_nbytes for bucket in buckets)
+
+
+def _issue(buckets: Sequence[Bucket]) -> Issued:
+    """Gathers buckets of one group: in one launch those that can, and each of the others."""
+    found = [(bucket, bucket.make_pieces()) for bucket in buckets]
+    group = buckets[0].groups.gather
+    if pieces := [each for _, each in found if each is not None]:
+        received, sent = (list(chain.from_iterable(each)) for each in zip(*pieces, strict=True))
+        if len({piece.dtype for piece in sent}) > 1:
+            received, sent = ([p.view(torch.uint8) for p in each] for each in (received, sent))
+        gather_pieces((received, sent), group)
+    # Users' extensions may raise. So they come before what gloo writes into full buffers, which
+    # ctx.reset() frees.
+    rest = sorted((b for b, each in found if each is None), key=lambda b: not b.is_extension)
+    others = [bucket.travel()[0]() for bucket in rest]
+
+    def finish() -> torch.Tensor:
+        for other in others:
+            other.finish()
+        return buckets[0].full.flat
+
+    return Issued([work for other in others for work in other.works], finish, group)
+
+
+# ---- What the schedule decided ----
 
 # If the host runs ahead: how many reductions across copies may be under way, beside those of reduce
 # inputs that still travel.
@@ -267,3 +342,181 @@ class Transfers:
         the end of backward."""
         while self.reduce_lane.runs_ahead and len(self._across) > MAX_SUMS:
             self._across.popleft().finish_before(self.reduce_lane)
+
+
+# ---- CUDA graphs: Note [captured steps] ----
+
+
+class CapturedSteps:
+    """What one context does about graphs. ``units``, ``domains`` and ``parts`` give what the
+    context has now; ``parts`` is ``None`` before the first forward."""
+
+    def __init__(
+        self,
+        units: Callable[[], Sequence[Unit]],
+        domains: Callable[[], Sequence[Domain]],
+        parts: Callable[[], tuple[Schedule, Transfers] | None],
+    ) -> None:
+        self._units = units
+        self._domains = domains
+        self._parts = parts
+        self.is_under_way = False
+        """Whether a capture is under way in which units run."""
+        self._versions: dict[Unit, int] = {}
+        self._left: str | None = None
+        self._replays: WeakSet[ReplayedSteps] = WeakSet()
+
+    # What graphs tell
+
+    def capture_begins(self) -> None:
+        self._versions = {unit: unit.version for unit in self._units()}
+        self._left = None
+
+    def capture_ends(self) -> ReplayedSteps | None:
+        edited = [unit for unit, version in self._versions.items() if unit.version != version]
+        self._versions.clear()
+        parts, was_under_way = self._parts(), self.is_under_way
+        self.is_under_way = False
+        if parts is None:
+            return None
+        schedule, transfers = parts
+        if was_under_way:
+            self._left = schedule.under_way()
+            for unit in self._units():
+                unit.outdate()  # a capture moves no data
+            with suppress(RuntimeError):  # CUDA itself says what ended the capture
+                transfers.end_capture()
+        if was_under_way or edited:
+            replays = ReplayedSteps(edited, transfers)
+            self._replays.add(replays)
+            return replays
+        return None
+
+    def capture_ended(self) -> None:
+        left, self._left = self._left, None
+        parts = self._parts()
+        if parts is None:
+            return
+        schedule, transfers = parts
+        transfers.let_lanes_wait()  # events of the capture are none that gathers could wait for
+        if left is None or sys.exception() is not None:
+            return
+        transfers.wait_for_lanes()
+        schedule.drop()
+        transfers.rest()
+        raise RuntimeError(
+            f"the capture of a CUDA graph ended with {left}: capture whole steps, with the "
+            "backward of every forward. The graph is empty now"
+        )
+
+    def lose_groups(self) -> None:
+        """Refuses replays from now on: process groups are renewed."""
+        for replays in self._replays:
+            replays.lost_groups = True
+
+    # What hooks tell
+
+    def join(self, unit: interface.Unit) -> None:
+        """``unit`` is about to run while a graph is captured.
+
+        Raises:
+            RuntimeError: it cannot be captured. Nothing was changed.
+        """
+        if not self.is_under_way:
+            if (reason := self._reason_against(unit)) is not None:
+                _refuse(unit, reason)
+            parts = self._parts()
+            assert parts is not None
+            for each in self._units():
+                each.outdate()  # divided shards are put together in every replay
+            parts[1].begin_capture()
+            self.is_under_way = True
+
+    def check_backward(self, is_capturing: bool) -> None:
+        """A backward begins, and its stream is captured or not.
+
+        Raises:
+            RuntimeError: its forward was not in the same capture.
+        """
+        if is_capturing and not self.is_under_way:
+            raise RuntimeError(
+                "a backward is captured in a CUDA graph without its forward: capture both in one "
+                "graph, as a whole step. torch.cuda.make_graphed_callables() captures them apart, "
+                "so it cannot be used on units"
+            )
+
+    def _reason_against(self, unit: interface.Unit) -> str | None:
+        parts = self._parts()
+        if parts is None or not parts[0].has_learned(unit, torch.is_grad_enabled()):
+            return (
+                "steps are not alike yet: run two whole ones, with the optimizer's, before the "
+                "capture"
+            )
+        if capture_under_way() is None:
+            return "the capture was not begun by torch.cuda.CUDAGraph, so replays go unnoticed"
+        if (left := parts[0].under_way()) is not None:
+            return f"there is {left}: capture all of a step"
+        if any(domain.order_check.confirms for domain in self._domains()):
+            return "its ranks communicate by gloo, which makes the host wait: use NCCL"
+        for each in self._units():
+            if (reason := _reason_against(each)) is not None:
+                return f"unit {each.name!r} {reason}"
+        return None
+
+
+def _reason_against(unit: Unit) -> str | None:
+    settings = unit.settings
+    if unit.is_offloaded:
+        return "is offloaded, so that the host waits for copies: shard without CPUOffloadPolicy"
+    if settings.uses_group_memory or settings.uses_symmetric_memory:
+        return (
+            "takes memory from the process group, and a graph takes all from its own pool: switch "
+            "that off"
+        )
+    for bucket in unit.buckets:
+        if bucket.full.allocated:
+            return (
+                "has a full buffer from before the capture, which a replay would not fill, or that "
+                "may be freed by then: call ctx.release_unsharded() right before the capture, and "
+                "leave set_keep_unsharded_storage() off"
+            )
+    return None
+
+
+def _refuse(unit: interface.Unit, reason: str) -> NoReturn:
+    raise RuntimeError(
+        f"unit {unit.name!r} runs while a CUDA graph is captured, which cannot be right: {reason}. "
+        "Nothing was changed"
+    )
+
+
+class ReplayedSteps:
+    """Counts each replay as an edit of the shards that the capture ``edited``, and keeps it in
+    order with what lanes do eagerly."""
+
+    def __init__(self, edited: Sequence[Unit], transfers: Transfers) -> None:
+        self._edited = [ref(unit) for unit in edited]
+        self._transfers = ref(transfers)
+        self.lost_groups = False
+        """Whether the process groups that it uses may be gone."""
+
+    def before(self) -> None:
+        transfers = self._transfers()
+        if transfers is None or self.lost_groups:
+            raise RuntimeError(
+                "replay() of a CUDA graph whose "
+                + ("process groups ctx.reset() has renewed" if transfers else "model is gone")
+                + ": capture the step again"
+            )
+        if self._edited:
+            for call in before_capture_or_replay:
+                call()
+        transfers.wait_for_lanes()
+
+    def after(self) -> None:
+        for find in self._edited:
+            if (unit := find()) is not None:
+                for bucket in unit.buckets:
+                    bucket.edits.note_values()
+        if (transfers := self._transfers()) is not None:
+            transfers.let_lanes_wait()

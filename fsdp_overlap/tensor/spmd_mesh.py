@@ -6,6 +6,8 @@ before it is sharded, and lies over the whole mesh before and after.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
@@ -13,10 +15,63 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp_overlap.engine.annotations import Placements, placements_noted
+# ---- Annotations of spmd_types ----
+
+Placements = tuple[Placement, ...]
+
+
+def placements_noted(
+    where: str, parameter: torch.Tensor, mesh: DeviceMesh, data_names: Collection[str]
+) -> tuple[Placements, Placements] | None:
+    """How ``parameter`` lies over ``mesh``, and how its gradient does. ``None`` if nothing is noted
+    on it. ``where`` names it in errors.
+
+    ``data_names``: the dimensions of data parallelism. The parameter is the same along them, and
+    its gradient is a part of a sum.
+
+    Raises:
+        ValueError: nothing is noted for another dimension of more than one rank, or it is of a kind
+            that parameters are not. Or the parameter differs along a dimension that ``mesh`` has
+            not, or that belongs to data parallelism.
+    """
+    spmd: Any = sys.modules.get("spmd_types")  # whoever wrote a note has imported it
+    noted = {} if spmd is None else dict(spmd.get_local_type(parameter))
+    if not noted:
+        return None
+    if (cuts := spmd.get_partition_spec(parameter)) is not None:
+        noted.update(spmd.types.partition_spec_to_shard_types(cuts))
+    placements: list[Placement] = []
+    of_gradient: list[Placement] = []
+    for dim, name in enumerate(mesh.mesh_dim_names or ()):
+        kind = spmd.R
+        if name not in data_names and mesh.size(dim) > 1:
+            kind = noted.pop(spmd.MeshAxis.of(mesh.get_group(dim)), None)
+        if kind is spmd.R:
+            placements.append(Replicate())
+            of_gradient.append(Partial())
+        elif kind is spmd.I:
+            placements.append(Replicate())
+            of_gradient.append(Replicate())
+        elif isinstance(kind, spmd.Shard):
+            placements.append(Shard(kind.dim % max(1, parameter.ndim)))
+            of_gradient.append(placements[-1])
+        else:
+            raise ValueError(
+                f"spmd_types has {kind} for {where} along {name!r} of {mesh}: annotate it there as "
+                "R, I or S(dim), by spmd_types.assert_type()"
+            )
+    if other := {axis: kind for axis, kind in noted.items() if kind is not spmd.R}:
+        raise ValueError(
+            f"spmd_types has {other} for {where}: it must be R along the dimensions of data "
+            f"parallelism, and may be other things only along other dimensions of {mesh}"
+        )
+    return tuple(placements), tuple(of_gradient)
+
+
+# ---- Parameters over a mesh of all parallelism ----
 
 if TYPE_CHECKING or hasattr(fsdp, "DataParallelMeshDims"):
     from torch.distributed.fsdp import DataParallelMeshDims

@@ -17,13 +17,10 @@ from torch.distributed.tensor import DTensor
 from fsdp_overlap.comm.extension_gather import ExtensionGather
 from fsdp_overlap.comm.lanes import HostTicket
 from fsdp_overlap.desync.order_check import START
-from fsdp_overlap.engine.bucket import Bucket
-from fsdp_overlap.engine.digests import number_of
-from fsdp_overlap.engine.domain import BucketEdits, Domain
-from fsdp_overlap.engine.ownership import OwnedParameter
-from fsdp_overlap.engine.settings import Settings
-from fsdp_overlap.engine.sharded_forms import row_shard
-from fsdp_overlap.engine.tiles import parameter_like, tile_in
+from fsdp_overlap.engine.mesh import BucketEdits, Domain
+from fsdp_overlap.engine.options import Settings
+from fsdp_overlap.engine.param import OwnedParameter, number_of, parameter_like, tile_in
+from fsdp_overlap.engine.param_group import Bucket, row_shard
 from fsdp_overlap.layout import RowsPlan
 from fsdp_overlap.tensor.extension import (
     Extension,

@@ -1,48 +1,349 @@
-"""One bucket's storage: its shard, its full buffer, and the states between."""
+"""The parameters of a unit that lie together: their memory, states and collectives."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import partial
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple, cast
 from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
 
-from fsdp_overlap.comm.collectives import Collectives, GathersInPlace, Issued, Pieces
+from fsdp_overlap.comm.collectives import (
+    Collectives,
+    GathersInPlace,
+    Issued,
+    LocalCollectives,
+    Pieces,
+    choose,
+)
+from fsdp_overlap.comm.custom_collectives import CustomCollectives, CustomComms
 from fsdp_overlap.comm.extension_gather import ExtensionGather
+from fsdp_overlap.comm.group_facts import communicates
 from fsdp_overlap.comm.groups import LaneGroups
 from fsdp_overlap.comm.lanes import Lane, Mark, Ticket, Travel
-from fsdp_overlap.engine.autograd_engine import graph_task, is_in_backward
-from fsdp_overlap.engine.bucket_state import BucketState
-from fsdp_overlap.engine.chosen_collectives import chosen_collectives
-from fsdp_overlap.engine.comm_policy import QuantizedCommPolicy, sent_sizes
-from fsdp_overlap.engine.digests import Start
-from fsdp_overlap.engine.divided_shard import DividedShard
-from fsdp_overlap.engine.domain import BucketEdits, Domain
-from fsdp_overlap.engine.landing import Landing, land
-from fsdp_overlap.engine.opaque import plain
-from fsdp_overlap.engine.ownership import OwnedParameter
-from fsdp_overlap.engine.partial_reshard import KeptPart
-from fsdp_overlap.engine.places import Places
-from fsdp_overlap.engine.settings import Settings
-from fsdp_overlap.engine.sharded_forms import (
-    own_parts,
-    refuse_methods,
-    sharded_forms,
-    sharded_parameters,
+from fsdp_overlap.comm.quantized import (
+    QuantizedGather,
+    QuantizedReduction,
+    QuantizedRowsGather,
+    QuantizedRowsReduction,
 )
-from fsdp_overlap.engine.tiles import give_memory, parameter_like, tile_in
-from fsdp_overlap.engine.version_counters import VersionCounters
-from fsdp_overlap.layout import Plan
-from fsdp_overlap.tensor.extension import GatheredTensors
+from fsdp_overlap.comm.row_collectives import PackedRows, choose_for_rows
+from fsdp_overlap.comm.streams import mark_enqueued
+from fsdp_overlap.comm.symmetric_memory import SymmetricCollectives
+from fsdp_overlap.comm.wire import Wire
+from fsdp_overlap.engine.autograd import VersionCounters, graph_task, is_in_backward
+from fsdp_overlap.engine.hsdp import DividedShard, KeptPart
+from fsdp_overlap.engine.mesh import BucketEdits, Domain
+from fsdp_overlap.engine.options import QuantizedCommPolicy, Settings, sent_sizes
+from fsdp_overlap.engine.param import (
+    OwnedParameter,
+    Places,
+    Start,
+    give_memory,
+    parameter_like,
+    plain,
+    share_attributes,
+    tile_in,
+)
+from fsdp_overlap.layout import BucketPlan, Plan, RowsPlan
+from fsdp_overlap.tensor.extension import GatheredTensors, is_subclass, missing_methods
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
-from fsdp_overlap.tensor.held_gradient import Recipients
-from fsdp_overlap.tensor.ragged_dtensor import attributes_of
-from fsdp_overlap.tensor.row_tensor import Sharded
+from fsdp_overlap.tensor.held_gradient import GivenGradients, Recipients
+from fsdp_overlap.tensor.ragged_dtensor import (
+    RaggedDTensor,
+    ShardEdits,
+    attributes_of,
+    give_grads,
+    users_attributes,
+)
+from fsdp_overlap.tensor.row_tensor import (
+    RowTensor,
+    Sharded,
+    call_gradient_hooks,
+    call_hooks,
+    give_row_grads,
+    read_numbers_of_wholes,
+)
+from fsdp_overlap.torch_internals import StridedShard
+
+# ---- States ----
+
+
+class BucketState(StrEnum):
+    """What changes it, and to what:
+
+    =========  =========  =========  =======
+    state      a gather   a wait     freeing
+    =========  =========  =========  =======
+    sharded    gathering  sharded    raises
+    gathering  gathering  unsharded  sharded
+    unsharded  gathering  unsharded  sharded
+    =========  =========  =========  =======
+
+    A gather of a bucket that is gathering waits first. One that is unsharded is gathered again, in
+    place, if its shard was edited since.
+    """
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    UNSHARDED = "unsharded"
+
+
+# ---- Sharded parameters, as the plan has them: ranges, or rows ----
+
+
+def sharded_parameters(
+    forms: Sequence[Sharded],
+    like: Sequence[torch.Tensor],
+    plan: Plan,
+    owned: Sequence[OwnedParameter],
+) -> list[Sharded]:
+    """The sharded parameters of a bucket, of which ``forms`` are the tensors. They take their
+    attributes from ``like``."""
+    found: list[Sharded] = []
+    for form, model, spec, item in zip(forms, like, plan.specs, owned, strict=True):
+        parameter = nn.Parameter(form, requires_grad=model.requires_grad)
+        vars(parameter).update(users_attributes(model, form._local_tensor))
+        if item.is_opaque:
+            share_attributes(parameter, item.parameter, item.aliases)
+        # isinstance() takes it for a Parameter, and its type is that of the form.
+        sharded = cast(Sharded, parameter)
+        sharded.keep_gradients_in(getattr(model, "_given_grad_dtype", spec.grad_dtype))
+        found.append(sharded)
+    return found
+
+
+def sharded_forms(
+    plan: Plan,
+    shard: torch.Tensor,
+    owned: Sequence[OwnedParameter],
+    domain: Domain,
+    edits: ShardEdits,
+) -> list[Sharded]:
+    """What ``shard``, this rank's of a bucket, has of each parameter."""
+    dtype = plan.specs[0].dtype
+    if isinstance(plan, RowsPlan):
+        rows = [
+            RowTensor.wrap(chunk, domain.spec(item, row_shard(item, spec.cut_dim), dtype), edits)
+            for chunk, item, spec in zip(
+                _chunks(plan, shard, domain.plan_rank), owned, plan.specs, strict=True
+            )
+        ]
+        for each in rows:
+            read_numbers_of_wholes(each.device_mesh)
+        return [*rows]
+    return [
+        RaggedDTensor.wrap(
+            local, domain.spec(item, domain.range_shard(plan, spec.fqn), dtype), edits
+        )
+        for local, item, spec in zip(
+            _ranges(plan, shard, domain.plan_rank), owned, plan.specs, strict=True
+        )
+    ]
+
+
+def _ranges(plan: BucketPlan, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
+    return [shard[first : first + size] for first, size in places_in_shard(plan, rank)]
+
+
+def _range(plan: BucketPlan, fqn: str, rank: int) -> tuple[int, int]:
+    held = ((start, stop) for owner, start, stop in plan.ranges(fqn) if owner == rank)
+    return next(held, (0, 0))
+
+
+def _chunks(plan: RowsPlan, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
+    return [
+        shard[first : first + size].view(plan.chunk_shape(spec, rank))
+        for spec, (first, size) in zip(plan.specs, places_in_shard(plan, rank), strict=True)
+    ]
+
+
+def row_shard(item: OwnedParameter, dim: int) -> Placement:
+    """The placement of chunks of a parameter. Where tensor parallelism has cut the same dimension,
+    the chunks of all ranks do not follow each other in the order of the mesh."""
+    factor, parameter = 1, item.parameter
+    if item.on_full_mesh is not None:
+        factor = item.on_full_mesh.cuts_after(dim)
+    elif isinstance(parameter, DTensor):
+        for other, placement in enumerate(parameter.placements):
+            if isinstance(placement, Shard) and placement.dim == dim:
+                factor *= parameter.device_mesh.size(other)
+    return Shard(dim) if factor == 1 else StridedShard(dim, split_factor=factor)
+
+
+def own_parts(plan: Plan, wholes: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
+    """What ``rank`` has of each of ``wholes``, in the shape that its sharded form has."""
+    if isinstance(plan, BucketPlan):
+        ranges = [_range(plan, spec.fqn, rank) for spec in plan.specs]
+        return [
+            whole.reshape(-1)[start:stop]
+            for whole, (start, stop) in zip(wholes, ranges, strict=True)
+        ]
+    held = [plan.held(spec, rank) for spec in plan.specs]
+    return [
+        whole.narrow(spec.cut_dim, first, last - first)
+        for whole, spec, (first, last) in zip(wholes, plan.specs, held, strict=True)
+    ]
+
+
+def places_in_shard(plan: Plan, rank: int) -> list[tuple[int, int]]:
+    """Where in a shard of ``rank`` each parameter begins, and how many elements it has there."""
+    if isinstance(plan, RowsPlan):
+        sizes = [prod(plan.chunk_shape(spec, rank)) for spec in plan.specs]
+        return list(zip(plan.starts, sizes, strict=True))
+    found = []
+    for spec, offset in zip(plan.specs, plan.offsets, strict=True):
+        start, stop = _range(plan, spec.fqn, rank)
+        found.append(
+            (offset + start - plan.shard_starts[rank] if stop > start else 0, stop - start)
+        )
+    return found
+
+
+def refuse_methods(label: str, parameters: Sequence[Sharded]) -> None:
+    """Refuses plain parameters that were given the methods of a tensor extension, which would not
+    be called. ``label`` names their unit.
+
+    Raises:
+        TypeError: there is one.
+    """
+    for parameter in parameters:
+        local = parameter._local_tensor
+        if not is_subclass(local) and len(missing_methods(local)) < 2:
+            raise TypeError(
+                f"a parameter of unit {label!r}, of shape {tuple(parameter.shape)}, was given the "
+                "methods of a tensor extension after fully_shard(), and is a plain tensor: make it "
+                "one of a class that has them, before fully_shard()"
+            )
+
+
+def give_gradients(
+    parameters: Sequence[Any], locals_: list[torch.Tensor], flat: torch.Tensor | None = None
+) -> None:
+    """Gives each sharded parameter of a bucket the gradient of what this rank has of it, or some of
+    them, if there is no ``flat``. ``locals_`` are flat, and parts of ``flat``. Before and after it
+    calls the hooks that users registered for that."""
+    edits = parameters[0].edits
+    if edits.has_hooks:
+        call_gradient_hooks(parameters, locals_)
+    if isinstance(parameters[0], RowTensor):
+        give_row_grads(parameters, locals_)
+    else:
+        gradients = give_grads(parameters, locals_)
+        if flat is not None and len(gradients) == len(parameters):
+            edits.given = GivenGradients(edits.recipients, flat, gradients, locals_)
+    if edits.has_hooks:
+        call_hooks(parameters)
+
+
+# ---- Gradients on their way to the host ----
+
+
+class Landing(NamedTuple):
+    """A gradient on its way to the host, to be read after :meth:`wait`."""
+
+    host: torch.Tensor
+    copied: torch.Event | None
+
+    def wait(self) -> torch.Tensor:
+        """Blocks the host until the gradient is there, and returns it."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.host
+
+
+def land(source: torch.Tensor, host: torch.Tensor) -> Landing:
+    """Enqueues the copy of ``source`` to ``host``, after the work that makes it."""
+    host.copy_(source, non_blocking=True)
+    return Landing(host, mark_enqueued(source.device))
+
+
+# ---- Collectives: the user's, or the fastest, quantized or not ----
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Gathers and reduces a bucket, each of the two in its own way. See
+    :class:`~fsdp_overlap.comm.collectives.Collectives`."""
+
+    all_gather: Callable[..., Issued]
+    reduce_scatter: Callable[..., Issued]
+
+
+def chosen_collectives(
+    domain: Domain,
+    plan: Plan,
+    group: dist.ProcessGroup,
+    settings: Settings,
+    policy: QuantizedCommPolicy | None,
+    compute_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    extensions: ExtensionGather | None = None,
+) -> Collectives[Any]:
+    """How a bucket of ``plan`` travels among the ranks of ``group``: in ``compute_dtype`` when it
+    is gathered and in ``reduce_dtype`` when it is reduced, or else as ``policy`` says, or as the
+    parameters themselves do by ``extensions``."""
+    flat = plan.packed if isinstance(plan, RowsPlan) else plan
+    ranges: Collectives[BucketPlan] = choose(domain.device_type, group, flat)
+    is_alone = not communicates(group)
+    is_custom = settings.comms != CustomComms()
+    if policy is not None and not policy.applies_to(plan):
+        policy = None
+    if policy is not None and policy.reduce_dtype is not None and settings.comms.reduce_scatter:
+        raise ValueError(
+            "set_custom_reduce_scatter() and QuantizedCommPolicy(reduce_dtype=...): gradients in "
+            "few bits "
+            "are sent by an all-to-all and summed after; leave one of the two out"
+        )
+    if is_custom and not is_alone:
+        ranges = CustomCollectives(settings.comms, ranges)
+    elif settings.uses_symmetric_memory and not is_alone:
+        domain.symmetric_memory.reserve(plan, compute_dtype, reduce_dtype)
+        ranges = SymmetricCollectives(domain.symmetric_memory)
+    found: Any = ranges
+    if isinstance(plan, RowsPlan) and is_alone:
+        found = LocalCollectives()
+    elif isinstance(plan, RowsPlan):
+        is_free = not is_custom and not settings.uses_symmetric_memory
+        fastest = choose_for_rows(domain.device_type, group, plan)
+        found = fastest if is_free else PackedRows(ranges)
+    if extensions is not None:
+        extensions.others = ranges
+        return Chosen(extensions.all_gather, found.reduce_scatter)
+    if policy is None:
+        return found
+    gather, reduce = found.all_gather, found.reduce_scatter
+    in_rows = isinstance(plan, RowsPlan)
+
+    def wire(dtype: torch.dtype, codes: torch.dtype) -> Wire:
+        travels = policy.wire(plan, dtype, codes)
+        own = travels.segment(0 if in_rows else group.rank())
+        return Wire(travels, own, codes, policy.scale_dtype(dtype, codes))
+
+    if policy.gather_dtype is not None:
+        sent = wire(compute_dtype, policy.gather_dtype)
+        gather = (
+            QuantizedRowsGather(sent, ranges, group.size())
+            if in_rows
+            else QuantizedGather(sent, ranges)
+        ).all_gather
+    if policy.reduce_dtype is not None and not is_alone:
+        sent = wire(reduce_dtype, policy.reduce_dtype)
+        reduce = (QuantizedRowsReduction if in_rows else QuantizedReduction)(sent).reduce_scatter
+    return Chosen(gather, reduce)
+
+
+# ---- Param groups ----
 
 
 class Bucket:
@@ -409,3 +710,32 @@ class Bucket:
         """Frees the kept part. Backward then gathers from all ranks."""
         if self.part is not None:
             self.part.drop()
+
+
+# ---- grad_dtype that users set on sharded parameters ----
+
+
+def follow_grad_dtypes(buckets: Sequence[Bucket]) -> None:
+    """Makes the ``grad_dtype`` of sharded parameters that of their buckets. It cannot change any
+    more once their unit was gathered.
+
+    Raises:
+        RuntimeError: the parameters of a bucket have several. No bucket was changed then.
+    """
+    for bucket in buckets:
+        found = {each._grad_dtype for each in bucket.sharded_parameters}
+        if len(found) > 1:
+            raise RuntimeError(
+                f"unit {bucket.label!r} has parameters whose grad_dtype is "
+                f"{' and '.join(sorted(map(str, found)))}, and their gradients travel together: "
+                "set the same for all of them, or set it before fully_shard()"
+            )
+    for bucket in buckets:
+        # Also the parameters' own dtype if somebody set it: compute may have another, in which
+        # autograd would sum.
+        given = (each._given_grad_dtype for each in bucket.sharded_parameters)
+        dtype = next((each for each in given if each is not None), None)
+        if dtype is not None and dtype != bucket.plan.specs[0].grad_dtype:
+            bucket.grad_dtype = dtype
+            specs = tuple(replace(spec, grad_dtype=dtype) for spec in bucket.plan.specs)
+            bucket.plan = replace(bucket.plan, specs=specs)

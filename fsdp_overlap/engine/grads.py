@@ -12,13 +12,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.comm.lanes import Lane, Ticket
-from fsdp_overlap.engine.bucket import Bucket
-from fsdp_overlap.engine.comm_policy import sent_sizes
-from fsdp_overlap.engine.copies_reduction import Accept, CopiesReduction
-from fsdp_overlap.engine.landing import Landing
-from fsdp_overlap.engine.reduce_options import ReduceOptions
-from fsdp_overlap.engine.sharded_forms import give_gradients, places_in_shard
-from fsdp_overlap.engine.tiles import is_placed_like, placed_like, tile_in
+from fsdp_overlap.engine.hsdp import Accept, CopiesReduction
+from fsdp_overlap.engine.options import ReduceOptions, sent_sizes
+from fsdp_overlap.engine.param import is_placed_like, placed_like, tile_in
+from fsdp_overlap.engine.param_group import Bucket, Landing, give_gradients, places_in_shard
 from fsdp_overlap.tensor.extension import is_subclass
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 
