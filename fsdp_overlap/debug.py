@@ -16,7 +16,7 @@ from fsdp_overlap.torch_internals import TorchDispatchMode
 
 
 def check_parameters(model: nn.Module) -> TorchDispatchMode:
-    """Makes an operation raise if it edits an unsharded parameter of ``model``, or uses one after
+    """Make an operation raise if it edits an unsharded parameter of ``model``, or uses one after
     its memory was freed. The error comes where the operation is called, and names the parameter and
     its unit.
 
@@ -82,7 +82,7 @@ def _plain_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _makes_another(func: Any) -> bool:
-    """Whether ``func`` only reads the shape and dtype of its arguments."""
+    """Return whether ``func`` only reads the shape and dtype of its arguments."""
     name = func._schema.name.removeprefix("aten::")
     return name.startswith("new_") or name.endswith("_like")
 

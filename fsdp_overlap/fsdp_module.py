@@ -22,23 +22,23 @@ from fsdp_overlap.comm.group_memory import check_memory
 from fsdp_overlap.comm.lanes import Lane
 from fsdp_overlap.comm.symmetric_memory import use_symmetric_memory
 from fsdp_overlap.engine import hooks
-from fsdp_overlap.engine.context import context_of, share_lanes
+from fsdp_overlap.engine.context import context_of, share_comm_context
 from fsdp_overlap.engine.hooks import ForwardMethod
-from fsdp_overlap.engine.meta_init import announce_unsharded, materialize, refusal
 from fsdp_overlap.engine.meta_init import cast as cast_bucket
+from fsdp_overlap.engine.meta_init import materialize, register_unsharded_once, validate_cast
 from fsdp_overlap.engine.param import (
     modules_outside_units,
     move_buffers,
     parameter_like,
     parameters_outside_units,
-    tile_in,
+    tp_local_tensor,
 )
-from fsdp_overlap.engine.param_group import Bucket, follow_grad_dtypes
+from fsdp_overlap.engine.param_group import Bucket, sync_grad_dtypes
 from fsdp_overlap.engine.unit import Unit, unit_names, unit_of
 from fsdp_overlap.engine.unit_init import make_unit
 from fsdp_overlap.schedule.finalization import GradientReductionHandle
 from fsdp_overlap.tensor.ragged_dtensor import attributes_of
-from fsdp_overlap.tensor.spmd_mesh import FullMesh
+from fsdp_overlap.tensor.spmd_mesh import SPMDMesh
 from fsdp_overlap.torch_internals import AllGather, ReduceScatter
 
 
@@ -53,7 +53,7 @@ class UnshardHandle(fsdp2.UnshardHandle):
         if they were freed meanwhile, for example by a forward."""
         if self._unit is not None and self._unit.is_gathered:
             self._unit.wait()
-            self._unit.use_unsharded()
+            self._unit.to_unsharded()
             self._unit.shows_unsharded = True
         self._unit = None
 
@@ -95,9 +95,9 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         """
         unit = self._fsdp_unit
         context = context_of(unit)
-        context.settle()
+        context.lazy_init()
         context.join_capture(unit)
-        unit.follow_trainability()
+        unit.sync_requires_grad()
         unit.hook_gradients()
         context.schedule.gathers.use(unit)
         handle = UnshardHandle(unit)
@@ -114,16 +114,16 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
                 edit is lost.
         """
         unit, context = self._fsdp_unit, context_of(self._fsdp_unit)
-        unit.check_places()
+        unit.check_registrations()
         lost = unit.changed() if unit.is_gathered else None
-        unit.use_sharded()
+        unit.to_sharded()
         if unit.is_gathered:
             gathers = context.schedule.gathers
             gathers.take_out_of_graphs(unit)
             gathers.release(unit)
             gathers.flush()
         if unit.is_offloaded:
-            context.transfers.finish_reading()
+            context.comm_context.finish_reading()
         if lost is not None:
             raise RuntimeError(lost)
 
@@ -137,7 +137,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         Call it on every rank of the mesh, between iterations."""
         for unit in self._units(recurse):
             unit.settings.separates_reductions = enable
-            context_of(unit).unsettle()
+            context_of(unit).require_lazy_init()
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Set the all-gather of this unit: ``comm``, with ``torch.distributed.fsdp``'s interface
@@ -163,7 +163,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
 
     def _set_custom_comm(self, method: str, comms: CustomComms) -> None:
         unit = self._fsdp_unit
-        if len({bucket.domain for bucket in unit.buckets}) > 1:
+        if len({bucket.mesh_info for bucket in unit.buckets}) > 1:
             raise ValueError(
                 f"{method}() on unit {unit.name!r}, whose parameters lie on several meshes: make a "
                 "unit for each"
@@ -171,7 +171,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         _check_shards_are_equal(unit, method)
         _check_no_symmetric_memory(unit, method)
         unit.settings.comms = comms
-        context_of(unit).unsettle()
+        context_of(unit).require_lazy_init()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Set whether this unit's full buffers and reduce inputs lie in memory that the backend of
@@ -195,10 +195,10 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
                 )
             _check_no_symmetric_memory(unit, "set_allocate_memory_from_process_group_for_comm")
             for bucket in unit.buckets:
-                mesh = bucket.domain.mesh
-                check_memory(mesh.get_group(mesh.ndim - 1), bucket.domain.device)
+                mesh = bucket.mesh_info.mesh
+                check_memory(mesh.get_group(mesh.ndim - 1), bucket.mesh_info.device)
         unit.settings.uses_group_memory = enable
-        context_of(unit).unsettle()
+        context_of(unit).require_lazy_init()
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Use symmetric memory for this unit's all-gathers and reduce-scatters: memory that all
@@ -226,10 +226,10 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
             )
         _check_shards_are_equal(unit, method)
         for bucket in unit.buckets:
-            mesh = bucket.domain.mesh
-            use_symmetric_memory(backend, mesh.get_group(mesh.ndim - 1), bucket.domain.device)
+            mesh = bucket.mesh_info.mesh
+            use_symmetric_memory(backend, mesh.get_group(mesh.ndim - 1), bucket.mesh_info.device)
         settings.uses_symmetric_memory = True
-        context_of(unit).unsettle()
+        context_of(unit).require_lazy_init()
 
     def set_zero_stage(self, stage: int, *, recurse: bool = True) -> None:
         """Set what is sharded at rest, by the stages of ZeRO (arXiv 1910.02054).
@@ -314,7 +314,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         its first all-gather on. A whole step that is captured in a CUDA graph neither needs nor
         takes it."""
         for unit in self._units(recurse):
-            context_of(unit).transfers.keep_storage(unit, keep)
+            context_of(unit).comm_context.keep_storage(unit, keep)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Make the all-gathers of the next pass wait for ``event``, recorded after the optimizer's
@@ -324,7 +324,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         context = context_of(self._fsdp_unit)
         context.schedule.gathers.wait_once_for(event, context.units)
         if context.shard_optimizer_over_replicas:
-            context.transfers.copies_lane.after_event(event)
+            context.comm_context.copies_lane.after_event(event)
 
     def reset_iter_state(self) -> None:
         """Reset the state of the iteration, as :meth:`FsdpContext.reset` does. This is its name in
@@ -429,7 +429,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
             )
         for unit in self._units(recurse):
             unit.settings.max_reduce_inputs = max_input_buffers
-            context_of(unit).follow_reduce_inputs()
+            context_of(unit).sync_max_reduce_inputs()
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -485,7 +485,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
                 Nothing was changed then.
         """
         for unit in self._units(recurse):
-            unit.follow_ties()
+            unit.update_shared_params()
             _check_apply(unit, fn)
         shards = self._shards()
         with torch.no_grad():
@@ -501,14 +501,14 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
             for (bucket, _), result in zip(shards, applied, strict=True)
         ):
             materialize(self._fsdp_unit, device)
-            context.unsettle()
+            context.require_lazy_init()
         else:
             for (bucket, shard), result in zip(shards, applied, strict=True):
                 if result.dtype != shard.dtype:
                     cast_bucket(self._fsdp_unit, bucket, result)
                 elif result is not shard:
                     shard.copy_(result)
-        announce_unsharded(self._fsdp_unit)
+        register_unsharded_once(self._fsdp_unit)
         return self
 
     def _shards(self) -> list[tuple[Bucket, torch.Tensor]]:
@@ -524,15 +524,15 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
             for bucket in buckets
             if bucket not in flat
             for item, sharded in zip(bucket.owned, bucket.sharded_parameters, strict=True)
-            if any(id(registered) in mine for registered, _ in item.places)
+            if any(id(registered) in mine for registered, _ in item.registrations)
         ]
 
     def _load_from_state_dict(self, *args: Any) -> None:
         # A unit on the meta device keeps what load_state_dict(assign=True) has registered so far,
         # and waits for the parameters of its other modules.
-        self._fsdp_unit.follow_ties()
+        self._fsdp_unit.update_shared_params()
         if not self._fsdp_unit.is_meta and not self._is_in_use():
-            self._fsdp_unit.use_sharded()  # in place of what a load that failed has left
+            self._fsdp_unit.to_sharded()  # in place of what a load that failed has left
             self.reshard()
         super()._load_from_state_dict(*args)
 
@@ -559,9 +559,9 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
                 f"unit {unit.name!r} is of several modules, of which one was deleted, and cannot "
                 "be copied without it: keep, and copy, the module that holds all of them"
             )
-        follow_grad_dtypes(unit.buckets)
+        sync_grad_dtypes(unit.buckets)
         kept = _copy_parameters(unit, memo)
-        if any(not item.places for bucket in unit.buckets for item in bucket.owned):
+        if any(not item.registrations for bucket in unit.buckets for item in bucket.owned):
             raise RuntimeError(
                 f"{unit.name!r} has weights that were tied after fully_shard(), and cannot be "
                 "copied: tie them before"
@@ -580,7 +580,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
                 attributes = attributes_of(parameter) | attributes_of(sharded)
                 del attributes["_fsdp_owner"]
                 copied = memo[id(parameter)]
-                own = vars(tile_in(copied))  # of its class, if it has one of its own
+                own = vars(tp_local_tensor(copied))  # of its class, if it has one of its own
                 given = {name: value for name, value in attributes.items() if name not in own}
                 vars(copied).update(deepcopy(given, memo))
         for module, duplicate in zip(originals, duplicates, strict=True):
@@ -590,13 +590,15 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         context = deepcopy(context_of(unit), memo)
         meshes = {}
         for bucket in unit.buckets:
-            domain = context.domain_of(bucket.domain.mesh)
-            domain.plans.place(duplicates, [bucket.plan])
+            mesh_info = context.mesh_info_of(bucket.mesh_info.mesh)
+            mesh_info.plans.place(duplicates, [bucket.plan])
             for item in bucket.owned:
-                mesh_info = _MeshInfo(domain.mesh)
-                if (lies := item.on_full_mesh) is not None:
-                    mesh_info = _MeshInfo(domain.mesh, lies.full.mesh, lies.full)
-                meshes[memo[id(item.parameter)]] = _On(mesh_info, Shard(item.cut_dim))
+                result_mesh = _MeshInfo(mesh_info.mesh)
+                if (spmd := item.spmd) is not None:
+                    result_mesh = _MeshInfo(mesh_info.mesh, spmd.full.mesh, spmd.full)
+                meshes[memo[id(item.parameter)]] = _PlacementResult(
+                    result_mesh, Shard(item.cut_dim)
+                )
         copied_unit = make_unit(
             duplicates,
             context,
@@ -641,7 +643,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
     # Private
 
     def _get_fsdp_state(self) -> Any:
-        """What FSDP2's own functions ask of a module first."""
+        """Return what FSDP2's own functions ask of a module first."""
         return FSDPState(self._fsdp_unit)
 
     def _prefetched(self, modules: Sequence[fsdp2.FSDPModule]) -> list[ref[Unit]]:
@@ -695,8 +697,8 @@ def _check_no_symmetric_memory(unit: Unit, method: str) -> None:
 def _set_reshard_after_forward(unit: Unit, reshard_after_forward: bool | None) -> None:
     """Replace the argument of :func:`fully_shard`. If that was a number of ranks, the context
     settles its groups again."""
-    if unit.part_size is not None:
-        context_of(unit).unsettle()
+    if unit.post_forward_size is not None:
+        context_of(unit).require_lazy_init()
     unit.reshard_after_forward = reshard_after_forward
 
 
@@ -730,7 +732,7 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
             raise ValueError(f"share_comm_ctx takes units, got a {type(module).__name__}")
         contexts.append(context_of(unit))
     if contexts:
-        share_lanes(contexts)
+        share_comm_context(contexts)
 
 
 def _check_apply(unit: Unit, fn: Any) -> None:
@@ -739,13 +741,13 @@ def _check_apply(unit: Unit, fn: Any) -> None:
     Raises:
         RuntimeError: it does not.
     """
-    has_run = context_of(unit).was_settled
+    has_run = context_of(unit).was_initialized
     for bucket in unit.buckets:
         with torch.no_grad():
             result = fn(bucket.shard.new_empty(0))
         if bucket.is_opaque:  # left alone, whatever fn does to numbers
             result = result.to(bucket.shard.dtype)
-        if (refused := refusal(unit, bucket, result, has_run)) is not None:
+        if (refused := validate_cast(unit, bucket, result, has_run)) is not None:
             raise RuntimeError(refused)
 
 
@@ -781,12 +783,12 @@ def _copy_parameters(unit: Unit, memo: dict[int, Any]) -> set[nn.Parameter]:
 def _hidden(buckets: Sequence[Bucket]) -> Iterator[None]:
     """Take the parameters of ``buckets`` out of their modules inside the ``with`` block."""
     for bucket in buckets:
-        bucket.places.use_none()
+        bucket.module_info.to_none()
     try:
         yield
     finally:
         for bucket in buckets:
-            bucket.places.use_sharded()
+            bucket.module_info.to_sharded()
 
 
 def _keeping_dtypes(
@@ -804,13 +806,12 @@ def _keeping_dtypes(
 class _MeshInfo:
     mesh: DeviceMesh
     spmd_mesh: DeviceMesh | None = None
-    dp_mesh_dims: FullMesh | None = None
+    dp_mesh_dims: SPMDMesh | None = None
 
 
 @dataclass(frozen=True)
-class _On:
-    """Says over which mesh a parameter is sharded and how, in the form that ``shard_placement_fn``
-    uses."""
+class _PlacementResult:
+    """A ``ShardPlacementResult``: over which mesh a parameter is sharded, and how."""
 
     mesh_info: _MeshInfo
     placement: Shard
@@ -839,7 +840,7 @@ class FSDPState:
     @property
     def _comm_ctx(self) -> Lane:
         """The same object for units that share lanes, and only for these."""
-        return context_of(self._unit).transfers.reduce_lane
+        return context_of(self._unit).comm_context.reduce_lane
 
     def _root_post_backward_final_callback(self) -> None:
         """Complete the gradients of a step. Stages of torch 2.13 call it where those of 2.15 call

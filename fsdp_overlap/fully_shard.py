@@ -14,7 +14,7 @@ from fsdp_overlap.engine.options import QuantizedCommPolicy
 from fsdp_overlap.engine.unit import unit_of
 from fsdp_overlap.engine.unit_init import make_unit
 from fsdp_overlap.fsdp_module import FSDPModule, state_of
-from fsdp_overlap.tensor.spmd_mesh import DataParallelMeshDims, full_mesh
+from fsdp_overlap.tensor.spmd_mesh import DataParallelMeshDims, spmd_mesh
 from fsdp_overlap.torch_internals import is_replicated, note_fully_sharded, teach_fully_shard
 
 # ---- Blocks ----
@@ -26,7 +26,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Finds the repeated blocks of ``model``, in registration order. Make a unit of each:
+    """Find the repeated blocks of ``model``, in registration order. Make a unit of each:
 
         for block in find_blocks(model):
             fully_shard(block, ctx)
@@ -76,7 +76,8 @@ def _registered(module: nn.Module) -> list[object]:
 def _outermost(
     model: nn.Module, users: Users, is_wanted: Callable[[nn.Module], bool]
 ) -> list[nn.Module]:
-    """The modules below ``model`` that are wanted and can be units, without those within others."""
+    """Return the modules below ``model`` that are wanted and can be units, without those within
+    others."""
     blocks, seen = [], {model}
     for module in model.modules():
         if module not in seen and is_wanted(module) and _can_be_unit(module, users):
@@ -86,7 +87,8 @@ def _outermost(
 
 
 def _is_listed(module: nn.Module, users: Users) -> bool:
-    """Whether it is a member of a list, and no container itself: containers have no forward."""
+    """Return whether it is a member of a list, and no container itself: containers have no
+    forward."""
     return not isinstance(module, _CONTAINERS) and any(
         isinstance(user, nn.ModuleList) for user in users[module]
     )
@@ -97,7 +99,7 @@ def _can_be_unit(module: nn.Module, users: Users) -> bool:
 
 
 def _shares(module: nn.Module, users: Users) -> bool:
-    """Whether a module outside of ``module`` uses a module or parameter within it too."""
+    """Return whether a module outside of ``module`` uses a module or parameter within it too."""
     inner = set(module.modules())
     return any(not users[used] <= inner for each in inner for used in _registered(each))
 
@@ -227,7 +229,7 @@ def fully_shard(
             gradients are reduced in the dtype of their parameter, and unsynchronized ones are
             summed in it, as in torch 2.15. Older releases of FSDP2 use the dtype of compute.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer states in the
-            host's memory. Shards are copied to the device when they are gathered. Gradients are
+            host's memory. Shard are copied to the device when they are gathered. Gradients are
             copied back when they are reduced, and backward ends when they have arrived. On a CPU
             the policy changes nothing.
         comm_policy: sends matrices, their gradients or both in few bits. By default they travel in
@@ -252,7 +254,7 @@ def fully_shard(
     modules = _modules_of(module)
     classes = [_fsdp_class(type(each)) for each in modules]
     _check_context(ctx)
-    full = full_mesh(mesh, dp_mesh_dims)
+    full = spmd_mesh(mesh, dp_mesh_dims)
     if full is not None:
         mesh = full.data
     if ctx is None:
@@ -305,7 +307,7 @@ def fully_shard_model(
             :func:`fully_shard` do.
     """
     units = find_blocks(model) if units is None else units
-    full = full_mesh(options.get("mesh"), options.get("dp_mesh_dims"))
+    full = spmd_mesh(options.get("mesh"), options.get("dp_mesh_dims"))
     mesh = options.get("mesh") if full is None else full.data
     ctx = FsdpContext(mesh) if ctx is None else ctx
     policy = options.get("mp_policy")

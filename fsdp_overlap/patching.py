@@ -22,7 +22,7 @@ from fsdp_overlap.fully_shard import fully_shard
 from fsdp_overlap.layout import PerTensor
 from fsdp_overlap.schedule.finalization import GradientReductionHandle
 from fsdp_overlap.tensor.creation import with_range_shards
-from fsdp_overlap.tensor.spmd_mesh import DataParallelMeshDims, full_mesh
+from fsdp_overlap.tensor.spmd_mesh import DataParallelMeshDims, spmd_mesh
 from fsdp_overlap.torch_internals import older_fsdp2
 
 
@@ -34,7 +34,7 @@ def _fully_shard_in_rows(
     **options: Any,
 ) -> Any:
     """:func:`fully_shard` without a context, whose sharded parameters are placed as FSDP2's."""
-    full = full_mesh(mesh, dp_mesh_dims)
+    full = spmd_mesh(mesh, dp_mesh_dims)
     ctx = FsdpContext(mesh if full is None else full.data, layout=PerTensor())
     ctx.is_implicit = True
     return fully_shard(module, ctx, mesh=mesh, dp_mesh_dims=dp_mesh_dims, **options)

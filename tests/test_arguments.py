@@ -252,8 +252,10 @@ def refused_on_the_second_mesh() -> None:
     fresh.plan_layout(units, meshes={units[1]: mesh["b"]})
     plans = []
     for context in (ctx, fresh):
-        domain = context.domain_of(mesh["a"])
-        plans.append(domain.plans.take([model], [item.spec for item in owned_parameters([model])]))
+        mesh_info = context.mesh_info_of(mesh["a"])
+        plans.append(
+            mesh_info.plans.take([model], [item.spec for item in owned_parameters([model])])
+        )
     assert plans[0] == plans[1]  # nor did it leave loads
     fully_shard(model, FsdpContext(mesh["a"], layout=layout), shard_placement_fn=place)
 

@@ -23,7 +23,7 @@ from fsdp_overlap import (
     fully_shard,
     fully_shard_model,
 )
-from fsdp_overlap.engine.mesh import UnitPlans, all_or_none
+from fsdp_overlap.engine.mesh import LayoutRegistry, rollback_on_error
 from fsdp_overlap.layout import ParamSpec
 from fsdp_overlap.optim import Muon
 from support.ranks import expect_rank_errors, run_ranks
@@ -208,13 +208,13 @@ def test_ranks_that_planned_differently_are_told_at_the_first_forward(
 
 
 def test_a_plan_that_failed_leaves_planning_as_it_was() -> None:
-    plans = UnitPlans(4, TensorAtomic())
+    plans = LayoutRegistry(4, TensorAtomic())
     layers = [nn.Linear(32, 32, bias=False) for _ in range(8)] + [nn.Linear(64, 64, bias=False)]
     specs = [[ParamSpec("weight", tuple(each.weight.shape), torch.float32)] for each in layers]
-    with suppress(KeyError), all_or_none([plans]):
+    with suppress(KeyError), rollback_on_error([plans]):
         plans.plan([[layers[0]]], (), layers)
         raise KeyError
-    fresh = UnitPlans(4, TensorAtomic())
+    fresh = LayoutRegistry(4, TensorAtomic())
     for layer, spec in zip(layers, specs, strict=True):
         assert not plans.has(layer)
         assert plans.take([layer], spec) == fresh.take([layer], spec)

@@ -104,9 +104,9 @@ def tiles() -> None:
         ctx: FsdpContext = model._fsdp_unit.context
         if wrong and dist.get_rank() % 2:
             with pytest.raises(RuntimeError, match=not_the_same("'0.weight' of unit .*", 1, 3)):
-                ctx.settle()
+                ctx.lazy_init()
         else:
-            ctx.settle()
+            ctx.lazy_init()
 
 
 def another_model() -> None:

@@ -22,12 +22,12 @@ from fsdp_overlap.desync.order_check import OrderCheck
 from fsdp_overlap.emulator import EmulatedDevice, active, fake_ranks, running
 from fsdp_overlap.engine import comm_context
 from fsdp_overlap.engine.autograd import SavedForward, VersionCounters
-from fsdp_overlap.engine.comm_context import Transfers
+from fsdp_overlap.engine.comm_context import CommContext
 from fsdp_overlap.engine.grads import BucketGradients
-from fsdp_overlap.engine.hsdp import CopiesReduction, DividedShard
-from fsdp_overlap.engine.mesh import Domain
+from fsdp_overlap.engine.hsdp import DividedShard, ReplicaReduction
+from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.engine.options import ReduceOptions
-from fsdp_overlap.engine.param_group import Bucket, Landing
+from fsdp_overlap.engine.param_group import Bucket, D2HCopy
 from fsdp_overlap.layout import TensorAtomic
 from fsdp_overlap.optim import Muon, clip_grad_norm_
 from fsdp_overlap.optim.exchange import Exchange
@@ -159,7 +159,7 @@ DEFECTS = [
         new="self.free(lane, None)",
     ),
     Defect(Bucket, "_gathered_shard", "self.divided.wait()", DIVIDED),
-    Defect(Bucket, "is_filled_by", "self.domain.reading = ticket", OFFLOADED),
+    Defect(Bucket, "is_filled_by", "self.mesh_info.reading = ticket", OFFLOADED),
     Defect(
         comm_context,
         "_issue",
@@ -168,21 +168,21 @@ DEFECTS = [
         new=aside("received[0]", TOGETHER),
     ),
     Defect(DividedShard, "gather", "lane.after_compute()", DIVIDED),
-    Defect(CopiesReduction, "start", "lane.after_compute()", COPIES),
+    Defect(ReplicaReduction, "start", "lane.after_compute()", COPIES),
     Defect(
-        CopiesReduction,
+        ReplicaReduction,
         "start",
         "append((ticket, total))",
         COPIES,
         new="append((ticket, None))",
     ),
-    Defect(CopiesReduction, "finish", "ticket.wait()", COPIES),
-    Defect(CopiesReduction, "finish_before", "lane.after_ticket(ticket)", COPIES),
+    Defect(ReplicaReduction, "finish", "ticket.wait()", COPIES),
+    Defect(ReplicaReduction, "finish_before", "lane.after_ticket(ticket)", COPIES),
     Defect(BucketGradients, "reduce", "lane.after_compute()", PLAIN),
     Defect(BucketGradients, "reduce", "lane.after_compute()", "in pieces"),
     Defect(Gathers, "_gather", "self._transfers.after_compute()", "stepped twice"),
-    Defect(Transfers, "finish", "ticket.wait()", PLAIN),
-    Defect(Transfers, "finish_sums", "copies.finish()", COPIES),
+    Defect(CommContext, "finish", "ticket.wait()", PLAIN),
+    Defect(CommContext, "finish_sums", "copies.finish()", COPIES),
     Defect(
         Reductions,
         "_may_fill",
@@ -204,7 +204,7 @@ DEFECTS = [
     Defect(
         ReduceOptions, "call_hook", "lane.wait_stream(self.hook_stream)", "hooks on another stream"
     ),
-    Defect(Landing, "wait", "self.copied.synchronize()", "offloaded"),
+    Defect(D2HCopy, "wait", "self.copied.synchronize()", "offloaded"),
     Defect(Exchange, "_enqueue", "self._lane.after_compute()", EXCHANGED),
     Defect(Exchange, "_enqueue", "self._sent = source", EXCHANGED),
     Defect(Exchange, "receive", "self._ticket.wait()", EXCHANGED),
@@ -240,7 +240,7 @@ DEFECTS = [
     ),
     Defect(WeightsExchange, "start", "self.lane.after_compute()", EXPORTED),
     Defect(
-        WeightResharder, "run", "context_of(unit).transfers.gather_lane.before_compute()", PUT_IN
+        WeightResharder, "run", "context_of(unit).comm_context.gather_lane.before_compute()", PUT_IN
     ),
     Defect(
         export,
@@ -275,14 +275,14 @@ DEFECTS = [
     Defect(PendingSave, "take", "values = copy.wait()", SAVED, new="values = copy.host"),
     Defect(stager, "_settle", "save.settle()", SAVED),
     Defect(
-        Transfers,
+        CommContext,
         "finish_putting_together",
         "bucket.divided.wait()",
         "an edit after a forward that raised over divided copies",
     ),
-    Defect(Domain, "finish_reading", "self.reading.wait_on_host()", OFFLOADED),
+    Defect(MeshInfo, "finish_reading", "self.reading.wait_on_host()", OFFLOADED),
     Defect(
-        Transfers,
+        CommContext,
         "wait_for_lanes",
         "lane.before_compute()",
         "a hook of reductions that raised and a reset",

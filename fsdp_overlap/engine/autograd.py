@@ -44,8 +44,8 @@ from fsdp_overlap.torch_internals import (
 HookT = TypeVar("HookT", bound=Callable[..., Any])
 
 
-def untraced(hook: HookT) -> HookT:
-    """Makes ``torch.compile`` end its graph before ``hook``, run it and all that it calls as they
+def dynamo_disable(hook: HookT) -> HookT:
+    """Make ``torch.compile`` end its graph before ``hook``, run it and all that it calls as they
     are, and begin another graph behind it."""
     keep_from_compile(hook, "fsdp_overlap gathers, frees or reduces parameters here")
     return hook
@@ -60,7 +60,7 @@ graph_task = current_graph_task_id
 
 
 def is_in_backward() -> bool:
-    """Whether the engine is running on this thread."""
+    """Return whether the engine is running on this thread."""
     return current_graph_task_id() != -1
 
 
@@ -69,14 +69,14 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
     queue_callback(partial(_call, function))
 
 
-@untraced
+@dynamo_disable
 def _call(function: Callable[[], None]) -> None:
     function()
 
 
 def is_for_all_leaves() -> bool:
-    """Whether the backward under way is for all leaves of its graph, as ``backward()`` is, and not
-    for given inputs."""
+    """Return whether the backward under way is for all leaves of its graph, as ``backward()`` is,
+    and not for given inputs."""
     if not is_checkpoint_valid():
         return False
     # A checkpoint is valid also in hooks of the very tensor that torch.autograd.grad() was asked
@@ -88,7 +88,8 @@ def is_for_all_leaves() -> bool:
 
 
 def is_to_accumulate(parameter: torch.Tensor) -> bool:
-    """Whether the backward under way will accumulate into ``parameter``, which requires grad."""
+    """Return whether the backward under way will accumulate into ``parameter``, which requires
+    grad."""
     with torch.enable_grad():
         view: Any = parameter.view_as(parameter)
     accumulation = view.grad_fn.next_functions[0][0]
@@ -371,7 +372,7 @@ def _adapt_torch(change: int) -> None:
         intercept_pushed_hooks(_push if _tracked else None)
 
 
-@untraced
+@dynamo_disable
 def _push(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
     forwards, _ = _current_hooks()
     if not forwards:
@@ -395,7 +396,7 @@ def _disable_others(error_message: str) -> Iterator[None]:
             push_saved_tensors_hooks(*hooks)
 
 
-@untraced
+@dynamo_disable
 def _pack(
     forwards: Sequence[SavedForward], others: Hooks | None, tensor: torch.Tensor
 ) -> SavedTensor:
@@ -408,7 +409,7 @@ def _pack(
         return SavedTensor(packed, tensor._version, forwards, None)
 
 
-@untraced
+@dynamo_disable
 def _unpack(saved: SavedTensor) -> Any:
     if graph_task() != -1:  # and not somebody who looks at a node's attributes
         for forward in saved.forwards:

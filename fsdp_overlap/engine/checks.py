@@ -15,16 +15,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_overlap.desync.order_check import START, greatest
-from fsdp_overlap.engine.mesh import Domain
+from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.engine.options import QuantizedCommPolicy, reduce_dtype
 from fsdp_overlap.engine.param import (
     UNKNOWN,
-    OwnedParameter,
+    ParamInfo,
+    hash_of,
     kind_of,
     modules_outside_units,
-    number_of,
     owner_of,
-    tile_in,
+    tp_local_tensor,
 )
 from fsdp_overlap.engine.param_group import Bucket
 from fsdp_overlap.engine.unit import Unit
@@ -37,7 +37,7 @@ from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
 
 
 def check_parameters(
-    modules: Sequence[nn.Module], owned: list[OwnedParameter], device: torch.device
+    modules: Sequence[nn.Module], owned: list[ParamInfo], device: torch.device
 ) -> None:
     kind = kind_of(modules)
     for item in owned:
@@ -46,7 +46,7 @@ def check_parameters(
         _check_no_owner(modules, item, where)
         if isinstance(parameter, nn.UninitializedParameter):
             raise ValueError(f"{where} is not initialized; run a forward before fully_shard()")
-        held = tile_in(parameter)
+        held = tp_local_tensor(parameter)
         if item.is_opaque:
             _check_opaque(where, parameter, device)
         else:
@@ -77,7 +77,7 @@ def check_parameters(
 
 
 def _check_opaque(where: str, parameter: nn.Parameter, device: torch.device) -> None:
-    """Checks that a parameter of a class of its own can be sharded with what its class knows.
+    """Check that a parameter of a class of its own can be sharded with what its class knows.
 
     Raises:
         TypeError, ValueError: it cannot.
@@ -99,7 +99,7 @@ def _check_opaque(where: str, parameter: nn.Parameter, device: torch.device) -> 
 
 
 def _check_class(where: str, held: torch.Tensor) -> None:
-    """Checks that the parameter whose tensor is ``held`` can be gathered. A tensor that consists of
+    """Check that the parameter whose tensor is ``held`` can be gathered. A tensor that consists of
     others may get both methods of an extension later, as in FSDP2.
 
     Raises:
@@ -115,7 +115,7 @@ def _check_class(where: str, held: torch.Tensor) -> None:
         )
 
 
-def _check_no_owner(modules: Sequence[nn.Module], item: OwnedParameter, where: str) -> None:
+def _check_no_owner(modules: Sequence[nn.Module], item: ParamInfo, where: str) -> None:
     owner = owner_of(item.parameter)
     if owner is None:
         return
@@ -134,9 +134,7 @@ def _check_no_owner(modules: Sequence[nn.Module], item: OwnedParameter, where: s
     )
 
 
-def check_gradients(
-    kind: str, owned: list[OwnedParameter], mp_policy: MixedPrecisionPolicy
-) -> None:
+def check_gradients(kind: str, owned: list[ParamInfo], mp_policy: MixedPrecisionPolicy) -> None:
     for item in owned:
         dtype = reduce_dtype(item.spec.grad_dtype or item.parameter.dtype, mp_policy)
         if item.parameter.requires_grad and dtype not in SUMMED:
@@ -147,7 +145,7 @@ def check_gradients(
             )
 
 
-def check_synced(kind: str, owned: list[OwnedParameter]) -> None:
+def check_synced(kind: str, owned: list[ParamInfo]) -> None:
     for item in owned:
         if item.parameter.is_meta:
             raise ValueError(
@@ -164,14 +162,14 @@ def check_synced(kind: str, owned: list[OwnedParameter]) -> None:
 
 
 def check_extension(
-    kind: str, item: OwnedParameter, is_in_rows: bool, comm_policy: QuantizedCommPolicy | None
+    kind: str, item: ParamInfo, is_in_rows: bool, comm_policy: QuantizedCommPolicy | None
 ) -> None:
-    """Checks that a parameter that says itself how it is gathered can be.
+    """Check that a parameter that says itself how it is gathered can be.
 
     Raises:
         ValueError: it cannot.
     """
-    what = f"{name_of(kind, item)} is a {type(tile_in(item.parameter)).__name__}, which"
+    what = f"{name_of(kind, item)} is a {type(tp_local_tensor(item.parameter)).__name__}, which"
     if not is_in_rows:
         raise ValueError(
             f"{what} is cut between rows alone: use FsdpContext(layout=PerTensor()), or a "
@@ -191,19 +189,19 @@ def check_extension(
 
 
 def check_kept_parts(
-    kind: str, owned: list[OwnedParameter], reshard_after_forward: bool | int | None
+    kind: str, owned: list[ParamInfo], reshard_after_forward: bool | int | None
 ) -> None:
     for item in owned:
         if item.is_extension and type(reshard_after_forward) is int:
             raise ValueError(
                 f"reshard_after_forward={reshard_after_forward}: {name_of(kind, item)} is a "
-                f"{type(tile_in(item.parameter)).__name__}, of which no part can be kept: "
+                f"{type(tp_local_tensor(item.parameter)).__name__}, of which no part can be kept: "
                 "use True, False or None"
             )
 
 
-def check_rows(kind: str, item: OwnedParameter, domain: Domain) -> None:
-    """Checks that a parameter can be cut into rows.
+def check_rows(kind: str, item: ParamInfo, mesh_info: MeshInfo) -> None:
+    """Check that a parameter can be cut into rows.
 
     Raises:
         ValueError: it cannot.
@@ -213,14 +211,14 @@ def check_rows(kind: str, item: OwnedParameter, domain: Domain) -> None:
             f"{name_of(kind, item)} is a scalar, of which there are no rows: make it a tensor of "
             "one dimension, or give it the layout Flat()"
         )
-    if domain.divides_copies:
+    if mesh_info.divides_copies:
         raise ValueError(
             f"{name_of(kind, item)} is in PerTensor(), which copies cannot divide: leave out "
             "shard_optimizer_over_replicas=True, or choose another layout"
         )
 
 
-def name_of(kind: str, item: OwnedParameter) -> str:
+def name_of(kind: str, item: ParamInfo) -> str:
     return f"parameter {item.fqn!r} of {kind}"
 
 
@@ -228,9 +226,9 @@ def name_of(kind: str, item: OwnedParameter) -> str:
 
 
 def compare_plans(
-    units: Sequence[Unit], domain: Domain, groups: Sequence[dist.ProcessGroup]
+    units: Sequence[Unit], mesh_info: MeshInfo, groups: Sequence[dist.ProcessGroup]
 ) -> None:
-    """Checks that the ranks of ``domain`` planned ``units`` alike. Collective over ``groups``,
+    """Check that the ranks of ``mesh_info`` planned ``units`` alike. Collective over ``groups``,
     which together connect these ranks.
 
     Raises:
@@ -243,7 +241,7 @@ def compare_plans(
             plans := [
                 f"{bucket.plan!r} {bucket.comm_policy}"
                 for bucket in unit.buckets
-                if bucket.domain is domain
+                if bucket.mesh_info is mesh_info
             ]
         )
     ]
@@ -279,50 +277,52 @@ def _digest(plans: list[str]) -> str:
 DIFFERENT = -1
 
 
-def compare_starts(buckets: Iterable[Bucket]) -> None:
-    """Compares what ranks start from in those ``buckets`` that were not compared yet. Collective
+def verify_params_across_ranks(buckets: Iterable[Bucket]) -> None:
+    """Compare what ranks start from in those ``buckets`` that were not compared yet. Collective
     over their meshes.
 
     Raises:
-        RuntimeError: on every rank, if ranks hold different values. Names the first parameter.
+        RuntimeError: on every rank, if ranks hold different values. Name the first parameter.
     """
-    by_domain: dict[Domain, list[Bucket]] = {}
+    by_mesh: dict[MeshInfo, list[Bucket]] = {}
     for bucket in buckets:
-        if bucket.start is not None:
-            by_domain.setdefault(bucket.domain, []).append(bucket)
+        if bucket.init_hashes is not None:
+            by_mesh.setdefault(bucket.mesh_info, []).append(bucket)
     failure = ""
     # Small meshes first: a difference there is an error on all ranks of the meshes that follow.
-    for domain in sorted(by_domain, key=lambda domain: domain.mesh.size()):
-        failure = _difference(domain, by_domain[domain], failure) or failure
+    for mesh_info in sorted(by_mesh, key=lambda mesh_info: mesh_info.mesh.size()):
+        failure = _difference(mesh_info, by_mesh[mesh_info], failure) or failure
     if failure:
         raise RuntimeError(failure)
-    for compared in by_domain.values():
+    for compared in by_mesh.values():
         for bucket in compared:
-            bucket.start = None
+            bucket.init_hashes = None
 
 
-def _difference(domain: Domain, buckets: Sequence[Bucket], failure: str) -> str:
-    """What differs between ranks of ``domain``, or was found on another mesh, in words. ``failure``
-    is what this rank found there. Empty if nothing differs, and if ranks have different models,
-    which the check of the order finds."""
+def _difference(mesh_info: MeshInfo, buckets: Sequence[Bucket], failure: str) -> str:
+    """Return what differs between ranks of ``mesh_info``, or was found on another mesh, in words.
+    ``failure`` is what this rank found there. Empty if nothing differs, and if ranks have different
+    models, which the check of the order finds."""
     names = [f"{spec.fqn!r} of unit {b.label!r}" for b in buckets for spec in b.plan.specs]
     digests: list[int] = []
     for bucket in buckets:
-        assert bucket.start is not None
-        digests += bucket.start.digests(bucket.version)
-    shapes = number_of(repr([bucket.plan.specs for bucket in buckets]).encode())
-    summary = DIFFERENT if failure else number_of(array("q", digests).tobytes())
-    groups = domain.groups_to_ask
+        assert bucket.init_hashes is not None
+        digests += bucket.init_hashes.digests(bucket.version)
+    shapes = hash_of(repr([bucket.plan.specs for bucket in buckets]).encode())
+    summary = DIFFERENT if failure else hash_of(array("q", digests).tobytes())
+    groups = mesh_info.groups_to_ask
     for group in groups:
         # What differs in one group is made known to the next.
-        for _, its_shapes, its_summary in domain.order_check.ask([START, shapes, summary], group):
+        for _, its_shapes, its_summary in mesh_info.order_check.ask(
+            [START, shapes, summary], group
+        ):
             shapes = shapes if its_shapes == shapes else DIFFERENT
             summary = summary if its_summary == summary else DIFFERENT
     if shapes == DIFFERENT or summary != DIFFERENT:
         return ""
 
     def over_ranks(numbers: Sequence[int]) -> list[int]:
-        found: list[int] = greatest(torch.tensor(numbers, device=domain.device), groups).tolist()
+        found: list[int] = greatest(torch.tensor(numbers, device=mesh_info.device), groups).tolist()
         return found
 
     # The greatest of a number and the greatest of its complement tell whether all ranks agree.
@@ -350,26 +350,26 @@ def _difference(domain: Domain, buckets: Sequence[Bucket], failure: str) -> str:
     )
 
 
-def take_from_first(
+def sync_module_states_from_first(
     modules: Sequence[nn.Module],
-    by_domain: Mapping[Domain, Sequence[OwnedParameter]],
+    by_mesh: Mapping[MeshInfo, Sequence[ParamInfo]],
     mesh: DeviceMesh,
 ) -> None:
-    """Gives parameters the values that they have on the first rank of their domain's mesh, and the
+    """Give parameters the values that they have on the first rank of their mesh, and the
     buffers of ``modules`` those that they have on the first rank of ``mesh``. Collective over these
     meshes."""
-    for domain, items in by_domain.items():
+    for mesh_info, items in by_mesh.items():
         for item in items:
-            for values in inner_tensors(tile_in(item.parameter)):
-                _take_from_first(values, domain.mesh)
+            for values in inner_tensors(tp_local_tensor(item.parameter)):
+                _broadcast_from_first(values, mesh_info.mesh)
     for _, owner in modules_outside_units(modules):
         for buffer in owner._buffers.values():
             if buffer is not None and not buffer.is_meta:
-                _take_from_first(tile_in(buffer), mesh)
+                _broadcast_from_first(tp_local_tensor(buffer), mesh)
 
 
-def _take_from_first(values: torch.Tensor, mesh: DeviceMesh) -> None:
-    """Overwrites ``values`` with those of the first rank. Takes as much memory again if they are
+def _broadcast_from_first(values: torch.Tensor, mesh: DeviceMesh) -> None:
+    """Overwrite ``values`` with those of the first rank. Take as much memory again if they are
     not contiguous, or not on the device of ``mesh``."""
     if not values.numel():
         return

@@ -19,8 +19,8 @@ from fsdp_overlap.comm.graphs import before_capture_or_replay, capture_under_way
 from fsdp_overlap.comm.lanes import Lane, Mark, Ticket, Travel
 from fsdp_overlap.comm.spans import span
 from fsdp_overlap.engine.grads import BucketGradients
-from fsdp_overlap.engine.hsdp import CopiesReduction
-from fsdp_overlap.engine.mesh import Domain
+from fsdp_overlap.engine.hsdp import ReplicaReduction
+from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.engine.param_group import Bucket, BucketState
 from fsdp_overlap.engine.unit import Unit
 from fsdp_overlap.schedule import interface
@@ -32,8 +32,8 @@ from fsdp_overlap.torch_internals import profiler_enabled
 
 
 def gathers_of(unit: Unit) -> list[tuple[str, list[Bucket]]]:
-    """What is to be gathered of a unit that is not whole: the name of each collective, and its
-    buckets. A bucket that is asked to keep a part goes alone, because it may travel among other
+    """Return what is to be gathered of a unit that is not whole: the name of each collective, and
+    its buckets. A bucket that is asked to keep a part goes alone, because it may travel among other
     ranks than the rest."""
     waiting = [bucket for bucket in unit.buckets if not bucket.is_whole]
     together: dict[dist.ProcessGroup | Bucket, list[Bucket]] = {}
@@ -47,7 +47,7 @@ def gathers_of(unit: Unit) -> list[tuple[str, list[Bucket]]]:
 
 
 def gather(buckets: Sequence[Bucket], lane: Lane, label: str) -> None:
-    """Enqueues the all-gather of ``buckets`` into their full buffers. Collective over their mesh.
+    """Enqueue the all-gather of ``buckets`` into their full buffers. Collective over their mesh.
 
     Raises:
         RuntimeError: one of them is on the meta device.
@@ -70,7 +70,7 @@ def _together(buckets: Sequence[Bucket]) -> Travel:
 
 
 def _issue(buckets: Sequence[Bucket]) -> Issued:
-    """Gathers buckets of one group: in one launch those that can, and each of the others."""
+    """Gather buckets of one group: in one launch those that can, and each of the others."""
     found = [(bucket, bucket.make_pieces()) for bucket in buckets]
     group = buckets[0].groups.gather
     if pieces := [each for _, each in found if each is not None]:
@@ -98,27 +98,27 @@ def _issue(buckets: Sequence[Bucket]) -> Issued:
 MAX_SUMS = 2
 
 
-class Transfers:
+class CommContext:
     """Owns the lanes of one context and does on them what its schedule decides.
 
     It counts in ``stats``, and notes for the other ranks what it issues. ``make_lane`` makes the
-    lane of a name. ``domains`` and ``units`` list those of the context.
+    lane of a name. ``mesh_infos`` and ``units`` list those of the context.
     """
 
     def __init__(
         self,
         make_lane: Callable[[str], Lane],
         stats: Stats,
-        domains: Callable[[], Sequence[Domain]],
+        mesh_infos: Callable[[], Sequence[MeshInfo]],
         units: Callable[[], Sequence[Unit]],
     ) -> None:
         self._make_lane = make_lane
         self._stats = stats
-        self._domains = domains
+        self._mesh_infos = mesh_infos
         self._units = units
         self._use_lanes(make_lane("all_gather"), make_lane("reduce_scatter"))
         self._copies_lane: Lane | None = None
-        self._across: deque[CopiesReduction] = deque()
+        self._across: deque[ReplicaReduction] = deque()
         """The buckets' reductions across copies that are under way, oldest first."""
 
     @property
@@ -134,7 +134,7 @@ class Transfers:
         lanes = [self.gather_lane, self.reduce_lane]
         return lanes if self._copies_lane is None else [*lanes, self._copies_lane]
 
-    def use_lanes_of(self, other: Transfers) -> None:
+    def use_lanes_of(self, other: CommContext) -> None:
         """Communicates on the lanes of ``other``."""
         self._use_lanes(other.gather_lane, other.reduce_lane)
         self._copies_lane = other.copies_lane
@@ -157,7 +157,7 @@ class Transfers:
         stats = self._stats
         for label, buckets in unit.as_one or gathers_of(unit):
             for bucket in buckets:
-                bucket.domain.note_gather(bucket)
+                bucket.mesh_info.note_gather(bucket)
                 stats.all_gather_bytes += bucket.gathered_nbytes
                 if not bucket.full.allocated:
                     stats.count_full_buffer()
@@ -200,14 +200,14 @@ class Transfers:
         for edits in unit.edits:
             edits.forbid_old_graphs(tables)
 
-    def use_unsharded(self, unit: Unit) -> None:
+    def to_unsharded(self, unit: Unit) -> None:
         for bucket in unit.buckets:
-            bucket.places.use_unsharded(bucket.label)
+            bucket.module_info.to_unsharded(bucket.label)
 
-    def use_sharded(self, unit: Unit) -> None:
+    def to_sharded(self, unit: Unit) -> None:
         unit.shows_unsharded = False
         for bucket in unit.buckets:
-            bucket.places.use_sharded()
+            bucket.module_info.to_sharded()
 
     def hook_gradients(self, unit: Unit) -> None:
         unit.hook_gradients()
@@ -238,7 +238,7 @@ class Transfers:
         self._stats.reduce_scatters += 1
         self._stats.reduce_scatter_bytes += gradients.reduced_nbytes
         bucket, across = gradients.bucket, gradients.goes_across
-        bucket.domain.note_reduction(bucket, gradients.input.flat.dtype, across)
+        bucket.mesh_info.note_reduction(bucket, gradients.input.flat.dtype, across)
         return gradients.reduce(self.reduce_lane, self.copies_lane if across else None)
 
     def finish(self, gradients: BucketGradients, ticket: Ticket) -> None:
@@ -274,51 +274,53 @@ class Transfers:
         failure: RuntimeError | None = None
         # Small meshes first: a failure there is an error on all ranks of the meshes that follow,
         # also on ranks that would otherwise wait for those that failed.
-        for domain in sorted(self._domains(), key=lambda domain: domain.mesh.size()):
-            if domain.has_reduced:
-                is_checked = domain.groups.of_all and not self.reduce_lane.is_captured
+        for mesh_info in sorted(self._mesh_infos(), key=lambda mesh_info: mesh_info.mesh.size()):
+            if mesh_info.has_reduced:
+                is_checked = mesh_info.groups.of_all and not self.reduce_lane.is_captured
                 self._stats.order_checks += bool(is_checked)
                 try:
-                    agreed[domain] = domain.agree(self.reduce_lane, failed=failure is not None)
+                    agreed[mesh_info] = mesh_info.agree(
+                        self.reduce_lane, failed=failure is not None
+                    )
                 except RuntimeError as error:
                     failure = failure or error
-            domain.finish_reading()
+            mesh_info.finish_reading()
         if failure is not None:
             raise failure
         if not agreed:
             return
         for unit in self._units():
             for gradients in unit.gradients:
-                if gradients.landing:
-                    gradients.land()
+                if gradients.offloads:
+                    gradients.offload()
                 if gradients.doubtful:
-                    gradients.settle_doubts(agreed[gradients.bucket.domain])
+                    gradients.settle_doubts(agreed[gradients.bucket.mesh_info])
 
     def finish_reading(self) -> None:
-        """Blocks the host until offloaded shards may be edited."""
-        for domain in self._domains():
-            domain.finish_reading()
+        """Block the host until offloaded shards may be edited."""
+        for mesh_info in self._mesh_infos():
+            mesh_info.finish_reading()
 
     def wait_for_lanes(self) -> None:
-        """Makes compute wait for all that lanes still read and write. After an error nobody else
+        """Make compute wait for all that lanes still read and write. After an error nobody else
         waits for it."""
         for lane in self._lanes():
             lane.before_compute()
 
     def let_lanes_wait(self) -> None:
-        """Makes all lanes wait for the compute enqueued so far."""
+        """Make all lanes wait for the compute enqueued so far."""
         for lane in self._lanes():
             lane.after_compute()
 
     def begin_capture(self) -> None:
-        """Takes all lanes into the capture of a graph that compute is in. Their memory then comes
+        """Take all lanes into the capture of a graph that compute is in. Their memory then comes
         from the graph's pool."""
         self.let_lanes_wait()
         for lane in self._lanes():
             lane.is_captured = True
 
     def end_capture(self) -> None:
-        """Takes all lanes out of the capture, which waits for all that was enqueued there."""
+        """Take all lanes out of the capture, which waits for all that was enqueued there."""
         for lane in self._lanes():
             lane.is_captured = False
         self.wait_for_lanes()
@@ -328,7 +330,7 @@ class Transfers:
         return [lane for lane in lanes if lane is not None]
 
     def rest(self) -> None:
-        """Brings every unit to rest, from any state. The schedule must have dropped everything."""
+        """Bring every unit to rest, from any state. The schedule must have dropped everything."""
         for unit in self._units():
             unit.reset(self.gather_lane)
         self._stats.current_full_buffers = sum(
@@ -348,17 +350,17 @@ class Transfers:
 
 
 class CapturedSteps:
-    """What one context does about graphs. ``units``, ``domains`` and ``parts`` give what the
+    """What one context does about graphs. ``units``, ``mesh_infos`` and ``parts`` give what the
     context has now; ``parts`` is ``None`` before the first forward."""
 
     def __init__(
         self,
         units: Callable[[], Sequence[Unit]],
-        domains: Callable[[], Sequence[Domain]],
-        parts: Callable[[], tuple[Schedule, Transfers] | None],
+        mesh_infos: Callable[[], Sequence[MeshInfo]],
+        parts: Callable[[], tuple[Schedule, CommContext] | None],
     ) -> None:
         self._units = units
-        self._domains = domains
+        self._mesh_infos = mesh_infos
         self._parts = parts
         self.is_under_way = False
         """Whether a capture is under way in which units run."""
@@ -383,7 +385,7 @@ class CapturedSteps:
         if was_under_way:
             self._left = schedule.under_way()
             for unit in self._units():
-                unit.outdate()  # a capture moves no data
+                unit.mark_stale()  # a capture moves no data
             with suppress(RuntimeError):  # CUDA itself says what ended the capture
                 transfers.end_capture()
         if was_under_way or edited:
@@ -410,7 +412,7 @@ class CapturedSteps:
         )
 
     def lose_groups(self) -> None:
-        """Refuses replays from now on: process groups are renewed."""
+        """Refuse replays from now on: process groups are renewed."""
         for replays in self._replays:
             replays.lost_groups = True
 
@@ -428,7 +430,7 @@ class CapturedSteps:
             parts = self._parts()
             assert parts is not None
             for each in self._units():
-                each.outdate()  # divided shards are put together in every replay
+                each.mark_stale()  # divided shards are put together in every replay
             parts[1].begin_capture()
             self.is_under_way = True
 
@@ -456,7 +458,7 @@ class CapturedSteps:
             return "the capture was not begun by torch.cuda.CUDAGraph, so replays go unnoticed"
         if (left := parts[0].under_way()) is not None:
             return f"there is {left}: capture all of a step"
-        if any(domain.order_check.confirms for domain in self._domains()):
+        if any(mesh_info.order_check.confirms for mesh_info in self._mesh_infos()):
             return "its ranks communicate by gloo, which makes the host wait: use NCCL"
         for each in self._units():
             if (reason := _reason_against(each)) is not None:
@@ -494,7 +496,7 @@ class ReplayedSteps:
     """Counts each replay as an edit of the shards that the capture ``edited``, and keeps it in
     order with what lanes do eagerly."""
 
-    def __init__(self, edited: Sequence[Unit], transfers: Transfers) -> None:
+    def __init__(self, edited: Sequence[Unit], transfers: CommContext) -> None:
         self._edited = [ref(unit) for unit in edited]
         self._transfers = ref(transfers)
         self.lost_groups = False

@@ -18,14 +18,14 @@ from fsdp_overlap.comm.collectives import Issued, all_reduce, choose
 from fsdp_overlap.comm.group_facts import alive
 from fsdp_overlap.comm.groups import LaneGroups
 from fsdp_overlap.comm.lanes import Lane, Ticket
-from fsdp_overlap.engine.mesh import Domain
+from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.layout import BucketPlan, Plan, RowsPlan
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 
 # ---- A part of the full buffer, kept between forward and backward ----
 
 
-class KeptPart:
+class PostForwardShard:
     """This rank's part of a bucket's full buffer, kept from forward to backward.
 
     Each of ``size`` neighbours, usually the ranks of one machine, keeps ``1 / size`` of the buffer
@@ -47,11 +47,11 @@ class KeptPart:
         self._version = -1
 
     def nbytes_of_others(self, full: torch.Tensor) -> int:
-        """The bytes that travel to this rank in :meth:`all_gather`."""
+        """Return the bytes that travel to this rank in :meth:`all_gather`."""
         return (self.plan.numel - self._numel) * full.element_size()
 
     def holds(self, version: int) -> bool:
-        """Whether a part is kept, and was gathered from shards of ``version``."""
+        """Return whether a part is kept, and was gathered from shards of ``version``."""
         return self._values is not None and self._version == version
 
     def all_gather(self, full: torch.Tensor) -> Issued:
@@ -60,8 +60,8 @@ class KeptPart:
         return self._collectives.all_gather(full, self._values, self.plan, alive(self._group))
 
     def keeper(self, version: int) -> Callable[[torch.Tensor], None]:
-        """A function that keeps this rank's part of a full buffer. The buffer was gathered from
-        shards of ``version``."""
+        """Return a function that keeps this rank's part of a full buffer. The buffer was gathered
+        from shards of ``version``."""
 
         def keep(full: torch.Tensor) -> None:
             if self._gaps:
@@ -72,7 +72,7 @@ class KeptPart:
         return keep
 
     def drop(self, _: torch.Tensor | None = None) -> None:
-        """Frees the part. The argument, which a lane passes, is not used."""
+        """Free the part. The argument, which a lane passes, is not used."""
         self._values = None
 
 
@@ -109,14 +109,14 @@ class DividedShard:
     has no parameters.
     """
 
-    def __init__(self, bucket: Replicated, domain: Domain) -> None:
+    def __init__(self, bucket: Replicated, mesh_info: MeshInfo) -> None:
         self.bucket: Replicated = weakref.proxy(bucket)  # which owns this object
         group = bucket.groups.across
         assert group is not None
-        first = domain.shard_rank * domain.copies
-        numels = bucket.plan.shard_numels[first : first + domain.copies]
+        first = mesh_info.shard_rank * mesh_info.copies
+        numels = bucket.plan.shard_numels[first : first + mesh_info.copies]
         self.plan = plan = BucketPlan((), (), numels)
-        self.collectives = choose(domain.device_type, group, plan)
+        self.collectives = choose(mesh_info.device_type, group, plan)
         self.whole = FlatBuffer(plan, bucket.compute_dtype, bucket.device)
         self._ticket: Ticket | None = None
         self._version = -1
@@ -127,7 +127,7 @@ class DividedShard:
         return self._version == self.bucket.version
 
     def gather(self, lane: Lane) -> None:
-        """Enqueues the all-gather that puts the shard together, unless it is fresh or on the meta
+        """Enqueue the all-gather that puts the shard together, unless it is fresh or on the meta
         device. Collective over the copies."""
         if self.is_fresh or self.bucket.is_meta:
             return
@@ -152,13 +152,13 @@ class DividedShard:
         self._version = version
 
     def wait(self) -> None:
-        """Makes the current lane wait until the shard is put together."""
+        """Make the current lane wait until the shard is put together."""
         if self._ticket is not None:
             self._ticket.wait()
             self._ticket = None
 
     def reset(self) -> None:
-        """Makes the next :meth:`gather` put the shard together anew, even if the last failed."""
+        """Make the next :meth:`gather` put the shard together anew, even if the last failed."""
         with suppress(RuntimeError):  # a collective failed
             self.wait()
         self._ticket = None
@@ -170,7 +170,7 @@ class DividedShard:
 Accept = Callable[[torch.Tensor], None]
 
 
-class CopiesReduction:
+class ReplicaReduction:
     """Reduces one bucket's gradients across the ranks that hold copies of this rank's shard, on a
     mesh ``(replicate, shard)``.
 
@@ -188,23 +188,23 @@ class CopiesReduction:
         self.filled = [False] * len(bucket.parameters)
 
     def keep(self, mean: torch.Tensor) -> None:
-        """Adds ``mean``, the result of a reduction among shards, to what waits for
+        """Add ``mean``, the result of a reduction among shards, to what waits for
         :meth:`start`."""
         self._waiting = mean if self._waiting is None else self._waiting.add_(mean)
 
     def keep_filled(self, filled: Sequence[bool]) -> None:
-        """Notes for which parameters :meth:`keep` will get a gradient."""
+        """Note for which parameters :meth:`keep` will get a gradient."""
         self.filled = list(map(or_, self.filled, filled))
 
     def take_filled(self, filled: Sequence[bool]) -> list[bool]:
-        """Returns which parameters have a gradient in what :meth:`start` will reduce: those that
-        are ``filled``, and those noted by :meth:`keep_filled`. Forgets these notes."""
+        """Return which parameters have a gradient in what :meth:`start` will reduce: those that
+        are ``filled``, and those noted by :meth:`keep_filled`. Forget these notes."""
         self.keep_filled(filled)
         taken, self.filled = self.filled, [False] * len(filled)
         return taken
 
     def start(self, lane: Lane, divisor: float | None, accept: Accept, mean: torch.Tensor) -> None:
-        """Enqueues the reduction of the sum of ``mean`` and what waits. ``accept`` gets the result.
+        """Enqueue the reduction of the sum of ``mean`` and what waits. ``accept`` gets the result.
         Collective over the copies."""
         self.keep(mean)
         group, divided = self.bucket.groups.across, self.bucket.divided
@@ -223,24 +223,24 @@ class CopiesReduction:
         self._in_flight.append((ticket, total))
 
     def is_done(self) -> bool:
-        """Whether :meth:`finish` would not wait."""
+        """Return whether :meth:`finish` would not wait."""
         return all(ticket.done() for ticket, _ in self._in_flight)
 
     def finish(self) -> None:
-        """Makes compute wait for the reductions under way."""
+        """Make compute wait for the reductions under way."""
         for ticket, _ in self._in_flight:
             ticket.wait()
         self._in_flight.clear()
 
     def finish_before(self, lane: Lane) -> None:
-        """Makes ``lane``, the lane of reduce-scatters, wait for the reductions under way. It may
+        """Make ``lane``, the lane of reduce-scatters, wait for the reductions under way. It may
         then use the memory of what they reduce again."""
         for ticket, _ in self._in_flight:
             lane.after_ticket(ticket)
         self._in_flight.clear()
 
     def abandon(self) -> None:
-        """Waits for the reductions under way. Nobody needs their results."""
+        """Wait for the reductions under way. Nobody needs their results."""
         for ticket, _ in self._in_flight:
             with suppress(RuntimeError):  # a collective failed
                 ticket.abandon()
@@ -248,7 +248,7 @@ class CopiesReduction:
         self._in_flight.clear()
 
     def drop(self) -> None:
-        """Forgets everything."""
+        """Forget everything."""
         self._waiting = None
         self._in_flight.clear()
         self.filled = [False] * len(self.filled)

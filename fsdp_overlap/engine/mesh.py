@@ -26,7 +26,7 @@ from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.comm.symmetric_memory import SymmetricMemory
 from fsdp_overlap.desync.faults import Faults
 from fsdp_overlap.desync.order_check import N_KINDS, OrderCheck, Subject
-from fsdp_overlap.engine.param import OwnedParameter, beside, kind_of, owned_parameters
+from fsdp_overlap.engine.param import ParamInfo, concatenate_meshes, kind_of, owned_parameters
 from fsdp_overlap.layout import BucketPlan, LayoutRule, ParamSpec, Plan
 from fsdp_overlap.layout.pieces import in_pieces
 from fsdp_overlap.layout.planner import Planner
@@ -39,7 +39,7 @@ from fsdp_overlap.torch_internals import DTensorSpec
 
 
 def default_mesh() -> DeviceMesh:
-    """A mesh of one dimension over all ranks.
+    """Return a mesh of one dimension over all ranks.
 
     Raises:
         RuntimeError: ``torch.distributed`` is not initialized.
@@ -53,8 +53,8 @@ def default_mesh() -> DeviceMesh:
 
 
 def _device_type() -> str:
-    """The device type of the default process group: the accelerator's, if there is one and the
-    group has a backend other than gloo for it, and otherwise the CPU."""
+    """Return the device type of the default process group: the accelerator's, if there is one and
+    the group has a backend other than gloo for it, and otherwise the CPU."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None:
         return "cpu"
@@ -66,7 +66,7 @@ def _device_type() -> str:
 # ---- The layouts of a context's units, planned together or one by one ----
 
 
-class UnitPlans:
+class LayoutRegistry:
     """How units are laid out, also those that are not made yet."""
 
     def __init__(self, world_size: int, layout: LayoutRule) -> None:
@@ -79,7 +79,8 @@ class UnitPlans:
         """Whether no unit with parameters was planned yet."""
 
     def has(self, module: nn.Module) -> bool:
-        """Whether ``module`` is the first of a unit that was planned ahead and is not made yet."""
+        """Return whether ``module`` is the first of a unit that was planned ahead and is not made
+        yet."""
         return module in self._ahead
 
     def plan(
@@ -88,7 +89,7 @@ class UnitPlans:
         ignored: Collection[nn.Parameter],
         among: Collection[nn.Module],
     ) -> None:
-        """Plans ``units`` together: each will be a unit of these modules. ``among``: all modules
+        """Plan ``units`` together: each will be a unit of these modules. ``among``: all modules
         that will be units, or belong to one that is a list."""
         owned = [owned_parameters(unit, ignored, among) for unit in units]
         specs = self._begin_in_pieces([[item.spec for item in items] for items in owned])
@@ -97,15 +98,15 @@ class UnitPlans:
             self.place(unit, plans)
 
     def place(self, modules: Sequence[nn.Module], plans: list[Plan]) -> None:
-        """Notes how ``modules`` are to be laid out when they become a unit."""
+        """Note how ``modules`` are to be laid out when they become a unit."""
         self._ahead[modules[0]] = [*self._ahead.get(modules[0], []), *plans]
 
     def take(
         self, modules: Sequence[nn.Module], specs: Sequence[ParamSpec], may_be_first: bool = True
     ) -> list[Plan]:
-        """The plans for ``modules``, which are becoming a unit of the parameters ``specs``. They
-        are made now unless they were made ahead. ``may_be_first``: whether the unit is the first of
-        its model if it is the first here.
+        """Return the plans for ``modules``, which are becoming a unit of the parameters ``specs``.
+        They are made now unless they were made ahead. ``may_be_first``: whether the unit is the
+        first of its model if it is the first here.
 
         Raises:
             ValueError: the unit was planned ahead with other parameters.
@@ -140,14 +141,14 @@ class UnitPlans:
                 return [*units[:index], in_pieces(specs, self._world_size), *units[index + 1 :]]
         return units
 
-    def way_back(self) -> Callable[[], None]:
-        """A function that takes back what is planned between now and its call."""
+    def snapshot(self) -> Callable[[], None]:
+        """Return a function that takes back what is planned between now and its call."""
         before = self._planner.copy(), self._ahead.copy(), self._is_first
 
-        def go_back() -> None:
+        def rollback() -> None:
             self._planner, self._ahead, self._is_first = before
 
-        return go_back
+        return rollback
 
 
 def _unquantized(specs: Iterable[ParamSpec]) -> set[ParamSpec]:
@@ -156,24 +157,24 @@ def _unquantized(specs: Iterable[ParamSpec]) -> set[ParamSpec]:
 
 
 @contextmanager
-def all_or_none(several: Iterable[UnitPlans]) -> Iterator[None]:
-    """Takes back what is planned in the ``with`` block if the block raises."""
-    ways_back = [plans.way_back() for plans in several]
+def rollback_on_error(several: Iterable[LayoutRegistry]) -> Iterator[None]:
+    """Take back what is planned in the ``with`` block if the block raises."""
+    rollbacks = [plans.snapshot() for plans in several]
     try:
         yield
     except BaseException:
-        for go_back in ways_back:
-            go_back()
+        for rollback in rollbacks:
+            rollback()
         raise
 
 
 def plan_together(
     units: Sequence[Sequence[nn.Module]],
-    plans_for: Callable[[nn.Module], UnitPlans],
-    made: Sequence[UnitPlans],
+    plans_for: Callable[[nn.Module], LayoutRegistry],
+    made: Sequence[LayoutRegistry],
     ignored: Collection[nn.Parameter],
 ) -> None:
-    """Plans ``units``, each with those that have the same plans: ``plans_for`` the unit's first
+    """Plan ``units``, each with those that have the same plans: ``plans_for`` the unit's first
     module. ``made`` are all plans of the context.
 
     Raises:
@@ -182,15 +183,15 @@ def plan_together(
     """
     _check_plannable(units, made)
     among = {module for modules in units for module in modules}
-    by_plans: dict[UnitPlans, list[Sequence[nn.Module]]] = {}
+    by_plans: dict[LayoutRegistry, list[Sequence[nn.Module]]] = {}
     for modules in units:
         by_plans.setdefault(plans_for(modules[0]), []).append(modules)
-    with all_or_none(by_plans):
+    with rollback_on_error(by_plans):
         for plans, members in by_plans.items():
             plans.plan(members, ignored, among)
 
 
-def _check_plannable(units: Sequence[Sequence[nn.Module]], made: Sequence[UnitPlans]) -> None:
+def _check_plannable(units: Sequence[Sequence[nn.Module]], made: Sequence[LayoutRegistry]) -> None:
     modules = [module for unit in units for module in unit]
     for module in modules:
         if "_fsdp_unit" in module.__dict__ or any(plans.has(module) for plans in made):
@@ -206,7 +207,7 @@ def _check_plannable(units: Sequence[Sequence[nn.Module]], made: Sequence[UnitPl
 
 
 class Member(Subject, Protocol):
-    """A bucket of the domain."""
+    """A bucket of the mesh."""
 
     index: int
     first_flag: int
@@ -215,13 +216,13 @@ class Member(Subject, Protocol):
 
 class BucketEdits(ShardEdits):
     """Counts the edits of one bucket's shards. Every sharded parameter has it, and so leads to its
-    domain and its ``unit``."""
+    mesh and its ``unit``."""
 
-    __slots__ = ("domain", "unit")
+    __slots__ = ("mesh_info", "unit")
 
-    def __init__(self, domain: Domain) -> None:
+    def __init__(self, mesh_info: MeshInfo) -> None:
         super().__init__()
-        self.domain = weakref.ref(domain)
+        self.mesh_info = weakref.ref(mesh_info)
         self.unit: weakref.ref[Any] | None = None
 
     def note_trainability(self, parameter: torch.Tensor) -> None:
@@ -231,13 +232,13 @@ class BucketEdits(ShardEdits):
             unit.copy_requires_grad(parameter)
 
 
-def domain_of(edits: ShardEdits | None) -> Domain | None:
-    """The domain of the bucket whose edits these are. ``None`` if there is no bucket, or its
-    context was freed."""
-    return edits.domain() if isinstance(edits, BucketEdits) else None
+def mesh_info_of(edits: ShardEdits | None) -> MeshInfo | None:
+    """Return the :class:`MeshInfo` of the bucket whose edits these are. ``None`` if there is no
+    bucket, or its context was freed."""
+    return edits.mesh_info() if isinstance(edits, BucketEdits) else None
 
 
-class Domain:
+class MeshInfo:
     """One mesh that buckets of a context are spread over.
 
     Its ranks share process groups and plans, check the order of their collectives, and tell each
@@ -266,7 +267,9 @@ class Domain:
         self.mesh = mesh
         self.device = device
         self.divides_copies = divides_copies and self.copies > 1
-        self.plans = UnitPlans(self.shard_size * (self.copies if divides_copies else 1), layout)
+        self.plans = LayoutRegistry(
+            self.shard_size * (self.copies if divides_copies else 1), layout
+        )
         """Plans over all ranks that hold different elements at rest. The ranks that divide one
         shard are neighbours in them."""
         self.has_reduced = False
@@ -332,7 +335,7 @@ class Domain:
         return groups.to_confirm if self.order_check.confirms else groups.of_all
 
     def make_groups(self) -> None:
-        """Makes :attr:`groups` if they were not made yet. Collective over the mesh."""
+        """Make :attr:`groups` if they were not made yet. Collective over the mesh."""
         self.groups  # noqa: B018
 
     @cached_property
@@ -377,18 +380,19 @@ class Domain:
         return [ranks.index(rank_at[place]) for place in range(len(ranks))]
 
     def range_shard(self, plan: BucketPlan, fqn: str) -> RaggedShard:
-        """Which rank of :attr:`tensor_mesh` holds which range of the parameter ``fqn`` of
+        """Return which rank of :attr:`tensor_mesh` holds which range of the parameter ``fqn`` of
         ``plan``."""
         ranges = plan.ranges(fqn)
         if self.divides_copies:
             ranges = [(self._divided_ranks[rank], start, stop) for rank, start, stop in ranges]
         return RaggedShard(tuple(ranges))
 
-    def spec(self, item: OwnedParameter, placement: Placement, dtype: torch.dtype) -> DTensorSpec:
-        """How the sharded form of a parameter lies over :attr:`tensor_mesh`, and over its own mesh
-        too if it has one. ``placement`` is that along the dimension of the mesh that shards."""
+    def spec(self, item: ParamInfo, placement: Placement, dtype: torch.dtype) -> DTensorSpec:
+        """Return how the sharded form of a parameter lies over :attr:`tensor_mesh`, and over its
+        own mesh too if it has one. ``placement`` is that along the dimension of the mesh that
+        shards."""
         mesh, parameter = self.tensor_mesh, item.parameter
-        if (lies := item.on_full_mesh) is not None:
+        if (lies := item.spmd) is not None:
             placements = lies.sharded_placements(mesh, placement)
             whole = lies.full.mesh
             if whole not in self._with_other:
@@ -399,13 +403,13 @@ class Domain:
         if isinstance(parameter, DTensor):
             other = parameter.device_mesh
             if other not in self._with_other:
-                self._with_other[other] = beside(mesh, other)
+                self._with_other[other] = concatenate_meshes(mesh, other)
             mesh, placements = self._with_other[other], (*placements, *parameter.placements)
         return contiguous_spec(mesh, placements, parameter.shape, dtype)
 
     def register(self, bucket: Member, parameters: int) -> tuple[int, int]:
-        """Takes in ``bucket``, which has so many ``parameters``. Call it in the same order on every
-        rank of the mesh. Returns the bucket's index, and where the flags of its parameters
+        """Take in ``bucket``, which has so many ``parameters``. Call it in the same order on every
+        rank of the mesh. Return the bucket's index, and where the flags of its parameters
         begin."""
         index, first_flag = len(self._members), self._flags
         self._members.append(weakref.ref(bucket))
@@ -416,7 +420,7 @@ class Domain:
         return index, first_flag
 
     def groups_for(self, separate: bool) -> LaneGroups:
-        """The process groups of a bucket. Collective over the mesh at the first call.
+        """Return the process groups of a bucket. Collective over the mesh at the first call.
 
         ``separate``: whether its reductions run on a group of their own.
         """
@@ -437,8 +441,8 @@ class Domain:
         return SymmetricMemory(self.device)
 
     def group_of_neighbours(self, size: int) -> dist.ProcessGroup:
-        """The group of ``size`` neighbours that keep parts of full buffers. Collective over the
-        mesh at the first call."""
+        """Return the group of ``size`` neighbours that keep parts of full buffers. Collective over
+        the mesh at the first call."""
         return self.group_cache.get_part(self.mesh, size)
 
     @property
@@ -453,24 +457,24 @@ class Domain:
         return len(self._members), self._flags
 
     def note_gather(self, bucket: Member) -> None:
-        """Notes that this rank is about to issue the all-gather of ``bucket``."""
+        """Note that this rank is about to issue the all-gather of ``bucket``."""
         self.order_check.note(bucket.index * N_KINDS, bucket, bucket.compute_dtype)
 
     def note_reduction(self, bucket: Member, dtype: torch.dtype, across: bool) -> None:
-        """Notes that this rank is about to issue the reduce-scatter of ``bucket`` in ``dtype``.
+        """Note that this rank is about to issue the reduce-scatter of ``bucket`` in ``dtype``.
         ``across``: whether a reduction across copies follows."""
         self.has_reduced = True
         self.order_check.note(bucket.index * N_KINDS + 1 + across, bucket, dtype)
 
     def note_gradients(self, bucket: Member, filled: Sequence[bool]) -> None:
-        """Notes that this rank reduces gradients of the ``filled`` parameters of ``bucket``."""
+        """Note that this rank reduces gradients of the ``filled`` parameters of ``bucket``."""
         flags = slice(bucket.first_flag, bucket.first_flag + len(filled))
         if not all(filled):
             filled = list(map(or_, self._has_gradient[flags], filled))
         self._has_gradient[flags] = bytes(filled)
 
     def agree(self, lane: Lane, failed: bool) -> bytes | bytearray:
-        """Compares what the ranks issued, at the end of a backward that reduced. Returns a flag for
+        """Compare what the ranks issued, at the end of a backward that reduced. Return a flag for
         each parameter: whether it has a gradient on some rank or, without :attr:`knows_gradients`,
         on this one. ``failed``: whether this rank found a difference on another mesh. Collective
         over the mesh.
@@ -493,7 +497,7 @@ class Domain:
         return self.order_check.read() if self.knows_gradients else flags
 
     def finish_reading(self) -> None:
-        """Blocks the host until offloaded shards were copied to the device. They may be edited
+        """Block the host until offloaded shards were copied to the device. They may be edited
         then."""
         if self.reading is not None:
             self.reading.wait_on_host()
@@ -503,7 +507,7 @@ class Domain:
         self._has_gradient = bytearray(self._flags)
 
     def reset(self) -> None:
-        """Forgets what was issued, and the groups. Call it on every rank."""
+        """Forget what was issued, and the groups. Call it on every rank."""
         self.order_check.drop()
         vars(self).pop("groups", None)
         self._memories.clear()
@@ -512,8 +516,8 @@ class Domain:
         self.reading = None
 
 
-class Domains:
-    """The domains of one context, in the order of their first units."""
+class MeshInfos:
+    """The meshes of one context, in the order of their first units."""
 
     def __init__(
         self, layout: LayoutRule, groups: GroupCache, stats: Stats, divides_copies: bool
@@ -522,25 +526,25 @@ class Domains:
         self._groups = groups
         self._stats = stats
         self._divides_copies = divides_copies
-        self._by_mesh: dict[DeviceMesh, Domain] = {}
+        self._by_mesh: dict[DeviceMesh, MeshInfo] = {}
 
-    def all(self) -> list[Domain]:
+    def all(self) -> list[MeshInfo]:
         return list(self._by_mesh.values())
 
-    def of(self, mesh: DeviceMesh, device: torch.device, faults: Faults) -> Domain:
-        """The domain of ``mesh``, whose ranks compute on ``device``.
+    def of(self, mesh: DeviceMesh, device: torch.device, faults: Faults) -> MeshInfo:
+        """Return the :class:`MeshInfo` of ``mesh``, whose ranks compute on ``device``.
 
         Raises:
             ValueError: parameters cannot be sharded over the mesh, or it is of another device.
         """
-        domain = self._by_mesh.get(mesh)
-        if domain is None:
+        mesh_info = self._by_mesh.get(mesh)
+        if mesh_info is None:
             if mesh.device_type != device.type:
                 raise ValueError(
                     f"{mesh} is a mesh of {mesh.device_type}, the context's of {device.type}; "
                     "use one context for each"
                 )
-            domain = self._by_mesh[mesh] = Domain(
+            mesh_info = self._by_mesh[mesh] = MeshInfo(
                 mesh,
                 device,
                 self._layout,
@@ -549,11 +553,11 @@ class Domains:
                 self._stats,
                 self._divides_copies,
             )
-        return domain
+        return mesh_info
 
 
 def check_mesh(mesh: DeviceMesh, divides_copies: bool) -> None:
-    """Checks ``mesh`` before a :class:`Domain` is made of it.
+    """Check ``mesh`` before a :class:`MeshInfo` is made of it.
 
     Raises:
         ValueError: it has more than two dimensions, its rows order their ranks differently, or

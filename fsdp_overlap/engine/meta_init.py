@@ -17,7 +17,7 @@ from fsdp_overlap.torch_internals import DisableTorchFunctionSubclass, given_gra
 # ---- Units that are cast before they run, as by model.bfloat16() ----
 
 
-def refusal(unit: Unit, bucket: Bucket, result: torch.Tensor, has_run: bool) -> str | None:
+def validate_cast(unit: Unit, bucket: Bucket, result: torch.Tensor, has_run: bool) -> str | None:
     """Why the shard of ``bucket`` cannot become ``result``, or a tensor like it. ``None`` if it
     can. ``has_run``: whether units of its context have run."""
     shard, kind = bucket.shard, unit.module_kind
@@ -53,7 +53,7 @@ def refusal(unit: Unit, bucket: Bucket, result: torch.Tensor, has_run: bool) -> 
 
 @torch.no_grad()
 def cast(unit: Unit, bucket: Bucket, values: torch.Tensor) -> None:
-    """Makes ``values`` the shard of ``bucket``, and their dtype its own. Sharded and unsharded
+    """Make ``values`` the shard of ``bucket``, and their dtype its own. Sharded and unsharded
     parameters stay the same objects, so optimizers may have been made."""
     old = bucket.sharded_parameters
     version, full = bucket.version, bucket.full
@@ -73,8 +73,8 @@ def cast(unit: Unit, bucket: Bucket, values: torch.Tensor) -> None:
         parameter.grad = gradient  # cast, if its dtype follows the parameter's
     bucket.register(old)
     bucket.give_memory()
-    if bucket.start is not None:
-        bucket.start.move(version, bucket.version)
+    if bucket.init_hashes is not None:
+        bucket.init_hashes.move(version, bucket.version)
     unit.forget_parameters()
 
 
@@ -82,7 +82,7 @@ def cast(unit: Unit, bucket: Bucket, values: torch.Tensor) -> None:
 
 
 def materialize(unit: Unit, device: torch.device) -> None:
-    """Gives memory on ``device`` to a unit of the meta device. Its parameters are new objects."""
+    """Give memory on ``device`` to a unit of the meta device. Its parameters are new objects."""
     for bucket in unit.buckets:
         keeps_storage = bucket.full.keeps_storage
         replaced = bucket.sharded_parameters
@@ -96,19 +96,19 @@ def materialize(unit: Unit, device: torch.device) -> None:
 
 
 def take_assigned(unit: Unit, device: torch.device, has_run: bool) -> bool:
-    """Copies what ``load_state_dict(assign=True)`` registered into the shards, and registers the
+    """Copy what ``load_state_dict(assign=True)`` registered into the shards, and registers the
     sharded parameters again.
 
     A unit on the meta device waits until all its parameters were assigned. Then it first gets
     memory on ``device``. A bucket whose parameters were all assigned in another dtype is cast,
-    unless units of its context have run, as ``has_run`` says. Returns whether the unit got memory.
+    unless units of its context have run, as ``has_run`` says. Return whether the unit got memory.
 
     Raises:
         RuntimeError: an assigned parameter has another dtype, and its bucket cannot be cast. Or it
             has another ``grad_dtype``. The unit is as before then.
     """
-    unit.follow_ties()
-    assigned = [bucket.places.assigned() for bucket in unit.buckets]
+    unit.update_shared_params()
+    assigned = [bucket.module_info.assigned() for bucket in unit.buckets]
     is_meta = unit.is_meta
     counts = [_count(bucket) for bucket in unit.buckets]
     if not any(assigned) or (is_meta and list(map(len, assigned)) != counts):
@@ -126,25 +126,25 @@ def take_assigned(unit: Unit, device: torch.device, has_run: bool) -> bool:
         materialize(unit, device)
     with torch.no_grad():
         for bucket, values in zip(unit.buckets, assigned, strict=True):
-            bucket.places.use_sharded()
+            bucket.module_info.to_sharded()
             for index, value in values.items():
                 bucket.sharded_parameters[index].copy_(value)
     if is_meta:
-        announce_unsharded(unit)
+        register_unsharded_once(unit)
     return is_meta
 
 
 def _count(bucket: Bucket) -> int:
-    """How many parameters modules have. One that was replaced by another of its unit has no place
-    left."""
-    return sum(bool(item.places) for item in bucket.owned)
+    """Return how many parameters modules have. One that was replaced by another of its unit has no
+    place left."""
+    return sum(bool(item.registrations) for item in bucket.owned)
 
 
 def _check_grad_dtypes(unit: Unit, bucket: Bucket, values: Mapping[int, torch.Tensor]) -> None:
     for index, value in values.items():
         its, given = bucket.sharded_parameters[index], given_grad_dtype(value)
         if given not in (None, its._grad_dtype):
-            unit.use_sharded()
+            unit.to_sharded()
             raise RuntimeError(
                 f"load_state_dict(assign=True) gives parameter {bucket.plan.specs[index].fqn!r} of "
                 f"{unit.module_kind} the grad_dtype {given}, and gradients of the sharded one are "
@@ -155,7 +155,8 @@ def _check_grad_dtypes(unit: Unit, bucket: Bucket, values: Mapping[int, torch.Te
 def _dtype_for(
     unit: Unit, bucket: Bucket, values: Mapping[int, torch.Tensor], has_run: bool
 ) -> torch.dtype:
-    """The dtype that a bucket rests in when it has taken ``values``, by the index of the parameter.
+    """Return the dtype that a bucket rests in when it has taken ``values``, by the index of the
+    parameter.
 
     Raises:
         RuntimeError: it cannot take them.
@@ -166,9 +167,9 @@ def _dtype_for(
     if len(values) == _count(bucket) and len(found) == 1:
         other = found.pop()
         example = bucket.shard.new_empty(0, dtype=other)
-        if refusal(unit, bucket, example, has_run) is None:
+        if validate_cast(unit, bucket, example, has_run) is None:
             return other
-    unit.use_sharded()
+    unit.to_sharded()
     [index, *_] = [index for index, value in values.items() if value.dtype != dtype]
     name, given = bucket.plan.specs[index].fqn, values[index].dtype
     what = f"load_state_dict(assign=True) gives parameter {name!r} of {unit.module_kind} as {given}"
@@ -184,9 +185,9 @@ def _dtype_for(
     )
 
 
-def announce_unsharded(unit: Unit) -> None:
-    """Assigns the unsharded parameters to the modules by ``setattr``, for modules that then keep
-    references of their own, as ``nn.LSTM`` does. Registers the sharded parameters again after
+def register_unsharded_once(unit: Unit) -> None:
+    """Assign the unsharded parameters to the modules by ``setattr``, for modules that then keep
+    references of their own, as ``nn.LSTM`` does. Register the sharded parameters again after
     that."""
     for bucket in unit.buckets:
         unsharded = dict(zip(map(id, bucket.sharded_parameters), bucket.parameters, strict=True))
@@ -194,4 +195,4 @@ def announce_unsharded(unit: Unit) -> None:
             for name, parameter in list(module._parameters.items()):
                 if id(parameter) in unsharded:
                     setattr(module, name, unsharded[id(parameter)])
-        bucket.places.use_sharded()
+        bucket.module_info.to_sharded()

@@ -27,13 +27,14 @@ from fsdp_overlap.tensor.quantization import LARGEST, POWERS_OF_TWO, scale_dtype
 
 
 def compute_dtype(spec: ParamSpec, mp_policy: MixedPrecisionPolicy) -> torch.dtype:
-    """The dtype that compute uses a parameter in."""
+    """Return the dtype that compute uses a parameter in."""
     is_cast = spec.dtype.is_floating_point and not (spec.keeps_dtype or spec.is_opaque)
     return (mp_policy.param_dtype or spec.dtype) if is_cast else spec.dtype
 
 
 def reduce_dtype(dtype: torch.dtype, mp_policy: MixedPrecisionPolicy) -> torch.dtype:
-    """The dtype that gradients kept in ``dtype`` are reduced in. Complex ones keep theirs."""
+    """Return the dtype that gradients kept in ``dtype`` are reduced in. Complex ones keep
+    theirs."""
     return (mp_policy.reduce_dtype or dtype) if dtype.is_floating_point else dtype
 
 
@@ -60,16 +61,16 @@ class ReduceOptions:
     def divisors(
         self, shards: int, copies: int, sums: bool = False
     ) -> tuple[float | None, float | None]:
-        """The divisors of the reduction among ``shards`` ranks and of the one across ``copies``.
-        ``None`` stands for the number of ranks, by a collective that takes a mean. ``sums``:
-        whether the one among ``shards`` must be a sum."""
+        """Return the divisors of the reduction among ``shards`` ranks and of the one across
+        ``copies``. ``None`` stands for the number of ranks, by a collective that takes a mean.
+        ``sums``: whether the one among ``shards`` must be a sum."""
         if self.divisor is not None:
             return self.divisor, 1.0
         divisor = float(shards) if sums or self.sums_only else None
         return divisor, float(copies) if self.sums_only else None
 
     def call_hook(self, hook: Callable[[torch.Tensor], None], reduced: torch.Tensor) -> None:
-        """Lets the user's ``hook`` see, and edit, ``reduced``."""
+        """Let the user's ``hook`` see, and edit, ``reduced``."""
         if self.hook_stream is None:
             hook(reduced)
             return
@@ -108,7 +109,7 @@ class Settings:
     reduce_options: ReduceOptions = field(default_factory=ReduceOptions)
 
     def copy_to(self, other: Settings) -> None:
-        """Gives ``other`` the same values. Its ``reduce_options`` stays the object that it is."""
+        """Give ``other`` the same values. Its ``reduce_options`` stays the object that it is."""
         vars(other).update({**vars(self), "reduce_options": other.reduce_options})
         vars(other.reduce_options).update(vars(self.reduce_options))
 
@@ -198,7 +199,8 @@ class QuantizedCommPolicy:
             )
 
     def block_in(self, spec: ParamSpec) -> BlockSize | None:
-        """The rows and columns that share a scale. ``None`` if the parameter travels in full.
+        """Return the rows and columns that share a scale. ``None`` if the parameter travels in
+        full.
 
         Raises:
             ValueError: the parameter cannot be divided into such blocks.
@@ -212,16 +214,16 @@ class QuantizedCommPolicy:
         return block_in(spec, self.block) if self._has_scales else _NUMBER
 
     def keeps(self, spec: ParamSpec) -> bool:
-        """Whether the user asked that a matrix travels in full."""
+        """Return whether the user asked that a matrix travels in full."""
         return spec.ndim > 1 and any(fnmatchcase(spec.fqn, pattern) for pattern in self.keep)
 
     def grain(self, spec: ParamSpec) -> int:
-        """The number of neighbouring elements that no layout may cut."""
+        """Return the number of neighbouring elements that no layout may cut."""
         size = self.block_in(spec)
         return 1 if size is None else grain_of(spec, size)
 
     def check(self, plan: Plan) -> None:
-        """Checks that a bucket can travel so.
+        """Check that a bucket can travel so.
 
         Raises:
             ValueError: the plan cuts a block.
@@ -231,12 +233,12 @@ class QuantizedCommPolicy:
                 self.wire(plan, torch.float32, codes)
 
     def applies_to(self, plan: Plan) -> bool:
-        """Whether any parameter of a bucket is quantized."""
+        """Return whether any parameter of a bucket is quantized."""
         return any(self.block_in(spec) is not None for spec in plan.specs)
 
     def wire(self, plan: Plan, dtype: torch.dtype, codes: torch.dtype) -> WirePlan:
-        """What ranks send of a bucket whose elements have ``dtype``, as ``codes``. If it is in
-        rows, what one rank sends.
+        """Return what ranks send of a bucket whose elements have ``dtype``, as ``codes``. If it is
+        in rows, what one rank sends.
 
         Raises:
             ValueError: the plan cuts a block.
@@ -254,7 +256,7 @@ class QuantizedCommPolicy:
         )
 
     def scale_dtype(self, dtype: torch.dtype, codes: torch.dtype) -> torch.dtype | None:
-        """The dtype of scales of elements of ``dtype``, if they have any as ``codes``."""
+        """Return the dtype of scales of elements of ``dtype``, if they have any as ``codes``."""
         if codes in ROUNDED:
             return None
         return POWERS_OF_TWO if self.powers_of_two else scale_dtype_for(dtype)
@@ -267,8 +269,8 @@ class QuantizedCommPolicy:
 def sent_sizes(
     plan: Plan, dtype: torch.dtype, policy: QuantizedCommPolicy | None, codes: torch.dtype | None
 ) -> list[int]:
-    """How many bytes each rank sends of a bucket of ``dtype``, or gets of its gradients, if they
-    travel as ``codes`` by ``policy``. ``None``: they travel as they are."""
+    """Return how many bytes each rank sends of a bucket of ``dtype``, or gets of its gradients, if
+    they travel as ``codes`` by ``policy``. ``None``: they travel as they are."""
     if policy is None or codes is None or not policy.applies_to(plan):
         return [numel * dtype.itemsize for numel in plan.shard_numels]
     sizes = policy.wire(plan, dtype, codes).packed.shard_numels

@@ -30,7 +30,7 @@ from fsdp_overlap.layout import ParamSpec
 from fsdp_overlap.tensor.extension import inner_tensors, is_subclass, missing_methods
 from fsdp_overlap.tensor.placement import tile_of
 from fsdp_overlap.tensor.row_tensor import Sharded
-from fsdp_overlap.tensor.spmd_mesh import OnFullMesh
+from fsdp_overlap.tensor.spmd_mesh import SPMDPlacement
 from fsdp_overlap.torch_internals import (
     AsyncCollectiveTensor,
     DisableTorchFunctionSubclass,
@@ -44,8 +44,8 @@ from fsdp_overlap.torch_internals import (
 
 
 def is_opaque(value: Any) -> bool:
-    """Whether ``value`` is a parameter of a class of its own, derived from ``torch.nn.Parameter``,
-    and holds its elements as a plain tensor does."""
+    """Return whether ``value`` is a parameter of a class of its own, derived from
+    ``torch.nn.Parameter``, and holds its elements as a plain tensor does."""
     cls = type(value)
     if cls is nn.Parameter or nn.Parameter not in cls.__mro__ or nn.parameter.is_lazy(value):
         return False
@@ -54,22 +54,23 @@ def is_opaque(value: Any) -> bool:
     return bool(cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__)
 
 
-def plain(parameter: torch.Tensor) -> torch.Tensor:
-    """The elements of ``parameter`` as a plain tensor. It shares memory and version counter."""
+def unwrap(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the elements of ``parameter`` as a plain tensor. It shares memory and version
+    counter."""
     with DisableTorchFunctionSubclass():
         return parameter.detach()
 
 
 def opaque_like(parameter: torch.Tensor, elements: torch.Tensor) -> nn.Parameter:
-    """A frozen parameter of the class that ``parameter`` has, without attributes. Its memory is
-    that of ``elements``."""
+    """Return a frozen parameter of the class that ``parameter`` has, without attributes. Its memory
+    is that of ``elements``."""
     return cast(nn.Parameter, elements.data.as_subclass(type(parameter)))
 
 
 def check_frozen(
     label: str, parameters: Sequence[torch.Tensor], sharded: Sequence[torch.Tensor]
 ) -> None:
-    """Checks that the ``sharded`` forms of opaque ``parameters`` are frozen, as these were.
+    """Check that the ``sharded`` forms of opaque ``parameters`` are frozen, as these were.
     ``label`` names their unit.
 
     Raises:
@@ -113,14 +114,14 @@ def aliases_of(where: str, parameter: torch.Tensor, module: nn.Module) -> dict[i
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` has a storage in which its elements are."""
+    """Return whether ``tensor`` has a storage in which its elements are."""
     has_elements = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     return has_elements and tensor.layout is torch.strided and not tensor.is_meta
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where its storage has its first element, in bytes, and where the last one ends. The same if
-    it has no elements."""
+    """Return where its storage has its first element, in bytes, and where the last one ends. The
+    same if it has no elements."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     numel = 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
     start = int(tensor.storage_offset()) * tensor.element_size()
@@ -146,7 +147,7 @@ class _Attribute:
 def share_attributes(
     sharded: Any, parameter: nn.Parameter, aliases: dict[int, torch.Tensor]
 ) -> None:
-    """Gives ``sharded`` the attributes that ``parameter``, its unsharded form, has now, and what
+    """Give ``sharded`` the attributes that ``parameter``, its unsharded form, has now, and what
     its class computes from them. What is assigned to them later is seen in both. ``aliases`` are
     left out, because they have no memory while the parameter is sharded."""
     found = set()
@@ -164,8 +165,8 @@ def share_attributes(
 
 
 def takes(sharded: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether elements of ``dtype`` may be copied into a sharded tensor. Into the sharded form of
-    an opaque parameter only those of its own."""
+    """Return whether elements of ``dtype`` may be copied into a sharded tensor. Into the sharded
+    form of an opaque parameter only those of its own."""
     return dtype == sharded.dtype or "unsharded_form" not in vars(sharded)
 
 
@@ -186,8 +187,8 @@ def _copy(sharded: Any, src: torch.Tensor, non_blocking: bool = False) -> Any:
 
 @cache
 def _with_attributes(cls: type, names: frozenset[str]) -> type:
-    """A class like ``cls``, of the same name, with an :class:`_Attribute` for each of ``names``. It
-    never casts what it is given."""
+    """Return a class like ``cls``, of the same name, with an :class:`_Attribute` for each of
+    ``names``. It never casts what it is given."""
     own: dict[str, Any] = {name: _Attribute(name) for name in sorted(names)}
     return type(cls)(cls.__name__, (cls,), own | {"copy_": _copy, "__module__": cls.__module__})
 
@@ -195,8 +196,9 @@ def _with_attributes(cls: type, names: frozenset[str]) -> type:
 # ---- Parameters that are DTensors of tensor parallelism ----
 
 
-def tile_in(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's tile of an unsharded parameter, which shares its memory: all of a plain one."""
+def tp_local_tensor(parameter: torch.Tensor) -> torch.Tensor:
+    """Return this rank's tile of an unsharded parameter, which shares its memory: all of a plain
+    one."""
     if not isinstance(parameter, DTensor):
         return parameter
     local = parameter._local_tensor
@@ -204,7 +206,7 @@ def tile_in(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def check_tensor_parallel(where: str, parameter: DTensor) -> None:
-    """Checks ``parameter`` before its tile is sharded. ``where`` names it in errors.
+    """Check ``parameter`` before its tile is sharded. ``where`` names it in errors.
 
     Raises:
         TypeError: it is placed otherwise than by ``Shard`` and ``Replicate``, or cut in another
@@ -232,15 +234,15 @@ def check_tensor_parallel(where: str, parameter: DTensor) -> None:
         )
 
 
-def check_beside(where: str, parameter: DTensor, mesh: DeviceMesh) -> None:
-    """Checks that ``parameter``, which lies over the ranks of tensor parallelism, can be sharded
+def check_concatenation(where: str, parameter: DTensor, mesh: DeviceMesh) -> None:
+    """Check that ``parameter``, which lies over the ranks of tensor parallelism, can be sharded
     over ``mesh`` as well. ``where`` names it in errors.
 
     Raises:
         ValueError: the two meshes do not go together.
     """
     try:
-        beside(mesh, parameter.device_mesh)
+        concatenate_meshes(mesh, parameter.device_mesh)
     except (RuntimeError, TypeError) as error:
         raise ValueError(
             f"{where} is a DTensor over {parameter.device_mesh}, which does not go together with "
@@ -251,8 +253,8 @@ def check_beside(where: str, parameter: DTensor, mesh: DeviceMesh) -> None:
         ) from error
 
 
-def beside(mesh: DeviceMesh, tensor_parallel: DeviceMesh) -> DeviceMesh:
-    """The mesh that has the dimensions of both.
+def concatenate_meshes(mesh: DeviceMesh, tensor_parallel: DeviceMesh) -> DeviceMesh:
+    """Return the mesh that has the dimensions of both.
 
     Raises:
         RuntimeError, TypeError: the two are not different dimensions, with names, of one mesh.
@@ -263,8 +265,8 @@ def beside(mesh: DeviceMesh, tensor_parallel: DeviceMesh) -> DeviceMesh:
 def parameter_like(
     parameter: torch.Tensor, tile: torch.Tensor, requires_grad: bool
 ) -> nn.Parameter:
-    """A new parameter that lies over the ranks of tensor parallelism as ``parameter`` does, and has
-    its class. This rank has ``tile`` of it."""
+    """Return a new parameter that lies over the ranks of tensor parallelism as ``parameter`` does,
+    and has its class. This rank has ``tile`` of it."""
     if is_opaque(parameter):
         return opaque_like(parameter, tile)
     if isinstance(parameter, DTensor):
@@ -275,7 +277,7 @@ def parameter_like(
 def give_memory(
     parameter: nn.Parameter, view: torch.Tensor, aliases: Iterable[torch.Tensor] = ()
 ) -> None:
-    """Makes ``view`` this rank's tile of ``parameter``, with a version counter of its own.
+    """Make ``view`` this rank's tile of ``parameter``, with a version counter of its own.
     ``aliases`` are other tensors that are its elements, and stay so."""
     for alias in aliases:
         alias.data = view
@@ -289,7 +291,8 @@ def give_memory(
 
 
 def _wrap(tile: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """The DTensor that lies as ``spec`` says. It has this rank's ``tile``, and the tile's dtype."""
+    """Return the DTensor that lies as ``spec`` says. It has this rank's ``tile``, and the tile's
+    dtype."""
     meta = spec.tensor_meta
     assert meta is not None
     spec = DTensorSpec(
@@ -299,11 +302,11 @@ def _wrap(tile: torch.Tensor, spec: DTensorSpec) -> DTensor:
 
 
 def is_placed_like(
-    parameter: torch.Tensor, gradient: torch.Tensor, on_full_mesh: OnFullMesh | None
+    parameter: torch.Tensor, gradient: torch.Tensor, spmd: SPMDPlacement | None
 ) -> bool:
-    """Whether a rank's tile of ``gradient`` is the gradient of its tile of ``parameter``."""
-    if on_full_mesh is not None:
-        return on_full_mesh.has_tile(gradient)
+    """Return whether a rank's tile of ``gradient`` is the gradient of its tile of ``parameter``."""
+    if spmd is not None:
+        return spmd.has_tile(gradient)
     if not isinstance(parameter, DTensor):
         return True
     return isinstance(gradient, DTensor) and gradient.placements == parameter.placements
@@ -312,7 +315,7 @@ def is_placed_like(
 def placed_like(
     parameter: torch.Tensor,
     gradient: torch.Tensor,
-    on_full_mesh: OnFullMesh | None,
+    spmd: SPMDPlacement | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """``gradient``, placed as ``parameter`` is. Autograd may have left it placed otherwise, as
@@ -322,10 +325,10 @@ def placed_like(
     Raises:
         RuntimeError: it is no DTensor, though ``parameter`` is one, or lies over another mesh.
     """
-    if is_placed_like(parameter, gradient, on_full_mesh):
+    if is_placed_like(parameter, gradient, spmd):
         return gradient
-    if on_full_mesh is not None:
-        return on_full_mesh.summed(gradient, dtype)
+    if spmd is not None:
+        return spmd.summed(gradient, dtype)
     assert isinstance(parameter, DTensor)
     if not isinstance(gradient, DTensor) or gradient.device_mesh != parameter.device_mesh:
         raise RuntimeError(
@@ -339,14 +342,14 @@ def placed_like(
 
 
 @dataclass
-class OwnedParameter:
+class ParamInfo:
     """A parameter of a unit and every place in the unit's modules where it is registered."""
 
     fqn: str
     parameter: nn.Parameter
     module: weakref.ref[nn.Module]
     """The first module that has it."""
-    places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    registrations: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     """``(module._parameters, name)``; more than one for a tied parameter."""
     is_embedding: bool = False
     keeps_dtype: bool = False
@@ -356,27 +359,27 @@ class OwnedParameter:
     is_opaque: bool = False
     aliases: dict[int, torch.Tensor] = field(default_factory=dict)
     """Other tensors that are the elements of an opaque parameter, by their ids."""
-    on_full_mesh: OnFullMesh | None = None
+    spmd: SPMDPlacement | None = None
     """How it lies over the mesh of all parallelism, if the user named dimensions of that."""
 
     @property
     def is_tensor_parallel(self) -> bool:
         """Whether its gradient is a DTensor, or a part of a sum over tensor parallelism."""
-        is_part = self.on_full_mesh is not None and self.on_full_mesh.sums_plain
+        is_part = self.spmd is not None and self.spmd.sums_plain
         return is_part or isinstance(self.parameter, DTensor)
 
     @property
     def is_extension(self) -> bool:
         """Whether its tensor is of a class that says itself how it is gathered."""
-        return not self.is_opaque and is_subclass(tile_in(self.parameter))
+        return not self.is_opaque and is_subclass(tp_local_tensor(self.parameter))
 
     @property
     def spec(self) -> ParamSpec:
-        """Describes what this rank has of the parameter."""
+        """Describe what this rank has of the parameter."""
         parameter = self.parameter
         return ParamSpec(
             self.fqn,
-            tuple(tile_in(parameter).shape),
+            tuple(tp_local_tensor(parameter).shape),
             parameter.dtype,
             parameter.requires_grad,
             self.is_embedding,
@@ -402,17 +405,17 @@ class Owner:
 
 
 def owner_of(parameter: torch.Tensor) -> Owner | None:
-    """The unit that ``parameter`` belongs to, or belonged to, if any."""
+    """Return the unit that ``parameter`` belongs to, or belonged to, if any."""
     return getattr(parameter, "_fsdp_owner", None)
 
 
 def mark_owner(parameter: torch.Tensor, owner: Owner) -> None:
-    """Notes on ``parameter`` which unit it belongs to."""
+    """Note on ``parameter`` which unit it belongs to."""
     parameter._fsdp_owner = owner  # type: ignore[attr-defined]
 
 
 def mark_replaced(parameter: torch.Tensor, by: str) -> None:
-    """Notes on ``parameter``, which belongs to a unit, that another was put in its place."""
+    """Note on ``parameter``, which belongs to a unit, that another was put in its place."""
     owner = owner_of(parameter)
     assert owner is not None
     mark_owner(parameter, replace(owner, replaced_by=by))
@@ -528,7 +531,7 @@ def parameters_outside_units(
 
 
 def move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
-    """Moves buffers to where the unit computes, because they are not sharded."""
+    """Move buffers to where the unit computes, because they are not sharded."""
     for _, owner in modules_outside_units(modules):
         for buffer in owner._buffers.values():
             if buffer is not None and buffer.device.type not in (device.type, "meta"):
@@ -539,20 +542,20 @@ def owned_parameters(
     modules: Sequence[nn.Module],
     ignored: Collection[nn.Parameter] = (),
     units: Collection[nn.Module] = (),
-) -> list[OwnedParameter]:
-    """The parameters that a unit of ``modules`` owns, each once, in registration order, without
-    those that are ``ignored``. ``units``: modules that will be units.
+) -> list[ParamInfo]:
+    """Return the parameters that a unit of ``modules`` owns, each once, in registration order,
+    without those that are ``ignored``. ``units``: modules that will be units.
 
     Raises:
         ValueError: another tensor has a part of an opaque parameter's memory.
     """
     ignored_ids = {id(parameter) for parameter in ignored}
-    found: dict[int, OwnedParameter] = {}
+    found: dict[int, ParamInfo] = {}
     for fqn, parameter, owner, name in parameters_outside_units(modules, units):
         if id(parameter) in ignored_ids:
             continue
-        item = found.setdefault(id(parameter), OwnedParameter(fqn, parameter, weakref.ref(owner)))
-        item.places.append((owner._parameters, name))
+        item = found.setdefault(id(parameter), ParamInfo(fqn, parameter, weakref.ref(owner)))
+        item.registrations.append((owner._parameters, name))
         item.is_embedding |= isinstance(owner, (nn.Embedding, nn.EmbeddingBag))
         if is_opaque(parameter):
             item.is_opaque = True
@@ -562,7 +565,7 @@ def owned_parameters(
 
 
 def kind_of(modules: Sequence[nn.Module]) -> str:
-    """The names of the modules' classes as the user wrote them."""
+    """Return the names of the modules' classes as the user wrote them."""
     return ", ".join(type(module).__name__.removeprefix("FSDP") for module in modules)
 
 
@@ -572,12 +575,12 @@ Place = tuple[dict[str, Any], str, torch.Tensor, Sharded]
 """A module's ``_parameters``, the name in it, the unsharded parameter and the sharded one."""
 
 
-class Places:
+class ParamModuleInfo:
     """The places of one bucket. A parameter that modules share has several."""
 
     def __init__(
         self,
-        owned: Sequence[OwnedParameter],
+        owned: Sequence[ParamInfo],
         parameters: Sequence[torch.Tensor],
         sharded: Sequence[Sharded],
     ) -> None:
@@ -585,7 +588,7 @@ class Places:
         self._all: list[Place] = [
             (registered, name, its_parameter, its_sharded)
             for item, its_parameter, its_sharded in zip(owned, parameters, sharded, strict=True)
-            for registered, name in item.places
+            for registered, name in item.registrations
         ]
 
     def __iter__(self) -> Iterator[Place]:
@@ -595,8 +598,8 @@ class Places:
         """Return the index of a sharded parameter in the bucket. ``None`` if it is none of it."""
         return self._indices.get(id(sharded))
 
-    def use_unsharded(self, label: str) -> None:
-        """Registers the unsharded parameters. ``label`` names the unit in errors.
+    def to_unsharded(self, label: str) -> None:
+        """Register the unsharded parameters. ``label`` names the unit in errors.
 
         Raises:
             RuntimeError: something else was registered in their place.
@@ -608,7 +611,7 @@ class Places:
             registered[name] = parameter
 
     def check(self, label: str) -> None:
-        """Checks that nothing else was registered in the place of a parameter.
+        """Check that nothing else was registered in the place of a parameter.
 
         Raises:
             RuntimeError: something was.
@@ -618,20 +621,20 @@ class Places:
             if found is not sharded and found is not parameter:
                 _refuse(name, label)
 
-    def use_sharded(self) -> None:
-        """Registers the sharded parameters."""
+    def to_sharded(self) -> None:
+        """Register the sharded parameters."""
         for registered, name, _, sharded in self._all:
             registered[name] = sharded
 
-    def use_none(self) -> None:
-        """Registers nothing, so that what is done to all parameters of a module skips these."""
+    def to_none(self) -> None:
+        """Register nothing, so that what is done to all parameters of a module skips these."""
         for registered, name, _, _ in self._all:
             registered[name] = None
 
     def assigned(self) -> dict[int, torch.Tensor]:
-        """The tensors that somebody else has registered in place of parameters, by the index of the
-        parameter in the bucket. If a shared parameter has several, the last. Tensors on the meta
-        device are left out."""
+        """Return the tensors that somebody else has registered in place of parameters, by the index
+        of the parameter in the bucket. If a shared parameter has several, the last. Tensors on the
+        meta device are left out."""
         return {
             self._indices[id(sharded)]: found
             for registered, name, parameter, sharded in self._all
@@ -660,7 +663,7 @@ _replacements = 0
 
 
 def note_replacement() -> None:
-    """Notes that parameters were replaced. Each optimizer is looked at in its next step."""
+    """Note that parameters were replaced. Each optimizer is looked at in its next step."""
     global _replacements
     if not _replacements:
         register_optimizer_step_pre_hook(_before_step)
@@ -668,10 +671,10 @@ def note_replacement() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Looks at the optimizer, unless nothing has changed since the last look.
+    """Look at the optimizer, unless nothing has changed since the last look.
 
     Raises:
-        RuntimeError: it has a parameter that was replaced. Names the parameter.
+        RuntimeError: it has a parameter that was replaced. Name the parameter.
     """
     now = _replacements, sum([len(group["params"]) for group in optimizer.param_groups])
     if _looked_at.get(optimizer) == now:
@@ -703,9 +706,9 @@ UNKNOWN = -(2**63)
 
 
 def digest(values: torch.Tensor) -> torch.Tensor:
-    """A number that almost surely differs if the bits of ``values`` or their order differ. It is a
-    0-dimensional tensor on their device, so the host does not wait for it. Takes little memory, and
-    two passes over ``values``."""
+    """Return a number that almost surely differs if the bits of ``values`` or their order differ.
+    It is a 0-dimensional tensor on their device, so the host does not wait for it. Take little
+    memory, and two passes over ``values``."""
     integers = {1: torch.int8, 2: torch.int16}.get(values.element_size(), torch.int32)
     bits = values.resolve_conj().resolve_neg().reshape(-1).view(integers)
     # The bits as a matrix: every element counts in the sum of its row and in that of its column.
@@ -725,12 +728,12 @@ def _odd_up_to(number: int) -> int:
     return number if number % 2 else max(0, number - 1)
 
 
-def number_of(content: bytes) -> int:
-    """A number of 56 bits that almost surely differs if ``content`` differs."""
+def hash_of(content: bytes) -> int:
+    """Return a number of 56 bits that almost surely differs if ``content`` differs."""
     return int.from_bytes(sha256(content).digest()[:7], "little")
 
 
-class Start:
+class ParamHashes:
     """Digests of ``values``, the whole parameters of a bucket as this rank had them. They are valid
     while the shard is still of ``version``."""
 
@@ -742,8 +745,8 @@ class Start:
         self._version = version
 
     def digests(self, version: int) -> list[int]:
-        """The digest of each parameter. ``UNKNOWN`` if ``version``, that of the shard now, is not
-        the first, or if the values were on the meta device. The host waits for them."""
+        """Return the digest of each parameter. ``UNKNOWN`` if ``version``, that of the shard now,
+        is not the first, or if the values were on the meta device. The host waits for them."""
         if not self._digests or version != self._version:
             return [UNKNOWN] * self._count
         device = self._digests[0].device  # some may be on the host

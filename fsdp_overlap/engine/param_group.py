@@ -42,18 +42,18 @@ from fsdp_overlap.comm.streams import mark_enqueued
 from fsdp_overlap.comm.symmetric_memory import SymmetricCollectives
 from fsdp_overlap.comm.wire import Wire
 from fsdp_overlap.engine.autograd import VersionCounters, graph_task, is_in_backward
-from fsdp_overlap.engine.hsdp import DividedShard, KeptPart
-from fsdp_overlap.engine.mesh import BucketEdits, Domain
+from fsdp_overlap.engine.hsdp import DividedShard, PostForwardShard
+from fsdp_overlap.engine.mesh import BucketEdits, MeshInfo
 from fsdp_overlap.engine.options import QuantizedCommPolicy, Settings, sent_sizes
 from fsdp_overlap.engine.param import (
-    OwnedParameter,
-    Places,
-    Start,
+    ParamHashes,
+    ParamInfo,
+    ParamModuleInfo,
     give_memory,
     parameter_like,
-    plain,
     share_attributes,
-    tile_in,
+    tp_local_tensor,
+    unwrap,
 )
 from fsdp_overlap.layout import BucketPlan, Plan, RowsPlan
 from fsdp_overlap.tensor.extension import GatheredTensors, is_subclass, missing_methods
@@ -106,10 +106,10 @@ def sharded_parameters(
     forms: Sequence[Sharded],
     like: Sequence[torch.Tensor],
     plan: Plan,
-    owned: Sequence[OwnedParameter],
+    owned: Sequence[ParamInfo],
 ) -> list[Sharded]:
-    """The sharded parameters of a bucket, of which ``forms`` are the tensors. They take their
-    attributes from ``like``."""
+    """Return the sharded parameters of a bucket, of which ``forms`` are the tensors. They take
+    their attributes from ``like``."""
     found: list[Sharded] = []
     for form, model, spec, item in zip(forms, like, plan.specs, owned, strict=True):
         parameter = nn.Parameter(form, requires_grad=model.requires_grad)
@@ -123,20 +123,20 @@ def sharded_parameters(
     return found
 
 
-def sharded_forms(
+def make_sharded_tensors(
     plan: Plan,
     shard: torch.Tensor,
-    owned: Sequence[OwnedParameter],
-    domain: Domain,
+    owned: Sequence[ParamInfo],
+    mesh_info: MeshInfo,
     edits: ShardEdits,
 ) -> list[Sharded]:
-    """What ``shard``, this rank's of a bucket, has of each parameter."""
+    """Return what ``shard``, this rank's of a bucket, has of each parameter."""
     dtype = plan.specs[0].dtype
     if isinstance(plan, RowsPlan):
         rows = [
-            RowTensor.wrap(chunk, domain.spec(item, row_shard(item, spec.cut_dim), dtype), edits)
+            RowTensor.wrap(chunk, mesh_info.spec(item, row_shard(item, spec.cut_dim), dtype), edits)
             for chunk, item, spec in zip(
-                _chunks(plan, shard, domain.plan_rank), owned, plan.specs, strict=True
+                _chunks(plan, shard, mesh_info.plan_rank), owned, plan.specs, strict=True
             )
         ]
         for each in rows:
@@ -144,10 +144,10 @@ def sharded_forms(
         return [*rows]
     return [
         RaggedDTensor.wrap(
-            local, domain.spec(item, domain.range_shard(plan, spec.fqn), dtype), edits
+            local, mesh_info.spec(item, mesh_info.range_shard(plan, spec.fqn), dtype), edits
         )
         for local, item, spec in zip(
-            _ranges(plan, shard, domain.plan_rank), owned, plan.specs, strict=True
+            _ranges(plan, shard, mesh_info.plan_rank), owned, plan.specs, strict=True
         )
     ]
 
@@ -168,12 +168,12 @@ def _chunks(plan: RowsPlan, shard: torch.Tensor, rank: int) -> list[torch.Tensor
     ]
 
 
-def row_shard(item: OwnedParameter, dim: int) -> Placement:
-    """The placement of chunks of a parameter. Where tensor parallelism has cut the same dimension,
-    the chunks of all ranks do not follow each other in the order of the mesh."""
+def row_shard(item: ParamInfo, dim: int) -> Placement:
+    """Return the placement of chunks of a parameter. Where tensor parallelism has cut the same
+    dimension, the chunks of all ranks do not follow each other in the order of the mesh."""
     factor, parameter = 1, item.parameter
-    if item.on_full_mesh is not None:
-        factor = item.on_full_mesh.cuts_after(dim)
+    if item.spmd is not None:
+        factor = item.spmd.cuts_after(dim)
     elif isinstance(parameter, DTensor):
         for other, placement in enumerate(parameter.placements):
             if isinstance(placement, Shard) and placement.dim == dim:
@@ -181,8 +181,8 @@ def row_shard(item: OwnedParameter, dim: int) -> Placement:
     return Shard(dim) if factor == 1 else StridedShard(dim, split_factor=factor)
 
 
-def own_parts(plan: Plan, wholes: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
-    """What ``rank`` has of each of ``wholes``, in the shape that its sharded form has."""
+def local_shards(plan: Plan, wholes: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
+    """Return what ``rank`` has of each of ``wholes``, in the shape that its sharded form has."""
     if isinstance(plan, BucketPlan):
         ranges = [_range(plan, spec.fqn, rank) for spec in plan.specs]
         return [
@@ -197,7 +197,8 @@ def own_parts(plan: Plan, wholes: Sequence[torch.Tensor], rank: int) -> list[tor
 
 
 def places_in_shard(plan: Plan, rank: int) -> list[tuple[int, int]]:
-    """Where in a shard of ``rank`` each parameter begins, and how many elements it has there."""
+    """Return where in a shard of ``rank`` each parameter begins, and how many elements it has
+    there."""
     if isinstance(plan, RowsPlan):
         sizes = [prod(plan.chunk_shape(spec, rank)) for spec in plan.specs]
         return list(zip(plan.starts, sizes, strict=True))
@@ -210,8 +211,8 @@ def places_in_shard(plan: Plan, rank: int) -> list[tuple[int, int]]:
     return found
 
 
-def refuse_methods(label: str, parameters: Sequence[Sharded]) -> None:
-    """Refuses plain parameters that were given the methods of a tensor extension, which would not
+def validate_methods(label: str, parameters: Sequence[Sharded]) -> None:
+    """Refuse plain parameters that were given the methods of a tensor extension, which would not
     be called. ``label`` names their unit.
 
     Raises:
@@ -230,7 +231,7 @@ def refuse_methods(label: str, parameters: Sequence[Sharded]) -> None:
 def give_gradients(
     parameters: Sequence[Any], locals_: list[torch.Tensor], flat: torch.Tensor | None = None
 ) -> None:
-    """Gives each sharded parameter of a bucket the gradient of what this rank has of it, or some of
+    """Give each sharded parameter of a bucket the gradient of what this rank has of it, or some of
     them, if there is no ``flat``. ``locals_`` are flat, and parts of ``flat``. Before and after it
     calls the hooks that users registered for that."""
     edits = parameters[0].edits
@@ -249,23 +250,23 @@ def give_gradients(
 # ---- Gradients on their way to the host ----
 
 
-class Landing(NamedTuple):
+class D2HCopy(NamedTuple):
     """A gradient on its way to the host, to be read after :meth:`wait`."""
 
     host: torch.Tensor
     copied: torch.Event | None
 
     def wait(self) -> torch.Tensor:
-        """Blocks the host until the gradient is there, and returns it."""
+        """Block the host until the gradient is there, and returns it."""
         if self.copied is not None:
             self.copied.synchronize()
         return self.host
 
 
-def land(source: torch.Tensor, host: torch.Tensor) -> Landing:
-    """Enqueues the copy of ``source`` to ``host``, after the work that makes it."""
+def copy_to_host(source: torch.Tensor, host: torch.Tensor) -> D2HCopy:
+    """Enqueue the copy of ``source`` to ``host``, after the work that makes it."""
     host.copy_(source, non_blocking=True)
-    return Landing(host, mark_enqueued(source.device))
+    return D2HCopy(host, mark_enqueued(source.device))
 
 
 # ---- Collectives: the user's, or the fastest, quantized or not ----
@@ -281,7 +282,7 @@ class Chosen:
 
 
 def chosen_collectives(
-    domain: Domain,
+    mesh_info: MeshInfo,
     plan: Plan,
     group: dist.ProcessGroup,
     settings: Settings,
@@ -290,11 +291,11 @@ def chosen_collectives(
     reduce_dtype: torch.dtype,
     extensions: ExtensionGather | None = None,
 ) -> Collectives[Any]:
-    """How a bucket of ``plan`` travels among the ranks of ``group``: in ``compute_dtype`` when it
-    is gathered and in ``reduce_dtype`` when it is reduced, or else as ``policy`` says, or as the
-    parameters themselves do by ``extensions``."""
+    """Return how a bucket of ``plan`` travels among the ranks of ``group``: in ``compute_dtype``
+    when it is gathered and in ``reduce_dtype`` when it is reduced, or else as ``policy`` says, or
+    as the parameters themselves do by ``extensions``."""
     flat = plan.packed if isinstance(plan, RowsPlan) else plan
-    ranges: Collectives[BucketPlan] = choose(domain.device_type, group, flat)
+    ranges: Collectives[BucketPlan] = choose(mesh_info.device_type, group, flat)
     is_alone = not communicates(group)
     is_custom = settings.comms != CustomComms()
     if policy is not None and not policy.applies_to(plan):
@@ -308,14 +309,14 @@ def chosen_collectives(
     if is_custom and not is_alone:
         ranges = CustomCollectives(settings.comms, ranges)
     elif settings.uses_symmetric_memory and not is_alone:
-        domain.symmetric_memory.reserve(plan, compute_dtype, reduce_dtype)
-        ranges = SymmetricCollectives(domain.symmetric_memory)
+        mesh_info.symmetric_memory.reserve(plan, compute_dtype, reduce_dtype)
+        ranges = SymmetricCollectives(mesh_info.symmetric_memory)
     found: Any = ranges
     if isinstance(plan, RowsPlan) and is_alone:
         found = LocalCollectives()
     elif isinstance(plan, RowsPlan):
         is_free = not is_custom and not settings.uses_symmetric_memory
-        fastest = choose_for_rows(domain.device_type, group, plan)
+        fastest = choose_for_rows(mesh_info.device_type, group, plan)
         found = fastest if is_free else PackedRows(ranges)
     if extensions is not None:
         extensions.others = ranges
@@ -361,8 +362,8 @@ class Bucket:
     def __init__(
         self,
         plan: Plan,
-        owned: Sequence[OwnedParameter],
-        domain: Domain,
+        owned: Sequence[ParamInfo],
+        mesh_info: MeshInfo,
         device: torch.device,
         compute_dtype: torch.dtype,
         offload: CPUOffloadPolicy | None = None,
@@ -372,12 +373,12 @@ class Bucket:
         self.owned = list(owned)
         self.label = ""
         self.index = -1
-        """The number of the bucket in its domain. The same on every rank."""
+        """The number of the bucket in its mesh. The same on every rank."""
         self.first_flag = 0
-        """Where its flags begin among the domain's, which tell which parameters have a gradient."""
+        """Where its flags begin among the mesh's, which tell which parameters have a gradient."""
         self.state = BucketState.SHARDED
-        self.edits = BucketEdits(domain)
-        self.domain = domain
+        self.edits = BucketEdits(mesh_info)
+        self.mesh_info = mesh_info
         self.groups: LaneGroups
         self.collectives: Collectives[Any]
         self.extensions: ExtensionGather | None = None
@@ -388,14 +389,14 @@ class Bucket:
         self.parameters = [item.parameter for item in owned]
         self.is_tensor_parallel = any(item.is_tensor_parallel for item in owned)
         """Whether some gradients are DTensors, or parts of a sum over tensor parallelism."""
-        values = [plain(tile_in(parameter)) for parameter in self.parameters]
+        values = [unwrap(tp_local_tensor(parameter)) for parameter in self.parameters]
         self.sharded_parameters: list[Sharded] = []
         self.allocate(device, self.parameters)
         self.take(values)
         self.give_memory()
-        self.start = Start(values, self.version) if domain.communicates else None
+        self.init_hashes = ParamHashes(values, self.version) if mesh_info.communicates else None
         """Digests of what this rank sharded, until ranks have compared them."""
-        self.part: KeptPart | None = None
+        self.part: PostForwardShard | None = None
         """The part of the full buffer that is kept until backward, if the unit asks for one."""
         self.counters: VersionCounters
         """Those of the unsharded parameters, which autograd must not read unless they are there."""
@@ -407,19 +408,19 @@ class Bucket:
         """The :attr:`version` that the full buffer has, or will have."""
 
     def allocate(self, device: torch.device, like: Sequence[torch.Tensor]) -> None:
-        """Makes the buffers and the sharded parameters, and registers these parameters in the
+        """Make the buffers and the sharded parameters, and registers these parameters in the
         modules. They take their attributes from ``like``."""
-        plan, domain = self.plan, self.domain
+        plan, mesh_info = self.plan, self.mesh_info
         self.is_meta = device.type == "meta"
         # The plan among the ranks that gather. The ranks that hold parts of one shard put it
         # together before.
-        self.gather_plan = plan.merged(domain.shard_size) if domain.divides_copies else plan
+        self.gather_plan = plan.merged(mesh_info.shard_size) if mesh_info.divides_copies else plan
         policy = self.comm_policy
         codes = policy.gather_dtype if policy is not None else None
         sent = sent_sizes(self.gather_plan, self.compute_dtype, policy, codes)
         self.gathered_nbytes = sum(sent)
         """What an all-gather brings together, on all ranks."""
-        self.travels_nbytes = self.gathered_nbytes - sent[domain.shard_rank]
+        self.travels_nbytes = self.gathered_nbytes - sent[mesh_info.shard_rank]
         self.grad_dtype = plan.specs[0].grad_dtype or plan.specs[0].dtype
         """The dtype of sharded gradients."""
         made = sharded_parameters(self._make_buffers(device), like, plan, self.owned)
@@ -427,32 +428,32 @@ class Bucket:
         self.register(made)
 
     def _make_buffers(self, device: torch.device) -> Sequence[Sharded]:
-        """Makes the full buffer and the shard, and returns what the shard has of each parameter."""
-        plan, rank = self.plan, self.domain.plan_rank
+        """Make the full buffer and the shard, and returns what the shard has of each parameter."""
+        plan, rank = self.plan, self.mesh_info.plan_rank
         self.full: FlatBuffer | GatheredTensors = FlatBuffer(plan, self.compute_dtype, device)
         self.shard = self._at_rest(device, plan.shard_numels[rank], plan.specs[0].dtype).zero_()
-        return sharded_forms(plan, self.shard, self.owned, self.domain, self.edits)
+        return make_sharded_tensors(plan, self.shard, self.owned, self.mesh_info, self.edits)
 
     def give_memory(self) -> None:
-        """Makes the unsharded parameters views of the full buffer."""
+        """Make the unsharded parameters views of the full buffer."""
         assert isinstance(self.full, FlatBuffer)
         for item, view in zip(self.owned, self.full.views, strict=True):
             give_memory(item.parameter, view, item.aliases.values())
 
     def register(self, sharded: list[Sharded]) -> None:
-        """Makes ``sharded`` the sharded parameters, and registers them in the modules."""
+        """Make ``sharded`` the sharded parameters, and registers them in the modules."""
         self.sharded_parameters = sharded
         self.edits.recipients, self.edits.given = Recipients(self), None
-        self.look_for_places()
-        self.places.use_sharded()
+        self.find_registrations()
+        self.module_info.to_sharded()
 
-    def look_for_places(self) -> None:
-        """Notes where modules have the parameters registered now."""
-        self.places = Places(self.owned, self.parameters, self.sharded_parameters)
+    def find_registrations(self) -> None:
+        """Note where modules have the parameters registered now."""
+        self.module_info = ParamModuleInfo(self.owned, self.parameters, self.sharded_parameters)
 
     def take(self, wholes: Sequence[torch.Tensor]) -> None:
-        """Copies this rank's part of the whole parameters into the shard."""
-        parts = own_parts(self.plan, wholes, self.domain.plan_rank)
+        """Copy this rank's part of the whole parameters into the shard."""
+        parts = local_shards(self.plan, wholes, self.mesh_info.plan_rank)
         for sharded, part in zip(self.sharded_parameters, parts, strict=True):
             sharded._local_tensor.copy_(part)
 
@@ -469,7 +470,7 @@ class Bucket:
 
     @property
     def dtypes(self) -> str:
-        """Names the dtypes at rest and in compute, and says if it was frozen when it was made."""
+        """Name the dtypes at rest and in compute, and says if it was frozen when it was made."""
         dtypes = dict.fromkeys((self.shard.dtype, self.compute_dtype))
         spec = self.plan.specs[0]
         frozen = "" if spec.requires_grad else ", frozen"
@@ -479,16 +480,16 @@ class Bucket:
     @property
     def rest_device(self) -> torch.device:
         """Where the shard is, or will be once it is no longer on the meta device."""
-        return self.domain.device if self.offload is None else torch.device("cpu")
+        return self.mesh_info.device if self.offload is None else torch.device("cpu")
 
-    def to_host(self, reduced: torch.Tensor) -> Landing:
-        """Enqueues the copy of a gradient to the host, where an offloaded shard rests. The copy
+    def to_host(self, reduced: torch.Tensor) -> D2HCopy:
+        """Enqueue the copy of a gradient to the host, where an offloaded shard rests. The copy
         runs after the work that makes ``reduced``."""
         # Fresh memory each time, so that earlier gradients that a user holds stay as they are.
-        return land(reduced, self._at_rest(reduced.device, reduced.numel(), reduced.dtype))
+        return copy_to_host(reduced, self._at_rest(reduced.device, reduced.numel(), reduced.dtype))
 
     def materialize(self, device: torch.device) -> None:
-        """Gives memory on ``device`` to a bucket of the meta device: its shard is zeros, and its
+        """Give memory on ``device`` to a bucket of the meta device: its shard is zeros, and its
         parameters are new objects."""
         memory = self.full.memory
         self.allocate(device, self.sharded_parameters)
@@ -505,37 +506,39 @@ class Bucket:
         self.use_parameters(fresh)
 
     def use_parameters(self, unsharded: list[nn.Parameter]) -> None:
-        """Makes ``unsharded`` the unsharded parameters."""
+        """Make ``unsharded`` the unsharded parameters."""
         self.parameters = unsharded
         for item, parameter in zip(self.owned, unsharded, strict=True):
             item.parameter = parameter
-        self.look_for_places()
+        self.find_registrations()
 
-    def join(self, domain: Domain) -> None:
-        """Becomes one of the buckets of ``domain``."""
-        self.domain = domain
-        self.edits.domain = ref(domain)
-        self.index, self.first_flag = domain.register(self, len(self.parameters))
+    def join(self, mesh_info: MeshInfo) -> None:
+        """Become one of the buckets of ``mesh_info``."""
+        self.mesh_info = mesh_info
+        self.edits.mesh_info = ref(mesh_info)
+        self.index, self.first_flag = mesh_info.register(self, len(self.parameters))
 
-    def connect(self, part_size: int | None, settings: Settings, reduce_dtype: torch.dtype) -> None:
-        """Chooses the groups, collectives and memory that gather and reduce the bucket. Call it
+    def connect(
+        self, post_forward_size: int | None, settings: Settings, reduce_dtype: torch.dtype
+    ) -> None:
+        """Choose the groups, collectives and memory that gather and reduce the bucket. Call it
         before the first all-gather. Collective over the mesh at the first call.
 
-        ``part_size``: how many neighbours keep a part each between forward and backward. ``None``
-        if nobody keeps one. ``reduce_dtype``: what gradients travel in.
+        ``post_forward_size``: how many neighbours keep a part each between forward and backward.
+        ``None`` if nobody keeps one. ``reduce_dtype``: what gradients travel in.
         """
-        domain = self.domain
+        mesh_info = self.mesh_info
         self.edits.has_run = True
-        self.groups = groups = domain.groups_for(settings.separates_reductions)
-        self.full.memory = domain.memory_for(groups) if settings.uses_group_memory else None
+        self.groups = groups = mesh_info.groups_for(settings.separates_reductions)
+        self.full.memory = mesh_info.memory_for(groups) if settings.uses_group_memory else None
         self.part = None
-        refuse_methods(self.label, self.sharded_parameters)
-        if part_size is not None:
-            group = domain.group_of_neighbours(part_size)
+        validate_methods(self.label, self.sharded_parameters)
+        if post_forward_size is not None:
+            group = mesh_info.group_of_neighbours(post_forward_size)
             assert isinstance(self.full, FlatBuffer)
-            self.part = KeptPart(self.full, part_size, group, domain.device_type)
+            self.part = PostForwardShard(self.full, post_forward_size, group, mesh_info.device_type)
         self.collectives = chosen_collectives(
-            domain,
+            mesh_info,
             self.gather_plan,
             groups.gather,
             settings,
@@ -544,19 +547,19 @@ class Bucket:
             reduce_dtype,
             self.extensions,
         )
-        if domain.divides_copies:
-            self.divided = DividedShard(self, domain)
+        if mesh_info.divides_copies:
+            self.divided = DividedShard(self, mesh_info)
 
     def make_unsharded(self) -> bool:
-        """Makes the unsharded parameters, if these are what a gather makes, unless it was done
-        before. Returns whether it did. Collective over the mesh then. Call it after
+        """Make the unsharded parameters, if these are what a gather makes, unless it was done
+        before. Return whether it did. Collective over the mesh then. Call it after
         :meth:`connect`."""
         return False
 
     def signature(self, dtype: torch.dtype) -> int:
-        """A number that is the same on ranks which planned the bucket alike, and have as many
-        buckets and parameters in the domain. ``dtype`` is what a collective sends."""
-        facts = f"{self.plan} {dtype} {self.comm_policy} {self.domain.signature}"
+        """Return a number that is the same on ranks which planned the bucket alike, and have as
+        many buckets and parameters in the mesh. ``dtype`` is what a collective sends."""
+        facts = f"{self.plan} {dtype} {self.comm_policy} {self.mesh_info.signature}"
         return zlib.crc32(facts.encode())
 
     @property
@@ -575,11 +578,11 @@ class Bucket:
         return self.shard.nbytes
 
     def copy_values_of(self, other: Bucket) -> None:
-        """Copies the shard of ``other``, which lies as this one does."""
+        """Copy the shard of ``other``, which lies as this one does."""
         self.shard.copy_(other.shard)
 
-    def outdate(self) -> None:
-        """Notes that the full buffer has other values than the shards. Its next use gathers it
+    def mark_stale(self) -> None:
+        """Note that the full buffer has other values than the shards. Its next use gathers it
         again."""
         self.gathered_version = -1
 
@@ -594,7 +597,7 @@ class Bucket:
         return self.state is not BucketState.SHARDED and self.gathered_version == self.version
 
     def begin_gather(self, lane: Lane) -> None:
-        """Gives the full buffer memory. :meth:`is_filled_by` or :meth:`cancel_gather` comes next.
+        """Give the full buffer memory. :meth:`is_filled_by` or :meth:`cancel_gather` comes next.
 
         Raises:
             RuntimeError: the bucket is on the meta device.
@@ -615,23 +618,23 @@ class Bucket:
             lane.allocate(self.label, self.full)
 
     def cancel_gather(self) -> None:
-        """Takes :meth:`begin_gather` back, if it was called: nothing will be gathered."""
+        """Take :meth:`begin_gather` back, if it was called: nothing will be gathered."""
         self.state = self._before or self.state
         self._before = None
         if self.state is BucketState.UNSHARDED:
             self.counters.allow_reads()
 
     def is_filled_by(self, ticket: Ticket) -> None:
-        """Notes what fills the full buffer."""
+        """Note what fills the full buffer."""
         self._ticket = ticket
         self._before = None
         self.gathered_version = self.version
         if self.offload is not None:
-            self.domain.reading = ticket
+            self.mesh_info.reading = ticket
 
     def travel(self) -> Travel:
-        """How the full buffer is filled: by an all-gather, or from the neighbours' parts if they
-        were kept. Collective over the mesh."""
+        """Return how the full buffer is filled: by an all-gather, or from the neighbours' parts if
+        they were kept. Collective over the mesh."""
         part = self.part
         if part is None:
             return self._all_gather, None, self.travels_nbytes
@@ -646,7 +649,7 @@ class Bucket:
         )
 
     def make_pieces(self) -> Pieces | None:
-        """Does what :meth:`travel` does before its all-gather, if that is in place: buckets of one
+        """Do what :meth:`travel` does before its all-gather, if that is in place: buckets of one
         group can share it. Else ``None``. Call it in the lane's order."""
         if self.part is not None or not isinstance(self.collectives, GathersInPlace):
             return None
@@ -667,7 +670,7 @@ class Bucket:
         return self.divided.whole.flat
 
     def wait(self) -> None:
-        """Makes compute wait for the all-gather, if one is under way."""
+        """Make compute wait for the all-gather, if one is under way."""
         if self.state is BucketState.GATHERING:
             assert self._ticket is not None
             self._ticket.wait()
@@ -677,7 +680,7 @@ class Bucket:
                 self.counters.allow_reads()
 
     def free(self, lane: Lane, after: Mark, waits: bool = True) -> None:
-        """Frees the full buffer, as the lane does.
+        """Free the full buffer, as the lane does.
 
         Raises:
             RuntimeError: it is sharded, which is a mistake of the schedule.
@@ -696,7 +699,7 @@ class Bucket:
         lane.free(self.label, self.full, after, waits)
 
     def reset(self, lane: Lane) -> None:
-        """Brings the bucket to rest from any state, even if its all-gather failed."""
+        """Bring the bucket to rest from any state, even if its all-gather failed."""
         if self.is_gathered:
             self.free(lane, lane.mark_compute())
         elif self.full.allocated:  # by a gather that raised
@@ -704,10 +707,10 @@ class Bucket:
         self.drop_part()
         if self.divided is not None:
             self.divided.reset()
-        self.places.use_sharded()
+        self.module_info.to_sharded()
 
     def drop_part(self) -> None:
-        """Frees the kept part. Backward then gathers from all ranks."""
+        """Free the kept part. Backward then gathers from all ranks."""
         if self.part is not None:
             self.part.drop()
 
@@ -715,8 +718,8 @@ class Bucket:
 # ---- grad_dtype that users set on sharded parameters ----
 
 
-def follow_grad_dtypes(buckets: Sequence[Bucket]) -> None:
-    """Makes the ``grad_dtype`` of sharded parameters that of their buckets. It cannot change any
+def sync_grad_dtypes(buckets: Sequence[Bucket]) -> None:
+    """Make the ``grad_dtype`` of sharded parameters that of their buckets. It cannot change any
     more once their unit was gathered.
 
     Raises:

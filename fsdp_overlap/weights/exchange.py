@@ -293,12 +293,12 @@ def exchange_of(model: nn.Module, weights: Collection[torch.Tensor], what: str) 
         device = next((each.device for each in weights), torch.device("cpu"))
         return Exchange(what, None, device, make_lane(device))
     context = context_of(units[0])
-    lane = context.transfers.gather_lane
+    lane = context.comm_context.gather_lane
     if len(ranks) == 1:
         return Exchange(what, None, context.device, lane, plans=plans_of(context))
-    domain = context.domain_of(units[0].mesh)
-    like = domain.mesh.get_group(domain.mesh.ndim - 1)
-    group = domain.group_cache.connect(ranks, like, domain.device_type)
+    mesh_info = context.mesh_info_of(units[0].mesh)
+    like = mesh_info.mesh.get_group(mesh_info.mesh.ndim - 1)
+    group = mesh_info.group_cache.connect(ranks, like, mesh_info.device_type)
     return Exchange(what, group, context.device, lane, context.faults, plans_of(context))
 
 
