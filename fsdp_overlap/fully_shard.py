@@ -17,112 +17,6 @@ from fsdp_overlap.fsdp_module import FSDPModule, state_of
 from fsdp_overlap.tensor.spmd_mesh import DataParallelMeshDims, spmd_mesh
 from fsdp_overlap.torch_internals import is_replicated, note_fully_sharded, teach_fully_shard
 
-# ---- Blocks ----
-
-Users = dict[object, set[nn.Module]]
-"""For each module and parameter, the modules that it is registered in."""
-
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-
-
-def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Find the repeated blocks of ``model``, in registration order. Make a unit of each:
-
-        for block in find_blocks(model):
-            fully_shard(block, ctx)
-        fully_shard(model, ctx)
-
-    :func:`~fsdp_overlap.fully_shard_model` does that in one call.
-
-    A model may name the classes of its blocks in ``_no_split_modules``, as those of Hugging Face's
-    transformers do. If no module is of these classes, the members of its ``nn.ModuleList``s are the
-    blocks. If a block lies within another, the outer one is taken.
-
-    A parameter belongs to one unit. So a module that shares a parameter with a module outside of it
-    is no block, and the root takes it: an embedding that is tied to the head, for example. A module
-    within it may still be a block. Tie weights before. This works on the meta device, changes
-    nothing, and is not collective.
-
-    Raises:
-        ValueError: there are no blocks. The error says what there is instead.
-    """
-    classes = {
-        name
-        for module in model.modules()
-        for name in getattr(module, "_no_split_modules", ()) or ()
-    }
-    users = _users_in(model)
-    blocks = _outermost(model, users, lambda module: type(module).__name__ in classes)
-    if not blocks:
-        blocks = _outermost(model, users, lambda module: _is_listed(module, users))
-    if not blocks:
-        raise ValueError(_why_none(model, users, classes))
-    return blocks
-
-
-def _users_in(model: nn.Module) -> Users:
-    users: Users = {}
-    for module in model.modules():
-        for used in _registered(module):
-            users.setdefault(used, set()).add(module)
-    return users
-
-
-def _registered(module: nn.Module) -> list[object]:
-    found = (*module._modules.values(), *module._parameters.values())
-    return [each for each in found if each is not None]
-
-
-def _outermost(
-    model: nn.Module, users: Users, is_wanted: Callable[[nn.Module], bool]
-) -> list[nn.Module]:
-    """Return the modules below ``model`` that are wanted and can be units, without those within
-    others."""
-    blocks, seen = [], {model}
-    for module in model.modules():
-        if module not in seen and is_wanted(module) and _can_be_unit(module, users):
-            blocks.append(module)
-            seen.update(module.modules())
-    return blocks
-
-
-def _is_listed(module: nn.Module, users: Users) -> bool:
-    """Return whether it is a member of a list, and no container itself: containers have no
-    forward."""
-    return not isinstance(module, _CONTAINERS) and any(
-        isinstance(user, nn.ModuleList) for user in users[module]
-    )
-
-
-def _can_be_unit(module: nn.Module, users: Users) -> bool:
-    return any(True for _ in module.parameters()) and not _shares(module, users)
-
-
-def _shares(module: nn.Module, users: Users) -> bool:
-    """Return whether a module outside of ``module`` uses a module or parameter within it too."""
-    inner = set(module.modules())
-    return any(not users[used] <= inner for each in inner for used in _registered(each))
-
-
-def _why_none(model: nn.Module, users: Users, classes: set[str]) -> str:
-    named = f"no modules of the classes {sorted(classes)}, which it names, and " if classes else ""
-    shared = [
-        name
-        for name, module in model.named_modules()
-        if name and _is_listed(module, users) and _shares(module, users)
-    ]
-    if shared:
-        found = f"{', '.join(shared)} share parameters or modules with what is outside of them"
-    else:
-        children = {name: type(child).__name__ for name, child in model.named_children()}
-        found = f"its children are {children}"
-    return (
-        f"{type(model).__name__} has no blocks: {named}no members of an nn.ModuleList that have "
-        f"parameters of their own; {found}. Call fully_shard on modules that you choose, on a list "
-        "of those that share parameters, or on the model alone"
-    )
-
-
 # ---- fully_shard() ----
 
 if TYPE_CHECKING:
@@ -254,9 +148,9 @@ def fully_shard(
     modules = _modules_of(module)
     classes = [_fsdp_class(type(each)) for each in modules]
     _check_context(ctx)
-    full = spmd_mesh(mesh, dp_mesh_dims)
-    if full is not None:
-        mesh = full.data
+    spmd = spmd_mesh(mesh, dp_mesh_dims)
+    if spmd is not None:
+        mesh = spmd.data
     if ctx is None:
         ctx = FsdpContext(mesh)
         ctx.is_implicit = True
@@ -270,7 +164,7 @@ def fully_shard(
         offload_policy=offload_policy,
         comm_policy=comm_policy,
         ignored=frozenset(ignored_params or ()),
-        full=full,
+        spmd=spmd,
     )
     for each, fsdp_class in zip(modules, classes, strict=True):
         object.__setattr__(each, "__class__", fsdp_class)  # modules may guard their attributes
@@ -307,8 +201,8 @@ def fully_shard_model(
             :func:`fully_shard` do.
     """
     units = find_blocks(model) if units is None else units
-    full = spmd_mesh(options.get("mesh"), options.get("dp_mesh_dims"))
-    mesh = options.get("mesh") if full is None else full.data
+    spmd = spmd_mesh(options.get("mesh"), options.get("dp_mesh_dims"))
+    mesh = options.get("mesh") if spmd is None else spmd.data
     ctx = FsdpContext(mesh) if ctx is None else ctx
     policy = options.get("mp_policy")
     if not (
@@ -429,3 +323,109 @@ def _methods_first(metaclass: Any) -> Any:
 
 
 teach_fully_shard(state_of)
+
+
+# ---- Blocks ----
+
+Users = dict[object, set[nn.Module]]
+"""For each module and parameter, the modules that it is registered in."""
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """Find the repeated blocks of ``model``, in registration order. Make a unit of each:
+
+        for block in find_blocks(model):
+            fully_shard(block, ctx)
+        fully_shard(model, ctx)
+
+    :func:`~fsdp_overlap.fully_shard_model` does that in one call.
+
+    A model may name the classes of its blocks in ``_no_split_modules``, as those of Hugging Face's
+    transformers do. If no module is of these classes, the members of its ``nn.ModuleList``s are the
+    blocks. If a block lies within another, the outer one is taken.
+
+    A parameter belongs to one unit. So a module that shares a parameter with a module outside of it
+    is no block, and the root takes it: an embedding that is tied to the head, for example. A module
+    within it may still be a block. Tie weights before. This works on the meta device, changes
+    nothing, and is not collective.
+
+    Raises:
+        ValueError: there are no blocks. The error says what there is instead.
+    """
+    classes = {
+        name
+        for module in model.modules()
+        for name in getattr(module, "_no_split_modules", ()) or ()
+    }
+    users = _users_in(model)
+    blocks = _outermost(model, users, lambda module: type(module).__name__ in classes)
+    if not blocks:
+        blocks = _outermost(model, users, lambda module: _is_listed(module, users))
+    if not blocks:
+        raise ValueError(_why_none(model, users, classes))
+    return blocks
+
+
+def _users_in(model: nn.Module) -> Users:
+    users: Users = {}
+    for module in model.modules():
+        for used in _registered(module):
+            users.setdefault(used, set()).add(module)
+    return users
+
+
+def _registered(module: nn.Module) -> list[object]:
+    found = (*module._modules.values(), *module._parameters.values())
+    return [each for each in found if each is not None]
+
+
+def _outermost(
+    model: nn.Module, users: Users, is_wanted: Callable[[nn.Module], bool]
+) -> list[nn.Module]:
+    """Return the modules below ``model`` that are wanted and can be units, without those within
+    others."""
+    blocks, seen = [], {model}
+    for module in model.modules():
+        if module not in seen and is_wanted(module) and _can_be_unit(module, users):
+            blocks.append(module)
+            seen.update(module.modules())
+    return blocks
+
+
+def _is_listed(module: nn.Module, users: Users) -> bool:
+    """Return whether it is a member of a list, and no container itself: containers have no
+    forward."""
+    return not isinstance(module, _CONTAINERS) and any(
+        isinstance(user, nn.ModuleList) for user in users[module]
+    )
+
+
+def _can_be_unit(module: nn.Module, users: Users) -> bool:
+    return any(True for _ in module.parameters()) and not _shares(module, users)
+
+
+def _shares(module: nn.Module, users: Users) -> bool:
+    """Return whether a module outside of ``module`` uses a module or parameter within it too."""
+    inner = set(module.modules())
+    return any(not users[used] <= inner for each in inner for used in _registered(each))
+
+
+def _why_none(model: nn.Module, users: Users, classes: set[str]) -> str:
+    named = f"no modules of the classes {sorted(classes)}, which it names, and " if classes else ""
+    shared = [
+        name
+        for name, module in model.named_modules()
+        if name and _is_listed(module, users) and _shares(module, users)
+    ]
+    if shared:
+        found = f"{', '.join(shared)} share parameters or modules with what is outside of them"
+    else:
+        children = {name: type(child).__name__ for name, child in model.named_children()}
+        found = f"its children are {children}"
+    return (
+        f"{type(model).__name__} has no blocks: {named}no members of an nn.ModuleList that have "
+        f"parameters of their own; {found}. Call fully_shard on modules that you choose, on a list "
+        "of those that share parameters, or on the model alone"
+    )

@@ -34,8 +34,8 @@ def _fully_shard_in_rows(
     **options: Any,
 ) -> Any:
     """:func:`fully_shard` without a context, whose sharded parameters are placed as FSDP2's."""
-    full = spmd_mesh(mesh, dp_mesh_dims)
-    ctx = FsdpContext(mesh if full is None else full.data, layout=PerTensor())
+    spmd = spmd_mesh(mesh, dp_mesh_dims)
+    ctx = FsdpContext(mesh if spmd is None else spmd.data, layout=PerTensor())
     ctx.is_implicit = True
     return fully_shard(module, ctx, mesh=mesh, dp_mesh_dims=dp_mesh_dims, **options)
 

@@ -540,7 +540,7 @@ MISSED = {
     ),
     "the host reads an order check": Defect(MeshInfo, "agree", " or lane.is_captured", "", new=""),
     "compute does not wait for lanes before a replay": Defect(
-        ReplayedSteps, "before", "transfers.wait_for_lanes()", ""
+        ReplayedSteps, "before", "comm.wait_for_lanes()", ""
     ),
     "replays are no edits": Defect(ReplayedSteps, "after", "bucket.edits.note_values()", ""),
     "what was captured counts as gathered": Defect(

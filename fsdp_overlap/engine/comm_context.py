@@ -381,15 +381,15 @@ class CapturedSteps:
         self.is_under_way = False
         if parts is None:
             return None
-        schedule, transfers = parts
+        schedule, comm = parts
         if was_under_way:
             self._left = schedule.under_way()
             for unit in self._units():
                 unit.mark_stale()  # a capture moves no data
             with suppress(RuntimeError):  # CUDA itself says what ended the capture
-                transfers.end_capture()
+                comm.end_capture()
         if was_under_way or edited:
-            replays = ReplayedSteps(edited, transfers)
+            replays = ReplayedSteps(edited, comm)
             self._replays.add(replays)
             return replays
         return None
@@ -399,13 +399,13 @@ class CapturedSteps:
         parts = self._parts()
         if parts is None:
             return
-        schedule, transfers = parts
-        transfers.let_lanes_wait()  # events of the capture are none that gathers could wait for
+        schedule, comm = parts
+        comm.let_lanes_wait()  # events of the capture are none that gathers could wait for
         if left is None or sys.exception() is not None:
             return
-        transfers.wait_for_lanes()
+        comm.wait_for_lanes()
         schedule.drop()
-        transfers.rest()
+        comm.rest()
         raise RuntimeError(
             f"the capture of a CUDA graph ended with {left}: capture whole steps, with the "
             "backward of every forward. The graph is empty now"
@@ -496,29 +496,29 @@ class ReplayedSteps:
     """Counts each replay as an edit of the shards that the capture ``edited``, and keeps it in
     order with what lanes do eagerly."""
 
-    def __init__(self, edited: Sequence[Unit], transfers: CommContext) -> None:
+    def __init__(self, edited: Sequence[Unit], comm: CommContext) -> None:
         self._edited = [ref(unit) for unit in edited]
-        self._transfers = ref(transfers)
+        self._comm = ref(comm)
         self.lost_groups = False
         """Whether the process groups that it uses may be gone."""
 
     def before(self) -> None:
-        transfers = self._transfers()
-        if transfers is None or self.lost_groups:
+        comm = self._comm()
+        if comm is None or self.lost_groups:
             raise RuntimeError(
                 "replay() of a CUDA graph whose "
-                + ("process groups ctx.reset() has renewed" if transfers else "model is gone")
+                + ("process groups ctx.reset() has renewed" if comm else "model is gone")
                 + ": capture the step again"
             )
         if self._edited:
             for call in before_capture_or_replay:
                 call()
-        transfers.wait_for_lanes()
+        comm.wait_for_lanes()
 
     def after(self) -> None:
         for find in self._edited:
             if (unit := find()) is not None:
                 for bucket in unit.buckets:
                     bucket.edits.note_values()
-        if (transfers := self._transfers()) is not None:
-            transfers.let_lanes_wait()
+        if (comm := self._comm()) is not None:
+            comm.let_lanes_wait()

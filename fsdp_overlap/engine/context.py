@@ -478,10 +478,10 @@ class FsdpContext:
         )
         if self.hang_timeout is None or self._monitor is not None or not has_others:
             return
-        transfers, context = weakref.ref(self.comm_context), weakref.ref(self)
+        comm, context = weakref.ref(self.comm_context), weakref.ref(self)
 
         def lanes() -> Sequence[Lane]:
-            existing = transfers()
+            existing = comm()
             return () if existing is None else existing.lanes
 
         def found() -> None:

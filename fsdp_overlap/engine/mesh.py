@@ -392,12 +392,12 @@ class MeshInfo:
         own mesh too if it has one. ``placement`` is that along the dimension of the mesh that
         shards."""
         mesh, parameter = self.tensor_mesh, item.parameter
-        if (lies := item.spmd) is not None:
-            placements = lies.sharded_placements(mesh, placement)
-            whole = lies.full.mesh
+        if (spmd := item.spmd) is not None:
+            placements = spmd.sharded_placements(mesh, placement)
+            whole = spmd.full.mesh
             if whole not in self._with_other:
-                self._with_other[whole] = lies.full.sharded_mesh(mesh)
-            return contiguous_spec(self._with_other[whole], placements, lies.shape, dtype)
+                self._with_other[whole] = spmd.full.sharded_mesh(mesh)
+            return contiguous_spec(self._with_other[whole], placements, spmd.shape, dtype)
         copies = (Replicate(),) if mesh.ndim == 2 else ()
         placements = (*copies, placement)
         if isinstance(parameter, DTensor):

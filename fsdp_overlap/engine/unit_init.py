@@ -59,12 +59,12 @@ def make_unit(
     offload_policy: OffloadPolicy,
     comm_policy: QuantizedCommPolicy | None,
     ignored: frozenset[nn.Parameter],
-    full: SPMDMesh | None = None,
+    spmd: SPMDMesh | None = None,
 ) -> Unit:
     """Shard what ``modules`` own and hooks their forwards. Their classes are left to the caller.
 
     The arguments mean what they mean to :func:`fully_shard`. Parameters are sharded over ``mesh``
-    unless ``shard_placement_fn`` gives them another. ``full``: the mesh that they lie over, if it
+    unless ``shard_placement_fn`` gives them another. ``spmd``: the mesh that they lie over, if it
     has more dimensions.
 
     Raises:
@@ -80,7 +80,7 @@ def make_unit(
         for item in owned:
             item.block = comm_policy.grain(item.spec)
             item.is_kept = comm_policy.keeps(item.spec)
-    by_mesh = _by_mesh(kind, owned, ctx, mesh, full, shard_placement_fn)
+    by_mesh = _by_mesh(kind, owned, ctx, mesh, spmd, shard_placement_fn)
     for item in owned:
         if item.is_extension:
             is_in_rows = isinstance(layout_for(ctx.layout, item.spec), PerTensor)
@@ -150,20 +150,20 @@ def _by_mesh(
     owned: list[ParamInfo],
     ctx: FsdpContext,
     mesh: DeviceMesh,
-    full: SPMDMesh | None,
+    spmd: SPMDMesh | None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
 ) -> dict[MeshInfo, list[ParamInfo]]:
     """Sort the unit's parameters by the mesh that they are sharded over."""
     found: dict[MeshInfo, list[ParamInfo]] = {ctx.mesh_info_of(mesh): []}
     for item in owned:
         wanted: Any = None if shard_placement_fn is None else shard_placement_fn(item.parameter)
-        own_mesh, own_full = mesh, full
+        own_mesh, own_spmd = mesh, spmd
         if mesh_info := getattr(wanted, "mesh_info", None):
             own_mesh, wanted = mesh_info.mesh, wanted.placement
-            own_full = spmd_mesh_of(mesh_info)
+            own_spmd = spmd_mesh_of(mesh_info)
         mesh_info = ctx.mesh_info_of(own_mesh)
-        if own_full is not None:
-            item.spmd = spmd_placement(name_of(kind, item), item.parameter, own_full)
+        if own_spmd is not None:
+            item.spmd = spmd_placement(name_of(kind, item), item.parameter, own_spmd)
         if isinstance(wanted, Shard):
             item.cut_dim = _cut_dim(kind, item, wanted)
         is_in_rows = isinstance(layout_for(ctx.layout, item.spec), PerTensor)
