@@ -2,18 +2,16 @@
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from fsdp_overlap.blocks import find_blocks
 from fsdp_overlap.comm.mesh_groups import MeshGroups
-from fsdp_overlap.engine.comm_policy import QuantizedCommPolicy
 from fsdp_overlap.engine.context import FsdpContext
-from fsdp_overlap.engine.full_mesh import DataParallelMeshDims
+from fsdp_overlap.engine.options import QuantizedCommPolicy
 from fsdp_overlap.fsdp_module import (
-    FsdpModule,
+    FSDPModule,
     UnshardHandle,
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from fsdp_overlap.fully_shard import fully_shard
+from fsdp_overlap.fully_shard import find_blocks, fully_shard, fully_shard_model
 from fsdp_overlap.layout import BlockAtomic, Flat, PerTensor, TensorAtomic
 from fsdp_overlap.patching import patch_fsdp2
 from fsdp_overlap.schedule.finalization import GradientReductionHandle
@@ -21,9 +19,10 @@ from fsdp_overlap.schedule.stats import Stats
 from fsdp_overlap.tensor.creation import distribute_tensor
 from fsdp_overlap.tensor.placement import RaggedShard
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
+from fsdp_overlap.tensor.spmd_mesh import DataParallelMeshDims
 
-FSDPModule = FsdpModule
-"""The name of :class:`FsdpModule` in FSDP2, so that code for FSDP2 changes only its import."""
+FsdpModule = FSDPModule
+"""Another name of :class:`FSDPModule`, which has its name in FSDP2."""
 
 __all__ = [
     "BlockAtomic",
@@ -32,7 +31,6 @@ __all__ = [
     "FSDPModule",
     "Flat",
     "FsdpContext",
-    "FsdpModule",
     "GradientReductionHandle",
     "MeshGroups",
     "MixedPrecisionPolicy",
@@ -47,6 +45,7 @@ __all__ = [
     "distribute_tensor",
     "find_blocks",
     "fully_shard",
+    "fully_shard_model",
     "patch_fsdp2",
     "register_fsdp_forward_method",
     "share_comm_ctx",

@@ -9,16 +9,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap.engine.bucket import Bucket
-from fsdp_overlap.engine.bucket_state import BucketState
-from fsdp_overlap.engine.opaque import is_opaque
-from fsdp_overlap.engine.unit import unit_of
-from fsdp_overlap.engine.unsharded_edits import FREED, INSTEAD
+from fsdp_overlap.engine.param import is_opaque
+from fsdp_overlap.engine.param_group import Bucket, BucketState
+from fsdp_overlap.engine.unit import FREED, INSTEAD, unit_of
 from fsdp_overlap.torch_internals import TorchDispatchMode
 
 
 def check_parameters(model: nn.Module) -> TorchDispatchMode:
-    """Makes an operation raise if it edits an unsharded parameter of ``model``, or uses one after
+    """Make an operation raise if it edits an unsharded parameter of ``model``, or uses one after
     its memory was freed. The error comes where the operation is called, and names the parameter and
     its unit.
 
@@ -84,7 +82,7 @@ def _plain_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _makes_another(func: Any) -> bool:
-    """Whether ``func`` only reads the shape and dtype of its arguments."""
+    """Return whether ``func`` only reads the shape and dtype of its arguments."""
     name = func._schema.name.removeprefix("aten::")
     return name.startswith("new_") or name.endswith("_like")
 

@@ -1,51 +1,72 @@
-"""The verbs that :func:`fully_shard` gives a module, and two functions that take such modules. The
-verbs of gradients are in ``gradient_verbs``."""
+"""A sharded module: every method that :func:`fully_shard` gives a module, and two functions that
+take such modules."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, cast
 from weakref import ref
 
 import torch
 from torch import nn
 from torch.distributed import fsdp as fsdp2
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
 
 from fsdp_overlap.comm.custom_collectives import CustomComms
 from fsdp_overlap.comm.group_memory import check_memory
+from fsdp_overlap.comm.lanes import Lane
 from fsdp_overlap.comm.symmetric_memory import use_symmetric_memory
-from fsdp_overlap.engine.context import context_of
-from fsdp_overlap.engine.forward_method import ForwardMethod
-from fsdp_overlap.engine.shared_lanes import share_lanes
-from fsdp_overlap.engine.unit import Unit, unit_of
-from fsdp_overlap.fsdp2_state import Fsdp2State
-from fsdp_overlap.gradient_verbs import GradientVerbs
+from fsdp_overlap.engine import hooks
+from fsdp_overlap.engine.context import context_of, share_comm_context
+from fsdp_overlap.engine.hooks import ForwardMethod
+from fsdp_overlap.engine.meta_init import cast as cast_bucket
+from fsdp_overlap.engine.meta_init import materialize, register_unsharded_once, validate_cast
+from fsdp_overlap.engine.param import (
+    modules_outside_units,
+    move_buffers,
+    parameter_like,
+    parameters_outside_units,
+    tp_local_tensor,
+)
+from fsdp_overlap.engine.param_group import Bucket, sync_grad_dtypes
+from fsdp_overlap.engine.unit import Unit, unit_names, unit_of
+from fsdp_overlap.engine.unit_init import make_unit
+from fsdp_overlap.schedule.finalization import GradientReductionHandle
+from fsdp_overlap.tensor.ragged_dtensor import attributes_of
+from fsdp_overlap.tensor.spmd_mesh import SPMDMesh
 from fsdp_overlap.torch_internals import AllGather, ReduceScatter
 
 
 class UnshardHandle(fsdp2.UnshardHandle):
-    """What ``unshard(async_op=True)`` returns."""
+    """The handle that ``unshard(async_op=True)`` returns."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit: Unit | None = unit
 
     def wait(self) -> None:
-        """Makes compute wait for the all-gather and registers the unsharded parameters. Does
-        nothing if they were freed meanwhile, for example by a forward."""
+        """Make compute wait for the all-gather and register the unsharded parameters. Do nothing
+        if they were freed meanwhile, for example by a forward."""
         if self._unit is not None and self._unit.is_gathered:
             self._unit.wait()
-            self._unit.use_unsharded()
+            self._unit.to_unsharded()
             self._unit.shows_unsharded = True
         self._unit = None
 
 
-class FsdpModule(GradientVerbs, fsdp2.FSDPModule):
-    """A module that was sharded. :func:`fully_shard` adds this to the module's own class.
+class FSDPModule(nn.Module, fsdp2.FSDPModule):
+    """A sharded module. :func:`fully_shard` makes the module's class a subclass of this one.
 
-    It is an instance of FSDP2's ``FSDPModule`` too, for code that looks for one and calls its
-    verbs, as ``torch.distributed.pipelining`` does. Verbs of FSDP2 that are not here raise.
+    It has the methods of FSDP2's ``FSDPModule`` and is an instance of that class too, for code
+    that looks for one and calls its methods, as ``torch.distributed.pipelining`` does. Methods of
+    FSDP2's that are missing here raise.
     """
+
+    _fsdp_unit: Unit
 
     _is_fsdp_managed_module = True
     """For transformers' ``generate()``, which then runs equally many forwards on all ranks, and for
@@ -53,24 +74,30 @@ class FsdpModule(GradientVerbs, fsdp2.FSDPModule):
     _fsdp_use_orig_params = True
     """For ``torch.compile``, which refuses a managed module without it."""
 
-    def _get_fsdp_state(self) -> Any:
-        """What FSDP2's own functions ask of a module first."""
-        return Fsdp2State(self._fsdp_unit)
+    def __init_subclass__(cls) -> None:
+        """Do not call that of the user's class, which may want arguments, register each subclass,
+        or wrap methods once more."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a module of the plain class, because a new module is not a unit. A slice of a
+        sharded container comes here."""
+        return plain_class(cls)(*args, **kwargs)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gathers this unit's parameters, without those of inner units, and registers them in the
+        """Unshard this unit's parameters, without those of inner units, and register them in the
         module until they are freed: by :meth:`reshard`, or by a forward or backward that does not
         keep them. A backward that reduces their gradients registers the sharded ones in any case.
         Collective over the mesh.
 
-        With ``async_op`` it returns a handle, and the parameters may be used after the handle's
-        ``wait()``. A forward waits by itself.
+        Args:
+            async_op: whether to return a handle instead of making compute wait. The parameters may
+                be used after its ``wait()``. A forward waits by itself.
         """
         unit = self._fsdp_unit
         context = context_of(unit)
-        context.settle()
+        context.lazy_init()
         context.join_capture(unit)
-        unit.follow_trainability()
+        unit.sync_requires_grad()
         unit.hook_gradients()
         context.schedule.gathers.use(unit)
         handle = UnshardHandle(unit)
@@ -79,53 +106,76 @@ class FsdpModule(GradientVerbs, fsdp2.FSDPModule):
         handle.wait()
         return None
 
+    def reshard(self) -> None:
+        """Free this unit's full buffers and register its sharded parameters.
+
+        Raises:
+            RuntimeError: a parameter was replaced. Or the unsharded parameters were edited, and the
+                edit is lost.
+        """
+        unit, context = self._fsdp_unit, context_of(self._fsdp_unit)
+        unit.check_registrations()
+        lost = unit.changed() if unit.is_gathered else None
+        unit.to_sharded()
+        if unit.is_gathered:
+            gathers = context.schedule.gathers
+            gathers.take_out_of_graphs(unit)
+            gathers.release(unit)
+            gathers.flush()
+        if unit.is_offloaded:
+            context.comm_context.finish_reading()
+        if lost is not None:
+            raise RuntimeError(lost)
+
+    # How parameters are gathered and kept
+
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Whether reductions run on a process group of their own, beside all-gathers. They do by
-        default, unless the context was made with ``separate_reduce_scatter_group=False``. Call it
-        on every rank of the mesh, between iterations."""
+        """Set whether reduce-scatters have a process group of their own, beside all-gathers. They
+        do by default, unless the context was made with ``separate_reduce_scatter_group=False``.
+        Call it on every rank of the mesh, between iterations."""
         for unit in self._units(recurse):
             unit.settings.separates_reductions = enable
-            context_of(unit).unsettle()
+            context_of(unit).require_lazy_init()
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
-        """Makes ``comm`` gather this unit. It has ``torch.distributed.fsdp``'s interface of an
-        all-gather. Call this on every rank, between iterations.
+        """Set the all-gather of this unit: ``comm``, with ``torch.distributed.fsdp``'s interface
+        ``AllGather``. Call this on every rank, between iterations.
 
         ``comm`` gathers into memory that it allocates. Parameters are views of memory that the
         library allocates, so the result is copied, and the unit takes twice the memory meanwhile.
-        On a CPU no compute hides ``comm``. A single rank does not call it.
+        On a CPU no compute hides ``comm``. With a world size of 1 it is not called.
 
         Raises:
             ValueError: ranks hold shards of different sizes, the unit lies on several meshes, or
                 it uses symmetric memory.
         """
         comms = replace(self._fsdp_unit.settings.comms, all_gather=comm)
-        self._customize("set_custom_all_gather", comms)
+        self._set_custom_comm("set_custom_all_gather", comms)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Makes ``comm`` reduce this unit's gradients. It has ``torch.distributed.fsdp``'s
-        interface of a reduce-scatter, and is asked for a mean, or for a sum if a divisor was set.
+        """Set the reduce-scatter of this unit: ``comm``, with ``torch.distributed.fsdp``'s
+        interface ``ReduceScatter``. It is asked for a mean, or for a sum if a divisor was set.
         Everything else is as in :meth:`set_custom_all_gather`."""
         comms = replace(self._fsdp_unit.settings.comms, reduce_scatter=comm)
-        self._customize("set_custom_reduce_scatter", comms)
+        self._set_custom_comm("set_custom_reduce_scatter", comms)
 
-    def _customize(self, verb: str, comms: CustomComms) -> None:
+    def _set_custom_comm(self, method: str, comms: CustomComms) -> None:
         unit = self._fsdp_unit
-        if len({bucket.domain for bucket in unit.buckets}) > 1:
+        if len({bucket.mesh_info for bucket in unit.buckets}) > 1:
             raise ValueError(
-                f"{verb}() on unit {unit.name!r}, whose parameters lie on several meshes: make a "
+                f"{method}() on unit {unit.name!r}, whose parameters lie on several meshes: make a "
                 "unit for each"
             )
-        _check_shards_are_equal(unit, verb)
-        _check_no_symmetric_memory(unit, verb)
+        _check_shards_are_equal(unit, method)
+        _check_no_symmetric_memory(unit, method)
         unit.settings.comms = comms
-        context_of(unit).unsettle()
+        context_of(unit).require_lazy_init()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Whether this unit's full buffers and reduce inputs lie in memory that the backend of its
-        process groups allocates. It is registered with the groups of gathers and reductions, so
+        """Set whether this unit's full buffers and reduce inputs lie in memory that the backend of
+        its process groups allocates. It is registered with the groups of gathers and reductions, so
         that NCCL can work on it without copies of its own, on NVSwitch by NVLink SHARP. Gradients
         are summed then and divided after it, because NCCL takes means of them without that memory.
         A buffer that is kept moves there when it was freed. Call this on every rank of the mesh,
@@ -145,14 +195,14 @@ class FsdpModule(GradientVerbs, fsdp2.FSDPModule):
                 )
             _check_no_symmetric_memory(unit, "set_allocate_memory_from_process_group_for_comm")
             for bucket in unit.buckets:
-                mesh = bucket.domain.mesh
-                check_memory(mesh.get_group(mesh.ndim - 1), bucket.domain.device)
+                mesh = bucket.mesh_info.mesh
+                check_memory(mesh.get_group(mesh.ndim - 1), bucket.mesh_info.device)
         unit.settings.uses_group_memory = enable
-        context_of(unit).unsettle()
+        context_of(unit).require_lazy_init()
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Makes what is gathered and reduced of this unit travel in symmetric memory: memory that
-        all ranks of a process group have registered together. NCCL has faster collectives for it,
+        """Use symmetric memory for this unit's all-gathers and reduce-scatters: memory that all
+        ranks of a process group have registered together. NCCL has faster collectives for it,
         which take fewer of a GPU's cores or none. Call this on every rank of the mesh, between
         iterations. There is no way back.
 
@@ -167,22 +217,22 @@ class FsdpModule(GradientVerbs, fsdp2.FSDPModule):
                 ``backend`` is not ``"NCCL"``, ranks hold shards of different sizes, or the unit
                 has custom collectives or memory of its process groups. Nothing was changed then.
         """
-        unit, verb = self._fsdp_unit, "set_symm_mem_for_comm"
+        unit, method = self._fsdp_unit, "set_symm_mem_for_comm"
         settings = unit.settings
         if settings.comms != CustomComms() or settings.uses_group_memory:
             raise ValueError(
-                f"{verb}() on unit {unit.name!r}, which has custom collectives or memory of its "
-                "process groups: it travels in one kind of memory alone"
+                f"{method}() on unit {unit.name!r}, which has custom collectives or memory of its "
+                "process groups: use one of these and symmetric memory, not both"
             )
-        _check_shards_are_equal(unit, verb)
+        _check_shards_are_equal(unit, method)
         for bucket in unit.buckets:
-            mesh = bucket.domain.mesh
-            use_symmetric_memory(backend, mesh.get_group(mesh.ndim - 1), bucket.domain.device)
+            mesh = bucket.mesh_info.mesh
+            use_symmetric_memory(backend, mesh.get_group(mesh.ndim - 1), bucket.mesh_info.device)
         settings.uses_symmetric_memory = True
-        context_of(unit).unsettle()
+        context_of(unit).require_lazy_init()
 
     def set_zero_stage(self, stage: int, *, recurse: bool = True) -> None:
-        """Sets what is sharded at rest, by the stages of ZeRO (arXiv 1910.02054).
+        """Set what is sharded at rest, by the stages of ZeRO (arXiv 1910.02054).
 
         Stage 3 shards everything, as :func:`fully_shard` does by default. Stage 2 shards gradients
         and optimizer states: full buffers are kept, and are gathered again after the optimizer's
@@ -201,7 +251,8 @@ class FsdpModule(GradientVerbs, fsdp2.FSDPModule):
             unit.settings.reduces_last_only = stage == 1
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether forward frees the full buffers, as the argument of :func:`fully_shard` says it.
+        """Set whether forward frees the full buffers, as the argument of :func:`fully_shard` says
+        it.
 
         Raises:
             ValueError: it is not a bool.
@@ -216,16 +267,16 @@ class FsdpModule(GradientVerbs, fsdp2.FSDPModule):
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Whether backward frees the full buffers. A buffer that is kept is gathered again before
-        its next use if the parameters were edited."""
+        """Set whether backward frees the full buffers. A buffer that is kept is gathered again
+        before its next use if the parameters were edited."""
         for unit in self._units(recurse):
             unit.settings.reshard_after_backward = reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether this unit is gathered for its backward. An embedding, for example, need not be:
-        its backward reads no parameters. A backward that does read them raises a RuntimeError that
-        says so. The unit is gathered all the same if other code handles what autograd saves, as
-        checkpointing does.
+        """Set whether this unit is gathered for its backward. An embedding, for example, need not
+        be: its backward reads no parameters. A backward that does read them raises a RuntimeError
+        that says so. The unit is gathered all the same if other code handles what autograd saves,
+        as checkpointing does.
 
         Raises:
             RuntimeError: the unit has opaque parameters, which backward reads past autograd.
@@ -241,8 +292,8 @@ class FsdpModule(GradientVerbs, fsdp2.FSDPModule):
         self._fsdp_unit.settings.unshard_in_backward = unshard_in_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[fsdp2.FSDPModule]) -> None:
-        """Which units are gathered ahead when this one runs in forward. They replace those that the
-        order predicts; ``[]`` returns to the prediction. Set the same on every rank.
+        """Set which units are gathered ahead when this one runs in forward. They replace those that
+        the order predicts; ``[]`` returns to the prediction. Set the same on every rank.
 
         All of them are gathered, even if they are more than ``prefetch``. They are kept until they
         are used, or until the pass ends.
@@ -253,35 +304,347 @@ class FsdpModule(GradientVerbs, fsdp2.FSDPModule):
         self._fsdp_unit.forward_prefetch = self._prefetched(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[fsdp2.FSDPModule]) -> None:
-        """Which units are gathered ahead when this one runs in backward. See
+        """Set which units are gathered ahead when this one runs in backward. See
         :meth:`set_modules_to_forward_prefetch`."""
         self._fsdp_unit.backward_prefetch = self._prefetched(modules)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Whether full buffers keep their memory while the unit is sharded. Unsharded parameters
-        then keep their addresses. Each unit takes the memory of all its parameters from its first
-        all-gather on. A whole step that is captured in a CUDA graph neither needs nor takes it."""
+        """Set whether full buffers keep their memory while the unit is sharded. Unsharded
+        parameters then keep their addresses. Each unit takes the memory of all its parameters from
+        its first all-gather on. A whole step that is captured in a CUDA graph neither needs nor
+        takes it."""
         for unit in self._units(recurse):
-            context_of(unit).transfers.keep_storage(unit, keep)
+            context_of(unit).comm_context.keep_storage(unit, keep)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Makes the all-gathers of the next pass wait for ``event``, recorded after the optimizer's
+        """Make the all-gathers of the next pass wait for ``event``, recorded after the optimizer's
         step, and not for all compute that was enqueued before the pass. It holds for one pass.
         Edits of parameters after this call are waited for all the same. On a CPU there is nothing
         to wait for."""
         context = context_of(self._fsdp_unit)
         context.schedule.gathers.wait_once_for(event, context.units)
         if context.shard_optimizer_over_replicas:
-            context.transfers.copies_lane.after_event(event)
+            context.comm_context.copies_lane.after_event(event)
 
     def reset_iter_state(self) -> None:
-        """Does what :meth:`FsdpContext.reset` does. This is its name in FSDP2.
+        """Reset the state of the iteration, as :meth:`FsdpContext.reset` does. This is its name in
+        FSDP2.
 
         Raises:
             RuntimeError: this unit lies within another; call it on the root.
         """
         self._check_outermost("reset_iter_state")
         context_of(self._fsdp_unit).reset()
+
+    # How gradients are reduced
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Set whether backward reduces gradients. If not, each rank sums them, unsharded and in the
+        reduce dtype, until a backward that does. This is gradient accumulation without
+        communication. ``zero_grad()`` does not clear such sums, but ``ctx.reset()`` drops them, and
+        a copy of the model has none."""
+        for unit in self._units(recurse):
+            unit.settings.requires_gradient_sync = requires_gradient_sync
+            unit.settings.reduce_options.across_copies = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Set whether backward all-reduces gradients over replicas too, on a mesh ``(replicate,
+        shard)``. If not, they are reduced among shards and summed, until a backward that does. This
+        is gradient accumulation that communicates inside a node alone. ``.grad`` does not change
+        until then. :meth:`set_requires_gradient_sync` sets this too."""
+        for unit in self._units(recurse):
+            unit.settings.reduce_options.across_copies = requires_all_reduce
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Set whether the next backward is the last before the optimizer's step. At stage 1 of
+        :meth:`set_zero_stage` the last backward is the one that reduces gradients."""
+        for unit in self._units(recurse=True):
+            unit.settings.is_last_backward = is_last_backward
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Set what this unit's summed gradients are divided by. The sum is over all ranks of its
+        mesh, and the default is their number.
+
+        Experts that are sharded over some of the ranks but get tokens from all ranks need the
+        number of all ranks.
+
+        Raises:
+            ValueError: ``factor`` is not positive.
+        """
+        if not factor > 0:
+            raise ValueError(f"set_gradient_divide_factor({factor!r}): use a positive number")
+        self._fsdp_unit.settings.reduce_options.divisor = float(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Set whether this unit's gradients are reduced by sums alone. The division is a step of
+        its own then."""
+        self._fsdp_unit.settings.reduce_options.sums_only = enable
+
+    def set_all_reduce_hook(
+        self,
+        hook: Callable[[torch.Tensor], None],
+        *,
+        stream: torch.Stream | None = None,
+    ) -> None:
+        """Set a hook that gets the reduced gradients of each bucket before they become ``.grad`` or
+        are added to it. If there are replicas, it runs after the all-reduce over them.
+
+        Args:
+            hook: gets this rank's range of the gradients, as a flat tensor in the reduce dtype,
+                which it may edit in place. It runs on the lane of the reduction. On a CPU it runs
+                when compute waits for the reduction.
+            stream: the stream to run ``hook`` on instead. Not possible with replicas.
+
+        Raises:
+            ValueError: ``stream`` is given on a mesh ``(replicate, shard)``.
+        """
+        unit = self._fsdp_unit
+        if stream is not None and unit.has_copies:
+            raise ValueError(
+                "set_all_reduce_hook(stream=...) on a mesh (replicate, shard): the hook runs where "
+                "the reduction across copies does; leave stream out"
+            )
+        unit.settings.reduce_options.hook, unit.settings.reduce_options.hook_stream = hook, stream
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """Set how many reduce inputs may exist at once: those that travel and the one that is being
+        filled. The default is 2, and 1 with ``prefetch=0``. The units of a context share them, and
+        the largest number that was set on any of them counts.
+
+        Raises:
+            TypeError, ValueError: it is not an integer of at least 1.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(
+                "set_reduce_scatter_max_input_buffers takes an int, got a "
+                f"{type(max_input_buffers).__name__}"
+            )
+        if max_input_buffers < 1:
+            raise ValueError(
+                f"set_reduce_scatter_max_input_buffers({max_input_buffers}): use 1 or more"
+            )
+        for unit in self._units(recurse):
+            unit.settings.max_reduce_inputs = max_input_buffers
+            context_of(unit).sync_max_reduce_inputs()
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Do nothing; this is for code that was written for FSDP2. Parameters without a
+        gradient on this rank always take part in the reduction, so ranks may use different
+        parameters. If no rank has a gradient, ``.grad`` stays as it was."""
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Set whether backwards leave it to :meth:`finalize_backward` to complete gradients.
+        Without that call, gradients are never complete.
+
+        Raises:
+            RuntimeError: this unit lies within another, or a backward is not finalized yet.
+        """
+        self._check_outermost("set_manual_backward_finalization")
+        context_of(self._fsdp_unit).schedule.finalization.set_manual(enabled)
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Complete the gradients of all backwards since the last call. Collective over the mesh.
+
+        This reduces what backwards without synchronization left on units that synchronize now, and
+        frees the full buffers that are not kept after backward. Before the first forward it does
+        nothing.
+
+        Args:
+            async_op: whether to return a handle. After its ``wait()`` the gradients may be used,
+                and the next forward or backward may run.
+
+        Raises:
+            RuntimeError: this unit lies within another, finalization is not manual, a backward is
+                under way, or the last handle was not waited for.
+        """
+        self._check_outermost("finalize_backward")
+        context = context_of(self._fsdp_unit)
+        if not context.has_schedule:
+            return GradientReductionHandle(None) if async_op else None
+        handle = context.schedule.finalization.finalize()
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    # How a sharded module is moved, copied, saved and loaded
+
+    def _apply(self, fn: Any, recurse: bool = True) -> FSDPModule:
+        """Do the work of ``to_empty()``, ``to()`` and the like. A unit on the meta device gets
+        memory. A unit that has not run yet may be cast. A unit that is where it should be stays as
+        it is. Opaque parameters always stay as they are.
+
+        Raises:
+            RuntimeError: the shards would move to another device, or would be cast after a forward.
+                Nothing was changed then.
+        """
+        for unit in self._units(recurse):
+            unit.update_shared_params()
+            _check_apply(unit, fn)
+        shards = self._shards()
+        with torch.no_grad():
+            applied = [fn(shard) for _, shard in shards]
+        context = context_of(self._fsdp_unit)
+        device = context.device
+        with _hidden(self._fsdp_unit.buckets):
+            super()._apply(fn, recurse)
+        if self._fsdp_unit.is_offloaded:  # shards stay on the host, buffers do not
+            move_buffers([self], device)
+        if any(
+            bucket.is_meta and not result.is_meta
+            for (bucket, _), result in zip(shards, applied, strict=True)
+        ):
+            materialize(self._fsdp_unit, device)
+            context.require_lazy_init()
+        else:
+            for (bucket, shard), result in zip(shards, applied, strict=True):
+                if result.dtype != shard.dtype:
+                    cast_bucket(self._fsdp_unit, bucket, result)
+                elif result is not shard:
+                    shard.copy_(result)
+        register_unsharded_once(self._fsdp_unit)
+        return self
+
+    def _shards(self) -> list[tuple[Bucket, torch.Tensor]]:
+        """Return the tensors that :meth:`_apply` works on: the shards of the unit, without what is
+        opaque. If the unit has several modules, each of them is called, and works on the ranges of
+        its own parameters. So it does if they are of a class of their own."""
+        unit = self._fsdp_unit
+        buckets = [bucket for bucket in unit.buckets if not bucket.is_opaque]
+        mine = {id(module._parameters) for _, module in modules_outside_units([self])}
+        flat = [] if unit.is_list else [each for each in buckets if not each.is_extension]
+        return [(bucket, bucket.shard) for bucket in flat] + [
+            (bucket, sharded._local_tensor)
+            for bucket in buckets
+            if bucket not in flat
+            for item, sharded in zip(bucket.owned, bucket.sharded_parameters, strict=True)
+            if any(id(registered) in mine for registered, _ in item.registrations)
+        ]
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        # A unit on the meta device keeps what load_state_dict(assign=True) has registered so far,
+        # and waits for the parameters of its other modules.
+        self._fsdp_unit.update_shared_params()
+        if not self._fsdp_unit.is_meta and not self._is_in_use():
+            self._fsdp_unit.to_sharded()  # in place of what a load that failed has left
+            self.reshard()
+        super()._load_from_state_dict(*args)
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        if not self._is_in_use():
+            self.reshard()  # shards are saved, also after an explicit unshard()
+        super()._save_to_state_dict(*args)
+
+    def _is_in_use(self) -> bool:
+        return context_of(self._fsdp_unit).schedule.is_in_use(self._fsdp_unit)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """Make a copy that is sharded in the same way, with memory and a context of its own.
+
+        A unit is copied as a whole, with all its modules if they are several. The copy does not
+        take over what the unit was told to prefetch; it learns its own order.
+
+        Raises:
+            RuntimeError: the unit is a list of modules, and one of them was deleted.
+        """
+        unit = self._fsdp_unit
+        if not unit.is_complete:
+            raise RuntimeError(
+                f"unit {unit.name!r} is of several modules, of which one was deleted, and cannot "
+                "be copied without it: keep, and copy, the module that holds all of them"
+            )
+        sync_grad_dtypes(unit.buckets)
+        kept = _copy_parameters(unit, memo)
+        if any(not item.registrations for bucket in unit.buckets for item in bucket.owned):
+            raise RuntimeError(
+                f"{unit.name!r} has weights that were tied after fully_shard(), and cannot be "
+                "copied: tie them before"
+            )
+        originals = unit.modules
+        duplicates = []
+        for module in originals:
+            plain = plain_class(type(module))
+            memo[id(module)] = duplicate = plain.__new__(plain)
+            duplicates.append(duplicate)
+        for bucket in unit.buckets:
+            # Not before, because attributes may lead to modules and other parameters.
+            for parameter, sharded in zip(
+                bucket.parameters, bucket.sharded_parameters, strict=True
+            ):
+                attributes = attributes_of(parameter) | attributes_of(sharded)
+                del attributes["_fsdp_owner"]
+                copied = memo[id(parameter)]
+                own = vars(tp_local_tensor(copied))  # of its class, if it has one of its own
+                given = {name: value for name, value in attributes.items() if name not in own}
+                vars(copied).update(deepcopy(given, memo))
+        for module, duplicate in zip(originals, duplicates, strict=True):
+            state = hooks.without_hooks(module.__getstate__())
+            del state["_fsdp_unit"]
+            duplicate.__setstate__(deepcopy(state, memo))
+        context = deepcopy(context_of(unit), memo)
+        meshes = {}
+        for bucket in unit.buckets:
+            mesh_info = context.mesh_info_of(bucket.mesh_info.mesh)
+            mesh_info.plans.place(duplicates, [bucket.plan])
+            for item in bucket.owned:
+                result_mesh = _MeshInfo(mesh_info.mesh)
+                if (spmd := item.spmd) is not None:
+                    result_mesh = _MeshInfo(mesh_info.mesh, spmd.full.mesh, spmd.full)
+                meshes[memo[id(item.parameter)]] = _PlacementResult(
+                    result_mesh, Shard(item.cut_dim)
+                )
+        copied_unit = make_unit(
+            duplicates,
+            context,
+            unit.mesh,
+            reshard_after_forward=unit.reshard_after_forward,
+            shard_placement_fn=meshes.__getitem__,
+            mp_policy=_keeping_dtypes(unit.mp_policy, kept),
+            offload_policy=unit.offload_policy,
+            comm_policy=unit.comm_policy,
+            # What the unit does not own, the copy does not: ignored, or frozen and added later.
+            ignored=frozenset(
+                parameter
+                for _, parameter, *_ in parameters_outside_units(duplicates)
+                if parameter not in meshes
+            ),
+        )
+        copied_unit.unowned = deepcopy(unit.unowned, memo)
+        for module, duplicate in zip(originals, duplicates, strict=True):
+            object.__setattr__(duplicate, "__class__", type(module))
+        for mine, its in zip(unit.buckets, copied_unit.buckets, strict=True):
+            # For an optimizer that is copied together with the model.
+            memo.update(zip(map(id, mine.sharded_parameters), its.sharded_parameters, strict=True))
+        unit.copy_to(copied_unit)
+        return cast(nn.Module, memo[id(self)])
+
+    def _units(self, recurse: bool) -> Iterable[Unit]:
+        modules = self.modules() if recurse else [self]
+        found = (unit for unit in map(unit_of, modules) if unit is not None)
+        return dict.fromkeys(found)  # the modules of a list share one unit
+
+    def _check_outermost(self, method: str) -> None:
+        unit = self._fsdp_unit
+        if unit in unit_names(context_of(unit).units):
+            raise RuntimeError(
+                f"{method}() is for the root, and unit {unit.name!r} lies within another: call "
+                "it on the outermost"
+            )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(f"{type(self).__name__} cannot be pickled: save its state_dict()")
+
+    # Private
+
+    def _get_fsdp_state(self) -> Any:
+        """Return what FSDP2's own functions ask of a module first."""
+        return FSDPState(self._fsdp_unit)
 
     def _prefetched(self, modules: Sequence[fsdp2.FSDPModule]) -> list[ref[Unit]]:
         mine = context_of(self._fsdp_unit)
@@ -303,8 +666,8 @@ class FsdpModule(GradientVerbs, fsdp2.FSDPModule):
         return units
 
 
-def _check_shards_are_equal(unit: Unit, verb: str) -> None:
-    """Checks that ranks hold equally much of ``unit``, for the method ``verb``.
+def _check_shards_are_equal(unit: Unit, method: str) -> None:
+    """Check that ranks hold equally much of ``unit``, for the method ``method``.
 
     Raises:
         ValueError: they do not.
@@ -312,41 +675,41 @@ def _check_shards_are_equal(unit: Unit, verb: str) -> None:
     for bucket in unit.buckets:
         if not bucket.plan.is_equal:
             raise ValueError(
-                f"{verb}() on unit {unit.name!r}, of which ranks hold "
+                f"{method}() on unit {unit.name!r}, of which ranks hold "
                 f"{bucket.plan.shard_numels} elements: use FsdpContext(layout=Flat()), which makes "
                 "equal shards"
             )
 
 
-def _check_no_symmetric_memory(unit: Unit, verb: str) -> None:
-    """Checks that ``unit`` may travel in other memory, for the method ``verb``.
+def _check_no_symmetric_memory(unit: Unit, method: str) -> None:
+    """Check that ``unit`` may communicate in other memory, for the method ``method``.
 
     Raises:
         ValueError: it uses symmetric memory.
     """
     if unit.settings.uses_symmetric_memory:
         raise ValueError(
-            f"{verb}() on unit {unit.name!r}, which has set_symm_mem_for_comm(): it travels in one "
-            "kind of memory alone"
+            f"{method}() on unit {unit.name!r}, which has set_symm_mem_for_comm(): use one of the "
+            "two, not both"
         )
 
 
 def _set_reshard_after_forward(unit: Unit, reshard_after_forward: bool | None) -> None:
-    """Replaces the argument of :func:`fully_shard`. If that was a number of ranks, the context
+    """Replace the argument of :func:`fully_shard`. If that was a number of ranks, the context
     settles its groups again."""
-    if unit.part_size is not None:
-        context_of(unit).unsettle()
+    if unit.post_forward_size is not None:
+        context_of(unit).require_lazy_init()
     unit.reshard_after_forward = reshard_after_forward
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Makes a method of a unit run on unsharded parameters, as its forward does. Does nothing to a
-    module that is no unit.
+    """Make a method of a unit run on unsharded parameters, as its forward does. Do nothing to a
+    module that is not sharded.
 
     Raises:
         ValueError: the unit has no such method.
     """
-    if not isinstance(module, FsdpModule):
+    if not isinstance(module, FSDPModule):
         return
     method = getattr(module, method_name, None)
     if not callable(method):
@@ -354,8 +717,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     setattr(module, method_name, ForwardMethod(module, method))
 
 
-def share_comm_ctx(modules: Sequence[FsdpModule]) -> None:
-    """Makes several roots, such as the chunks of a pipeline stage, share the lanes of the first.
+def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
+    """Make several roots, such as the chunks of a pipeline stage, share the lanes of the first.
     Each keeps its own context, and so its own order. Call it before the first forward.
 
     Raises:
@@ -369,4 +732,138 @@ def share_comm_ctx(modules: Sequence[FsdpModule]) -> None:
             raise ValueError(f"share_comm_ctx takes units, got a {type(module).__name__}")
         contexts.append(context_of(unit))
     if contexts:
-        share_lanes(contexts)
+        share_comm_context(contexts)
+
+
+def _check_apply(unit: Unit, fn: Any) -> None:
+    """Check that ``fn``, which ``_apply()`` is to call, leaves shards where they can be.
+
+    Raises:
+        RuntimeError: it does not.
+    """
+    has_run = context_of(unit).was_initialized
+    for bucket in unit.buckets:
+        with torch.no_grad():
+            result = fn(bucket.shard.new_empty(0))
+        if bucket.is_opaque:  # left alone, whatever fn does to numbers
+            result = result.to(bucket.shard.dtype)
+        if (refused := validate_cast(unit, bucket, result, has_run)) is not None:
+            raise RuntimeError(refused)
+
+
+def plain_class(cls: type) -> Any:
+    """Return the class that the user wrote, without what :func:`fully_shard` added."""
+    return next(base for base in cls.__mro__ if not issubclass(base, FSDPModule))
+
+
+def _copy_parameters(unit: Unit, memo: dict[int, Any]) -> set[nn.Parameter]:
+    """Put into ``memo`` a parameter without values for each of the unit's. Return those that keep
+    their dtype."""
+    kept: set[nn.Parameter] = set()
+    for bucket in unit.buckets:
+        device = bucket.device if bucket.is_opaque else bucket.shard.device
+        for spec, item, sharded in zip(
+            bucket.plan.specs, bucket.owned, bucket.sharded_parameters, strict=True
+        ):
+            # make_unit() takes this over. Of its values only the shard is copied, below.
+            empty = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+            if bucket.is_extension:
+                empty = sharded._local_tensor.new_zeros(spec.shape)
+            copied = parameter_like(item.parameter, empty, spec.requires_grad)
+            if spec.grad_dtype is not None:
+                copied.grad_dtype = spec.grad_dtype
+            memo[id(item.parameter)] = memo[id(sharded)] = copied
+            memo.update((alias, empty.view_as(empty)) for alias in item.aliases)
+            if spec.keeps_dtype:
+                kept.add(copied)
+    return kept
+
+
+@contextmanager
+def _hidden(buckets: Sequence[Bucket]) -> Iterator[None]:
+    """Take the parameters of ``buckets`` out of their modules inside the ``with`` block."""
+    for bucket in buckets:
+        bucket.module_info.to_none()
+    try:
+        yield
+    finally:
+        for bucket in buckets:
+            bucket.module_info.to_sharded()
+
+
+def _keeping_dtypes(
+    policy: MixedPrecisionPolicy, parameters: set[nn.Parameter]
+) -> MixedPrecisionPolicy:
+    """Return the policy of a copy, in which ``parameters`` keep their dtype. ``policy`` itself may
+    know the original parameters by identity, and the copy has others."""
+    if not parameters:
+        return policy
+    changes: Any = {"param_dtype_override_fn": lambda p: p.dtype if p in parameters else None}
+    return replace(policy, **changes)
+
+
+@dataclass(frozen=True)
+class _MeshInfo:
+    mesh: DeviceMesh
+    spmd_mesh: DeviceMesh | None = None
+    dp_mesh_dims: SPMDMesh | None = None
+
+
+@dataclass(frozen=True)
+class _PlacementResult:
+    """A ``ShardPlacementResult``: over which mesh a parameter is sharded, and how."""
+
+    mesh_info: _MeshInfo
+    placement: Shard
+
+
+class FSDPState:
+    """A stand-in for FSDP2's ``FSDPState``, for code that queries FSDP2 about a module of ours, as
+    the stages of ``torch.distributed.pipelining`` do: our modules are instances of FSDP2's class.
+
+    It answers what pipelines ask, and raises an error for everything else.
+    """
+
+    __slots__ = ("_unit",)
+
+    all_states: Sequence[object] = ()
+    """A stage reduces the parameter groups of each of these. There are none, because the callback
+    reduces everything."""
+
+    def __init__(self, unit: Unit) -> None:
+        object.__setattr__(self, "_unit", unit)
+
+    @property
+    def _state_ctx(self) -> FSDPState:
+        return self
+
+    @property
+    def _comm_ctx(self) -> Lane:
+        """The same object for units that share lanes, and only for these."""
+        return context_of(self._unit).comm_context.reduce_lane
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Complete the gradients of a step. Stages of torch 2.13 call it where those of 2.15 call
+        ``finalize_backward()``."""
+        context = context_of(self._unit)
+        if context.has_schedule:
+            context.schedule.finalization.complete()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        self._refuse(name)
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        self._refuse(name)
+
+    def _refuse(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"{name!r} is internal to FSDP2, and {self._unit.module_kind} was sharded by "
+            "fsdp_overlap, which has nothing like it. Functions of torch.distributed.fsdp that "
+            "read it, such as register_fsdp_forward_method(), have the same name in fsdp_overlap"
+        )
+
+
+def state_of(module: nn.Module) -> FSDPState | None:
+    """Return what ``fully_shard.state(module)`` gives. ``None`` if ``module`` is not ours."""
+    unit = unit_of(module)
+    return None if unit is None else FSDPState(unit)

@@ -9,26 +9,26 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from fsdp_overlap.engine.comm_policy import QuantizedCommPolicy
 from fsdp_overlap.engine.context import FsdpContext
-from fsdp_overlap.engine.full_mesh import DataParallelMeshDims, full_mesh
+from fsdp_overlap.engine.options import QuantizedCommPolicy
 from fsdp_overlap.engine.unit import unit_of
-from fsdp_overlap.fsdp2_state import state_of
-from fsdp_overlap.fsdp_module import FsdpModule
-from fsdp_overlap.sharded_module import ShardedModule
-from fsdp_overlap.sharding import make_unit, plan_late
+from fsdp_overlap.engine.unit_init import make_unit
+from fsdp_overlap.fsdp_module import FSDPModule, state_of
+from fsdp_overlap.tensor.spmd_mesh import DataParallelMeshDims, spmd_mesh
 from fsdp_overlap.torch_internals import is_replicated, note_fully_sharded, teach_fully_shard
+
+# ---- fully_shard() ----
 
 if TYPE_CHECKING:
 
-    class Sharded(FsdpModule, Any):
-        """What a type checker knows of a module that was sharded: it has the verbs, and it is still
-        of its own class, which may be any.
+    class Sharded(FSDPModule, Any):
+        """What a type checker knows of a sharded module: it has the methods of
+        :class:`FSDPModule`, and it is still of its own class, which may be any.
 
         The exact type would be an intersection of both classes, and Python has none. Considered and
-        not taken: to return the module's class, which hides the verbs; to return ``FsdpModule``, as
-        FSDP2 does, which hides the module's own methods and does not fit the variable that held the
-        module; a plugin, which only mypy reads, and only if users ask for it.
+        not taken: to return the module's class, which hides our methods; to return ``FSDPModule``,
+        as FSDP2 does, which hides the module's own methods and does not fit the variable that held
+        the module; a plugin, which only mypy reads, and only if users ask for it.
         """
 
         def __getattr__(self, name: str) -> Any: ...
@@ -75,8 +75,8 @@ def fully_shard(
     comm_policy: QuantizedCommPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
-) -> FsdpModule | Sequence[FsdpModule]:
-    """Makes ``module`` a unit: shards its parameters, gradients and optimizer states over a mesh.
+) -> FSDPModule | Sequence[FSDPModule]:
+    """Make ``module`` a unit: shard its parameters, gradients and optimizer states over a mesh.
 
     Call it on inner modules first, then on the module around them, with one context. A unit owns
     the parameters of ``module``'s subtree that no inner unit owns. They become ``RaggedDTensor``
@@ -87,10 +87,9 @@ def fully_shard(
     its class may have FSDP2's ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``. Every rank must
     hold the same values before, and must call this in the same order. A model that was built on
     the meta device gets memory by ``model.to_empty(device=...)`` afterwards, and only for its
-    shards. If the layout keeps matrices whole, the call on the module around all units is
-    collective: ranks compare their plans. If :meth:`FsdpContext.plan` was not called, it plans all
-    units together. It may move shards, and their parameters are new objects then: make the
-    optimizer after it.
+    shards. If the layout keeps matrices whole, balance them over all units by
+    :meth:`FsdpContext.plan_layout` before, or by :func:`fully_shard_model`. Otherwise each call
+    places its unit given those before it.
 
     A list of modules, such as ``[norm, head]``, becomes one unit, and what they own travels
     together. It is whole from the moment the first of them runs until each has run, and at the
@@ -109,7 +108,7 @@ def fully_shard(
             ``(replicate, shard)``. By default it is the mesh of ``ctx``, and all ranks if there is
             no ``ctx`` either. An inner unit may have a mesh of its own, as experts have. Its
             gradients are divided by the size of that mesh, unless
-            :meth:`FsdpModule.set_gradient_divide_factor` says otherwise.
+            :meth:`FSDPModule.set_gradient_divide_factor` says otherwise.
         reshard_after_forward: whether the full parameters are freed between forward and backward.
             ``None`` frees them in all units but the root, whose parameters backward needs first. A
             number keeps them sharded among that many neighbouring ranks, usually the ranks of one
@@ -124,7 +123,7 @@ def fully_shard(
             gradients are reduced in the dtype of their parameter, and unsynchronized ones are
             summed in it, as in torch 2.15. Older releases of FSDP2 use the dtype of compute.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer states in the
-            host's memory. Shards are copied to the device when they are gathered. Gradients are
+            host's memory. Shard are copied to the device when they are gathered. Gradients are
             copied back when they are reduced, and backward ends when they have arrived. On a CPU
             the policy changes nothing.
         comm_policy: sends matrices, their gradients or both in few bits. By default they travel in
@@ -139,24 +138,23 @@ def fully_shard(
 
     Returns:
         ``module`` itself. Its class, or the class of each module of a list, is now a subclass of
-        :class:`FsdpModule` too. A type checker knows the verbs of what is returned and believes
-        everything else; after ``assert isinstance(module, FsdpModule)`` it knows both classes.
+        :class:`FSDPModule` too. A type checker knows the methods of what is returned and believes
+        everything else; after ``assert isinstance(module, FSDPModule)`` it knows both classes.
 
     Raises:
         TypeError, ValueError: the module or a parameter cannot be sharded. Nothing was changed
             then.
-        RuntimeError: ranks planned their units differently.
     """
     modules = _modules_of(module)
     classes = [_fsdp_class(type(each)) for each in modules]
     _check_context(ctx)
-    full = full_mesh(mesh, dp_mesh_dims)
-    if full is not None:
-        mesh = full.data
+    spmd = spmd_mesh(mesh, dp_mesh_dims)
+    if spmd is not None:
+        mesh = spmd.data
     if ctx is None:
         ctx = FsdpContext(mesh)
         ctx.is_implicit = True
-    unit = make_unit(
+    make_unit(
         modules,
         ctx,
         ctx.mesh if mesh is None else mesh,
@@ -166,18 +164,66 @@ def fully_shard(
         offload_policy=offload_policy,
         comm_policy=comm_policy,
         ignored=frozenset(ignored_params or ()),
-        full=full,
+        spmd=spmd,
     )
     for each, fsdp_class in zip(modules, classes, strict=True):
         object.__setattr__(each, "__class__", fsdp_class)  # modules may guard their attributes
         note_fully_sharded(each)
-    plan_late(unit, ctx)
-    return cast(FsdpModule | Sequence[FsdpModule], module)
+    return cast(FSDPModule | Sequence[FSDPModule], module)
+
+
+def fully_shard_model(
+    model: nn.Module,
+    ctx: FsdpContext | None = None,
+    *,
+    units: Sequence[nn.Module | Sequence[nn.Module]] | None = None,
+    **options: Any,
+) -> Sharded:
+    """Shard a whole model: one unit for each of its blocks, and the root for the rest.
+
+    Call :meth:`FsdpContext.plan_layout` for all units, then :func:`fully_shard` on each of them,
+    and on ``model`` last. Units are planned one by one if the options may give parameters of one
+    unit different meshes, dtypes or communication: ``shard_placement_fn``, ``comm_policy``, and a
+    policy with ``param_dtype_override_fn``.
+
+    Args:
+        model: the root.
+        ctx: what the units share. By default a new context over ``mesh``.
+        units: modules within ``model`` to make a unit of each, or lists of modules that become one
+            unit, inner ones first. By default those that :func:`find_blocks` finds.
+        options: arguments of :func:`fully_shard`, for every unit.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError, ValueError: as :func:`find_blocks`, :meth:`FsdpContext.plan_layout` and
+            :func:`fully_shard` do.
+    """
+    units = find_blocks(model) if units is None else units
+    spmd = spmd_mesh(options.get("mesh"), options.get("dp_mesh_dims"))
+    mesh = options.get("mesh") if spmd is None else spmd.data
+    ctx = FsdpContext(mesh) if ctx is None else ctx
+    policy = options.get("mp_policy")
+    if not (
+        options.get("shard_placement_fn")
+        or options.get("comm_policy")
+        or getattr(policy, "param_dtype_override_fn", None)
+    ):
+        firsts = [unit if isinstance(unit, nn.Module) else unit[0] for unit in (*units, model)]
+        ctx.plan_layout(
+            [*units, model],
+            ignored_params=options.get("ignored_params") or (),
+            meshes={} if mesh is None else dict.fromkeys(firsts, mesh),
+        )
+    for unit in units:
+        fully_shard(unit, ctx, **options)
+    return fully_shard(model, ctx, **options)
 
 
 def _modules_of(module: Any) -> list[nn.Module]:
-    """The modules that will be one unit. A module of a list that lies within another of the list is
-    left out."""
+    """Return the modules that will be one unit. A module of a list that lies within another of the
+    list is left out."""
     if isinstance(module, nn.Module):
         _check_module(module)
         return [module]
@@ -228,7 +274,7 @@ _fsdp_classes: dict[type, Any] = {}
 
 
 def _fsdp_class(cls: type) -> Any:
-    """Return the subclass of :class:`FsdpModule` and ``cls``. All modules of class ``cls`` share
+    """Return the subclass of :class:`FSDPModule` and ``cls``. All modules of class ``cls`` share
     it.
 
     The name begins with ``FSDP``, as FSDP2's do: transformers drops that where it saves a model. It
@@ -244,7 +290,7 @@ def _fsdp_class(cls: type) -> Any:
         except Exception as error:
             raise TypeError(
                 f"{cls.__name__} cannot be sharded, because a class cannot be made that derives "
-                f"from FsdpModule and from {cls.__name__}, as class FSDP{cls.__name__}(FsdpModule, "
+                f"from FSDPModule and from {cls.__name__}, as class FSDP{cls.__name__}(FSDPModule, "
                 f"{cls.__name__}) would be: {error}. Make that possible, for example by a "
                 "metaclass whose arguments have defaults, or shard the modules within it"
             ) from error
@@ -253,27 +299,133 @@ def _fsdp_class(cls: type) -> Any:
 
 def _make_fsdp_class(cls: type) -> Any:
     name, namespace = f"FSDP{cls.__name__}", {"__module__": cls.__module__}
-    made = type(name, (FsdpModule, cls), namespace)
+    made = type(name, (FSDPModule, cls), namespace)
     try:
         object.__setattr__(object.__new__(cls), "__class__", made)
     except TypeError:
         # Python lays objects out by the first base. It does not take those of a class whose first
-        # base has no attributes, such as ABC, Generic or Protocol, for those of FsdpModule. So cls
-        # is the first base, and only methods are looked up in FsdpModule before.
-        made = _verbs_first(type(cls))(name, (cls, FsdpModule), namespace)
+        # base has no attributes, such as ABC, Generic or Protocol, for those of FSDPModule. So cls
+        # is the first base, and only methods are looked up in FSDPModule before.
+        made = _methods_first(type(cls))(name, (cls, FSDPModule), namespace)
         object.__setattr__(object.__new__(cls), "__class__", made)
     return made
 
 
-def _verbs_first(metaclass: Any) -> Any:
-    """Return a metaclass of classes whose methods are looked up in :class:`FsdpModule` first."""
+def _methods_first(metaclass: Any) -> Any:
+    """Return a metaclass of classes whose methods are looked up in :class:`FSDPModule` first."""
 
-    class VerbsFirst(metaclass):
+    class MethodsFirst(metaclass):
         def mro(cls) -> list[type]:
             own, *bases = super().mro()
-            return [own, *sorted(bases, key=lambda base: not issubclass(base, ShardedModule))]
+            return [own, *sorted(bases, key=lambda base: not issubclass(base, FSDPModule))]
 
-    return VerbsFirst
+    return MethodsFirst
 
 
 teach_fully_shard(state_of)
+
+
+# ---- Blocks ----
+
+Users = dict[object, set[nn.Module]]
+"""For each module and parameter, the modules that it is registered in."""
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """Find the repeated blocks of ``model``, in registration order. Make a unit of each:
+
+        for block in find_blocks(model):
+            fully_shard(block, ctx)
+        fully_shard(model, ctx)
+
+    :func:`~fsdp_overlap.fully_shard_model` does that in one call.
+
+    A model may name the classes of its blocks in ``_no_split_modules``, as those of Hugging Face's
+    transformers do. If no module is of these classes, the members of its ``nn.ModuleList``s are the
+    blocks. If a block lies within another, the outer one is taken.
+
+    A parameter belongs to one unit. So a module that shares a parameter with a module outside of it
+    is no block, and the root takes it: an embedding that is tied to the head, for example. A module
+    within it may still be a block. Tie weights before. This works on the meta device, changes
+    nothing, and is not collective.
+
+    Raises:
+        ValueError: there are no blocks. The error says what there is instead.
+    """
+    classes = {
+        name
+        for module in model.modules()
+        for name in getattr(module, "_no_split_modules", ()) or ()
+    }
+    users = _users_in(model)
+    blocks = _outermost(model, users, lambda module: type(module).__name__ in classes)
+    if not blocks:
+        blocks = _outermost(model, users, lambda module: _is_listed(module, users))
+    if not blocks:
+        raise ValueError(_why_none(model, users, classes))
+    return blocks
+
+
+def _users_in(model: nn.Module) -> Users:
+    users: Users = {}
+    for module in model.modules():
+        for used in _registered(module):
+            users.setdefault(used, set()).add(module)
+    return users
+
+
+def _registered(module: nn.Module) -> list[object]:
+    found = (*module._modules.values(), *module._parameters.values())
+    return [each for each in found if each is not None]
+
+
+def _outermost(
+    model: nn.Module, users: Users, is_wanted: Callable[[nn.Module], bool]
+) -> list[nn.Module]:
+    """Return the modules below ``model`` that are wanted and can be units, without those within
+    others."""
+    blocks, seen = [], {model}
+    for module in model.modules():
+        if module not in seen and is_wanted(module) and _can_be_unit(module, users):
+            blocks.append(module)
+            seen.update(module.modules())
+    return blocks
+
+
+def _is_listed(module: nn.Module, users: Users) -> bool:
+    """Return whether it is a member of a list, and no container itself: containers have no
+    forward."""
+    return not isinstance(module, _CONTAINERS) and any(
+        isinstance(user, nn.ModuleList) for user in users[module]
+    )
+
+
+def _can_be_unit(module: nn.Module, users: Users) -> bool:
+    return any(True for _ in module.parameters()) and not _shares(module, users)
+
+
+def _shares(module: nn.Module, users: Users) -> bool:
+    """Return whether a module outside of ``module`` uses a module or parameter within it too."""
+    inner = set(module.modules())
+    return any(not users[used] <= inner for each in inner for used in _registered(each))
+
+
+def _why_none(model: nn.Module, users: Users, classes: set[str]) -> str:
+    named = f"no modules of the classes {sorted(classes)}, which it names, and " if classes else ""
+    shared = [
+        name
+        for name, module in model.named_modules()
+        if name and _is_listed(module, users) and _shares(module, users)
+    ]
+    if shared:
+        found = f"{', '.join(shared)} share parameters or modules with what is outside of them"
+    else:
+        children = {name: type(child).__name__ for name, child in model.named_children()}
+        found = f"its children are {children}"
+    return (
+        f"{type(model).__name__} has no blocks: {named}no members of an nn.ModuleList that have "
+        f"parameters of their own; {found}. Call fully_shard on modules that you choose, on a list "
+        "of those that share parameters, or on the model alone"
+    )

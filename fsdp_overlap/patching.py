@@ -12,9 +12,8 @@ import torch.distributed.tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_overlap.engine.context import FsdpContext
-from fsdp_overlap.engine.full_mesh import DataParallelMeshDims, full_mesh
 from fsdp_overlap.fsdp_module import (
-    FsdpModule,
+    FSDPModule,
     UnshardHandle,
     register_fsdp_forward_method,
     share_comm_ctx,
@@ -23,6 +22,7 @@ from fsdp_overlap.fully_shard import fully_shard
 from fsdp_overlap.layout import PerTensor
 from fsdp_overlap.schedule.finalization import GradientReductionHandle
 from fsdp_overlap.tensor.creation import with_range_shards
+from fsdp_overlap.tensor.spmd_mesh import DataParallelMeshDims, spmd_mesh
 from fsdp_overlap.torch_internals import older_fsdp2
 
 
@@ -34,8 +34,8 @@ def _fully_shard_in_rows(
     **options: Any,
 ) -> Any:
     """:func:`fully_shard` without a context, whose sharded parameters are placed as FSDP2's."""
-    full = full_mesh(mesh, dp_mesh_dims)
-    ctx = FsdpContext(mesh if full is None else full.data, layout=PerTensor())
+    spmd = spmd_mesh(mesh, dp_mesh_dims)
+    ctx = FsdpContext(mesh if spmd is None else spmd.data, layout=PerTensor())
     ctx.is_implicit = True
     return fully_shard(module, ctx, mesh=mesh, dp_mesh_dims=dp_mesh_dims, **options)
 
@@ -62,7 +62,7 @@ def patch_fsdp2(ctx: FsdpContext | None = None) -> Iterator[None]:
     """
     fsdp: Any = torch.distributed.fsdp
     tensor = torch.distributed.tensor
-    if fsdp.FSDPModule is FsdpModule:
+    if fsdp.FSDPModule is FSDPModule:
         raise RuntimeError(
             "patch_fsdp2() within another, of this or another thread: one is enough for all "
             "that runs in it; for a context of its own, end the first before"
@@ -71,7 +71,7 @@ def patch_fsdp2(ctx: FsdpContext | None = None) -> Iterator[None]:
     update_wrapper(shard, fully_shard)
     shard.state = fsdp.fully_shard.state  # it answers for our modules too
     ours = {
-        "FSDPModule": FsdpModule,
+        "FSDPModule": FSDPModule,
         "GradientReductionHandle": GradientReductionHandle,
         "UnshardHandle": UnshardHandle,
         "fully_shard": shard,

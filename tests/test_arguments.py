@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fsdp_overlap import FsdpContext, FsdpModule, PerTensor, TensorAtomic, fully_shard
-from fsdp_overlap.engine.ownership import owned_parameters
+from fsdp_overlap.engine.param import owned_parameters
 from fsdp_overlap.layout import ParamSpec
 from support.ranks import run_ranks
 from support.zoo import Model, Tied
@@ -44,7 +44,7 @@ def mesh_as_context() -> None:
 def planned_for_another_mesh() -> None:
     ctx = FsdpContext(init_device_mesh("cpu", (2,)))
     module = linear()
-    ctx.plan([module])
+    ctx.plan_layout([module])
     fully_shard(module, ctx, mesh=other_mesh())
 
 
@@ -243,17 +243,19 @@ def refused_on_the_second_mesh() -> None:
     assert torch.equal(model(torch.zeros(1, 4))[0], bias)
     units = [model, nn.Linear(4, 4)]
     with pytest.raises(TypeError, match="layout of parameter 'bias' is None"):
-        ctx.plan(units[::-1], meshes={units[1]: mesh["b"]})
+        ctx.plan_layout(units[::-1], meshes={units[1]: mesh["b"]})
     with pytest.raises(ValueError, match="got 3"):
-        ctx.plan(units, meshes={model: init_device_mesh("cpu", (2, 1, 1))})
+        ctx.plan_layout(units, meshes={model: init_device_mesh("cpu", (2, 1, 1))})
     bad.clear()
-    ctx.plan(units, meshes={units[1]: mesh["b"]})  # none of them was planned by the first
+    ctx.plan_layout(units, meshes={units[1]: mesh["b"]})  # none of them was planned by the first
     fresh = FsdpContext(mesh["a"], layout=layout)
-    fresh.plan(units, meshes={units[1]: mesh["b"]})
+    fresh.plan_layout(units, meshes={units[1]: mesh["b"]})
     plans = []
     for context in (ctx, fresh):
-        domain = context.domain_of(mesh["a"])
-        plans.append(domain.plans.take([model], [item.spec for item in owned_parameters([model])]))
+        mesh_info = context.mesh_info_of(mesh["a"])
+        plans.append(
+            mesh_info.plans.take([model], [item.spec for item in owned_parameters([model])])
+        )
     assert plans[0] == plans[1]  # nor did it leave loads
     fully_shard(model, FsdpContext(mesh["a"], layout=layout), shard_placement_fn=place)
 

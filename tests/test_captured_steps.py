@@ -32,9 +32,8 @@ from fsdp_overlap.emulator import (
     running,
     stream,
 )
-from fsdp_overlap.engine.captured_steps import CapturedSteps, ReplayedSteps
-from fsdp_overlap.engine.domain import Domain
-from fsdp_overlap.engine.transfers import Transfers
+from fsdp_overlap.engine.comm_context import CapturedSteps, CommContext, ReplayedSteps
+from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.layout import PerTensor, TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 from support.captured import OPTIMIZERS, replay_steps
@@ -283,7 +282,7 @@ def after_a_forward() -> tuple[OneStep, str]:
 
 def by_gloo() -> tuple[OneStep, str]:
     one = OneStep()
-    one.ctx.domains[0].order_check.confirms = True
+    one.ctx.mesh_infos[0].order_check.confirms = True
     return one, "gloo"
 
 
@@ -398,7 +397,7 @@ def test_a_step_that_raised_in_a_capture_leaves_a_context_that_resets(
 
 def preceding(one: OneStep) -> list[Any]:
     """What lanes know that their streams wait for."""
-    lanes: Any = one.ctx.transfers.lanes
+    lanes: Any = one.ctx.comm_context.lanes
     return [
         event
         for lane in lanes
@@ -426,7 +425,7 @@ def test_a_capture_leaves_no_events_that_nobody_may_ask(
 def test_replays_are_counted_and_leave_nothing_else(device: EmulatedDevice) -> None:
     one = OneStep()
     one.capture()
-    lanes: Any = one.ctx.transfers.lanes
+    lanes: Any = one.ctx.comm_context.lanes
     counts = [lane.count for lane in lanes]
     for _ in range(3):
         one.graph.replay()
@@ -476,7 +475,7 @@ def test_a_forward_without_gradients_is_captured_alone(device: EmulatedDevice) -
     for _ in range(3):
         one.graph.replay()
         # A communicator is used by one thing after the other.
-        lane: Any = one.ctx.transfers.gather_lane
+        lane: Any = one.ctx.comm_context.gather_lane
         assert device.current.clock.items() <= lane.stream.queue.clock.items()
         assert torch.equal(found[0], other.evaluate())
         one.step()  # which the next replay must see
@@ -592,21 +591,21 @@ def test_the_example_in_the_documents_runs(device: EmulatedDevice) -> None:
 
 
 MISSED = {
-    "lanes are not forked": Defect(Transfers, "begin_capture", "self.let_lanes_wait()", ""),
-    "lanes are not joined": Defect(Transfers, "end_capture", "self.wait_for_lanes()", ""),
+    "lanes are not forked": Defect(CommContext, "begin_capture", "self.let_lanes_wait()", ""),
+    "lanes are not joined": Defect(CommContext, "end_capture", "self.wait_for_lanes()", ""),
     "a captured event is asked": Defect(
         CapturedTicket, "done", "not self._is_under_way()", "", new="self._event.query()"
     ),
     "events keep memory back": Defect(
         StreamLane, "_keeps_enough", "if self.is_captured:", "", new="if False:"
     ),
-    "the host reads an order check": Defect(Domain, "agree", " or lane.is_captured", "", new=""),
+    "the host reads an order check": Defect(MeshInfo, "agree", " or lane.is_captured", "", new=""),
     "compute does not wait for lanes before a replay": Defect(
-        ReplayedSteps, "before", "transfers.wait_for_lanes()", ""
+        ReplayedSteps, "before", "comm.wait_for_lanes()", ""
     ),
     "replays are no edits": Defect(ReplayedSteps, "after", "bucket.edits.note_values()", ""),
     "what was captured counts as gathered": Defect(
-        CapturedSteps, "capture_ends", "unit.outdate()", ""
+        CapturedSteps, "capture_ends", "unit.mark_stale()", ""
     ),
 }
 

@@ -387,7 +387,7 @@ def refuse(layout: LayoutRule, options: dict[str, Any], message: str, planned: b
     before = dict(model.named_parameters())
     ctx = FsdpContext(layout=layout)
     if planned:
-        ctx.plan([model])
+        ctx.plan_layout([model])
     with pytest.raises(ValueError, match=message):
         fully_shard(model, ctx, **options)
     assert dict(model.named_parameters()) == before

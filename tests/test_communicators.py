@@ -53,9 +53,9 @@ def connect_in_settle(options: dict[str, Any], defect: str) -> None:
     with patch.object(*DEFECTS[defect]), running(EmulatedDevice()):
         for more in ({}, given):
             twins = Trained.of("layers", **options)
-            cache = twins.ctx.domains[0].group_cache
+            cache = twins.ctx.mesh_infos[0].group_cache
             cache.options.update(more)
-            twins.ctx.settle()
+            twins.ctx.lazy_init()
             before = check_groups(twins)
             assert before[0] is not before[1]
             twins.train(1)
@@ -83,7 +83,7 @@ def connect_the_meshs(connect: Callable[..., None]) -> None:
     """The only group, if reductions have none of their own."""
     with patch.object(groups, "connect", connect), running(EmulatedDevice()):
         twins = Trained.of("layers")
-        twins.ctx.domains[0].group_cache.separate = False
+        twins.ctx.mesh_infos[0].group_cache.separate = False
         twins.train(1)
         check_groups(twins)
 
@@ -105,7 +105,7 @@ def split_beside_a_collective(is_drained: bool) -> None:
         dist.barrier(group=twins.ctx.mesh.get_group())
         values = torch.ones(1 << 20, device="emulated")
         works = [dist.all_reduce(values, async_op=True) for _ in range(8)]
-        twins.ctx.settle()
+        twins.ctx.lazy_init()
         for work in works:
             assert work is not None
             work.wait()

@@ -17,8 +17,8 @@ from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, PerTensor, fully_shard
-from fsdp_overlap.engine.trees import map_arguments, map_tensors, tensors_in
 from fsdp_overlap.layout import Flat, LayoutRule
+from fsdp_overlap.tensor.pytree import map_arguments, map_tensors, tensors_in
 from support.ranks import run_ranks
 
 BF16 = torch.bfloat16

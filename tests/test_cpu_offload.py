@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_overlap import CPUOffloadPolicy, FsdpContext, RaggedDTensor, sharding
+from fsdp_overlap import CPUOffloadPolicy, FsdpContext, RaggedDTensor
 from fsdp_overlap.comm.recording import Entry, RecordingLane
+from fsdp_overlap.engine import unit_init
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_, updates
 from fsdp_overlap.tensor import ragged_dtensor, sums_and_norms
 from support.ranks import run_ranks
@@ -27,7 +28,7 @@ from support.zoo import Model, shard_layers
 def pretending() -> Iterator[None]:
     policy = CPUOffloadPolicy(pin_memory=False)
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(sharding, "_offload_on", return_value=policy))
+        stack.enter_context(mock.patch.object(unit_init, "_offload_on", return_value=policy))
         for module in (ragged_dtensor, sums_and_norms, updates):
             stack.enter_context(mock.patch.object(module, "is_on_mesh", return_value=False))
         yield
@@ -153,19 +154,19 @@ def edits() -> None:
         twins = Twins.of("layers")
     log: list[Entry] = []
     twins.ctx.lane_factory = lambda name, device: RecordingLane(name, log)
-    [domain] = twins.ctx.domains
+    [mesh_info] = twins.ctx.mesh_infos
     tokens, targets = next(twins.batches(1))
     with torch.no_grad():
         twins.model(tokens)
-        assert domain.reading is None
+        assert mesh_info.reading is None
     loss, _ = twins.losses(tokens, targets)
-    assert domain.reading is not None, "forward waited on the host"
+    assert mesh_info.reading is not None, "forward waited on the host"
     loss.backward()
-    assert domain.reading is None
+    assert mesh_info.reading is None
     twins.model.unshard(async_op=True)
-    assert domain.reading is not None
+    assert mesh_info.reading is not None
     twins.model.reshard()
-    assert domain.reading is None
+    assert mesh_info.reading is None
 
 
 def test_the_host_waits_for_copies_of_shards_only_where_they_may_be_edited() -> None:
@@ -180,8 +181,8 @@ def recover() -> None:
     with pytest.raises(RuntimeError, match="refused"):
         twins.backward(*batch)
     twins.ctx.reset()
-    assert not any(g.landing for unit in twins.ctx.units for g in unit.gradients)
-    assert twins.ctx.domains[0].reading is None
+    assert not any(g.offloads for unit in twins.ctx.units for g in unit.gradients)
+    assert twins.ctx.mesh_infos[0].reading is None
 
 
 def refuse(*_: object) -> None:

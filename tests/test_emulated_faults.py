@@ -34,11 +34,11 @@ LIBRARY = str(Path(fsdp_overlap.__file__).parent)
 
 # What is allocated, by the file and the function of the library that is under way then.
 ALLOCATIONS = {
-    ("transfers.py", "allocate_input"): "reduce input",
+    ("comm_context.py", "allocate_input"): "reduce input",
     ("collectives.py", "reduce_scatter"): "result of a reduction",
     ("order_check.py", "_issue"): "order check",
-    ("partial_reshard.py", "keep"): "kept part",
-    ("bucket.py", "begin_gather"): "full buffer",
+    ("hsdp.py", "keep"): "kept part",
+    ("param_group.py", "begin_gather"): "full buffer",
 }
 
 

@@ -15,8 +15,8 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_overlap import FsdpContext, fully_shard
-from fsdp_overlap.engine import saved_tensors
-from fsdp_overlap.engine.bucket import Bucket
+from fsdp_overlap.engine import autograd
+from fsdp_overlap.engine.param_group import Bucket
 from fsdp_overlap.layout import Flat, LayoutRule, PerTensor
 from support.ranks import RankError, run_ranks
 from support.twins import Twins, loss_of
@@ -389,9 +389,9 @@ def test_edits_of_what_autograd_saved_are_errors_while_it_is_tracked() -> None:
 
 def stops_tracking() -> None:
     twins = Escaping(partial(Model, ["nothing"] * 3), shard)
-    push, tracked = saved_tensors.push_saved_tensors_hooks, []
+    push, tracked = autograd.push_saved_tensors_hooks, []
     for tokens, targets in twins.batches(9):
-        with patch.object(saved_tensors, "push_saved_tensors_hooks", side_effect=push) as pushed:
+        with patch.object(autograd, "push_saved_tensors_hooks", side_effect=push) as pushed:
             twins.backward(tokens, targets)
         tracked.append(pushed.call_count)
         twins.step()
@@ -504,7 +504,7 @@ def left_out(owner: Any, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(saved_tensors.SavedForward, "before_read"), (Bucket, "wait")],
+    [(autograd.SavedForward, "before_read"), (Bucket, "wait")],
     ids=["gather", "wait"],
 )
 def test_planted_defects_are_found(owner: Any, name: str) -> None:

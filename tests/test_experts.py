@@ -117,7 +117,7 @@ def groups_and_lanes() -> None:
     # Two for each set, one to gather and one to reduce.
     shards_here = [dist.get_rank() % 2, dist.get_rank() % 2 + 2]
     assert made == [shards_here] * 2 + [[0, 1, 2, 3]] * 2
-    assert len(ctx.domains) == 2
+    assert len(ctx.mesh_infos) == 2
     assert ctx.stats.order_checks == 4
 
 

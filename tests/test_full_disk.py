@@ -24,7 +24,7 @@ from fsdp_overlap.checkpoint import (
 )
 from fsdp_overlap.cli.checkpoints import Checkpoints
 from fsdp_overlap.cli.launch import describe_failure
-from fsdp_overlap.disk_errors import writing
+from fsdp_overlap.tensor.dcp import writing
 from support.checkpoints import build, state_of, train
 from support.ranks import run_ranks
 

@@ -26,9 +26,9 @@ from fsdp_overlap import (
     fully_shard,
     patch_fsdp2,
 )
-from fsdp_overlap.engine.full_mesh import OnFullMesh, full_mesh
 from fsdp_overlap.layout import Flat, LayoutRule, TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
+from fsdp_overlap.tensor.spmd_mesh import SPMDPlacement, spmd_mesh
 from support import annotated
 from support.full_mesh import WIDTH, distributed, loss_of, plain, shard
 from support.ranks import run_ranks
@@ -55,7 +55,7 @@ def beside_fsdp2(shape: tuple[int, ...], names: tuple[str, ...], dims: Dims) -> 
 
         ours = shard(distributed(mesh), partial(replaced, mesh=mesh, dp_mesh_dims=named))
     assert isinstance(ours, FsdpModule)
-    found = full_mesh(mesh, named)
+    found = spmd_mesh(mesh, named)
     assert found is not None
     data = found.data
     check_alike(ours, theirs, beside_others=True)
@@ -176,7 +176,7 @@ def with_layout(
     kept: bool | int | None,
     **options: Any,
 ) -> None:
-    found = full_mesh(mesh, named)
+    found = spmd_mesh(mesh, named)
     assert found is not None
     ctx = FsdpContext(found.data, layout=layout, **options)
     shard_it = partial(
@@ -348,9 +348,9 @@ def noted_wrongly(kinds: dict[str, Any]) -> None:
 
 def gradient_placed_wrongly(of_another_kind: bool) -> None:
     mesh = mesh_of_two()
-    found = full_mesh(mesh, DataParallelMeshDims(shard="dp"))
+    found = spmd_mesh(mesh, DataParallelMeshDims(shard="dp"))
     assert found is not None
-    lies = OnFullMesh(found, (Replicate(), Replicate()), torch.Size([4, 4]))
+    lies = SPMDPlacement(found, (Replicate(), Replicate()), torch.Size([4, 4]))
     gradient = torch.ones(4, 4)
     if not of_another_kind:
         gradient = distribute_tensor(gradient, mesh, [Shard(0), Replicate()])

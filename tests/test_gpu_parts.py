@@ -66,7 +66,10 @@ def first_step() -> None:
     step()
     gpu_parts.assert_nothing_was_predicted(model)
     ours = gpu_parts.units_of(bench.models[gpu_parts.OURS])[0].context
-    assert gpu_parts.units_of(model)[0].context.transfers.gather_lane is ours.transfers.gather_lane
+    assert (
+        gpu_parts.units_of(model)[0].context.comm_context.gather_lane
+        is ours.comm_context.gather_lane
+    )
     step()
     with pytest.raises(AssertionError, match="prefetch hits"):
         gpu_parts.assert_nothing_was_predicted(model)

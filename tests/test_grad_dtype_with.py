@@ -14,13 +14,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_overlap import FsdpContext, QuantizedCommPolicy, TensorAtomic, fully_shard
+from fsdp_overlap import FsdpContext, QuantizedCommPolicy
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 from support.grad_dtypes import (
     BF16,
     FP32,
     KEPT,
-    WIDTH,
     Net,
     backward,
     batches,
@@ -28,7 +27,6 @@ from support.grad_dtypes import (
     every_dtype,
     every_layout,
     gradients,
-    mean_of,
     mesh_of,
     ours,
     set_grad_dtype,
@@ -98,39 +96,6 @@ def assigned_with_another() -> None:
 
 def test_assigning_parameters_with_another_is_refused() -> None:
     run_ranks(assigned_with_another, 1)
-
-
-def planned_again() -> None:
-    """The call around all units lays them out anew, and parameters are new objects."""
-
-    def build() -> nn.Sequential:
-        torch.manual_seed(2)
-        sizes = ((WIDTH, 8), (8, 8), (8, 16))
-        return nn.Sequential(*(nn.Linear(*size, bias=False) for size in sizes)).to(BF16)
-
-    net, twin = build(), build()
-    set_grad_dtype(net[0], FP32)
-    ctx = FsdpContext(layout=TensorAtomic())
-    for layer in net:
-        fully_shard(layer, ctx)
-    set_grad_dtype(net[1], FP32)
-    before = [layer.weight for layer in net]
-    fully_shard(net, ctx)
-    after = [layer.weight for layer in net]
-    assert any(one is not other for one, other in zip(before, after, strict=True))
-    net[2].weight.grad_dtype = FP32
-    [x] = batches(1)
-    set_grad_dtype(twin, FP32)
-    for model in (net, twin):
-        backward(model, x.bfloat16())
-    for mine, its in zip(net.parameters(), twin.parameters(), strict=True):
-        assert mine.grad is not None
-        assert its.grad is not None
-        check([mine.grad.full_tensor()], [mean_of(its.grad, (2,))], "planned again")  # type: ignore[attr-defined]
-
-
-def test_units_that_are_planned_again_keep_it() -> None:
-    run_ranks(planned_again, 2)
 
 
 def with_optimizer(kept: str, layout: str) -> None:

@@ -104,7 +104,7 @@ def the_same_addresses() -> None:
         twins = Trained.of("layers")
         use_group_memory(twins)
         first, second, *others = steps_of(twins, STEPS)
-        [pool] = {memory._pool for d in twins.ctx.domains for memory in d._memories.values()}
+        [pool] = {memory._pool for d in twins.ctx.mesh_infos for memory in d._memories.values()}
         segments = list(pool.segments)
         assert all(step == second for step in others)
         assert len(first) >= len(second)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate
 from fsdp_overlap import FsdpContext, RaggedDTensor, fully_shard
 from fsdp_overlap.comm.lanes import Ticket
 from fsdp_overlap.comm.recording import Entry, RecordingLane
-from fsdp_overlap.engine import gradients
+from fsdp_overlap.engine import grads
 from fsdp_overlap.layout import TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 from support.ranks import run_ranks
@@ -259,7 +259,7 @@ def fails_in_backward() -> None:
     twins.ctx.lane_factory = lambda name, device: SlowOnSomeRanks(name, [])
     twins.model.set_reduce_scatter_max_input_buffers(8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradients, "LARGE_BYTES", 0)
+        patch.setattr(grads, "LARGE_BYTES", 0)
         twins.train(1)
 
     def fail(gradient: torch.Tensor) -> None:

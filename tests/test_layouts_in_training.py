@@ -135,7 +135,7 @@ def follows_the_plan(layout: str, ahead: bool) -> None:
         for unit in units
     ]
     if ahead:
-        ctx.plan(units)
+        ctx.plan_layout(units)
     for unit in units:
         fully_shard(unit, ctx)
     expected = plan_units(specs, dist.get_world_size(), LAYOUTS[layout])
@@ -162,7 +162,7 @@ def test_units_lie_as_plan_units_says(layout: str, ahead: bool) -> None:
 def planned_otherwise() -> None:
     model = Model()
     ctx = FsdpContext(layout=TensorAtomic())
-    ctx.plan([model.layers[0], model])
+    ctx.plan_layout([model.layers[0], model])
     fully_shard(model.layers[0], ctx)
     fully_shard(model.layers[1], ctx)
     with pytest.raises(
@@ -172,7 +172,7 @@ def planned_otherwise() -> None:
     assert not any(isinstance(p, RaggedDTensor) for p in model.head.parameters())
     for units in ([model.layers[0]], [model], [model.layers[2], model.layers[2]]):
         with pytest.raises(ValueError, match=r"planned already|given a module twice"):
-            ctx.plan(units)
+            ctx.plan_layout(units)
 
 
 def test_a_unit_must_own_what_was_planned() -> None:
@@ -251,7 +251,7 @@ def on_meta() -> None:
     with torch.device("meta"):
         model = Model()
     ctx = FsdpContext(layout=TensorAtomic())
-    ctx.plan([*model.layers, model])
+    ctx.plan_layout([*model.layers, model])
     shard_layers(model, ctx)
     assert all(parameter.is_meta for parameter in model.parameters())
     model.to_empty(device="cpu")

@@ -160,8 +160,8 @@ def of_experts() -> None:
         ctx = FsdpContext(whole, groups=groups)
         experts.shard(experts.Moe(ep), whole, shards, ctx)
     for mesh, wanted in groups.items():
-        assert ctx.domain_of(mesh).groups.gather is wanted.gather
-        assert ctx.domain_of(mesh).groups.reduce is wanted.reduce
+        assert ctx.mesh_info_of(mesh).groups.gather is wanted.gather
+        assert ctx.mesh_info_of(mesh).groups.reduce is wanted.reduce
 
 
 def test_experts_have_groups_by_their_mesh() -> None:

@@ -265,7 +265,7 @@ def refused_override(where: str) -> None:
         message = "units with a param_dtype_override_fn cannot be planned ahead"
     ctx = FsdpContext()
     if where == "planned ahead":
-        ctx.plan([layer])
+        ctx.plan_layout([layer])
     with pytest.raises(ValueError, match=message):
         fully_shard(layer, ctx, mp_policy=policy)
     assert type(layer.weight) is nn.Parameter

@@ -223,12 +223,12 @@ def test_a_list_is_copied_as_one_unit() -> None:
 def planned_together() -> None:
     model = Normed()
     ctx = FsdpContext(validate_layouts=True)
-    ctx.plan([*model.layers, [model.norm, model.head], model])
+    ctx.plan_layout([*model.layers, [model.norm, model.head], model])
     shard_last_two(model, ctx)
     model(torch.zeros(1, 1, dtype=torch.long))
     other = Normed()
     ctx = FsdpContext()
-    ctx.plan([[other.norm, other.head]])
+    ctx.plan_layout([[other.norm, other.head]])
     with pytest.raises(ValueError, match="planned with other parameters"):
         fully_shard(other.norm, ctx)
 

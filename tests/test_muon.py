@@ -181,7 +181,7 @@ def owners(layout: str) -> tuple[list[tuple[int, int]], int]:
 
     model = Model(layers=4)
     ctx = FsdpContext(layout=LAYOUTS[layout])
-    ctx.plan([*model.layers, model])
+    ctx.plan_layout([*model.layers, model])
     shard_layers(model, ctx)
     optimizer = Muon(model, ns_dtype=torch.float32)  # else ranks agree on one, once
     model(torch.zeros(1, 2, dtype=torch.int64)).square().mean().backward()
@@ -425,7 +425,7 @@ def experts(layout: LayoutRule) -> tuple[Experts, Muon]:
     torch.manual_seed(0)
     model = Experts().double()
     ctx = FsdpContext(layout=layout)
-    ctx.plan([*model.layers, model])
+    ctx.plan_layout([*model.layers, model])
     shard_layers(model, ctx)
     return model, Muon(model, lr=0.1, **EXACT)
 

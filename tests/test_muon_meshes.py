@@ -82,7 +82,7 @@ def train_experts(layout: str, with_dtensors: bool) -> None:
     model, twin = experts.Moe(ep, with_dtensors), experts.Moe(None)
     ctx = FsdpContext(whole, layout=LAYOUTS[layout])
     units = [layer.experts for layer in model]
-    ctx.plan([*units, *model, model], meshes=dict.fromkeys(units, shards))
+    ctx.plan_layout([*units, *model, model], meshes=dict.fromkeys(units, shards))
     experts.shard(model, whole, shards, ctx)
     optimizer, twin_optimizer = Muon(model, **EXACT), Muon(twin, **EXACT)
     generator = torch.Generator().manual_seed(3)

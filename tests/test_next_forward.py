@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_overlap.comm.recording import Entry
-from fsdp_overlap.engine.transfers import Transfers
+from fsdp_overlap.engine.comm_context import CommContext
 from fsdp_overlap.layout import Flat, LayoutRule, TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon, fused_adamw, orthogonalization
 from support.ranks import run_ranks
@@ -130,7 +130,7 @@ def that_fails() -> None:
     twins.backward(*first)
     twins.step()
     twins.backward(*second)
-    failing = patch.object(Transfers, "gather", side_effect=RuntimeError("the link is down"))
+    failing = patch.object(CommContext, "gather", side_effect=RuntimeError("the link is down"))
     with failing, pytest.raises(RuntimeError, match="the link is down"):
         twins.optimizer.step()
     twins.twin_step()

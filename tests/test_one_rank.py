@@ -26,8 +26,8 @@ from fsdp_overlap.comm.group_facts import backend_of, collectives_issued
 from fsdp_overlap.comm.streams import streams_of
 from fsdp_overlap.comm.symmetric_memory import SymmetricCollectives
 from fsdp_overlap.emulator import EmulatedDevice, running
-from fsdp_overlap.engine import chosen_collectives
-from fsdp_overlap.engine.landing import Landing
+from fsdp_overlap.engine import param_group
+from fsdp_overlap.engine.param_group import D2HCopy
 from fsdp_overlap.optim import AdamW, Muon
 from support.emulated_twins import Trained
 from support.layouts import LAYOUTS
@@ -88,7 +88,7 @@ def communicate(device: str, layout: str) -> None:
     for options in (OPTIONS, MUON):
         with one_rank(device) as make:
             twins = make(layout=LAYOUTS[layout], **options)
-            twins.ctx.settle()
+            twins.ctx.lazy_init()
             issued = [collectives_issued(group) for group in lanes(twins)]
             twins.train(3)
             for group, before in zip(lanes(twins), issued, strict=True):
@@ -110,7 +110,7 @@ def test_training_is_right_and_travels(device: str, layout: str) -> None:
 
 def travel_in_lists(device: str) -> None:
     """One rank's ranges are equal, so torch makes no group of them here; the calls are the same."""
-    ragged = patch.object(chosen_collectives, "choose", lambda *_: RaggedTensorCollectives())
+    ragged = patch.object(param_group, "choose", lambda *_: RaggedTensorCollectives())
     with ragged, one_rank(device) as make:
         twins = make()
         twins.train(3)
@@ -127,7 +127,7 @@ def reset(device: str) -> None:
         twins = make()
         twins.train(2)
         before = lanes(twins)
-        twins.ctx.domains[0].group_cache.abort(before[1].group_name)
+        twins.ctx.mesh_infos[0].group_cache.abort(before[1].group_name)
         twins.ctx.reset()
         forget_gradients(twins)
         twins.train(2)
@@ -168,8 +168,8 @@ def register(device: str) -> str | None:
             except ValueError as error:
                 return str(error)
         twins.train(3)
-        assert any(domain._memories for domain in twins.ctx.domains)
-        twins.ctx.domains[0].group_cache.abort(lanes(twins)[1].group_name)
+        assert any(mesh_info._memories for mesh_info in twins.ctx.mesh_infos)
+        twins.ctx.mesh_infos[0].group_cache.abort(lanes(twins)[1].group_name)
         twins.ctx.reset()
         forget_gradients(twins)
         twins.train(2)
@@ -186,7 +186,7 @@ def save(device: str, folder: str) -> None:
     copied: list[tuple[str, int, int, bool]] = []
     copy = StagingBuffers.copy
 
-    def noting(copies: StagingBuffers, source: torch.Tensor) -> Landing:
+    def noting(copies: StagingBuffers, source: torch.Tensor) -> D2HCopy:
         streams = streams_of(source.device)
         before = streams.current_device()
         landing = copy(copies, source)

@@ -247,7 +247,7 @@ def attributes() -> None:
     for layout in (Flat(), PerTensor()):
         model, twin = build(), build()
         ctx = FsdpContext(layout=layout)
-        ctx.plan([*model, model])
+        ctx.plan_layout([*model, model])
         shard(model, ctx)
         weight = model[0].base.weight
         assert torch.equal(weight.largest, twin[0].base.weight.largest)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_overlap.comm import lanes
 from fsdp_overlap.comm.lanes import HostTicket
 from fsdp_overlap.comm.recording import Entry
-from fsdp_overlap.engine import gradients
+from fsdp_overlap.engine import grads
 from fsdp_overlap.engine.unit import unit_of
 from fsdp_overlap.layout import ParamSpec, pieces
 from fsdp_overlap.layout.pieces import LEAST_SHARD_BYTES, MOST_PIECES, in_pieces
@@ -150,7 +150,7 @@ def with_checkpoints_within(mixed: bool, arrives: bool) -> int:
     """Returns how many buckets were reduced."""
     with TINY:
         twins = Twins(partial(Repeated, mixed), shard_layers)
-    large = patch.object(gradients, "LARGE_BYTES", 1)
+    large = patch.object(grads, "LARGE_BYTES", 1)
     with large, patch.object(lanes, "HostTicket", Arrived if arrives else HostTicket):
         twins.train(2)
     return twins.ctx.stats.reduce_scatters // 2

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp_overlap import FsdpContext, PerTensor, fully_shard
 from fsdp_overlap.comm import row_collectives
 from fsdp_overlap.comm.row_collectives import InPlaceRows
-from fsdp_overlap.engine import chosen_collectives
+from fsdp_overlap.engine import param_group
 from fsdp_overlap.layout import Flat, ParamSpec, RowsPlan, TensorAtomic, plan_units
 from fsdp_overlap.optim import AdamW, Muon
 from support import tensor_parallel
@@ -176,7 +176,7 @@ def test_training_with_copies_and_kept_parts_and_beside_other_layouts() -> None:
 def train_in_place() -> None:
     """With the collectives that NCCL gets. Gloo has them too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chosen_collectives, "choose_for_rows", lambda *_: InPlaceRows())
+        patch.setattr(param_group, "choose_for_rows", lambda *_: InPlaceRows())
         patch.setattr(row_collectives, "AVG", dist.ReduceOp.SUM)  # gloo has no means
         patch.setattr(row_collectives, "divided", lambda total, _: total / dist.get_world_size())
         Twins(deep, shard_layers, layout=PerTensor()).train(2)

@@ -230,7 +230,7 @@ def separate(separate_reduce_scatter_group: bool) -> None:
     shard_layers(model, ctx)
     model(torch.zeros(1, 1, dtype=torch.int64))
     assert (ctx.groups.gather is not ctx.groups.reduce) == separate_reduce_scatter_group
-    assert ctx.transfers.gather_lane is not ctx.transfers.reduce_lane
+    assert ctx.comm_context.gather_lane is not ctx.comm_context.reduce_lane
 
 
 @pytest.mark.parametrize("separate_reduce_scatter_group", [True, False])

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.desync.order_check import OrderCheck
-from fsdp_overlap.engine.digests import digest
+from fsdp_overlap.engine.param import digest
 from support.ranks import expect_rank_errors, run_ranks
 from support.zoo import Model, shard_layers
 
@@ -104,9 +104,9 @@ def tiles() -> None:
         ctx: FsdpContext = model._fsdp_unit.context
         if wrong and dist.get_rank() % 2:
             with pytest.raises(RuntimeError, match=not_the_same("'0.weight' of unit .*", 1, 3)):
-                ctx.settle()
+                ctx.lazy_init()
         else:
-            ctx.settle()
+            ctx.lazy_init()
 
 
 def another_model() -> None:

@@ -110,7 +110,7 @@ def assign() -> None:
         assert all(map(operator.is_, model.parameters(), parameters))  # an optimizer has these
         state[f"{prefix}head.weight"].zero_()  # whose memory it was and is
         torch.testing.assert_close(model(tokens), plain(tokens))
-    assert model._fsdp_unit.context.was_settled
+    assert model._fsdp_unit.context.was_initialized
     half = {key: value.half() for key, value in plain.state_dict().items()}
     before = values(model)
     with pytest.raises(RuntimeError, match=r"'norm.weight' of Block as torch.float16, and"):

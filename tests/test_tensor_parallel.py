@@ -38,7 +38,7 @@ from fsdp_overlap import (
     fully_shard,
 )
 from fsdp_overlap.checkpoint import SafeFileSystemReader
-from fsdp_overlap.engine import gradients
+from fsdp_overlap.engine import grads
 from fsdp_overlap.optim import Muon, clip_grad_norm_
 from support.ranks import run_ranks
 from support.tensor_parallel import (
@@ -87,14 +87,14 @@ def test_training_equals_unsharded_training() -> None:
 
 def modes() -> None:
     mesh = make_mesh()
-    gradients.LARGE_BYTES = 1  # all leave autograd's hands as they arrive, to be reduced one by one
+    grads.LARGE_BYTES = 1  # all leave autograd's hands as they arrive, to be reduced one by one
     try:
         for prefetch in (0, 2):
             model = parallelize(plain(), mesh["tp"])
             shard(model, FsdpContext(mesh["dp"], prefetch=prefetch, layout=TensorAtomic()))
             train(mesh, model, plain(), adamw, steps=1)
     finally:
-        gradients.LARGE_BYTES = 1 << 20
+        grads.LARGE_BYTES = 1 << 20
     model = ours(mesh)
     model.set_zero_stage(2)
     train(mesh, model, plain(), adamw)

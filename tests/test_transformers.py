@@ -24,7 +24,7 @@ from fsdp_overlap import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from fsdp_overlap.engine.trees import map_arguments, map_tensors
+from fsdp_overlap.tensor.pytree import map_arguments, map_tensors
 from support.ranks import run_ranks
 from support.twins import Twins
 from support.zoo import ROWS, VOCABULARY

@@ -20,17 +20,14 @@ from fsdp_overlap.comm.quantized import QuantizedReduction, QuantizedRowsReducti
 from fsdp_overlap.comm.row_collectives import PackedRows
 from fsdp_overlap.desync.order_check import OrderCheck
 from fsdp_overlap.emulator import EmulatedDevice, active, fake_ranks, running
-from fsdp_overlap.engine import gathering
-from fsdp_overlap.engine.bucket import Bucket
-from fsdp_overlap.engine.copies_reduction import CopiesReduction
-from fsdp_overlap.engine.divided_shard import DividedShard
-from fsdp_overlap.engine.domain import Domain
-from fsdp_overlap.engine.gradients import BucketGradients
-from fsdp_overlap.engine.landing import Landing
-from fsdp_overlap.engine.reduce_options import ReduceOptions
-from fsdp_overlap.engine.saved_tensors import SavedForward
-from fsdp_overlap.engine.transfers import Transfers
-from fsdp_overlap.engine.version_counters import VersionCounters
+from fsdp_overlap.engine import comm_context
+from fsdp_overlap.engine.autograd import SavedForward, VersionCounters
+from fsdp_overlap.engine.comm_context import CommContext
+from fsdp_overlap.engine.grads import BucketGradients
+from fsdp_overlap.engine.hsdp import DividedShard, ReplicaReduction
+from fsdp_overlap.engine.mesh import MeshInfo
+from fsdp_overlap.engine.options import ReduceOptions
+from fsdp_overlap.engine.param_group import Bucket, D2HCopy
 from fsdp_overlap.layout import TensorAtomic
 from fsdp_overlap.optim import Muon, clip_grad_norm_
 from fsdp_overlap.optim.exchange import Exchange
@@ -162,30 +159,30 @@ DEFECTS = [
         new="self.free(lane, None)",
     ),
     Defect(Bucket, "_gathered_shard", "self.divided.wait()", DIVIDED),
-    Defect(Bucket, "is_filled_by", "self.domain.reading = ticket", OFFLOADED),
+    Defect(Bucket, "is_filled_by", "self.mesh_info.reading = ticket", OFFLOADED),
     Defect(
-        gathering,
+        comm_context,
         "_issue",
         TOGETHER,
         IN_ONE,
         new=aside("received[0]", TOGETHER),
     ),
     Defect(DividedShard, "gather", "lane.after_compute()", DIVIDED),
-    Defect(CopiesReduction, "start", "lane.after_compute()", COPIES),
+    Defect(ReplicaReduction, "start", "lane.after_compute()", COPIES),
     Defect(
-        CopiesReduction,
+        ReplicaReduction,
         "start",
         "append((ticket, total))",
         COPIES,
         new="append((ticket, None))",
     ),
-    Defect(CopiesReduction, "finish", "ticket.wait()", COPIES),
-    Defect(CopiesReduction, "finish_before", "lane.after_ticket(ticket)", COPIES),
+    Defect(ReplicaReduction, "finish", "ticket.wait()", COPIES),
+    Defect(ReplicaReduction, "finish_before", "lane.after_ticket(ticket)", COPIES),
     Defect(BucketGradients, "reduce", "lane.after_compute()", PLAIN),
     Defect(BucketGradients, "reduce", "lane.after_compute()", "in pieces"),
     Defect(Gathers, "_gather", "self._transfers.after_compute()", "stepped twice"),
-    Defect(Transfers, "finish", "ticket.wait()", PLAIN),
-    Defect(Transfers, "finish_sums", "copies.finish()", COPIES),
+    Defect(CommContext, "finish", "ticket.wait()", PLAIN),
+    Defect(CommContext, "finish_sums", "copies.finish()", COPIES),
     Defect(
         Reductions,
         "_may_fill",
@@ -207,7 +204,7 @@ DEFECTS = [
     Defect(
         ReduceOptions, "call_hook", "lane.wait_stream(self.hook_stream)", "hooks on another stream"
     ),
-    Defect(Landing, "wait", "self.copied.synchronize()", "offloaded"),
+    Defect(D2HCopy, "wait", "self.copied.synchronize()", "offloaded"),
     Defect(Exchange, "_enqueue", "self._lane.after_compute()", EXCHANGED),
     Defect(Exchange, "_enqueue", "self._sent = source", EXCHANGED),
     Defect(Exchange, "receive", "self._ticket.wait()", EXCHANGED),
@@ -243,7 +240,7 @@ DEFECTS = [
     ),
     Defect(WeightExchange, "start", "self.lane.after_compute()", EXPORTED),
     Defect(
-        WeightResharder, "run", "context_of(unit).transfers.gather_lane.before_compute()", PUT_IN
+        WeightResharder, "run", "context_of(unit).comm_context.gather_lane.before_compute()", PUT_IN
     ),
     Defect(
         export,
@@ -278,14 +275,14 @@ DEFECTS = [
     Defect(StagedSave, "take", "values = copy.wait()", SAVED, new="values = copy.host"),
     Defect(stager, "_copy_remaining", "save.copy_remaining()", SAVED),
     Defect(
-        Transfers,
+        CommContext,
         "finish_putting_together",
         "bucket.divided.wait()",
         "an edit after a forward that raised over divided copies",
     ),
-    Defect(Domain, "finish_reading", "self.reading.wait_on_host()", OFFLOADED),
+    Defect(MeshInfo, "finish_reading", "self.reading.wait_on_host()", OFFLOADED),
     Defect(
-        Transfers,
+        CommContext,
         "wait_for_lanes",
         "lane.before_compute()",
         "a hook of reductions that raised and a reset",
@@ -387,7 +384,7 @@ def test_offloaded_a_step_waits_where_its_gradients_land_and_its_shards_are_read
     run(lambda: waits.extend(steady(Program(shard_options=dict(OFFLOAD)))))
     places = {wait.split(" at ")[1].split(":")[0] for wait in waits}
     # And where the norm of gradients on the host, which the mesh computes, goes back there.
-    assert places == {"engine/landing.py", "comm/lanes.py", "tensor/sums_and_norms.py"}
+    assert places == {"engine/param_group.py", "comm/lanes.py", "tensor/sums_and_norms.py"}
 
 
 def test_a_set_of_gradients_that_changes_makes_nobody_wait() -> None:

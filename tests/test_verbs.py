@@ -221,9 +221,9 @@ def chunks() -> None:
         shard_layers(model, FsdpContext())
     share_comm_ctx(models)
     first, second = (model._fsdp_unit.context for model in models)
-    assert first.transfers.gather_lane is second.transfers.gather_lane
-    assert first.transfers.reduce_lane is second.transfers.reduce_lane
-    assert first.transfers.copies_lane is second.transfers.copies_lane
+    assert first.comm_context.gather_lane is second.comm_context.gather_lane
+    assert first.comm_context.reduce_lane is second.comm_context.reduce_lane
+    assert first.comm_context.copies_lane is second.comm_context.copies_lane
     assert first.schedule is not second.schedule
     tokens = torch.arange(8).view(2, 4)
     for _ in range(2):

@@ -26,7 +26,7 @@ from torch.futures import Future
 from fsdp_overlap.checkpoint.entries import StoredTensor, read_entry, read_value
 from fsdp_overlap.checkpoint.files import CheckpointError, opened, refuse_holes, refusing
 from fsdp_overlap.checkpoint.metadata import can_copy, read_metadata
-from fsdp_overlap.engine.opaque import takes
+from fsdp_overlap.engine.param import takes
 from fsdp_overlap.torch_internals import StorageInfo
 
 

@@ -10,7 +10,7 @@ from weakref import finalize, ref
 import torch
 
 from fsdp_overlap.comm.streams import has_streams, streams_of
-from fsdp_overlap.engine.landing import Landing, land
+from fsdp_overlap.engine.param_group import D2HCopy, copy_to_host
 from fsdp_overlap.tensor.chunks import chunks_of
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
 from fsdp_overlap.tensor.row_tensor import Sharded
@@ -50,18 +50,18 @@ class StagingBuffers:
         for device, stream in self._streams.items():
             streams_of(device).current_stream(device).wait_stream(stream)
 
-    def copy(self, source: torch.Tensor) -> Landing:
+    def copy(self, source: torch.Tensor) -> D2HCopy:
         """A copy on the host. One from a device with streams is only enqueued, in pinned memory."""
         stream = self._streams.get(source.device)
         pinned = stream is not None
         host = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=pinned)
         if stream is None:
-            return land(source, host)
+            return copy_to_host(source, host)
         # The thread of a writer has another current device. Where stream() went back to one of its
         # streams, it would make a context there.
         streams = streams_of(source.device)
         with streams.device(source.device), streams.stream(stream):
-            landing = land(source, host)
+            landing = copy_to_host(source, host)
         source.record_stream(stream)  # users may let go of an optimizer's states meanwhile
         return landing
 
@@ -73,7 +73,7 @@ class StagedChunk:
 
     def __init__(self, source: torch.Tensor) -> None:
         self.source: torch.Tensor | None = source
-        self.copy: Landing | None = None
+        self.copy: D2HCopy | None = None
         self.nbytes = source.nbytes
 
 

@@ -35,8 +35,7 @@ from fsdp_overlap.checkpoint.planner import (
     paused_gc,
 )
 from fsdp_overlap.checkpoint.stager import StagedTensor, keep_planned
-from fsdp_overlap.disk_errors import writing
-from fsdp_overlap.tensor.dcp import wrap_method
+from fsdp_overlap.tensor.dcp import wrap_method, writing
 
 
 class SafeFileSystemWriter(FileSystemWriter):

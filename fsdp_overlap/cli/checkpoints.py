@@ -15,7 +15,7 @@ from fsdp_overlap.checkpoint import (
     SafeFileSystemWriter,
     ShardedSavePlanner,
 )
-from fsdp_overlap.disk_errors import writing
+from fsdp_overlap.tensor.dcp import writing
 
 _PREFIX = "step-"
 _UNFINISHED = ".unfinished"  # there is at most one, being written or being removed

@@ -10,7 +10,7 @@ from typing import Any
 
 from fsdp_overlap.cli.config import TrainConfig
 from fsdp_overlap.cli.errors import BadInput
-from fsdp_overlap.disk_errors import writing
+from fsdp_overlap.tensor.dcp import writing
 
 TRACES = "traces"
 TRACES_AT_STAGE_3 = "traces-at-stage-3"  # for comparison, of a run at another stage

@@ -14,9 +14,9 @@ from fsdp_overlap.cli.job import restarts, this_job
 from fsdp_overlap.cli.report import show_report, write_report
 from fsdp_overlap.cli.run_folder import TRACES_AT_STAGE_3, RunFolder
 from fsdp_overlap.cli.trainer import PROFILED_STEPS, Trainer
-from fsdp_overlap.disk_errors import writing
 from fsdp_overlap.optim import Muon
 from fsdp_overlap.profiling import read_report
+from fsdp_overlap.tensor.dcp import writing
 
 
 class RunLog:

@@ -28,8 +28,8 @@ from fsdp_overlap.cli.config import TrainConfig
 from fsdp_overlap.cli.data import Text, move, sample_batch
 from fsdp_overlap.cli.model import GPT
 from fsdp_overlap.comm.streams import has_streams
-from fsdp_overlap.disk_errors import writing
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
+from fsdp_overlap.tensor.dcp import writing
 
 PROFILED_STEPS = 2
 _STEPS_BEFORE_PROFILE = 2
@@ -55,7 +55,7 @@ class Trainer:
         if config.gather_dtype is not None:
             wire = QuantizedCommPolicy(gather_dtype=getattr(torch, config.gather_dtype))
         else:  # a plan of all units would be made before it is known which elements share a scale
-            self.context.plan([*model.blocks, model])
+            self.context.plan_layout([*model.blocks, model])
         policy = MixedPrecisionPolicy()
         if config.dtype == "bfloat16":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
+from itertools import groupby
 
 import torch
 from torch import nn
@@ -19,24 +20,149 @@ from fsdp_overlap.comm.store_notes import has_peers
 from fsdp_overlap.comm.streams import current_device, has_streams, is_capturing
 from fsdp_overlap.desync.faults import Faults
 from fsdp_overlap.desync.monitor import DesyncMonitor
-from fsdp_overlap.engine import autograd_engine
-from fsdp_overlap.engine.captured_steps import CapturedSteps
-from fsdp_overlap.engine.default_mesh import default_mesh
-from fsdp_overlap.engine.description import describe
-from fsdp_overlap.engine.domain import Domain, Domains, check_mesh
-from fsdp_overlap.engine.grad_dtypes import follow_grad_dtypes
-from fsdp_overlap.engine.gradients import BucketGradients
-from fsdp_overlap.engine.plan_comparison import compare_plans
-from fsdp_overlap.engine.starts import compare_starts
-from fsdp_overlap.engine.transfers import Transfers
-from fsdp_overlap.engine.unit import Unit, unit_of
-from fsdp_overlap.engine.unit_plans import plan_together
-from fsdp_overlap.engine.units import Units, name_units
-from fsdp_overlap.engine.unsharded_edits import Uncompared
+from fsdp_overlap.engine import autograd
+from fsdp_overlap.engine.checks import compare_plans, verify_params_across_ranks
+from fsdp_overlap.engine.comm_context import CapturedSteps, CommContext
+from fsdp_overlap.engine.grads import BucketGradients
+from fsdp_overlap.engine.mesh import MeshInfo, MeshInfos, check_mesh, default_mesh, plan_together
+from fsdp_overlap.engine.param_group import sync_grad_dtypes
+from fsdp_overlap.engine.unit import Uncompared, Unit, Units, name_units, unit_names, unit_of
 from fsdp_overlap.layout import Flat, LayoutRule
 from fsdp_overlap.schedule.reducer import MAX_INPUTS
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.schedule.stats import Stats
+
+# ---- print(ctx) ----
+
+HEAD = ("unit", "parameters", "elements", "dtype", "whole", "here", "mesh", "shards", "kept whole")
+
+# Columns of numbers, to be aligned to the right.
+RIGHT = {1, 2, 4, 5}
+
+
+def describe(
+    units: Sequence[Unit],
+    mesh: DeviceMesh | None,
+    layout: LayoutRule,
+    prefetch: int,
+    separates_groups: bool,
+    flags: Sequence[str],
+) -> str:
+    """Return the options of a context and a table of its units. Not collective.
+
+    Neighbouring units that are alike share a row, whose figures are those of one unit. Bytes are
+    those of parameters at rest: ``whole`` counts all of the unit, ``here`` what this rank holds.
+    """
+    where = "all ranks" if mesh is None else _mesh(mesh)
+    rule = getattr(layout, "__name__", repr(layout))
+    options = [f"mesh {where}", f"layout {rule}", f"prefetch {prefetch}"]
+    if not separates_groups:
+        options.append("one group for gathers and reductions")
+    options += flags
+    lines = [f"FsdpContext of {_count(len(units), 'unit')}{_totals(units)}", "; ".join(options)]
+    if units:
+        lines += _aligned([HEAD, *_rows(units)])
+    return "\n".join(lines)
+
+
+def _totals(units: Sequence[Unit]) -> str:
+    buckets = [bucket for unit in units for bucket in unit.buckets]
+    if not buckets:
+        return ""
+    parameters = sum(len(bucket.plan.specs) for bucket in buckets)
+    elements = sum(spec.numel for bucket in buckets for spec in bucket.plan.specs)
+    whole, here = (_size(sum(each)) for each in zip(*map(_bytes_of, units), strict=True))
+    return (
+        f": {_count(parameters, 'parameter')} of {elements:,} elements, {whole} whole, {here} "
+        "on this rank"
+    )
+
+
+def _rows(units: Sequence[Unit]) -> list[tuple[str, ...]]:
+    names = unit_names(units)
+    named = [(names.get(unit, unit.module_kind), _row(unit, unit not in names)) for unit in units]
+    rows = []
+    for row, group in groupby(named, key=lambda each: each[1]):
+        alike = [name for name, _ in group]
+        name = alike[0] if len(alike) == 1 else f"{alike[0]} ... {alike[-1]} ({len(alike)})"
+        rows.append((name, *row))
+    return rows
+
+
+def _row(unit: Unit, is_outermost: bool) -> tuple[str, ...]:
+    specs = [spec for bucket in unit.buckets for spec in bucket.plan.specs]
+    whole, here = _bytes_of(unit)
+    meshes = dict.fromkeys(_mesh(bucket.mesh_info.mesh) for bucket in unit.buckets)
+    is_equal = all(bucket.plan.is_equal for bucket in unit.buckets)
+    pieces = len({spec.piece for spec in specs if spec.piece})
+    dtypes = ", ".join(dict.fromkeys(bucket.dtypes for bucket in unit.buckets))
+    return (
+        str(len(specs)),
+        f"{sum(spec.numel for spec in specs):,}",
+        f"{dtypes}, {_count(pieces, 'piece')}" if pieces else dtypes,
+        _size(whole),
+        "meta" if unit.is_meta else _size(here),
+        " and ".join(meshes) or _mesh(unit.mesh),
+        "equal" if is_equal else "ragged",
+        _kept(unit, is_outermost),
+    )
+
+
+def _bytes_of(unit: Unit) -> tuple[int, int]:
+    """Return the bytes of all parameters of ``unit``, and of what this rank holds of them."""
+    whole = sum(
+        spec.numel * spec.dtype.itemsize for bucket in unit.buckets for spec in bucket.plan.specs
+    )
+    return whole, sum(bucket.nbytes_at_rest for bucket in unit.buckets)
+
+
+def _kept(unit: Unit, is_outermost: bool) -> str:
+    """Return how long the full buffers outlive a forward."""
+    asked = unit.reshard_after_forward
+    if unit.post_forward_size is not None:
+        kept = f"1/{unit.post_forward_size} until backward"
+    elif asked is False or (asked is None and is_outermost):
+        kept = "until backward"
+    else:
+        kept = "no"
+    if not unit.settings.reshard_after_backward:
+        if asked is False:
+            kept = f"always (stage {1 if unit.settings.reduces_last_only else 2})"
+        else:
+            kept = "after backward" if kept == "no" else f"{kept} and after it"
+    return kept + (", shards on the host" if unit.is_offloaded else "")
+
+
+def _mesh(mesh: DeviceMesh) -> str:
+    sizes = " x ".join(map(str, mesh.shape))
+    names = f" ({' x '.join(mesh.mesh_dim_names)})" if mesh.mesh_dim_names else ""
+    return f"{mesh.device_type} {sizes}{names}"
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if index in RIGHT else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+# ---- The context ----
 
 
 class FsdpContext:
@@ -118,26 +244,28 @@ class FsdpContext:
         self._groups = GroupCache(separate_reduce_scatter_group, given, pg_options)
         if pg_options:
             self._groups.check_options(self.mesh)
-        # Domains refer to faults, so faults refer to domains weakly. Without a reference cycle,
+        # MeshInfos refer to faults, so faults refer to meshes weakly. Without a reference cycle,
         # groups are freed together with the context, and not when Python next collects cycles.
         self._units = Units()
-        self._domains = Domains(layout, self._groups, self._stats, shard_optimizer_over_replicas)
-        domains = weakref.ref(self._domains)
-        self.faults = Faults(lambda: found.all() if (found := domains()) else (), self._groups)
+        self._mesh_infos = MeshInfos(
+            layout, self._groups, self._stats, shard_optimizer_over_replicas
+        )
+        mesh_infos = weakref.ref(self._mesh_infos)
+        self.faults = Faults(lambda: found.all() if (found := mesh_infos()) else (), self._groups)
         self._groups.watch = weakref.ref(self.faults)
         self._toggled: weakref.WeakSet[Unit] = weakref.WeakSet()
         """Units whose trainability has changed since the last backward began."""
         self.uncompared: Uncompared = []
         self.hang_timeout = hang_timeout
         self._monitor: DesyncMonitor | None = None
-        self.is_settled = False
-        """Whether :meth:`settle` has nothing left to do."""
-        self.was_settled = False
+        self.is_initialized = False
+        """Whether :meth:`lazy_init` has nothing left to do."""
+        self.was_initialized = False
         """Whether units have groups, as after a forward. The same on every rank."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> FsdpContext:
-        """A context for a copy of the model, with the same mesh and options and no units yet.
-        Without ``sync_module_states``: the copy takes its values from this rank's shards."""
+        """Return a context for a copy of the model, with the same mesh and options and no units
+        yet. Without ``sync_module_states``: the copy takes its values from this rank's shards."""
         duplicate = FsdpContext(
             self.mesh,
             prefetch=self.prefetch,
@@ -155,7 +283,7 @@ class FsdpContext:
         return duplicate
 
     def __repr__(self) -> str:
-        """A table of the units. Not collective."""
+        """Return a table of the units. Not collective."""
         flags = ("validate_layouts", "shard_optimizer_over_replicas", "sync_module_states")
         return describe(
             self.units,
@@ -197,29 +325,30 @@ class FsdpContext:
     @property
     def groups(self) -> LaneGroups:
         """The process groups over :attr:`mesh`."""
-        return self.domain_of(self.mesh).groups
+        return self.mesh_info_of(self.mesh).groups
 
     @property
-    def domains(self) -> list[Domain]:
-        """A domain for each mesh that units are sharded over, in the order of their first units."""
-        return self._domains.all()
+    def mesh_infos(self) -> list[MeshInfo]:
+        """The :class:`MeshInfo` of each mesh that units are sharded over, in the order of their
+        first units."""
+        return self._mesh_infos.all()
 
-    def domain_of(self, mesh: DeviceMesh) -> Domain:
-        """The domain of ``mesh``.
+    def mesh_info_of(self, mesh: DeviceMesh) -> MeshInfo:
+        """Return the :class:`MeshInfo` of ``mesh``.
 
         Raises:
             ValueError: parameters cannot be sharded over the mesh, or it is of another device.
         """
-        return self._domains.of(mesh, self.device, self.faults)
+        return self._mesh_infos.of(mesh, self.device, self.faults)
 
     @cached_property
-    def transfers(self) -> Transfers:
-        """Carries out what the schedule decides."""
+    def comm_context(self) -> CommContext:
+        """Carry out what the schedule decides."""
         make_lane, device = self.lane_factory, self.device
-        return Transfers(
+        return CommContext(
             lambda name: make_lane(name, device),
             self._stats,
-            self._domains.all,
+            self._mesh_infos.all,
             self._units.existing,
         )
 
@@ -230,10 +359,10 @@ class FsdpContext:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """Decides when units are gathered, released and reduced."""
+        """Decide when units are gathered, released and reduced."""
         return Schedule(
-            self.transfers,
-            autograd_engine,
+            self.comm_context,
+            autograd,
             self._stats,
             self._units.refs,
             self._units.existing,
@@ -248,13 +377,13 @@ class FsdpContext:
         """What is captured in CUDA graphs."""
         me = weakref.ref(self)
 
-        def parts() -> tuple[Schedule, Transfers] | None:
+        def parts() -> tuple[Schedule, CommContext] | None:
             context = me()
-            if context is None or not (context.is_settled and context.has_schedule):
+            if context is None or not (context.is_initialized and context.has_schedule):
                 return None
-            return context.schedule, context.transfers
+            return context.schedule, context.comm_context
 
-        return CapturedSteps(self._units.existing, self._domains.all, parts)
+        return CapturedSteps(self._units.existing, self._mesh_infos.all, parts)
 
     def join_capture(self, unit: Unit | None = None) -> None:
         """If a graph is captured, makes ``unit``, by default the first of a pass, part of it.
@@ -275,17 +404,17 @@ class FsdpContext:
         """Autograd accumulated into the unsharded parameter ``index`` of a bucket of ``unit``."""
         self.schedule.gradient_arrived(unit, gradients, index)
 
-    def plan(
+    def plan_layout(
         self,
         units: Sequence[nn.Module | Sequence[nn.Module]],
         *,
         ignored_params: Collection[nn.Parameter] = (),
         meshes: Mapping[nn.Module, DeviceMesh] | None = None,
     ) -> None:
-        """Plans ``units`` together, so that parameters that stay whole are balanced over all of
-        them. Each is a module, or a list of modules that will be one unit. Call it before
-        :func:`fully_shard`. Otherwise the call on the module around all units plans them, and moves
-        shards where that evens ranks out. It reads shapes alone.
+        """Plan the layout of ``units`` together, so that parameters that stay whole are balanced
+        over all of them. Each is a module, or a list of modules that will be one unit. Call it
+        before :func:`fully_shard`, which otherwise places each unit given those before it. It reads
+        shapes alone.
 
         ``meshes``: the mesh of each unit that will have one of its own, by its first module.
 
@@ -298,8 +427,8 @@ class FsdpContext:
         lists = [[unit] if isinstance(unit, nn.Module) else list(unit) for unit in units]
         plan_together(
             lists,
-            lambda first: self.domain_of(meshes.get(first, self.mesh)).plans,
-            [domain.plans for domain in self.domains],
+            lambda first: self.mesh_info_of(meshes.get(first, self.mesh)).plans,
+            [mesh_info.plans for mesh_info in self.mesh_infos],
             ignored_params,
         )
 
@@ -311,60 +440,62 @@ class FsdpContext:
         return self._units.existing()
 
     def register(self, unit: Unit) -> int:
-        """Takes ``unit`` in and returns its index, the same on every rank."""
+        """Take ``unit`` in and returns its index, the same on every rank."""
         index = self._units.add(unit)
         for bucket in unit.buckets:
-            bucket.join(self.domain_of(bucket.domain.mesh))
-        self.is_settled = False
+            bucket.join(self.mesh_info_of(bucket.mesh_info.mesh))
+        self.is_initialized = False
         return index
 
-    def settle(self) -> None:
-        """Completes the context before a forward. It takes in the units of the tree that were given
+    def lazy_init(self) -> None:
+        """Complete the context before a forward. It takes in the units of the tree that were given
         no context, finds the root, names units as users know them, connects buckets to process
-        groups, and compares what ranks start from. Does nothing once that is done, and nothing
+        groups, and compares what ranks start from. Do nothing once that is done, and nothing
         within a backward. Collective over the meshes."""
-        if self.is_settled or autograd_engine.is_in_backward():
+        if self.is_initialized or autograd.is_in_backward():
             return
-        is_complete = not self.is_implicit or self._adopt_trees()
+        is_complete = not self.is_implicit or self._init_shared_state()
         name_units(self.units)
         for unit in self.units:
-            unit.follow_ties()
-        follow_grad_dtypes([bucket for unit in self.units for bucket in unit.buckets])
-        self.was_settled = True
+            unit.update_shared_params()
+        sync_grad_dtypes([bucket for unit in self.units for bucket in unit.buckets])
+        self.was_initialized = True
         for unit in self.units:
             unit.connect()
-        self.follow_reduce_inputs()
+        self.sync_max_reduce_inputs()
         if self.validate_layouts:
-            for domain in self.domains:
-                compare_plans(self.units, domain, domain.groups.of_all)
-        compare_starts(bucket for item in self.units for bucket in item.buckets)
+            for mesh_info in self.mesh_infos:
+                compare_plans(self.units, mesh_info, mesh_info.groups.of_all)
+        verify_params_across_ranks(bucket for item in self.units for bucket in item.buckets)
         if self.has_streams:
             watch(self.device, self.captured_steps)
             self._watch_for_hangs()
-        self.is_settled = is_complete
+        self.is_initialized = is_complete
 
     def _watch_for_hangs(self) -> None:
-        has_others = any(has_peers(g) for domain in self.domains for g in domain.groups_of_all)
+        has_others = any(
+            has_peers(g) for mesh_info in self.mesh_infos for g in mesh_info.groups_of_all
+        )
         if self.hang_timeout is None or self._monitor is not None or not has_others:
             return
-        transfers, context = weakref.ref(self.transfers), weakref.ref(self)
+        comm, context = weakref.ref(self.comm_context), weakref.ref(self)
 
         def lanes() -> Sequence[Lane]:
-            existing = transfers()
+            existing = comm()
             return () if existing is None else existing.lanes
 
         def found() -> None:
             if (self := context()) is not None:
-                self.unsettle()  # so that the next forward asks
+                self.require_lazy_init()  # so that the next forward asks
 
         self._monitor = DesyncMonitor(self.device, lanes, self.faults, self.hang_timeout, found)
 
-    def unsettle(self) -> None:
-        """Makes the next forward :meth:`settle` again."""
-        self.is_settled = False
+    def require_lazy_init(self) -> None:
+        """Make the next forward :meth:`lazy_init` again."""
+        self.is_initialized = False
 
-    def _adopt_trees(self) -> bool:
-        """Takes in the units that lie within those of this context. Returns false if some have to
+    def _init_shared_state(self) -> bool:
+        """Take in the units that lie within those of this context. Return false if some have to
         wait, because their own context awaits a backward."""
         is_complete = True
         for outer in self.units:
@@ -378,7 +509,7 @@ class FsdpContext:
                 if other.schedule.awaits_backward:
                     is_complete = False
                     continue
-                unit.check_places()
+                unit.check_registrations()
                 other.rest()
                 unit.context = self
                 unit.index = self.register(unit)
@@ -390,14 +521,14 @@ class FsdpContext:
         asked = filter(None, (unit.settings.max_reduce_inputs for unit in self.units))
         return max(asked, default=MAX_INPUTS if self.prefetch else 1)
 
-    def follow_reduce_inputs(self) -> None:
+    def sync_max_reduce_inputs(self) -> None:
         if self.has_schedule:
             self.schedule.reductions.max_inputs = self.max_reduce_inputs
 
     # Full buffers that are kept between steps
 
     def start_param_sync(self) -> None:
-        """Enqueues the all-gathers of all full buffers that are kept and stale, and of those that
+        """Enqueue the all-gathers of all full buffers that are kept and stale, and of those that
         the next forward needs first. Call it after ``optimizer.step()``: they run under what comes
         before the next forward, and under the forward itself, which waits unit by unit. Without
         this call, forward gathers them, ``prefetch`` units ahead.
@@ -406,25 +537,25 @@ class FsdpContext:
         time, and do nothing if there is nothing to do. They leave alone what a forward or backward
         under way uses. Call them on every rank of the mesh.
         """
-        self.settle()
+        self.lazy_init()
         self.join_capture()
         self.schedule.start_param_sync()
 
     def finish_param_sync(self) -> None:
-        """Does :meth:`start_param_sync`, and makes compute wait for all full buffers."""
-        self.settle()
+        """Do :meth:`start_param_sync`, and makes compute wait for all full buffers."""
+        self.lazy_init()
         self.join_capture()
         self.schedule.finish_param_sync()
 
     def release_unsharded(self) -> None:
-        """Frees the full buffers that are kept, for example before a checkpoint or if memory is
+        """Free the full buffers that are kept, for example before a checkpoint or if memory is
         short. The next use gathers them again. torch's allocator holds what was freed on a GPU:
         ``torch.accelerator.empty_cache()`` gives it to others, and makes the host wait."""
-        self.settle()
+        self.lazy_init()
         self.schedule.release_unsharded()
 
     def reset(self) -> None:
-        """Brings every unit to rest after a forward or backward raised, here or on another rank, so
+        """Bring every unit to rest after a forward or backward raised, here or on another rank, so
         that the next iteration works. Gradients that have not reached a sharded ``.grad`` are
         dropped. Others have reached it, so call ``zero_grad()`` too. Call this on every rank of the
         mesh: each rank waits for the others. A rank that still waits for a collective of this one
@@ -436,25 +567,25 @@ class FsdpContext:
         """
         if not self.units:
             return
-        self.settle()  # so that a rank on which nothing ran yet meets the others too
-        for domain in self.domains:
-            domain.make_groups()
+        self.lazy_init()  # so that a rank on which nothing ran yet meets the others too
+        for mesh_info in self.mesh_infos:
+            mesh_info.make_groups()
         self.faults.meet(sys.exception())
         self.rest()
         self._groups.renew()
         self.captured_steps.lose_groups()
         self.faults.clear()
-        self.unsettle()
-        self.settle()  # not only before a forward: a backward of an older graph may come next
+        self.require_lazy_init()
+        self.lazy_init()  # not only before a forward: a backward of an older graph may come next
 
     def rest(self) -> None:
-        """Brings every unit to rest. Call it only if no rank has more under way than others."""
+        """Bring every unit to rest. Call it only if no rank has more under way than others."""
         if self.has_schedule:  # else nothing ran yet
-            self.transfers.wait_for_lanes()
+            self.comm_context.wait_for_lanes()
             self.schedule.drop()
-            self.transfers.rest()
-        for domain in self.domains:
-            domain.reset()
+            self.comm_context.rest()
+        for mesh_info in self.mesh_infos:
+            mesh_info.reset()
         self.uncompared.clear()
 
 
@@ -463,12 +594,38 @@ def _before_backward(
 ) -> None:
     captured.check_backward(is_capturing(device))
     for unit in toggled:
-        unit.follow_trainability()
+        unit.sync_requires_grad()
     toggled.clear()
 
 
 def context_of(unit: Unit) -> FsdpContext:
-    """The context that ``unit`` is in. The unit itself knows it by a smaller protocol."""
+    """Return the context that ``unit`` is in. The unit itself knows it by a smaller protocol."""
     context = unit.context
     assert isinstance(context, FsdpContext)
     return context
+
+
+# ---- Shared lanes ----
+
+
+def share_comm_context(contexts: Sequence[FsdpContext]) -> None:
+    """Make all ``contexts`` communicate on the lanes of the first.
+
+    Raises:
+        ValueError: they compute on different devices. Nothing was changed then.
+        RuntimeError: one has run already, on lanes of its own. Nothing was changed then.
+    """
+    first, *others = contexts
+    for context in others:
+        if context.device != first.device:
+            raise ValueError(f"a context on {context.device} cannot use lanes on {first.device}")
+        if (
+            context.is_initialized
+            and context.comm_context.gather_lane is not first.comm_context.gather_lane
+        ):
+            raise RuntimeError(
+                "a context that has run has lanes of its own: call share_comm_ctx() before the "
+                "first forward"
+            )
+    for context in others:
+        context.comm_context.use_lanes_of(first.comm_context)

@@ -9,7 +9,8 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import partial
+from copy import deepcopy
+from functools import partial, update_wrapper
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -18,22 +19,22 @@ from torch import nn
 
 from fsdp_overlap.comm.spans import span
 from fsdp_overlap.comm.streams import is_capturing
-from fsdp_overlap.engine.autograd_engine import is_in_backward
+from fsdp_overlap.engine.autograd import dynamo_disable, is_in_backward
 from fsdp_overlap.engine.context import FsdpContext, context_of
-from fsdp_overlap.engine.late_memory import take_assigned
-from fsdp_overlap.engine.opaque import is_opaque
-from fsdp_overlap.engine.trees import map_arguments, map_tensors, tensors_in
-from fsdp_overlap.engine.unit import Unit
-from fsdp_overlap.engine.unsharded_edits import compare
-from fsdp_overlap.engine.untraced import untraced
+from fsdp_overlap.engine.meta_init import take_assigned
+from fsdp_overlap.engine.param import is_opaque
+from fsdp_overlap.engine.unit import Unit, compare, unit_of
 from fsdp_overlap.schedule.order import Call
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.tensor.extension import inner_tensors
+from fsdp_overlap.tensor.pytree import map_arguments, map_tensors, tensors_in
 from fsdp_overlap.torch_internals import are_functorch_transforms_active, profiler_enabled
+
+# ---- Forwards and backwards ----
 
 
 def install(module: nn.Module, unit: Unit) -> None:
-    """Makes every forward of ``module`` run on unsharded parameters."""
+    """Make every forward of ``module`` run on unsharded parameters."""
     module.register_forward_pre_hook(partial(before_forward, unit), prepend=True, with_kwargs=True)
     # Always called, so that a forward that raised leaves the sharded parameters in the module too.
     module.register_forward_hook(partial(after_forward, unit), always_call=True)
@@ -54,7 +55,7 @@ _HOOK_TABLES = (
 
 
 def without_hooks(state: dict[str, Any]) -> dict[str, Any]:
-    """A copy of ``state``, a module's ``__dict__``, without the hooks of :func:`install`."""
+    """Return a copy of ``state``, a module's ``__dict__``, without the hooks of :func:`install`."""
     state = dict(state)
     installed = [
         key
@@ -68,7 +69,7 @@ def without_hooks(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-@untraced
+@dynamo_disable
 def before_forward(
     unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -94,12 +95,12 @@ def before_forward(
 
 
 def _begin_forward(unit: Unit, module: nn.Module, context: FsdpContext) -> None:
-    if not context.is_settled:
+    if not context.is_initialized:
         context.faults.check()
-        context.settle()
-    unit.follow_trainability()
+        context.lazy_init()
+    unit.sync_requires_grad()
     context.schedule.before_forward(unit)
-    unit.use_unsharded()
+    unit.to_unsharded()
     if torch.is_grad_enabled() and unit.unowned.is_due():
         _check_all_are_owned(unit)
     if (id(module), module.training) not in unit.compared and _compares(context):
@@ -110,7 +111,7 @@ def _begin_forward(unit: Unit, module: nn.Module, context: FsdpContext) -> None:
 
 
 def _compares(context: FsdpContext) -> bool:
-    """Whether the host may read what a comparison finds."""
+    """Return whether the host may read what a comparison finds."""
     return not context.captured_steps.is_under_way
 
 
@@ -138,7 +139,7 @@ def _refuse_transform(unit: Unit) -> NoReturn:
     )
 
 
-@untraced
+@dynamo_disable
 def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     saved = unit.saved_tensors
     tracked = saved.end() if saved.under_way else None
@@ -166,7 +167,7 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
         error = _error_to_raise(unit, context, error)
     # With gradients a backward may follow, and its end waits for offloaded shards to be read.
     if unit.is_offloaded and not torch.is_grad_enabled() and not schedule.is_in_forward:
-        context.transfers.finish_reading()
+        context.comm_context.finish_reading()
     if error is not None and not raised:
         raise error
     tensors = tensors_in(output)
@@ -196,7 +197,7 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
 
 
 def _error_of_forward(handled: TracebackType | None) -> BaseException | None:
-    """The error of a forward that has no output. ``None`` if the forward raised none.
+    """Return the error of a forward that has no output. ``None`` if the forward raised none.
 
     torch runs hooks while it handles the forward's error. But the caller may be handling an error
     too: ``handled`` is the traceback of that, from before the forward. An error that is raised
@@ -213,9 +214,9 @@ def _end_forward(unit: Unit, module: nn.Module, schedule: Schedule, raised: bool
 def _error_to_raise(
     unit: Unit, context: FsdpContext, error: BaseException | None
 ) -> BaseException | None:
-    """The error to raise after a forward of ``unit``: ``error``, if there is one. If no other
-    forward is around this one, also looks for edits, and tells other ranks of the error, because it
-    leaves the model."""
+    """Return the error to raise after a forward of ``unit``: ``error``, if there is one. If no
+    other forward is around this one, also looks for edits, and tells other ranks of the error,
+    because it leaves the model."""
     if context.schedule.is_in_forward or is_in_backward():
         return error
     if error is None and (lost := compare(context.uncompared)) is not None:
@@ -229,12 +230,12 @@ def after_load(unit: Unit, module: nn.Module, keys: Any) -> None:
     """Runs when ``load_state_dict()`` has loaded ``module`` and all in it: takes over parameters
     that it assigned."""
     context = context_of(unit)
-    if take_assigned(unit, context.device, context.was_settled):
-        context.unsettle()
+    if take_assigned(unit, context.device, context.was_initialized):
+        context.require_lazy_init()
 
 
 def _check_no_parameter_leaves(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
-    """Refuses an output that lies in a full buffer: it would be read after the buffer is freed."""
+    """Refuse an output that lies in a full buffer: it would be read after the buffer is freed."""
     for tensor in tensors:
         if type(tensor) in _PLAIN or is_opaque(tensor):
             is_held = unit.holds(tensor)
@@ -248,7 +249,7 @@ def _check_no_parameter_leaves(unit: Unit, tensors: Sequence[torch.Tensor]) -> N
             )
 
 
-@untraced
+@dynamo_disable
 def _before_backward(schedule: weakref.ref[Schedule], call: Call, gradient: torch.Tensor) -> None:
     alive = schedule()
     if alive is not None:
@@ -262,3 +263,40 @@ def _move_and_cast(
         dtype = None
     # The host does not wait for a copy from pinned memory.
     return tensor.to(device=device, dtype=dtype, non_blocking=True)
+
+
+# ---- Methods that count as forwards ----
+
+
+class ForwardMethod:
+    """Replaces a method of one module: it stands in the module's ``__dict__`` and so hides the
+    method of the class. It refers to the module weakly, so that the two do not keep each other
+    alive."""
+
+    def __init__(self, module: nn.Module, method: Any) -> None:
+        self._module = weakref.ref(module)
+        self._is_bound = getattr(method, "__self__", None) is module
+        self._function = method.__func__ if self._is_bound else method
+        update_wrapper(self, self._function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        unit = None if module is None else unit_of(module)
+        if module is None or unit is None:
+            raise ReferenceError(f"the module of {self._function.__qualname__} was deleted")
+        try:
+            args, kwargs = before_forward(unit, module, args, kwargs)
+            bound = (module, *args) if self._is_bound else args
+            output = self._function(*bound, **kwargs)
+        except BaseException:
+            after_forward(unit, module, args, None)
+            raise
+        return after_forward(unit, module, args, output)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardMethod:
+        duplicate = ForwardMethod.__new__(ForwardMethod)
+        vars(duplicate).update(vars(self))
+        original = self._module()
+        assert original is not None  # it is being copied, and this with it
+        duplicate._module = weakref.ref(deepcopy(original, memo))
+        return duplicate

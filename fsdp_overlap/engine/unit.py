@@ -1,13 +1,13 @@
-"""One unit: a module, or a list of modules, and the parameters they own."""
+"""Units: the modules of one fully_shard() call, and the parameters they own."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from copy import deepcopy
 from itertools import repeat
 from operator import attrgetter, is_
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -15,19 +15,180 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp_overlap.comm.lanes import Lane
-from fsdp_overlap.engine.autograd_engine import is_to_accumulate
-from fsdp_overlap.engine.bucket import Bucket
-from fsdp_overlap.engine.bucket_state import BucketState
-from fsdp_overlap.engine.comm_policy import QuantizedCommPolicy
-from fsdp_overlap.engine.gradients import BucketGradients
-from fsdp_overlap.engine.opaque import check_frozen
-from fsdp_overlap.engine.ownership import UnownedParameters, kind_of, modules_outside_units
-from fsdp_overlap.engine.policy_dtypes import reduce_dtype
-from fsdp_overlap.engine.saved_tensors import SavedTensors
-from fsdp_overlap.engine.settings import Settings
-from fsdp_overlap.engine.trees import UnderWay
-from fsdp_overlap.engine.unsharded_edits import FREED, UnshardedEdits
-from fsdp_overlap.engine.untraced import untraced
+from fsdp_overlap.engine.autograd import (
+    SavedTensors,
+    VersionCounters,
+    dynamo_disable,
+    is_to_accumulate,
+)
+from fsdp_overlap.engine.grads import BucketGradients
+from fsdp_overlap.engine.mesh import BucketEdits
+from fsdp_overlap.engine.options import QuantizedCommPolicy, Settings, reduce_dtype
+from fsdp_overlap.engine.param import (
+    UnownedParameters,
+    check_frozen,
+    kind_of,
+    modules_outside_units,
+    tp_local_tensor,
+    unwrap,
+)
+from fsdp_overlap.engine.param_group import Bucket, BucketState
+from fsdp_overlap.tensor.pytree import UnderWay
+from fsdp_overlap.tensor.ragged_dtensor import ShardEdits
+
+# ---- Edits of unsharded parameters, which would be lost ----
+
+INSTEAD = (
+    "Edit the sharded parameter, under torch.no_grad(), before forward or after optimizer.step(); "
+    "what forward itself has to change must be a buffer"
+)
+
+FREED = (
+    "a parameter of unit {!r}, or a view of one, was used after its memory was freed: keep a "
+    "clone() of what is used after forward, or read the sharded parameter of the module"
+)
+
+Uncompared = list[tuple["UnshardedEdits", torch.Tensor]]
+"""Buckets whose first forward has run, and for each of their parameters whether it changed."""
+
+
+def compare(uncompared: Uncompared) -> str | None:
+    """Return what the forwards in ``uncompared`` edited, in words. ``None`` if they edited nothing.
+    The host waits for them. Empty the list."""
+    changes = [(edits, changed.tolist()) for edits, changed in uncompared]
+    uncompared.clear()
+    found = [edits.describe(changed.index(True)) for edits, changed in changes if any(changed)]
+    return found[0] if found else None
+
+
+class UnshardedEdits:
+    """Finds changes of a bucket's unsharded parameters. The shards do not get such changes, and
+    another rank may have made different ones.
+
+    Autograd's version counters count edits in place. They do not count all-gathers, which write
+    underneath, and they do not count edits through ``.data``. To find the latter, the first forward
+    in each mode, training and evaluation, compares the values before and after.
+
+    ``tables`` are the ``_parameters`` of all modules of the unit.
+    """
+
+    def __init__(self, bucket: Bucket, tables: Sequence[dict[str, Any]]) -> None:
+        self._bucket = bucket
+        self._tiles = list(map(tp_local_tensor, bucket.parameters))
+        # Opaque parameters have slow attributes, and share their counters with plain tensors.
+        counted: list[torch.Tensor]
+        counted = [*map(unwrap, bucket.parameters)] if bucket.is_opaque else [*bucket.parameters]
+        if bucket.is_tensor_parallel:
+            counted += self._tiles  # a DTensor does not count what is done to its own
+        self._counters = bucket.counters = VersionCounters(counted)
+        self.find_registrations()
+        self._tables = tables
+        self._registered = sum(map(len, tables))
+        self._forwards = 0
+        self._digest: torch.Tensor | None = None
+
+    def find_registrations(self) -> None:
+        """Note where modules have the parameters registered now."""
+        places = self._bucket.module_info
+        self._places = [table for table, *_ in places], [name for _, name, *_ in places]
+        self._placed = [parameter for *_, parameter, _ in places]
+
+    def begin_comparison(self) -> None:
+        """Take digests of the parameters, which are whole, before a forward runs."""
+        self._digest = self._bucket.full.digests()
+        self._forwards = 0  # so that changed() looks for everything
+
+    def end_comparison(self, uncompared: Uncompared) -> None:
+        """Compare with the digests after the forward. The result goes to ``uncompared``."""
+        if self._digest is not None:
+            uncompared.append((self, self._digest != self._bucket.full.digests()))
+            self._digest = None
+
+    def edited(self) -> str | None:
+        """Return which parameter was edited in place since this was last asked, in words. ``None``
+        if none was."""
+        index = self._counters.edited()
+        return None if index is None else self.describe(index % len(self._tiles))
+
+    def changed(self) -> str | None:
+        """As :meth:`edited`, and also finds a parameter that was replaced, given other memory or
+        registered again. The full buffer must exist."""
+        if self._counters.has_edits():
+            return self.edited()
+        are_in_place = all(map(is_, map(dict.get, *self._places), self._placed))
+        if not are_in_place and (found := self._replaced()) is not None:
+            return found
+        # What the checks below find lasts, so forwards 1, 2, 4, 8 ... of a mode are enough.
+        self._forwards += 1
+        if self._forwards & (self._forwards - 1):
+            return None
+        return self._moved() or self._registered_again()
+
+    def _replaced(self) -> str | None:
+        for registered, name, parameter, sharded in self._bucket.module_info:
+            found = registered.get(name)
+            if found is not parameter and found is not sharded:
+                return (
+                    f"parameter {name!r} of unit {self._bucket.label!r} was replaced while it was "
+                    f"unsharded, and the new one would be lost. {INSTEAD}"
+                )
+        return None
+
+    def forbid_old_graphs(self, tables: Collection[int]) -> None:
+        """Make autograd refuse to read the parameters for a graph that was made before: those
+        registered in ``tables``, which are ids, or all if there are none."""
+        self._counters.increment(
+            [
+                item.parameter
+                for item in self._bucket.owned
+                if not tables or any(id(table) in tables for table, _ in item.registrations)
+            ]
+        )
+
+    def describe(self, index: int) -> str:
+        """Return an edit of parameter ``index``, in words. Make the next use of the full buffer,
+        which has the edit, gather it again."""
+        self._bucket.mark_stale()
+        return (
+            f"{self._name(index)} was edited in place while it was unsharded, by a forward, a "
+            "backward or a hook, as nn.Embedding(max_norm=...) does. The edit would be lost, "
+            f"because only shards last, and ranks may have made different ones. {INSTEAD}"
+        )
+
+    def _moved(self) -> str | None:
+        """Give parameters that have other memory their own back. Return what happened, in words,
+        or ``None``."""
+        moved = self._bucket.full.give_back(self._tiles)
+        if not moved:
+            return None
+        return (
+            f"{self._name(moved[0])} was given other memory, by an assignment to its .data or by "
+            f"flatten_parameters(), which all-gathers do not reach. {INSTEAD}"
+        )
+
+    def _registered_again(self) -> str | None:
+        registered = sum(map(len, self._tables))
+        if registered == self._registered:
+            return None
+        known = {(id(table), name) for table, name, _, _ in self._bucket.module_info}
+        own = {id(parameter): index for index, parameter in enumerate(self._bucket.parameters)}
+        for table in self._tables:
+            for name, parameter in table.items():
+                if id(parameter) in own and (id(table), name) not in known:
+                    return (
+                        f"{self._name(own[id(parameter)])} was registered again while it was "
+                        f"unsharded, as {name!r}, where its memory will be freed: keep a clone(), "
+                        "or register it under both names before fully_shard()"
+                    )
+        self._registered = registered
+        return None
+
+    def _name(self, index: int) -> str:
+        bucket = self._bucket
+        return f"parameter {bucket.plan.specs[index].fqn!r} of unit {bucket.label!r}"
+
+
+# ---- Units ----
 
 _grad = attrgetter("grad")
 
@@ -36,7 +197,7 @@ class Context(Protocol):
     """The context that the units of one model share, as far as they know it."""
 
     def register(self, unit: Unit) -> int:
-        """Takes ``unit`` in and returns its index."""
+        """Take ``unit`` in and returns its index."""
         ...
 
     def trainability_changed(self, unit: Unit) -> None:
@@ -90,12 +251,12 @@ class Unit:
         self.is_in_pieces = any(bucket.plan.specs[0].piece for bucket in buckets) and not any(
             bucket.is_tensor_parallel for bucket in buckets
         )
-        self.has_copies = any(bucket.domain.copies > 1 for bucket in buckets)
+        self.has_copies = any(bucket.mesh_info.copies > 1 for bucket in buckets)
         self.has_unreduced = False
         """Whether backwards left gradients that are not reduced, or not across copies. The same on
         every rank."""
         self.shows_unsharded = False
-        """Whether :meth:`use_unsharded` holds until the full buffers are freed, because the user
+        """Whether :meth:`to_unsharded` holds until the full buffers are freed, because the user
         asked for them by ``unshard()``."""
         self.seen_version = -1
         """The :attr:`version` that all-gathers see: their lane runs after the edits up to it."""
@@ -113,7 +274,7 @@ class Unit:
         self.index = context.register(self)
 
     def rename(self, name: str) -> None:
-        """Names the unit and its buckets by the name in the root module, by which users know it."""
+        """Name the unit and its buckets by the name in the root module, by which users know it."""
         self.name = name
         self.as_one = [(name, self.buckets)] if len(self.buckets) == 1 else []
         for bucket in self.buckets:
@@ -123,12 +284,12 @@ class Unit:
             bucket.full.when_freed = FREED.format(bucket.label)
 
     def connect(self) -> None:
-        """Chooses the groups, collectives and memory of its buckets. Collective over their meshes
+        """Choose the groups, collectives and memory of its buckets. Collective over their meshes
         at the first call."""
         has_new = False
         for bucket in self.buckets:
             reduced_in = reduce_dtype(bucket.grad_dtype, self.mp_policy)
-            bucket.connect(self.part_size, self.settings, reduced_in)
+            bucket.connect(self.post_forward_size, self.settings, reduced_in)
             has_new |= bucket.make_unsharded()
         if has_new:
             self.forget_parameters()
@@ -150,7 +311,7 @@ class Unit:
         return kind_of(self.modules)
 
     @property
-    def part_size(self) -> int | None:
+    def post_forward_size(self) -> int | None:
         """How many neighbours keep a part each of the full buffer between forward and backward.
         ``None`` if it is freed then, or kept whole."""
         size = self.reshard_after_forward
@@ -159,7 +320,7 @@ class Unit:
     @property
     def keeps_part(self) -> bool:
         """Whether a part of the full buffer is kept between forward and backward."""
-        return self.part_size is not None
+        return self.post_forward_size is not None
 
     @property
     def is_gathered(self) -> bool:
@@ -220,7 +381,7 @@ class Unit:
         )
 
     def module_ran(self, module: nn.Module) -> None:
-        """Notes that one module of the list has run."""
+        """Note that one module of the list has run."""
         if not self.to_run:
             self.to_run.update(map(id, self.modules))
         self.to_run.discard(id(module))
@@ -232,15 +393,15 @@ class Unit:
         """The first forwards that are over: the module's id, and whether it was training."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies in a full buffer."""
+        """Return whether ``tensor`` lies in a full buffer."""
         for bucket in self.buckets:  # noqa: SIM110, as in is_whole
             if bucket.full.holds(tensor):
                 return True
         return False
 
     def edited(self) -> str | None:
-        """What was done to unsharded parameters in place and would be lost, in words. ``None`` if
-        nothing was."""
+        """Return what was done to unsharded parameters in place and would be lost, in words.
+        ``None`` if nothing was."""
         for edits in self.edits:
             if (found := edits.edited()) is not None:
                 return found
@@ -254,20 +415,20 @@ class Unit:
                 return found
         return None
 
-    def outdate(self) -> None:
-        """Notes that no full buffer holds what the shards hold. Its next use gathers it again."""
+    def mark_stale(self) -> None:
+        """Note that no full buffer holds what the shards hold. Its next use gathers it again."""
         for bucket in self.buckets:
-            bucket.outdate()
+            bucket.mark_stale()
             if bucket.divided is not None:
                 bucket.divided.reset()
 
     def wait(self) -> None:
-        """Makes compute wait for the unit's all-gathers."""
+        """Make compute wait for the unit's all-gathers."""
         for bucket in self.buckets:
             bucket.wait()
 
     def reset(self, lane: Lane) -> None:
-        """Brings the unit to rest from any state."""
+        """Bring the unit to rest from any state."""
         for bucket in self.buckets:
             bucket.reset(lane)
         for gradients in self._known_gradients.values():
@@ -279,7 +440,7 @@ class Unit:
         self.saved_tensors.reset()
 
     def copy_to(self, other: Unit) -> None:
-        """Copies values, gradients and settings to ``other``, which was sharded likewise."""
+        """Copy values, gradients and settings to ``other``, which was sharded likewise."""
         for mine, its in zip(self.buckets, other.buckets, strict=True):
             its.copy_values_of(mine)
             its.full.keeps_storage = mine.full.keeps_storage
@@ -290,49 +451,49 @@ class Unit:
                 duplicate.grad = deepcopy(parameter.grad)
         self.settings.copy_to(other.settings)
 
-    def use_unsharded(self) -> None:
+    def to_unsharded(self) -> None:
         for bucket in self.buckets:
-            bucket.places.use_unsharded(bucket.label)
+            bucket.module_info.to_unsharded(bucket.label)
 
-    def check_places(self) -> None:
-        """Checks that nobody has replaced a parameter, except by another of the unit.
+    def check_registrations(self) -> None:
+        """Check that nobody has replaced a parameter, except by another of the unit.
 
         Raises:
             RuntimeError: somebody has.
         """
-        self.follow_ties()
+        self.update_shared_params()
         for bucket in self.buckets:
-            bucket.places.check(bucket.label)
+            bucket.module_info.check(bucket.label)
 
-    def follow_ties(self) -> None:
-        """Uses one parameter of the unit where modules registered it in place of another. The other
+    def update_shared_params(self) -> None:
+        """Use one parameter of the unit where modules registered it in place of another. The other
         keeps its memory and travels, as in FSDP2, but nothing computes with it."""
         items = [item for bucket in self.buckets for item in bucket.owned]
         sharded = [each for bucket in self.buckets for each in bucket.sharded_parameters]
         by_parameter = dict(zip(map(id, sharded), items, strict=True))
         has_ties = False
         for item in items:
-            for place in [*item.places]:
+            for place in [*item.registrations]:
                 registered, name = place
                 found = by_parameter.get(id(registered.get(name)), item)
                 if found is not item:
-                    item.places.remove(place)
-                    found.places.append(place)
+                    item.registrations.remove(place)
+                    found.registrations.append(place)
                     has_ties = True
         if has_ties:
             for bucket in self.buckets:
-                bucket.look_for_places()
+                bucket.find_registrations()
             for edits in self.edits:
-                edits.look_for_places()
+                edits.find_registrations()
 
-    def use_sharded(self) -> None:
+    def to_sharded(self) -> None:
         self.shows_unsharded = False
         for bucket in self.buckets:
-            bucket.places.use_sharded()
+            bucket.module_info.to_sharded()
 
     def reshards_after_forward(self) -> bool:
-        """Whether forward frees the full buffers. If the user did not say, all units do but the
-        root, which backward needs first."""
+        """Return whether forward frees the full buffers. If the user did not say, all units do but
+        the root, which backward needs first."""
         if self.reshard_after_forward is not None:
             return self.reshard_after_forward is not False
         return not (self.is_root and self.settings.unshard_in_backward and torch.is_grad_enabled())
@@ -344,16 +505,16 @@ class Unit:
         return self.reshard_after_forward is None and self.settings.unshard_in_backward
 
     def copy_requires_grad(self, sharded: torch.Tensor) -> None:
-        """Gives an unsharded parameter the ``requires_grad`` of its sharded one. At once, because
+        """Give an unsharded parameter the ``requires_grad`` of its sharded one. At once, because
         the graph of an earlier forward may accumulate into it before anything else happens."""
         for bucket in self.buckets:
-            index = bucket.places.index_of(sharded)
+            index = bucket.module_info.index_of(sharded)
             if index is not None and not bucket.is_opaque:
                 bucket.parameters[index].requires_grad_(sharded.requires_grad)
         self.context.trainability_changed(self)
 
-    def follow_trainability(self) -> None:
-        """Gives the unsharded parameters the ``requires_grad`` of the sharded ones, hooks those
+    def sync_requires_grad(self) -> None:
+        """Give the unsharded parameters the ``requires_grad`` of the sharded ones, hooks those
         that became trainable, and finds the buckets that get gradients."""
         edits = 0
         for bucket in self.buckets:
@@ -390,7 +551,7 @@ class Unit:
                 self._trainability = -1
 
     def forget_parameters(self) -> None:
-        """Forgets what it knew of the old parameters, after they were replaced by new objects."""
+        """Forget what it knew of the old parameters, after they were replaced by new objects."""
         self.gradients = []
         self._trainability = -1
         self._known_gradients = {}
@@ -398,7 +559,7 @@ class Unit:
         self._look_for_edits()
 
     def hook_gradients(self) -> None:
-        """Makes every gradient be noticed when it arrives. Call it before the parameters are used
+        """Make every gradient be noticed when it arrives. Call it before the parameters are used
         outside the unit's forward."""
         for gradients in self.gradients:
             self._hook(gradients, only_large=False)
@@ -411,7 +572,7 @@ class Unit:
                 continue
             self._hooked.add(id(parameter))
 
-            @untraced
+            @dynamo_disable
             def arrived(_: torch.Tensor, index: int = index) -> None:
                 unit, gradients = owner(), target()
                 if unit is not None and gradients is not None:
@@ -421,5 +582,60 @@ class Unit:
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """The unit that :func:`fully_shard` made of ``module``, or of a list with it, if it did."""
+    """Return the unit that :func:`fully_shard` made of ``module``, or of a list with it, if it
+    did."""
     return module.__dict__.get("_fsdp_unit")
+
+
+# ---- The units of a context, and their names ----
+
+
+class Units:
+    """The units of one context, by index. They are not kept alive."""
+
+    def __init__(self) -> None:
+        self.refs: list[weakref.ref[Unit]] = []
+
+    def add(self, unit: Unit) -> int:
+        """Take ``unit`` in and returns its index, the same on every rank."""
+        self.refs.append(weakref.ref(unit))
+        for bucket in unit.buckets:
+            bucket.edits.unit = self.refs[-1]
+        return len(self.refs) - 1
+
+    def existing(self) -> list[Unit]:
+        """Return the units that still exist, in the order in which they were added."""
+        return [unit for ref in self.refs if (unit := ref()) is not None]
+
+
+def unit_of_edits(edits: ShardEdits | None) -> Unit | None:
+    """Return the unit whose edits these are. ``None`` if there is none, or it was freed."""
+    return edits.unit() if isinstance(edits, BucketEdits) and edits.unit is not None else None
+
+
+def unit_names(units: Sequence[Unit]) -> dict[Unit, str]:
+    """Return the name of each unit that lies within another, relative to the outermost unit around
+    it. A unit of several modules is named by all of their names."""
+    names: dict[Unit, str] = {}
+    for outer in units:
+        if outer in names:
+            continue
+        found: dict[Unit, list[str]] = {}
+        for module in outer.modules:
+            for name, child in module.named_modules():
+                unit = unit_of(child)
+                if unit is not None and unit is not outer:
+                    found.setdefault(unit, []).append(name)
+        names.update((unit, ", ".join(found[unit])) for unit in found)
+    return names
+
+
+def name_units(units: Sequence[Unit]) -> None:
+    """Find the root among ``units``, all units of a context, and names them as users know
+    them."""
+    names = unit_names(units)
+    tops = [unit for unit in units if unit not in names]
+    for unit in units:
+        kind = unit.module_kind
+        unit.is_root = tops == [unit] and not unit.is_list
+        unit.rename(names.get(unit) or (kind if unit.is_root else f"{kind}[{unit.index}]"))

@@ -55,15 +55,7 @@ class Planner:
         if world_size < 1:
             raise ValueError(f"world_size={world_size} is not a number of ranks; use 1 or more")
         self.layout = layout
-        self.is_sand = True
-        """Whether everything that was planned may be cut anywhere, or lies in rows. Ranks are even
-        then."""
         self._loads = Loads(world_size)
-
-    @property
-    def fullest(self) -> float:
-        """What the fullest rank has, of bytes or of work, over the mean of all ranks."""
-        return max(self._loads.levels)
 
     def copy(self) -> Planner:
         """A planner that knows the same units, and plans independently from now on."""
@@ -77,7 +69,6 @@ class Planner:
         by_unit = [self._buckets(specs) for specs in units]
         # Rows are the same on every rank, whatever else is planned.
         buckets = [each for unit in by_unit for each in unit if isinstance(each, _Bucket)]
-        self.is_sand = self.is_sand and all(bucket.is_sand for bucket in buckets)
         loads = self._loads
         loads.expect(item for bucket in buckets for item in bucket.items)
         for bucket in buckets:

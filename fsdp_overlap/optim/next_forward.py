@@ -9,7 +9,7 @@ import torch
 
 from fsdp_overlap.comm.streams import is_capturing
 from fsdp_overlap.engine.context import context_of
-from fsdp_overlap.engine.units import unit_of_edits
+from fsdp_overlap.engine.unit import unit_of_edits
 from fsdp_overlap.optim.runs import edits_of
 from fsdp_overlap.tensor.row_tensor import Sharded
 
@@ -22,7 +22,7 @@ class NextForward:
     def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
         units = map(unit_of_edits, edits_of(p for group in groups for p in group["params"]))
         contexts = dict.fromkeys(context_of(unit) for unit in units if unit is not None)
-        self._contexts = [ctx for ctx in contexts if ctx.is_settled and ctx.has_schedule]
+        self._contexts = [ctx for ctx in contexts if ctx.is_initialized and ctx.has_schedule]
         for ctx in self._contexts:
             ctx.schedule.gathers.before_step()
         buckets = [

@@ -14,7 +14,7 @@ from fsdp_overlap.comm.group_facts import alive
 from fsdp_overlap.comm.groups import GroupCache
 from fsdp_overlap.comm.objects import gather_objects
 from fsdp_overlap.comm.streams import current_device, has_streams
-from fsdp_overlap.engine.domain import Domain, domain_of
+from fsdp_overlap.engine.mesh import MeshInfo, mesh_info_of
 from fsdp_overlap.optim.matrices import Division, Holding, Split, divide, whole_parts
 from fsdp_overlap.optim.newton_schulz import fast_dtype
 from fsdp_overlap.tensor.placement import Tile, is_cut, range_dim, tile_at, tile_of
@@ -41,9 +41,9 @@ class Team:
         self._group: ref[dist.ProcessGroup] | None = None
 
     @property
-    def domain(self) -> Domain | None:
-        """The domain of the parameters. ``None`` if no context shards them."""
-        return domain_of(self._edits)
+    def mesh_info(self) -> MeshInfo | None:
+        """The mesh of the parameters. ``None`` if no context shards them."""
+        return mesh_info_of(self._edits)
 
     @property
     def device(self) -> torch.device:
@@ -107,14 +107,14 @@ class Teams:
 
     def connect(self, team: Team) -> None:
         """Gives ``team`` its group. Collective over its ranks at the first call."""
-        team.connect(self._groups(team.domain))
+        team.connect(self._groups(team.mesh_info))
 
     def begin_step(self, team: Team) -> None:
         """Gives ``team`` its group, and notes that this rank begins to exchange. Where a rank is
         missing, the others find that by asking."""
         self.connect(team)
-        if team.domain is not None:
-            team.domain.faults.begins("an optimizer's step", team.group)
+        if team.mesh_info is not None:
+            team.mesh_info.faults.begins("an optimizer's step", team.group)
 
     def dtype(self, team: Team | None, device: torch.device) -> torch.dtype:
         """The dtype that matrices are multiplied and sent in. Where processors differ, all ranks of
@@ -162,7 +162,7 @@ class Teams:
         ended = {
             key
             for key, team in self._teams.items()
-            if key[0]() is not (groups := self._groups(team.domain)) or team.has_ended(groups)
+            if key[0]() is not (groups := self._groups(team.mesh_info)) or team.has_ended(groups)
         }
         if not ended:
             return
@@ -174,9 +174,9 @@ class Teams:
     def give_up(self, error: BaseException) -> None:
         """Ends the exchanges for which other ranks wait for this one in vain, because ``error``
         ended its step."""
-        for domain in {team.domain for team in self._teams.values() if team.is_connected}:
-            if domain is not None:
-                domain.faults.gave_up("Muon.step()", error)
+        for mesh_info in {team.mesh_info for team in self._teams.values() if team.is_connected}:
+            if mesh_info is not None:
+                mesh_info.faults.gave_up("Muon.step()", error)
         self._own.close()
         self._own = GroupCache(separate=False)
 
@@ -191,8 +191,8 @@ class Teams:
         division = divide(tuple(parameter.shape), split, holdings)
         self._members[parameter] = Member(rank, holdings[rank].start, split, division, team)
 
-    def _groups(self, domain: Domain | None) -> GroupCache:
-        return self._own if domain is None else domain.group_cache
+    def _groups(self, mesh_info: MeshInfo | None) -> GroupCache:
+        return self._own if mesh_info is None else mesh_info.group_cache
 
     def _team(self, parameter: Sharded, dims: Sequence[int]) -> Team | None:
         if not dims:
@@ -215,7 +215,7 @@ class Teams:
                 .flatten()
                 .tolist()
             )
-        key = ref(self._groups(domain_of(parameter.edits))), tuple(ranks)
+        key = ref(self._groups(mesh_info_of(parameter.edits))), tuple(ranks)
         if key not in self._teams:
             self._teams[key] = Team(ranks, like, parameter)
         return self._teams[key]

@@ -199,7 +199,7 @@ class Backward:
             for index, passes in self._read_by_others.items():
                 unit = self._refs[index]()
                 if unit is not None and index in self._gathers.in_graphs and forward_pass in passes:
-                    self._transfers.use_unsharded(unit)
+                    self._transfers.to_unsharded(unit)
                     self.shown.add(index)
 
     def _expect(self, first_uses: Iterable[tuple[UnitIndex, int]]) -> None:
@@ -286,7 +286,7 @@ class Backward:
             self._gathers.release(unit)
         is_asked_for = unit.shows_unsharded and not unit.syncs_gradients
         if unit.index not in self.shown and not is_asked_for:
-            self._transfers.use_sharded(unit)
+            self._transfers.to_sharded(unit)
 
     def _comes_back_to(self, unit: UnitIndex) -> bool:
         """Whether a call of ``unit`` is yet to be reached."""

@@ -197,11 +197,11 @@ class Transfers(Protocol):
         """Makes autograd refuse the unit's parameters to every graph made so far."""
         ...
 
-    def use_unsharded(self, unit: Any) -> None:
+    def to_unsharded(self, unit: Any) -> None:
         """Registers the unsharded parameters in the unit's modules."""
         ...
 
-    def use_sharded(self, unit: Any) -> None:
+    def to_sharded(self, unit: Any) -> None:
         """Registers the sharded parameters in the unit's modules."""
         ...
 

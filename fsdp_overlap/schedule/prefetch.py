@@ -127,7 +127,7 @@ class Gathers:
         """Frees the full buffer of ``unit`` once the compute enqueued so far has read it. That is
         put off until the next all-gather has been enqueued, so that this one does not wait."""
         if unit.shows_unsharded:
-            self._transfers.use_sharded(unit)
+            self._transfers.to_sharded(unit)
         if unit.is_gathered and unit.index not in self.in_graphs:
             self._ahead.pop(unit.index, None)
             self._asked.pop(unit.index, None)
@@ -276,5 +276,5 @@ class Gathers:
         unit = self._refs[index]()
         if unit is not None:
             if unit.shows_unsharded:  # it was gathered anew after an edit, ahead of use
-                self._transfers.use_sharded(unit)
+                self._transfers.to_sharded(unit)
             self._transfers.free(unit, mark, waits)

@@ -41,7 +41,7 @@ UNFINISHED = (
 class Schedule:
     """Hears the events of one context's forwards and backwards, and decides at each.
 
-    ``refs`` find the units, and ``units`` lists those that exist. ``follow_trainability`` finds out
+    ``refs`` find the units, and ``units`` lists those that exist. ``sync_requires_grad`` finds out
     which buckets get gradients: the user may freeze parameters between forward and backward.
     """
 
@@ -55,7 +55,7 @@ class Schedule:
         prefetch: int,
         max_reduce_inputs: int,
         divides_copies: bool,
-        follow_trainability: Callable[[], None] = lambda: None,
+        sync_requires_grad: Callable[[], None] = lambda: None,
     ) -> None:
         self._transfers = transfers
         self._engine = engine
@@ -68,7 +68,7 @@ class Schedule:
         self.order = ForwardOrder()
         self._reruns = Reruns(refs)
         self._divides_copies = divides_copies
-        self._follow_trainability = follow_trainability
+        self._sync_requires_grad = sync_requires_grad
         self._tick = count(1).__next__
         self._running: list[tuple[Unit, int]] = []
         self._pass = ForwardPass()
@@ -118,7 +118,7 @@ class Schedule:
         if backward is not None:
             is_in_use = self.is_in_use(unit)
             if not is_in_use and not unit.shows_unsharded:
-                self._transfers.use_sharded(unit)
+                self._transfers.to_sharded(unit)
             return backward.after_recompute(unit, start, end, is_in_use)
         self._pass.note(unit.index, start, end)
         if unit.is_list and unit in self._unfinished:
@@ -130,7 +130,7 @@ class Schedule:
                 if unit.to_run:
                     unit.to_run.clear()
                 if not unit.shows_unsharded:
-                    self._transfers.use_sharded(unit)
+                    self._transfers.to_sharded(unit)
                 if raised or unit.reshards_after_forward():
                     self.gathers.release(unit)
         if self._unfinished and not running:
@@ -201,7 +201,7 @@ class Schedule:
             left_out = set(unit.to_run)
             unit.to_run.clear()
             if not unit.shows_unsharded:
-                self._transfers.use_sharded(unit)
+                self._transfers.to_sharded(unit)
             if has_graph and not raised:
                 index = unit.index
                 if index not in self.gathers.in_graphs:
@@ -275,7 +275,7 @@ class Schedule:
             self._transfers.wait(unit)
             # Activation checkpointing inside the unit runs its modules again, without the unit's
             # hooks.
-            self._transfers.use_unsharded(unit)
+            self._transfers.to_unsharded(unit)
 
     def gradient_arrived(self, unit: Unit, gradients: Gradients, index: int) -> None:
         """Autograd accumulated into the unsharded parameter ``index`` of a bucket."""
@@ -288,7 +288,7 @@ class Schedule:
     def _begin_backward(self) -> Backward:
         self.finalization.begin_backward()
         self._engine.at_end_of_backward(self._end_backward)
-        self._follow_trainability()
+        self._sync_requires_grad()
         self._backwards += 1
         self._backward = backward = Backward(
             self._backwards,
@@ -377,7 +377,7 @@ class Schedule:
         """Frees every full buffer that is not in use."""
         for unit in self._units():
             if not self.is_in_use(unit):
-                self._transfers.use_sharded(unit)
+                self._transfers.to_sharded(unit)
                 self.gathers.take_out_of_graphs(unit)
                 self.gathers.release(unit)
                 self._transfers.drop_parts(unit)

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap.blocks import find_blocks
 from fsdp_overlap.emulator import Operation, active
+from fsdp_overlap.fully_shard import find_blocks
 from fsdp_overlap.simulator.mixture import Mixture
 from fsdp_overlap.simulator.simulate import Step
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from fsdp_overlap.blocks import find_blocks
+from fsdp_overlap.fully_shard import find_blocks
 
 
 class Run(NamedTuple):

@@ -12,7 +12,7 @@ from torch.profiler import record_function
 from fsdp_overlap.comm import spans
 from fsdp_overlap.emulator import EmulatedDevice
 from fsdp_overlap.engine import hooks
-from fsdp_overlap.engine.transfers import Transfers
+from fsdp_overlap.engine.comm_context import CommContext
 from fsdp_overlap.simulator.clock import Ran
 
 HOST_THREAD = 1
@@ -50,7 +50,7 @@ def marking(device: EmulatedDevice) -> Iterator[list[Mark]]:
         patch.object(spans, "profiler_enabled", is_profiled),
         # These ask by themselves, which is faster than an empty span.
         patch.object(hooks, "profiler_enabled", is_profiled),
-        patch.object(Transfers, "is_profiled", staticmethod(is_profiled)),
+        patch.object(CommContext, "is_profiled", staticmethod(is_profiled)),
         patch.object(record_function, "__enter__", enter),
         patch.object(record_function, "__exit__", leave),
     ):

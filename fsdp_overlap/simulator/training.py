@@ -23,7 +23,7 @@ from torch.utils.checkpoint import (
 )
 
 from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, QuantizedCommPolicy, fully_shard
-from fsdp_overlap.blocks import find_blocks
+from fsdp_overlap.fully_shard import find_blocks
 from fsdp_overlap.layout import Flat, LayoutRule, PerTensor
 from fsdp_overlap.optim import AdamW, Muon
 from fsdp_overlap.simulator.float8 import check_products, compute_in_float8, step_in_float8
@@ -124,7 +124,7 @@ class Training:
             inputs alone, ``"selective"`` keeps attention's and every second product's output too,
             as torchtitan's default does.
         blocks_a_unit: how many blocks one ``fully_shard`` call takes.
-        stage: as :meth:`FsdpModule.set_zero_stage` takes it. 3 frees weights after each use.
+        stage: as :meth:`FSDPModule.set_zero_stage` takes it. 3 frees weights after each use.
         layout: as :class:`FsdpContext` takes it.
         prefetch: as :class:`FsdpContext` takes it.
         param_dtype: as :class:`MixedPrecisionPolicy` takes it.

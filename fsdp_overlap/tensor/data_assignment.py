@@ -39,7 +39,7 @@ def assign_data(tensor: Any, value: Any) -> None:
             f"the data of a {type(tensor).__name__} of (shape, dtype, device) {wanted} cannot be "
             f"replaced by a tensor of {given}: move or cast a module before fully_shard()"
         )
-    if tensor.edits is not None and hasattr(tensor, "_fsdp_owner"):  # see engine/ownership
+    if tensor.edits is not None and hasattr(tensor, "_fsdp_owner"):  # see engine/param
         for alias in set(tensor.aliases or ()) - {tensor}:
             alias._local_tensor = alias._local_tensor.clone()
             alias.edits = alias.aliases = None

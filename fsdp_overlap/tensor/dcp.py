@@ -7,8 +7,10 @@ wrongly is now right, or an error before anything is written or read.
 
 from __future__ import annotations
 
+import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from itertools import count
 from math import prod
@@ -30,13 +32,41 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap.disk_errors import writing
 from fsdp_overlap.tensor.placement import has_range
 
 
 def wrap_method(owner: type[Any], name: str, make: Callable[[Any], Any]) -> None:
     torchs = getattr(owner, name)
     setattr(owner, name, wraps(torchs)(make(torchs)))
+
+
+# ---- errors of writing name the file ----
+
+
+@contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise what the disk says as an error about ``path``.
+
+    Errors of writing do not name the file, and libraries raise others on top of them: the zip
+    writer of ``torch.save`` says "unexpected pos" where a disk is full.
+
+    Raises:
+        OSError: with ``path`` as its ``filename``.
+    """
+    try:
+        yield
+    except Exception as error:
+        cause = _disk_error(error)
+        if cause is None or cause.filename is not None:
+            raise
+        raise OSError(cause.errno, cause.strerror, os.fspath(path)) from error
+
+
+def _disk_error(error: BaseException | None) -> OSError | None:
+    """Return the error of the operating system that led to ``error``."""
+    while error is not None and not (isinstance(error, OSError) and error.errno is not None):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 # ---- files of safetensors ----

@@ -125,7 +125,7 @@ def _described(tensor: torch.Tensor) -> str:
     known = getattr(node, "parameter", None)
     if known is not None:
         return str(known)
-    # As engine/ownership notes it. Results of ops belong to no unit.
+    # As engine/param notes it. Results of ops belong to no unit.
     if (owner := getattr(tensor, "_fsdp_owner", None)) is not None:
         return f"parameter {owner.fqn!r} of {owner.unit}"
     return f"a {type(tensor).__name__} of shape {shape}"

@@ -155,7 +155,7 @@ def _resolve(func: Callable[..., Any]) -> tuple[Handler, str]:
 
 def _refuse(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
     for value in tensors_in([*args, *kwargs.values()]):
-        # As engine/ownership notes it. Results of ops belong to no unit.
+        # As engine/param notes it. Results of ops belong to no unit.
         if isinstance(value, RaggedDTensor) and (owner := getattr(value, "_fsdp_owner", None)):
             raise RuntimeError(
                 f"{name} is not supported on a RaggedDTensor: parameter {owner.fqn!r} of "

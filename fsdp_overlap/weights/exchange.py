@@ -332,12 +332,12 @@ def exchange_of(model: nn.Module, weights: Collection[torch.Tensor], what: str) 
         device = next((each.device for each in weights), torch.device("cpu"))
         return WeightExchange(what, None, device, make_lane(device))
     context = context_of(units[0])
-    lane = context.transfers.gather_lane
+    lane = context.comm_context.gather_lane
     if len(ranks) == 1:
         return WeightExchange(what, None, context.device, lane, plans=plan_cache_of(context))
-    domain = context.domain_of(units[0].mesh)
-    like = domain.mesh.get_group(domain.mesh.ndim - 1)
-    group = domain.group_cache.connect(ranks, like, domain.device_type)
+    mesh_info = context.mesh_info_of(units[0].mesh)
+    like = mesh_info.mesh.get_group(mesh_info.mesh.ndim - 1)
+    group = mesh_info.group_cache.connect(ranks, like, mesh_info.device_type)
     return WeightExchange(what, group, context.device, lane, context.faults, plan_cache_of(context))
 
 

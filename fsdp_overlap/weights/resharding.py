@@ -116,7 +116,7 @@ class WeightResharder:
         self.sent_bytes = self.received_bytes = 0
         if isinstance(self._sides[1], nn.Module):
             for unit in units_of(self._sides[1]):  # whose weights may be gathered ahead
-                context_of(unit).transfers.gather_lane.before_compute()
+                context_of(unit).comm_context.gather_lane.before_compute()
         in_flight: deque[Ticket] = deque()
         try:
             with torch.no_grad():

@@ -91,7 +91,7 @@ def make_step(
 def ours(shape: Shape, stage: int, batch: torch.Tensor) -> Callable[[], float]:
     model = link_training.build(shape.blocks, width=shape.width)
     ctx = fsdp_overlap.FsdpContext(init_device_mesh("cpu", (dist.get_world_size(),)))
-    ctx.plan([*model, model])
+    ctx.plan_layout([*model, model])
     for block in model:
         fsdp_overlap.fully_shard(block, ctx)
     cast(fsdp_overlap.FsdpModule, fsdp_overlap.fully_shard(model, ctx)).set_zero_stage(stage)

@@ -101,7 +101,7 @@ def shard_fsdp2(model: nn.Sequential) -> None:
 
 def shard(model: nn.Sequential, layout: Layout, mesh: DeviceMesh | None = None) -> None:
     ctx = FsdpContext(mesh, layout=layout)
-    ctx.plan([*model, model])
+    ctx.plan_layout([*model, model])
     for module in (*model, model):
         fully_shard(module, ctx)
 

@@ -60,9 +60,9 @@ def prepare(
         fsdp_overlap.fully_shard(block, ctx)
     fsdp_overlap.fully_shard(model, ctx)
     if not checked:
-        for domain in ctx.domains:
-            domain.__dict__["order_check"] = Unchecked(
-                domain.device, False, list, str, ctx.stats.count_confirmation
+        for mesh_info in ctx.mesh_infos:
+            mesh_info.__dict__["order_check"] = Unchecked(
+                mesh_info.device, False, list, str, ctx.stats.count_confirmation
             )
     run = link_training.make_step(model, rank, args.rows)
     order = random.Random(0)  # the same on both ranks

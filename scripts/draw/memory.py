@@ -106,7 +106,7 @@ def measure(optimizer: str, stage: int) -> tuple[Memory, list[BucketPlan]]:
     """What this rank allocates for a small model in two steps of two microbatches."""
     model = GPT(layers=6, width=32, heads=2, tied=False)
     ctx = FsdpContext(prefetch=PREFETCH, layout=LAYOUTS[optimizer])
-    ctx.plan([*model.blocks, model])
+    ctx.plan_layout([*model.blocks, model])
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for module in (*model.blocks, model):
         fully_shard(module, ctx, mp_policy=policy)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_overlap import FsdpContext, QuantizedCommPolicy, fully_shard
 from fsdp_overlap.checkpoint import ShardStager
 from fsdp_overlap.emulator import Stream, current_stream, fake_ranks, stream
-from fsdp_overlap.engine import gradients
+from fsdp_overlap.engine import grads
 from fsdp_overlap.layout import BlockAtomic, Flat, LayoutRule, PerTensor, TensorAtomic, pieces
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_, exchange
 from fsdp_overlap.weights import WeightResharder, export_weights, save_weights
@@ -210,7 +210,7 @@ MODES["gradients kept in bfloat16, offloaded"] = partial(
 
 @mode
 def large_gradients_leave_at_once() -> None:
-    with patch.object(gradients, "LARGE_BYTES", 0):
+    with patch.object(grads, "LARGE_BYTES", 0):
         Program(prefetch=0).train()
         Program(dims=(2, 2), name="a layer that runs several times").train()
 
@@ -297,8 +297,8 @@ def finalized_by_hand() -> None:
 
 @mode
 def finalized_by_hand_after_two_backwards() -> None:
-    for size in (0, gradients.LARGE_BYTES):
-        with patch.object(gradients, "LARGE_BYTES", size):
+    for size in (0, grads.LARGE_BYTES):
+        with patch.object(grads, "LARGE_BYTES", size):
             program = Program(build=lambda: Model(layers=1))
             program.model.set_manual_backward_finalization(True)
             for _ in range(3):

@@ -108,7 +108,7 @@ def train(layout_is_whole: bool, with_dtensors: bool) -> None:
     ctx = FsdpContext(whole, layout=TensorAtomic()) if layout_is_whole else FsdpContext(whole)
     if layout_is_whole:
         experts = [layer.experts for layer in model]
-        ctx.plan([*experts, *model, model], meshes=dict.fromkeys(experts, shards))
+        ctx.plan_layout([*experts, *model, model], meshes=dict.fromkeys(experts, shards))
     shard(model, whole, shards, ctx)
     optimizer = AdamW(model.parameters(), lr=0.05)
     twin_optimizer = torch.optim.AdamW(twin.parameters(), lr=0.05)

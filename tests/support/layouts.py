@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_overlap.comm import collectives
-from fsdp_overlap.engine import chosen_collectives
+from fsdp_overlap.engine import param_group
 from fsdp_overlap.layout import (
     BlockAtomic,
     BucketPlan,
@@ -87,5 +87,5 @@ def forced_shards(padding: float, tensor_collectives: bool) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(sections, "MOST_PADDING", padding))
         if tensor_collectives:
-            stack.enter_context(patch.object(chosen_collectives, "choose", choose))
+            stack.enter_context(patch.object(param_group, "choose", choose))
         yield

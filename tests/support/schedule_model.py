@@ -271,11 +271,11 @@ class Rank:
     def forbid_old_graphs(self, unit: Unit) -> None:
         pass
 
-    def use_unsharded(self, unit: Unit) -> None:
+    def to_unsharded(self, unit: Unit) -> None:
         if not unit.is_gathered:
             raise Wrong(f"{unit.name} is to be used and not there")
 
-    def use_sharded(self, unit: Unit) -> None:
+    def to_sharded(self, unit: Unit) -> None:
         pass
 
     def hook_gradients(self, unit: Unit) -> None:
@@ -354,7 +354,7 @@ class Rank:
             self.engine.grad = False
         self._event(unit)
         self.schedule.before_forward(unit)
-        self.use_unsharded(unit)
+        self.to_unsharded(unit)
         self._use(unit)
         unit.in_use += 1
         done: list[Done] = []

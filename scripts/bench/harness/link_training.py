@@ -232,7 +232,7 @@ def shard_ours(
         separate_reduce_scatter_group=not args.shared_group,
         layout=LAYOUTS[layout],
     )
-    ctx.plan([*model, model])
+    ctx.plan_layout([*model, model])
     for block in model:
         fsdp_overlap.fully_shard(block, ctx)
     fsdp_overlap.fully_shard(model, ctx)

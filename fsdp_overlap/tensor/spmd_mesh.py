@@ -6,6 +6,8 @@ before it is sharded, and lies over the whole mesh before and after.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
@@ -13,10 +15,63 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp_overlap.engine.annotations import Placements, placements_noted
+# ---- Annotations of spmd_types ----
+
+Placements = tuple[Placement, ...]
+
+
+def placements_noted(
+    where: str, parameter: torch.Tensor, mesh: DeviceMesh, data_names: Collection[str]
+) -> tuple[Placements, Placements] | None:
+    """Return how ``parameter`` lies over ``mesh``, and how its gradient does. ``None`` if nothing
+    is noted on it. ``where`` names it in errors.
+
+    ``data_names``: the dimensions of data parallelism. The parameter is the same along them, and
+    its gradient is a part of a sum.
+
+    Raises:
+        ValueError: nothing is noted for another dimension of more than one rank, or it is of a kind
+            that parameters are not. Or the parameter differs along a dimension that ``mesh`` has
+            not, or that belongs to data parallelism.
+    """
+    spmd: Any = sys.modules.get("spmd_types")  # whoever wrote a note has imported it
+    noted = {} if spmd is None else dict(spmd.get_local_type(parameter))
+    if not noted:
+        return None
+    if (cuts := spmd.get_partition_spec(parameter)) is not None:
+        noted.update(spmd.types.partition_spec_to_shard_types(cuts))
+    placements: list[Placement] = []
+    of_gradient: list[Placement] = []
+    for dim, name in enumerate(mesh.mesh_dim_names or ()):
+        kind = spmd.R
+        if name not in data_names and mesh.size(dim) > 1:
+            kind = noted.pop(spmd.MeshAxis.of(mesh.get_group(dim)), None)
+        if kind is spmd.R:
+            placements.append(Replicate())
+            of_gradient.append(Partial())
+        elif kind is spmd.I:
+            placements.append(Replicate())
+            of_gradient.append(Replicate())
+        elif isinstance(kind, spmd.Shard):
+            placements.append(Shard(kind.dim % max(1, parameter.ndim)))
+            of_gradient.append(placements[-1])
+        else:
+            raise ValueError(
+                f"spmd_types has {kind} for {where} along {name!r} of {mesh}: annotate it there as "
+                "R, I or S(dim), by spmd_types.assert_type()"
+            )
+    if other := {axis: kind for axis, kind in noted.items() if kind is not spmd.R}:
+        raise ValueError(
+            f"spmd_types has {other} for {where}: it must be R along the dimensions of data "
+            f"parallelism, and may be other things only along other dimensions of {mesh}"
+        )
+    return tuple(placements), tuple(of_gradient)
+
+
+# ---- Parameters over a mesh of all parallelism ----
 
 if TYPE_CHECKING or hasattr(fsdp, "DataParallelMeshDims"):
     from torch.distributed.fsdp import DataParallelMeshDims
@@ -31,7 +86,7 @@ else:  # torch 2.11
 
 
 @dataclass(frozen=True)
-class FullMesh:
+class SPMDMesh:
     """A mesh, and the names of its dimensions that data parallelism has.
 
     Parameters are sharded along the dimensions ``shard``, and copied along the dimensions
@@ -69,13 +124,13 @@ class FullMesh:
         return self.names.index(self.shard[0])
 
     def keeps_dims(self, data: DeviceMesh) -> bool:
-        """Whether sharded parameters lie over :attr:`mesh` as it is, if they are sharded over
-        ``data``, the mesh of data parallelism in one form or another."""
+        """Return whether sharded parameters lie over :attr:`mesh` as it is, if they are sharded
+        over ``data``, the mesh of data parallelism in one form or another."""
         return len(self.shard) == 1 and data == self.data
 
     def sharded_mesh(self, data: DeviceMesh) -> DeviceMesh:
-        """The mesh that sharded parameters lie over. If it is another than :attr:`mesh`, ``data``
-        stands where the first dimension was that parameters are sharded along."""
+        """Return the mesh that sharded parameters lie over. If it is another than :attr:`mesh`,
+        ``data`` stands where the first dimension was that parameters are sharded along."""
         if self.keeps_dims(data):
             return self.mesh
         parts = [
@@ -86,7 +141,7 @@ class FullMesh:
         return parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts)
 
 
-def full_mesh(mesh: DeviceMesh | None, dims: Any) -> FullMesh | None:
+def spmd_mesh(mesh: DeviceMesh | None, dims: Any) -> SPMDMesh | None:
     """``mesh`` with what ``dims``, a ``DataParallelMeshDims``, says of it. ``None`` without one.
 
     Raises:
@@ -106,7 +161,7 @@ def full_mesh(mesh: DeviceMesh | None, dims: Any) -> FullMesh | None:
             f"dp_mesh_dims names dimensions of the mesh, and {mesh or 'no mesh was given, which'} "
             "has no names: pass mesh=init_device_mesh(..., mesh_dim_names=...)"
         )
-    found = FullMesh(mesh, _names(dims.shard), _names(dims.replicate))
+    found = SPMDMesh(mesh, _names(dims.shard), _names(dims.replicate))
     given = found.shard + found.replicate
     for name in given:
         if name not in names:
@@ -124,15 +179,15 @@ def full_mesh(mesh: DeviceMesh | None, dims: Any) -> FullMesh | None:
     return found
 
 
-def full_mesh_of(mesh_info: Any) -> FullMesh | None:
-    """What the ``mesh_info`` of a ``ShardPlacementResult`` says of the mesh that a parameter lies
-    over. ``None`` if it tells of the mesh of data parallelism alone.
+def spmd_mesh_of(mesh_info: Any) -> SPMDMesh | None:
+    """Return what the ``mesh_info`` of a ``ShardPlacementResult`` says of the mesh that a parameter
+    lies over. ``None`` if it tells of the mesh of data parallelism alone.
 
     Raises:
-        ValueError: as :func:`full_mesh` does.
+        ValueError: as :func:`spmd_mesh` does.
     """
     dims = getattr(mesh_info, "dp_mesh_dims", None)
-    return full_mesh(getattr(mesh_info, "spmd_mesh", None), dims)
+    return spmd_mesh(getattr(mesh_info, "spmd_mesh", None), dims)
 
 
 def _names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -140,7 +195,7 @@ def _names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class OnFullMesh:
+class SPMDPlacement:
     """How one parameter lies over a full mesh before it is sharded.
 
     ``placements`` are those of the parameter, whose shape over all ranks is ``shape``.
@@ -148,7 +203,7 @@ class OnFullMesh:
     they are DTensors, because then each gradient tells itself.
     """
 
-    full: FullMesh
+    full: SPMDMesh
     placements: Placements
     shape: torch.Size
     of_gradient: Placements | None = None
@@ -163,8 +218,8 @@ class OnFullMesh:
         )
 
     def cuts_after(self, dim: int) -> int:
-        """How many parts ranks make of dimension ``dim`` of the tensor, along those dimensions of
-        the mesh that come after the one to shard along."""
+        """Return how many parts ranks make of dimension ``dim`` of the tensor, along those
+        dimensions of the mesh that come after the one to shard along."""
         mesh, parts = self.full.mesh, 1
         for mesh_dim, placement in enumerate(self.placements):
             if mesh_dim > self.full.shard_dim and placement.is_shard(dim):
@@ -172,8 +227,8 @@ class OnFullMesh:
         return parts
 
     def sharded_placements(self, data: DeviceMesh, placement: Placement) -> Placements:
-        """How the parameter lies over ``full.sharded_mesh(data)`` when it is sharded. ``placement``
-        is that along the dimension to shard along."""
+        """Return how the parameter lies over ``full.sharded_mesh(data)`` when it is sharded.
+        ``placement`` is that along the dimension to shard along."""
         full = self.full
         if full.keeps_dims(data):
             return tuple(
@@ -189,14 +244,14 @@ class OnFullMesh:
         return tuple(found)
 
     def has_tile(self, gradient: torch.Tensor) -> bool:
-        """Whether what this rank has of ``gradient`` is the gradient of its tile of the parameter,
-        but for the sum over data parallelism."""
+        """Return whether what this rank has of ``gradient`` is the gradient of its tile of the
+        parameter, but for the sum over data parallelism."""
         if self.of_gradient is not None:
             return not self.sums_plain
         return isinstance(gradient, DTensor) and gradient.placements == self._wanted(gradient)
 
     def _wanted(self, gradient: DTensor) -> Placements:
-        """How ``gradient`` lies once it is summed over all that is not data parallelism."""
+        """Return how ``gradient`` lies once it is summed over all that is not data parallelism."""
         return tuple(
             its if dim in self.full.data_dims and not its.is_shard() else own
             for dim, (its, own) in enumerate(zip(gradient.placements, self.placements, strict=True))
@@ -225,8 +280,8 @@ class OnFullMesh:
         return cast(DTensor, gradient.to(dtype)).redistribute(placements=self._wanted(gradient))
 
 
-def lie_over(where: str, parameter: torch.Tensor, full: FullMesh) -> OnFullMesh:
-    """How ``parameter`` lies over ``full``. ``where`` names it in errors.
+def spmd_placement(where: str, parameter: torch.Tensor, full: SPMDMesh) -> SPMDPlacement:
+    """Return how ``parameter`` lies over ``full``. ``where`` names it in errors.
 
     Raises:
         ValueError: it does not lie over that mesh, or differs along dimensions of data parallelism.
@@ -245,7 +300,7 @@ def lie_over(where: str, parameter: torch.Tensor, full: FullMesh) -> OnFullMesh:
         for dim, placement in enumerate(placements):
             if isinstance(placement, Shard):
                 shape[placement.dim] *= full.mesh.size(dim)
-        return OnFullMesh(full, placements, torch.Size(shape), of_gradient)
+        return SPMDPlacement(full, placements, torch.Size(shape), of_gradient)
     if parameter.device_mesh != full.mesh:
         raise ValueError(
             f"{where} is a DTensor over {parameter.device_mesh}, and dp_mesh_dims is for those "
@@ -258,4 +313,4 @@ def lie_over(where: str, parameter: torch.Tensor, full: FullMesh) -> OnFullMesh:
                 f"{where} is placed as {parameter.placements}, and dp_mesh_dims gives "
                 f"{full.names[dim]!r} to data parallelism: place it as Replicate() there"
             )
-    return OnFullMesh(full, parameter.placements, parameter.shape)
+    return SPMDPlacement(full, parameter.placements, parameter.shape)

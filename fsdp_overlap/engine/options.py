@@ -1,12 +1,17 @@
-"""What the user asks of collectives: to send fewer bits than compute and gradients have."""
+"""What the user asked of a unit: dtypes, how gradients are reduced, quantized communication, and
+what the methods of a module set."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from fsdp_overlap.comm.custom_collectives import CustomComms
+from fsdp_overlap.comm.streams import streams_of
 from fsdp_overlap.layout import ParamSpec, Plan, RowsPlan
 from fsdp_overlap.layout.wire_plan import (
     Block,
@@ -17,6 +22,99 @@ from fsdp_overlap.layout.wire_plan import (
     one_rank,
 )
 from fsdp_overlap.tensor.quantization import LARGEST, POWERS_OF_TWO, scale_dtype_for
+
+# ---- Dtypes ----
+
+
+def compute_dtype(spec: ParamSpec, mp_policy: MixedPrecisionPolicy) -> torch.dtype:
+    """Return the dtype that compute uses a parameter in."""
+    is_cast = spec.dtype.is_floating_point and not (spec.keeps_dtype or spec.is_opaque)
+    return (mp_policy.param_dtype or spec.dtype) if is_cast else spec.dtype
+
+
+def reduce_dtype(dtype: torch.dtype, mp_policy: MixedPrecisionPolicy) -> torch.dtype:
+    """Return the dtype that gradients kept in ``dtype`` are reduced in. Complex ones keep
+    theirs."""
+    return (mp_policy.reduce_dtype or dtype) if dtype.is_floating_point else dtype
+
+
+# ---- How gradients are reduced ----
+
+
+@dataclass
+class ReduceOptions:
+    """How a unit's gradients are reduced.
+
+    ``divisor``: what the sum over all ranks is divided by, ``None`` for the number of ranks.
+    ``sums_only``: whether collectives must be sums. The division is a step of its own then.
+    ``across_copies``: whether backward reduces across copies too, or leaves that to a later one.
+    ``hook`` is called with this rank's reduced range before it becomes a gradient, on
+    ``hook_stream`` if given.
+    """
+
+    divisor: float | None = None
+    sums_only: bool = False
+    across_copies: bool = True
+    hook: Callable[[torch.Tensor], None] | None = None
+    hook_stream: torch.Stream | None = None
+
+    def divisors(
+        self, shards: int, copies: int, sums: bool = False
+    ) -> tuple[float | None, float | None]:
+        """Return the divisors of the reduction among ``shards`` ranks and of the one across
+        ``copies``. ``None`` stands for the number of ranks, by a collective that takes a mean.
+        ``sums``: whether the one among ``shards`` must be a sum."""
+        if self.divisor is not None:
+            return self.divisor, 1.0
+        divisor = float(shards) if sums or self.sums_only else None
+        return divisor, float(copies) if self.sums_only else None
+
+    def call_hook(self, hook: Callable[[torch.Tensor], None], reduced: torch.Tensor) -> None:
+        """Let the user's ``hook`` see, and edit, ``reduced``."""
+        if self.hook_stream is None:
+            hook(reduced)
+            return
+        streams = streams_of(reduced.device)
+        lane = streams.current_stream()
+        self.hook_stream.wait_stream(lane)
+        with streams.stream(self.hook_stream):
+            hook(reduced)
+        lane.wait_stream(self.hook_stream)
+
+
+# ---- What methods of a module set ----
+
+
+@dataclass
+class Settings:
+    """What the verbs of a module ask of its unit. A copy of a model has the same settings.
+
+    The unit's gradients share the object ``reduce_options``.
+    """
+
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
+    requires_gradient_sync: bool = True
+    reduces_last_only: bool = False
+    """Whether only the last backward of a step reduces gradients."""
+    is_last_backward: bool = True
+    separates_reductions: bool = True
+    """Whether reductions run on a process group of their own."""
+    uses_group_memory: bool = False
+    """Whether full buffers and reduce inputs lie in memory that the backend allocates."""
+    uses_symmetric_memory: bool = False
+    """Whether what is gathered and reduced travels in symmetric memory."""
+    max_reduce_inputs: int | None = None
+    comms: CustomComms = field(default_factory=CustomComms)
+    reduce_options: ReduceOptions = field(default_factory=ReduceOptions)
+
+    def copy_to(self, other: Settings) -> None:
+        """Give ``other`` the same values. Its ``reduce_options`` stays the object that it is."""
+        vars(other).update({**vars(self), "reduce_options": other.reduce_options})
+        vars(other.reduce_options).update(vars(self.reduce_options))
+
+
+# ---- Quantized communication ----
 
 SCALED = tuple(LARGEST)
 """The dtypes of codes that have scales."""
@@ -101,7 +199,8 @@ class QuantizedCommPolicy:
             )
 
     def block_in(self, spec: ParamSpec) -> BlockSize | None:
-        """The rows and columns that share a scale. ``None`` if the parameter travels in full.
+        """Return the rows and columns that share a scale. ``None`` if the parameter travels in
+        full.
 
         Raises:
             ValueError: the parameter cannot be divided into such blocks.
@@ -115,16 +214,16 @@ class QuantizedCommPolicy:
         return block_in(spec, self.block) if self._has_scales else _NUMBER
 
     def keeps(self, spec: ParamSpec) -> bool:
-        """Whether the user asked that a matrix travels in full."""
+        """Return whether the user asked that a matrix travels in full."""
         return spec.ndim > 1 and any(fnmatchcase(spec.fqn, pattern) for pattern in self.keep)
 
     def grain(self, spec: ParamSpec) -> int:
-        """The number of neighbouring elements that no layout may cut."""
+        """Return the number of neighbouring elements that no layout may cut."""
         size = self.block_in(spec)
         return 1 if size is None else grain_of(spec, size)
 
     def check(self, plan: Plan) -> None:
-        """Checks that a bucket can travel so.
+        """Check that a bucket can travel so.
 
         Raises:
             ValueError: the plan cuts a block.
@@ -134,12 +233,12 @@ class QuantizedCommPolicy:
                 self.wire(plan, torch.float32, codes)
 
     def applies_to(self, plan: Plan) -> bool:
-        """Whether any parameter of a bucket is quantized."""
+        """Return whether any parameter of a bucket is quantized."""
         return any(self.block_in(spec) is not None for spec in plan.specs)
 
     def wire(self, plan: Plan, dtype: torch.dtype, codes: torch.dtype) -> WirePlan:
-        """What ranks send of a bucket whose elements have ``dtype``, as ``codes``. If it is in
-        rows, what one rank sends.
+        """Return what ranks send of a bucket whose elements have ``dtype``, as ``codes``. If it is
+        in rows, what one rank sends.
 
         Raises:
             ValueError: the plan cuts a block.
@@ -157,7 +256,7 @@ class QuantizedCommPolicy:
         )
 
     def scale_dtype(self, dtype: torch.dtype, codes: torch.dtype) -> torch.dtype | None:
-        """The dtype of scales of elements of ``dtype``, if they have any as ``codes``."""
+        """Return the dtype of scales of elements of ``dtype``, if they have any as ``codes``."""
         if codes in ROUNDED:
             return None
         return POWERS_OF_TWO if self.powers_of_two else scale_dtype_for(dtype)
@@ -170,8 +269,8 @@ class QuantizedCommPolicy:
 def sent_sizes(
     plan: Plan, dtype: torch.dtype, policy: QuantizedCommPolicy | None, codes: torch.dtype | None
 ) -> list[int]:
-    """How many bytes each rank sends of a bucket of ``dtype``, or gets of its gradients, if they
-    travel as ``codes`` by ``policy``. ``None``: they travel as they are."""
+    """Return how many bytes each rank sends of a bucket of ``dtype``, or gets of its gradients, if
+    they travel as ``codes`` by ``policy``. ``None``: they travel as they are."""
     if policy is None or codes is None or not policy.applies_to(plan):
         return [numel * dtype.itemsize for numel in plan.shard_numels]
     sizes = policy.wire(plan, dtype, codes).packed.shard_numels

@@ -12,13 +12,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.comm.lanes import Lane, Ticket
-from fsdp_overlap.engine.bucket import Bucket
-from fsdp_overlap.engine.comm_policy import sent_sizes
-from fsdp_overlap.engine.copies_reduction import Accept, CopiesReduction
-from fsdp_overlap.engine.landing import Landing
-from fsdp_overlap.engine.reduce_options import ReduceOptions
-from fsdp_overlap.engine.sharded_forms import give_gradients, places_in_shard
-from fsdp_overlap.engine.tiles import is_placed_like, placed_like, tile_in
+from fsdp_overlap.engine.hsdp import Accept, ReplicaReduction
+from fsdp_overlap.engine.options import ReduceOptions, sent_sizes
+from fsdp_overlap.engine.param import is_placed_like, placed_like, tp_local_tensor
+from fsdp_overlap.engine.param_group import Bucket, D2HCopy, give_gradients, places_in_shard
 from fsdp_overlap.tensor.extension import is_subclass
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 
@@ -41,7 +38,7 @@ class BucketGradients:
     ) -> None:
         self.bucket = bucket
         self._options = reduce_options
-        self.copies = CopiesReduction(bucket) if bucket.domain.copies > 1 else None
+        self.copies = ReplicaReduction(bucket) if bucket.mesh_info.copies > 1 else None
         self.input = FlatBuffer(bucket.plan, reduce_dtype, bucket.full.flat.device)
         self.input.memory = bucket.full.memory
         policy = bucket.comm_policy
@@ -49,7 +46,7 @@ class BucketGradients:
         sent = sent_sizes(bucket.gather_plan, reduce_dtype, policy, codes)
         self.reduced_nbytes = sum(sent)
         """What a reduce-scatter divides among the ranks."""
-        self._travels = self.reduced_nbytes - sent[bucket.domain.shard_rank]
+        self._travels = self.reduced_nbytes - sent[bucket.mesh_info.shard_rank]
         if bucket.plan.specs[0].grad_dtype is not None:
             # Autograd rounds gradients to the grad_dtype of what it accumulates into.
             for parameter in bucket.parameters:
@@ -61,13 +58,13 @@ class BucketGradients:
         self.is_large = [
             spec.numel * reduce_dtype.itemsize >= LARGE_BYTES for spec in bucket.plan.specs
         ]
-        self._on_full_mesh = [item.on_full_mesh for item in bucket.owned]
+        self._on_full_mesh = [item.spmd for item in bucket.owned]
         # Reduced gradients of parameters that have none on this rank. They are kept until it is
         # known whether another rank has one.
         self.doubtful: list[tuple[int, torch.Tensor]] = []
         # Reduced gradients of an offloaded bucket, on their way to the host, and what of them is
         # doubtful.
-        self.landing: list[tuple[Landing, Sequence[bool] | None]] = []
+        self.offloads: list[tuple[D2HCopy, Sequence[bool] | None]] = []
         self._pieces = self._plan_pieces()
         # The gradient of a parameter of which this rank holds nothing. The first forward may run in
         # inference mode, and in-place ops refuse tensors made in it ever after.
@@ -75,13 +72,13 @@ class BucketGradients:
             self._empty = bucket.shard.new_empty(0, dtype=bucket.grad_dtype)
 
     def _plan_pieces(self) -> tuple[list[int], list[int]]:
-        """Returns the sizes, in elements, that split a shard into ranges of parameters and the gaps
+        """Return the sizes, in elements, that split a shard into ranges of parameters and the gaps
         between them. Then the number of each parameter's piece, -1 if this rank holds nothing of
         it."""
         sizes: list[int] = []
         pieces = []
         end = 0
-        plan, rank = self.bucket.plan, self.bucket.domain.plan_rank
+        plan, rank = self.bucket.plan, self.bucket.mesh_info.plan_rank
         for start, size in places_in_shard(plan, rank):
             if not size:
                 pieces.append(-1)
@@ -100,8 +97,8 @@ class BucketGradients:
         return self.input.allocated
 
     def leaves_early(self, index: int) -> bool:
-        """Whether the gradient of parameter ``index``, which has just arrived, may be absorbed
-        before its bucket is complete.
+        """Return whether the gradient of parameter ``index``, which has just arrived, may be
+        absorbed before its bucket is complete.
 
         It may not if absorbing takes a collective. All ranks of tensor parallelism must come to
         that at the same point, but what is absorbed early depends on which other collectives are
@@ -109,12 +106,12 @@ class BucketGradients:
         """
         if not self.is_large[index] or not self.bucket.is_tensor_parallel:
             return self.is_large[index]
-        parameter, on_full_mesh = self.bucket.parameters[index], self._on_full_mesh[index]
+        parameter, spmd = self.bucket.parameters[index], self._on_full_mesh[index]
         gradient = parameter.grad
-        return gradient is None or is_placed_like(parameter, gradient, on_full_mesh)
+        return gradient is None or is_placed_like(parameter, gradient, spmd)
 
     def absorb_all(self) -> None:
-        """Moves every gradient that autograd holds into the reduce input."""
+        """Move every gradient that autograd holds into the reduce input."""
         parameters = self.bucket.parameters
         gradients = list(map(_grad, parameters))
         # With create_graph=True gradients may require grad.
@@ -138,7 +135,7 @@ class BucketGradients:
             self.filled = [True] * len(parameters)
 
     def absorb(self, indices: Sequence[int]) -> None:
-        """Moves the gradients that autograd holds for these parameters into the reduce input."""
+        """Move the gradients that autograd holds for these parameters into the reduce input."""
         targets, sources = [], []
         for index in indices:
             parameter = self.bucket.parameters[index]
@@ -164,9 +161,10 @@ class BucketGradients:
             torch._foreach_copy_(targets, sources)
 
     def _tile(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        """This rank's tile of a gradient, placed as its parameter is: all of a plain gradient."""
-        parameter, on_full_mesh = self.bucket.parameters[index], self._on_full_mesh[index]
-        return tile_in(placed_like(parameter, gradient, on_full_mesh, self.input.flat.dtype))
+        """Return this rank's tile of a gradient, placed as its parameter is: all of a plain
+        gradient."""
+        parameter, spmd = self.bucket.parameters[index], self._on_full_mesh[index]
+        return tp_local_tensor(placed_like(parameter, gradient, spmd, self.input.flat.dtype))
 
     @property
     def goes_across(self) -> bool:
@@ -174,7 +172,7 @@ class BucketGradients:
         return self.copies is not None and self._options.across_copies
 
     def reduce(self, lane: Lane, copies_lane: Lane | None) -> Ticket:
-        """Enqueues the reduce-scatter of the reduce input. Its result becomes the sharded
+        """Enqueue the reduce-scatter of the reduce input. Its result becomes the sharded
         parameters' ``.grad``. If :attr:`goes_across`, one more collective on ``copies_lane`` comes
         before that. If not, and there are copies, the result waits for a backward that does.
 
@@ -190,10 +188,10 @@ class BucketGradients:
         if empty:
             torch._foreach_zero_(empty)
         bucket, copies = self.bucket, self.copies
-        domain = bucket.domain
+        mesh_info = bucket.mesh_info
         # NCCL uses memory that is registered with its group for sums, and not for means.
         divisor, copies_divisor = self._options.divisors(
-            domain.shard_size, domain.copies, sums=self.input.memory is not None
+            mesh_info.shard_size, mesh_info.copies, sums=self.input.memory is not None
         )
         accept: Accept
         if copies is not None and not self.goes_across:
@@ -203,7 +201,7 @@ class BucketGradients:
             if copies is not None:
                 filled = copies.take_filled(filled)
                 is_full = all(filled)
-            domain.note_gradients(bucket, filled)
+            mesh_info.note_gradients(bucket, filled)
             doubtful = None if is_full else self._doubtful_among(filled)
             accept = partial(self._accept, doubtful=doubtful)
             if copies is not None:
@@ -221,7 +219,7 @@ class BucketGradients:
         )
 
     def _doubtful_among(self, filled: Sequence[bool]) -> list[bool]:
-        keep = self.bucket.domain.knows_gradients
+        keep = self.bucket.mesh_info.knows_gradients
         return [
             not is_filled and (keep or not parameter.requires_grad)
             for is_filled, parameter in zip(filled, self.bucket.parameters, strict=True)
@@ -233,16 +231,16 @@ class BucketGradients:
         if mean.dtype != self.bucket.grad_dtype:
             mean = mean.to(self.bucket.grad_dtype)
         if self.bucket.offload is not None:
-            self.landing.append((self.bucket.to_host(mean), doubtful))
+            self.offloads.append((self.bucket.to_host(mean), doubtful))
             return
         self._give(mean, doubtful)
 
-    def land(self) -> None:
-        """Blocks the host until the gradients on their way to it are there, and gives them to the
+    def offload(self) -> None:
+        """Block the host until the gradients on their way to it are there, and gives them to the
         parameters."""
-        for landing, doubtful in self.landing:
+        for landing, doubtful in self.offloads:
             self._give(landing.wait(), doubtful)
-        self.landing.clear()
+        self.offloads.clear()
 
     def _give(self, mean: torch.Tensor, doubtful: Sequence[bool] | None) -> None:
         sizes, own = self._pieces
@@ -258,20 +256,20 @@ class BucketGradients:
                 give_gradients([parameters[index]], [pieces[piece]])
 
     def settle_doubts(self, has_gradient: Sequence[int]) -> None:
-        """Gives doubtful gradients to the parameters for which some rank had one, and drops the
-        others. ``has_gradient``: the flags of the domain. See Note [no gradient]."""
+        """Give doubtful gradients to the parameters for which some rank had one, and drops the
+        others. ``has_gradient``: the flags of the mesh. See Note [no gradient]."""
         for index, local in self.doubtful:
             if has_gradient[self.bucket.first_flag + index]:
                 give_gradients([self.bucket.sharded_parameters[index]], [local])
         self.doubtful.clear()
 
     def drop(self) -> None:
-        """Forgets everything that is not in a sharded ``.grad`` yet."""
+        """Forget everything that is not in a sharded ``.grad`` yet."""
         for parameter in self.bucket.parameters:
             parameter.grad = None
         self.filled = [False] * len(self.filled)
         self.doubtful.clear()
-        self.landing.clear()
+        self.offloads.clear()
         if self.copies is not None:
             self.copies.drop()
         self.is_in_flight = False
@@ -279,8 +277,8 @@ class BucketGradients:
 
 
 def _plain(gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient of a class of its own, as a plain tensor. It is copied there once, because an op
-    on both may do more: one that consists of two would be added twice."""
+    """Return a gradient of a class of its own, as a plain tensor. It is copied there once, because
+    an op on both may do more: one that consists of two would be added twice."""
     if isinstance(gradient, DTensor) or not is_subclass(gradient):
         return gradient
     return torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device).copy_(gradient)

@@ -13,32 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_overlap.engine import hooks, tiles
-from fsdp_overlap.engine.bucket import Bucket
-from fsdp_overlap.engine.comm_policy import QuantizedCommPolicy
-from fsdp_overlap.engine.context import FsdpContext
-from fsdp_overlap.engine.domain import Domain
-from fsdp_overlap.engine.extension_bucket import ExtensionBucket
-from fsdp_overlap.engine.full_mesh import FullMesh, full_mesh_of, lie_over
-from fsdp_overlap.engine.ownership import (
-    OwnedParameter,
-    Owner,
-    UnownedParameters,
-    kind_of,
-    mark_owner,
-    mark_replaced,
-    move_buffers,
-    owned_parameters,
-)
-from fsdp_overlap.engine.policy_dtypes import compute_dtype
-from fsdp_overlap.engine.replanning import plan_again
-from fsdp_overlap.engine.stale_optimizers import note_replacement
-from fsdp_overlap.engine.starts import take_from_first
-from fsdp_overlap.engine.unit import Unit
-from fsdp_overlap.engine.unit_plans import all_or_none
-from fsdp_overlap.layout import PerTensor, Plan, RowsPlan
-from fsdp_overlap.layout.layouts import layout_for
-from fsdp_overlap.parameter_checks import (
+from fsdp_overlap.engine import hooks
+from fsdp_overlap.engine.checks import (
     check_extension,
     check_gradients,
     check_kept_parts,
@@ -46,7 +22,30 @@ from fsdp_overlap.parameter_checks import (
     check_rows,
     check_synced,
     name_of,
+    sync_module_states_from_first,
 )
+from fsdp_overlap.engine.context import FsdpContext
+from fsdp_overlap.engine.extensions import ExtensionBucket
+from fsdp_overlap.engine.mesh import MeshInfo, rollback_on_error
+from fsdp_overlap.engine.options import QuantizedCommPolicy, compute_dtype
+from fsdp_overlap.engine.param import (
+    Owner,
+    ParamInfo,
+    UnownedParameters,
+    check_concatenation,
+    check_tensor_parallel,
+    kind_of,
+    mark_owner,
+    mark_replaced,
+    move_buffers,
+    note_replacement,
+    owned_parameters,
+)
+from fsdp_overlap.engine.param_group import Bucket
+from fsdp_overlap.engine.unit import Unit
+from fsdp_overlap.layout import PerTensor, Plan, RowsPlan
+from fsdp_overlap.layout.layouts import layout_for
+from fsdp_overlap.tensor.spmd_mesh import SPMDMesh, spmd_mesh_of, spmd_placement
 
 
 def make_unit(
@@ -60,12 +59,12 @@ def make_unit(
     offload_policy: OffloadPolicy,
     comm_policy: QuantizedCommPolicy | None,
     ignored: frozenset[nn.Parameter],
-    full: FullMesh | None = None,
+    spmd: SPMDMesh | None = None,
 ) -> Unit:
-    """Shards what ``modules`` own and hooks their forwards. Their classes are left to the caller.
+    """Shard what ``modules`` own and hooks their forwards. Their classes are left to the caller.
 
     The arguments mean what they mean to :func:`fully_shard`. Parameters are sharded over ``mesh``
-    unless ``shard_placement_fn`` gives them another. ``full``: the mesh that they lie over, if it
+    unless ``shard_placement_fn`` gives them another. ``spmd``: the mesh that they lie over, if it
     has more dimensions.
 
     Raises:
@@ -81,38 +80,40 @@ def make_unit(
         for item in owned:
             item.block = comm_policy.grain(item.spec)
             item.is_kept = comm_policy.keeps(item.spec)
-    by_domain = _by_domain(kind, owned, ctx, mesh, full, shard_placement_fn)
+    by_mesh = _by_mesh(kind, owned, ctx, mesh, spmd, shard_placement_fn)
     for item in owned:
         if item.is_extension:
             is_in_rows = isinstance(layout_for(ctx.layout, item.spec), PerTensor)
             check_extension(kind, item, is_in_rows, comm_policy)
     reshard_after_forward = _checked_reshard_after_forward(
-        reshard_after_forward, {domain.shard_size for domain in by_domain}
+        reshard_after_forward, {mesh_info.shard_size for mesh_info in by_mesh}
     )
     check_kept_parts(kind, owned, reshard_after_forward)
-    for domain, items in by_domain.items():
+    for mesh_info, items in by_mesh.items():
         for item in items:
             if isinstance(item.parameter, DTensor):
-                tiles.check(name_of(kind, item), item.parameter)
-                if item.on_full_mesh is None:
-                    tiles.check_beside(name_of(kind, item), item.parameter, domain.mesh)
+                check_tensor_parallel(name_of(kind, item), item.parameter)
+                if item.spmd is None:
+                    check_concatenation(name_of(kind, item), item.parameter, mesh_info.mesh)
     _note_kept_dtypes(kind, owned, mp_policy)
     offload = _offload_on(ctx.device, offload_policy)
-    with all_or_none(domain.plans for domain in by_domain):
+    with rollback_on_error(mesh_info.plans for mesh_info in by_mesh):
         planned = {
-            domain: _plan(modules, items, ctx, domain) for domain, items in by_domain.items()
+            mesh_info: _plan(modules, items, ctx, mesh_info) for mesh_info, items in by_mesh.items()
         }
         if comm_policy is not None:
             for plan in chain.from_iterable(planned.values()):
                 comm_policy.check(plan)
     # Nothing was changed so far, and nothing is refused from here on.
     if ctx.sync_module_states:
-        take_from_first(modules, by_domain, mesh)
+        sync_module_states_from_first(modules, by_mesh, mesh)
     originals = [item.parameter for item in owned]
     buckets = [
         bucket
-        for domain, items in by_domain.items()
-        for bucket in _make_buckets(planned[domain], items, domain, mp_policy, offload, comm_policy)
+        for mesh_info, items in by_mesh.items()
+        for bucket in _make_buckets(
+            planned[mesh_info], items, mesh_info, mp_policy, offload, comm_policy
+        )
     ]
     unit = Unit(modules, ctx, mesh, buckets, mp_policy, reshard_after_forward)
     unit.unowned = UnownedParameters(modules, ignored)
@@ -126,12 +127,6 @@ def make_unit(
         each.__dict__["_fsdp_unit"] = unit
         hooks.install(each, unit)
     return unit
-
-
-def plan_late(unit: Unit, ctx: FsdpContext) -> None:
-    """Plans all units of ``ctx`` together if ``unit`` is around them. See :func:`plan_again`."""
-    for other in plan_again(ctx, unit):
-        _mark_owner(other)
 
 
 def _checked_reshard_after_forward(value: bool | int | None, sizes: set[int]) -> bool | int | None:
@@ -150,42 +145,42 @@ def _checked_reshard_after_forward(value: bool | int | None, sizes: set[int]) ->
     return True if sizes == {value} else value
 
 
-def _by_domain(
+def _by_mesh(
     kind: str,
-    owned: list[OwnedParameter],
+    owned: list[ParamInfo],
     ctx: FsdpContext,
     mesh: DeviceMesh,
-    full: FullMesh | None,
+    spmd: SPMDMesh | None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
-) -> dict[Domain, list[OwnedParameter]]:
-    """Sorts the unit's parameters by the mesh that they are sharded over."""
-    found: dict[Domain, list[OwnedParameter]] = {ctx.domain_of(mesh): []}
+) -> dict[MeshInfo, list[ParamInfo]]:
+    """Sort the unit's parameters by the mesh that they are sharded over."""
+    found: dict[MeshInfo, list[ParamInfo]] = {ctx.mesh_info_of(mesh): []}
     for item in owned:
         wanted: Any = None if shard_placement_fn is None else shard_placement_fn(item.parameter)
-        own_mesh, own_full = mesh, full
+        own_mesh, own_spmd = mesh, spmd
         if mesh_info := getattr(wanted, "mesh_info", None):
             own_mesh, wanted = mesh_info.mesh, wanted.placement
-            own_full = full_mesh_of(mesh_info)
-        domain = ctx.domain_of(own_mesh)
-        if own_full is not None:
-            item.on_full_mesh = lie_over(name_of(kind, item), item.parameter, own_full)
+            own_spmd = spmd_mesh_of(mesh_info)
+        mesh_info = ctx.mesh_info_of(own_mesh)
+        if own_spmd is not None:
+            item.spmd = spmd_placement(name_of(kind, item), item.parameter, own_spmd)
         if isinstance(wanted, Shard):
             item.cut_dim = _cut_dim(kind, item, wanted)
         is_in_rows = isinstance(layout_for(ctx.layout, item.spec), PerTensor)
         if is_in_rows:
-            check_rows(kind, item, domain)
+            check_rows(kind, item, mesh_info)
         if type(wanted) not in (Shard, NoneType) or (item.cut_dim and not is_in_rows):
             raise ValueError(
                 f"shard_placement_fn wants parameter {item.fqn!r} of {kind} placed as {wanted}: "
                 "return None, Shard(0) or a ShardPlacementResult of these; other dimensions are "
                 "cut under FsdpContext(layout=PerTensor()) alone"
             )
-        found.setdefault(domain, []).append(item)
-    return {domain: items for domain, items in found.items() if items or len(found) == 1}
+        found.setdefault(mesh_info, []).append(item)
+    return {mesh_info: items for mesh_info, items in found.items() if items or len(found) == 1}
 
 
-def _cut_dim(kind: str, item: OwnedParameter, placement: Shard) -> int:
-    """The dimension that ``placement`` cuts, counted from the first.
+def _cut_dim(kind: str, item: ParamInfo, placement: Shard) -> int:
+    """Return the dimension that ``placement`` cuts, counted from the first.
 
     Raises:
         ValueError: the parameter has no such dimension.
@@ -199,10 +194,8 @@ def _cut_dim(kind: str, item: OwnedParameter, placement: Shard) -> int:
     return placement.dim % max(1, ndim)
 
 
-def _note_kept_dtypes(
-    kind: str, owned: list[OwnedParameter], mp_policy: MixedPrecisionPolicy
-) -> None:
-    """Asks the policy which parameters keep their own dtype in compute, and notes them."""
+def _note_kept_dtypes(kind: str, owned: list[ParamInfo], mp_policy: MixedPrecisionPolicy) -> None:
+    """Ask the policy which parameters keep their own dtype in compute, and notes them."""
     override = getattr(mp_policy, "param_dtype_override_fn", None)  # of torch 2.15
     if override is None:
         return
@@ -224,43 +217,45 @@ def _offload_on(device: torch.device, policy: OffloadPolicy) -> CPUOffloadPolicy
 
 
 def _plan(
-    modules: Sequence[nn.Module], owned: list[OwnedParameter], ctx: FsdpContext, domain: Domain
+    modules: Sequence[nn.Module], owned: list[ParamInfo], ctx: FsdpContext, mesh_info: MeshInfo
 ) -> list[Plan]:
-    """Decides how the parameters that are sharded over the mesh of ``domain`` lie."""
+    """Decide how the parameters that are sharded over ``mesh_info`` are laid out."""
     first = modules[0]
-    if not domain.plans.has(first) and any(other.plans.has(first) for other in ctx.domains):
+    if not mesh_info.plans.has(first) and any(other.plans.has(first) for other in ctx.mesh_infos):
         raise ValueError(
-            f"{kind_of(modules)} was planned for another mesh than {domain.mesh}: name its "
-            "mesh in ctx.plan(..., meshes={module: mesh})"
+            f"{kind_of(modules)} was planned for another mesh than {mesh_info.mesh}: name its "
+            "mesh in ctx.plan_layout(..., meshes={module: mesh})"
         )
     # A unit that was given no context has one of its own, so nothing tells which unit is first.
-    return domain.plans.take(modules, [item.spec for item in owned], not ctx.is_implicit)
+    return mesh_info.plans.take(modules, [item.spec for item in owned], not ctx.is_implicit)
 
 
 def _make_buckets(
     plans: list[Plan],
-    owned: list[OwnedParameter],
-    domain: Domain,
+    owned: list[ParamInfo],
+    mesh_info: MeshInfo,
     mp_policy: MixedPrecisionPolicy,
     offload: CPUOffloadPolicy | None,
     comm_policy: QuantizedCommPolicy | None,
 ) -> list[Bucket]:
     by_fqn = {item.fqn: item for item in owned}
     is_meta = any(item.parameter.is_meta for item in owned)
-    device = torch.device("meta") if is_meta else domain.device
+    device = torch.device("meta") if is_meta else mesh_info.device
     buckets: list[Bucket] = []
     for plan in plans:
         items = [by_fqn[spec.fqn] for spec in plan.specs]
         dtype = compute_dtype(plan.specs[0], mp_policy)
         if isinstance(plan, RowsPlan) and plan.specs[0].is_extension:
-            buckets.append(ExtensionBucket(plan, items, domain, device, dtype, offload, mp_policy))
+            buckets.append(
+                ExtensionBucket(plan, items, mesh_info, device, dtype, offload, mp_policy)
+            )
         else:
-            buckets.append(Bucket(plan, items, domain, device, dtype, offload, comm_policy))
+            buckets.append(Bucket(plan, items, mesh_info, device, dtype, offload, comm_policy))
     return buckets
 
 
 def _mark_owner(unit: Unit) -> None:
-    """Notes on each parameter which unit owns it. Errors of other units and optimizers name it."""
+    """Note on each parameter which unit owns it. Errors of other units and optimizers name it."""
     for bucket in unit.buckets:
         for item, sharded in zip(bucket.owned, bucket.sharded_parameters, strict=True):
             owner = Owner(unit.module_kind, item.fqn)

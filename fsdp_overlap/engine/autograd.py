@@ -1,32 +1,177 @@
-"""What autograd saves in a unit's forward: the unit is gathered before backward reads it. See Note
-[saved tensors]."""
+"""What the engine asks of autograd: the backward under way, version counters, and what is saved in
+forward and read in backward.
+
+This module is the :class:`~fsdp_overlap.schedule.interface.Engine` that ``schedule/`` asks.
+"""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from operator import attrgetter
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.autograd import graph
+from torch.autograd.graph import increment_version
 
-from fsdp_overlap.engine.autograd_engine import graph_task
-from fsdp_overlap.engine.settings import Settings
-from fsdp_overlap.engine.untraced import untraced
+from fsdp_overlap.engine.options import Settings
 from fsdp_overlap.schedule.order import Call
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.tensor.extension import inner_tensors
 from fsdp_overlap.torch_internals import (
     DisableTorchFunctionSubclass,
     are_saved_tensors_hooks_enabled,
+    current_autograd_node,
+    current_graph_task_id,
+    current_graph_task_keeps_graph,
     intercept_pushed_hooks,
+    is_checkpoint_valid,
+    keep_from_compile,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
+    queue_callback,
+    set_versions,
     top_saved_tensors_default_hooks,
+    will_engine_execute_node,
 )
+
+# ---- Note [compile]: hooks that torch.compile does not trace ----
+
+HookT = TypeVar("HookT", bound=Callable[..., Any])
+
+
+def dynamo_disable(hook: HookT) -> HookT:
+    """Make ``torch.compile`` end its graph before ``hook``, run it and all that it calls as they
+    are, and begin another graph behind it."""
+    keep_from_compile(hook, "fsdp_overlap gathers, frees or reduces parameters here")
+    return hook
+
+
+# ---- The backward under way ----
+
+is_grad_enabled = torch.is_grad_enabled
+keeps_graph = current_graph_task_keeps_graph
+graph_task = current_graph_task_id
+"""The number of the backward under way on this thread, -1 if there is none."""
+
+
+def is_in_backward() -> bool:
+    """Return whether the engine is running on this thread."""
+    return current_graph_task_id() != -1
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Has ``function`` called when the backward under way has run."""
+    queue_callback(partial(_call, function))
+
+
+@dynamo_disable
+def _call(function: Callable[[], None]) -> None:
+    function()
+
+
+def is_for_all_leaves() -> bool:
+    """Return whether the backward under way is for all leaves of its graph, as ``backward()`` is,
+    and not for given inputs."""
+    if not is_checkpoint_valid():
+        return False
+    # A checkpoint is valid also in hooks of the very tensor that torch.autograd.grad() was asked
+    # about. The nodes behind that tensor do not run.
+    node = current_autograd_node()
+    return any(
+        will_engine_execute_node(behind) for behind, _ in node.next_functions if behind is not None
+    )
+
+
+def is_to_accumulate(parameter: torch.Tensor) -> bool:
+    """Return whether the backward under way will accumulate into ``parameter``, which requires
+    grad."""
+    with torch.enable_grad():
+        view: Any = parameter.view_as(parameter)
+    accumulation = view.grad_fn.next_functions[0][0]
+    with suppress(RuntimeError):  # autograd.grad() was asked about this very parameter
+        return will_engine_execute_node(accumulation)
+    return False
+
+
+# ---- Version counters of unsharded parameters: what autograd may read ----
+
+_version = attrgetter("_version")
+
+NOT_GATHERED = 2**31
+"""The version of a parameter that must not be read, because its memory is freed or not filled."""
+
+
+class VersionCounters:
+    """The version counters of one bucket's unsharded parameters.
+
+    All-gathers do not count as edits, because they write into the full buffer underneath. Between
+    the release of the buffer and the end of the next all-gather the counters are at
+    :data:`NOT_GATHERED`. Autograd then refuses to read what it saved of the parameters.
+
+    ``counted``: what autograd may save, and what has a counter of its own.
+    """
+
+    def __init__(self, counted: Sequence[torch.Tensor]) -> None:
+        self._counted = tuple(counted)
+        self._versions = tuple(map(_version, self._counted))
+        self._not_gathered = (NOT_GATHERED,) * len(counted)
+        self.are_forbidden = False
+        """Whether autograd refuses to read the parameters."""
+        self._times_forbidden = 0
+
+    def forbid_reads(self) -> None:
+        """Make autograd refuse to read the parameters, until :meth:`allow_reads`."""
+        if self.are_forbidden:
+            return
+        # Reading the counters takes longer than setting them. What others miss is looked for in
+        # times 1, 2, 4, 8 ...: an edit stays in the counters for :meth:`edited`.
+        self._times_forbidden += 1
+        is_looked_at = not self._times_forbidden & (self._times_forbidden - 1)
+        if is_looked_at and tuple(map(_version, self._counted)) != self._versions:
+            return
+        self.are_forbidden = True
+        set_versions(self._counted, self._not_gathered)
+
+    def allow_reads(self) -> None:
+        """Take :meth:`forbid_reads` back: the parameters have their values."""
+        if self.are_forbidden:
+            self.are_forbidden = False
+            set_versions(self._counted, self._versions)
+
+    def has_edits(self) -> bool:
+        """Return whether a tensor was edited in place since :meth:`edited` was last asked."""
+        return tuple(map(_version, self._counted)) != self._versions and not self.are_forbidden
+
+    def edited(self) -> int | None:
+        """Return the index of a tensor that was edited in place since this was last asked. ``None``
+        if none was."""
+        if not self.has_edits():
+            return None
+        versions = tuple(map(_version, self._counted))
+        pairs = zip(versions, self._versions, strict=True)
+        index = next(index for index, (now, before) in enumerate(pairs) if now != before)
+        self._versions = versions
+        return index
+
+    def increment(self, parameters: Collection[torch.Tensor]) -> None:
+        """Make autograd refuse to read ``parameters`` for every graph made so far."""
+        self.allow_reads()
+        before = tuple(map(_version, self._counted))
+        increment_version(parameters)
+        self._versions = tuple(
+            known + now - then
+            for known, now, then in zip(
+                self._versions, map(_version, self._counted), before, strict=True
+            )
+        )
+
+
+# ---- What autograd saves in a unit's forward and reads in backward: Note [saved tensors] ----
 
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 """What packs a saved tensor, and what unpacks it."""
@@ -227,7 +372,7 @@ def _adapt_torch(change: int) -> None:
         intercept_pushed_hooks(_push if _tracked else None)
 
 
-@untraced
+@dynamo_disable
 def _push(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
     forwards, _ = _current_hooks()
     if not forwards:
@@ -251,7 +396,7 @@ def _disable_others(error_message: str) -> Iterator[None]:
             push_saved_tensors_hooks(*hooks)
 
 
-@untraced
+@dynamo_disable
 def _pack(
     forwards: Sequence[SavedForward], others: Hooks | None, tensor: torch.Tensor
 ) -> SavedTensor:
@@ -264,7 +409,7 @@ def _pack(
         return SavedTensor(packed, tensor._version, forwards, None)
 
 
-@untraced
+@dynamo_disable
 def _unpack(saved: SavedTensor) -> Any:
     if graph_task() != -1:  # and not somebody who looks at a node's attributes
         for forward in saved.forwards:

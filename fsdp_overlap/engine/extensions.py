@@ -17,13 +17,10 @@ from torch.distributed.tensor import DTensor
 from fsdp_overlap.comm.extension_gather import ExtensionGather
 from fsdp_overlap.comm.lanes import HostTicket
 from fsdp_overlap.desync.order_check import START
-from fsdp_overlap.engine.bucket import Bucket
-from fsdp_overlap.engine.digests import number_of
-from fsdp_overlap.engine.domain import BucketEdits, Domain
-from fsdp_overlap.engine.ownership import OwnedParameter
-from fsdp_overlap.engine.settings import Settings
-from fsdp_overlap.engine.sharded_forms import row_shard
-from fsdp_overlap.engine.tiles import parameter_like, tile_in
+from fsdp_overlap.engine.mesh import BucketEdits, MeshInfo
+from fsdp_overlap.engine.options import Settings
+from fsdp_overlap.engine.param import ParamInfo, hash_of, parameter_like, tp_local_tensor
+from fsdp_overlap.engine.param_group import Bucket, row_shard
 from fsdp_overlap.layout import RowsPlan
 from fsdp_overlap.tensor.extension import (
     Extension,
@@ -40,9 +37,9 @@ class ExtensionEdits(BucketEdits):
 
     __slots__ = ("_noted", "tensors")
 
-    def __init__(self, domain: Domain) -> None:
+    def __init__(self, mesh_info: MeshInfo) -> None:
         self.tensors: Sequence[torch.Tensor] = ()
-        super().__init__(domain)
+        super().__init__(mesh_info)
 
     @property
     def values(self) -> int:
@@ -69,8 +66,8 @@ class ExtensionBucket(Bucket):
     def __init__(
         self,
         plan: RowsPlan,
-        owned: Sequence[OwnedParameter],
-        domain: Domain,
+        owned: Sequence[ParamInfo],
+        mesh_info: MeshInfo,
         device: torch.device,
         compute_dtype: torch.dtype,
         offload: CPUOffloadPolicy | None,
@@ -78,7 +75,7 @@ class ExtensionBucket(Bucket):
     ) -> None:
         self._mp_policy = mp_policy
         self._is_made = False
-        super().__init__(plan, owned, domain, device, compute_dtype, offload)
+        super().__init__(plan, owned, mesh_info, device, compute_dtype, offload)
 
     # At rest
 
@@ -88,7 +85,7 @@ class ExtensionBucket(Bucket):
         self._edits.tensors = [each for x in locals_ for each in (x, *inner_tensors(x))]
 
     def _make_buffers(self, device: torch.device) -> Sequence[Sharded]:
-        self.edits = self._edits = ExtensionEdits(self.domain)
+        self.edits = self._edits = ExtensionEdits(self.mesh_info)
         self.full = GatheredTensors(device)
         dtype = self.plan.specs[0].dtype
         at_rest = device if self.is_meta else self.rest_device
@@ -97,10 +94,10 @@ class ExtensionBucket(Bucket):
             before = [each._local_tensor for each in self.sharded_parameters]
             locals_ = [torch.empty_like(local, device=at_rest) for local in before]
         else:
-            wholes = [tile_in(parameter).detach() for parameter in self.parameters]
+            wholes = [tp_local_tensor(parameter).detach() for parameter in self.parameters]
             locals_ = [self._room_for(whole, at_rest) for whole in wholes]
         rows: list[Sharded] = [
-            RowTensor.wrap(local, self.domain.spec(item, row_shard(item, 0), dtype), self._edits)
+            RowTensor.wrap(local, self.mesh_info.spec(item, row_shard(item, 0), dtype), self._edits)
             for local, item in zip(locals_, self.owned, strict=True)
         ]
         for each in rows:
@@ -108,23 +105,23 @@ class ExtensionBucket(Bucket):
         return rows
 
     def _room_for(self, whole: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """A tensor like this rank's rows of ``whole``. It has memory for as many rows as any rank
-        has, as in FSDP2, and is made by the operations that extensions of FSDP2 know."""
+        """Return a tensor like this rank's rows of ``whole``. It has memory for as many rows as any
+        rank has, as in FSDP2, and is made by the operations that extensions of FSDP2 know."""
         size, ranks = whole.size(0), self.plan.world_size
         rows = -(-size // ranks)
         padded = whole.new_zeros((rows, *whole.shape[1:])).to(device)
-        rank = self.domain.plan_rank
+        rank = self.mesh_info.plan_rank
         return padded.narrow(0, 0, min((rank + 1) * rows, size) - min(rank * rows, size))
 
     def take(self, wholes: Sequence[torch.Tensor]) -> None:
-        rank = self.domain.plan_rank
+        rank = self.mesh_info.plan_rank
         for sharded, whole in zip(self.sharded_parameters, wholes, strict=True):
             chunks = whole.chunk(self.plan.world_size)
             if rank < len(chunks) and chunks[rank].numel():
                 sharded._local_tensor.copy_(chunks[rank])
 
     def give_memory(self) -> None:
-        """Lets go of the whole parameters. Until the first gather others, without memory, stand for
+        """Let go of the whole parameters. Until the first gather others, without memory, stand for
         the unsharded ones."""
         self._is_made = False
         self.use_parameters(
@@ -166,7 +163,9 @@ class ExtensionBucket(Bucket):
 
     # Gathered
 
-    def connect(self, part_size: int | None, settings: Settings, reduce_dtype: torch.dtype) -> None:
+    def connect(
+        self, post_forward_size: int | None, settings: Settings, reduce_dtype: torch.dtype
+    ) -> None:
         if self.extensions is None or not self._is_made:
             self.extensions = ExtensionGather(
                 [
@@ -176,12 +175,12 @@ class ExtensionBucket(Bucket):
                     )
                 ]
             )
-        super().connect(part_size, settings, reduce_dtype)
+        super().connect(post_forward_size, settings, reduce_dtype)
 
     def _surroundings(self) -> list[Surroundings]:
         return [
             Surroundings(
-                self.domain.shard_mesh,
+                self.mesh_info.shard_mesh,
                 torch.Size(spec.shape),
                 tuple(torch.empty(spec.shape, device="meta").stride()),
                 item.module,
@@ -194,7 +193,7 @@ class ExtensionBucket(Bucket):
 
     @torch.no_grad()
     def make_unsharded(self) -> bool:
-        """Gathers once, and makes the unsharded parameters of that.
+        """Gather once, and makes the unsharded parameters of that.
 
         Raises:
             TypeError: a parameter has not the two methods.
@@ -231,20 +230,20 @@ class ExtensionBucket(Bucket):
         full.free()
         self.use_parameters(parameters)
         self._is_made = True
-        self.gathered_nbytes = gather.nbytes * self.domain.shard_size
+        self.gathered_nbytes = gather.nbytes * self.mesh_info.shard_size
         self.travels_nbytes = self.gathered_nbytes - gather.nbytes
         return True
 
     def _compare(self, inputs: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Checks that all ranks send the same sizes. Collective over the mesh.
+        """Check that all ranks send the same sizes. Collective over the mesh.
 
         Raises:
             RuntimeError: they do not, on every rank.
         """
         facts = repr([[(each.shape, each.dtype) for each in tensors] for tensors in inputs])
-        mine = [START, number_of(facts.encode()), 0]
-        for group in self.domain.groups_to_ask:
-            if any(other != mine for other in self.domain.order_check.ask(mine, group)):
+        mine = [START, hash_of(facts.encode()), 0]
+        for group in self.mesh_info.groups_to_ask:
+            if any(other != mine for other in self.mesh_info.order_check.ask(mine, group)):
                 names = ", ".join(repr(spec.fqn) for spec in self.plan.specs)
                 raise RuntimeError(
                     f"fsdp_pre_all_gather gives other sizes or dtypes on other ranks, for one of "
@@ -254,10 +253,10 @@ class ExtensionBucket(Bucket):
                 )
 
     def _like(self, parameter: torch.Tensor, tile: torch.Tensor, sharded: DTensor) -> nn.Parameter:
-        """An unsharded parameter that lies as ``parameter`` does, and has its attributes. What its
-        class keeps in attributes, as ``sharded`` has it too, may be the whole at rest."""
+        """Return an unsharded parameter that lies as ``parameter`` does, and has its attributes.
+        What its class keeps in attributes, as ``sharded`` has it too, may be the whole at rest."""
         made = parameter_like(parameter, tile, parameter.requires_grad)
-        users = users_attributes(parameter, tile_in(made))
+        users = users_attributes(parameter, tp_local_tensor(made))
         of_class = vars(sharded._local_tensor)
         vars(made).update({key: value for key, value in users.items() if key not in of_class})
         return made

@@ -1,16 +1,19 @@
-"""The ranks that parameters are spread over, and what they share."""
+"""The ranks that parameters are sharded over, and what they share."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from operator import or_
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
@@ -23,18 +26,188 @@ from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.comm.symmetric_memory import SymmetricMemory
 from fsdp_overlap.desync.faults import Faults
 from fsdp_overlap.desync.order_check import N_KINDS, OrderCheck, Subject
-from fsdp_overlap.engine.ownership import OwnedParameter
-from fsdp_overlap.engine.tiles import beside
-from fsdp_overlap.engine.unit_plans import UnitPlans
-from fsdp_overlap.layout import BucketPlan, LayoutRule
+from fsdp_overlap.engine.param import ParamInfo, concatenate_meshes, kind_of, owned_parameters
+from fsdp_overlap.layout import BucketPlan, LayoutRule, ParamSpec, Plan
+from fsdp_overlap.layout.pieces import in_pieces
+from fsdp_overlap.layout.planner import Planner
 from fsdp_overlap.schedule.stats import Stats
 from fsdp_overlap.tensor.placement import RaggedShard, contiguous_spec
 from fsdp_overlap.tensor.ragged_dtensor import ShardEdits
 from fsdp_overlap.torch_internals import DTensorSpec
 
+# ---- The default mesh ----
+
+
+def default_mesh() -> DeviceMesh:
+    """Return a mesh of one dimension over all ranks.
+
+    Raises:
+        RuntimeError: ``torch.distributed`` is not initialized.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "FsdpContext needs process groups: call torch.distributed.init_process_group() "
+            "first, under torchrun, or pass a mesh"
+        )
+    return init_device_mesh(_device_type(), (dist.get_world_size(),))
+
+
+def _device_type() -> str:
+    """Return the device type of the default process group: the accelerator's, if there is one and
+    the group has a backend other than gloo for it, and otherwise the CPU."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        return "cpu"
+    # The text is like "cpu:gloo,cuda:nccl".
+    backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+    return "cpu" if backends.get(found.type, "gloo") == "gloo" else found.type
+
+
+# ---- The layouts of a context's units, planned together or one by one ----
+
+
+class LayoutRegistry:
+    """How units are laid out, also those that are not made yet."""
+
+    def __init__(self, world_size: int, layout: LayoutRule) -> None:
+        self._world_size = world_size
+        self._layout = layout
+        self._planner = Planner(world_size, layout)
+        self._ahead: weakref.WeakKeyDictionary[nn.Module, list[Plan]]
+        self._ahead = weakref.WeakKeyDictionary()
+        self._is_first = True
+        """Whether no unit with parameters was planned yet."""
+
+    def has(self, module: nn.Module) -> bool:
+        """Return whether ``module`` is the first of a unit that was planned ahead and is not made
+        yet."""
+        return module in self._ahead
+
+    def plan(
+        self,
+        units: Sequence[Sequence[nn.Module]],
+        ignored: Collection[nn.Parameter],
+        among: Collection[nn.Module],
+    ) -> None:
+        """Plan ``units`` together: each will be a unit of these modules. ``among``: all modules
+        that will be units, or belong to one that is a list."""
+        owned = [owned_parameters(unit, ignored, among) for unit in units]
+        specs = self._begin_in_pieces([[item.spec for item in items] for items in owned])
+        planned = self._planner.plan(specs)
+        for unit, plans in zip(units, planned, strict=True):
+            self.place(unit, plans)
+
+    def place(self, modules: Sequence[nn.Module], plans: list[Plan]) -> None:
+        """Note how ``modules`` are to be laid out when they become a unit."""
+        self._ahead[modules[0]] = [*self._ahead.get(modules[0], []), *plans]
+
+    def take(
+        self, modules: Sequence[nn.Module], specs: Sequence[ParamSpec], may_be_first: bool = True
+    ) -> list[Plan]:
+        """Return the plans for ``modules``, which are becoming a unit of the parameters ``specs``.
+        They are made now unless they were made ahead. ``may_be_first``: whether the unit is the
+        first of its model if it is the first here.
+
+        Raises:
+            ValueError: the unit was planned ahead with other parameters.
+        """
+        plans = self._ahead.get(modules[0])
+        if plans is None:
+            if may_be_first:
+                [specs] = self._begin_in_pieces([specs])
+            return self._planner.plan([specs])[0]
+        different = _unquantized(spec for plan in plans for spec in plan.specs) ^ _unquantized(
+            specs
+        )
+        if different:
+            names = sorted({spec.fqn for spec in different})
+            more = ", ..." if len(names) > 3 else ""
+            raise ValueError(
+                f"{kind_of(modules)} was planned with other parameters "
+                f"({', '.join(names[:3])}{more}): give plan_layout() all modules that will be "
+                "units, the same ignored_params, and parameters as frozen as they will be; units "
+                "with a param_dtype_override_fn cannot be planned ahead"
+            )
+        del self._ahead[modules[0]]
+        return plans
+
+    def _begin_in_pieces(
+        self, units: Sequence[Sequence[ParamSpec]]
+    ) -> Sequence[Sequence[ParamSpec]]:
+        """``units``, the first of all that are planned in pieces: see Note [pieces]."""
+        for index, specs in enumerate(units if self._is_first else ()):
+            if specs:
+                self._is_first = False
+                return [*units[:index], in_pieces(specs, self._world_size), *units[index + 1 :]]
+        return units
+
+    def snapshot(self) -> Callable[[], None]:
+        """Return a function that takes back what is planned between now and its call."""
+        before = self._planner.copy(), self._ahead.copy(), self._is_first
+
+        def rollback() -> None:
+            self._planner, self._ahead, self._is_first = before
+
+        return rollback
+
+
+def _unquantized(specs: Iterable[ParamSpec]) -> set[ParamSpec]:
+    """``specs`` without what travels how, because ahead of a unit nobody knows that."""
+    return {replace(spec, block=1, is_kept=False, piece=0) for spec in specs}
+
+
+@contextmanager
+def rollback_on_error(several: Iterable[LayoutRegistry]) -> Iterator[None]:
+    """Take back what is planned in the ``with`` block if the block raises."""
+    rollbacks = [plans.snapshot() for plans in several]
+    try:
+        yield
+    except BaseException:
+        for rollback in rollbacks:
+            rollback()
+        raise
+
+
+def plan_together(
+    units: Sequence[Sequence[nn.Module]],
+    plans_for: Callable[[nn.Module], LayoutRegistry],
+    made: Sequence[LayoutRegistry],
+    ignored: Collection[nn.Parameter],
+) -> None:
+    """Plan ``units``, each with those that have the same plans: ``plans_for`` the unit's first
+    module. ``made`` are all plans of the context.
+
+    Raises:
+        ValueError: a module is a unit already, was planned before, or is named twice. Nothing is
+            planned then.
+    """
+    _check_plannable(units, made)
+    among = {module for modules in units for module in modules}
+    by_plans: dict[LayoutRegistry, list[Sequence[nn.Module]]] = {}
+    for modules in units:
+        by_plans.setdefault(plans_for(modules[0]), []).append(modules)
+    with rollback_on_error(by_plans):
+        for plans, members in by_plans.items():
+            plans.plan(members, ignored, among)
+
+
+def _check_plannable(units: Sequence[Sequence[nn.Module]], made: Sequence[LayoutRegistry]) -> None:
+    modules = [module for unit in units for module in unit]
+    for module in modules:
+        if "_fsdp_unit" in module.__dict__ or any(plans.has(module) for plans in made):
+            raise ValueError(
+                f"{type(module).__name__} is a unit or was planned already: call "
+                "plan_layout() once, before fully_shard()"
+            )
+    if len(set(modules)) != len(modules):
+        raise ValueError("plan_layout() was given a module twice; name each unit once")
+
+
+# ---- Meshes, and what their ranks share ----
+
 
 class Member(Subject, Protocol):
-    """A bucket of the domain."""
+    """A bucket of the mesh."""
 
     index: int
     first_flag: int
@@ -43,13 +216,13 @@ class Member(Subject, Protocol):
 
 class BucketEdits(ShardEdits):
     """Counts the edits of one bucket's shards. Every sharded parameter has it, and so leads to its
-    domain and its ``unit``."""
+    mesh and its ``unit``."""
 
-    __slots__ = ("domain", "unit")
+    __slots__ = ("mesh_info", "unit")
 
-    def __init__(self, domain: Domain) -> None:
+    def __init__(self, mesh_info: MeshInfo) -> None:
         super().__init__()
-        self.domain = weakref.ref(domain)
+        self.mesh_info = weakref.ref(mesh_info)
         self.unit: weakref.ref[Any] | None = None
 
     def note_trainability(self, parameter: torch.Tensor) -> None:
@@ -59,13 +232,13 @@ class BucketEdits(ShardEdits):
             unit.copy_requires_grad(parameter)
 
 
-def domain_of(edits: ShardEdits | None) -> Domain | None:
-    """The domain of the bucket whose edits these are. ``None`` if there is no bucket, or its
-    context was freed."""
-    return edits.domain() if isinstance(edits, BucketEdits) else None
+def mesh_info_of(edits: ShardEdits | None) -> MeshInfo | None:
+    """Return the :class:`MeshInfo` of the bucket whose edits these are. ``None`` if there is no
+    bucket, or its context was freed."""
+    return edits.mesh_info() if isinstance(edits, BucketEdits) else None
 
 
-class Domain:
+class MeshInfo:
     """One mesh that buckets of a context are spread over.
 
     Its ranks share process groups and plans, check the order of their collectives, and tell each
@@ -94,7 +267,9 @@ class Domain:
         self.mesh = mesh
         self.device = device
         self.divides_copies = divides_copies and self.copies > 1
-        self.plans = UnitPlans(self.shard_size * (self.copies if divides_copies else 1), layout)
+        self.plans = LayoutRegistry(
+            self.shard_size * (self.copies if divides_copies else 1), layout
+        )
         """Plans over all ranks that hold different elements at rest. The ranks that divide one
         shard are neighbours in them."""
         self.has_reduced = False
@@ -160,7 +335,7 @@ class Domain:
         return groups.to_confirm if self.order_check.confirms else groups.of_all
 
     def make_groups(self) -> None:
-        """Makes :attr:`groups` if they were not made yet. Collective over the mesh."""
+        """Make :attr:`groups` if they were not made yet. Collective over the mesh."""
         self.groups  # noqa: B018
 
     @cached_property
@@ -205,35 +380,36 @@ class Domain:
         return [ranks.index(rank_at[place]) for place in range(len(ranks))]
 
     def range_shard(self, plan: BucketPlan, fqn: str) -> RaggedShard:
-        """Which rank of :attr:`tensor_mesh` holds which range of the parameter ``fqn`` of
+        """Return which rank of :attr:`tensor_mesh` holds which range of the parameter ``fqn`` of
         ``plan``."""
         ranges = plan.ranges(fqn)
         if self.divides_copies:
             ranges = [(self._divided_ranks[rank], start, stop) for rank, start, stop in ranges]
         return RaggedShard(tuple(ranges))
 
-    def spec(self, item: OwnedParameter, placement: Placement, dtype: torch.dtype) -> DTensorSpec:
-        """How the sharded form of a parameter lies over :attr:`tensor_mesh`, and over its own mesh
-        too if it has one. ``placement`` is that along the dimension of the mesh that shards."""
+    def spec(self, item: ParamInfo, placement: Placement, dtype: torch.dtype) -> DTensorSpec:
+        """Return how the sharded form of a parameter lies over :attr:`tensor_mesh`, and over its
+        own mesh too if it has one. ``placement`` is that along the dimension of the mesh that
+        shards."""
         mesh, parameter = self.tensor_mesh, item.parameter
-        if (lies := item.on_full_mesh) is not None:
-            placements = lies.sharded_placements(mesh, placement)
-            whole = lies.full.mesh
+        if (spmd := item.spmd) is not None:
+            placements = spmd.sharded_placements(mesh, placement)
+            whole = spmd.full.mesh
             if whole not in self._with_other:
-                self._with_other[whole] = lies.full.sharded_mesh(mesh)
-            return contiguous_spec(self._with_other[whole], placements, lies.shape, dtype)
+                self._with_other[whole] = spmd.full.sharded_mesh(mesh)
+            return contiguous_spec(self._with_other[whole], placements, spmd.shape, dtype)
         copies = (Replicate(),) if mesh.ndim == 2 else ()
         placements = (*copies, placement)
         if isinstance(parameter, DTensor):
             other = parameter.device_mesh
             if other not in self._with_other:
-                self._with_other[other] = beside(mesh, other)
+                self._with_other[other] = concatenate_meshes(mesh, other)
             mesh, placements = self._with_other[other], (*placements, *parameter.placements)
         return contiguous_spec(mesh, placements, parameter.shape, dtype)
 
     def register(self, bucket: Member, parameters: int) -> tuple[int, int]:
-        """Takes in ``bucket``, which has so many ``parameters``. Call it in the same order on every
-        rank of the mesh. Returns the bucket's index, and where the flags of its parameters
+        """Take in ``bucket``, which has so many ``parameters``. Call it in the same order on every
+        rank of the mesh. Return the bucket's index, and where the flags of its parameters
         begin."""
         index, first_flag = len(self._members), self._flags
         self._members.append(weakref.ref(bucket))
@@ -244,7 +420,7 @@ class Domain:
         return index, first_flag
 
     def groups_for(self, separate: bool) -> LaneGroups:
-        """The process groups of a bucket. Collective over the mesh at the first call.
+        """Return the process groups of a bucket. Collective over the mesh at the first call.
 
         ``separate``: whether its reductions run on a group of their own.
         """
@@ -265,8 +441,8 @@ class Domain:
         return SymmetricMemory(self.device)
 
     def group_of_neighbours(self, size: int) -> dist.ProcessGroup:
-        """The group of ``size`` neighbours that keep parts of full buffers. Collective over the
-        mesh at the first call."""
+        """Return the group of ``size`` neighbours that keep parts of full buffers. Collective over
+        the mesh at the first call."""
         return self.group_cache.get_part(self.mesh, size)
 
     @property
@@ -281,24 +457,24 @@ class Domain:
         return len(self._members), self._flags
 
     def note_gather(self, bucket: Member) -> None:
-        """Notes that this rank is about to issue the all-gather of ``bucket``."""
+        """Note that this rank is about to issue the all-gather of ``bucket``."""
         self.order_check.note(bucket.index * N_KINDS, bucket, bucket.compute_dtype)
 
     def note_reduction(self, bucket: Member, dtype: torch.dtype, across: bool) -> None:
-        """Notes that this rank is about to issue the reduce-scatter of ``bucket`` in ``dtype``.
+        """Note that this rank is about to issue the reduce-scatter of ``bucket`` in ``dtype``.
         ``across``: whether a reduction across copies follows."""
         self.has_reduced = True
         self.order_check.note(bucket.index * N_KINDS + 1 + across, bucket, dtype)
 
     def note_gradients(self, bucket: Member, filled: Sequence[bool]) -> None:
-        """Notes that this rank reduces gradients of the ``filled`` parameters of ``bucket``."""
+        """Note that this rank reduces gradients of the ``filled`` parameters of ``bucket``."""
         flags = slice(bucket.first_flag, bucket.first_flag + len(filled))
         if not all(filled):
             filled = list(map(or_, self._has_gradient[flags], filled))
         self._has_gradient[flags] = bytes(filled)
 
     def agree(self, lane: Lane, failed: bool) -> bytes | bytearray:
-        """Compares what the ranks issued, at the end of a backward that reduced. Returns a flag for
+        """Compare what the ranks issued, at the end of a backward that reduced. Return a flag for
         each parameter: whether it has a gradient on some rank or, without :attr:`knows_gradients`,
         on this one. ``failed``: whether this rank found a difference on another mesh. Collective
         over the mesh.
@@ -321,7 +497,7 @@ class Domain:
         return self.order_check.read() if self.knows_gradients else flags
 
     def finish_reading(self) -> None:
-        """Blocks the host until offloaded shards were copied to the device. They may be edited
+        """Block the host until offloaded shards were copied to the device. They may be edited
         then."""
         if self.reading is not None:
             self.reading.wait_on_host()
@@ -331,7 +507,7 @@ class Domain:
         self._has_gradient = bytearray(self._flags)
 
     def reset(self) -> None:
-        """Forgets what was issued, and the groups. Call it on every rank."""
+        """Forget what was issued, and the groups. Call it on every rank."""
         self.order_check.drop()
         vars(self).pop("groups", None)
         self._memories.clear()
@@ -340,8 +516,8 @@ class Domain:
         self.reading = None
 
 
-class Domains:
-    """The domains of one context, in the order of their first units."""
+class MeshInfos:
+    """The meshes of one context, in the order of their first units."""
 
     def __init__(
         self, layout: LayoutRule, groups: GroupCache, stats: Stats, divides_copies: bool
@@ -350,25 +526,25 @@ class Domains:
         self._groups = groups
         self._stats = stats
         self._divides_copies = divides_copies
-        self._by_mesh: dict[DeviceMesh, Domain] = {}
+        self._by_mesh: dict[DeviceMesh, MeshInfo] = {}
 
-    def all(self) -> list[Domain]:
+    def all(self) -> list[MeshInfo]:
         return list(self._by_mesh.values())
 
-    def of(self, mesh: DeviceMesh, device: torch.device, faults: Faults) -> Domain:
-        """The domain of ``mesh``, whose ranks compute on ``device``.
+    def of(self, mesh: DeviceMesh, device: torch.device, faults: Faults) -> MeshInfo:
+        """Return the :class:`MeshInfo` of ``mesh``, whose ranks compute on ``device``.
 
         Raises:
             ValueError: parameters cannot be sharded over the mesh, or it is of another device.
         """
-        domain = self._by_mesh.get(mesh)
-        if domain is None:
+        mesh_info = self._by_mesh.get(mesh)
+        if mesh_info is None:
             if mesh.device_type != device.type:
                 raise ValueError(
                     f"{mesh} is a mesh of {mesh.device_type}, the context's of {device.type}; "
                     "use one context for each"
                 )
-            domain = self._by_mesh[mesh] = Domain(
+            mesh_info = self._by_mesh[mesh] = MeshInfo(
                 mesh,
                 device,
                 self._layout,
@@ -377,11 +553,11 @@ class Domains:
                 self._stats,
                 self._divides_copies,
             )
-        return domain
+        return mesh_info
 
 
 def check_mesh(mesh: DeviceMesh, divides_copies: bool) -> None:
-    """Checks ``mesh`` before a :class:`Domain` is made of it.
+    """Check ``mesh`` before a :class:`MeshInfo` is made of it.
 
     Raises:
         ValueError: it has more than two dimensions, its rows order their ranks differently, or

@@ -1,0 +1,529 @@
+"""Carries out on streams what the schedule decides, also in CUDA graphs."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
+from itertools import chain
+from typing import Any, NoReturn
+from weakref import WeakSet, ref
+
+import torch
+import torch.distributed as dist
+
+from fsdp_overlap.comm.collectives import Issued, gather_pieces
+from fsdp_overlap.comm.graphs import before_capture_or_replay, capture_under_way
+from fsdp_overlap.comm.lanes import Lane, Mark, Ticket, Travel
+from fsdp_overlap.comm.spans import span
+from fsdp_overlap.engine.grads import BucketGradients
+from fsdp_overlap.engine.hsdp import ReplicaReduction
+from fsdp_overlap.engine.mesh import MeshInfo
+from fsdp_overlap.engine.param_group import Bucket, BucketState
+from fsdp_overlap.engine.unit import Unit
+from fsdp_overlap.schedule import interface
+from fsdp_overlap.schedule.scheduler import Schedule
+from fsdp_overlap.schedule.stats import Stats
+from fsdp_overlap.torch_internals import profiler_enabled
+
+# ---- All-gathers of a unit ----
+
+
+def gathers_of(unit: Unit) -> list[tuple[str, list[Bucket]]]:
+    """Return what is to be gathered of a unit that is not whole: the name of each collective, and
+    its buckets. A bucket that is asked to keep a part goes alone, because it may travel among other
+    ranks than the rest."""
+    waiting = [bucket for bucket in unit.buckets if not bucket.is_whole]
+    together: dict[dist.ProcessGroup | Bucket, list[Bucket]] = {}
+    for bucket in waiting:
+        key = bucket.groups.gather if bucket.part is None else bucket
+        together.setdefault(key, []).append(bucket)
+    return [
+        (buckets[0].label if len(buckets) == 1 else unit.name, buckets)
+        for buckets in together.values()
+    ]
+
+
+def gather(buckets: Sequence[Bucket], lane: Lane, label: str) -> None:
+    """Enqueue the all-gather of ``buckets`` into their full buffers. Collective over their mesh.
+
+    Raises:
+        RuntimeError: one of them is on the meta device.
+    """
+    try:
+        for bucket in buckets:
+            bucket.begin_gather(lane)
+        issue, accept, nbytes = buckets[0].travel() if len(buckets) == 1 else _together(buckets)
+        ticket = lane.enqueue("all_gather", label, issue, accept, nbytes)
+    except BaseException:
+        for bucket in buckets:
+            bucket.cancel_gather()
+        raise
+    for bucket in buckets:
+        bucket.is_filled_by(ticket)
+
+
+def _together(buckets: Sequence[Bucket]) -> Travel:
+    return partial(_issue, buckets), None, sum(bucket.travels_nbytes for bucket in buckets)
+
+
+def _issue(buckets: Sequence[Bucket]) -> Issued:
+    """Gather buckets of one group: in one launch those that can, and each of the others."""
+    found = [(bucket, bucket.make_pieces()) for bucket in buckets]
+    group = buckets[0].groups.gather
+    if pieces := [each for _, each in found if each is not None]:
+        received, sent = (list(chain.from_iterable(each)) for each in zip(*pieces, strict=True))
+        if len({piece.dtype for piece in sent}) > 1:
+            received, sent = ([p.view(torch.uint8) for p in each] for each in (received, sent))
+        gather_pieces((received, sent), group)
+    # Users' extensions may raise. So they come before what gloo writes into full buffers, which
+    # ctx.reset() frees.
+    rest = sorted((b for b, each in found if each is None), key=lambda b: not b.is_extension)
+    others = [bucket.travel()[0]() for bucket in rest]
+
+    def finish() -> torch.Tensor:
+        for other in others:
+            other.finish()
+        return buckets[0].full.flat
+
+    return Issued([work for other in others for work in other.works], finish, group)
+
+
+# ---- What the schedule decided ----
+
+# If the host runs ahead: how many reductions across copies may be under way, beside those of reduce
+# inputs that still travel.
+MAX_SUMS = 2
+
+
+class CommContext:
+    """Owns the lanes of one context and does on them what its schedule decides.
+
+    It counts in ``stats``, and notes for the other ranks what it issues. ``make_lane`` makes the
+    lane of a name. ``mesh_infos`` and ``units`` list those of the context.
+    """
+
+    def __init__(
+        self,
+        make_lane: Callable[[str], Lane],
+        stats: Stats,
+        mesh_infos: Callable[[], Sequence[MeshInfo]],
+        units: Callable[[], Sequence[Unit]],
+    ) -> None:
+        self._make_lane = make_lane
+        self._stats = stats
+        self._mesh_infos = mesh_infos
+        self._units = units
+        self._use_lanes(make_lane("all_gather"), make_lane("reduce_scatter"))
+        self._copies_lane: Lane | None = None
+        self._across: deque[ReplicaReduction] = deque()
+        """The buckets' reductions across copies that are under way, oldest first."""
+
+    @property
+    def copies_lane(self) -> Lane:
+        """The lane of what travels between ranks with copies, on a mesh ``(replicate, shard)``."""
+        if self._copies_lane is None:
+            self._copies_lane = self._make_lane("all_reduce")
+        return self._copies_lane
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """The lanes that were made."""
+        lanes = [self.gather_lane, self.reduce_lane]
+        return lanes if self._copies_lane is None else [*lanes, self._copies_lane]
+
+    def use_lanes_of(self, other: CommContext) -> None:
+        """Communicates on the lanes of ``other``."""
+        self._use_lanes(other.gather_lane, other.reduce_lane)
+        self._copies_lane = other.copies_lane
+
+    def _use_lanes(self, gather: Lane, reduce: Lane) -> None:
+        self.gather_lane = gather
+        self.reduce_lane = reduce
+        self.after_compute = gather.after_compute
+        self.after_event = gather.after_event
+        self.mark_compute = gather.mark_compute
+
+    is_profiled = staticmethod(profiler_enabled)
+
+    def span(self, kind: str, name: str) -> AbstractContextManager[Any]:
+        return span(kind, name)
+
+    # Full buffers
+
+    def gather(self, unit: Unit) -> None:
+        stats = self._stats
+        for label, buckets in unit.as_one or gathers_of(unit):
+            for bucket in buckets:
+                bucket.mesh_info.note_gather(bucket)
+                stats.all_gather_bytes += bucket.gathered_nbytes
+                if not bucket.full.allocated:
+                    stats.count_full_buffer()
+                if bucket.divided is not None:
+                    bucket.divided.gather(self.copies_lane)
+            stats.all_gathers += 1
+            gather(buckets, self.gather_lane, label)
+
+    def put_together(self, unit: Unit) -> None:
+        for bucket in unit.buckets:
+            if bucket.divided is not None:
+                bucket.divided.gather(self.copies_lane)
+
+    def finish_putting_together(self, raised: bool) -> None:
+        for unit in self._units():
+            for bucket in unit.buckets:
+                if bucket.divided is not None:
+                    with suppress(RuntimeError) if raised else nullcontext():
+                        bucket.divided.wait()
+
+    def wait(self, unit: Unit) -> None:
+        for bucket in unit.buckets:
+            bucket.wait()
+
+    def free(self, unit: Unit, after: Mark, waits: bool = True) -> None:
+        for bucket in unit.buckets:
+            if bucket.state is not BucketState.SHARDED:
+                if not bucket.full.keeps_storage:
+                    self._stats.current_full_buffers -= 1
+                bucket.free(self.gather_lane, after, waits)
+
+    def drop_parts(self, unit: Unit) -> None:
+        for bucket in unit.buckets:
+            bucket.drop_part()
+
+    def forbid_old_graphs(self, unit: Unit) -> None:
+        # Graphs of modules that ran gather again.
+        inner = (m for each in unit.modules if id(each) in unit.left_out for m in each.modules())
+        tables = {id(module._parameters) for module in inner}
+        for edits in unit.edits:
+            edits.forbid_old_graphs(tables)
+
+    def to_unsharded(self, unit: Unit) -> None:
+        for bucket in unit.buckets:
+            bucket.module_info.to_unsharded(bucket.label)
+
+    def to_sharded(self, unit: Unit) -> None:
+        unit.shows_unsharded = False
+        for bucket in unit.buckets:
+            bucket.module_info.to_sharded()
+
+    def hook_gradients(self, unit: Unit) -> None:
+        unit.hook_gradients()
+
+    def keep_storage(self, unit: Unit, keep: bool) -> None:
+        """Says whether full buffers of ``unit`` keep their memory while it is sharded."""
+        for bucket in unit.buckets:
+            bucket.full.keeps_storage = keep
+            if not keep and bucket.full.allocated and not bucket.is_gathered:
+                self._stats.current_full_buffers -= 1
+                self.gather_lane.free(bucket.label, bucket.full, self.gather_lane.mark_compute())
+
+    # Gradients
+
+    def allocate_input(self, gradients: BucketGradients) -> None:
+        self._stats.count_reduce_input()
+        gradients.input.allocate()
+
+    def absorb(self, gradients: BucketGradients, index: int) -> None:
+        gradients.absorb([index])
+
+    def absorb_all(self, gradients: BucketGradients) -> None:
+        gradients.absorb_all()
+
+    def reduce(self, gradients: BucketGradients) -> Ticket:
+        if self._across:
+            self._bound_sums()
+        self._stats.reduce_scatters += 1
+        self._stats.reduce_scatter_bytes += gradients.reduced_nbytes
+        bucket, across = gradients.bucket, gradients.goes_across
+        bucket.mesh_info.note_reduction(bucket, gradients.input.flat.dtype, across)
+        return gradients.reduce(self.reduce_lane, self.copies_lane if across else None)
+
+    def finish(self, gradients: BucketGradients, ticket: Ticket) -> None:
+        ticket.wait()
+        if gradients.copies is not None:
+            self._across.append(gradients.copies)
+            while self._across and self._across[0].is_done():
+                self._across.popleft().finish()  # lets go of what was sent
+        self._stats.current_reduce_inputs -= 1
+        gradients.input.free()
+
+    def finish_sums(self) -> None:
+        for copies in self._across:
+            copies.finish()
+        self._across.clear()
+
+    def abandon(self, reductions: Iterable[tuple[BucketGradients, Ticket]]) -> None:
+        for gradients, ticket in reductions:
+            with suppress(RuntimeError):  # a collective failed
+                if gradients.copies is None:
+                    ticket.abandon()
+                ticket.wait()  # what the lane reads is about to be freed
+            if gradients.copies is not None:
+                # The reduction across copies is under way too, or began with the wait above, as it
+                # may have on another rank.
+                self._across.append(gradients.copies)
+        for copies in self._across:
+            copies.abandon()
+        self._across.clear()
+
+    def finish_backward(self) -> None:
+        agreed = {}
+        failure: RuntimeError | None = None
+        # Small meshes first: a failure there is an error on all ranks of the meshes that follow,
+        # also on ranks that would otherwise wait for those that failed.
+        for mesh_info in sorted(self._mesh_infos(), key=lambda mesh_info: mesh_info.mesh.size()):
+            if mesh_info.has_reduced:
+                is_checked = mesh_info.groups.of_all and not self.reduce_lane.is_captured
+                self._stats.order_checks += bool(is_checked)
+                try:
+                    agreed[mesh_info] = mesh_info.agree(
+                        self.reduce_lane, failed=failure is not None
+                    )
+                except RuntimeError as error:
+                    failure = failure or error
+            mesh_info.finish_reading()
+        if failure is not None:
+            raise failure
+        if not agreed:
+            return
+        for unit in self._units():
+            for gradients in unit.gradients:
+                if gradients.offloads:
+                    gradients.offload()
+                if gradients.doubtful:
+                    gradients.settle_doubts(agreed[gradients.bucket.mesh_info])
+
+    def finish_reading(self) -> None:
+        """Block the host until offloaded shards may be edited."""
+        for mesh_info in self._mesh_infos():
+            mesh_info.finish_reading()
+
+    def wait_for_lanes(self) -> None:
+        """Make compute wait for all that lanes still read and write. After an error nobody else
+        waits for it."""
+        for lane in self._lanes():
+            lane.before_compute()
+
+    def let_lanes_wait(self) -> None:
+        """Make all lanes wait for the compute enqueued so far."""
+        for lane in self._lanes():
+            lane.after_compute()
+
+    def note_replay(self) -> None:
+        """Make all lanes wait for the graph that was just enqueued, and count it."""
+        for lane in self._lanes():
+            lane.after_replay()
+
+    def begin_capture(self) -> None:
+        """Take all lanes into the capture of a graph that compute is in. Their memory then comes
+        from the graph's pool."""
+        self.let_lanes_wait()
+        for lane in self._lanes():
+            lane.set_captured(True)
+
+    def end_capture(self) -> None:
+        """Take all lanes out of the capture, which waits for all that was enqueued there."""
+        for lane in self._lanes():
+            lane.set_captured(False)
+        self.wait_for_lanes()
+
+    def _lanes(self) -> list[Lane]:
+        lanes = self.gather_lane, self.reduce_lane, self._copies_lane
+        return [lane for lane in lanes if lane is not None]
+
+    def rest(self) -> None:
+        """Bring every unit to rest, from any state. The schedule must have dropped everything."""
+        for unit in self._units():
+            unit.reset(self.gather_lane)
+        self._stats.current_full_buffers = sum(
+            bucket.full.allocated for unit in self._units() for bucket in unit.buckets
+        )
+        self._stats.current_reduce_inputs = 0
+
+    def _bound_sums(self) -> None:
+        """Limits the reductions across copies that are under way, before one more is issued. A host
+        that runs ahead may see none of them end. What each of them reads would then be kept until
+        the end of backward."""
+        while self.reduce_lane.runs_ahead and len(self._across) > MAX_SUMS:
+            self._across.popleft().finish_before(self.reduce_lane)
+
+
+# ---- CUDA graphs: Note [captured steps] ----
+
+
+class CapturedSteps:
+    """What one context does about graphs. ``units``, ``mesh_infos`` and ``parts`` give what the
+    context has now; ``parts`` is ``None`` before the first forward."""
+
+    def __init__(
+        self,
+        units: Callable[[], Sequence[Unit]],
+        mesh_infos: Callable[[], Sequence[MeshInfo]],
+        parts: Callable[[], tuple[Schedule, CommContext] | None],
+    ) -> None:
+        self._units = units
+        self._mesh_infos = mesh_infos
+        self._parts = parts
+        self.is_under_way = False
+        """Whether a capture is under way in which units run."""
+        self._versions: dict[Unit, int] = {}
+        self._left: str | None = None
+        self._replays: WeakSet[ReplayedSteps] = WeakSet()
+
+    # What graphs tell
+
+    def capture_begins(self) -> None:
+        self._versions = {unit: unit.version for unit in self._units()}
+        self._left = None
+
+    def capture_ends(self) -> ReplayedSteps | None:
+        edited = [unit for unit, version in self._versions.items() if unit.version != version]
+        self._versions.clear()
+        parts, was_under_way = self._parts(), self.is_under_way
+        self.is_under_way = False
+        if parts is None:
+            return None
+        schedule, comm = parts
+        if was_under_way:
+            self._left = schedule.under_way()
+            for unit in self._units():
+                unit.mark_stale()  # a capture moves no data
+            with suppress(RuntimeError):  # CUDA itself says what ended the capture
+                comm.end_capture()
+        if was_under_way or edited:
+            replays = ReplayedSteps(edited, comm)
+            self._replays.add(replays)
+            return replays
+        return None
+
+    def capture_ended(self) -> None:
+        left, self._left = self._left, None
+        parts = self._parts()
+        if parts is None:
+            return
+        schedule, comm = parts
+        comm.let_lanes_wait()  # events of the capture are none that gathers could wait for
+        if left is None or sys.exception() is not None:
+            return
+        comm.wait_for_lanes()
+        schedule.drop()
+        comm.rest()
+        raise RuntimeError(
+            f"the capture of a CUDA graph ended with {left}: capture whole steps, with the "
+            "backward of every forward. The graph is empty now"
+        )
+
+    def lose_groups(self) -> None:
+        """Refuse replays from now on: process groups are renewed."""
+        for replays in self._replays:
+            replays.lost_groups = True
+
+    # What hooks tell
+
+    def join(self, unit: interface.Unit) -> None:
+        """``unit`` is about to run while a graph is captured.
+
+        Raises:
+            RuntimeError: it cannot be captured. Nothing was changed.
+        """
+        if not self.is_under_way:
+            if (reason := self._reason_against(unit)) is not None:
+                _refuse(unit, reason)
+            parts = self._parts()
+            assert parts is not None
+            for each in self._units():
+                each.mark_stale()  # divided shards are put together in every replay
+            parts[1].begin_capture()
+            self.is_under_way = True
+
+    def check_backward(self, is_capturing: bool) -> None:
+        """A backward begins, and its stream is captured or not.
+
+        Raises:
+            RuntimeError: its forward was not in the same capture.
+        """
+        if is_capturing and not self.is_under_way:
+            raise RuntimeError(
+                "a backward is captured in a CUDA graph without its forward: capture both in one "
+                "graph, as a whole step. torch.cuda.make_graphed_callables() captures them apart, "
+                "so it cannot be used on units"
+            )
+
+    def _reason_against(self, unit: interface.Unit) -> str | None:
+        parts = self._parts()
+        if parts is None or not parts[0].has_learned(unit, torch.is_grad_enabled()):
+            return (
+                "steps are not alike yet: run two whole ones, with the optimizer's, before the "
+                "capture"
+            )
+        if capture_under_way() is None:
+            return "the capture was not begun by torch.cuda.CUDAGraph, so replays go unnoticed"
+        if (left := parts[0].under_way()) is not None:
+            return f"there is {left}: capture all of a step"
+        if any(mesh_info.order_check.confirms for mesh_info in self._mesh_infos()):
+            return "its ranks communicate by gloo, which makes the host wait: use NCCL"
+        for each in self._units():
+            if (reason := _reason_against(each)) is not None:
+                return f"unit {each.name!r} {reason}"
+        return None
+
+
+def _reason_against(unit: Unit) -> str | None:
+    settings = unit.settings
+    if unit.is_offloaded:
+        return "is offloaded, so that the host waits for copies: shard without CPUOffloadPolicy"
+    if settings.uses_group_memory or settings.uses_symmetric_memory:
+        return (
+            "takes memory from the process group, and a graph takes all from its own pool: switch "
+            "that off"
+        )
+    for bucket in unit.buckets:
+        if bucket.full.allocated:
+            return (
+                "has a full buffer from before the capture, which a replay would not fill, or that "
+                "may be freed by then: call ctx.release_unsharded() right before the capture, and "
+                "leave set_keep_unsharded_storage() off"
+            )
+    return None
+
+
+def _refuse(unit: interface.Unit, reason: str) -> NoReturn:
+    raise RuntimeError(
+        f"unit {unit.name!r} runs while a CUDA graph is captured, which cannot be right: {reason}. "
+        "Nothing was changed"
+    )
+
+
+class ReplayedSteps:
+    """Counts each replay as an edit of the shards that the capture ``edited``, and keeps it in
+    order with what lanes do eagerly."""
+
+    def __init__(self, edited: Sequence[Unit], comm: CommContext) -> None:
+        self._edited = [ref(unit) for unit in edited]
+        self._comm = ref(comm)
+        self.lost_groups = False
+        """Whether the process groups that it uses may be gone."""
+
+    def before(self) -> None:
+        comm = self._comm()
+        if comm is None or self.lost_groups:
+            raise RuntimeError(
+                "replay() of a CUDA graph whose "
+                + ("process groups ctx.reset() has renewed" if comm else "model is gone")
+                + ": capture the step again"
+            )
+        if self._edited:
+            for call in before_capture_or_replay:
+                call()
+        comm.wait_for_lanes()
+
+    def after(self) -> None:
+        for find in self._edited:
+            if (unit := find()) is not None:
+                for bucket in unit.buckets:
+                    bucket.edits.note_values()
+        if (comm := self._comm()) is not None:
+            comm.note_replay()

@@ -1,0 +1,254 @@
+"""Ranks that hold replicas: the all-reduce of gradients over them, a shard that they divide, and a
+part of the unsharded parameters that neighbors keep until backward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from operator import or_
+from typing import Protocol
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+
+from fsdp_overlap.comm.collectives import Issued, all_reduce, choose
+from fsdp_overlap.comm.group_facts import alive
+from fsdp_overlap.comm.groups import LaneGroups
+from fsdp_overlap.comm.lanes import Lane, Ticket
+from fsdp_overlap.engine.mesh import MeshInfo
+from fsdp_overlap.layout import BucketPlan, Plan, RowsPlan
+from fsdp_overlap.tensor.flat_buffer import FlatBuffer
+
+# ---- A part of the full buffer, kept between forward and backward ----
+
+
+class PostForwardShard:
+    """This rank's part of a bucket's full buffer, kept from forward to backward.
+
+    Each of ``size`` neighbours, usually the ranks of one machine, keeps ``1 / size`` of the buffer
+    ``full``. Backward gathers it from them alone. ``plan`` is the bucket's plan, merged to ``size``
+    ranks (:meth:`BucketPlan.merged`).
+    """
+
+    def __init__(
+        self, full: FlatBuffer, size: int, group: dist.ProcessGroup, device_type: str
+    ) -> None:
+        self.plan = plan = full.plan.merged(size)
+        # What no gather fills travels, too.
+        self._gaps = full.gaps if isinstance(full.plan, RowsPlan) else []
+        self._collectives = choose(device_type, group, plan)
+        self._group = ref(group)
+        rank = group.rank()
+        self._start, self._numel = plan.shard_starts[rank], plan.shard_numels[rank]
+        self._values: torch.Tensor | None = None
+        self._version = -1
+
+    def nbytes_of_others(self, full: torch.Tensor) -> int:
+        """Return the bytes that travel to this rank in :meth:`all_gather`."""
+        return (self.plan.numel - self._numel) * full.element_size()
+
+    def holds(self, version: int) -> bool:
+        """Return whether a part is kept, and was gathered from shards of ``version``."""
+        return self._values is not None and self._version == version
+
+    def all_gather(self, full: torch.Tensor) -> Issued:
+        """Fills ``full`` from the neighbours' parts. Collective over the neighbours."""
+        assert self._values is not None
+        return self._collectives.all_gather(full, self._values, self.plan, alive(self._group))
+
+    def keeper(self, version: int) -> Callable[[torch.Tensor], None]:
+        """Return a function that keeps this rank's part of a full buffer. The buffer was gathered
+        from shards of ``version``."""
+
+        def keep(full: torch.Tensor) -> None:
+            if self._gaps:
+                torch._foreach_zero_(self._gaps)
+            self._values = full.narrow(0, self._start, self._numel).clone()
+            self._version = version
+
+        return keep
+
+    def drop(self, _: torch.Tensor | None = None) -> None:
+        """Free the part. The argument, which a lane passes, is not used."""
+        self._values = None
+
+
+# ---- A shard that ranks with replicas divide ----
+
+
+class Replicated(Protocol):
+    """A bucket whose shard other ranks hold too. ``shard`` is this rank's part of it, if they
+    divide it."""
+
+    label: str
+    plan: Plan
+    shard: torch.Tensor
+    compute_dtype: torch.dtype
+    is_meta: bool
+    groups: LaneGroups
+    divided: DividedShard | None
+
+    @property
+    def parameters(self) -> Sequence[torch.Tensor]: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
+class DividedShard:
+    """A shard that the ranks with copies of it divide: each rank keeps a part, which its optimizer
+    steps.
+
+    ``whole`` is the shard put together, in the dtype of compute. All-gathers among shards read it,
+    and it is kept until a part is edited. So the ranks with copies exchange parts once for each
+    step of the optimizer, however often a unit is gathered. ``plan`` is about the shard alone, and
+    has no parameters.
+    """
+
+    def __init__(self, bucket: Replicated, mesh_info: MeshInfo) -> None:
+        self.bucket: Replicated = weakref.proxy(bucket)  # which owns this object
+        group = bucket.groups.across
+        assert group is not None
+        first = mesh_info.shard_rank * mesh_info.copies
+        numels = bucket.plan.shard_numels[first : first + mesh_info.copies]
+        self.plan = plan = BucketPlan((), (), numels)
+        self.collectives = choose(mesh_info.device_type, group, plan)
+        self.whole = FlatBuffer(plan, bucket.compute_dtype, bucket.device)
+        self._ticket: Ticket | None = None
+        self._version = -1
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether ``whole`` is put together, or will be, from the parts as they are now."""
+        return self._version == self.bucket.version
+
+    def gather(self, lane: Lane) -> None:
+        """Enqueue the all-gather that puts the shard together, unless it is fresh or on the meta
+        device. Collective over the copies."""
+        if self.is_fresh or self.bucket.is_meta:
+            return
+        self.wait()
+        group = self.bucket.groups.across
+        assert group is not None
+        # Compute edited the part. It also has waited for all all-gathers that read ``whole``, but
+        # for those whose result nobody needs now.
+        lane.after_compute()
+        if not self.whole.allocated:
+            lane.allocate(self.bucket.label, self.whole)
+        version = self.bucket.version
+        issue = partial(
+            self.collectives.all_gather, self.whole.flat, self.bucket.shard, self.plan, group
+        )
+        self._ticket = lane.enqueue(
+            "copies_all_gather",
+            self.bucket.label,
+            issue,
+            nbytes=self.whole.nbytes_of_others(group.rank()),
+        )
+        self._version = version
+
+    def wait(self) -> None:
+        """Make the current lane wait until the shard is put together."""
+        if self._ticket is not None:
+            self._ticket.wait()
+            self._ticket = None
+
+    def reset(self) -> None:
+        """Make the next :meth:`gather` put the shard together anew, even if the last failed."""
+        with suppress(RuntimeError):  # a collective failed
+            self.wait()
+        self._ticket = None
+        self._version = -1
+
+
+# ---- The all-reduce of gradients over replicas ----
+
+Accept = Callable[[torch.Tensor], None]
+
+
+class ReplicaReduction:
+    """Reduces one bucket's gradients across the ranks that hold copies of this rank's shard, on a
+    mesh ``(replicate, shard)``.
+
+    The gradients were reduced among shards before. They travel at once, or wait here while later
+    backwards add to them. Each rank gets all of them, or its part if the shard is a
+    :class:`DividedShard`. ``filled`` says which parameters have a gradient in what waits here.
+    """
+
+    def __init__(self, bucket: Replicated) -> None:
+        self.bucket = bucket
+        self._waiting: torch.Tensor | None = None
+        # Each ticket with the tensor that is reduced. The tensor's memory belongs to the lane of
+        # reduce-scatters, which must not use it anew meanwhile.
+        self._in_flight: list[tuple[Ticket, torch.Tensor]] = []
+        self.filled = [False] * len(bucket.parameters)
+
+    def keep(self, mean: torch.Tensor) -> None:
+        """Add ``mean``, the result of a reduction among shards, to what waits for
+        :meth:`start`."""
+        self._waiting = mean if self._waiting is None else self._waiting.add_(mean)
+
+    def keep_filled(self, filled: Sequence[bool]) -> None:
+        """Note for which parameters :meth:`keep` will get a gradient."""
+        self.filled = list(map(or_, self.filled, filled))
+
+    def take_filled(self, filled: Sequence[bool]) -> list[bool]:
+        """Return which parameters have a gradient in what :meth:`start` will reduce: those that
+        are ``filled``, and those noted by :meth:`keep_filled`. Forget these notes."""
+        self.keep_filled(filled)
+        taken, self.filled = self.filled, [False] * len(filled)
+        return taken
+
+    def start(self, lane: Lane, divisor: float | None, accept: Accept, mean: torch.Tensor) -> None:
+        """Enqueue the reduction of the sum of ``mean`` and what waits. ``accept`` gets the result.
+        Collective over the copies."""
+        self.keep(mean)
+        group, divided = self.bucket.groups.across, self.bucket.divided
+        total, self._waiting = self._waiting, None
+        assert group is not None
+        assert total is not None
+        lane.after_compute()  # "compute" here is the lane of reduce-scatters, on which this runs
+        if divided is None:
+            kind, times, issue = "all_reduce", 2, partial(all_reduce, total, group, divisor)
+        else:
+            reduce_scatter = divided.collectives.reduce_scatter
+            kind, times = "copies_reduce_scatter", 1
+            issue = partial(reduce_scatter, total, divided.plan, group, divisor)
+        nbytes = times * total.nbytes * (group.size() - 1) // group.size()
+        ticket = lane.enqueue(kind, self.bucket.label, issue, accept, nbytes)
+        self._in_flight.append((ticket, total))
+
+    def is_done(self) -> bool:
+        """Return whether :meth:`finish` would not wait."""
+        return all(ticket.done() for ticket, _ in self._in_flight)
+
+    def finish(self) -> None:
+        """Make compute wait for the reductions under way."""
+        for ticket, _ in self._in_flight:
+            ticket.wait()
+        self._in_flight.clear()
+
+    def finish_before(self, lane: Lane) -> None:
+        """Make ``lane``, the lane of reduce-scatters, wait for the reductions under way. It may
+        then use the memory of what they reduce again."""
+        for ticket, _ in self._in_flight:
+            lane.after_ticket(ticket)
+        self._in_flight.clear()
+
+    def abandon(self) -> None:
+        """Wait for the reductions under way. Nobody needs their results."""
+        for ticket, _ in self._in_flight:
+            with suppress(RuntimeError):  # a collective failed
+                ticket.abandon()
+                ticket.wait()
+        self._in_flight.clear()
+
+    def drop(self) -> None:
+        """Forget everything."""
+        self._waiting = None
+        self._in_flight.clear()
+        self.filled = [False] * len(self.filled)

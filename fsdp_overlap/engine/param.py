@@ -1,0 +1,759 @@
+"""The parameters of a unit, one by one: which it owns, where modules register them, and those of
+tensor parallelism and of quantized classes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from functools import cache, reduce
+from hashlib import sha256
+from math import isqrt
+from operator import add
+from typing import Any, NoReturn, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fsdp_overlap.layout import ParamSpec
+from fsdp_overlap.tensor.extension import inner_tensors, is_subclass, missing_methods
+from fsdp_overlap.tensor.placement import tile_of
+from fsdp_overlap.tensor.row_tensor import Sharded
+from fsdp_overlap.tensor.spmd_mesh import SPMDPlacement
+from fsdp_overlap.torch_internals import (
+    AsyncCollectiveTensor,
+    DisableTorchFunctionSubclass,
+    DTensorSpec,
+    TensorMeta,
+    given_grad_dtype,
+    is_replicated,
+)
+
+# ---- Parameters of quantized classes, which alone know what the elements stand for ----
+
+
+def is_opaque(value: Any) -> bool:
+    """Return whether ``value`` is a parameter of a class of its own, derived from
+    ``torch.nn.Parameter``, and holds its elements as a plain tensor does."""
+    cls = type(value)
+    if cls is nn.Parameter or nn.Parameter not in cls.__mro__ or nn.parameter.is_lazy(value):
+        return False
+    if not missing_methods(value):  # it says itself how it is gathered
+        return False
+    return bool(cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__)
+
+
+def unwrap(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the elements of ``parameter`` as a plain tensor. It shares memory and version
+    counter."""
+    with DisableTorchFunctionSubclass():
+        return parameter.detach()
+
+
+def opaque_like(parameter: torch.Tensor, elements: torch.Tensor) -> nn.Parameter:
+    """Return a frozen parameter of the class that ``parameter`` has, without attributes. Its memory
+    is that of ``elements``."""
+    return cast(nn.Parameter, elements.data.as_subclass(type(parameter)))
+
+
+def check_frozen(
+    label: str, parameters: Sequence[torch.Tensor], sharded: Sequence[torch.Tensor]
+) -> None:
+    """Check that the ``sharded`` forms of opaque ``parameters`` are frozen, as these were.
+    ``label`` names their unit.
+
+    Raises:
+        RuntimeError: one of them requires grad.
+    """
+    for parameter, form in zip(parameters, sharded, strict=True):
+        if form.requires_grad:
+            raise RuntimeError(
+                f"a {type(parameter).__name__} of unit {label!r} requires grad, and its elements "
+                "are no numbers that can be trained: freeze it by requires_grad_(False), and train "
+                "adapters beside it"
+            )
+
+
+def aliases_of(where: str, parameter: torch.Tensor, module: nn.Module) -> dict[int, torch.Tensor]:
+    """Other tensors of ``module`` that are the elements of ``parameter``, by their ids. Such a
+    tensor is an attribute of the parameter, of the module, or of an attribute of the module.
+    ``where`` names the parameter in errors.
+
+    Raises:
+        ValueError: a tensor there has a part of the parameter's memory, or another shape.
+    """
+    found: dict[int, torch.Tensor] = {}
+    if not _is_plain(parameter):
+        return found
+    storage, (first, last) = parameter.untyped_storage()._cdata, _extent(parameter)
+    for holder in (parameter, module, *vars(module).values()):
+        for name, value in getattr(holder, "__dict__", {}).items():
+            if not isinstance(value, torch.Tensor) or value is parameter or not _is_plain(value):
+                continue
+            start, stop = _extent(value)
+            if value.untyped_storage()._cdata != storage or start >= last or stop <= first:
+                continue
+            if (start, stop, value.shape) != (first, last, parameter.shape):
+                raise ValueError(
+                    f"{where} shares memory with {name!r} of a {type(holder).__name__}, which has "
+                    "another shape and could not follow it: give that memory of its own, by clone()"
+                )
+            found[id(value)] = value
+    return found
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` has a storage in which its elements are."""
+    has_elements = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return has_elements and tensor.layout is torch.strided and not tensor.is_meta
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return where its storage has its first element, in bytes, and where the last one ends. The
+    same if it has no elements."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    numel = 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    return start, start + numel * tensor.element_size()
+
+
+class _Attribute:
+    """An attribute of a sharded parameter which is that of the unsharded one."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, sharded: Any, owner: type) -> Any:
+        return self if sharded is None else getattr(sharded.unsharded_form, self._name)
+
+    def __set__(self, sharded: Any, value: Any) -> None:
+        setattr(sharded.unsharded_form, self._name, value)
+
+    def __delete__(self, sharded: Any) -> None:
+        delattr(sharded.unsharded_form, self._name)
+
+
+def share_attributes(
+    sharded: Any, parameter: nn.Parameter, aliases: dict[int, torch.Tensor]
+) -> None:
+    """Give ``sharded`` the attributes that ``parameter``, its unsharded form, has now, and what
+    its class computes from them. What is assigned to them later is seen in both. ``aliases`` are
+    left out, because they have no memory while the parameter is sharded."""
+    found = set()
+    for name, value in vars(parameter).items():
+        if not name.startswith("_"):
+            vars(sharded).pop(name, None)
+            if id(value) not in aliases:
+                found.add(name)
+    for its in type(parameter).__mro__:
+        if its not in nn.Parameter.__mro__:
+            found |= {name for name, value in vars(its).items() if isinstance(value, property)}
+    cls: type = type(sharded)
+    sharded.unsharded_form = parameter
+    sharded.__class__ = _with_attributes(cls, frozenset(found.difference(dir(cls))))
+
+
+def takes(sharded: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether elements of ``dtype`` may be copied into a sharded tensor. Into the sharded
+    form of an opaque parameter only those of its own."""
+    return dtype == sharded.dtype or "unsharded_form" not in vars(sharded)
+
+
+def _copy(sharded: Any, src: torch.Tensor, non_blocking: bool = False) -> Any:
+    """``copy_()`` of the sharded form of an opaque parameter.
+
+    Raises:
+        RuntimeError: ``src`` has another dtype, and would be cast.
+    """
+    if not takes(sharded, src.dtype):
+        kind = type(sharded.unsharded_form).__name__
+        raise RuntimeError(
+            f"{src.dtype} was to be copied into a {kind} that is stored as {sharded.dtype}, "
+            f"whose elements are no numbers to be cast: copy what was stored as {sharded.dtype}"
+        )
+    return torch.Tensor.copy_(sharded, src, non_blocking)
+
+
+@cache
+def _with_attributes(cls: type, names: frozenset[str]) -> type:
+    """Return a class like ``cls``, of the same name, with an :class:`_Attribute` for each of
+    ``names``. It never casts what it is given."""
+    own: dict[str, Any] = {name: _Attribute(name) for name in sorted(names)}
+    return type(cls)(cls.__name__, (cls,), own | {"copy_": _copy, "__module__": cls.__module__})
+
+
+# ---- Parameters that are DTensors of tensor parallelism ----
+
+
+def tp_local_tensor(parameter: torch.Tensor) -> torch.Tensor:
+    """Return this rank's tile of an unsharded parameter, which shares its memory: all of a plain
+    one."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    local = parameter._local_tensor
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def check_tensor_parallel(where: str, parameter: DTensor) -> None:
+    """Check ``parameter`` before its tile is sharded. ``where`` names it in errors.
+
+    Raises:
+        TypeError: it is placed otherwise than by ``Shard`` and ``Replicate``, or cut in another
+            order than that of its mesh's dimensions.
+        ValueError: it is not cut as ``distribute_tensor`` cuts.
+    """
+    for placement in parameter.placements:
+        if type(placement) not in (Shard, Replicate):
+            raise TypeError(
+                f"{where} is a DTensor placed as {parameter.placements}; only Shard(dim) and "
+                "Replicate() are supported"
+            )
+    spec = parameter._spec
+    if spec.shard_order != DTensorSpec.compute_default_shard_order(spec.placements):
+        raise TypeError(
+            f"{where} is a DTensor cut in the order {spec.shard_order}; only that of the "
+            "dimensions of its mesh is supported"
+        )
+    held, expected = tuple(parameter._local_tensor.shape), tile_of(spec).shape
+    if held != expected:
+        raise ValueError(
+            f"{where} is a DTensor of shape {tuple(parameter.shape)} placed as "
+            f"{parameter.placements}, of which this rank holds {held} and not {expected}: cut it "
+            "by torch.distributed.tensor.distribute_tensor"
+        )
+
+
+def check_concatenation(where: str, parameter: DTensor, mesh: DeviceMesh) -> None:
+    """Check that ``parameter``, which lies over the ranks of tensor parallelism, can be sharded
+    over ``mesh`` as well. ``where`` names it in errors.
+
+    Raises:
+        ValueError: the two meshes do not go together.
+    """
+    try:
+        concatenate_meshes(mesh, parameter.device_mesh)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"{where} is a DTensor over {parameter.device_mesh}, which does not go together with "
+            f"{mesh}, over which it is to be sharded: make one mesh, as init_device_mesh("
+            f'{mesh.device_type!r}, (2, 4), mesh_dim_names=("dp", "tp")), and use mesh["tp"] for '
+            'tensor parallelism and mesh["dp"] here. For DTensors over all of it, use '
+            'dp_mesh_dims=DataParallelMeshDims(shard="dp")'
+        ) from error
+
+
+def concatenate_meshes(mesh: DeviceMesh, tensor_parallel: DeviceMesh) -> DeviceMesh:
+    """Return the mesh that has the dimensions of both.
+
+    Raises:
+        RuntimeError, TypeError: the two are not different dimensions, with names, of one mesh.
+    """
+    return DeviceMesh._concatenate([mesh, tensor_parallel])
+
+
+def parameter_like(
+    parameter: torch.Tensor, tile: torch.Tensor, requires_grad: bool
+) -> nn.Parameter:
+    """Return a new parameter that lies over the ranks of tensor parallelism as ``parameter`` does,
+    and has its class. This rank has ``tile`` of it."""
+    if is_opaque(parameter):
+        return opaque_like(parameter, tile)
+    if isinstance(parameter, DTensor):
+        return nn.Parameter(_wrap(tile, parameter._spec), requires_grad)
+    return nn.Parameter(tile, requires_grad)
+
+
+def give_memory(
+    parameter: nn.Parameter, view: torch.Tensor, aliases: Iterable[torch.Tensor] = ()
+) -> None:
+    """Make ``view`` this rank's tile of ``parameter``, with a version counter of its own.
+    ``aliases`` are other tensors that are its elements, and stay so."""
+    for alias in aliases:
+        alias.data = view
+    if not isinstance(parameter, DTensor):
+        parameter.data = view
+        return
+    wrapped = _wrap(view.data, parameter._spec)
+    parameter.data = wrapped  # sets its dtype alone
+    parameter._local_tensor = wrapped._local_tensor
+    parameter._spec = wrapped._spec
+
+
+def _wrap(tile: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """Return the DTensor that lies as ``spec`` says. It has this rank's ``tile``, and the tile's
+    dtype."""
+    meta = spec.tensor_meta
+    assert meta is not None
+    spec = DTensorSpec(
+        spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, tile.dtype)
+    )
+    return DTensor.__new__(DTensor, tile, spec, requires_grad=False)
+
+
+def is_placed_like(
+    parameter: torch.Tensor, gradient: torch.Tensor, spmd: SPMDPlacement | None
+) -> bool:
+    """Return whether a rank's tile of ``gradient`` is the gradient of its tile of ``parameter``."""
+    if spmd is not None:
+        return spmd.has_tile(gradient)
+    if not isinstance(parameter, DTensor):
+        return True
+    return isinstance(gradient, DTensor) and gradient.placements == parameter.placements
+
+
+def placed_like(
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    spmd: SPMDPlacement | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """``gradient``, placed as ``parameter`` is. Autograd may have left it placed otherwise, as
+    parts of a sum on the ranks of tensor parallelism. Then it is brought there in ``dtype``, which
+    is collective over these ranks.
+
+    Raises:
+        RuntimeError: it is no DTensor, though ``parameter`` is one, or lies over another mesh.
+    """
+    if is_placed_like(parameter, gradient, spmd):
+        return gradient
+    if spmd is not None:
+        return spmd.summed(gradient, dtype)
+    assert isinstance(parameter, DTensor)
+    if not isinstance(gradient, DTensor) or gradient.device_mesh != parameter.device_mesh:
+        raise RuntimeError(
+            f"the gradient of a parameter over {parameter.device_mesh} is a "
+            f"{type(gradient).__name__} over {getattr(gradient, 'device_mesh', 'no mesh')}"
+        )
+    return cast(DTensor, gradient.to(dtype)).redistribute(placements=parameter.placements)
+
+
+# ---- Which parameters a unit owns ----
+
+
+@dataclass
+class ParamInfo:
+    """A parameter of a unit and every place in the unit's modules where it is registered."""
+
+    fqn: str
+    parameter: nn.Parameter
+    module: weakref.ref[nn.Module]
+    """The first module that has it."""
+    registrations: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    """``(module._parameters, name)``; more than one for a tied parameter."""
+    is_embedding: bool = False
+    keeps_dtype: bool = False
+    cut_dim: int = 0
+    block: int = 1
+    is_kept: bool = False
+    is_opaque: bool = False
+    aliases: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Other tensors that are the elements of an opaque parameter, by their ids."""
+    spmd: SPMDPlacement | None = None
+    """How it lies over the mesh of all parallelism, if the user named dimensions of that."""
+
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """Whether its gradient is a DTensor, or a part of a sum over tensor parallelism."""
+        is_part = self.spmd is not None and self.spmd.sums_plain
+        return is_part or isinstance(self.parameter, DTensor)
+
+    @property
+    def is_extension(self) -> bool:
+        """Whether its tensor is of a class that says itself how it is gathered."""
+        return not self.is_opaque and is_subclass(tp_local_tensor(self.parameter))
+
+    @property
+    def spec(self) -> ParamSpec:
+        """Describe what this rank has of the parameter."""
+        parameter = self.parameter
+        return ParamSpec(
+            self.fqn,
+            tuple(tp_local_tensor(parameter).shape),
+            parameter.dtype,
+            parameter.requires_grad,
+            self.is_embedding,
+            self.keeps_dtype,
+            self.cut_dim,
+            self.block,
+            self.is_kept,
+            given_grad_dtype(parameter),
+            self.is_opaque,
+            self.is_extension,
+        )
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The unit that a parameter belongs to, noted on its sharded and on its unsharded form."""
+
+    unit: str
+    fqn: str
+    replaced_by: str = ""
+    """What put another parameter in the place of this one. Empty if nothing did. A replaced
+    parameter is no longer one of ``model.parameters()``."""
+
+
+def owner_of(parameter: torch.Tensor) -> Owner | None:
+    """Return the unit that ``parameter`` belongs to, or belonged to, if any."""
+    return getattr(parameter, "_fsdp_owner", None)
+
+
+def mark_owner(parameter: torch.Tensor, owner: Owner) -> None:
+    """Note on ``parameter`` which unit it belongs to."""
+    parameter._fsdp_owner = owner  # type: ignore[attr-defined]
+
+
+def mark_replaced(parameter: torch.Tensor, by: str) -> None:
+    """Note on ``parameter``, which belongs to a unit, that another was put in its place."""
+    owner = owner_of(parameter)
+    assert owner is not None
+    mark_owner(parameter, replace(owner, replaced_by=by))
+
+
+def modules_outside_units(
+    modules: Sequence[nn.Module], units: Collection[nn.Module] = ()
+) -> Iterable[tuple[str, nn.Module]]:
+    """``(name, module)`` for each module in the subtrees of ``modules`` that no inner unit holds,
+    parents first, each module once. If ``modules`` are several, a name begins with the place of its
+    subtree among them, as in ``1.norm``. What lies within a module that torch's ``replicate()``
+    trains is left out.
+
+    ``units``: modules that count as units, because they will be.
+    """
+    seen = set()
+    tops = {id(module) for module in modules}
+    prefixes = [""] if len(modules) == 1 else map(str, range(len(modules)))
+    pending = list(zip(prefixes, modules, strict=True))[::-1]
+    while pending:
+        prefix, current = pending.pop()
+        is_unit = "_fsdp_unit" in current.__dict__ or current in units
+        if id(current) in seen or (is_unit and id(current) not in tops) or is_replicated(current):
+            continue
+        seen.add(id(current))
+        yield prefix, current
+        children = [
+            (f"{prefix}.{name}" if prefix else name, child)
+            for name, child in current._modules.items()
+            if child is not None
+        ]
+        pending.extend(reversed(children))
+
+
+class UnownedParameters:
+    """Finds trainable parameters in the modules of a unit that belong to no unit, because they were
+    registered after it was made. Each rank would train them on its own data alone.
+
+    ``ignored``: the parameters that :func:`fully_shard` was told to leave as they are. What takes
+    their places later is left alone too.
+    """
+
+    def __init__(
+        self, modules: Sequence[nn.Module] = (), ignored: frozenset[nn.Parameter] = frozenset()
+    ) -> None:
+        self._ignored = ignored
+        outside = parameters_outside_units(modules if ignored else ())
+        self._ignored_names = {fqn for fqn, parameter, *_ in outside if parameter in ignored}
+        self._forwards = 0
+        self._registrations = -1
+        _count.hook()
+
+    def is_due(self) -> bool:
+        """Return whether to look before this forward: if any module has registered a parameter or a
+        module since, and in forwards 1, 2, 4, 8 ..., because tables may be written to directly and
+        parameters unfrozen."""
+        self._forwards += 1
+        return not self._forwards & (self._forwards - 1) or self._registrations != _count.made
+
+    def find(self, modules: Sequence[nn.Module], own: Iterable[torch.Tensor]) -> str | None:
+        """Return the name of such a parameter in ``modules``, or ``None``. ``own`` are the
+        parameters of the unit, in both forms. What torch's DDP or FSDP2 trains is left out."""
+        self._registrations = -1
+        known = {*map(id, own), *map(id, self._ignored)}
+        trained = {
+            each
+            for module in modules
+            for each in module.modules()
+            if isinstance(each, (nn.parallel.DistributedDataParallel, FSDPModule))
+        }
+        for fqn, parameter, *_ in parameters_outside_units(modules, trained):
+            is_known = id(parameter) in known or fqn in self._ignored_names
+            if parameter.requires_grad and not is_known and owner_of(parameter) is None:
+                return fqn
+        self._registrations = _count.made
+        return None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnownedParameters:
+        copied = UnownedParameters((), frozenset(deepcopy(each, memo) for each in self._ignored))
+        copied._ignored_names = self._ignored_names
+        return copied
+
+
+class _Registrations:
+    """Counts the parameters and modules that modules of this process register."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        self._is_hooked = False
+
+    def hook(self) -> None:
+        if not self._is_hooked:
+            self._is_hooked = True
+            register_module_module_registration_hook(self._count)
+            register_module_parameter_registration_hook(self._count)
+
+    def _count(self, *registered: Any) -> None:
+        self.made += 1
+
+
+_count = _Registrations()
+
+
+def parameters_outside_units(
+    modules: Sequence[nn.Module], units: Collection[nn.Module] = ()
+) -> Iterable[tuple[str, nn.Parameter, nn.Module, str]]:
+    """``(fqn, parameter, module, name)`` for each place where a module that
+    :func:`modules_outside_units` finds has registered a parameter."""
+    for prefix, module in modules_outside_units(modules, units):
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield f"{prefix}.{name}" if prefix else name, parameter, module, name
+
+
+def move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
+    """Move buffers to where the unit computes, because they are not sharded."""
+    for _, owner in modules_outside_units(modules):
+        for buffer in owner._buffers.values():
+            if buffer is not None and buffer.device.type not in (device.type, "meta"):
+                buffer.data = buffer.to(device)
+
+
+def owned_parameters(
+    modules: Sequence[nn.Module],
+    ignored: Collection[nn.Parameter] = (),
+    units: Collection[nn.Module] = (),
+) -> list[ParamInfo]:
+    """Return the parameters that a unit of ``modules`` owns, each once, in registration order,
+    without those that are ``ignored``. ``units``: modules that will be units.
+
+    Raises:
+        ValueError: another tensor has a part of an opaque parameter's memory.
+    """
+    ignored_ids = {id(parameter) for parameter in ignored}
+    found: dict[int, ParamInfo] = {}
+    for fqn, parameter, owner, name in parameters_outside_units(modules, units):
+        if id(parameter) in ignored_ids:
+            continue
+        item = found.setdefault(id(parameter), ParamInfo(fqn, parameter, weakref.ref(owner)))
+        item.registrations.append((owner._parameters, name))
+        item.is_embedding |= isinstance(owner, (nn.Embedding, nn.EmbeddingBag))
+        if is_opaque(parameter):
+            item.is_opaque = True
+            where = f"parameter {item.fqn!r} of {kind_of(modules)}"
+            item.aliases |= aliases_of(where, parameter, owner)
+    return list(found.values())
+
+
+def kind_of(modules: Sequence[nn.Module]) -> str:
+    """Return the names of the modules' classes as the user wrote them."""
+    return ", ".join(type(module).__name__.removeprefix("FSDP") for module in modules)
+
+
+# ---- Where modules have registered parameters ----
+
+Place = tuple[dict[str, Any], str, torch.Tensor, Sharded]
+"""A module's ``_parameters``, the name in it, the unsharded parameter and the sharded one."""
+
+
+class ParamModuleInfo:
+    """The places of one bucket. A parameter that modules share has several."""
+
+    def __init__(
+        self,
+        owned: Sequence[ParamInfo],
+        parameters: Sequence[torch.Tensor],
+        sharded: Sequence[Sharded],
+    ) -> None:
+        self._indices = {id(each): index for index, each in enumerate(sharded)}
+        self._all: list[Place] = [
+            (registered, name, its_parameter, its_sharded)
+            for item, its_parameter, its_sharded in zip(owned, parameters, sharded, strict=True)
+            for registered, name in item.registrations
+        ]
+
+    def __iter__(self) -> Iterator[Place]:
+        return iter(self._all)
+
+    def index_of(self, sharded: torch.Tensor) -> int | None:
+        """Return the index of a sharded parameter in the bucket. ``None`` if it is none of it."""
+        return self._indices.get(id(sharded))
+
+    def to_unsharded(self, label: str) -> None:
+        """Register the unsharded parameters. ``label`` names the unit in errors.
+
+        Raises:
+            RuntimeError: something else was registered in their place.
+        """
+        for registered, name, parameter, sharded in self._all:
+            found = registered.get(name)
+            if found is not sharded and found is not parameter:
+                _refuse(name, label)
+            registered[name] = parameter
+
+    def check(self, label: str) -> None:
+        """Check that nothing else was registered in the place of a parameter.
+
+        Raises:
+            RuntimeError: something was.
+        """
+        for registered, name, parameter, sharded in self._all:
+            found = registered.get(name)
+            if found is not sharded and found is not parameter:
+                _refuse(name, label)
+
+    def to_sharded(self) -> None:
+        """Register the sharded parameters."""
+        for registered, name, _, sharded in self._all:
+            registered[name] = sharded
+
+    def to_none(self) -> None:
+        """Register nothing, so that what is done to all parameters of a module skips these."""
+        for registered, name, _, _ in self._all:
+            registered[name] = None
+
+    def assigned(self) -> dict[int, torch.Tensor]:
+        """Return the tensors that somebody else has registered in place of parameters, by the index
+        of the parameter in the bucket. If a shared parameter has several, the last. Tensors on the
+        meta device are left out."""
+        return {
+            self._indices[id(sharded)]: found
+            for registered, name, parameter, sharded in self._all
+            if (found := registered.get(name)) is not sharded
+            and found is not parameter
+            and isinstance(found, torch.Tensor)
+            and not found.is_meta
+        }
+
+
+def _refuse(name: str, label: str) -> NoReturn:
+    raise RuntimeError(
+        f"parameter {name!r} of unit {label!r} was replaced after fully_shard(), which would not "
+        "be trained: assign and tie parameters before, or tie those of one unit before the first "
+        "forward, and edit them in place, under torch.no_grad(), as with copy_(), after; "
+        "load_state_dict(assign=True) takes others over. torch.func.functional_call() replaces "
+        "them too: call the model itself, or functional_call() with an unsharded copy of it"
+    )
+
+
+# ---- Optimizers of parameters that were replaced: Note [replaced parameters] ----
+
+# The number of replacements, and of the optimizer's parameters, when it was last looked at.
+_looked_at: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
+_replacements = 0
+
+
+def note_replacement() -> None:
+    """Note that parameters were replaced. Each optimizer is looked at in its next step."""
+    global _replacements
+    if not _replacements:
+        register_optimizer_step_pre_hook(_before_step)
+    _replacements += 1
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Look at the optimizer, unless nothing has changed since the last look.
+
+    Raises:
+        RuntimeError: it has a parameter that was replaced. Name the parameter.
+    """
+    now = _replacements, sum([len(group["params"]) for group in optimizer.param_groups])
+    if _looked_at.get(optimizer) == now:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            owner = owner_of(parameter)
+            if owner is not None and owner.replaced_by:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} was made before {owner.replaced_by}, which put "
+                    f"another parameter in the place of {owner.fqn!r} of {owner.unit}: this step "
+                    "would change nothing that the model computes with; make the optimizer "
+                    "afterwards, from model.parameters()"
+                )
+    _looked_at[optimizer] = now
+
+
+# ---- Hashes of what parameters held when they were sharded ----
+
+# Odd, with about as many ones as zeros: a small difference in a factor changes many bits of the
+# product.
+FACTORS = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
+
+# Up to this many elements go into a digest one by one.
+FEW = 4096
+
+# Stands for the digest of values that are not known any more.
+UNKNOWN = -(2**63)
+
+
+def digest(values: torch.Tensor) -> torch.Tensor:
+    """Return a number that almost surely differs if the bits of ``values`` or their order differ.
+    It is a 0-dimensional tensor on their device, so the host does not wait for it. Take little
+    memory, and two passes over ``values``."""
+    integers = {1: torch.int8, 2: torch.int16}.get(values.element_size(), torch.int32)
+    bits = values.resolve_conj().resolve_neg().reshape(-1).view(integers)
+    # The bits as a matrix: every element counts in the sum of its row and in that of its column.
+    # Width and height are odd, because a sum of an odd number of equal elements tells which element
+    # that is, whatever the width of integers.
+    width = isqrt(bits.numel()) | 1
+    height = _odd_up_to(bits.numel() // width) if bits.numel() > FEW else 0
+    matrix = bits[: height * width].view(height, width)
+    sums = [matrix.sum(0, dtype=integers), matrix.sum(1, dtype=integers), bits[matrix.numel() :]]
+    mixed = torch.cat(sums).long()
+    mixed = mixed * FACTORS[0] + torch.arange(len(mixed), device=mixed.device) * FACTORS[1]
+    mixed = (mixed ^ (mixed >> 31)) * FACTORS[2]
+    return (mixed ^ (mixed >> 29)).sum()
+
+
+def _odd_up_to(number: int) -> int:
+    return number if number % 2 else max(0, number - 1)
+
+
+def hash_of(content: bytes) -> int:
+    """Return a number of 56 bits that almost surely differs if ``content`` differs."""
+    return int.from_bytes(sha256(content).digest()[:7], "little")
+
+
+class ParamHashes:
+    """Digests of ``values``, the whole parameters of a bucket as this rank had them. They are valid
+    while the shard is still of ``version``."""
+
+    def __init__(self, values: Sequence[torch.Tensor], version: int) -> None:
+        parts = [inner_tensors(each) for each in values]
+        are_known = all(parts) and not any(each.is_meta for each in values)
+        self._digests = [reduce(add, map(digest, each)) for each in parts] if are_known else []
+        self._count = len(values)
+        self._version = version
+
+    def digests(self, version: int) -> list[int]:
+        """Return the digest of each parameter. ``UNKNOWN`` if ``version``, that of the shard now,
+        is not the first, or if the values were on the meta device. The host waits for them."""
+        if not self._digests or version != self._version:
+            return [UNKNOWN] * self._count
+        device = self._digests[0].device  # some may be on the host
+        found: list[int] = torch.stack([each.to(device) for each in self._digests]).tolist()
+        return found
+
+    def move(self, version: int, new_version: int) -> None:
+        """Follow the parameters into another shard. The old one was of ``version``, the new one is
+        of ``new_version``."""
+        self._version = new_version if self._version == version else -1

@@ -1,0 +1,744 @@
+"""The parameters of a unit that lie together: their memory, states and collectives."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple, cast
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from fsdp_overlap.comm.collectives import (
+    Collectives,
+    GathersInPlace,
+    Issued,
+    LocalCollectives,
+    Pieces,
+    choose,
+)
+from fsdp_overlap.comm.custom_collectives import CustomCollectives, CustomComms
+from fsdp_overlap.comm.extension_gather import ExtensionGather
+from fsdp_overlap.comm.group_facts import communicates
+from fsdp_overlap.comm.groups import LaneGroups
+from fsdp_overlap.comm.lanes import Lane, Mark, Ticket, Travel
+from fsdp_overlap.comm.quantized import (
+    QuantizedGather,
+    QuantizedReduction,
+    QuantizedRowsGather,
+    QuantizedRowsReduction,
+)
+from fsdp_overlap.comm.row_collectives import PackedRows, choose_for_rows
+from fsdp_overlap.comm.streams import mark_enqueued
+from fsdp_overlap.comm.symmetric_memory import SymmetricCollectives
+from fsdp_overlap.comm.wire import Wire
+from fsdp_overlap.engine.autograd import VersionCounters, graph_task, is_in_backward
+from fsdp_overlap.engine.hsdp import DividedShard, PostForwardShard
+from fsdp_overlap.engine.mesh import BucketEdits, MeshInfo
+from fsdp_overlap.engine.options import QuantizedCommPolicy, Settings, sent_sizes
+from fsdp_overlap.engine.param import (
+    ParamHashes,
+    ParamInfo,
+    ParamModuleInfo,
+    give_memory,
+    parameter_like,
+    share_attributes,
+    tp_local_tensor,
+    unwrap,
+)
+from fsdp_overlap.layout import BucketPlan, Plan, RowsPlan
+from fsdp_overlap.tensor.extension import GatheredTensors, is_subclass, missing_methods
+from fsdp_overlap.tensor.flat_buffer import FlatBuffer
+from fsdp_overlap.tensor.held_gradient import GivenGradients, Recipients
+from fsdp_overlap.tensor.ragged_dtensor import (
+    RaggedDTensor,
+    ShardEdits,
+    attributes_of,
+    give_grads,
+    users_attributes,
+)
+from fsdp_overlap.tensor.row_tensor import (
+    RowTensor,
+    Sharded,
+    call_gradient_hooks,
+    call_hooks,
+    give_row_grads,
+    read_numbers_of_wholes,
+)
+from fsdp_overlap.torch_internals import StridedShard
+
+# ---- States ----
+
+
+class BucketState(StrEnum):
+    """What changes it, and to what:
+
+    =========  =========  =========  =======
+    state      a gather   a wait     freeing
+    =========  =========  =========  =======
+    sharded    gathering  sharded    raises
+    gathering  gathering  unsharded  sharded
+    unsharded  gathering  unsharded  sharded
+    =========  =========  =========  =======
+
+    A gather of a bucket that is gathering waits first. One that is unsharded is gathered again, in
+    place, if its shard was edited since.
+    """
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    UNSHARDED = "unsharded"
+
+
+# ---- Sharded parameters, as the plan has them: ranges, or rows ----
+
+
+def sharded_parameters(
+    forms: Sequence[Sharded],
+    like: Sequence[torch.Tensor],
+    plan: Plan,
+    owned: Sequence[ParamInfo],
+) -> list[Sharded]:
+    """Return the sharded parameters of a bucket, of which ``forms`` are the tensors. They take
+    their attributes from ``like``."""
+    found: list[Sharded] = []
+    for form, model, spec, item in zip(forms, like, plan.specs, owned, strict=True):
+        parameter = nn.Parameter(form, requires_grad=model.requires_grad)
+        vars(parameter).update(users_attributes(model, form._local_tensor))
+        if item.is_opaque:
+            share_attributes(parameter, item.parameter, item.aliases)
+        # isinstance() takes it for a Parameter, and its type is that of the form.
+        sharded = cast(Sharded, parameter)
+        sharded.keep_gradients_in(getattr(model, "_given_grad_dtype", spec.grad_dtype))
+        found.append(sharded)
+    return found
+
+
+def make_sharded_tensors(
+    plan: Plan,
+    shard: torch.Tensor,
+    owned: Sequence[ParamInfo],
+    mesh_info: MeshInfo,
+    edits: ShardEdits,
+) -> list[Sharded]:
+    """Return what ``shard``, this rank's of a bucket, has of each parameter."""
+    dtype = plan.specs[0].dtype
+    if isinstance(plan, RowsPlan):
+        rows = [
+            RowTensor.wrap(chunk, mesh_info.spec(item, row_shard(item, spec.cut_dim), dtype), edits)
+            for chunk, item, spec in zip(
+                _chunks(plan, shard, mesh_info.plan_rank), owned, plan.specs, strict=True
+            )
+        ]
+        for each in rows:
+            read_numbers_of_wholes(each.device_mesh)
+        return [*rows]
+    return [
+        RaggedDTensor.wrap(
+            local, mesh_info.spec(item, mesh_info.range_shard(plan, spec.fqn), dtype), edits
+        )
+        for local, item, spec in zip(
+            _ranges(plan, shard, mesh_info.plan_rank), owned, plan.specs, strict=True
+        )
+    ]
+
+
+def _ranges(plan: BucketPlan, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
+    return [shard[first : first + size] for first, size in places_in_shard(plan, rank)]
+
+
+def _range(plan: BucketPlan, fqn: str, rank: int) -> tuple[int, int]:
+    held = ((start, stop) for owner, start, stop in plan.ranges(fqn) if owner == rank)
+    return next(held, (0, 0))
+
+
+def _chunks(plan: RowsPlan, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
+    return [
+        shard[first : first + size].view(plan.chunk_shape(spec, rank))
+        for spec, (first, size) in zip(plan.specs, places_in_shard(plan, rank), strict=True)
+    ]
+
+
+def row_shard(item: ParamInfo, dim: int) -> Placement:
+    """Return the placement of chunks of a parameter. Where tensor parallelism has cut the same
+    dimension, the chunks of all ranks do not follow each other in the order of the mesh."""
+    factor, parameter = 1, item.parameter
+    if item.spmd is not None:
+        factor = item.spmd.cuts_after(dim)
+    elif isinstance(parameter, DTensor):
+        for other, placement in enumerate(parameter.placements):
+            if isinstance(placement, Shard) and placement.dim == dim:
+                factor *= parameter.device_mesh.size(other)
+    return Shard(dim) if factor == 1 else StridedShard(dim, split_factor=factor)
+
+
+def local_shards(plan: Plan, wholes: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
+    """Return what ``rank`` has of each of ``wholes``, in the shape that its sharded form has."""
+    if isinstance(plan, BucketPlan):
+        ranges = [_range(plan, spec.fqn, rank) for spec in plan.specs]
+        return [
+            whole.reshape(-1)[start:stop]
+            for whole, (start, stop) in zip(wholes, ranges, strict=True)
+        ]
+    held = [plan.held(spec, rank) for spec in plan.specs]
+    return [
+        whole.narrow(spec.cut_dim, first, last - first)
+        for whole, spec, (first, last) in zip(wholes, plan.specs, held, strict=True)
+    ]
+
+
+def places_in_shard(plan: Plan, rank: int) -> list[tuple[int, int]]:
+    """Return where in a shard of ``rank`` each parameter begins, and how many elements it has
+    there."""
+    if isinstance(plan, RowsPlan):
+        sizes = [prod(plan.chunk_shape(spec, rank)) for spec in plan.specs]
+        return list(zip(plan.starts, sizes, strict=True))
+    found = []
+    for spec, offset in zip(plan.specs, plan.offsets, strict=True):
+        start, stop = _range(plan, spec.fqn, rank)
+        found.append(
+            (offset + start - plan.shard_starts[rank] if stop > start else 0, stop - start)
+        )
+    return found
+
+
+def validate_methods(label: str, parameters: Sequence[Sharded]) -> None:
+    """Refuse plain parameters that were given the methods of a tensor extension, which would not
+    be called. ``label`` names their unit.
+
+    Raises:
+        TypeError: there is one.
+    """
+    for parameter in parameters:
+        local = parameter._local_tensor
+        if not is_subclass(local) and len(missing_methods(local)) < 2:
+            raise TypeError(
+                f"a parameter of unit {label!r}, of shape {tuple(parameter.shape)}, was given the "
+                "methods of a tensor extension after fully_shard(), and is a plain tensor: make it "
+                "one of a class that has them, before fully_shard()"
+            )
+
+
+def give_gradients(
+    parameters: Sequence[Any], locals_: list[torch.Tensor], flat: torch.Tensor | None = None
+) -> None:
+    """Give each sharded parameter of a bucket the gradient of what this rank has of it, or some of
+    them, if there is no ``flat``. ``locals_`` are flat, and parts of ``flat``. Before and after it
+    calls the hooks that users registered for that."""
+    edits = parameters[0].edits
+    if edits.has_hooks:
+        call_gradient_hooks(parameters, locals_)
+    if isinstance(parameters[0], RowTensor):
+        give_row_grads(parameters, locals_)
+    else:
+        gradients = give_grads(parameters, locals_)
+        if flat is not None and len(gradients) == len(parameters):
+            edits.given = GivenGradients(edits.recipients, flat, gradients, locals_)
+    if edits.has_hooks:
+        call_hooks(parameters)
+
+
+# ---- Gradients on their way to the host ----
+
+
+class D2HCopy(NamedTuple):
+    """A gradient on its way to the host, to be read after :meth:`wait`."""
+
+    host: torch.Tensor
+    copied: torch.Event | None
+
+    def wait(self) -> torch.Tensor:
+        """Block the host until the gradient is there, and returns it."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.host
+
+
+def copy_to_host(source: torch.Tensor, host: torch.Tensor) -> D2HCopy:
+    """Enqueue the copy of ``source`` to ``host``, after the work that makes it."""
+    host.copy_(source, non_blocking=True)
+    return D2HCopy(host, mark_enqueued(source.device))
+
+
+# ---- Collectives: the user's, or the fastest, quantized or not ----
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Gathers and reduces a bucket, each of the two in its own way. See
+    :class:`~fsdp_overlap.comm.collectives.Collectives`."""
+
+    all_gather: Callable[..., Issued]
+    reduce_scatter: Callable[..., Issued]
+
+
+def chosen_collectives(
+    mesh_info: MeshInfo,
+    plan: Plan,
+    group: dist.ProcessGroup,
+    settings: Settings,
+    policy: QuantizedCommPolicy | None,
+    compute_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    extensions: ExtensionGather | None = None,
+) -> Collectives[Any]:
+    """Return how a bucket of ``plan`` travels among the ranks of ``group``: in ``compute_dtype``
+    when it is gathered and in ``reduce_dtype`` when it is reduced, or else as ``policy`` says, or
+    as the parameters themselves do by ``extensions``."""
+    flat = plan.packed if isinstance(plan, RowsPlan) else plan
+    ranges: Collectives[BucketPlan] = choose(mesh_info.device_type, group, flat)
+    is_alone = not communicates(group)
+    is_custom = settings.comms != CustomComms()
+    if policy is not None and not policy.applies_to(plan):
+        policy = None
+    if policy is not None and policy.reduce_dtype is not None and settings.comms.reduce_scatter:
+        raise ValueError(
+            "set_custom_reduce_scatter() and QuantizedCommPolicy(reduce_dtype=...): gradients in "
+            "few bits "
+            "are sent by an all-to-all and summed after; leave one of the two out"
+        )
+    if is_custom and not is_alone:
+        ranges = CustomCollectives(settings.comms, ranges)
+    elif settings.uses_symmetric_memory and not is_alone:
+        mesh_info.symmetric_memory.reserve(plan, compute_dtype, reduce_dtype)
+        ranges = SymmetricCollectives(mesh_info.symmetric_memory)
+    found: Any = ranges
+    if isinstance(plan, RowsPlan) and is_alone:
+        found = LocalCollectives()
+    elif isinstance(plan, RowsPlan):
+        is_free = not is_custom and not settings.uses_symmetric_memory
+        fastest = choose_for_rows(mesh_info.device_type, group, plan)
+        found = fastest if is_free else PackedRows(ranges)
+    if extensions is not None:
+        extensions.others = ranges
+        return Chosen(extensions.all_gather, found.reduce_scatter)
+    if policy is None:
+        return found
+    gather, reduce = found.all_gather, found.reduce_scatter
+    in_rows = isinstance(plan, RowsPlan)
+
+    def wire(dtype: torch.dtype, codes: torch.dtype) -> Wire:
+        travels = policy.wire(plan, dtype, codes)
+        own = travels.segment(0 if in_rows else group.rank())
+        return Wire(travels, own, codes, policy.scale_dtype(dtype, codes))
+
+    if policy.gather_dtype is not None:
+        sent = wire(compute_dtype, policy.gather_dtype)
+        gather = (
+            QuantizedRowsGather(sent, ranges, group.size())
+            if in_rows
+            else QuantizedGather(sent, ranges)
+        ).all_gather
+    if policy.reduce_dtype is not None and not is_alone:
+        sent = wire(reduce_dtype, policy.reduce_dtype)
+        reduce = (QuantizedRowsReduction if in_rows else QuantizedReduction)(sent).reduce_scatter
+    return Chosen(gather, reduce)
+
+
+# ---- Param groups ----
+
+
+class Bucket:
+    """The parameters of a unit that lie together.
+
+    The module's original parameters become views into the full buffer, once. Each has a version
+    counter of its own, so autograd's saved tensors do not notice that gathering writes underneath.
+    The module has the sharded parameters registered, except while the unit's own forward or
+    backward runs.
+    """
+
+    is_extension = False
+    """Whether its parameters say themselves how they are gathered."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        owned: Sequence[ParamInfo],
+        mesh_info: MeshInfo,
+        device: torch.device,
+        compute_dtype: torch.dtype,
+        offload: CPUOffloadPolicy | None = None,
+        comm_policy: QuantizedCommPolicy | None = None,
+    ) -> None:
+        self.plan = plan
+        self.owned = list(owned)
+        self.label = ""
+        self.index = -1
+        """The number of the bucket in its mesh. The same on every rank."""
+        self.first_flag = 0
+        """Where its flags begin among the mesh's, which tell which parameters have a gradient."""
+        self.state = BucketState.SHARDED
+        self.edits = BucketEdits(mesh_info)
+        self.mesh_info = mesh_info
+        self.groups: LaneGroups
+        self.collectives: Collectives[Any]
+        self.extensions: ExtensionGather | None = None
+        self.compute_dtype = compute_dtype
+        self.comm_policy = comm_policy
+        self.offload = offload
+        """Set if the shard and its gradient rest on the host, and another device computes."""
+        self.parameters = [item.parameter for item in owned]
+        self.is_tensor_parallel = any(item.is_tensor_parallel for item in owned)
+        """Whether some gradients are DTensors, or parts of a sum over tensor parallelism."""
+        values = [unwrap(tp_local_tensor(parameter)) for parameter in self.parameters]
+        self.sharded_parameters: list[Sharded] = []
+        self.allocate(device, self.parameters)
+        self.take(values)
+        self.give_memory()
+        self.init_hashes = ParamHashes(values, self.version) if mesh_info.communicates else None
+        """Digests of what this rank sharded, until ranks have compared them."""
+        self.part: PostForwardShard | None = None
+        """The part of the full buffer that is kept until backward, if the unit asks for one."""
+        self.counters: VersionCounters
+        """Those of the unsharded parameters, which autograd must not read unless they are there."""
+        self.divided: DividedShard | None = None
+        """The shard, if the ranks that hold copies of it divide it."""
+        self._ticket: Ticket | None = None
+        self._before: BucketState | None = None  # the state before a gather that is being issued
+        self.gathered_version = -1
+        """The :attr:`version` that the full buffer has, or will have."""
+
+    def allocate(self, device: torch.device, like: Sequence[torch.Tensor]) -> None:
+        """Make the buffers and the sharded parameters, and registers these parameters in the
+        modules. They take their attributes from ``like``."""
+        plan, mesh_info = self.plan, self.mesh_info
+        self.is_meta = device.type == "meta"
+        # The plan among the ranks that gather. The ranks that hold parts of one shard put it
+        # together before.
+        self.gather_plan = plan.merged(mesh_info.shard_size) if mesh_info.divides_copies else plan
+        policy = self.comm_policy
+        codes = policy.gather_dtype if policy is not None else None
+        sent = sent_sizes(self.gather_plan, self.compute_dtype, policy, codes)
+        self.gathered_nbytes = sum(sent)
+        """What an all-gather brings together, on all ranks."""
+        self.travels_nbytes = self.gathered_nbytes - sent[mesh_info.shard_rank]
+        self.grad_dtype = plan.specs[0].grad_dtype or plan.specs[0].dtype
+        """The dtype of sharded gradients."""
+        made = sharded_parameters(self._make_buffers(device), like, plan, self.owned)
+        self.edits.trainability = 0
+        self.register(made)
+
+    def _make_buffers(self, device: torch.device) -> Sequence[Sharded]:
+        """Make the full buffer and the shard, and returns what the shard has of each parameter."""
+        plan, rank = self.plan, self.mesh_info.plan_rank
+        self.full: FlatBuffer | GatheredTensors = FlatBuffer(plan, self.compute_dtype, device)
+        self.shard = self._at_rest(device, plan.shard_numels[rank], plan.specs[0].dtype).zero_()
+        return make_sharded_tensors(plan, self.shard, self.owned, self.mesh_info, self.edits)
+
+    def give_memory(self) -> None:
+        """Make the unsharded parameters views of the full buffer."""
+        assert isinstance(self.full, FlatBuffer)
+        for item, view in zip(self.owned, self.full.views, strict=True):
+            give_memory(item.parameter, view, item.aliases.values())
+
+    def register(self, sharded: list[Sharded]) -> None:
+        """Make ``sharded`` the sharded parameters, and registers them in the modules."""
+        self.sharded_parameters = sharded
+        self.edits.recipients, self.edits.given = Recipients(self), None
+        self.find_registrations()
+        self.module_info.to_sharded()
+
+    def find_registrations(self) -> None:
+        """Note where modules have the parameters registered now."""
+        self.module_info = ParamModuleInfo(self.owned, self.parameters, self.sharded_parameters)
+
+    def take(self, wholes: Sequence[torch.Tensor]) -> None:
+        """Copy this rank's part of the whole parameters into the shard."""
+        parts = local_shards(self.plan, wholes, self.mesh_info.plan_rank)
+        for sharded, part in zip(self.sharded_parameters, parts, strict=True):
+            sharded._local_tensor.copy_(part)
+
+    def _at_rest(self, device: torch.device, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for a shard or its gradient in a bucket whose full buffer is on ``device``."""
+        if self.offload is None or device.type == "meta":
+            return torch.empty(numel, dtype=dtype, device=device)
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self.offload.pin_memory)
+
+    @property
+    def is_opaque(self) -> bool:
+        """Whether nobody may cast its elements, because their class alone knows what they are."""
+        return self.plan.specs[0].is_opaque
+
+    @property
+    def dtypes(self) -> str:
+        """Name the dtypes at rest and in compute, and says if it was frozen when it was made."""
+        dtypes = dict.fromkeys((self.shard.dtype, self.compute_dtype))
+        spec = self.plan.specs[0]
+        frozen = "" if spec.requires_grad else ", frozen"
+        gradients = "" if spec.grad_dtype is None else f", gradients {spec.grad_dtype}"
+        return f"{' as '.join(map(str, dtypes))}{gradients}{frozen}".replace("torch.", "")
+
+    @property
+    def rest_device(self) -> torch.device:
+        """Where the shard is, or will be once it is no longer on the meta device."""
+        return self.mesh_info.device if self.offload is None else torch.device("cpu")
+
+    def to_host(self, reduced: torch.Tensor) -> D2HCopy:
+        """Enqueue the copy of a gradient to the host, where an offloaded shard rests. The copy
+        runs after the work that makes ``reduced``."""
+        # Fresh memory each time, so that earlier gradients that a user holds stay as they are.
+        return copy_to_host(reduced, self._at_rest(reduced.device, reduced.numel(), reduced.dtype))
+
+    def materialize(self, device: torch.device) -> None:
+        """Give memory on ``device`` to a bucket of the meta device: its shard is zeros, and its
+        parameters are new objects."""
+        memory = self.full.memory
+        self.allocate(device, self.sharded_parameters)
+        self.full.memory = memory
+        assert isinstance(self.full, FlatBuffer)
+        fresh = []
+        for parameter, sharded, view in zip(
+            self.parameters, self.sharded_parameters, self.full.views, strict=True
+        ):
+            # .data gives it a version counter of its own, as the original parameters have.
+            unsharded = parameter_like(parameter, view.data, sharded.requires_grad)
+            vars(unsharded).update(attributes_of(parameter))
+            fresh.append(unsharded)
+        self.use_parameters(fresh)
+
+    def use_parameters(self, unsharded: list[nn.Parameter]) -> None:
+        """Make ``unsharded`` the unsharded parameters."""
+        self.parameters = unsharded
+        for item, parameter in zip(self.owned, unsharded, strict=True):
+            item.parameter = parameter
+        self.find_registrations()
+
+    def join(self, mesh_info: MeshInfo) -> None:
+        """Become one of the buckets of ``mesh_info``."""
+        self.mesh_info = mesh_info
+        self.edits.mesh_info = ref(mesh_info)
+        self.index, self.first_flag = mesh_info.register(self, len(self.parameters))
+
+    def connect(
+        self, post_forward_size: int | None, settings: Settings, reduce_dtype: torch.dtype
+    ) -> None:
+        """Choose the groups, collectives and memory that gather and reduce the bucket. Call it
+        before the first all-gather. Collective over the mesh at the first call.
+
+        ``post_forward_size``: how many neighbours keep a part each between forward and backward.
+        ``None`` if nobody keeps one. ``reduce_dtype``: what gradients travel in.
+        """
+        mesh_info = self.mesh_info
+        self.edits.has_run = True
+        self.groups = groups = mesh_info.groups_for(settings.separates_reductions)
+        self.full.memory = mesh_info.memory_for(groups) if settings.uses_group_memory else None
+        self.part = None
+        validate_methods(self.label, self.sharded_parameters)
+        if post_forward_size is not None:
+            group = mesh_info.group_of_neighbours(post_forward_size)
+            assert isinstance(self.full, FlatBuffer)
+            self.part = PostForwardShard(self.full, post_forward_size, group, mesh_info.device_type)
+        self.collectives = chosen_collectives(
+            mesh_info,
+            self.gather_plan,
+            groups.gather,
+            settings,
+            self.comm_policy,
+            self.compute_dtype,
+            reduce_dtype,
+            self.extensions,
+        )
+        if mesh_info.divides_copies:
+            self.divided = DividedShard(self, mesh_info)
+
+    def make_unsharded(self) -> bool:
+        """Make the unsharded parameters, if these are what a gather makes, unless it was done
+        before. Return whether it did. Collective over the mesh then. Call it after
+        :meth:`connect`."""
+        return False
+
+    def signature(self, dtype: torch.dtype) -> int:
+        """Return a number that is the same on ranks which planned the bucket alike, and have as
+        many buckets and parameters in the mesh. ``dtype`` is what a collective sends."""
+        facts = f"{self.plan} {dtype} {self.comm_policy} {self.mesh_info.signature}"
+        return zlib.crc32(facts.encode())
+
+    @property
+    def device(self) -> torch.device:
+        """Where compute uses the parameters."""
+        return self.full.flat.device
+
+    @property
+    def version(self) -> int:
+        """Grows with every edit of the shard, also through ``to_local()``."""
+        return self.edits.values + self.shard._version
+
+    @property
+    def nbytes_at_rest(self) -> int:
+        """The bytes of the shard."""
+        return self.shard.nbytes
+
+    def copy_values_of(self, other: Bucket) -> None:
+        """Copy the shard of ``other``, which lies as this one does."""
+        self.shard.copy_(other.shard)
+
+    def mark_stale(self) -> None:
+        """Note that the full buffer has other values than the shards. Its next use gathers it
+        again."""
+        self.gathered_version = -1
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the full buffer holds the parameters, or will once the all-gather is done."""
+        return self.state is not BucketState.SHARDED
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is gathered and the shard was not edited since."""
+        return self.state is not BucketState.SHARDED and self.gathered_version == self.version
+
+    def begin_gather(self, lane: Lane) -> None:
+        """Give the full buffer memory. :meth:`is_filled_by` or :meth:`cancel_gather` comes next.
+
+        Raises:
+            RuntimeError: the bucket is on the meta device.
+        """
+        if self.is_meta:
+            raise RuntimeError(
+                f"unit {self.label!r} is on the meta device: call to_empty(device=...) on the "
+                "model, then initialize it or load a checkpoint; or load_state_dict(assign=True)"
+            )
+        if self.state is BucketState.GATHERING:
+            self.wait()
+        self._before = self.state
+        self.state = BucketState.GATHERING
+        # A backward may read them before it waits for this gather.
+        if not self.counters.are_forbidden and graph_task() != -1:
+            self.counters.forbid_reads()
+        if not self.full.allocated:
+            lane.allocate(self.label, self.full)
+
+    def cancel_gather(self) -> None:
+        """Take :meth:`begin_gather` back, if it was called: nothing will be gathered."""
+        self.state = self._before or self.state
+        self._before = None
+        if self.state is BucketState.UNSHARDED:
+            self.counters.allow_reads()
+
+    def is_filled_by(self, ticket: Ticket) -> None:
+        """Note what fills the full buffer."""
+        self._ticket = ticket
+        self._before = None
+        self.gathered_version = self.version
+        if self.offload is not None:
+            self.mesh_info.reading = ticket
+
+    def travel(self) -> Travel:
+        """Return how the full buffer is filled: by an all-gather, or from the neighbours' parts if
+        they were kept. Collective over the mesh."""
+        part = self.part
+        if part is None:
+            return self._all_gather, None, self.travels_nbytes
+        version = self.version
+        is_kept = part.holds(version)
+        # Backward uses the part up, and without gradients no backward will need it.
+        keeps = torch.is_grad_enabled() and not is_in_backward()
+        return (
+            partial(part.all_gather, self.full.flat) if is_kept else self._all_gather,
+            part.keeper(version) if keeps else part.drop,
+            part.nbytes_of_others(self.full.flat) if is_kept else self.travels_nbytes,
+        )
+
+    def make_pieces(self) -> Pieces | None:
+        """Do what :meth:`travel` does before its all-gather, if that is in place: buckets of one
+        group can share it. Else ``None``. Call it in the lane's order."""
+        if self.part is not None or not isinstance(self.collectives, GathersInPlace):
+            return None
+        return self.collectives.make_pieces(
+            self.full.flat, self._gathered_shard(), self.gather_plan, self.groups.gather
+        )
+
+    def _all_gather(self) -> Issued:
+        shard = self.shard if self.divided is None else self._gathered_shard()
+        return self.collectives.all_gather(
+            self.full.flat, shard, self.gather_plan, self.groups.gather
+        )
+
+    def _gathered_shard(self) -> torch.Tensor:
+        if self.divided is None:
+            return self.shard
+        self.divided.wait()
+        return self.divided.whole.flat
+
+    def wait(self) -> None:
+        """Make compute wait for the all-gather, if one is under way."""
+        if self.state is BucketState.GATHERING:
+            assert self._ticket is not None
+            self._ticket.wait()
+            self._ticket = None
+            self.state = BucketState.UNSHARDED
+            if self.counters.are_forbidden:
+                self.counters.allow_reads()
+
+    def free(self, lane: Lane, after: Mark, waits: bool = True) -> None:
+        """Free the full buffer, as the lane does.
+
+        Raises:
+            RuntimeError: it is sharded, which is a mistake of the schedule.
+        """
+        if self.state is BucketState.SHARDED:
+            raise RuntimeError(
+                f"bucket of unit {self.label!r} is freed and not gathered; after an error call "
+                "ctx.reset() on every rank"
+            )
+        if self._ticket is not None:
+            self._ticket.abandon()
+            self._ticket = None
+        self.state = BucketState.SHARDED
+        if graph_task() == -1:  # a backward may follow
+            self.counters.forbid_reads()
+        lane.free(self.label, self.full, after, waits)
+
+    def reset(self, lane: Lane) -> None:
+        """Bring the bucket to rest from any state, even if its all-gather failed."""
+        if self.is_gathered:
+            self.free(lane, lane.mark_compute())
+        elif self.full.allocated:  # by a gather that raised
+            lane.free(self.label, self.full, lane.mark_compute())
+        self.drop_part()
+        if self.divided is not None:
+            self.divided.reset()
+        self.module_info.to_sharded()
+
+    def drop_part(self) -> None:
+        """Free the kept part. Backward then gathers from all ranks."""
+        if self.part is not None:
+            self.part.drop()
+
+
+# ---- grad_dtype that users set on sharded parameters ----
+
+
+def sync_grad_dtypes(buckets: Sequence[Bucket]) -> None:
+    """Make the ``grad_dtype`` of sharded parameters that of their buckets. It cannot change any
+    more once their unit was gathered.
+
+    Raises:
+        RuntimeError: the parameters of a bucket have several. No bucket was changed then.
+    """
+    for bucket in buckets:
+        found = {each._grad_dtype for each in bucket.sharded_parameters}
+        if len(found) > 1:
+            raise RuntimeError(
+                f"unit {bucket.label!r} has parameters whose grad_dtype is "
+                f"{' and '.join(sorted(map(str, found)))}, and their gradients travel together: "
+                "set the same for all of them, or set it before fully_shard()"
+            )
+    for bucket in buckets:
+        # Also the parameters' own dtype if somebody set it: compute may have another, in which
+        # autograd would sum.
+        given = (each._given_grad_dtype for each in bucket.sharded_parameters)
+        dtype = next((each for each in given if each is not None), None)
+        if dtype is not None and dtype != bucket.plan.specs[0].grad_dtype:
+            bucket.grad_dtype = dtype
+            specs = tuple(replace(spec, grad_dtype=dtype) for spec in bucket.plan.specs)
+            bucket.plan = replace(bucket.plan, specs=specs)
