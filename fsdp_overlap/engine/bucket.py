@@ -40,7 +40,6 @@ from fsdp_overlap.engine.version_counters import VersionCounters
 from fsdp_overlap.layout import Plan
 from fsdp_overlap.tensor.extension import GatheredTensors
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
-from fsdp_overlap.tensor.held_gradient import Recipients
 from fsdp_overlap.tensor.ragged_dtensor import attributes_of
 from fsdp_overlap.tensor.row_tensor import Sharded
 
@@ -141,7 +140,6 @@ class Bucket:
     def register(self, sharded: list[Sharded]) -> None:
         """Makes ``sharded`` the sharded parameters, and registers them in the modules."""
         self.sharded_parameters = sharded
-        self.edits.recipients, self.edits.given = Recipients(self), None
         self.look_for_places()
         self.places.use_sharded()
 

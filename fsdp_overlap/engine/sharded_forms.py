@@ -16,7 +16,6 @@ from fsdp_overlap.engine.opaque import share_attributes
 from fsdp_overlap.engine.ownership import OwnedParameter
 from fsdp_overlap.layout import BucketPlan, Plan, RowsPlan
 from fsdp_overlap.tensor.extension import is_subclass, missing_methods
-from fsdp_overlap.tensor.held_gradient import GivenGradients
 from fsdp_overlap.tensor.ragged_dtensor import (
     RaggedDTensor,
     ShardEdits,
@@ -159,20 +158,15 @@ def refuse_methods(label: str, parameters: Sequence[Sharded]) -> None:
             )
 
 
-def give_gradients(
-    parameters: Sequence[Any], locals_: list[torch.Tensor], flat: torch.Tensor | None = None
-) -> None:
-    """Gives each sharded parameter of a bucket the gradient of what this rank has of it, or some of
-    them, if there is no ``flat``. ``locals_`` are flat, and parts of ``flat``. Before and after it
-    calls the hooks that users registered for that."""
+def give_gradients(parameters: Sequence[Any], locals_: list[torch.Tensor]) -> None:
+    """Gives sharded parameters of a bucket the gradients of what this rank has of them, which are
+    flat. Before and after it calls the hooks that users registered for that."""
     edits = parameters[0].edits
     if edits.has_hooks:
         call_gradient_hooks(parameters, locals_)
     if isinstance(parameters[0], RowTensor):
         give_row_grads(parameters, locals_)
     else:
-        gradients = give_grads(parameters, locals_)
-        if flat is not None and len(gradients) == len(parameters):
-            edits.given = GivenGradients(edits.recipients, flat, gradients, locals_)
+        give_grads(parameters, locals_)
     if edits.has_hooks:
         call_hooks(parameters)
