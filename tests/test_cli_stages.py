@@ -177,8 +177,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an uninterrupted run, `alone`."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "text.txt").write_text("It was the best of times, it was the worst of times. " * 100)
-    out = finish(Program(folder, ["train", *RUN.split(), "--data", "text.txt", "--out", "alone"]))
-    assert "; Muon multiplies in float32" in out or "; Muon multiplies in bfloat16" in out
+    finish(Program(folder, ["train", *RUN.split(), "--data", "text.txt", "--out", "alone"]))
     return folder
 
 

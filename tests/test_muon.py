@@ -510,10 +510,3 @@ def test_both_adamws_of_the_library_are_one() -> None:
             model(torch.arange(5.0)).square().sum().backward()
             optimizer.step()
     assert torch.equal(pair[0].weight, pair[1].weight)
-
-
-def test_ns_dtype_is_known_with_an_empty_first_group() -> None:
-    weight = nn.Parameter(torch.zeros(2, 2))
-    for filled in ([], [weight]):
-        optimizer = Muon([{"params": []}, {"params": filled}], lr=0.1, ns_dtype=torch.float32)
-        assert optimizer.ns_dtype == torch.float32

@@ -30,7 +30,7 @@ def on_a_grid(mesh: DeviceMesh) -> dist.ProcessGroup:
     tiles = distribute_tensor(torch.ones(4, 4), mesh["tp"], [Shard(0)], src_data_rank=None)
     model = nn.ParameterList([nn.Parameter(tiles)])
     fully_shard(model, FsdpContext(mesh["dp"]))
-    teams = Teams(None)
+    teams = Teams()
     teams.join([(model[0], 1)])
     team = teams.member(model[0]).team
     assert team is not None
@@ -79,7 +79,7 @@ def apart_at_reset() -> None:
     model = nn.ParameterList([nn.Parameter(tiles)])
     ctx = FsdpContext(mesh["dp"])
     fully_shard(model, ctx)
-    teams = Teams(None)
+    teams = Teams()
 
     def group() -> LaggingGroup:
         teams.drop_ended()

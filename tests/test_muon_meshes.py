@@ -23,7 +23,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp_overlap import BlockAtomic, Flat, FsdpContext, TensorAtomic, fully_shard
 from fsdp_overlap.layout import LayoutRule
-from fsdp_overlap.optim import Muon, exchange, orthogonalization, teams
+from fsdp_overlap.optim import Muon, exchange, orthogonalization
 from support import experts, tensor_parallel
 from support.ranks import run_ranks
 from support.tensor_parallel import ROWS, batches, grad, loss_of, parallelize, plain
@@ -340,37 +340,6 @@ def train_with_context_parallelism() -> None:
 
 def test_context_parallelism() -> None:
     run_ranks(train_with_context_parallelism, 4)
-
-
-# The dtype of products
-
-
-def dtypes(processors: list[torch.dtype]) -> set[torch.dtype]:
-    """The dtypes of the products of this rank, on processors that are fast with these."""
-    model = nn.Linear(4, 6, bias=False)
-    fully_shard(model, FsdpContext())
-    parameter: Any = model.weight
-    parameter.grad = parameter.detach() * 3
-    found: set[torch.dtype] = set()
-    original = orthogonalization.orthogonalize
-
-    def spy(stack: torch.Tensor, *args: Any) -> torch.Tensor:
-        found.add(stack.dtype)
-        return original(stack, *args)
-
-    fast = processors[dist.get_rank()]
-    with (
-        patch.object(teams, "fast_dtype", lambda device: fast),
-        patch.object(orthogonalization, "orthogonalize", spy),
-    ):
-        Muon(model.parameters()).step()
-    return found
-
-
-def test_ranks_agree_on_the_dtype_of_products() -> None:
-    half, single = torch.bfloat16, torch.float32
-    for processors, expected in (([half, half], half), ([half, single], single)):
-        assert set().union(*run_ranks(dtypes, 2, processors)) == {expected}
 
 
 # What reviews found

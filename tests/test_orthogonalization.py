@@ -21,7 +21,7 @@ from fsdp_overlap.optim.matrices import (
     whole_parts,
     work_of,
 )
-from fsdp_overlap.optim.newton_schulz import COEFFICIENTS, fast_dtype, orthogonalize, polynomials
+from fsdp_overlap.optim.newton_schulz import COEFFICIENTS, orthogonalize, polynomials
 from fsdp_overlap.optim.orthogonalization import places
 from fsdp_overlap.tensor.placement import Tile
 
@@ -200,25 +200,3 @@ def test_owners_of_cut_matrices_are_balanced(
         for owner in range(world_size):
             share = [parcel.matrices.numel for parcel in parcels if parcel.owner == owner]
             assert len(share) <= 1 or sum(share) <= round_elements
-
-
-# The dtype of the products
-
-
-@pytest.mark.parametrize(
-    ("instructions", "expected"),
-    [
-        ({}, torch.float32),
-        ({"avx512_bf16": True}, torch.float32),
-        ({"avx512_bf16": True, "amx_bf16": True}, torch.bfloat16),
-    ],
-)
-def test_a_cpu_multiplies_in_bfloat16_where_that_pays(
-    instructions: dict[str, bool], expected: torch.dtype
-) -> None:
-    with patch.object(torch.cpu, "get_capabilities", lambda: instructions):
-        assert fast_dtype(torch.device("cpu")) == expected
-
-
-def test_a_gpu_multiplies_in_bfloat16() -> None:
-    assert fast_dtype(torch.device("cuda")) == torch.bfloat16

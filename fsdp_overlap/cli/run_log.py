@@ -14,7 +14,6 @@ from fsdp_overlap.cli.job import restarts, this_job
 from fsdp_overlap.cli.report import show_report, write_report
 from fsdp_overlap.cli.run_folder import TRACES_AT_STAGE_3, RunFolder
 from fsdp_overlap.cli.trainer import PROFILED_STEPS, Trainer
-from fsdp_overlap.optim import Muon
 from fsdp_overlap.profiling import read_report
 from fsdp_overlap.tensor.dcp import writing
 
@@ -47,9 +46,6 @@ class RunLog:
             f"{trainer.parameters:,} parameters on {dist.get_world_size()} ranks; "
             f"{len(text.train):,} + {len(text.validation):,} bytes of {text.origin}"
         )
-        if isinstance(trainer.optimizer, Muon):
-            dtype = str(trainer.optimizer.ns_dtype).removeprefix("torch.")
-            self._first_line += f"; Muon multiplies in {dtype}"
         done, most = restarts()
         if done:
             self._first_line += f"; restarted ({done} of {most})"

@@ -247,7 +247,7 @@ class BucketGradients:
         pieces = [*mean.split_with_sizes(sizes), self._empty]
         parameters = self.bucket.sharded_parameters
         if doubtful is None:
-            give_gradients(parameters, [pieces[piece] for piece in own], mean)
+            give_gradients(parameters, [pieces[piece] for piece in own])
             return
         for index, piece in enumerate(own):
             if doubtful[index]:

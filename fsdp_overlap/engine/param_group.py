@@ -58,7 +58,6 @@ from fsdp_overlap.engine.param import (
 from fsdp_overlap.layout import BucketPlan, Plan, RowsPlan
 from fsdp_overlap.tensor.extension import GatheredTensors, is_subclass, missing_methods
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
-from fsdp_overlap.tensor.held_gradient import GivenGradients, Recipients
 from fsdp_overlap.tensor.ragged_dtensor import (
     RaggedDTensor,
     ShardEdits,
@@ -228,21 +227,16 @@ def validate_methods(label: str, parameters: Sequence[Sharded]) -> None:
             )
 
 
-def give_gradients(
-    parameters: Sequence[Any], locals_: list[torch.Tensor], flat: torch.Tensor | None = None
-) -> None:
-    """Give each sharded parameter of a bucket the gradient of what this rank has of it, or some of
-    them, if there is no ``flat``. ``locals_`` are flat, and parts of ``flat``. Before and after it
-    calls the hooks that users registered for that."""
+def give_gradients(parameters: Sequence[Any], locals_: list[torch.Tensor]) -> None:
+    """Give sharded parameters of a bucket the gradients of what this rank has of them, which are
+    flat. Call the hooks that users registered for that before and after it."""
     edits = parameters[0].edits
     if edits.has_hooks:
         call_gradient_hooks(parameters, locals_)
     if isinstance(parameters[0], RowTensor):
         give_row_grads(parameters, locals_)
     else:
-        gradients = give_grads(parameters, locals_)
-        if flat is not None and len(gradients) == len(parameters):
-            edits.given = GivenGradients(edits.recipients, flat, gradients, locals_)
+        give_grads(parameters, locals_)
     if edits.has_hooks:
         call_hooks(parameters)
 
@@ -443,7 +437,6 @@ class Bucket:
     def register(self, sharded: list[Sharded]) -> None:
         """Make ``sharded`` the sharded parameters, and registers them in the modules."""
         self.sharded_parameters = sharded
-        self.edits.recipients, self.edits.given = Recipients(self), None
         self.find_registrations()
         self.module_info.to_sharded()
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import reduce
-from itertools import chain, compress
+from itertools import compress
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap.optim.given import segments_of
 from fsdp_overlap.optim.runs import (
     classes_of,
     find_runs,
@@ -58,7 +57,7 @@ def clip_grad_norm_(
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
     parameters, order = list(parameters), float(norm_type)
-    cuts = _given_cuts(parameters) or _cuts(gradients_of(with_gradient(parameters)))
+    cuts = _cuts(gradients_of(with_gradient(parameters)))
     if not cuts:
         return torch.tensor(0.0)
     parts = [_norm(cut, order) for cut in cuts]
@@ -92,19 +91,6 @@ class Cut(NamedTuple):
     members: Sequence[Any]
     flats: list[torch.Tensor]
     dtype: torch.dtype
-
-
-def _given_cuts(parameters: list[torch.Tensor]) -> list[Cut]:
-    """The gradients of ``parameters``, if all are what units gave to them, and else nothing."""
-    segments = segments_of(parameters)
-    firsts = [segment.given.gradients[segment.first] for segment in segments]
-    cuts = []
-    for spec, indices in by_cut(firsts) if firsts else ():
-        alike = [segments[index] for index in indices]
-        members = list(chain.from_iterable(each.gradients() for each in alike))
-        flats = [flat for each in alike for flat in each.flats()]
-        cuts.append(Cut(spec, members, flats, _widest(each.given.flat for each in alike)))
-    return cuts
 
 
 def _cuts(gradients: list[Any]) -> list[Cut]:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp_overlap.comm.streams import has_streams
-from fsdp_overlap.optim.given import GivenTo
 from fsdp_overlap.optim.runs import (
     RestingRuns,
     classes_of,
@@ -122,7 +121,6 @@ class Lot:
     held: list[torch.Tensor]
     """Those of ``parameters`` of which this rank holds elements, and ``locals`` these elements."""
     locals: list[torch.Tensor]
-    given: GivenTo
     runs: RestingRuns = field(default_factory=RestingRuns)
 
     @classmethod
@@ -130,9 +128,8 @@ class Lot:
         locals_ = locals_of(parameters)
         numels, edits = numels_of(locals_), edits_of(parameters)
         held = list(compress(parameters, numels))
-        given = GivenTo(parameters, held, edits)
         held_locals = list(compress(locals_, numels))
-        return cls(is_first, key, parameters, numels, edits, held, held_locals, given)
+        return cls(is_first, key, parameters, numels, edits, held, held_locals)
 
 
 class Lots:
@@ -145,7 +142,7 @@ class Lots:
         self._first = first
         self._parameters = list(parameters)
         self._is_lasting = classes_of(parameters) <= {RaggedDTensor, RowTensor}
-        locals_ = locals_of(parameters)
+        self._locals = locals_ = locals_of(parameters)
         kinds = list(map(_kind, locals_))
         if any(map(is_subclass, locals_)):
             # An op on tensors of a class of its own may run once for each of their parts.
@@ -158,20 +155,15 @@ class Lots:
         ]
 
     def are_of(self, parameters: list[torch.Tensor], first: Collection[ShardEdits]) -> bool:
-        """Whether they are still right, and of these very parameters. What a rank holds of a
-        sharded parameter stays as large, of that dtype and on that device. Others may be moved."""
+        """Whether they are still right, and of these very parameters. A sharded parameter that was
+        moved, or cast, has another local tensor. Others may be moved in place."""
         return (
             self._is_lasting
             and first == self._first
             and len(parameters) == len(self._parameters)
             and all(map(is_, parameters, self._parameters))
-            and all(lot.given.is_right() for lot in self.lots)
+            and all(map(is_, locals_of(parameters), self._locals))
         )
-
-    def were_given(self) -> bool:
-        """Whether all have a gradient, as their units gave it. That is told without a look at
-        each."""
-        return all(lot.given.given() for lot in self.lots)
 
 
 class FusedAdamW:
@@ -195,8 +187,6 @@ class FusedAdamW:
         the position of the group in the optimizer. ``first`` are the edits of the buckets that the
         next forward needs first."""
         known = self._lots.get(index)
-        if known is not None and known.are_of(group["params"], first) and known.were_given():
-            return known.lots
         parameters = with_gradient(group["params"])
         if known is None or not known.are_of(parameters, first):
             known = self._lots[index] = Lots(index, parameters, first)
@@ -235,7 +225,7 @@ class FusedAdamW:
             *map(locals_of, zip(*map(itemgetter(*moments), compress(states, numels)), strict=True)),
         ]
         marks = marks_of(lot.held, compress(steps.marks, numels))
-        gradients = lot.given.pieces() or locals_of(gradients_of(lot.held))
+        gradients = locals_of(gradients_of(lot.held))
         runs, flat = lot.runs.find(resting, gradients, marks)
         views = list(compress(steps.views, numels))
         of_runs = [views[first] for first, _ in runs]

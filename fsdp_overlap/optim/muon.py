@@ -50,9 +50,7 @@ class Muon(torch.optim.Optimizer):
         ns_coefficients: ``"quintic"``, torch's default; ``"polar_express"`` (arXiv 2505.16932),
             which comes closer to orthogonal matrices; numbers ``(a, b, c)``; or such a tuple for
             each step.
-        ns_dtype: the dtype of the products. The default is bfloat16, but on a CPU without AMX
-            float32. Ranks that share matrices and differ in that use float32. One small message in
-            the first step tells them.
+        ns_dtype: the dtype of the products, and of the matrices that are sent.
         algorithms: which algorithm, ``"muon"`` or ``"adamw"``, steps which parameters of the model.
             The keys are names of parameters, or patterns.
         split: the parts of a matrix that are orthogonalized apart, such as the heads of a fused
@@ -83,7 +81,7 @@ class Muon(torch.optim.Optimizer):
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
         *,
-        ns_dtype: torch.dtype | None = None,
+        ns_dtype: torch.dtype = torch.bfloat16,
         algorithms: Mapping[str, str] | None = None,
         split: Mapping[str, Split] | None = None,
         adamw: Mapping[str, Any] | None = None,
@@ -92,10 +90,10 @@ class Muon(torch.optim.Optimizer):
         options = dict(adamw or {})
         checked = AdamW([torch.empty(0)], **options).defaults  # torch checks them
         self._adamw_options = {name: checked[name] for name in _OF_ADAMW}
-        if ns_dtype is not None and not ns_dtype.is_floating_point:
+        if not ns_dtype.is_floating_point:
             raise ValueError(f"ns_dtype={ns_dtype}: products need a dtype of floating point")
         self._moment_dtype = options.get("moment_dtype")
-        self._ns_dtype = ns_dtype
+        self.ns_dtype = ns_dtype
         self._prefetch_next_forward = prefetch_next_forward
         self._forget()
         if isinstance(params, nn.Module):
@@ -125,14 +123,7 @@ class Muon(torch.optim.Optimizer):
         """Drops everything but the user's options and the state."""
         self._adamw = FusedAdamW(self._moment_dtype)
         self._lanes: dict[torch.device, Lane] = {}
-        self._teams = Teams(self._ns_dtype)
-
-    @property
-    def ns_dtype(self) -> torch.dtype:
-        """The dtype of the products: the user's choice, or the fastest on the device of the
-        parameters, which without parameters is the CPU."""
-        parameters = (p for group in self.param_groups for p in group["params"])
-        return self._teams.dtype(None, local_of(next(parameters, torch.empty(0))).device)
+        self._teams = Teams()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if param_group.get("algorithm") == "adamw":
@@ -150,7 +141,7 @@ class Muon(torch.optim.Optimizer):
             group["split"] = tuple(group["split"])
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_adamw_options", "_moment_dtype", "_ns_dtype", "_prefetch_next_forward")
+        names = ("_adamw_options", "_moment_dtype", "ns_dtype", "_prefetch_next_forward")
         return super().__getstate__() | {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -251,7 +242,7 @@ class Muon(torch.optim.Optimizer):
 
     def _orthogonalize(self, device: torch.device, updates: list[Update]) -> None:
         """Moves parameters along their orthogonalized momentum, which is computed on ``device``."""
-        products = Products(device, self._teams.dtype(None, device))
+        products = Products(device, self.ns_dtype)
         whole: Iterable[Task] = (
             task
             for update in updates
@@ -282,7 +273,7 @@ class Muon(torch.optim.Optimizer):
         if device not in self._lanes:
             self._lanes[device] = make_lane(device)
         self._teams.begin_step(team)
-        dtype, group = self._teams.dtype(team, device), team.group
+        dtype, group = self.ns_dtype, team.group
         for parcels in plan_rounds(divisions, group.size(), exchange.ROUND_ELEMENTS):
             yield Exchange(parcels, members, group, self._lanes[device], dtype, device)
 

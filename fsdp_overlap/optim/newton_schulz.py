@@ -122,15 +122,3 @@ def _advance(x: torch.Tensor, steps: Sequence[Polynomial]) -> torch.Tensor:
             half = torch.baddbmm(gram, change, gram, beta=a)
             gram = torch.baddbmm(half, half, change, beta=a)
     return factor if len(steps) == 1 else torch.bmm(factor, x)
-
-
-def fast_dtype(device: torch.device) -> torch.dtype:
-    """The dtype in which ``device`` orthogonalizes fastest: bfloat16, but on a CPU float32, unless
-    it has AMX.
-
-    AVX-512 BF16 alone does not pay: float32 has fewer products to make. The processor is asked and
-    not measured, because a measurement may come out otherwise when a run is resumed.
-    """
-    if device.type == "cpu" and not torch.cpu.get_capabilities().get("amx_bf16"):
-        return torch.float32
-    return torch.bfloat16

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, compress, islice, repeat
 from operator import add, attrgetter, is_, is_not, le, mul, ne, sub
 from typing import Any
@@ -122,30 +121,6 @@ def flatten(column: Sequence[torch.Tensor], runs: Sequence[tuple[int, int]]) -> 
     return flat
 
 
-@dataclass
-class Pieces:
-    """A column of tensors that are pieces of a few ``flats``: row by row, in which one of these,
-    and where it begins there. ``rows`` is the same object from step to step if it has the same
-    values, and sizes are the same."""
-
-    flats: list[torch.Tensor]
-    rows: list[tuple[int, int]]
-    tensors: Callable[[], list[torch.Tensor]]
-
-    def flatten(self, runs: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-        """As :func:`flatten`."""
-        found = []
-        for row, numel in runs:
-            index, start = self.rows[row]
-            found.append(part(self.flats[index], start, numel))
-        return found
-
-
-def part(flat: torch.Tensor, start: int, numel: int) -> torch.Tensor:
-    """Elements of a flat tensor, sharing its memory."""
-    return flat if numel == flat.numel() else flat[start : start + numel]
-
-
 class RestingRuns:
     """Runs of rows of which all columns but one rest in memory from step to step, as parameters and
     their states do and gradients do not.
@@ -166,13 +141,11 @@ class RestingRuns:
         self._flats: list[list[torch.Tensor]] = []
         """Those of runs of several rows. A row alone is its own flat tensor."""
         self._leaders: list[ref[torch.Tensor]] = []
-        self._rows: list[tuple[int, int]] | None = None
-        """The rows of pieces that are known to form the runs."""
 
     def find(
         self,
         resting: Sequence[list[torch.Tensor]],
-        moving: list[torch.Tensor] | Pieces,
+        moving: list[torch.Tensor],
         marks: list[object],
     ) -> tuple[list[tuple[int, int]], list[list[torch.Tensor]]]:
         """The runs, as :func:`find_runs`, and a flat tensor for each run of each column: the first
@@ -180,11 +153,9 @@ class RestingRuns:
         places = list(map(places_of, resting))
         if marks != self._marks or places != self._places or not self._hold(resting, moving):
             self._forget()
-            tensors = moving.tensors() if isinstance(moving, Pieces) else moving
-            runs = find_runs([*resting, tensors], marks)
+            runs = find_runs([*resting, moving], marks)
             flats = [flatten(column, runs) for column in resting]
             self._remember(resting, marks, places, runs, flats)
-            self._rows = moving.rows if isinstance(moving, Pieces) else None
         else:
             runs = self._runs
             flats = [
@@ -192,8 +163,7 @@ class RestingRuns:
                 for column, known in zip(resting, self._flats, strict=True)
             ]
         first, *others = flats
-        flat = moving.flatten(runs) if isinstance(moving, Pieces) else flatten(moving, runs)
-        return runs, [first, flat, *others]
+        return runs, [first, flatten(moving, runs), *others]
 
     def _remember(
         self,
@@ -227,9 +197,7 @@ class RestingRuns:
             column[row] if numel == self._numels[row] else next(known) for row, numel in self._runs
         ]
 
-    def _hold(
-        self, resting: Sequence[list[torch.Tensor]], moving: list[torch.Tensor] | Pieces
-    ) -> bool:
+    def _hold(self, resting: Sequence[list[torch.Tensor]], moving: list[torch.Tensor]) -> bool:
         """Whether what is known is right for columns whose places are the same as before."""
         long = [row for row, numel in self._runs if numel != self._numels[row]]
         for column, places, flats in zip(resting, self._places, self._flats, strict=True):
@@ -239,16 +207,6 @@ class RestingRuns:
                 return False
             if [leader.dtype for leader in leaders] != [flat.dtype for flat in flats]:
                 return False
-        if not isinstance(moving, Pieces):
-            return self._joins(moving)
-        if self._rows is not moving.rows:
-            if not self._joins(moving.tensors()):
-                return False
-            self._rows = moving.rows
-        return True
-
-    def _joins(self, moving: list[torch.Tensor]) -> bool:
-        """Whether ``moving`` forms these runs too."""
         if not moving:
             return True
         before = [0, *accumulate(self._numels)]

@@ -13,10 +13,9 @@ import torch.distributed as dist
 from fsdp_overlap.comm.group_facts import alive
 from fsdp_overlap.comm.groups import GroupCache
 from fsdp_overlap.comm.objects import gather_objects
-from fsdp_overlap.comm.streams import current_device, has_streams
+from fsdp_overlap.comm.streams import current_device
 from fsdp_overlap.engine.mesh import MeshInfo, mesh_info_of
 from fsdp_overlap.optim.matrices import Division, Holding, Split, divide, whole_parts
-from fsdp_overlap.optim.newton_schulz import fast_dtype
 from fsdp_overlap.tensor.placement import Tile, is_cut, range_dim, tile_at, tile_of
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
 from fsdp_overlap.tensor.row_tensor import Sharded
@@ -33,8 +32,6 @@ class Team:
         self.ranks = ranks
         self.rank = ranks.index(dist.get_rank())
         """This rank's place among them."""
-        self.dtype: torch.dtype | None = None
-        """The dtype of products that they agreed on, if they had to."""
         self._like = ref(like)
         self._device_type = example.device_mesh.device_type
         self._edits = example.edits
@@ -87,15 +84,13 @@ class Member:
 
 
 class Teams:
-    """The teams of the parameters that one optimizer steps. ``dtype`` is that of the products, if
-    the user chose one.
+    """The teams of the parameters that one optimizer steps.
 
     A team is made of the ranks along those dimensions of a parameter's mesh along which ranks hold
     parts of the same matrices, or copies of them.
     """
 
-    def __init__(self, dtype: torch.dtype | None) -> None:
-        self._dtype = dtype
+    def __init__(self) -> None:
         self._members: dict[torch.Tensor, Member] = {}
         self._teams: dict[tuple[ref[GroupCache], Sequence[int]], Team] = {}
         self._own = GroupCache(separate=False)
@@ -115,18 +110,6 @@ class Teams:
         self.connect(team)
         if team.mesh_info is not None:
             team.mesh_info.faults.begins("an optimizer's step", team.group)
-
-    def dtype(self, team: Team | None, device: torch.device) -> torch.dtype:
-        """The dtype that matrices are multiplied and sent in. Where processors differ, all ranks of
-        ``team`` take one that none of them is slow with: collective at its first call."""
-        if self._dtype is not None:
-            return self._dtype
-        if team is None or has_streams(device):
-            return fast_dtype(device)
-        if team.dtype is None:
-            found = gather_objects(fast_dtype(device), team.group, device, "Muon")
-            team.dtype = found[0] if len(set(found)) == 1 else torch.float32
-        return team.dtype
 
     def join(self, parameters: Iterable[tuple[torch.Tensor, Split]]) -> None:
         """Finds the teams of ``parameters``, each given with its split. Collective for teams that

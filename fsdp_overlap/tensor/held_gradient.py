@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from operator import attrgetter
 from sys import getrefcount
-from typing import Any, NamedTuple
-from weakref import ref
+from typing import Any
 
 import torch
 
@@ -44,34 +43,6 @@ def refused_grad_dtype(dtype: torch.dtype, grad_dtype: torch.dtype | None) -> st
             "such as torch.float32"
         )
     return None
-
-
-class Recipients:
-    """The sharded parameters of a bucket, which are given gradients together. A bucket whose
-    parameters become others, or lie elsewhere, has another of these. ``facts``: what an optimizer
-    found out about them that lasts as long."""
-
-    __slots__ = ("_bucket", "facts")
-
-    def __init__(self, bucket: Any) -> None:
-        self._bucket = ref(bucket)  # parameters lead here, and must not keep themselves alive
-        self.facts: Any = None
-
-    @property
-    def parameters(self) -> list[Any]:
-        bucket = self._bucket()
-        return [] if bucket is None else bucket.sharded_parameters
-
-
-class GivenGradients(NamedTuple):
-    """The gradients that all sharded parameters of a bucket were given at once, and still have."""
-
-    recipients: Recipients
-    flat: torch.Tensor
-    """The memory of all."""
-    gradients: list[Any]
-    locals: list[torch.Tensor]
-    """This rank's range of each gradient."""
 
 
 class HoldsGradient:
@@ -133,8 +104,6 @@ class HoldsGradient:
             self._grad_spec = contiguous_spec(spec.mesh, spec.placements, shape, self._grad_dtype)
 
     def _set_grad(self, gradient: torch.Tensor | None) -> None:
-        if self.edits is not None:
-            self.edits.given = None  # not all of it is a gradient any more
         if gradient is None:
             given = self._given_gradient
             self._gradient = None

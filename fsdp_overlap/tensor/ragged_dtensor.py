@@ -24,7 +24,7 @@ from fsdp_overlap.tensor.carried import as_carried
 from fsdp_overlap.tensor.chunks import all_of_a_storage, chunks_of
 from fsdp_overlap.tensor.data_assignment import note_alias
 from fsdp_overlap.tensor.gradient_errors import needs_gradient, raise_in_backward
-from fsdp_overlap.tensor.held_gradient import GivenGradients, HoldsGradient, Recipients
+from fsdp_overlap.tensor.held_gradient import HoldsGradient
 from fsdp_overlap.tensor.placement import (
     RaggedShard,
     contiguous_spec,
@@ -48,15 +48,11 @@ class ShardEdits:
     A shard changes through ops on its sharded parameters. Autograd's version counters alone do not
     tell of these, because fused optimizers do not bump them. ``has_hooks``: whether somebody asked
     to be told when a gradient is there. ``has_run``: whether the dtype of gradients is settled.
-    ``recipients``: the bucket's parameters. ``given``: what they were given as gradients, until
-    somebody sets ``.grad`` of one.
     """
 
-    __slots__ = ("given", "has_hooks", "has_run", "recipients", "trainability", "values")
+    __slots__ = ("has_hooks", "has_run", "trainability", "values")
 
     def __init__(self) -> None:
-        self.recipients: Recipients | None = None
-        self.given: GivenGradients | None = None
         self.values = 0
         self.trainability = 0
         self.has_hooks = False
@@ -373,12 +369,9 @@ def rebuild_sharded_tensor(
     return tensor
 
 
-def give_grads(
-    parameters: Iterable[RaggedDTensor], ranges: Iterable[torch.Tensor]
-) -> list[RaggedDTensor]:
+def give_grads(parameters: Iterable[RaggedDTensor], ranges: Iterable[torch.Tensor]) -> None:
     """Gives each parameter its gradient. ``ranges`` has this rank's range of each gradient. If a
-    parameter has a gradient already, the two are added. Returns the gradients that are new."""
-    given = []
+    parameter has a gradient already, the two are added."""
     for parameter, local in zip(parameters, ranges, strict=True):
         gradient = parameter._gradient
         if gradient is not None:
@@ -390,8 +383,6 @@ def give_grads(
         else:
             gradient._local_tensor = local
         parameter._gradient = gradient
-        given.append(gradient)
-    return given
 
 
 # torch.load() refuses what is not listed, unless weights_only=False.
