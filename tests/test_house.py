@@ -19,7 +19,7 @@ from support.pages import TESTS, rows_of
 ROOT = TESTS.parent
 PACKAGE = "fsdp_overlap"
 DESIGN = (ROOT / "docs" / "design.md").read_text()
-HOUSE = DESIGN.partition("\n## 3. The house\n")[2].partition("\n## 4. ")[0]
+SECTION = DESIGN.partition("\n## 3. Layers\n")[2].partition("\n## 4. ")[0]
 LINES_OF_A_FUNCTION = 80
 """At most, without its signature and its docstring."""
 
@@ -61,8 +61,8 @@ def read_imports(files: Mapping[str, Path]) -> Imports:
     return imports
 
 
-def read_floors(section: str) -> dict[str, int]:
-    """The floor of each folder, and of each file that has a row of its own. The package's other
+def read_layers(section: str) -> dict[str, int]:
+    """The layer of each folder, and of each file that has a row of its own. The package's other
     files have that of the package."""
     rows = [row for row in rows_of(section) if row[1].isdigit()]
     return {re.findall(r"`(\w+)(?:/|\.py)`", row[0])[0]: int(row[1]) for row in rows}
@@ -93,23 +93,23 @@ def circle_in(imports: Imports) -> list[str]:
     return []
 
 
-def folder_in(floors: Mapping[str, int], module: str) -> str:
+def folder_in(layers: Mapping[str, int], module: str) -> str:
     """The row of a module: its folder, its own, or that of the package."""
     first = module.removeprefix(f"{PACKAGE}.").partition(".")[0]
-    return first if first in floors else PACKAGE
+    return first if first in layers else PACKAGE
 
 
-def problems_of(imports: Imports, floors: Mapping[str, int]) -> list[str]:
+def problems_of(imports: Imports, layers: Mapping[str, int]) -> list[str]:
     """What is wrong with these imports: each import that runs up, and circles."""
-    folder_of = {module: folder_in(floors, module) for module in imports}
-    of_folders: dict[str, set[str]] = {folder: set() for folder in floors}
+    folder_of = {module: folder_in(layers, module) for module in imports}
+    of_folders: dict[str, set[str]] = {folder: set() for folder in layers}
     problems = []
     for module, names in imports.items():
         here = folder_of[module]
         for name in sorted(names):
             there = folder_of[name]
-            if floors[there] > floors[here]:
-                problems.append(f"up: {module} (floor {floors[here]}) imports {name}")
+            if layers[there] > layers[here]:
+                problems.append(f"up: {module} (layer {layers[here]}) imports {name}")
             if there != here:
                 of_folders[here].add(there)
     for graph in (imports, of_folders):
@@ -120,21 +120,21 @@ def problems_of(imports: Imports, floors: Mapping[str, int]) -> list[str]:
 
 FILES = files_of_package()
 IMPORTS = read_imports(FILES)
-FLOORS = read_floors(HOUSE)
-TREES = read_trees(HOUSE)
+LAYERS = read_layers(SECTION)
+TREES = read_trees(SECTION)
 
 
 def test_no_import_runs_in_a_circle_or_back_up() -> None:
-    assert not problems_of(IMPORTS, FLOORS)
+    assert not problems_of(IMPORTS, LAYERS)
 
 
-def test_every_folder_and_every_file_outside_of_one_is_in_the_table_of_floors() -> None:
+def test_every_folder_and_every_file_outside_of_one_is_in_the_table_of_layers() -> None:
     places = [path.relative_to(ROOT / PACKAGE).parts for path in FILES.values()]
     folders = {first for first, *rest in places if rest}
     own = {Path(first).stem for first, *rest in places if not rest} - {"__init__"}
-    assert {*folders, PACKAGE, *(own & FLOORS.keys())} == FLOORS.keys()
-    [row] = [row[2] for row in rows_of(HOUSE) if f"`{PACKAGE}/`" in row[0]]
-    assert own - FLOORS.keys() <= set(re.findall(r"`(\w+)`", row))
+    assert {*folders, PACKAGE, *(own & LAYERS.keys())} == LAYERS.keys()
+    [row] = [row[2] for row in rows_of(SECTION) if f"`{PACKAGE}/`" in row[0]]
+    assert own - LAYERS.keys() <= set(re.findall(r"`(\w+)`", row))
 
 
 @pytest.mark.parametrize("folder", ["desync", "schedule", "engine"])
@@ -189,7 +189,7 @@ def test_tests_do_not_import_each_other_and_all_else_is_in_support() -> None:
 
 # ---- that these tests can fail ----
 
-SMALL_HOUSE = {"ground": 0, "beside": 1, "upper": 1, PACKAGE: 2}
+SMALL_PACKAGE = {"ground": 0, "beside": 1, "upper": 1, PACKAGE: 2}
 
 
 def names(**imports: str) -> Imports:
@@ -208,9 +208,9 @@ def names(**imports: str) -> Imports:
         ),
         (
             names(ground_a="upper_a", upper_a=""),
-            ["up: .ground.a (floor 0) imports .upper.a"],
+            ["up: .ground.a (layer 0) imports .upper.a"],
         ),
-        (names(upper_a="top", top=""), ["up: .upper.a (floor 1) imports .top"]),
+        (names(upper_a="top", top=""), ["up: .upper.a (layer 1) imports .top"]),
         (
             names(upper_a="beside_a", beside_a="", beside_b="upper_b", upper_b=""),
             ["circle: beside imports upper imports beside"],
@@ -219,7 +219,7 @@ def names(**imports: str) -> Imports:
     ids=["sound", "circle", "up", "up to the package's files", "circle of folders"],
 )
 def test_circles_and_imports_that_run_up_are_found(imports: Imports, problems: list[str]) -> None:
-    found = [problem.replace(f"{PACKAGE}.", ".") for problem in problems_of(imports, SMALL_HOUSE)]
+    found = [problem.replace(f"{PACKAGE}.", ".") for problem in problems_of(imports, SMALL_PACKAGE)]
     assert found == problems
 
 

@@ -18,21 +18,19 @@ import typer
 
 from harness.benchmarks import BENCHMARKS, Benchmark
 from harness.markdown import markdown_table
-from harness.summary import Circumstances, Row, not_met, read_summary
+from harness.summary import Circumstances, Row, read_summary
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 FIGURES, PAGE, PICTURE = DOCS / "performance.json", DOCS / "performance.md", DOCS / "step_time.png"
-HEADER = ("benchmark", "compared", "ours", "other", "ratio (p10-p90)", "at most", "met")
+HEADER = ("benchmark", "compared", "ours, other", "ratio (p10-p90)", "at most")
 LABELS = 2
 INTRODUCTION = """\
 # Results
 
-All of this was measured by `python scripts/bench/all.py`, and made into this page by
-`scripts/bench/results.py`. [How it is measured](measuring.md) says what is compared, and
-[decisions](decisions.md) what was tried.
+Measured by `python scripts/bench/all.py`; `scripts/bench/results.py` makes this page. See
+[how it is measured](measuring.md).
 
-**No GPU was measured**: processes on the cores of one machine stand for several machines, and a
-limited loopback for the network between them.
+**No GPU was measured**: ranks are processes on one machine, and a limited loopback is the network.
 """
 AFTER_LINK = """\
 ![Step time against the speed of the link, ours, FSDP2 and the bound](step_time.png)
@@ -46,22 +44,41 @@ def page_of(where: Circumstances, rows: list[Row]) -> str:
     parts = [
         INTRODUCTION,
         f"Measured on: {where}.\n",
-        f"{met} of {len(with_targets)} targets are met. [The others](#targets-that-were-missed) "
-        "are at the end.\n",
+        f"{met} of {len(with_targets)} targets are met; the others are marked.\n",
     ]
     for topic in dict.fromkeys(benchmark.topic for benchmark in BENCHMARKS):
         about = [benchmark for benchmark in BENCHMARKS if benchmark.topic == topic]
         names = {benchmark.name for benchmark in about}
-        cells = [row.cells() for row in rows if row.benchmark in names]
+        cells = _cells_of([row for row in rows if row.benchmark in names])
         if not cells:
             continue
         parts += [f"## {topic}\n", "\n".join(map(_line_of, about)) + "\n"]
         parts.append(markdown_table(HEADER, cells, LABELS) + "\n")
         if topic == "A slow link":
             parts.append(AFTER_LINK)
-    parts.append("## Targets that were missed\n")
-    parts.append("\n".join(f"- {line}" for line in not_met(rows)) + "\n")
     return "\n".join(parts)
+
+
+def _cells_of(rows: list[Row]) -> list[tuple[str, ...]]:
+    """The cells of a topic's table. A benchmark is named in its first row."""
+    cells = []
+    last = ""
+    for row in rows:
+        name, compared, ours, other, ratio, target, met = row.cells()
+        missed = ", missed" if met == "no" else ""
+        cells.append(
+            ("" if name == last else name, compared, _both(ours, other), ratio, target + missed)
+        )
+        last = name
+    return cells
+
+
+def _both(ours: str, other: str) -> str:
+    """``ours`` and ``other``, with one unit if they have the same."""
+    value, _, unit = ours.partition(" ")
+    if unit and other.endswith(f" {unit}"):
+        return f"{value}, {other}"
+    return ", ".join(filter(None, (ours, other)))
 
 
 def _line_of(benchmark: Benchmark) -> str:
