@@ -19,12 +19,12 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tarfile
 import tempfile
 import time
 import tomllib
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -34,7 +34,8 @@ from typing import Any
 
 from fsdp2_test_rank import Job, Outcome, run_rank
 
-SOURCE = "http://deb.debian.org/debian/pool/main/p/pytorch/pytorch_2.6.0+dfsg.orig.tar.xz"
+SUITE, SOURCE = "trixie", "pytorch=2.6.0+dfsg-7"
+ARCHIVE = "pytorch_2.6.0+dfsg.orig.tar.xz"
 SHA256 = "099a9601bc40d67656e75735c44abedb0fbe92d08817852ab7472eebb7e6ddff"
 TESTS = "/test/distributed/_composable/fsdp/test_"
 HERE = Path(__file__).resolve().parent
@@ -94,12 +95,9 @@ def fetch(cache: Path) -> Path:
     if folder.exists():
         return folder
     cache.mkdir(parents=True, exist_ok=True)
-    archive = cache / SOURCE.rpartition("/")[2]
+    archive = cache / ARCHIVE
     if not archive.exists():
-        print(f"fetching {SOURCE} (27 MB)", file=sys.stderr)
-        part = archive.with_suffix(".part")
-        urllib.request.urlretrieve(SOURCE, part)
-        part.rename(archive)
+        download(archive)
     if hashlib.sha256(archive.read_bytes()).hexdigest() != SHA256:
         sys.exit(f"{archive} has another SHA-256 than it should: delete it to fetch it again")
     made = Path(tempfile.mkdtemp(dir=cache))
@@ -112,6 +110,28 @@ def fetch(cache: Path) -> Path:
     finally:
         shutil.rmtree(made, ignore_errors=True)
     return folder
+
+
+def download(archive: Path) -> None:
+    """Get the archive by `apt-get source` from the mirror that this machine is configured with,
+    in folders of its own: the machine's package lists stay as they are."""
+    print(f"apt-get source {SOURCE} (27 MB)", file=sys.stderr)
+    if shutil.which("apt-get") is None:
+        sys.exit(f"there is no apt-get here: put {ARCHIVE} of Debian {SUITE} into {archive.parent}")
+    listing = ["apt-get", "indextargets", "--format", "$(SITE)"]
+    mirror = subprocess.run(listing, check=True, capture_output=True, text=True).stdout.split()[0]
+    with tempfile.TemporaryDirectory(dir=archive.parent) as made:
+        folder = Path(made)
+        (folder / "lists" / "partial").mkdir(parents=True)
+        keys = "/usr/share/keyrings/debian-archive-keyring.gpg"
+        line = f"deb-src [signed-by={keys}] {mirror} {SUITE} main\n"
+        (folder / "sources.list").write_text(line)
+        command = ["apt-get", "-q", "-o", f"Dir::Etc::SourceList={folder}/sources.list"]
+        command += ["-o", "Dir::Etc::SourceParts=/dev/null", "-o", f"Dir::Cache={folder}"]
+        command += ["-o", f"Dir::State::Lists={folder}/lists"]
+        subprocess.run([*command, "update"], check=True)
+        subprocess.run([*command, "source", "--download-only", SOURCE], check=True, cwd=folder)
+        (folder / ARCHIVE).rename(archive)
 
 
 def tests_in(file: Path) -> list[str]:
