@@ -67,6 +67,8 @@ def can_split(device_type: str, group: dist.ProcessGroup) -> bool:
     """Return whether ``group`` has a communicator on this device that another group's can be split
     from, as NCCL's. Splitting takes less time and memory than a new connection."""
     is_there = has_streams(torch.device(device_type)) and communicates(group)
+    if backend_name(device_type, group) == "fake":  # says so from torch 2.15 on, and connects none
+        return False
     return is_there and bool(getattr(backend_of(group, device_type), "supports_splitting", False))
 
 
