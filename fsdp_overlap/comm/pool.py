@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import copy
 import gc
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
@@ -34,6 +35,9 @@ from fsdp_overlap.torch_internals import (
     let_go_of_groups,
     make_group,
 )
+
+# How long gloo's threads may take to free the tensors of collectives that have ended.
+FREE_SECONDS = 0.05
 
 # The keys are default groups. A process that starts torch.distributed again has a new one.
 _shelves: WeakKeyDictionary[dist.ProcessGroup, dict[str, Shelf]] = WeakKeyDictionary()
@@ -138,17 +142,18 @@ def _copied(options: Any, timeout: timedelta) -> Any:
 
 @cache
 def end_threads_before_python() -> None:
-    """At the end of the process, ends the threads of groups that the user has destroyed and that a
-    mesh still holds.
+    """End gloo's threads before Python ends: a thread that frees a tensor needs Python, and without
+    it aborts the process ("terminate called without an active exception").
 
-    A thread of gloo that frees a tensor needs Python. If Python ends first, the whole process is
-    aborted: "terminate called without an active exception".
+    Groups that the user has destroyed are released by meshes that still hold them. The others may
+    be in use by other ranks, so their threads only get time to free what they hold.
     """
     atexit.register(_end_threads)
 
 
 def _end_threads() -> None:
     if dist.is_initialized():
+        time.sleep(FREE_SECONDS)
         return
     for found in gc.get_objects():
         if type(found) is DeviceMesh:
