@@ -52,13 +52,14 @@ class Position:
     host: str
     since: float
 
-    def __str__(self) -> str:
+    def where(self) -> str:
+        """Return the position in words, without its time, which differs on every rank."""
         text = {
-            "waits": f"waits in {self.what}",
-            "computes": f"computes, before {self.what}",
-            "idle": f"has nothing to do since {self.what}",
+            "waits": f"waiting in {self.what}",
+            "computes": f"computing, before {self.what}",
+            "idle": f"idle since {self.what}",
         }[self.state]
-        return f"{text} ({self.number} done), for {self.since:.0f} s; its host is {self.host}"
+        return f"{text} ({self.number} done); host {self.host}"
 
 
 def describe_hang(positions: Mapping[int, Position], silent: Sequence[int]) -> str | None:
@@ -81,18 +82,34 @@ def describe_hang(positions: Mapping[int, Position], silent: Sequence[int]) -> s
         silent or any(positions[rank].number <= furthest for rank in late)
     ):
         return None
-    lines = [f"rank {rank}: {positions[rank]}" for rank in sorted(positions)]
-    lines += [f"rank {rank}: says nothing; it died, or its process is stopped" for rank in silent]
+    # Thousands of ranks stand at a few places.
+    places: dict[str, list[int]] = {}
+    for rank in sorted(positions):
+        places.setdefault(positions[rank].where(), []).append(rank)
+    lines = []
+    for where, ranks in places.items():
+        seconds = max(positions[rank].since for rank in ranks)
+        lines.append(f"{_ranks(ranks)}: for {seconds:.0f} s {where}")
+    if silent:
+        lines.append(f"{_ranks(silent)}: no answer; died, or the process is stopped")
     if causes:
         rest = [rank for rank in waiting if rank not in causes] or waiting
         end = f"{_ranks(rest)} wait{'' if len(rest) > 1 else 's'} for {_ranks(causes)}"
     else:
         end = "all ranks are in the same collective: the network, or the backend, does not move"
-    return "\n  ".join(["ranks stand still:", *lines, end])
+    return "\n  ".join(["no progress:", *lines, end])
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
+    """Return ``ranks`` in words: "ranks 0-511, 513"."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and spans[-1][-1] == rank - 1:
+            spans[-1][1:] = [rank]
+        else:
+            spans.append([rank])
+    listed = ", ".join("-".join(map(str, span)) for span in spans)
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
 
 
 class DesyncMonitor:
