@@ -15,14 +15,13 @@ from typing import Annotated
 
 import typer
 
-from harness.benchmarks import BENCHMARKS, Benchmark
-from harness.markdown import markdown_table
+from harness.benchmarks import BENCHMARKS
 from harness.summary import Circumstances, Row, read_summary
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 FIGURES, PAGE, PICTURE = DOCS / "performance.json", DOCS / "performance.md", DOCS / "step_time.png"
-HEADER = ("benchmark", "compared", "ours, other", "ratio (p10-p90)", "at most")
-LABELS = 2
+HEADER = ("ours, other", "ratio (p10-p90)", "at most")
+MISSED = ", missed"
 LEFT_OUT = (" bare / FSDP2", "FSDP2, our collectives / FSDP2")
 """What is not compared with this library. These figures are in performance.json alone."""
 INTRODUCTION = """\
@@ -40,7 +39,7 @@ AFTER_LINK = """\
 
 
 def page_of(where: Circumstances, rows: list[Row]) -> str:
-    """The page in Markdown."""
+    """Return the page in Markdown."""
     with_targets = [row for row in rows if row.is_met is not None]
     met = sum(row.is_met is True for row in with_targets)
     parts = [
@@ -48,16 +47,22 @@ def page_of(where: Circumstances, rows: list[Row]) -> str:
         f"Measured on: {where}.\n",
         f"{met} of {len(with_targets)} targets are met; the others are marked.\n",
     ]
-    for topic in dict.fromkeys(benchmark.topic for benchmark in BENCHMARKS):
-        about = [benchmark for benchmark in BENCHMARKS if benchmark.topic == topic]
-        names = {benchmark.name for benchmark in about}
-        cells = _cells_of([row for row in rows if row.benchmark in names and is_shown(row)])
-        if not cells:
+    topic = ""
+    for benchmark in BENCHMARKS:
+        found = [row for row in rows if row.benchmark == benchmark.name and is_shown(row)]
+        if not found:
             continue
-        parts += [f"## {topic}\n", "\n".join(map(_line_of, about)) + "\n"]
-        parts.append(markdown_table(HEADER, cells, LABELS) + "\n")
-        if topic == "A slow link":
-            parts.append(AFTER_LINK)
+        if benchmark.topic != topic:
+            if topic == "A slow link":
+                parts.append(AFTER_LINK)
+            topic = benchmark.topic
+            parts.append(f"## {topic}\n")
+        parts.append(f"**{benchmark.name}**: {benchmark.measures}.\n")
+        claims = [row for row in found if not row.unit and row.target == "must hold"]
+        if figures := [row for row in found if row not in claims]:
+            parts.append(_table_of(figures) + "\n")
+        if claims:
+            parts.append("\n".join(f"- {row.compared}{_missed(row)}" for row in claims) + "\n")
     return "\n".join(parts)
 
 
@@ -65,18 +70,21 @@ def is_shown(row: Row) -> bool:
     return bool(row.target) or not row.compared.partition(" at ")[0].endswith(LEFT_OUT)
 
 
-def _cells_of(rows: list[Row]) -> list[tuple[str, ...]]:
-    """The cells of a topic's table. A benchmark is named in its first row."""
-    cells = []
-    last = ""
+def _table_of(rows: list[Row]) -> str:
+    """Return the table of a benchmark, headed by the quantity if all rows have the same."""
+    quantities = {row.compared.partition(": ")[0] for row in rows}
+    shared = quantities.pop() if len(quantities) == 1 and not any(r.failure for r in rows) else ""
+    lines = [(shared, *HEADER)]
     for row in rows:
-        name, compared, ours, other, ratio, target, met = row.cells()
-        missed = ", missed" if met == "no" else ""
-        cells.append(
-            ("" if name == last else name, compared, _both(ours, other), ratio, target + missed)
-        )
-        last = name
-    return cells
+        _, compared, ours, other, ratio, target, _ = row.cells()
+        compared = compared.removeprefix(f"{shared}: ")
+        lines.append((compared, _both(ours, other), ratio, target + _missed(row)))
+    head, *body = (f"| {' | '.join(cells)} |" for cells in lines)
+    return "\n".join([head, "|---|---:|---:|---:|", *body])
+
+
+def _missed(row: Row) -> str:
+    return MISSED if row.is_met is False else ""
 
 
 def _both(ours: str, other: str) -> str:
@@ -85,10 +93,6 @@ def _both(ours: str, other: str) -> str:
     if unit and other.endswith(f" {unit}"):
         return f"{value}, {other}"
     return ", ".join(filter(None, (ours, other)))
-
-
-def _line_of(benchmark: Benchmark) -> str:
-    return f"- **{benchmark.name}**: {benchmark.measures}."
 
 
 def main(
