@@ -290,9 +290,20 @@ def test_the_results_mark_each_target_that_is_missed() -> None:
         if row.target == "must hold":
             assert f"- {row.compared}{missed}" in lines[row.benchmark]
             continue
+        if swept := results.SWEPT.fullmatch(row.compared):
+            [line] = [line for line in lines[row.benchmark] if line.startswith(f"| {swept[1]} | ")]
+            sign = {True: " ≤ ", False: " > ", None: ""}[row.is_met]
+            assert f"| {row.ratio.median:.3f}{sign}{row.target} |" in line
+            continue
         heads = (f"| {row.compared} | ", f"| {row.compared.partition(': ')[2]} | ")
-        [line] = [line for line in lines[row.benchmark] if line.startswith(heads)]
-        assert line.endswith(f"| {row.target}{missed} |"), row
+        end = f"| {row.target}{missed} |"
+        assert any(
+            line.startswith(heads) and line.endswith(end) for line in lines[row.benchmark]
+        ), row
+    marks = sum(
+        line.count(", missed") + line.count(" > ") for one in lines.values() for line in one
+    )
+    assert marks == sum(row.is_met is False for row in rows)
     assert all(row.is_met is None for row in rows if not results.is_shown(row))
     for benchmark in running.BENCHMARKS:
         assert benchmark.topic

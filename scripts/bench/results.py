@@ -9,19 +9,24 @@ The figures are kept as docs/performance.json. Without a folder the page is made
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from harness.benchmarks import BENCHMARKS
+from harness.measurement import three_decimals
 from harness.summary import Circumstances, Row, read_summary
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 FIGURES, PAGE, PICTURE = DOCS / "performance.json", DOCS / "performance.md", DOCS / "step_time.png"
 HEADER = ("ours, other", "ratio (p10-p90)", "at most")
 MISSED = ", missed"
+SWEPT = re.compile(r"(.+) at ([\d.]+) \((.+)\)")
+"""What a row of a sweep compares: what, where, and along which axis."""
 LEFT_OUT = (" bare / FSDP2", "FSDP2, our collectives / FSDP2")
 """What is not compared with this library. These figures are in performance.json alone."""
 INTRODUCTION = """\
@@ -45,7 +50,7 @@ def page_of(where: Circumstances, rows: list[Row]) -> str:
     parts = [
         INTRODUCTION,
         f"Measured on: {where}.\n",
-        f"{met} of {len(with_targets)} targets are met; the others are marked.\n",
+        f'{met} of {len(with_targets)} targets are met; the others are marked, in sweeps by ">".\n',
     ]
     topic = ""
     for benchmark in BENCHMARKS:
@@ -71,16 +76,44 @@ def is_shown(row: Row) -> bool:
 
 
 def _table_of(rows: list[Row]) -> str:
-    """Return the table of a benchmark, headed by the quantity if all rows have the same."""
-    quantities = {row.compared.partition(": ")[0] for row in rows}
-    shared = quantities.pop() if len(quantities) == 1 and not any(r.failure for r in rows) else ""
-    lines = [(shared, *HEADER)]
+    """Return the table of a benchmark, or one for each quantity, in the head, if these are long."""
+    if all(SWEPT.fullmatch(row.compared) for row in rows):
+        return _sweep_of(rows)
+    of_quantity: dict[str, list[Row]] = {}
     for row in rows:
-        _, compared, ours, other, ratio, target, _ = row.cells()
-        compared = compared.removeprefix(f"{shared}: ")
-        lines.append((compared, _both(ours, other), ratio, target + _missed(row)))
-    head, *body = (f"| {' | '.join(cells)} |" for cells in lines)
-    return "\n".join([head, "|---|---:|---:|---:|", *body])
+        of_quantity.setdefault(row.compared.partition(": ")[0], []).append(row)
+    if len(of_quantity) > 1 and len(rows) < 4 * len(of_quantity):
+        of_quantity = {"": rows}  # tables of less than four rows are hard to read
+    tables = []
+    for quantity, alike in of_quantity.items():
+        lines = []
+        for row in alike:
+            _, compared, ours, other, ratio, target, _ = row.cells()
+            compared = compared.removeprefix(f"{quantity}: ")
+            lines.append((compared, _both(ours, other), ratio, target + _missed(row)))
+        tables.append(_lines_of((quantity, *HEADER), lines))
+    return "\n\n".join(tables)
+
+
+def _sweep_of(rows: list[Row]) -> str:
+    """Return a table of ratios with a column for each point of the sweep."""
+    points: dict[str, None] = {}
+    lines: dict[str, dict[str, str]] = {}
+    for row in rows:
+        match = SWEPT.fullmatch(row.compared)
+        assert match
+        compared, point, axis = match.groups()
+        points[point] = None
+        ratio = three_decimals(row.ratio.median) if row.ratio else row.cells()[1]
+        sign = {True: " ≤ ", False: " > ", None: ""}[row.is_met]
+        lines.setdefault(compared, {})[point] = f"{ratio}{sign}{row.target}"
+    head = (f"by {axis}", *points)
+    return _lines_of(head, [(name, *line.values()) for name, line in lines.items()])
+
+
+def _lines_of(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    first, *rest = (f"| {' | '.join(cells)} |" for cells in (head, *lines))
+    return "\n".join([first, "|---" + "|---:" * (len(head) - 1) + "|", *rest])
 
 
 def _missed(row: Row) -> str:
