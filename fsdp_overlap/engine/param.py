@@ -79,9 +79,8 @@ def check_frozen(
     for parameter, form in zip(parameters, sharded, strict=True):
         if form.requires_grad:
             raise RuntimeError(
-                f"a {type(parameter).__name__} of unit {label!r} requires grad, and its elements "
-                "are no numbers that can be trained: freeze it by requires_grad_(False), and train "
-                "adapters beside it"
+                f"a {type(parameter).__name__} in unit {label!r} has requires_grad=True but is not "
+                "trainable: call requires_grad_(False) and train adapters instead"
             )
 
 
@@ -179,8 +178,8 @@ def _copy(sharded: Any, src: torch.Tensor, non_blocking: bool = False) -> Any:
     if not takes(sharded, src.dtype):
         kind = type(sharded.unsharded_form).__name__
         raise RuntimeError(
-            f"{src.dtype} was to be copied into a {kind} that is stored as {sharded.dtype}, "
-            f"whose elements are no numbers to be cast: copy what was stored as {sharded.dtype}"
+            f"cannot copy {src.dtype} into a {kind} that is stored as {sharded.dtype} and never "
+            f"cast: copy what was stored as {sharded.dtype}"
         )
     return torch.Tensor.copy_(sharded, src, non_blocking)
 
