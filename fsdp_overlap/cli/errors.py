@@ -1,4 +1,4 @@
-"""The error for what a person asked for and cannot have."""
+"""The error for invalid arguments and files."""
 
 
 class BadInput(ValueError):  # noqa: N818 (not a fault of the program)

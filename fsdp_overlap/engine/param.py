@@ -648,9 +648,9 @@ def _refuse(name: str, label: str) -> NoReturn:
     raise RuntimeError(
         f"parameter {name!r} of unit {label!r} was replaced after fully_shard(), which would not "
         "be trained: assign and tie parameters before, or tie those of one unit before the first "
-        "forward, and edit them in place, under torch.no_grad(), as with copy_(), after; "
-        "load_state_dict(assign=True) takes others over. torch.func.functional_call() replaces "
-        "them too: call the model itself, or functional_call() with an unsharded copy of it"
+        "forward; afterwards edit them in place, under torch.no_grad(), or by "
+        "load_state_dict(assign=True). torch.func.functional_call() replaces them too: call the "
+        "model itself, or functional_call() with an unsharded copy of it"
     )
 
 
