@@ -1,5 +1,5 @@
-"""The error for invalid arguments and files."""
+"""The error for what a person asked for and cannot have."""
 
 
-class BadInput(ValueError):  # noqa: N818 (not a fault of the program)
+class BadInput(ValueError):
     """Reported as one line on stderr with exit code 2, before anything is started or written."""

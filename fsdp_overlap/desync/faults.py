@@ -31,7 +31,7 @@ GRACE_SECONDS = 2.0
 _all: WeakSet[Faults] = WeakSet()
 
 
-class Fault(RuntimeError):  # noqa: N818 (a fault of the run, with its reason)
+class Fault(RuntimeError):
     """Why a collective will never be done."""
 
 

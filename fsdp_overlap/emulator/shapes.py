@@ -25,7 +25,7 @@ class _Given(NamedTuple):
     """Among the tensors of the call."""
 
 
-class _UncacheableError(Exception):
+class _CannotBeRemembered(Exception):
     pass
 
 
@@ -38,11 +38,11 @@ def run_on_shapes(func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Ten
     try:
         key = (func, torch.get_default_dtype(), _key_of(args), _key_of(tuple(kwargs.items())))
         hash(key)
-    except (TypeError, _UncacheableError):
+    except (TypeError, _CannotBeRemembered):
         return func(*args, **kwargs)
     if key in _returned:
         known = _returned[key]
-        if known is not _UncacheableError:
+        if known is not _CannotBeRemembered:
             return _made(known, tensors)
         return func(*args, **kwargs)
     output = func(*args, **kwargs)
@@ -50,8 +50,8 @@ def run_on_shapes(func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Ten
         _returned.clear()
     try:
         _returned[key] = _described(output, tensors)
-    except _UncacheableError:
-        _returned[key] = _UncacheableError
+    except _CannotBeRemembered:
+        _returned[key] = _CannotBeRemembered
     return output
 
 
@@ -59,7 +59,7 @@ def _key_of(value: Any) -> Any:
     """What of an argument decides what is returned. 1, 1.0 and True are told apart."""
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided or value.is_complex():
-            raise _UncacheableError
+            raise _CannotBeRemembered
         return tuple(value.shape), value.stride(), value.dtype
     if isinstance(value, (list, tuple)):
         return tuple(map(_key_of, value))
@@ -80,7 +80,7 @@ def _described(output: Any, tensors: Sequence[torch.Tensor]) -> Any:
         return type(output), [_described(each, tensors) for each in output]
     elif output is None or type(output) in (int, float, bool):
         return output
-    raise _UncacheableError
+    raise _CannotBeRemembered
 
 
 def _made(known: Any, tensors: Sequence[torch.Tensor]) -> Any:

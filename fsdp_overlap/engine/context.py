@@ -205,7 +205,7 @@ class FsdpContext:
     Streams, groups and events are made at first use.
 
     Raises:
-        TypeError: ``groups`` or ``pg_options`` has an unsupported type.
+        TypeError: ``groups`` or ``pg_options`` are none.
         ValueError: parameters cannot be sharded over the mesh (it may have more than two
             dimensions, for example), ``prefetch`` is negative, or a group does not suit its mesh.
     """

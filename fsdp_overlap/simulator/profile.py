@@ -42,7 +42,7 @@ DTYPES = {
 }
 
 
-class _NoShapesError(Exception):
+class _WithoutShapes(Exception):
     pass
 
 
@@ -76,7 +76,7 @@ class Profile:
         path = Path(path)
         try:
             return cls._of(raw_events(path, {}))
-        except _NoShapesError:
+        except _WithoutShapes:
             raise HardwareError(
                 f"{path} has no shapes of operations: profile with record_shapes=True"
             ) from None
@@ -94,7 +94,7 @@ class Profile:
         ]
         measured = [span for span in operators if "Input Dims" in span["args"]]
         if not measured:
-            raise _NoShapesError
+            raise _WithoutShapes
         kernels = _of_kernels(spans)
         found: dict[str, dict[Tensors, list[float]]] = defaultdict(lambda: defaultdict(list))
         taken = _of_operators(operators, kernels) if kernels else None

@@ -61,7 +61,7 @@ class Action(NamedTuple):
     """Whether a step is followed by the gathers of the next forward."""
 
 
-class Wrong(AssertionError):  # noqa: N818 (a finding, not a failure of the model)
+class Wrong(AssertionError):
     """What no decision may lead to."""
 
 
