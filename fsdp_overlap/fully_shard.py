@@ -315,7 +315,7 @@ def _methods_first(metaclass: Any) -> Any:
     """Return a metaclass of classes whose methods are looked up in :class:`FSDPModule` first."""
 
     class MethodsFirst(metaclass):
-        def mro(cls) -> list[type]:
+        def mro(cls) -> list[type]:  # noqa: N805 (a metaclass)
             own, *bases = super().mro()
             return [own, *sorted(bases, key=lambda base: not issubclass(base, FSDPModule))]
 

@@ -278,16 +278,33 @@ def test_the_results_are_those_of_all_benchmarks() -> None:
 
 def test_the_results_mark_each_target_that_is_missed() -> None:
     where, rows = read_summary(results.FIGURES)
-    targets: dict[tuple[str, str], str] = {}
-    benchmark = ""
+    lines: dict[str, list[str]] = {}
     for line in results.page_of(where, rows).splitlines():
-        if line.startswith("| "):
-            name, compared, _, _, target = (cell.strip() for cell in line.strip("|").split(" | "))
-            benchmark = name or benchmark
-            targets[benchmark, compared] = target
-    for row in rows:
-        target = targets[row.benchmark, row.compared]
-        assert target == row.target + (", missed" if row.is_met is False else ""), row
+        if line.startswith("**") and "**: " in line and "GPU" not in line:
+            lines[line.split("**")[1]] = below = []
+        elif line.startswith(("| ", "- ")):
+            below.append(line)
+    assert lines.keys() == {row.benchmark for row in rows}
+    for row in filter(results.is_shown, rows):
+        missed = ", missed" if row.is_met is False else ""
+        if row.target == "must hold":
+            assert f"- {row.compared}{missed}" in lines[row.benchmark]
+            continue
+        if swept := results.SWEPT.fullmatch(row.compared):
+            [line] = [line for line in lines[row.benchmark] if line.startswith(f"| {swept[1]} | ")]
+            sign = {True: " ≤ ", False: " > ", None: ""}[row.is_met]
+            assert f"| {row.ratio.median:.3f}{sign}{row.target} |" in line
+            continue
+        heads = (f"| {row.compared} | ", f"| {row.compared.partition(': ')[2]} | ")
+        end = f"| {row.target}{missed} |"
+        assert any(
+            line.startswith(heads) and line.endswith(end) for line in lines[row.benchmark]
+        ), row
+    marks = sum(
+        line.count(", missed") + line.count(" > ") for one in lines.values() for line in one
+    )
+    assert marks == sum(row.is_met is False for row in rows)
+    assert all(row.is_met is None for row in rows if not results.is_shown(row))
     for benchmark in running.BENCHMARKS:
         assert benchmark.topic
         assert benchmark.measures

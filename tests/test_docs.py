@@ -8,6 +8,7 @@ import inspect
 import re
 import runpy
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,13 @@ def test_the_readmes_commands_run(tmp_path: Path) -> None:
         assert process.returncode == 0, err
         assert "of it exposed" in out
         assert (tmp_path / "runs" / "first" / "overlap.html").exists()
+
+
+def test_the_citation_has_the_version_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = (DOCS / "CITATION.cff").read_text()
+    assert f"\nversion: {project['version']}\n" in citation
+    assert f"\nlicense: {project['license']}\n" in citation
 
 
 # ---- links and commands ----

@@ -78,7 +78,7 @@ def starts_differ() -> None:
         with torch.no_grad():
             model.layers[1].up.weight.data_inside[0, 0] += 1  # type: ignore[union-attr]
     fully_shard(model, FsdpContext(layout=PerTensor()))
-    with pytest.raises(RuntimeError, match=r"'layers.1.up.weight'.*not the same on ranks"):
+    with pytest.raises(RuntimeError, match=r"'layers.1.up.weight'.*across ranks"):
         model(batches(1)[0])
 
 

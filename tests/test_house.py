@@ -112,10 +112,8 @@ def problems_of(imports: Imports, layers: Mapping[str, int]) -> list[str]:
                 problems.append(f"up: {module} (layer {layers[here]}) imports {name}")
             if there != here:
                 of_folders[here].add(there)
-    for graph in (imports, of_folders):
-        if circle := circle_in(graph):
-            problems.append(f"circle: {' imports '.join(circle)}")
-    return problems
+    circles = [circle_in(graph) for graph in (imports, of_folders)]
+    return problems + [f"circle: {' imports '.join(circle)}" for circle in circles if circle]
 
 
 FILES = files_of_package()

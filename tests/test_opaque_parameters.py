@@ -419,7 +419,7 @@ def refuse_later() -> None:
     model[2].set_unshard_in_backward(True)
     model[0].base.weight.requires_grad_(True)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"a Nibbles of unit '0 .*' requires grad"):
+        with pytest.raises(RuntimeError, match=r"a Nibbles in unit '0 .*' has requires_grad=True"):
             model(inputs())
         model[0]._fsdp_unit.context.reset()
     model[0].base.weight.requires_grad_(False)

@@ -277,15 +277,15 @@ def counts(
         assert stats.order_checks == with_gradients
 
 
-def Layers5() -> nn.Module:
+def five_layers() -> nn.Module:
     return Model(layers=5)
 
 
 @pytest.mark.parametrize(
     ("build", "gathers", "reduces", "with_gradients"),
     [
-        (Layers5, 1 + 5 + 4, 6, True),
-        (Layers5, 6, 0, False),
+        (five_layers, 1 + 5 + 4, 6, True),
+        (five_layers, 6, 0, False),
         (Checkpointed, 1 + 3 + 2, 4, True),
         # 0, 1, 0, 0, 1: a unit that is expected next is not freed, also while another runs twice.
         (SharedLayer, 1 + 2 + 1, 3, True),

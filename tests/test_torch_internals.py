@@ -106,10 +106,8 @@ def nodes_to_come_are_known() -> None:
     """Gradients that are not to come are waited for."""
 
     def look(leaf: torch.Tensor) -> tuple[bool, bool]:
-        views: list[Any] = []
         with torch.enable_grad():
-            for tensor in (leaf, torch.ones(1, requires_grad=True)):
-                views.append(tensor.view_as(tensor))
+            views: list[Any] = [t.view_as(t) for t in (leaf, torch.ones(1, requires_grad=True))]
         mine, others = (view.grad_fn.next_functions[0][0] for view in views)
         return internals.will_engine_execute_node(mine), internals.will_engine_execute_node(others)
 

@@ -138,7 +138,7 @@ class SafeFileSystemReader(FileSystemReader):
             if not takes(target, item.properties.dtype):
                 raise CheckpointError(
                     f"{self.path}: {fqn!r} is of {item.properties.dtype} in this checkpoint, and "
-                    f"elements of {target.dtype} in the model that are no numbers to be cast: "
+                    f"quantized elements of {target.dtype} in the model, which are never cast: "
                     f"load what was stored as {target.dtype}"
                 )
 

@@ -509,7 +509,7 @@ def _bound(node: Node, tensor: Callable[[View], torch.Tensor]) -> Callable[[], N
     return run
 
 
-class graph:
+class graph:  # noqa: N801 (named as in torch.cuda)
     """Works like ``torch.cuda.graph``."""
 
     def __init__(

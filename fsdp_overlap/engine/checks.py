@@ -341,12 +341,12 @@ def _difference(mesh_info: MeshInfo, buckets: Sequence[Bucket], failure: str) ->
     is_known, is_high = digests[first] != UNKNOWN, digests[first] == high[first]
     rank = dist.get_rank()
     ranks = over_ranks([rank if is_high else -1, rank if is_known and not is_high else -1])
-    more = f", nor were {len(different) - 1} more" if len(different) > 1 else ""
+    others = len(different) - 1
+    differ = f"(and {others} other{'s'[: others > 1]}) differ" if others else "differs"
     return (
-        f"parameter {names[first]} was not the same on ranks {min(ranks)} and {max(ranks)} when "
-        f"fully_shard() sharded it{more}: each rank would train a part of a model of its own; "
-        "start from one seed or one checkpoint on every rank, or from what the first one has, by "
-        "FsdpContext(sync_module_states=True)"
+        f"Parameter {names[first]} {differ} across ranks {min(ranks)} and {max(ranks)} at "
+        "fully_shard(). Seed or load every rank identically, or pass "
+        "FsdpContext(sync_module_states=True)."
     )
 
 

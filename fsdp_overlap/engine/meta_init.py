@@ -176,8 +176,7 @@ def _dtype_for(
     if bucket.is_opaque:
         kind = type(bucket.parameters[index]).__name__
         raise RuntimeError(
-            f"{what}, and it is a {kind}, whose elements are no numbers to be cast: load what was "
-            f"stored as {dtype}"
+            f"{what}, and it is a {kind}, which is never cast: load what was stored as {dtype}"
         )
     raise RuntimeError(
         f"{what}, and it is sharded as {dtype}: cast the state dict, or the module before "

@@ -79,9 +79,8 @@ def check_frozen(
     for parameter, form in zip(parameters, sharded, strict=True):
         if form.requires_grad:
             raise RuntimeError(
-                f"a {type(parameter).__name__} of unit {label!r} requires grad, and its elements "
-                "are no numbers that can be trained: freeze it by requires_grad_(False), and train "
-                "adapters beside it"
+                f"a {type(parameter).__name__} in unit {label!r} has requires_grad=True but is not "
+                "trainable: call requires_grad_(False) and train adapters instead"
             )
 
 
@@ -179,8 +178,8 @@ def _copy(sharded: Any, src: torch.Tensor, non_blocking: bool = False) -> Any:
     if not takes(sharded, src.dtype):
         kind = type(sharded.unsharded_form).__name__
         raise RuntimeError(
-            f"{src.dtype} was to be copied into a {kind} that is stored as {sharded.dtype}, "
-            f"whose elements are no numbers to be cast: copy what was stored as {sharded.dtype}"
+            f"cannot copy {src.dtype} into a {kind} that is stored as {sharded.dtype} and never "
+            f"cast: copy what was stored as {sharded.dtype}"
         )
     return torch.Tensor.copy_(sharded, src, non_blocking)
 
@@ -649,9 +648,9 @@ def _refuse(name: str, label: str) -> NoReturn:
     raise RuntimeError(
         f"parameter {name!r} of unit {label!r} was replaced after fully_shard(), which would not "
         "be trained: assign and tie parameters before, or tie those of one unit before the first "
-        "forward, and edit them in place, under torch.no_grad(), as with copy_(), after; "
-        "load_state_dict(assign=True) takes others over. torch.func.functional_call() replaces "
-        "them too: call the model itself, or functional_call() with an unsharded copy of it"
+        "forward; afterwards edit them in place, under torch.no_grad(), or by "
+        "load_state_dict(assign=True). torch.func.functional_call() replaces them too: call the "
+        "model itself, or functional_call() with an unsharded copy of it"
     )
 
 

@@ -1,4 +1,4 @@
-"""Tensors whose storage comes and goes while they stay."""
+"""Flat tensors whose storage can be freed and reallocated in place."""
 
 from __future__ import annotations
 

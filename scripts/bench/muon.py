@@ -254,9 +254,11 @@ def measurement_of(args: argparse.Namespace, result: dict[str, Any]) -> Measurem
     ]
     ratios.append(Ratio.between(STEP, FLAT, FSDP2, samples))
     ratios.append(Ratio.between(STEP, EXPERTS, EXPERTS_ALONE, samples))
-    for each in (COPIES, TENSOR_PARALLEL):
-        if each in samples:
-            ratios.append(Ratio.between(STEP, each, ALONE, samples))
+    ratios.extend(
+        Ratio.between(STEP, system, ALONE, samples)
+        for system in (COPIES, TENSOR_PARALLEL)
+        if system in samples
+    )
     return Measurement(about, settings, output.repeated_argv(), figures, ratios)
 
 

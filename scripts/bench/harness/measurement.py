@@ -155,8 +155,8 @@ def number(value: float) -> str:
 
 
 def interval(spread: Spread, show: Callable[[float], str] = number) -> str:
-    """10th to 90th percentile; nothing where there was one round."""
-    return "" if spread.rounds == 1 else f"{show(spread.p10)}-{show(spread.p90)}"
+    """Return the 10th to 90th percentile, or "" where they are equal."""
+    return "" if spread.p10 == spread.p90 else f"{show(spread.p10)}-{show(spread.p90)}"
 
 
 def three_decimals(ratio: float) -> str:

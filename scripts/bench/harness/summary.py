@@ -149,20 +149,20 @@ def rows_of(benchmark: str, measurement: Measurement) -> list[Row]:
                 is_met,
             )
         )
-    for figure in measurement.figures:
-        if figure.at_most is not None and figure not in told:
-            rows.append(
-                Row(
-                    benchmark,
-                    f"{figure.quantity}: {figure.system}{_where(measurement, figure.at)}",
-                    command,
-                    figure.unit,
-                    figure.spread.median,
-                    target=_of_unit(f"{figure.at_most:g}", figure.unit),
-                    found=_found(figure),
-                    is_met=figure.is_met,
-                )
-            )
+    rows.extend(
+        Row(
+            benchmark,
+            f"{figure.quantity}: {figure.system}{_where(measurement, figure.at)}",
+            command,
+            figure.unit,
+            figure.spread.median,
+            target=_of_unit(f"{figure.at_most:g}", figure.unit),
+            found=_found(figure),
+            is_met=figure.is_met,
+        )
+        for figure in measurement.figures
+        if figure.at_most is not None and figure not in told
+    )
     for claim in measurement.claims:
         text = f"{claim.text}: {claim.found}"
         rows.append(Row(benchmark, text, command, target="must hold", is_met=claim.holds))
