@@ -9,15 +9,15 @@ from pathlib import Path
 
 from rich.console import Console, JustifyMethod
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
-from rich.table import Table as RichTable
+from rich.table import Table
 
 from fsdp_overlap.cli.errors import BadInput
 from fsdp_overlap.cli.output import check_writable, writing
 from fsdp_overlap.profiling import Report, diagnose, read_report
+from fsdp_overlap.profiling.html import write_html
 from fsdp_overlap.profiling.json_report import write_json
-from fsdp_overlap.profiling.page import write_html
-from fsdp_overlap.profiling.picture import write_png
-from fsdp_overlap.profiling.tables import Table, kinds_table, ranks_table
+from fsdp_overlap.profiling.plot import write_png
+from fsdp_overlap.profiling.tables import ReportTable, kinds_table, ranks_table
 
 _SUFFIXES = (".json", ".json.gz")
 _RECORD = "overlap.json"
@@ -119,8 +119,8 @@ def show_report(reports: Mapping[str, Report]) -> None:
             console.print(f"- {finding.text}", markup=False)
 
 
-def _rich(table: Table) -> RichTable:
-    shown = RichTable(box=None, pad_edge=False, header_style="bold")
+def _rich(table: ReportTable) -> Table:
+    shown = Table(box=None, pad_edge=False, header_style="bold")
     for k, cell in enumerate(table.header):
         is_label = k < table.labels
         justify: JustifyMethod = "left" if is_label else "right"

@@ -5,9 +5,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fsdp_overlap.profiling.events import Event
+from fsdp_overlap.profiling.events import TraceEvent
 from fsdp_overlap.profiling.intervals import Interval, clip, covers, subtract, union
-from fsdp_overlap.profiling.names import CHECK, Mark
+from fsdp_overlap.profiling.names import CHECK, EngineMark
 
 OPTIMIZER = "optimizer"
 ELSEWHERE = "outside units"
@@ -16,32 +16,32 @@ ELSEWHERE = "outside units"
 class Ranges:
     """Finds the range around an event on the event's own thread. Ranges must not nest."""
 
-    def __init__(self, events: Iterable[Event]) -> None:
-        self._by_thread: dict[Any, list[Event]] = defaultdict(list)
+    def __init__(self, events: Iterable[TraceEvent]) -> None:
+        self._by_thread: dict[Any, list[TraceEvent]] = defaultdict(list)
         for e in sorted(events, key=_start):
             self._by_thread[e.thread].append(e)
 
-    def around(self, event: Event) -> Event | None:
+    def around(self, event: TraceEvent) -> TraceEvent | None:
         """The range in which `event` starts."""
         ranges = self._by_thread.get(event.thread, [])
         k = bisect.bisect_right(ranges, event.start, key=_start) - 1
         return ranges[k] if k >= 0 and event.start <= ranges[k].end else None
 
 
-class Engine:
+class EngineRanges:
     """When an engine itself works on a thread, from the ranges that it marks."""
 
-    def __init__(self, ranges: Iterable[Event]) -> None:
+    def __init__(self, ranges: Iterable[TraceEvent]) -> None:
         spans: dict[Any, list[Interval]] = defaultdict(list)
         for e in ranges:
             spans[e.thread].append((e.start, e.end))
         self._by_thread = {thread: union(found) for thread, found in spans.items()}
 
-    def covers(self, event: Event) -> bool:
+    def covers(self, event: TraceEvent) -> bool:
         """Whether `event` starts while the engine works on its thread."""
         return covers(self._by_thread.get(event.thread, []), event.start)
 
-    def outside(self, event: Event) -> list[Interval]:
+    def outside(self, event: TraceEvent) -> list[Interval]:
         """The parts of `event` in which the engine does not work."""
         busy = clip(self._by_thread.get(event.thread, []), event.start, event.end)
         return subtract([(event.start, event.end)], busy)
@@ -57,8 +57,8 @@ class Phases:
 
     def __init__(
         self,
-        marked: Iterable[tuple[Event, Mark]],
-        optimizer_steps: Iterable[Event],
+        marked: Iterable[tuple[TraceEvent, EngineMark]],
+        optimizer_steps: Iterable[TraceEvent],
         backward: Mapping[Any, list[Interval]],
     ) -> None:
         changes: dict[Any, list[tuple[float, bool, str]]] = defaultdict(list)
@@ -101,9 +101,9 @@ class Waits:
     """Finds the wait that belongs to an issue. Each issue is waited for once. Of several with one
     name (from two models), the first issued is taken to be waited for first."""
 
-    def __init__(self, marked: Iterable[tuple[Event, Mark]]) -> None:
-        issues: dict[tuple[str, str], list[Event]] = defaultdict(list)
-        waits: dict[tuple[str, str], list[Event]] = defaultdict(list)
+    def __init__(self, marked: Iterable[tuple[TraceEvent, EngineMark]]) -> None:
+        issues: dict[tuple[str, str], list[TraceEvent]] = defaultdict(list)
+        waits: dict[tuple[str, str], list[TraceEvent]] = defaultdict(list)
         for event, mark in sorted(marked, key=lambda pair: pair[0].start):
             if mark.role in ("issue", "wait"):
                 found = issues if mark.role == "issue" else waits
@@ -124,14 +124,14 @@ class Waits:
                 if wait is not None:
                     self._of[id(issue)] = wait.start, wait.end
 
-    def of(self, issue: Event) -> Interval | None:
+    def of(self, issue: TraceEvent) -> Interval | None:
         return self._of.get(id(issue))
 
-    def confirmations(self, issuers: Iterable[Event]) -> dict[int, tuple[str, Interval]]:
+    def confirmations(self, issuers: Iterable[TraceEvent]) -> dict[int, tuple[str, Interval]]:
         """The ops that issued a confirmation, by id, each with the unit that it is for and the
         wait. Such an op is the last one called before the wait on the wait's thread."""
         found = {}
-        called: dict[Any, list[Event]] = defaultdict(list)
+        called: dict[Any, list[TraceEvent]] = defaultdict(list)
         for issuer in sorted(issuers, key=_start):
             called[issuer.thread].append(issuer)
         for wait, unit in self._confirmations:
@@ -141,5 +141,5 @@ class Waits:
         return found
 
 
-def _start(event: Event) -> float:
+def _start(event: TraceEvent) -> float:
     return event.start

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from fsdp_overlap.profiling.events import Progress, TraceError
+from fsdp_overlap.profiling.events import Progress
 from fsdp_overlap.profiling.names import Kind, Pass
-from fsdp_overlap.profiling.overlap import Collective, RankReport, measure_overlap
-from fsdp_overlap.profiling.timeline import read_timeline
+from fsdp_overlap.profiling.overlap import Collective, RankReport
+from fsdp_overlap.profiling.timeline import read_rank
 
 # The rows of every table.
 ROWS: tuple[tuple[str, Kind, Pass | None], ...] = (
@@ -129,14 +129,14 @@ def read_report(
                 progress(done + now)  # noqa: B023
 
         try:
-            rank = measure_overlap(read_timeline(source, told), steps)
-        except (OSError, TraceError):
+            rank = read_rank(source, steps, told)
+        except OSError:
             raise
         except Exception as error:  # of what a broken trace may hold
             said = error if isinstance(error, ValueError) else f"not as torch writes it: {error!r}"
-            raise TraceError(f"{_describe(source)}: {said}") from error
+            raise ValueError(f"{_describe(source)}: {said}") from error
         if not isinstance(rank.rank, int | None):
-            raise TraceError(f"{_describe(source)} says that its rank is {rank.rank!r}")
+            raise ValueError(f"{_describe(source)} says that its rank is {rank.rank!r}")
         done += read
         if not rank.collectives and not rank.compute:
             raise ValueError(

@@ -11,7 +11,7 @@ _KIND_NAMES = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
     """labels: how many columns, from the left, are words; the others are figures."""
 
     header: tuple[str, ...]
@@ -19,7 +19,7 @@ class Table:
     labels: int = 1
 
 
-def ranks_table(reports: Mapping[str, Report]) -> Table:
+def ranks_table(reports: Mapping[str, Report]) -> ReportTable:
     """Where a step's time goes, a column for each rank."""
     ranks = [
         (name, rank, waits)
@@ -39,10 +39,10 @@ def ranks_table(reports: Mapping[str, Report]) -> Table:
         ("bound", *(_ms(r.bound, r) for _, r, _ in ranks)),
         ("step / bound", *(_ratio(r.duration, r.bound) for _, r, _ in ranks)),
     )
-    return Table(header, rows)
+    return ReportTable(header, rows)
 
 
-def kinds_table(reports: Mapping[str, Report]) -> Table:
+def kinds_table(reports: Mapping[str, Report]) -> ReportTable:
     """How many collectives of each kind there were, how large, and how much of them was hidden, on
     the slowest rank of each report."""
     several = len(reports) > 1
@@ -66,10 +66,10 @@ def kinds_table(reports: Mapping[str, Report]) -> Table:
             if (total := rank.total(kind, pass_)).count:
                 rows.append((label, who, *_cells(rank, total)))
                 label = ""  # once, in the first row of its kind
-    return Table(header, tuple(rows), labels=2)
+    return ReportTable(header, tuple(rows), labels=2)
 
 
-def collectives_table(rank: RankReport, most: int) -> Table:
+def collectives_table(rank: RankReport, most: int) -> ReportTable:
     """The collectives of one rank that were exposed the longest, at most `most` of them."""
     header = (
         "collective",
@@ -84,7 +84,7 @@ def collectives_table(rank: RankReport, most: int) -> Table:
         "lane",
     )
     worst = sorted(rank.collectives, key=lambda c: -c.exposed)[:most]
-    return Table(header, tuple(_row(c, rank) for c in worst), labels=2)
+    return ReportTable(header, tuple(_row(c, rank) for c in worst), labels=2)
 
 
 def describe(c: Collective) -> str:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import nn
 
-from fsdp_overlap.profiling.events import raw_events
+from fsdp_overlap.profiling.events import events_of, load_trace
 from fsdp_overlap.simulator.compute_time import flops_of
 from fsdp_overlap.simulator.tables import HardwareError
 
@@ -75,7 +75,7 @@ class Profile:
         """
         path = Path(path)
         try:
-            return cls._of(raw_events(path, {}))
+            return cls._of(events_of(load_trace(path)))
         except _WithoutShapes:
             raise HardwareError(
                 f"{path} has no shapes of operations: profile with record_shapes=True"
