@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fsdp_overlap.cli.errors import BadInput
+from fsdp_overlap.cli.output import BadInput
 
 # More than a default run sees, and little enough to be read in a moment.
 STDLIB_BYTES = 4 << 20

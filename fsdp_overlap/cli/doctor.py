@@ -20,7 +20,7 @@ from rich.console import Console
 
 from fsdp_overlap.cli import trial
 from fsdp_overlap.cli.network import addresses, by_host_name, is_free, reachable
-from fsdp_overlap.cli.system import cores
+from fsdp_overlap.cli.process_group import cores
 
 OLDEST_TORCH = (2, 11)
 NEWEST_TORCH = (2, 15)

@@ -10,8 +10,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from fsdp_overlap.checkpoint import CheckpointError, SafeFileSystemReader, read_metadata
-from fsdp_overlap.cli.errors import BadInput
-from fsdp_overlap.cli.output import check_writable, writing
+from fsdp_overlap.cli.output import BadInput, check_writable, writing
 
 
 def export(checkpoint: Path, out: Path, prefix: str | None) -> int:

@@ -17,9 +17,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fsdp_overlap.cli.config import TrainConfig
-from fsdp_overlap.cli.errors import BadInput
 from fsdp_overlap.cli.job import restarts
-from fsdp_overlap.cli.system import cores
+from fsdp_overlap.cli.output import BadInput
+from fsdp_overlap.cli.process_group import cores
 from fsdp_overlap.cli.train import train
 
 # More would only wait for each other, each with its own copy of torch in memory.

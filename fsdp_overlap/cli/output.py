@@ -1,11 +1,13 @@
-"""Files that commands write: all of them, or none."""
+"""Files that commands write, all of them or none, and the error for what cannot be done."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 
-from fsdp_overlap.cli.errors import BadInput
+
+class BadInput(ValueError):
+    """Reported as one line on stderr with exit code 2, before anything is started or written."""
 
 
 def check_writable(folder: Path) -> None:

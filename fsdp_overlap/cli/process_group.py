@@ -1,4 +1,5 @@
-"""Makes the default process group, also where a launcher has started the ranks again."""
+"""Makes the default process group, also where a launcher has started the ranks again; and counts
+the cores that ranks share."""
 
 import contextlib
 import os
@@ -11,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.cli.system import cores
 from fsdp_overlap.comm.streams import has_streams, streams_of
 
 _MEETING_SECONDS = 600.0
@@ -78,3 +78,10 @@ def fresh_store(kept: dist.Store, rank: int, world_size: int, seconds: float) ->
             raise TimeoutError(f"ranks {sorted(silent)} have not come within {seconds:.0f} s")
         time.sleep(0.01)
     return dist.PrefixStore(part, kept)
+
+
+def cores() -> int:
+    """Return how many processor cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

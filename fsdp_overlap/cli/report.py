@@ -11,8 +11,7 @@ from rich.console import Console, JustifyMethod
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table
 
-from fsdp_overlap.cli.errors import BadInput
-from fsdp_overlap.cli.output import check_writable, writing
+from fsdp_overlap.cli.output import BadInput, check_writable, writing
 from fsdp_overlap.profiling import Report, diagnose, read_report
 from fsdp_overlap.profiling.html import write_html
 from fsdp_overlap.profiling.json_report import write_json

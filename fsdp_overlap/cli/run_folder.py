@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_overlap.cli.config import TrainConfig
-from fsdp_overlap.cli.errors import BadInput
+from fsdp_overlap.cli.output import BadInput
 from fsdp_overlap.tensor.dcp import writing
 
 TRACES = "traces"

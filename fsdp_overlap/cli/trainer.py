@@ -45,7 +45,7 @@ class Trainer:
         self.device = device
         # Every rank makes the same weights and keeps its shard of them.
         torch.manual_seed(config.seed)
-        model = GPT(layers=config.layers, width=config.width, heads=config.heads, tied=config.tied)
+        model = GPT(layers=config.layers, width=config.width, heads=config.heads)
         model.to(device)
         self.parameters = sum(p.numel() for p in model.parameters())
         # Muon steps whole matrices, but not the output head.
