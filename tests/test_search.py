@@ -27,9 +27,9 @@ from fsdp_overlap.simulator.choices import (
 )
 from fsdp_overlap.simulator.estimate import Taken, count_equal_blocks, estimate, measure
 from fsdp_overlap.simulator.float8 import fused_casts
+from fsdp_overlap.simulator.models import longest_run, shorten
 from fsdp_overlap.simulator.plan_code import code_of
 from fsdp_overlap.simulator.search import DOES_NOT_FIT
-from fsdp_overlap.simulator.shortening import longest_run, shorten
 from support.cli_runs import run_main
 
 WIDTH, BLOCKS, VOCABULARY = 1024, 4, 1000

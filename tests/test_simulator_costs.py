@@ -20,11 +20,10 @@ from fsdp_overlap.simulator.collective_time import (
     seconds_of_collective,
     seconds_of_list,
 )
-from fsdp_overlap.simulator.costs import Costs
+from fsdp_overlap.simulator.costs import Costs, expected_maximum
 from fsdp_overlap.simulator.hardware import Device, Fabric
 from fsdp_overlap.simulator.nccl_tuning import PROTOCOLS, Group, Kind, ring, tree
 from fsdp_overlap.simulator.tables import SHIPPED, Curve, HardwareError, shipped
-from fsdp_overlap.simulator.variation import expected_maximum
 
 H100 = Fabric.read("nvlink4_400g")
 LOOPBACK = Fabric.read("loopback_2g")

@@ -5,40 +5,14 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
-import torch
 import torch.distributed as dist
 
 from fsdp_overlap.emulator import Operation
 from fsdp_overlap.emulator.queues import Queue
+from fsdp_overlap.simulator.costs import Costs
 
 Interval = tuple[float, float]
-
-
-class Costs(Protocol):
-    """How many seconds things take that nothing else disturbs."""
-
-    @property
-    def slowdown(self) -> float:
-        """How much longer compute takes while a collective is under way: 0.1 for a tenth."""
-        ...
-
-    def on_host(self, operation: Operation) -> float:
-        """What the host takes to enqueue an operation."""
-        ...
-
-    def compute(self, operation: Operation) -> float: ...
-
-    def collective(self, operation: Operation, ranks: Sequence[int]) -> float: ...
-
-    def link(self, ranks: Sequence[int]) -> str:
-        """Names what these ranks communicate over. Collectives on one link share it."""
-        ...
-
-    def slowest(self, ranks: int) -> float:
-        """How many times as long compute takes on the slowest of so many devices."""
-        ...
 
 
 @dataclass
@@ -66,7 +40,7 @@ class Row:
     last: Ran
 
 
-class Link:
+class LinkSchedule:
     """A link, which collectives share. It is given to whoever is ready first, so what one takes is
     time that others do not have."""
 
@@ -102,7 +76,7 @@ class Clock:
     computed: float = 0.0
     """Seconds of compute so far, as if it had been alone."""
     ran: list[Ran] = field(default_factory=list)
-    links: dict[str, Link] = field(default_factory=dict)
+    links: dict[str, LinkSchedule] = field(default_factory=dict)
     pace: float = 1.0
     """How many times as long compute takes on this device as the costs say."""
     ended: dict[str, float] = field(default_factory=dict)
@@ -139,7 +113,7 @@ class Clock:
         ranks, name = dist.get_process_group_ranks(group), group.group_name
         # NCCL runs the collectives of a communicator one after the other, on whatever streams.
         ready = max(ready, self.ended.get(name, 0.0))
-        link = self.links.setdefault(self.costs.link(ranks), Link())
+        link = self.links.setdefault(self.costs.link(ranks), LinkSchedule())
         busy = self._busy_after(ready)
         end = self.ended[name] = link.take(ready, self.costs.collective(operation, ranks))
         self._delay(ready, busy)
@@ -196,13 +170,6 @@ class Clock:
             else:
                 merged.append((begin, end))
         return merged
-
-
-def full_of(operation: Operation) -> Sequence[torch.Tensor]:
-    """What a collective reads or what it writes: the larger of the two."""
-    return max(
-        operation.reads, operation.writes, key=lambda tensors: sum(t.nbytes for t in tensors)
-    )
 
 
 def _end(interval: Interval) -> float:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils import flop_counter
 
+from fsdp_overlap.emulator.dispatch import tensors_in
 from fsdp_overlap.simulator.hardware import Device
 from fsdp_overlap.simulator.tables import HardwareError
 
@@ -90,7 +91,7 @@ def seconds_of(
 
 def rate_of(device: Device, name: str, args: Sequence[Any]) -> float:
     """FLOP/s that an operation reaches whose arithmetic is matrix products."""
-    dtype = next(_tensors(args)).dtype
+    dtype = tensors_in(args)[0].dtype
     key = PRODUCTS_OF.get(dtype, "float32")
     if key == "float32" and torch.get_float32_matmul_precision() != "highest":
         key = "tfloat32"
@@ -137,19 +138,19 @@ def bytes_moved(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outpu
     name = func._schema.name
     if name in SCATTERS:
         # self, then a dimension or not, then indices and values: rows are read and written.
-        others = sum(map(_size, _tensors(args[1:])))
-        return others + 2 * max(map(_size, _tensors(args[1:])), default=0)
+        others = sum(map(_size, tensors_in(args[1:])))
+        return others + 2 * max(map(_size, tensors_in(args[1:])), default=0)
     skipped = PICKED_FROM.get(name, -1)
     read = [value for at, value in enumerate(args) if at != skipped]
     if name in OVERWRITES:
         read = read[1:]
     if name == "fsdp::all_gather_copy_in":
-        return 2 * sum(map(_size, _tensors(args[0])))  # into a part of the second
+        return 2 * sum(map(_size, tensors_in(args[0])))  # into a part of the second
     only_written = {argument.name for argument in func._schema.arguments if argument.is_out}
     read += [value for key, value in kwargs.items() if key not in only_written]
-    moved = sum(map(_size, _tensors(read)))
+    moved = sum(map(_size, tensors_in(read)))
     if skipped == 0:
-        moved += sum(map(_size, _tensors(outputs)))  # what was picked
+        moved += sum(map(_size, tensors_in(outputs)))  # what was picked
     return moved + sum(map(_size, _written(func, args, kwargs, outputs)))
 
 
@@ -166,7 +167,7 @@ def _written(
         and argument.name != "grads"
     ]
     seen: set[int] = set()
-    for tensor in _tensors([outputs, edited]):
+    for tensor in tensors_in([outputs, edited]):
         if id(tensor) not in seen:
             seen.add(id(tensor))
             yield tensor
@@ -177,16 +178,6 @@ def _argument(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: s
         if argument.name == name:
             return kwargs.get(name, args[at] if at < len(args) else argument.default_value)
     return None
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
 
 
 def _size(tensor: torch.Tensor) -> int:

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fsdp_overlap.simulator.costs import Costs
-from fsdp_overlap.simulator.models import model_of
-from fsdp_overlap.simulator.shortening import longest_run
+from fsdp_overlap.simulator.models import longest_run, model_of
 from fsdp_overlap.simulator.simulate import simulate
 from fsdp_overlap.simulator.training import Training
 
@@ -30,10 +29,10 @@ class Taken:
     exposed: float | None = None
 
 
-def measure(training: Training, costs: Costs) -> Taken:
-    """Simulates all of the model."""
+def measure(training: Training, costs: Costs, with_exposed: bool = True) -> Taken:
+    """Simulate all of the model."""
     found = simulate(training.program, training.gpus, costs)
-    exposed = found.report.exposed_time * 1e-6
+    exposed = found.report.exposed_time * 1e-6 if with_exposed else None
     return Taken(found.seconds, found.compute, found.memory, found.reserved, exposed)
 
 
@@ -65,7 +64,7 @@ def estimate(training: Training, costs: Costs, equal_blocks: int) -> Taken:
 
     def with_all_blocks(microbatches: int) -> Taken:
         plan = replace(training, microbatches=microbatches)
-        ends = [_simulated(replace(plan, blocks=blocks), costs) for blocks in short]
+        ends = [measure(replace(plan, blocks=blocks), costs, False) for blocks in short]
         return _beyond(ends[0], ends[1], times)
 
     try:
@@ -75,11 +74,6 @@ def estimate(training: Training, costs: Costs, equal_blocks: int) -> Taken:
     if len(taken) == 1:
         return taken[0]
     return _beyond(taken[0], taken[1], training.microbatches - ENOUGH_MICROBATCHES)
-
-
-def _simulated(training: Training, costs: Costs) -> Taken:
-    found = simulate(training.program, training.gpus, costs)
-    return Taken(found.seconds, found.compute, found.memory, found.reserved)
 
 
 def _short_lengths(training: Training, equal_blocks: int) -> tuple[int, int] | None:

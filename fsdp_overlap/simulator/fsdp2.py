@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fsdp_overlap.layout import Flat
-from fsdp_overlap.simulator.training import Meshes, Training, Unit
+from fsdp_overlap.simulator.training import Meshes, SimulatedUnit, Training
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Fsdp2Training(Training):
             training = replace(training, optimizer="torch-adamw")
         return cls(**{each.name: getattr(training, each.name) for each in fields(Training)})
 
-    def _shard(self, model: nn.Module, units: list[Unit], meshes: Meshes) -> Any:
+    def _shard(self, model: nn.Module, units: list[SimulatedUnit], meshes: Meshes) -> Any:
         policy = MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype)
         shard = partial(fully_shard, mp_policy=policy)
         part = self.reshard_after_forward
@@ -64,7 +64,7 @@ class Fsdp2Training(Training):
             self._prefetch(sharded, units, meshes)
         return sharded
 
-    def _prefetch(self, sharded: Any, units: list[Unit], meshes: Meshes) -> None:
+    def _prefetch(self, sharded: Any, units: list[SimulatedUnit], meshes: Meshes) -> None:
         """Lists for each unit those that are entered next. A block is entered before the experts in
         it, in forward and in backward."""
         blocks: list[list[Any]] = []

@@ -11,14 +11,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
 from functools import partial
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from fsdp_overlap.emulator import EmulatedDevice, running
 from fsdp_overlap.emulator.calls import NAME
+from fsdp_overlap.fully_shard import find_blocks
 
 PACKAGE = Path(__file__).parents[1]
 SHIPPED = Path(__file__).parent / "models"
@@ -219,3 +221,48 @@ def _runs_token_by_token(config: Any) -> bool:
             model(torch.zeros(1, tokens, dtype=torch.int64))
             counts.append(device.operations - before)
     return len(counts) == 2 and counts[0] != counts[1]
+
+
+# Models with fewer blocks: each block adds the same to a step's time and memory, so that short
+# models tell what long ones take.
+
+
+class EqualBlocks(NamedTuple):
+    """Equal blocks that follow each other in a list, from ``start`` on."""
+
+    modules: nn.ModuleList
+    start: int
+    length: int
+
+
+def longest_run(model: nn.Module) -> EqualBlocks | None:
+    """The most blocks in a row whose parameters have the same names and shapes, if a list has
+    them."""
+    blocks = set(find_blocks(model))
+    runs = []
+    for modules in model.modules():
+        if isinstance(modules, nn.ModuleList):
+            start = 0
+            for is_like, alike in groupby(modules, _looks):
+                members = list(alike)
+                if is_like and blocks.issuperset(members):
+                    runs.append(EqualBlocks(modules, start, len(members)))
+                start += len(members)
+    return max(runs, key=lambda run: run.length, default=None)
+
+
+def shorten(model: nn.Module, blocks: int) -> None:
+    """Leaves so many blocks of the longest run.
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    run = longest_run(model)
+    if run is None or run.length < blocks:
+        raise ValueError(f"{type(model).__name__} has no {blocks} equal blocks in a list")
+    del run.modules[run.start + blocks : run.start + run.length]
+
+
+def _looks(module: nn.Module) -> tuple[object, ...]:
+    shapes = [(name, parameter.shape) for name, parameter in module.named_parameters()]
+    return (type(module), *shapes) if shapes else ()

@@ -103,7 +103,7 @@ def _less(value: float, other: float, least: float) -> float:
 class Sent(dist.Work):
     """Work of gloo, for which the host waits in emulated time."""
 
-    def __init__(self, clock: Clock, transfer: Transfer) -> None:
+    def __init__(self, clock: CpuClock, transfer: Transfer) -> None:
         super().__init__()
         self.clock, self.transfer = clock, transfer
 
@@ -127,7 +127,7 @@ class Gloo(Nobody):
         """``nbytes`` is what all ranks of the group send. Groups of the other ranks send as much at
         the same time."""
         clock = active().timing
-        assert isinstance(clock, Clock)
+        assert isinstance(clock, CpuClock)
         groups = dist.get_world_size() / self.size()
         transfer = Transfer(clock.latency, nbytes * groups)
         clock.link.add(self, transfer, active().host.ends)
@@ -150,7 +150,7 @@ class Gloo(Nobody):
 
 
 @dataclass
-class Clock:
+class CpuClock:
     """The host's time, and the link's.
 
     latency: of a collective. slower: how many times as long operations take as in the profile.
@@ -227,7 +227,7 @@ def simulate_on_cpu(
         )
     bandwidth = fabric.within.bandwidth * fabric.within.efficiency.at(world_size)
     slower = max(1.0, world_size / cores)
-    clock = Clock(profile, SharedLink(bandwidth), fabric.within.latency, slower)
+    clock = CpuClock(profile, SharedLink(bandwidth), fabric.within.latency, slower)
     device = EmulatedDevice(timing=clock)
     with fake_ranks(world_size, BACKEND), running(device), _sleeping(device):
         step = program()

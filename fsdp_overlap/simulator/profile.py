@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import nn
 
+from fsdp_overlap.emulator.dispatch import tensors_in
 from fsdp_overlap.profiling.events import events_of, load_trace
 from fsdp_overlap.simulator.compute_time import flops_of
 from fsdp_overlap.simulator.tables import HardwareError
@@ -100,8 +101,7 @@ class Profile:
         taken = _of_operators(operators, kernels) if kernels else None
         for span in measured:
             seconds = 1e-6 * span["dur"] if taken is None else taken[id(span)]
-            key = tuple(_shapes(span)), tuple(_dtypes(span))
-            found[span["name"]][key].append(seconds)
+            found[span["name"]][_tensors_of(span)].append(seconds)
         calls = {
             name: [
                 Measured(shapes, dtypes, statistics.median(each))
@@ -152,7 +152,7 @@ class Profile:
         known = self.calls.get(func._schema.name)
         if not known:
             return None
-        tensors = list(_tensors([*args, *kwargs.values()]))
+        tensors = tensors_in([*args, *kwargs.values()])
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         if same := [call for call in known if call.shapes == shapes]:
             dtypes = [tensor.dtype for tensor in tensors]
@@ -216,20 +216,17 @@ def _gaps(operators: Sequence[Mapping[str, Any]]) -> float:
     return 1e-6 * statistics.mean(short) if short else 0.0
 
 
-def _shapes(span: Mapping[str, Any]) -> Iterator[Shape]:
+def _tensors_of(span: Mapping[str, Any]) -> Tensors:
+    shapes: list[Shape] = []
+    dtypes: list[torch.dtype | None] = []
     for dims, kind in zip(span["args"]["Input Dims"], span["args"]["Input type"], strict=True):
         if kind == "TensorList":
-            yield from map(tuple, dims)
+            shapes += map(tuple, dims)
+            dtypes += [None] * len(dims)
         elif kind not in ("", "Scalar", "ScalarList", "GenericList"):
-            yield tuple(dims)
-
-
-def _dtypes(span: Mapping[str, Any]) -> Iterator[torch.dtype | None]:
-    for dims, kind in zip(span["args"]["Input Dims"], span["args"]["Input type"], strict=True):
-        if kind == "TensorList":
-            yield from [None] * len(dims)
-        elif kind not in ("", "Scalar", "ScalarList", "GenericList"):
-            yield DTYPES.get(kind)
+            shapes.append(tuple(dims))
+            dtypes.append(DTYPES.get(kind))
+    return tuple(shapes), tuple(dtypes)
 
 
 def _work_of_call(func: Any, call: Measured) -> float:
@@ -247,11 +244,3 @@ def _work(func: Any, tensors: Sequence[torch.Tensor]) -> float:
     except (AttributeError, TypeError, ValueError, IndexError, AssertionError):
         flops = 0.0  # an operation that has other arguments between its tensors
     return flops or float(sum(tensor.nbytes for tensor in tensors))
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)

@@ -13,12 +13,19 @@ import torch.distributed as dist
 from fsdp_overlap.emulator import fake_ranks, running, torch_module
 from fsdp_overlap.emulator.ranks import Nobody
 from fsdp_overlap.profiling import RankReport, read_report
-from fsdp_overlap.simulator.clock import Clock, Costs
+from fsdp_overlap.simulator.clock import Clock
+from fsdp_overlap.simulator.costs import Costs
 from fsdp_overlap.simulator.hardware import Device, Fabric
-from fsdp_overlap.simulator.memory import Kind, Usage, counters
-from fsdp_overlap.simulator.observed import Collective, ObservedDevice, Stretch
-from fsdp_overlap.simulator.trace import Mark, marking, trace_of
-from fsdp_overlap.simulator.traffic import traffic
+from fsdp_overlap.simulator.observed import (
+    MemoryKind,
+    ObservedCollective,
+    ObservedDevice,
+    Stretch,
+    Usage,
+    counters,
+    traffic,
+)
+from fsdp_overlap.simulator.trace import TracedRange, marking, trace_of
 
 Step = Callable[[], object]
 """A training step: forwards, backwards and the optimizer's step."""
@@ -62,9 +69,9 @@ class Prediction:
     stretches: Sequence[Stretch]
     memory: int
     reserved: int
-    peak: Mapping[Kind, int]
+    peak: Mapping[MemoryKind, int]
     usage: Sequence[Usage]
-    collectives: Sequence[Collective]
+    collectives: Sequence[ObservedCollective]
     trace: dict[str, Any]
 
     @cached_property
@@ -124,7 +131,7 @@ def simulate(
                 noted.clear()
             start, begun = device.host.ends, ledger.position
             step()
-            marks.append(Mark("ProfilerStep#0", start, device.host.ends))
+            marks.append(TracedRange("ProfilerStep#0", start, device.host.ends))
         usage = ledger.usage(begun)
         trace = trace_of(clock.ran, marks, device.backwards, world_size)
         trace["traceEvents"] += counters(usage)

@@ -28,8 +28,7 @@ from fsdp_overlap.layout import Flat, LayoutRule, PerTensor
 from fsdp_overlap.optim import AdamW, Muon
 from fsdp_overlap.simulator.float8 import check_products, compute_in_float8, step_in_float8
 from fsdp_overlap.simulator.mixture import Experts, spread_experts
-from fsdp_overlap.simulator.models import check_positions, model_of
-from fsdp_overlap.simulator.shortening import shorten
+from fsdp_overlap.simulator.models import check_positions, model_of, shorten
 from fsdp_overlap.simulator.simulate import Step
 from fsdp_overlap.simulator.tensor_parallel import parallelize
 from fsdp_overlap.torch_internals import flash_attention
@@ -66,7 +65,7 @@ class Meshes(NamedTuple):
     tensor: DeviceMesh | None
 
 
-class Unit(NamedTuple):
+class SimulatedUnit(NamedTuple):
     """Modules that one call shards over ``mesh``. ``divisor`` is what gradients are divided by; 0
     for the number of ranks that they are reduced over."""
 
@@ -277,7 +276,7 @@ class Training:
         )
         return Meshes(whole, grid[names], grid.get_group("experts"), None)
 
-    def _units_of(self, model: nn.Module, meshes: Meshes) -> list[Unit]:
+    def _units_of(self, model: nn.Module, meshes: Meshes) -> list[SimulatedUnit]:
         """The units below the root, inner ones first. Blocks keep for backward what they shall."""
         blocks = find_blocks(model)
         if self.checkpointing != "none":
@@ -292,15 +291,15 @@ class Training:
             if meshes.tokens is not None:
                 # Of each expert there is one in each of these groups, which tokens of all reach.
                 units += [
-                    Unit([module], meshes.experts, self.gpus)
+                    SimulatedUnit([module], meshes.experts, self.gpus)
                     for block in of_unit
                     for module in block.modules()
                     if isinstance(module, Experts)
                 ]
-            units.append(Unit(of_unit, meshes.whole))
+            units.append(SimulatedUnit(of_unit, meshes.whole))
         return units
 
-    def _shard(self, model: nn.Module, units: list[Unit], meshes: Meshes) -> Any:
+    def _shard(self, model: nn.Module, units: list[SimulatedUnit], meshes: Meshes) -> Any:
         ctx = FsdpContext(meshes.whole, layout=self.layout, prefetch=self.prefetch)
         policy = MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype)
         wire = QuantizedCommPolicy(self.wire_dtype) if self.wire_dtype is not None else None
