@@ -25,7 +25,7 @@ from fsdp_overlap.simulator.choices import (
     with_defaults,
     works,
 )
-from fsdp_overlap.simulator.estimate import Taken, count_equal_blocks, estimate, measure
+from fsdp_overlap.simulator.estimate import StepCost, count_equal_blocks, estimate, measure
 from fsdp_overlap.simulator.float8 import fused_casts
 from fsdp_overlap.simulator.models import longest_run, shorten
 from fsdp_overlap.simulator.plan_code import code_of
@@ -95,11 +95,11 @@ TINY, SHORT, LONG, LONGER, ONE_BY_ONE = (f"{__name__}:{name}" for name in NAMES)
 COSTS = Costs(Device.read("h100_sxm"), Fabric.read("nvlink4_400g"))
 
 
-TAKEN: dict[Training, Taken] = {}
+TAKEN: dict[Training, StepCost] = {}
 """What plans were found to take, with ``COSTS``."""
 
 
-def measure_once(plan: Training, costs: Costs) -> Taken:
+def measure_once(plan: Training, costs: Costs) -> StepCost:
     assert costs is COSTS
     if plan not in TAKEN:
         TAKEN[plan] = measure(plan, costs)
@@ -200,7 +200,7 @@ def test_the_best_plan_is_that_of_an_exhaustive_search() -> None:
     assert (again.seconds, again.reserved) == (best.seconds, best.taken.reserved)
 
 
-def made_up(plan: Training, *_: object) -> Taken:
+def made_up(plan: Training, *_: object) -> StepCost:
     """Time and memory that every choice adds to by itself."""
     again, kept = {"none": (1.0, 8), "selective": (1.1, 4), "full": (1.3, 1)}[plan.checkpointing]
     memory = kept * plan.batch + 2 * plan.prefetch + plan.blocks_a_unit
@@ -209,7 +209,7 @@ def made_up(plan: Training, *_: object) -> Taken:
     reductions = plan.microbatches if plan.reduce_each else 1
     gathers = plan.microbatches if plan.stage == 3 else 1
     exposed = 0.4 * gathers / (1 + plan.prefetch) + 0.1 * reductions + 0.05 / plan.blocks_a_unit
-    return Taken(again + exposed, again, memory, memory + 2)
+    return StepCost(again + exposed, again, memory, memory + 2)
 
 
 @pytest.mark.parametrize("limit", [6, 9, 12, 16, 20, 30, 60])
@@ -249,7 +249,7 @@ def test_less_memory_gives_a_slower_plan_and_none_if_it_is_too_little() -> None:
     assert none.skipped[DOES_NOT_FIT] > 0
 
 
-def run_or_made_up(plan: Training, costs: Costs, *_: object) -> Taken:
+def run_or_made_up(plan: Training, costs: Costs, *_: object) -> StepCost:
     """Runs what may raise: several sequences at once."""
     return measure(plan, costs) if plan.batch > 1 else made_up(plan)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_overlap.emulator import Call, Operation
+from fsdp_overlap.emulator import Operation, OperatorCall
 from fsdp_overlap.simulator.collective_time import (
     group_of,
     seconds_of_collective,
@@ -137,7 +137,7 @@ def test_stretched_compute_takes_so_many_times_as_long() -> None:
     device = Device.read("h100_sxm")
     values = torch.empty(MIB, device="meta")
     unknown = Operation("copy", [values], [values])  # by Python, which calls no operator
-    call = Call(torch.ops.aten.mul.Tensor, (values, values), {}, values)
+    call = OperatorCall(torch.ops.aten.mul.Tensor, (values, values), {}, values)
     for operation, moved in ((unknown, 2), (unknown._replace(call=call), 3)):
         expected = 2e-6 + moved * 4 * MIB / (3.35e12 * 0.92)
         assert Costs(device, H100).compute(operation) == pytest.approx(expected)

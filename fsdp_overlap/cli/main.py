@@ -22,7 +22,7 @@ from fsdp_overlap.cli.launch import Place, describe_failure, find_place, launch
 from fsdp_overlap.cli.output import BadInput
 from fsdp_overlap.cli.report import report as write_overlap_report
 from fsdp_overlap.cli.report import watch as watch_traces
-from fsdp_overlap.cli.run_folder import check_out, read_begun
+from fsdp_overlap.cli.run_folder import check_out, read_saved_run
 
 app = typer.Typer(
     help="Fully-sharded data parallelism for PyTorch, with every collective under compute.",
@@ -129,7 +129,7 @@ def _check_alone(context: typer.Context) -> None:
 
 
 def _go_on(folder: Path, place: Place) -> None:
-    begun = read_begun(folder)
+    begun = read_saved_run(folder)
     config = begun.config
     together = begun.ranks * config.batch_size
     per_microbatch = together // config.microbatches

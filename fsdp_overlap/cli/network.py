@@ -18,7 +18,7 @@ _IPV6 = Path("/proc/net/if_inet6")
 
 
 @dataclass(frozen=True)
-class Chosen:
+class GlooInterface:
     """The interface that gloo would use, and its address. ``interface`` is None if no interface is
     known to have the address, ``address`` is None if there is none that gloo could use."""
 
@@ -52,14 +52,14 @@ def addresses() -> dict[str, list[str]]:
     return found
 
 
-def by_host_name() -> Chosen:
+def by_host_name() -> GlooInterface:
     """What gloo takes if GLOO_SOCKET_IFNAME is not set: the first address of this machine's host
     name that a socket can be bound to. torch takes 127.0.0.1 if there is none, which is then not in
     the answer."""
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
-        return Chosen(None, None)
+        return GlooInterface(None, None)
     for family, kind, protocol, _, where in found:
         try:
             with socket.socket(family, kind, protocol) as tried:
@@ -70,8 +70,8 @@ def by_host_name() -> Chosen:
         has = [name for name, own in addresses().items() if address in own]
         # Linux answers to all of 127.0.0.0/8.
         loopback = "lo" if address.startswith("127.") else None
-        return Chosen(has[0] if has else loopback, address)
-    return Chosen(None, None)
+        return GlooInterface(has[0] if has else loopback, address)
+    return GlooInterface(None, None)
 
 
 def reachable() -> list[str]:

@@ -31,7 +31,7 @@ def check_out(out: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Begun:
+class SavedRun:
     """A run that was begun. unigram_entropy: of its validation text, to recognize the text by."""
 
     config: TrainConfig
@@ -39,7 +39,7 @@ class Begun:
     unigram_entropy: float
 
 
-def read_begun(folder: Path) -> Begun:
+def read_saved_run(folder: Path) -> SavedRun:
     """The run in `folder`. Raises BadInput if there is none."""
     path = folder / "config.json"
     try:
@@ -54,7 +54,7 @@ def read_begun(folder: Path) -> Begun:
     of_config["out"] = folder  # it may have been moved
     if of_config.get("data") is not None:
         of_config["data"] = Path(of_config["data"])
-    return Begun(TrainConfig(**of_config), ranks, entropy)
+    return SavedRun(TrainConfig(**of_config), ranks, entropy)
 
 
 def trace_path(folder: Path, rank: int, traces: str = TRACES) -> Path:

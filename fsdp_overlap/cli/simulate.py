@@ -22,11 +22,11 @@ from fsdp_overlap.simulator import (
     Costs,
     Device,
     Fabric,
-    Found,
     Fsdp2Training,
     Plan,
     Prediction,
     Profile,
+    SearchResult,
     Training,
     search,
     simulate,
@@ -228,7 +228,7 @@ def _why_not(training: Training, prediction: Prediction, device: Device) -> str:
 
 
 def _show_best(
-    found: Found, device: Device, price: float | None, out: Path | None, took: float
+    found: SearchResult, device: Device, price: float | None, out: Path | None, took: float
 ) -> None:
     """Prints the table, how much better the best plan is than the defaults, and its code. Writes
     the code to ``plan.py`` in ``out``.
@@ -267,7 +267,7 @@ def _show_best(
         console.print(f"{out / 'plan.py'}", markup=False)
 
 
-def _against_defaults(found: Found) -> str:
+def _against_defaults(found: SearchResult) -> str:
     if found.speedup is None:
         return "The library's defaults do not fit."
     what = "the library's defaults"

@@ -43,7 +43,7 @@ Owner = weakref.ref[MemPool] | None
 
 
 @dataclass(eq=False)
-class Block:
+class MemoryBlock:
     """A piece of a segment, with its neighbours in the segment."""
 
     nbytes: int
@@ -52,8 +52,8 @@ class Block:
     address: int
     owner: Owner
     is_free: bool = False
-    before: Block | None = None
-    after: Block | None = None
+    before: MemoryBlock | None = None
+    after: MemoryBlock | None = None
     last: dict[int, Access] = field(default_factory=dict)
     """Since the block was freed: the last access of each queue by its former owners."""
 
@@ -69,7 +69,7 @@ class Block:
 class _Held(NamedTuple):
     """A block that other streams used when it was freed. ``is_done`` tells when they have."""
 
-    block: Block
+    block: MemoryBlock
     is_done: Callable[[], bool]
 
 
@@ -85,22 +85,22 @@ class Allocator:
         self.expandable = expandable
         self.allocated = self.reserved = 0
         self.peak_allocated = self.peak_reserved = 0
-        self._free: dict[tuple[Owner, int, bool], list[Block]] = {}
-        self._first: dict[tuple[Owner, int, bool], Block] = {}
+        self._free: dict[tuple[Owner, int, bool], list[MemoryBlock]] = {}
+        self._first: dict[tuple[Owner, int, bool], MemoryBlock] = {}
         """The first block of each expandable segment."""
         self._waiting: dict[frozenset[Queue], deque[_Held]] = {}
         """By the streams that used the blocks, in the order in which these were freed."""
         self.may_ask = True
         """Whether blocks are asked for that other streams used. While a graph is captured none are.
         """
-        self._unsafe: dict[tuple[Owner, int, bool], dict[Block, None]] = {}
+        self._unsafe: dict[tuple[Owner, int, bool], dict[MemoryBlock, None]] = {}
         """Those of them that streams may use when the recorded ones are done."""
         self._end = 0
         """The first address that no segment has had."""
 
     def take(
         self, nbytes: int, stream: Queue, pool: MemPool | None = None
-    ) -> tuple[Block, list[Access]]:
+    ) -> tuple[MemoryBlock, list[Access]]:
         """Memory for what is enqueued on ``stream`` from now on, from ``pool`` or from segments
         that belong to none. Also returns the accesses that the new owner must come after: the last
         ones to every free block that is large enough, because which of these is taken depends on
@@ -133,7 +133,7 @@ class Allocator:
 
     def give_back(
         self,
-        block: Block,
+        block: MemoryBlock,
         accesses: Iterable[Access],
         used: frozenset[Queue] = frozenset(),
         is_done: Callable[[], bool] = bool,
@@ -168,7 +168,7 @@ class Allocator:
             weakref.finalize(pool, self._release, owner).atexit = False
         return owner
 
-    def _put_back(self, block: Block) -> None:
+    def _put_back(self, block: MemoryBlock) -> None:
         free = self._free[_key(block)]
         block.is_free = True
         for other in (block.before, block.after):
@@ -220,7 +220,7 @@ class Allocator:
         """From now on peaks are those of what follows."""
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
 
-    def _reserve(self, nbytes: int, key: tuple[Owner, int, bool]) -> Block:
+    def _reserve(self, nbytes: int, key: tuple[Owner, int, bool]) -> MemoryBlock:
         owner, stream, is_small = key
         if is_small:
             size = SMALL_SEGMENT
@@ -230,9 +230,9 @@ class Allocator:
             size = -(-nbytes // ROUND_SEGMENT) * ROUND_SEGMENT
         address = self._end
         self._end += size
-        return self._map(Block(size, stream, is_small, address, owner))
+        return self._map(MemoryBlock(size, stream, is_small, address, owner))
 
-    def _expand(self, nbytes: int, key: tuple[Owner, int, bool]) -> Block:
+    def _expand(self, nbytes: int, key: tuple[Owner, int, bool]) -> MemoryBlock:
         """A block at the end of the expandable segment, which grows by as many pages as are
         missing."""
         owner, stream, is_small = key
@@ -242,30 +242,30 @@ class Allocator:
         missing = nbytes - (last.nbytes if last is not None and last.is_free else 0)
         size = -(-missing // _page(is_small)) * _page(is_small)
         if last is None:
-            self._first[key] = block = Block(size, stream, is_small, self._end, owner)
+            self._first[key] = block = MemoryBlock(size, stream, is_small, self._end, owner)
             self._end += ADDRESSES
             return self._map(block)
-        more = Block(size, stream, is_small, last.address + last.nbytes, owner, before=last)
+        more = MemoryBlock(size, stream, is_small, last.address + last.nbytes, owner, before=last)
         last.after = self._map(more)
         if not last.is_free:
             return more
         self._free[key].remove(last)
         return self._join(last, more)
 
-    def _map(self, block: Block) -> Block:
+    def _map(self, block: MemoryBlock) -> MemoryBlock:
         self.reserved += block.nbytes
         if block.pool is not None:
             block.pool.segments.append(range(block.address, block.address + block.nbytes))
         return block
 
-    def _split(self, block: Block, nbytes: int, free: list[Block]) -> None:
+    def _split(self, block: MemoryBlock, nbytes: int, free: list[MemoryBlock]) -> None:
         """Frees what ``block`` has beyond ``nbytes``, if that is large enough to be of use."""
         if block.pool is not None and block.pool.no_split:
             return
         left = block.nbytes - nbytes
         if left < ROUND or (not block.is_small and not self.expandable and left <= SMALL):
             return
-        rest = Block(
+        rest = MemoryBlock(
             left,
             block.stream,
             block.is_small,
@@ -281,7 +281,7 @@ class Allocator:
         block.after, block.nbytes = rest, nbytes
         free.append(rest)
 
-    def _join(self, first: Block, second: Block) -> Block:
+    def _join(self, first: MemoryBlock, second: MemoryBlock) -> MemoryBlock:
         first.nbytes += second.nbytes
         _merge(first.last, second.last)
         first.after = second.after
@@ -290,7 +290,7 @@ class Allocator:
         return first
 
 
-def _key(block: Block) -> tuple[Owner, int, bool]:
+def _key(block: MemoryBlock) -> tuple[Owner, int, bool]:
     return block.owner, block.stream, block.is_small
 
 

@@ -52,7 +52,7 @@ class _Backward:
         """The gradients of nodes that have not run, by their inputs."""
 
 
-class _OfThread(threading.local):
+class _ThreadBackwards(threading.local):
     """The backwards that a thread runs, by the engine's number."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Backwards:
         self.device = device
         self._thread = DeviceThread("emulated autograd", device.take_thread)
         self.end = self._thread.end
-        self._of_thread = _OfThread()
+        self._of_thread = _ThreadBackwards()
 
     def follow(self, output: Any) -> None:
         """Lets the nodes that ``output`` added to the graph run on the current stream."""

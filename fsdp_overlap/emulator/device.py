@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.emulator.allocator import Allocator, Block, MemPool
+from fsdp_overlap.emulator.allocator import Allocator, MemoryBlock, MemPool
 from fsdp_overlap.emulator.findings import Finding, Sync, place
-from fsdp_overlap.emulator.memory import Access, Memory
+from fsdp_overlap.emulator.memory import Access, TrackedMemory
 from fsdp_overlap.emulator.queues import Moment, Queue
 
 # As in torch's c10/cuda/CUDAStream.
@@ -36,7 +36,7 @@ def _locked(method: F) -> F:
     return cast("F", run)
 
 
-class Issued(NamedTuple):
+class IssuedCollective(NamedTuple):
     """A collective that this rank enqueued: its ``kind``, the ``group`` whose communicator it uses,
     and the ``ranks`` of that group. Empty ``ranks`` stand for all ranks."""
 
@@ -46,7 +46,7 @@ class Issued(NamedTuple):
 
 
 @dataclass(eq=False)
-class Enqueued:
+class EnqueuedCollective:
     """An asynchronous collective. Its tensors are kept until it was waited for, or the host knows
     that it is done."""
 
@@ -59,7 +59,7 @@ class Enqueued:
         self.device.land(self)
 
 
-class Call(NamedTuple):
+class OperatorCall(NamedTuple):
     """A call of one of torch's operators, and what it returned, once it has run."""
 
     func: Any
@@ -75,7 +75,7 @@ class Operation(NamedTuple):
     name: str
     reads: Sequence[torch.Tensor]
     writes: Sequence[torch.Tensor]
-    call: Call | None = None
+    call: OperatorCall | None = None
     group: dist.ProcessGroup | None = None
     staged: Sequence[torch.Tensor] = ()
 
@@ -93,7 +93,7 @@ class Timing(Protocol):
         ...
 
 
-class OfThread(threading.local):
+class ThreadState(threading.local):
     """What each thread has of its own: its current device, its stream, and the pool that it takes
     memory from, if it does not take segments that belong to no pool."""
 
@@ -149,7 +149,7 @@ class EmulatedDevice:
         """All threads of the program: which of them comes first is not looked at."""
         self.queues = [self.host]
         self.default = self.add_stream("the default stream")
-        self.of_thread = OfThread(self.default)
+        self.of_thread = ThreadState(self.default)
         self.program_streams = {self.default}
         """Those on which the program communicates by itself, as about activations."""
         self.allocator = Allocator(expandable_segments)
@@ -160,18 +160,18 @@ class EmulatedDevice:
         """What is wrong so far."""
         self.syncs: list[Sync] = []
         """When the host waited for the device."""
-        self.issued: list[Issued] = []
+        self.issued: list[IssuedCollective] = []
         """The collectives, in the order in which the host enqueued them."""
         self.operations = 0
         self.backwards: list[tuple[float, float]] = []
         """When the host began and ended each backward."""
         self._elsewhere: dict[int, Queue] = {}
         self._group_streams: dict[str, Queue] = {}
-        self._in_flight: set[Enqueued] = set()
+        self._in_flight: set[EnqueuedCollective] = set()
         self._pools: list[list[Queue]] = [[] for _ in range(PRIORITIES)]
         self._turns = [0] * PRIORITIES
-        self._memories: dict[int, Memory] = {}
-        self._blocks: dict[Memory, Block] = {}
+        self._memories: dict[int, TrackedMemory] = {}
+        self._blocks: dict[TrackedMemory, MemoryBlock] = {}
 
     # Threads
 
@@ -299,7 +299,7 @@ class EmulatedDevice:
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
         is_async: bool = False,
-    ) -> Enqueued | None:
+    ) -> EnqueuedCollective | None:
         """Enqueues a collective of ``group`` on the current stream. An asynchronous one runs on the
         stream of its group, after what is enqueued on the current one, and is to be waited for. If
         all memory is the host's, the host runs it at once."""
@@ -310,7 +310,7 @@ class EmulatedDevice:
         if self.issuing is not None:
             self.issuing(kind)
         ranks = tuple(dist.get_process_group_ranks(group))
-        self.issued.append(Issued(group.group_name, kind, ranks))
+        self.issued.append(IssuedCollective(group.group_name, kind, ranks))
         if not is_async:
             self.run(operation)
             return None
@@ -321,7 +321,7 @@ class EmulatedDevice:
             self.run(operation)
         finally:
             self.current = caller
-        enqueued = Enqueued(self, self.mark(stream), (*reads, *writes))
+        enqueued = EnqueuedCollective(self, self.mark(stream), (*reads, *writes))
         if not stream.is_captured:  # else nobody may ask
             self._in_flight = {each for each in self._in_flight if not self.is_done(each.moment)}
             self._in_flight.add(enqueued)
@@ -331,7 +331,7 @@ class EmulatedDevice:
         """The host waits for a barrier, a collective that is enqueued on the current stream."""
         self.wait_on_host(self.mark(self.current), "barrier")
 
-    def land(self, enqueued: Enqueued) -> None:
+    def land(self, enqueued: EnqueuedCollective) -> None:
         """Lets the current stream wait for a collective. Its tensors are kept no longer."""
         self.wait(self.current, enqueued.moment)
         self._in_flight.discard(enqueued)
@@ -354,7 +354,7 @@ class EmulatedDevice:
     # Memory
 
     @_locked
-    def memory_of(self, tensor: torch.Tensor) -> Memory:
+    def memory_of(self, tensor: torch.Tensor) -> TrackedMemory:
         """The memory of ``tensor``'s storage. A storage from before the model began is the
         host's."""
         storage = tensor.untyped_storage()
@@ -369,10 +369,10 @@ class EmulatedDevice:
         return self.memory_of(tensor).is_on_device
 
     @_locked
-    def place(self, tensor: torch.Tensor, on_device: bool, pinned: bool = False) -> Memory:
+    def place(self, tensor: torch.Tensor, on_device: bool, pinned: bool = False) -> TrackedMemory:
         """Notes that ``tensor``'s storage is new, and whether it lies on the device."""
         storage = tensor.untyped_storage()
-        memory = Memory(0, on_device, pinned)
+        memory = TrackedMemory(0, on_device, pinned)
         self._memories[storage._cdata] = memory
         weakref.finalize(storage, self._forget, storage._cdata, memory).atexit = False
         self._give(memory, storage.nbytes())
@@ -413,7 +413,7 @@ class EmulatedDevice:
         if block is None or block.stream != stream.index:
             memory.waited_for.add(stream)
 
-    def _give(self, memory: Memory, nbytes: int) -> None:
+    def _give(self, memory: TrackedMemory, nbytes: int) -> None:
         if memory.is_on_device and nbytes:
             if self.allocating is not None:
                 self.allocating(nbytes)
@@ -426,7 +426,7 @@ class EmulatedDevice:
             self.peak_on_host = max(self.peak_on_host, self.on_host)
         memory.nbytes = nbytes
 
-    def _take(self, memory: Memory) -> None:
+    def _take(self, memory: TrackedMemory) -> None:
         block = self._blocks.pop(memory, None)
         used = frozenset(memory.waited_for)
         moments = [self.mark(queue) for queue in used]
@@ -437,7 +437,7 @@ class EmulatedDevice:
             self.allocator.give_back(block, left, used, lambda: all(map(self.is_done, moments)))
 
     @_locked
-    def _forget(self, key: int, memory: Memory) -> None:
+    def _forget(self, key: int, memory: TrackedMemory) -> None:
         if self._memories.get(key) is memory:
             del self._memories[key]
         self._take(memory)
@@ -455,7 +455,7 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * size
 
 
-def compare_issued(ranks: Sequence[Sequence[Issued]]) -> Finding | None:
+def compare_issued(ranks: Sequence[Sequence[IssuedCollective]]) -> Finding | None:
     """A finding if ranks that enqueue these collectives, each in its own order, wait for each
     other; else None. Communicators that share a device must be used in one order on all ranks: else
     each waits for a kernel that cannot start."""

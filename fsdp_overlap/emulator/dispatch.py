@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap.emulator.device import Call, EmulatedDevice, Operation
+from fsdp_overlap.emulator.device import EmulatedDevice, Operation, OperatorCall
 from fsdp_overlap.emulator.findings import place
 from fsdp_overlap.emulator.functional import Functional, is_functional
 from fsdp_overlap.emulator.shapes import run_on_shapes
@@ -151,12 +151,12 @@ class Dispatch(TorchDispatchMode):
                 if w
                 for t in tensors_in(value)
             ]
-            return self._run(about, Call(func, args, kwargs), values, reads, writes)
+            return self._run(about, OperatorCall(func, args, kwargs), values, reads, writes)
 
     def _run(
         self,
         about: About,
-        call: Call,
+        call: OperatorCall,
         values: Sequence[Any],
         reads: list[torch.Tensor],
         writes: list[torch.Tensor],
@@ -282,7 +282,7 @@ def has_values(tensor: torch.Tensor) -> bool:
 
 
 def run_without_values(
-    about: About, call: Call, tensors: Sequence[torch.Tensor], makes_on_device: bool
+    about: About, call: OperatorCall, tensors: Sequence[torch.Tensor], makes_on_device: bool
 ) -> Any:
     """What a call returns for ``tensors`` of which some have no values. What it would write to
     those that have some is lost, and what comes to the host is zero."""

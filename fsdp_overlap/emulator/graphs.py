@@ -22,11 +22,11 @@ from unittest.mock import patch
 import torch
 
 from fsdp_overlap.emulator import torch_module
-from fsdp_overlap.emulator.allocator import Block, MemPool
-from fsdp_overlap.emulator.device import EmulatedDevice, Issued, Operation, extent
+from fsdp_overlap.emulator.allocator import MemoryBlock, MemPool
+from fsdp_overlap.emulator.device import EmulatedDevice, IssuedCollective, Operation, extent
 from fsdp_overlap.emulator.dispatch import tensors_in
 from fsdp_overlap.emulator.findings import Finding, place
-from fsdp_overlap.emulator.memory import Access, Memory
+from fsdp_overlap.emulator.memory import Access, TrackedMemory
 from fsdp_overlap.emulator.queues import Clock, Moment, Queue, Stamp
 from fsdp_overlap.emulator.torch_module import Stream, active, synchronize
 from fsdp_overlap.torch_internals import (
@@ -62,8 +62,8 @@ class Slot:
     """Memory that a graph uses: that of one storage, from one allocation to the next."""
 
     storage: weakref.ref[torch.UntypedStorage]
-    memory: Memory
-    block: Block | None
+    memory: TrackedMemory
+    block: MemoryBlock | None
     nbytes: int
     is_of_pool: bool
     """Whether it was taken from the graph's pool, which nobody else gets."""
@@ -71,13 +71,13 @@ class Slot:
     """The storage, if the program has it when the capture ends."""
     own: torch.UntypedStorage | None = None
     """In place of a storage of the pool that is gone."""
-    own_memory: Memory = field(default_factory=lambda: Memory(0, True))
+    own_memory: TrackedMemory = field(default_factory=lambda: TrackedMemory(0, True))
 
     def is_there(self, device: EmulatedDevice) -> bool:
         """Whether the storage still has the memory that it had in the capture."""
         return self.storage() is not None and device._blocks.get(self.memory) is self.block
 
-    def resolve(self, device: EmulatedDevice) -> tuple[torch.UntypedStorage, Memory] | None:
+    def resolve(self, device: EmulatedDevice) -> tuple[torch.UntypedStorage, TrackedMemory] | None:
         """The storage to replay on, and whose accesses to compare with. ``None`` if it was not of
         the graph's pool, and was freed."""
         storage = self.storage()
@@ -120,7 +120,7 @@ class Node:
     call: tuple[Callable[..., Any], Any, Any, Sequence[View | None]] | None
     """What to call with which arguments, in which views stand for tensors, and for each tensor that
     it returns where that is copied to."""
-    issued: Issued | None
+    issued: IssuedCollective | None
     with_grad: bool
     """Whether gradients were enabled: some kernels ask."""
 
@@ -134,14 +134,14 @@ class Capture:
         self.mode = mode
         self.origin = device.current
         self.nodes: list[Node] = []
-        self.slots: dict[tuple[Memory, int], Slot] = {}
+        self.slots: dict[tuple[TrackedMemory, int], Slot] = {}
         self.starts: dict[Queue, int] = {}
         """The streams that take part, and their ticks when they joined."""
         self.failure = ""
         self.collective: tuple[Callable[..., Any], Any, Any] | None = None
-        self._generations: dict[Memory, int] = {}
+        self._generations: dict[TrackedMemory, int] = {}
         self._clocks: dict[Queue, tuple[Clock, float]] = {}
-        self._accesses: dict[Memory, list[Access]] = {}
+        self._accesses: dict[TrackedMemory, list[Access]] = {}
         self._bytes: list[tuple[Slot, torch.Tensor]] = []
         self._random = torch.get_rng_state()
         self._issued = len(device.issued)
@@ -228,7 +228,7 @@ class Capture:
         if self.device.current in self.starts:
             self._save(tensors)
 
-    def give(self, give: Any, memory: Memory, nbytes: int) -> None:
+    def give(self, give: Any, memory: TrackedMemory, nbytes: int) -> None:
         device = self.device
         self._generations[memory] = self._generations.get(memory, 0) + 1
         # torch's allocator asks whether the stream is captured at this very moment.
@@ -425,7 +425,9 @@ class CUDAGraph:
                 device.findings.append(Finding("reuse", text))
                 return
 
-    def _resolve(self, device: EmulatedDevice, slot: Slot) -> tuple[torch.UntypedStorage, Memory]:
+    def _resolve(
+        self, device: EmulatedDevice, slot: Slot
+    ) -> tuple[torch.UntypedStorage, TrackedMemory]:
         assert self._capture is not None
         found = slot.resolve(device)
         if found is None:
@@ -445,7 +447,7 @@ class CUDAGraph:
         node: Node,
         before: Clock,
         bases: dict[Queue, int],
-        resolved: dict[Slot, tuple[torch.UntypedStorage, Memory]],
+        resolved: dict[Slot, tuple[torch.UntypedStorage, TrackedMemory]],
     ) -> None:
         """Compares the accesses of ``node`` with those that are not ordered before it."""
         branch = self._branches[node.queue]
@@ -463,7 +465,7 @@ class CUDAGraph:
             memory.note(access)
 
     def _prepare(
-        self, capture: Capture, resolved: dict[Slot, tuple[torch.UntypedStorage, Memory]]
+        self, capture: Capture, resolved: dict[Slot, tuple[torch.UntypedStorage, TrackedMemory]]
     ) -> list[Callable[[], None] | None]:
         """What to call for each node, on the memory that slots have now."""
         key = [id(storage) for storage, _ in resolved.values()]

@@ -24,7 +24,7 @@ class Access:
 
 
 @dataclass(eq=False)
-class Memory:
+class TrackedMemory:
     """The memory of one storage, with the accesses that a later one may conflict with."""
 
     nbytes: int

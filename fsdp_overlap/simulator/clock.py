@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import torch.distributed as dist
 
 from fsdp_overlap.emulator import Operation
 from fsdp_overlap.emulator.queues import Queue
+from fsdp_overlap.profiling.intervals import Interval, clip, measure, union
 from fsdp_overlap.simulator.costs import Costs
-
-Interval = tuple[float, float]
 
 
 @dataclass
-class Ran:
+class TimedOperation:
     """An operation on a stream. Times in seconds since the device's start."""
 
     name: str
@@ -37,7 +36,7 @@ class Row:
 
     start: float
     end: float
-    last: Ran
+    last: TimedOperation
 
 
 class LinkSchedule:
@@ -75,7 +74,7 @@ class Clock:
     costs: Costs
     computed: float = 0.0
     """Seconds of compute so far, as if it had been alone."""
-    ran: list[Ran] = field(default_factory=list)
+    ran: list[TimedOperation] = field(default_factory=list)
     links: dict[str, LinkSchedule] = field(default_factory=dict)
     pace: float = 1.0
     """How many times as long compute takes on this device as the costs say."""
@@ -93,7 +92,7 @@ class Clock:
         seconds = self.pace * self.costs.compute(operation)
         self.computed += seconds
         end = self._disturbed(ready, seconds)
-        ran = Ran(operation.name, stream.index, enqueued, ready, end)
+        ran = TimedOperation(operation.name, stream.index, enqueued, ready, end)
         self.ran.append(ran)
         rows = self.rows.setdefault(stream, [])
         if rows and ready <= rows[-1].end:
@@ -118,7 +117,7 @@ class Clock:
         end = self.ended[name] = link.take(ready, self.costs.collective(operation, ranks))
         self._delay(ready, busy)
         given, got = (sum(t.nbytes for t in each) for each in (operation.reads, operation.writes))
-        ran = Ran(operation.name, stream.index, enqueued, ready, end, name, given, got)
+        ran = TimedOperation(operation.name, stream.index, enqueued, ready, end, name, given, got)
         self.ran.append(ran)
         return end
 
@@ -140,7 +139,7 @@ class Clock:
             at = end
         return at + seconds
 
-    def _delay(self, since: float, busy_before: Sequence[Interval]) -> None:
+    def _delay(self, since: float, busy_before: list[Interval]) -> None:
         """Lets compute that is enqueued already end later, as far as links are now busy beside it
         that were not before. Pauses of a stream take that up. What else waits for such compute has
         been told its end, and does not learn of this."""
@@ -150,7 +149,7 @@ class Clock:
         busy = self._busy_after(since)
         for stream, rows in self.rows.items():
             end = 0.0
-            for row in rows[bisect.bisect_right(rows, since, key=_end_of_row) :]:
+            for row in rows[bisect.bisect_right(rows, since, key=attrgetter("end")) :]:
                 more = _overlap(row, busy) - _overlap(row, busy_before)
                 row.end += max(0.0, end - row.start) + lost * more
                 row.last.end = end = row.end
@@ -158,27 +157,16 @@ class Clock:
 
     def _busy_after(self, start: float) -> list[Interval]:
         """When any link is busy, from ``start`` on."""
-        found = sorted(
+        return union(
             (max(begin, start), end)
             for link in self.links.values()
             for begin, end in link.busy[bisect.bisect_right(link.busy, start, key=_end) :]
         )
-        merged: list[Interval] = []
-        for begin, end in found:
-            if merged and begin <= merged[-1][1]:
-                merged[-1] = merged[-1][0], max(end, merged[-1][1])
-            else:
-                merged.append((begin, end))
-        return merged
 
 
 def _end(interval: Interval) -> float:
     return interval[1]
 
 
-def _end_of_row(row: Row) -> float:
-    return row.end
-
-
-def _overlap(row: Row, busy: Sequence[Interval]) -> float:
-    return sum(max(0.0, min(row.end, end) - max(row.start, begin)) for begin, end in busy)
+def _overlap(row: Row, busy: list[Interval]) -> float:
+    return measure(clip(busy, row.start, row.end))

@@ -18,7 +18,7 @@ ENOUGH_MICROBATCHES = 2
 
 
 @dataclass(frozen=True)
-class Taken:
+class StepCost:
     """What a step takes, in seconds and bytes. ``compute``: seconds that compute would take alone;
     ``exposed``: seconds of communication that compute waits for, if it is known."""
 
@@ -29,11 +29,11 @@ class Taken:
     exposed: float | None = None
 
 
-def measure(training: Training, costs: Costs, with_exposed: bool = True) -> Taken:
+def measure(training: Training, costs: Costs, with_exposed: bool = True) -> StepCost:
     """Simulate all of the model."""
     found = simulate(training.program, training.gpus, costs)
     exposed = found.report.exposed_time * 1e-6 if with_exposed else None
-    return Taken(found.seconds, found.compute, found.memory, found.reserved, exposed)
+    return StepCost(found.seconds, found.compute, found.memory, found.reserved, exposed)
 
 
 def count_equal_blocks(model: str) -> int:
@@ -47,7 +47,7 @@ def count_equal_blocks(model: str) -> int:
     return 0 if run is None else run.length
 
 
-def estimate(training: Training, costs: Costs, equal_blocks: int) -> Taken:
+def estimate(training: Training, costs: Costs, equal_blocks: int) -> StepCost:
     """Extrapolates from models with fewer blocks, and from steps with fewer microbatches.
 
     Where that would take as long, or the short models do not run, the whole is simulated. What is
@@ -62,7 +62,7 @@ def estimate(training: Training, costs: Costs, equal_blocks: int) -> Taken:
         per_step = [ENOUGH_MICROBATCHES, ENOUGH_MICROBATCHES + 1]
     times = (equal_blocks - few) / (more - few)
 
-    def with_all_blocks(microbatches: int) -> Taken:
+    def with_all_blocks(microbatches: int) -> StepCost:
         plan = replace(training, microbatches=microbatches)
         ends = [measure(replace(plan, blocks=blocks), costs, False) for blocks in short]
         return _beyond(ends[0], ends[1], times)
@@ -86,14 +86,14 @@ def _short_lengths(training: Training, equal_blocks: int) -> tuple[int, int] | N
     return (few, more) if few + more < equal_blocks else None
 
 
-def _beyond(few: Taken, more: Taken, times: float) -> Taken:
+def _beyond(few: StepCost, more: StepCost, times: float) -> StepCost:
     """What is ``times`` as far from ``few`` as ``more`` is."""
 
     def line(start: float, end: float) -> float:
         return start + times * (end - start)
 
     memory = line(few.memory, more.memory)
-    return Taken(
+    return StepCost(
         seconds=line(few.seconds, more.seconds),
         compute=line(few.compute, more.compute),
         memory=memory,

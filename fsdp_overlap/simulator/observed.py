@@ -15,7 +15,7 @@ from torch.optim.optimizer import (
 )
 
 from fsdp_overlap.emulator import EmulatedDevice, Operation, Timing
-from fsdp_overlap.emulator.allocator import Allocator, Block, MemPool
+from fsdp_overlap.emulator.allocator import Allocator, MemoryBlock, MemPool
 from fsdp_overlap.emulator.memory import Access
 from fsdp_overlap.emulator.queues import Queue
 from fsdp_overlap.simulator.collective_time import group_of
@@ -36,7 +36,7 @@ MIB = 2**20
 
 
 @dataclass(eq=False)
-class Held:
+class Allocation:
     """A piece of memory from when it is taken until it is given back."""
 
     nbytes: int
@@ -45,7 +45,7 @@ class Held:
     """What the program did when it took it."""
     kind: MemoryKind | None = None
     """What the collectives that used it say it is."""
-    copied_to: Held | None = None
+    copied_to: Allocation | None = None
 
 
 class Usage(NamedTuple):
@@ -62,9 +62,9 @@ class Ledger(Allocator):
         super().__init__()
         self.phase: Phase = "building"
         self._device = device
-        self._live: dict[int, Held] = {}
+        self._live: dict[int, Allocation] = {}
         """By address."""
-        self._changes: list[tuple[float, Held, int]] = []
+        self._changes: list[tuple[float, Allocation, int]] = []
         """When, what, and by how many bytes memory grew."""
         self._reducing: set[int] = set()
         """The streams on which gradients are reduced."""
@@ -72,15 +72,15 @@ class Ledger(Allocator):
 
     def take(
         self, nbytes: int, stream: Queue, pool: MemPool | None = None
-    ) -> tuple[Block, list[Access]]:
+    ) -> tuple[MemoryBlock, list[Access]]:
         block, last = super().take(nbytes, stream, pool)
-        held = self._live[block.address] = Held(block.nbytes, stream.index, self.phase)
+        held = self._live[block.address] = Allocation(block.nbytes, stream.index, self.phase)
         self._changes.append((self._now(), held, held.nbytes))
         return block, last
 
     def give_back(
         self,
-        block: Block,
+        block: MemoryBlock,
         accesses: Iterable[Access],
         used: frozenset[Queue] = frozenset(),
         is_done: Callable[[], bool] = bool,
@@ -110,7 +110,7 @@ class Ledger(Allocator):
         for held in self._held([*operation.reads, *operation.writes]):
             held.kind = "full buffers" if is_gather else "gradients"
 
-    def _held(self, tensors: Sequence[torch.Tensor]) -> Iterator[Held]:
+    def _held(self, tensors: Sequence[torch.Tensor]) -> Iterator[Allocation]:
         for tensor in tensors:
             if tensor.numel() and self._device.is_here(tensor):
                 yield self._live[self._device.address_of(tensor)]
@@ -119,7 +119,7 @@ class Ledger(Allocator):
         # The host takes memory long before compute comes to use it.
         return max(self._device.host.ends, self._device.default.ends)
 
-    def kind_of(self, held: Held) -> MemoryKind:
+    def kind_of(self, held: Allocation) -> MemoryKind:
         if held.phase == "building":
             return "parameters"
         if held.phase == "optimizing":

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from fsdp_overlap.emulator import EmulatedDevice, Operation, active, fake_ranks, running
 from fsdp_overlap.emulator.dispatch import tensors_in
 from fsdp_overlap.emulator.queues import Queue
-from fsdp_overlap.emulator.ranks import Nobody
+from fsdp_overlap.emulator.ranks import FakeProcessGroup
 from fsdp_overlap.simulator.collective_time import GLOO_AT_A_TIME, GLOO_PASSES
 from fsdp_overlap.simulator.compute_time import FREE
 from fsdp_overlap.simulator.hardware import Fabric
@@ -100,7 +100,7 @@ def _less(value: float, other: float, least: float) -> float:
     return left if left > least else 0.0
 
 
-class Sent(dist.Work):
+class GlooWork(dist.Work):
     """Work of gloo, for which the host waits in emulated time."""
 
     def __init__(self, clock: CpuClock, transfer: Transfer) -> None:
@@ -117,7 +117,7 @@ class Sent(dist.Work):
         return self.transfer.end is not None
 
 
-class Gloo(Nobody):
+class Gloo(FakeProcessGroup):
     """One of several ranks that send over the clock's link, of which the others do not exist."""
 
     def name(self) -> str:
@@ -131,7 +131,7 @@ class Gloo(Nobody):
         groups = dist.get_world_size() / self.size()
         transfer = Transfer(clock.latency, nbytes * groups)
         clock.link.add(self, transfer, active().host.ends)
-        return Sent(clock, transfer)
+        return GlooWork(clock, transfer)
 
     def _issue(self, kind: str, writes: Any, reads: Any = (), opts: object = None) -> dist.Work:
         others = self.size() - 1

@@ -47,7 +47,7 @@ class _WithoutShapes(Exception):
     pass
 
 
-class Measured(NamedTuple):
+class MeasuredOperation(NamedTuple):
     """What an operation on tensors of these shapes took."""
 
     shapes: Shapes
@@ -64,7 +64,7 @@ class Profile:
         host_seconds: what the host took for an operation beside these.
     """
 
-    calls: Mapping[str, Sequence[Measured]]
+    calls: Mapping[str, Sequence[MeasuredOperation]]
     host_seconds: float
 
     @classmethod
@@ -104,7 +104,7 @@ class Profile:
             found[span["name"]][_tensors_of(span)].append(seconds)
         calls = {
             name: [
-                Measured(shapes, dtypes, statistics.median(each))
+                MeasuredOperation(shapes, dtypes, statistics.median(each))
                 for (shapes, dtypes), each in by_tensors.items()
             ]
             for name, by_tensors in found.items()
@@ -160,7 +160,7 @@ class Profile:
             return max(call.seconds for call in same_dtypes or same)
         work = _work(func, tensors)
 
-        def distance(call: Measured) -> float:
+        def distance(call: MeasuredOperation) -> float:
             return abs(math.log(max(1.0, work) / max(1.0, _work_of_call(func, call))))
 
         nearest = min(known, key=distance)
@@ -229,7 +229,7 @@ def _tensors_of(span: Mapping[str, Any]) -> Tensors:
     return tuple(shapes), tuple(dtypes)
 
 
-def _work_of_call(func: Any, call: Measured) -> float:
+def _work_of_call(func: Any, call: MeasuredOperation) -> float:
     tensors = [
         torch.empty(shape, dtype=dtype or torch.float32, device="meta")
         for shape, dtype in zip(call.shapes, call.dtypes, strict=True)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_overlap.emulator import fake_ranks, running, torch_module
-from fsdp_overlap.emulator.ranks import Nobody
+from fsdp_overlap.emulator.ranks import FakeProcessGroup
 from fsdp_overlap.profiling import RankReport, read_report
 from fsdp_overlap.simulator.clock import Clock
 from fsdp_overlap.simulator.costs import Costs
@@ -33,7 +33,7 @@ Step = Callable[[], object]
 BACKEND = "nccl_in_name_only"
 
 
-class Nccl(Nobody):
+class Nccl(FakeProcessGroup):
     """Ranks that name themselves NCCL, which the library has collectives of their own for."""
 
     def name(self) -> str:

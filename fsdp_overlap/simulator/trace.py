@@ -13,7 +13,7 @@ from fsdp_overlap.comm import spans
 from fsdp_overlap.emulator import EmulatedDevice
 from fsdp_overlap.engine import hooks
 from fsdp_overlap.engine.comm_context import CommContext
-from fsdp_overlap.simulator.clock import Ran
+from fsdp_overlap.simulator.clock import TimedOperation
 
 HOST_THREAD = 1
 LAUNCH_SECONDS = 1e-7  # so short that a launch lies within what the host was busy with
@@ -58,7 +58,7 @@ def marking(device: EmulatedDevice) -> Iterator[list[TracedRange]]:
 
 
 def trace_of(
-    ran: Iterable[Ran],
+    ran: Iterable[TimedOperation],
     marks: Iterable[TracedRange],
     backwards: Iterable[tuple[float, float]],
     world_size: int,

@@ -171,26 +171,17 @@ class Training:
             raise ValueError(
                 f"tensor={self.tensor} with experts={self.experts}: leave one of the two at 1"
             )
-        if self.sequence % self.tensor:
-            raise ValueError(
-                f"{self.tensor} GPUs cannot share a sequence of {self.sequence} tokens: "
-                f"{self.sequence} is no multiple of {self.tensor}"
-            )
-        if self.gpus % self.tensor:
-            raise ValueError(
-                f"{self.gpus} GPUs cannot share products {self.tensor} by {self.tensor}: "
-                f"{self.gpus} is no multiple of {self.tensor}"
-            )
-        if self.gpus // self.tensor % self.replicate:
-            raise ValueError(
-                f"{self.gpus // self.tensor} GPUs cannot hold {self.replicate} copies of each "
-                f"shard: {self.gpus // self.tensor} is no multiple of {self.replicate}"
-            )
-        if self.gpus // self.replicate % self.experts:
-            raise ValueError(
-                f"{self.gpus // self.replicate} GPUs that hold one copy cannot share experts "
-                f"{self.experts} by {self.experts}: it is no multiple"
-            )
+        tensor, wide = self.tensor, self.gpus // self.tensor
+        experts, of_copy = self.experts, self.gpus // self.replicate
+        by = f"{experts} by {experts}"
+        for total, parts, problem in (
+            (self.sequence, tensor, f"{tensor} GPUs cannot share {self.sequence} tokens"),
+            (self.gpus, tensor, f"{self.gpus} GPUs cannot share products {tensor} by {tensor}"),
+            (wide, self.replicate, f"{wide} GPUs cannot hold {self.replicate} copies of a shard"),
+            (of_copy, experts, f"{of_copy} GPUs that hold one copy cannot share experts {by}"),
+        ):
+            if total % parts:
+                raise ValueError(f"{problem}: {total} is no multiple of {parts}")
         for name, known in (("optimizer", OPTIMIZERS), ("checkpointing", CHECKPOINTING)):
             if (given := getattr(self, name)) not in known:
                 raise ValueError(f"{name}={given!r}: must be one of {', '.join(known)}")
@@ -261,19 +252,18 @@ class Training:
     def _meshes(self) -> Meshes:
         copies, shards = self.replicate, self.gpus // self.replicate // self.tensor
         names = ("replicate", "shard") if copies > 1 else ("shard",)
+
+        def mesh_of(*sizes: int, inner: str = "") -> DeviceMesh:
+            all_names = (*names, inner) if inner else names
+            return init_device_mesh(DEVICE, sizes[-len(all_names) :], mesh_dim_names=all_names)
+
         if self.tensor > 1:
-            sizes = (copies, shards, self.tensor)
-            grid = init_device_mesh(
-                DEVICE, sizes[-len(names) - 1 :], mesh_dim_names=(*names, "tensor")
-            )
+            grid = mesh_of(copies, shards, self.tensor, inner="tensor")
             return Meshes(grid[names], grid[names], None, grid["tensor"])
-        whole = init_device_mesh(DEVICE, (copies, shards)[-len(names) :], mesh_dim_names=names)
+        whole = mesh_of(copies, shards)
         if self.experts == 1:
             return Meshes(whole, whole, None, None)
-        sizes = (copies, shards // self.experts, self.experts)
-        grid = init_device_mesh(
-            DEVICE, sizes[-len(names) - 1 :], mesh_dim_names=(*names, "experts")
-        )
+        grid = mesh_of(copies, shards // self.experts, self.experts, inner="experts")
         return Meshes(whole, grid[names], grid.get_group("experts"), None)
 
     def _units_of(self, model: nn.Module, meshes: Meshes) -> list[SimulatedUnit]:

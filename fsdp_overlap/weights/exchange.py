@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -32,7 +34,6 @@ from fsdp_overlap.weights.transfer_plan import (
     TensorLayout,
     TransferItem,
     TransferRound,
-    on_several_meshes,
     plan_rounds,
     plan_transfers,
 )
@@ -207,7 +208,10 @@ class WeightExchange:
         Raises:
             ValueError: they differ, as experts do that have the same names on all ranks.
         """
-        names = on_several_meshes(has)
+        # Copies, or tensors of their own, as those of experts.
+        names = [
+            name for name, layouts in has.items() if len({layout.mesh for layout, _ in layouts}) > 1
+        ]
         if not names:
             return
         mine = {
@@ -316,6 +320,32 @@ class WeightExchange:
 
         label = ", ".join(each.completes[:3])
         return self.lane.enqueue(self.what, label, issue, accept, sum(sizes))
+
+    def run(
+        self,
+        rounds: Iterable[tuple[TransferRound, Messages]],
+        sources: TensorParts,
+        targets: TensorParts,
+        ahead: int,
+    ) -> Iterator[tuple[TransferRound, Messages]]:
+        """Enqueue ``rounds`` with what this rank sends and receives in each, so many ``ahead`` of
+        the one that is waited for. Yield each when it is done. Collective."""
+        in_flight: deque[tuple[Ticket, tuple[TransferRound, Messages]]] = deque()
+        to_start = iter(rounds)
+        try:
+            while True:
+                while len(in_flight) <= ahead and (each := next(to_start, None)) is not None:
+                    in_flight.append((self.start(*each, sources, targets), each))
+                if not in_flight:
+                    return
+                ticket, done = in_flight.popleft()
+                ticket.wait()
+                yield done
+        finally:
+            # Where the loop was left, what travels still reads shards and writes to memory.
+            for ticket, _ in in_flight:
+                with suppress(RuntimeError):
+                    ticket.wait()
 
 
 def exchange_of(model: nn.Module, weights: Collection[torch.Tensor], what: str) -> WeightExchange:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_overlap.comm.lanes import Ticket
 from fsdp_overlap.comm.streams import has_streams, streams_of
 from fsdp_overlap.weights.exchange import WeightExchange, exchange_of
 from fsdp_overlap.weights.tensor_chunks import Chunk, full_chunk, local_chunks
@@ -113,24 +110,12 @@ def whole_weights(
             arriving[name] = torch.empty(shape, dtype=dtype, device=exchange.device)
         return [(full_chunk(wants[name].shape), arriving[name])]
 
-    in_flight: deque[tuple[Ticket, TransferRound]] = deque()
-    to_start = iter(rounds)
-    try:
-        for _ in rounds:
-            while len(in_flight) <= prefetch and (each := next(to_start, None)) is not None:
-                messages = each.messages(exchange.rank)
-                in_flight.append((exchange.start(each, messages, sources, targets), each))
-            ticket, done = in_flight.popleft()
-            ticket.wait()
-            for name in done.completes:
-                if name in wants:
-                    targets(name)  # has memory by now, but for one without elements
-                    yield name, handed_over(arriving.pop(name))
-    finally:
-        # Where the loop was left, what travels still reads shards and writes to this memory.
-        for ticket, _ in in_flight:
-            with suppress(RuntimeError):
-                ticket.wait()
+    messages = ((each, each.messages(exchange.rank)) for each in rounds)
+    for done, _ in exchange.run(messages, sources, targets, prefetch):
+        for name in done.completes:
+            if name in wants:
+                targets(name)  # has memory by now, but for one without elements
+                yield name, handed_over(arriving.pop(name))
 
 
 def handed_over(tensor: torch.Tensor) -> torch.Tensor:

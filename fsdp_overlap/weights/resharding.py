@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap.comm.lanes import Ticket, make_lane
+from fsdp_overlap.comm.lanes import make_lane
 from fsdp_overlap.comm.streams import current_device
 from fsdp_overlap.engine.context import context_of
 from fsdp_overlap.weights.exchange import RankLayouts, WeightExchange
@@ -117,21 +115,9 @@ class WeightResharder:
         if isinstance(self._sides[1], nn.Module):
             for unit in units_of(self._sides[1]):  # whose weights may be gathered ahead
                 context_of(unit).comm_context.gather_lane.before_compute()
-        in_flight: deque[Ticket] = deque()
-        try:
-            with torch.no_grad():
-                for each, messages in rounds:
-                    start = self._exchange.start(each, messages, self._sources, self._targets)
-                    in_flight.append(start)
-                    self._count(each, messages)
-                    if len(in_flight) > _AHEAD:
-                        in_flight.popleft().wait()
-                while in_flight:
-                    in_flight.popleft().wait()
-        finally:
-            for ticket in in_flight:  # after an error: it reads and writes all the same
-                with suppress(RuntimeError):
-                    ticket.wait()
+        with torch.no_grad():
+            for each, messages in self._exchange.run(rounds, self._sources, self._targets, _AHEAD):
+                self._count(each, messages)
         self._versions.update(versions)
 
     @cached_property

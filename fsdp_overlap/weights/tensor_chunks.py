@@ -56,15 +56,9 @@ def full_chunk(shape: Sequence[int]) -> Chunk:
     return Chunk((0,) * len(shape), tuple(shape))
 
 
-def slabs(shape: Sequence[int], most: int) -> list[Chunk]:
-    """The tensor of ``shape``, cut into chunks of at most ``most`` elements, but of one element at
-    least. They follow each other in the flattened tensor."""
-    sizes = tuple(shape)
-    return [slab(sizes, most, number) for number in range(slab_count(sizes, most))]
-
-
 def slab(shape: tuple[int, ...], most: int, number: int) -> Chunk:
-    """One of :func:`slabs`, reckoned without the others."""
+    """One chunk of the tensor of ``shape``, cut into chunks of at most ``most`` elements, but of
+    one element at least, which follow each other in the flattened tensor."""
     offsets, sizes = [], []
     for size, step, count in reversed(_steps(shape, most)):
         number, along = divmod(number, count)
@@ -74,7 +68,7 @@ def slab(shape: tuple[int, ...], most: int, number: int) -> Chunk:
 
 
 def slab_count(shape: tuple[int, ...], most: int) -> int:
-    """How many :func:`slabs` there are."""
+    """How many chunks :func:`slab` gives."""
     return prod(count for _, _, count in _steps(shape, most))
 
 

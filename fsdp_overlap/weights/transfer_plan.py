@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -234,14 +235,6 @@ def wants_all(has: Layouts, to: torch.dtype | None, among: Collection[int] | Non
     return found
 
 
-def on_several_meshes(has: Layouts) -> list[str]:
-    """The names that stand for a tensor on each of several meshes: copies, or tensors of their own,
-    as those of experts."""
-    return [
-        name for name, layouts in has.items() if len({layout.mesh for layout, _ in layouts}) > 1
-    ]
-
-
 def plan_transfers(
     has: Layouts, wants: Layouts, ranks: int, *, strict: bool, one: bool
 ) -> list[PlannedTensor]:
@@ -270,17 +263,15 @@ def plan_transfers(
                 if key not in known:
                     known[key] = _plan_transfer(name, layouts, asked, ranks, one)
                 dtypes = layouts[0][0].dtype, asked[0][0].dtype
-                found.append(PlannedTensor(name, min(dtypes, key=_itemsize), known[key]))
+                found.append(
+                    PlannedTensor(name, min(dtypes, key=attrgetter("itemsize")), known[key])
+                )
             except ValueError as error:
                 problems.append(str(error))
     if problems:
         more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise ValueError("; ".join(problems[:8]) + more)
     return found
-
-
-def _itemsize(dtype: torch.dtype) -> int:
-    return dtype.itemsize
 
 
 def _shapes(layouts: Sequence[tuple[TensorLayout, Sequence[int]]]) -> list[tuple[int, object]]:
