@@ -19,6 +19,7 @@ from fsdp_overlap.comm.graphs import before_capture_or_replay
 from fsdp_overlap.tensor.extension import is_subclass
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
 from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded
+from fsdp_overlap.torch_internals import tree_map_only
 
 
 class ShardStager(AsyncStager):
@@ -48,7 +49,7 @@ class ShardStager(AsyncStager):
         self._buffers = StagingBuffers(max_copied_bytes)
 
     @property
-    def most_copied_bytes(self) -> int:
+    def peak_copied_bytes(self) -> int:
         """The most that copies took at once so far."""
         return self._buffers.peak_bytes
 
@@ -65,7 +66,7 @@ class ShardStager(AsyncStager):
         plain.close()
         _guard(save)
         ready = _StagedFuture(save)
-        ready.set_result(_filled(staged, copied["others"]))
+        ready.set_result(tree_map_only(_CopiedIndex, copied["others"].__getitem__, staged))
         return ready
 
     def synchronize_staging(self) -> None:
@@ -159,14 +160,6 @@ def _is_readable(tensor: Sharded) -> bool:
     local = tensor._local_tensor
     is_here = tensor.device_mesh.get_coordinate() is not None
     return is_here and not (is_subclass(local) or local.is_meta or local.is_inference())
-
-
-def _filled(value: Any, others: list[Any]) -> Any:
-    if isinstance(value, dict):
-        return {key: _filled(each, others) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_filled(each, others) for each in value]
-    return others[value] if isinstance(value, _CopiedIndex) else value
 
 
 def keep_planned(plan: SavePlan, planner: SavePlanner) -> dict[str, StagedTensor]:

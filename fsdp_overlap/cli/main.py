@@ -233,12 +233,10 @@ def simulate(
     profile: Annotated[
         Path | None, typer.Option(help="Trace of the model on one such device, with shapes.")
     ] = None,
-    replicate: Annotated[int, typer.Option("--replicas", help="Replicas of each shard.")] = 1,
-    experts: Annotated[int, typer.Option("--expert-parallel", help="Expert parallel degree.")] = 1,
-    tensor: Annotated[int, typer.Option("--tensor-parallel", help="Tensor parallel degree.")] = 1,
-    batch: Annotated[
-        int, typer.Option("--micro-batch-size", help="Sequences per rank and microbatch.")
-    ] = 1,
+    replicas: Annotated[int, typer.Option(help="Replicas of each shard.")] = 1,
+    expert_parallel: Annotated[int, typer.Option(help="Expert parallel degree.")] = 1,
+    tensor_parallel: Annotated[int, typer.Option(help="Tensor parallel degree.")] = 1,
+    micro_batch_size: Annotated[int, typer.Option(help="Sequences per rank and microbatch.")] = 1,
     sequence: Annotated[
         int | None,
         typer.Option(help="Tokens per sequence [default: the model's positions, at most 8192]."),
@@ -247,14 +245,12 @@ def simulate(
     checkpointing: Annotated[
         str, typer.Option(help="none, selective, or full: what runs again in backward.")
     ] = "none",
-    blocks_a_unit: Annotated[
-        int, typer.Option("--blocks-per-unit", help="Blocks that are gathered as one.")
-    ] = 1,
+    blocks_per_unit: Annotated[int, typer.Option(help="Blocks that are gathered as one.")] = 1,
     stage: Annotated[int, typer.Option(help="ZeRO stage: 3 frees weights after each use.")] = 3,
     layout: Annotated[str, typer.Option(help="flat, rows or whole.")] = "flat",
     prefetch: Annotated[int, typer.Option(help="Units gathered ahead.")] = 1,
-    products: Annotated[
-        str | None, typer.Option("--linear-dtype", help="float8, by torchao [default: bfloat16].")
+    linear_dtype: Annotated[
+        str | None, typer.Option(help="float8, by torchao [default: bfloat16].")
     ] = None,
     optimizer: Annotated[str, typer.Option(help="adamw, torch-adamw or muon.")] = "adamw",
     against_fsdp2: Annotated[

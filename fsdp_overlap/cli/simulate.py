@@ -121,7 +121,7 @@ def predict(layout: str, sequence: int | None, **arguments: Any) -> None:
 
 
 def _search(training: Training, costs: Costs, options: SimulateOptions) -> None:
-    if training.experts > 1 or options.against_fsdp2:
+    if training.expert_parallel > 1 or options.against_fsdp2:
         other = "--against-fsdp2" if options.against_fsdp2 else "--expert-parallel"
         raise BadInput(f"--best and {other}: leave one of the two out")
     start = time.perf_counter()
@@ -286,9 +286,9 @@ def _plan_cells(plan: Plan) -> list[str]:
         kept = "nothing"
     exposed = "" if taken.exposed is None else f"{1e3 * taken.exposed:.0f}"
     return [
-        f"{training.microbatches} x {training.batch}",
+        f"{training.microbatches} x {training.micro_batch_size}",
         training.checkpointing,
-        str(training.blocks_a_unit),
+        str(training.blocks_per_unit),
         str(training.prefetch),
         kept,
         "each" if training.reduce_each or training.microbatches == 1 else "last",

@@ -139,18 +139,10 @@ class Dispatch(TorchDispatchMode):
                 with self:
                     return self.functional.run(about.name, args)
             values = [*args, *(kwargs.get(a.name) for a in func._schema.arguments[len(args) :])]
-            reads = [
-                t
-                for value, w in zip(values, about.written, strict=True)
-                if not w
-                for t in tensors_in(value)
-            ]
-            writes = [
-                t
-                for value, w in zip(values, about.written, strict=True)
-                if w
-                for t in tensors_in(value)
-            ]
+            reads: list[torch.Tensor] = []
+            writes: list[torch.Tensor] = []
+            for value, is_written in zip(values, about.written, strict=True):
+                (writes if is_written else reads).extend(tensors_in(value))
             return self._run(about, OperatorCall(func, args, kwargs), values, reads, writes)
 
     def _run(

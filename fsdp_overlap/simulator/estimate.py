@@ -78,7 +78,7 @@ def estimate(training: Training, costs: Costs, equal_blocks: int) -> StepCost:
 
 def _short_lengths(training: Training, equal_blocks: int) -> tuple[int, int] | None:
     """Two lengths of short models, whose last unit has as many blocks as that of the whole."""
-    size = training.blocks_a_unit
+    size = training.blocks_per_unit
     units = max(ENOUGH_UNITS, -(-ENOUGH_BLOCKS // size), training.prefetch + 1)
     rest = equal_blocks % size
     few = rest + units * size

@@ -30,7 +30,7 @@ class Fsdp2Training(Training):
             ("stage", self.stage in (2, 3)),
             ("prefetch", self.prefetch >= 1),
             ("layout", self.layout == Flat()),
-            ("gather_dtype", self.gather_dtype is None or self.gathers_for_products),
+            ("gather_dtype", self.gather_dtype is None or self.gathers_in_float8),
             ("optimizer", self.optimizer == "torch-adamw"),
         ):
             if not has:
@@ -41,8 +41,8 @@ class Fsdp2Training(Training):
                 )
 
     @property
-    def gathers_for_products(self) -> bool:
-        return self.products is not None and self.gather_dtype is torch.float8_e4m3fn
+    def gathers_in_float8(self) -> bool:
+        return self.linear_dtype is not None and self.gather_dtype is torch.float8_e4m3fn
 
     @classmethod
     def like(cls, training: Training) -> Fsdp2Training:

@@ -15,7 +15,7 @@ _OPTIMIZERS = {
 }
 _TEMPLATE = Path(__file__).parent / "plan.py.jinja"
 # What the template says by other names than those of the fields.
-_IN_OTHER_WORDS = {"model", "gpus", "replicate", "gather_dtype", "optimizer"}
+_IN_OTHER_WORDS = {"model", "gpus", "replicas", "gather_dtype", "optimizer"}
 
 
 def code_of(training: Training) -> str:
@@ -32,7 +32,10 @@ def code_of(training: Training) -> str:
     for each in fields(training):
         if each.name not in said and getattr(training, each.name) != each.default:
             raise ValueError(f"{each.name}={getattr(training, each.name)!r}: no code for that")
-    replicas, ranks = training.replicate, training.gpus // training.replicate // training.tensor
+    replicas, ranks = (
+        training.replicas,
+        training.gpus // training.replicas // training.tensor_parallel,
+    )
     template = Template(source, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     return template.render(
         plan=training,

@@ -312,4 +312,4 @@ class _Search:
 
 
 def _work(plan: Training) -> tuple[int, str]:
-    return plan.batch, plan.checkpointing
+    return plan.micro_batch_size, plan.checkpointing

@@ -35,14 +35,15 @@ def parallelize(model: Any, mesh: DeviceMesh) -> None:
     base = getattr(model, getattr(model, "base_model_prefix", ""), None)
     if not plan or not {"colwise", "rowwise"} >= set(plan.values()) or not _ends_alike(model, base):
         raise ValueError(
-            f"tensor={mesh.size()}: {type(model).__name__} is not cut, because transformers has no "
-            "plan for it of columns and rows alone, or its embedding and head are not as Llama's "
-            "are, which has them apart"
+            f"tensor_parallel={mesh.size()}: {type(model).__name__} is not cut, because "
+            "transformers has no plan for it of columns and rows alone, or its embedding and head "
+            "are not as Llama's are, which has them apart"
         )
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
         if getattr(config, name) % mesh.size():
             raise ValueError(
-                f"tensor={mesh.size()}: {name}={getattr(config, name)} is no multiple of it"
+                f"tensor_parallel={mesh.size()}: {name}={getattr(config, name)} is no multiple of "
+                "it"
             )
     # Nobody sends weights: each rank has made all of them.
     cut = partial(parallelize_module, device_mesh=mesh, src_data_rank=None)
