@@ -126,8 +126,8 @@ class ShardedSavePlanner(DefaultSavePlanner):
         return self.plan
 
     def _mesh_summaries(self) -> dict[str, _MeshSummary]:
-        """What is known of the tensors over some ranks. Ranges are known to the ranks that have
-        them alone: those along one dimension of a mesh."""
+        """Return what is known of the tensors over some ranks. Ranges are known to the ranks that
+        have them alone: those along one dimension of a mesh."""
         ranks: dict[str, int] = {}
         facts: dict[str, list[object]] = defaultdict(list)
         ranges: dict[str, list[int]] = defaultdict(list)
@@ -248,8 +248,8 @@ class _MeshKeys:
 
 
 def _parts(tensors: Mapping[str, DTensor]) -> list[WriteItem]:
-    """What this rank writes of ``tensors``, which lie over one mesh. Of copies one is written.
-    Ranks that have them take turns, so that each writes as many bytes as the others."""
+    """Return what this rank writes of ``tensors``, which lie over one mesh. Of copies one is
+    written. Ranks that have them take turns, so that each writes as many bytes as the others."""
     loads: dict[tuple[int, ...], list[int]] = {}
     mine = {}
     for fqn, tensor in tensors.items():
@@ -274,7 +274,8 @@ def _sizes(item: WriteItem) -> torch.Size:
 
 
 def _known(named: tuple[str, Any]) -> tuple[object, ...]:
-    """What must be known of a value that is not sharded, so that another rank's may be written."""
+    """Return what must be known of a value that is not sharded, so that another rank's may be
+    written."""
     fqn, value = named
     return (fqn, value.shape, value.dtype) if isinstance(value, torch.Tensor) else (fqn,)
 
@@ -288,7 +289,7 @@ def _check_plain(fqn: str, value: object) -> None:
 
 
 def _check(summaries: Sequence[Mapping[str, _MeshSummary]]) -> None:
-    """Checks that ranks have in common what they must.
+    """Check that ranks have in common what they must.
 
     Raises:
         ValueError: they have not.
@@ -350,7 +351,7 @@ class RankWriteResult(NamedTuple):
 
 
 def merge_results(results: Sequence[RankWriteResult]) -> Metadata:
-    """The metadata of what all ranks wrote.
+    """Return the metadata of what all ranks wrote.
 
     Raises:
         ValueError: what should be copies differs, or parts do not make up a tensor.

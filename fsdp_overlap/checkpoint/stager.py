@@ -54,7 +54,7 @@ class ShardStager(AsyncStager):
         return self._buffers.peak_bytes
 
     def stage(self, state_dict: STATE_DICT_TYPE) -> Future[STATE_DICT_TYPE]:
-        """What ``dcp.save()`` can write, once, in another thread. It is ready at once."""
+        """Return what ``dcp.save()`` can write, once, in another thread. It is ready at once."""
         save = StagedSave(self._buffers)
         shards: list[StagedShard] = []
         others: list[Any] = []
@@ -70,7 +70,7 @@ class ShardStager(AsyncStager):
         return ready
 
     def synchronize_staging(self) -> None:
-        """Returns when all shards that are being saved may be edited. Optimizers' steps do this
+        """Wait until all shards that are being saved may be edited. Optimizers' steps do this
         themselves."""
         _copy_remaining()
 
@@ -98,11 +98,11 @@ class StagedTensor:
         return self.save.take(self.shard, tuple(index.offset or ()))
 
     def peek(self, index: MetadataIndex) -> torch.Tensor:
-        """The values that are written later."""
+        """Return the values that are written later."""
         return self.save.peek(self.shard, tuple(index.offset or ()))
 
     def free(self, index: MetadataIndex) -> None:
-        """Frees what :meth:`__get_tensor_shard__` gave for ``index``, which is written."""
+        """Free what :meth:`__get_tensor_shard__` gave for ``index``, which is written."""
         self.shard.free(tuple(index.offset or ()))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -156,7 +156,7 @@ def _join(name: str, key: Any) -> str:
 
 
 def _is_readable(tensor: Sharded) -> bool:
-    """Whether its memory is all of it, and tells of edits."""
+    """Return whether its memory is all of it, and tells of edits."""
     local = tensor._local_tensor
     is_here = tensor.device_mesh.get_coordinate() is not None
     return is_here and not (is_subclass(local) or local.is_meta or local.is_inference())

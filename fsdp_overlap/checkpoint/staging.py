@@ -39,7 +39,7 @@ class StagingBuffers:
         self.peak_bytes = max(self.nbytes, self.peak_bytes)
 
     def after_compute(self, device: torch.device) -> None:
-        """Copies from ``device`` that are made from now on see the compute enqueued so far."""
+        """Order copies from ``device`` after the compute enqueued so far."""
         if has_streams(device):
             if device not in self._streams:
                 self._streams[device] = streams_of(device).Stream(device)
@@ -191,7 +191,7 @@ class StagedSave:
         return values
 
     def peek(self, shard: StagedShard, offsets: Offsets) -> torch.Tensor:
-        """The values of a chunk that is still to be taken.
+        """Return the values of a chunk that is still to be taken.
 
         Raises:
             RuntimeError: as :meth:`take`.
@@ -258,7 +258,7 @@ class StagedSave:
         return shard.chunks[offsets]
 
     def _copy_of(self, chunk: StagedChunk) -> D2HCopy:
-        """The copy that was made of ``chunk``, or a new one that nothing counts."""
+        """Return the copy that was made of ``chunk``, or a new one that nothing counts."""
         if chunk.copy is not None:
             return chunk.copy
         assert chunk.source is not None

@@ -19,8 +19,8 @@ _MEETING_SECONDS = 600.0
 
 @contextlib.contextmanager
 def process_group(device_type: str) -> Iterator[torch.device]:
-    """Makes the default process group, with torch's default backend for `device_type`, and yields
-    this rank's device. Reads the environment that torchrun sets."""
+    """Make the default process group, with torch's default backend for `device_type`, and yield
+    this rank's device. Read the environment that torchrun sets."""
     local_rank = int(os.environ["LOCAL_RANK"])
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     ranks: dict[str, Any] = {}

@@ -26,7 +26,7 @@ _LOOK_SECONDS = 1.0  # between two looks at the files of a job that runs
 def report(
     given: Sequence[Path], against: Sequence[Path], out: Path | None, steps: int | None
 ) -> None:
-    """Reads the traces of one run, or of two, shows the report and writes it to `out`, by default
+    """Read the traces of one run, or of two, show the report and write it to `out`, by default
     where the first trace is. Raises BadInput before anything is written."""
     first = given[0]
     folder = out or (first if first.is_dir() else first.parent)
@@ -45,7 +45,7 @@ def report(
 def watch(
     given: Sequence[Path], against: Sequence[Path], out: Path | None, steps: int | None
 ) -> None:
-    """Reports as `report` does, each time that there are other traces, until Ctrl-C. A file is read
+    """Report as `report` does, each time that there are other traces, until Ctrl-C. A file is read
     when it was the same in two looks. Raises BadInput for a path that is not there."""
     if out is not None:
         check_writable(out)
@@ -66,7 +66,7 @@ def watch(
 
 
 def _changes(*runs: Sequence[Path]) -> dict[Path, tuple[int, int]]:
-    """When each trace was changed and its size; nothing while a run has none."""
+    """Return when each trace was changed and its size; nothing while a run has none."""
     for path in chain(*runs):
         if not path.exists():
             raise BadInput(f"{path}: no such file or folder")
@@ -78,8 +78,8 @@ def _changes(*runs: Sequence[Path]) -> dict[Path, tuple[int, int]]:
 
 
 def find_traces(paths: Sequence[Path]) -> list[Path]:
-    """The trace files that `paths` name. A folder stands for the traces in it or, if `train` wrote
-    it, for those in its `traces` folder. Raises BadInput for a path without a trace."""
+    """Return the trace files that `paths` name. A folder stands for the traces in it or, if `train`
+    wrote it, for those in its `traces` folder. Raises BadInput for a path without a trace."""
     found: list[Path] = []
     for path in paths:
         if not path.is_dir():
@@ -98,14 +98,14 @@ def find_traces(paths: Sequence[Path]) -> list[Path]:
 
 
 def write_report(reports: Mapping[str, Report], folder: Path) -> None:
-    """Writes overlap.html, overlap.png and overlap.json."""
+    """Write overlap.html, overlap.png and overlap.json."""
     write_html(reports, folder / "overlap.html")
     write_png(reports, folder / "overlap.png")
     write_json(reports, folder / _RECORD)
 
 
 def show_report(reports: Mapping[str, Report]) -> None:
-    """Prints the tables and what was found to stdout."""
+    """Print the tables and what was found to stdout."""
     # A file takes long lines; a terminal says how long.
     width = None if sys.stdout.isatty() else 160
     console = Console(highlight=False, soft_wrap=True, width=width)

@@ -18,7 +18,7 @@ _NEW = ".new"  # ends the name of a file that is being written
 
 
 def check_out(out: Path) -> None:
-    """Raises BadInput if a run folder cannot be made at `out`. Writes nothing."""
+    """Raise BadInput if a run folder cannot be made at `out`. Write nothing."""
     if out.is_dir():
         # A run that was killed at its very start leaves an unfinished file.
         if any(path.suffix != _NEW for path in out.iterdir()):
@@ -40,7 +40,7 @@ class SavedRun:
 
 
 def read_saved_run(folder: Path) -> SavedRun:
-    """The run in `folder`. Raises BadInput if there is none."""
+    """Return the run in `folder`. Raises BadInput if there is none."""
     path = folder / "config.json"
     try:
         settings = json.loads(path.read_text())
@@ -58,7 +58,7 @@ def read_saved_run(folder: Path) -> SavedRun:
 
 
 def trace_path(folder: Path, rank: int, traces: str = TRACES) -> Path:
-    """Where a rank of the run in `folder` writes its profiler trace. `traces`: TRACES, or
+    """Return where a rank of the run in `folder` writes its profiler trace. `traces`: TRACES, or
     TRACES_AT_STAGE_3."""
     return folder / traces / f"rank-{rank}.json.gz"
 
@@ -67,7 +67,7 @@ class RunFolder:
     """The folder of a run. One rank makes it, and keeps other runs out while it lives."""
 
     def __init__(self, path: Path) -> None:
-        """Raises BadInput if another run is writing there."""
+        """Raise BadInput if another run is writing there."""
         self.path = path
         path.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(path, os.O_RDONLY)  # held until this process ends, however it does
@@ -79,7 +79,7 @@ class RunFolder:
             ) from None
 
     def begin(self, config: TrainConfig, about: dict[str, Any], steps_done: int) -> None:
-        """Writes the configuration and `about`, what else the run depends on. Drops the metrics of
+        """Write the configuration and `about`, what else the run depends on. Drop the metrics of
         steps beyond `steps_done`, which will be done again."""
         # Paths are made absolute: the run may be resumed from anywhere.
         settings = {
@@ -90,16 +90,16 @@ class RunFolder:
         _replace(self.path / "metrics.jsonl", "".join(json.dumps(m) + "\n" for m in kept))
 
     def clear_traces(self) -> None:
-        """Removes the traces of an earlier run, which may have had other ranks."""
+        """Remove the traces of an earlier run, which may have had other ranks."""
         for trace in (*self.traces(), *self.traces(TRACES_AT_STAGE_3)):
             trace.unlink()
 
     def traces(self, traces: str = TRACES) -> list[Path]:
-        """The profiler traces that ranks left, as in `trace_path`."""
+        """Return the profiler traces that ranks left, as in `trace_path`."""
         return sorted(trace_path(self.path, 0, traces).parent.glob("*.json.gz"))
 
     def log(self, metrics: dict[str, float]) -> None:
-        """Adds a line at once, so that a run that dies keeps what it had."""
+        """Add a line at once, so that a run that dies keeps what it had."""
         path = self.path / "metrics.jsonl"
         with writing(path), path.open("a") as file:
             file.write(json.dumps(metrics) + "\n")
@@ -137,7 +137,7 @@ class RunFolder:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Writes the file anew; a run that is killed leaves the old or the new."""
+    """Write the file anew; a run that is killed leaves the old or the new."""
     new = path.with_name(path.name + _NEW)
     with writing(new):
         new.write_text(text)

@@ -82,7 +82,7 @@ class RunLog:
         self._progress.stop()
 
     def show(self, metrics: dict[str, float]) -> None:
-        """Shows the figures of one step, as the trainer gives them."""
+        """Show the figures of one step, as the trainer gives them."""
         if "loss" not in metrics:
             return
         self._folder.log(metrics)
@@ -95,12 +95,12 @@ class RunLog:
             self._console.print(f"step {step}: loss {loss:.3f}, validation {self._val_loss:.3f}")
 
     def stopped(self, saved: Path) -> None:
-        """Says that the run was asked to stop, and was saved at `saved`."""
+        """Say that the run was asked to stop, and was saved at `saved`."""
         self._console.print(f"stopped; saved {saved}")
         self._console.print(str(how_to_go_on(self._folder.path)))
 
     def conclude(self, stats: str) -> None:
-        """Writes and prints the results. Call it once all is trained and profiled. `stats`: what
+        """Write and print the results. Call it once all is trained and profiled. `stats`: what
         the run's context counted."""
         config, val_loss, entropy = self._config, self._val_loss, self._entropy
         assert val_loss is not None, "the last step always validates"

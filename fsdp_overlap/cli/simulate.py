@@ -230,7 +230,7 @@ def _why_not(training: Training, prediction: Prediction, device: Device) -> str:
 def _show_best(
     found: SearchResult, device: Device, price: float | None, out: Path | None, took: float
 ) -> None:
-    """Prints the table, how much better the best plan is than the defaults, and its code. Writes
+    """Print the table, how much better the best plan is than the defaults, and its code. Writes
     the code to ``plan.py`` in ``out``.
 
     Raises:

@@ -28,7 +28,7 @@ _SEEN_SECONDS = 60.0
 
 
 def train(config: TrainConfig, device_type: str, resume: bool) -> None:
-    """Trains as `config` says, on "cpu" or on accelerators such as "cuda". With `resume`, goes on
+    """Train as `config` says, on "cpu" or on accelerators such as "cuda". With `resume`, go on
     from the latest checkpoint of the run, if it has one. Collective: called on every rank, with the
     environment that torchrun sets. Where ranks differ in folder, batch size or `resume`, rank 0's
     count. Rank 0 alone prints and writes, except for checkpoints and traces."""
@@ -79,7 +79,7 @@ def _of_rank_0(value: T) -> T:
 
 
 def check_all_see(folder: Path, seconds: float) -> None:
-    """Raises BadInput, on every rank, if one does not see `folder` within `seconds`. Collective."""
+    """Raise BadInput, on every rank, if one does not see `folder` within `seconds`. Collective."""
     end = time.monotonic() + seconds
     while not (is_seen := folder.is_dir()) and time.monotonic() < end:
         time.sleep(0.1)
@@ -96,7 +96,7 @@ def check_all_see(folder: Path, seconds: float) -> None:
 def _train(
     config: TrainConfig, trainer: Trainer, checkpoints: Checkpoints, log: RunLog | None
 ) -> bool:
-    """Trains until all steps are done, and returns True; or until somebody asks to stop: False."""
+    """Train until all steps are done, and return True; or until somebody asks to stop: False."""
     stop = StopRequest()
     while trainer.steps_done < config.steps:
         stop.begin_step()
@@ -129,14 +129,14 @@ class StopRequest:
             signal.signal(number, self._ask)
 
     def begin_step(self) -> None:
-        """Starts to tell the other ranks; collective."""
+        """Start to tell the other ranks; collective."""
         self._flag = torch.tensor(int(self._asked))
         self._work = dist.all_reduce(
             self._flag, dist.ReduceOp.MAX, group=self._group, async_op=True
         )
 
     def end_step(self) -> bool:
-        """Whether any rank was asked to stop before this step; the same on every rank."""
+        """Return whether any rank was asked to stop before this step; the same on every rank."""
         assert self._work is not None
         self._work.wait()
         return bool(self._flag)

@@ -138,7 +138,7 @@ class Allocator:
         used: frozenset[Queue] = frozenset(),
         is_done: Callable[[], bool] = bool,
     ) -> None:
-        """Frees ``block``. ``accesses`` to its memory may not be done yet. If other streams have
+        """Free ``block``. ``accesses`` to its memory may not be done yet. If other streams have
         ``used`` it, nobody gets it before a later allocation finds that ``is_done``."""
         self.allocated -= block.nbytes
         for access in accesses:
@@ -151,7 +151,7 @@ class Allocator:
             self._unsafe.setdefault(_key(block), {})[block] = None
 
     def put_back_what_is_done(self) -> None:
-        """Asks of blocks that other streams used whether these are done with them."""
+        """Ask of blocks that other streams used whether these are done with them."""
         if not self.may_ask:
             return
         for waiting in self._waiting.values():
@@ -182,7 +182,7 @@ class Allocator:
             self._release(block.owner)
 
     def release_free(self) -> None:
-        """Gives what is not in use back to the device: whole segments, or the pages at the end of
+        """Give what is not in use back to the device: whole segments, or the pages at the end of
         expandable ones. Memory of pools stays theirs."""
         self.put_back_what_is_done()
         self._release(None)
@@ -204,7 +204,7 @@ class Allocator:
                         block.before.after = None
 
     def forget_accesses(self, pool: MemPool) -> None:
-        """Forgets what its former owners did to the free memory of ``pool``."""
+        """Forget what its former owners did to the free memory of ``pool``."""
         for used, waiting in self._waiting.items():
             mine = [held for held in waiting if held.block.pool is pool]
             self._waiting[used] = deque(held for held in waiting if held.block.pool is not pool)
@@ -259,7 +259,7 @@ class Allocator:
         return block
 
     def _split(self, block: MemoryBlock, nbytes: int, free: list[MemoryBlock]) -> None:
-        """Frees what ``block`` has beyond ``nbytes``, if that is large enough to be of use."""
+        """Free what ``block`` has beyond ``nbytes``, if that is large enough to be of use."""
         if block.pool is not None and block.pool.no_split:
             return
         left = block.nbytes - nbytes
@@ -299,7 +299,7 @@ def _page(is_small: bool) -> int:
 
 
 def _merge(last: dict[int, Access], others: dict[int, Access]) -> None:
-    """Adds ``others`` to ``last``. Of each queue the last access is enough: what comes after it
+    """Add ``others`` to ``last``. Of each queue the last access is enough: what comes after it
     comes after all earlier ones."""
     for queue, access in others.items():
         if queue not in last or last[queue].stamp.tick < access.stamp.tick:

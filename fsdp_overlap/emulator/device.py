@@ -55,7 +55,7 @@ class EnqueuedCollective:
     kept: Sequence[torch.Tensor]
 
     def wait(self) -> None:
-        """Lets the current stream wait for the collective. The host goes on."""
+        """Let the current stream wait for the collective. The host goes on."""
         self.device.land(self)
 
 
@@ -84,12 +84,12 @@ class Timing(Protocol):
     """Says how long things take, in seconds."""
 
     def on_host(self, operation: Operation) -> float:
-        """How long the host is busy with an operation that it runs or enqueues."""
+        """Return how long the host is busy with an operation that it runs or enqueues."""
         ...
 
     def end(self, operation: Operation, stream: Queue, enqueued: float, ready: float) -> float:
-        """When ``operation`` ends on ``stream``, which is ready for it at the time ``ready``. The
-        host has ``enqueued`` it by then."""
+        """Return when ``operation`` ends on ``stream``, which is ready for it at the time
+        ``ready``. The host has ``enqueued`` it by then."""
         ...
 
 
@@ -185,7 +185,7 @@ class EmulatedDevice:
         self.of_thread.stream = stream
 
     def take_thread(self) -> None:
-        """Makes this device the current one of this thread."""
+        """Make this device the current one of this thread."""
         self.of_thread.index = self.index
 
     def use(self, index: int | None) -> None:
@@ -221,12 +221,12 @@ class EmulatedDevice:
         return pool[turn % STREAMS]
 
     def elsewhere(self, index: int) -> Queue:
-        """The default stream of another device, on which nothing runs."""
+        """Return the default stream of another device, on which nothing runs."""
         return self._elsewhere.setdefault(index, Queue(-1, f"device {index}", device=index))
 
     @_locked
     def mark(self, stream: Queue) -> Moment:
-        """What an event records on ``stream``: all that is enqueued there now."""
+        """Return what an event records on ``stream``: all that is enqueued there now."""
         # What the host enqueues comes after all that it has waited for.
         stream.learn(self.host.clock, 0.0)
         return Moment.of(stream)
@@ -244,7 +244,7 @@ class EmulatedDevice:
 
     @_locked
     def is_done(self, moment: Moment) -> bool:
-        """Whether the host knows that ``moment`` is over."""
+        """Return whether the host knows that ``moment`` is over."""
         if self.timing is not None:
             return moment.ends <= self.host.ends
         return all(self.host.clock.get(queue, 0) >= tick for queue, tick in moment.clock.items())
@@ -253,7 +253,7 @@ class EmulatedDevice:
 
     @_locked
     def run(self, operation: Operation, on_host: bool = False) -> None:
-        """Enqueues ``operation`` on the current stream, or lets the host do it at once."""
+        """Enqueue ``operation`` on the current stream, or let the host do it at once."""
         queue, timing = self.host if on_host else self.current, self.timing
         if timing is not None:
             self.host.ends += timing.on_host(operation)
@@ -273,7 +273,7 @@ class EmulatedDevice:
     def _note(
         self, name: str, tensors: Sequence[torch.Tensor], is_write: bool, queue: Queue
     ) -> None:
-        """Notes that an operation on ``queue`` reads or writes ``tensors``."""
+        """Note that an operation on ``queue`` reads or writes ``tensors``."""
         if not tensors:
             return
         where, stamp = place(), queue.add()
@@ -287,7 +287,7 @@ class EmulatedDevice:
             memory.note(access)
 
     def stream_of(self, group: str) -> Queue:
-        """The stream on which a group's asynchronous collectives run."""
+        """Return the stream on which a group's asynchronous collectives run."""
         if group not in self._group_streams:
             self._group_streams[group] = self.next_stream(name=f"the stream of {group}")
         return self._group_streams[group]
@@ -300,7 +300,7 @@ class EmulatedDevice:
         writes: Sequence[torch.Tensor],
         is_async: bool = False,
     ) -> EnqueuedCollective | None:
-        """Enqueues a collective of ``group`` on the current stream. An asynchronous one runs on the
+        """Enqueue a collective of ``group`` on the current stream. An asynchronous one runs on the
         stream of its group, after what is enqueued on the current one, and is to be waited for. If
         all memory is the host's, the host runs it at once."""
         operation = Operation(kind, reads, writes, group=group)
@@ -332,7 +332,7 @@ class EmulatedDevice:
         self.wait_on_host(self.mark(self.current), "barrier")
 
     def land(self, enqueued: EnqueuedCollective) -> None:
-        """Lets the current stream wait for a collective. Its tensors are kept no longer."""
+        """Let the current stream wait for a collective. Its tensors are kept no longer."""
         self.wait(self.current, enqueued.moment)
         self._in_flight.discard(enqueued)
         enqueued.kept = ()
@@ -355,7 +355,7 @@ class EmulatedDevice:
 
     @_locked
     def memory_of(self, tensor: torch.Tensor) -> TrackedMemory:
-        """The memory of ``tensor``'s storage. A storage from before the model began is the
+        """Return the memory of ``tensor``'s storage. A storage from before the model began is the
         host's."""
         storage = tensor.untyped_storage()
         found = self._memories.get(storage._cdata)
@@ -365,12 +365,12 @@ class EmulatedDevice:
         return tensor.untyped_storage()._cdata in self._memories
 
     def is_here(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies on the device, and not on the host."""
+        """Return whether ``tensor`` lies on the device, and not on the host."""
         return self.memory_of(tensor).is_on_device
 
     @_locked
     def place(self, tensor: torch.Tensor, on_device: bool, pinned: bool = False) -> TrackedMemory:
-        """Notes that ``tensor``'s storage is new, and whether it lies on the device."""
+        """Note that ``tensor``'s storage is new, and whether it lies on the device."""
         storage = tensor.untyped_storage()
         memory = TrackedMemory(0, on_device, pinned)
         self._memories[storage._cdata] = memory
@@ -380,7 +380,7 @@ class EmulatedDevice:
 
     @_locked
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Notes the new size of ``storage``. Called before the size changes."""
+        """Note the new size of ``storage``. Called before the size changes."""
         memory = self._memories.get(storage._cdata)
         if memory is None or nbytes == memory.nbytes:
             return
@@ -389,7 +389,7 @@ class EmulatedDevice:
         self._give(memory, nbytes)
 
     def address_of(self, tensor: torch.Tensor) -> int:
-        """Where ``tensor``'s storage lies on the device."""
+        """Return where ``tensor``'s storage lies on the device."""
         return self._blocks[self.memory_of(tensor)].address
 
     def check_is_there(self, operation: str, tensors: Sequence[torch.Tensor]) -> None:
@@ -444,7 +444,7 @@ class EmulatedDevice:
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The bytes of its storage between ``tensor``'s first and last element."""
+    """Return the bytes of its storage between ``tensor``'s first and last element."""
     if tensor.numel() == 0:
         return 0, 0
     size = tensor.element_size()

@@ -24,7 +24,7 @@ BACKEND = "in_name_only"
 
 @contextmanager
 def fake_ranks(world_size: int, backend: str = BACKEND) -> Iterator[None]:
-    """Makes this process the first of ``world_size`` ranks, of which the others do not exist.
+    """Make this process the first of ``world_size`` ranks, of which the others do not exist.
     Within another, that one is gone afterwards."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -58,7 +58,7 @@ class Diagnosis:
 
 
 def diagnose(report: Report) -> list[Diagnosis]:
-    """The findings about the rank that the others wait for, the costliest first."""
+    """Return the findings about the rank that the others wait for, the costliest first."""
     rank = report.slowest
     found = [*_slow_rank(report), *_exposed(rank), *_limits(rank)]
     # A shared group is reported even where it costs nothing yet.
@@ -221,7 +221,7 @@ def _limits(rank: RankReport) -> Iterator[Diagnosis]:
 
 
 def _nothing(rank: RankReport) -> Diagnosis:
-    """What to report where no cause costs enough to be reported."""
+    """Return what to report where no cause costs enough to be reported."""
     cost = rank.exposed_time / rank.steps
     part = rank.exposed_time / rank.duration if rank.duration else 0.0
     if not rank.collectives:
@@ -238,7 +238,8 @@ def _nothing(rank: RankReport) -> Diagnosis:
 
 
 def _edges(rank: RankReport) -> set[int]:
-    """The ids of gathers before the compute of their pass, and of reduce-scatters after it."""
+    """Return the ids of gathers before the compute of their pass, and of reduce-scatters after
+    it."""
     edges = set()
     for same in rank.passes:
         start, end = same[0].start, max(c.spans[-1][1] for c in same)

@@ -17,7 +17,7 @@ _MOST_COLLECTIVES = 100
 
 
 def write_html(reports: Mapping[str, Report], path: str | os.PathLike[str]) -> None:
-    """Writes the reports, by name: what was found, an interactive timeline and tables."""
+    """Write the reports, by name: what was found, an interactive timeline and tables."""
     environment = Environment(
         loader=PackageLoader("fsdp_overlap.profiling", "."), autoescape=True, trim_blocks=True
     )

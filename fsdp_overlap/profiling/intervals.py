@@ -8,7 +8,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time as sorted, disjoint intervals; empty ones are dropped."""
+    """Return the same time as sorted, disjoint intervals; empty ones are dropped."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if end <= start:
@@ -54,13 +54,14 @@ def subtract(a: list[Interval], b: list[Interval]) -> list[Interval]:
 
 
 def covers(a: list[Interval], time: float) -> bool:
-    """Whether `time` lies in the union `a`, its ends included."""
+    """Return whether `time` lies in the union `a`, its ends included."""
     k = bisect.bisect_right(a, (time, math.inf)) - 1
     return k >= 0 and time <= a[k][1]
 
 
 def clip(a: list[Interval], start: float, end: float) -> list[Interval]:
-    """The part of the union `a` between two times. Its cost grows with that part, not with `a`."""
+    """Return the part of the union `a` between two times. Its cost grows with that part, not with
+    `a`."""
     first = max(bisect.bisect_right(a, (start, math.inf)) - 1, 0)
     found: list[Interval] = []
     for k in range(first, len(a)):

@@ -15,7 +15,7 @@ _OPS = 20
 
 
 def write_json(reports: Mapping[str, Report], path: str | os.PathLike[str]) -> None:
-    """Writes the reports, by name: all that the page shows, and every collective. Times are in
+    """Write the reports, by name: all that the page shows, and every collective. Times are in
     microseconds, bandwidths in bytes a second. `per_step` and `cost` are for one step, all else is
     for all steps."""
     runs = {name: _run(report) for name, report in reports.items()}

@@ -54,7 +54,7 @@ class EngineMark:
 
 @lru_cache(maxsize=1 << 16)
 def read_mark(name: str) -> EngineMark | None:
-    """The mark that a range's name stands for; None if it is not a mark."""
+    """Return the mark that a range's name stands for; None if it is not a mark."""
     if (match := _NAME.fullmatch(name)) is None:
         return None
     engine, wait, operation, unit, nbytes = match.groups()

@@ -86,8 +86,8 @@ class Collective:
         return self.is_hidden(EXPOSED_AT_MOST)
 
     def is_hidden(self, exposed_at_most: float) -> bool:
-        """Whether at most this share of its time in flight was exposed, and there was compute for
-        as long as the rest of it.
+        """Return whether at most this share of its time in flight was exposed, and there was
+        compute for as long as the rest of it.
 
         The second condition excludes collectives that had nothing to run under, such as the first
         gather of a pass, even if such a collective is over before the rank waits for it.
@@ -181,7 +181,7 @@ class RankReport:
         return union(span for c in self.collectives for span in c.exposed_spans)
 
     def computed(self, start: float, end: float) -> float:
-        """How long this rank computed between two moments."""
+        """Return how long this rank computed between two moments."""
         return measure(clip(self._busy, start, end))
 
     @property
@@ -207,7 +207,7 @@ class RankReport:
         return max(self.compute_time, self.communication_time)
 
     def total(self, kind: Kind, pass_: Pass | None = None) -> Total:
-        """The sums for one kind, in one pass or, with None, in both."""
+        """Return the sums for one kind, in one pass or, with None, in both."""
         same = [c for c in self.collectives if c.kind == kind and pass_ in (None, c.pass_)]
         known = all(c.nbytes is not None for c in same)
         return Total(
@@ -236,7 +236,7 @@ class RankReport:
         return tuple(tuple(found) for found in passes)
 
     def compute_by_op(self) -> list[tuple[str, float]]:
-        """How much of the compute each op took, the most first."""
+        """Return how much of the compute each op took, the most first."""
         times: dict[str, float] = defaultdict(float)
         for c in self.compute:
             times[c.op] += c.end - c.start

@@ -104,7 +104,7 @@ class BackendRecords(NamedTuple):
 
 
 def read_cpu(events: list[TraceEvent], engine: EngineRanges, phases: Phases) -> BackendRecords:
-    """Reads gloo's ranges as collectives, and ops as compute."""
+    """Read gloo's ranges as collectives, and ops as compute."""
     pieces = _read_gloo(events)
     # A send or receive is recorded on the thread that calls it, not on one of gloo's.
     callers = {e.thread for e in events if e.name.startswith("c10d::")}
@@ -165,7 +165,7 @@ def _computes(event: TraceEvent) -> bool:
 
 
 def _outermost(ops: list[TraceEvent]) -> Iterator[TraceEvent]:
-    """The ops of one thread that lie in no other op."""
+    """Return the ops of one thread that lie in no other op."""
     end = float("-inf")
     for op in sorted(ops, key=lambda op: (op.start, -op.end)):
         if op.end > end:
@@ -174,7 +174,7 @@ def _outermost(ops: list[TraceEvent]) -> Iterator[TraceEvent]:
 
 
 def _bytes_of_op(op: TraceEvent) -> int | None:
-    """What the op moves, if its input and output are one tensor each and the trace has their
+    """Return what the op moves, if its input and output are one tensor each and the trace has their
     shapes."""
     shapes, types = op.args.get("Input Dims"), op.args.get("Input type")
     if not shapes or not types or "_base" not in op.name:
@@ -183,8 +183,8 @@ def _bytes_of_op(op: TraceEvent) -> int | None:
 
 
 def _travels(one: int, other: int, dtype: str) -> int | None:
-    """The bytes that a rank's collective moves, from how many elements the rank has before and
-    after. One of the two is the rank's own part of the other."""
+    """Return the bytes that a rank's collective moves, from how many elements the rank has before
+    and after. One of the two is the rank's own part of the other."""
     size = _ITEM_BYTES.get(dtype.lower())
     return None if size is None or one == other else abs(one - other) * size
 
@@ -194,7 +194,7 @@ def _is_nccl(event: TraceEvent) -> bool:
 
 
 def read_cuda(events: list[TraceEvent], engine: EngineRanges, phases: Phases) -> BackendRecords:
-    """Reads NCCL's kernels, and gloo's ranges if there are any, as collectives, and all other
+    """Read NCCL's kernels, and gloo's ranges if there are any, as collectives, and all other
     kernels as compute."""
     launches = {
         e.args["correlation"]: e
@@ -237,7 +237,8 @@ def _bytes_of_kernel(kernel: TraceEvent) -> int | None:
 
 
 def _innermost_ops(events: list[TraceEvent], launches: list[TraceEvent]) -> dict[Any, str]:
-    """The innermost `aten::` op around each launch that has one, by the launch's correlation id."""
+    """Return the innermost `aten::` op around each launch that has one, by the launch's correlation
+    id."""
     ops = [e for e in events if e.category == "cpu_op" and e.name.startswith("aten::")]
     found: dict[Any, str] = {}
     under_way: dict[Any, list[TraceEvent]] = defaultdict(list)

@@ -119,7 +119,7 @@ def _compute_bars(rank: RankReport, row: int, left: float) -> Iterator[Bar]:
 
 
 def _joined(compute: Iterable[Compute], gap: float) -> Iterator[tuple[str, float, float, float]]:
-    """Joins neighbours with the same label; yields the label, start, end and time busy of each."""
+    """Join neighbors with the same label; yield the label, start, end and time busy of each."""
     current: tuple[str, float, float, float] | None = None
     for c in compute:
         if current is not None and c.label == current[0] and c.start - current[2] <= gap:

@@ -22,7 +22,7 @@ class Ranges:
             self._by_thread[e.thread].append(e)
 
     def around(self, event: TraceEvent) -> TraceEvent | None:
-        """The range in which `event` starts."""
+        """Return the range in which `event` starts."""
         ranges = self._by_thread.get(event.thread, [])
         k = bisect.bisect_right(ranges, event.start, key=_start) - 1
         return ranges[k] if k >= 0 and event.start <= ranges[k].end else None
@@ -38,16 +38,16 @@ class EngineRanges:
         self._by_thread = {thread: union(found) for thread, found in spans.items()}
 
     def covers(self, event: TraceEvent) -> bool:
-        """Whether `event` starts while the engine works on its thread."""
+        """Return whether `event` starts while the engine works on its thread."""
         return covers(self._by_thread.get(event.thread, []), event.start)
 
     def outside(self, event: TraceEvent) -> list[Interval]:
-        """The parts of `event` in which the engine does not work."""
+        """Return the parts of `event` in which the engine does not work."""
         busy = clip(self._by_thread.get(event.thread, []), event.start, event.end)
         return subtract([(event.start, event.end)], busy)
 
     def spans(self) -> list[Interval]:
-        """When the engine works, on any thread."""
+        """Return when the engine works, on any thread."""
         return union(span for spans in self._by_thread.values() for span in spans)
 
 
@@ -79,13 +79,13 @@ class Phases:
             self._labels[thread] = _innermost(at_thread)
 
     def at(self, thread: Any, time: float) -> str:
-        """The innermost pass and unit; `ELSEWHERE` if there is none."""
+        """Return the innermost pass and unit; `ELSEWHERE` if there is none."""
         k = bisect.bisect_right(self._times.get(thread, []), time)
         return self._labels[thread][k - 1] if k else ELSEWHERE
 
 
 def _innermost(changes: list[tuple[float, bool, str]]) -> list[str]:
-    """The label from each change on."""
+    """Return the label from each change on."""
     labels: list[str] = []
     under_way: list[str] = []
     for _, begins, label in changes:
@@ -128,8 +128,8 @@ class Waits:
         return self._of.get(id(issue))
 
     def confirmations(self, issuers: Iterable[TraceEvent]) -> dict[int, tuple[str, Interval]]:
-        """The ops that issued a confirmation, by id, each with the unit that it is for and the
-        wait. Such an op is the last one called before the wait on the wait's thread."""
+        """Return the ops that issued a confirmation, by id, each with the unit that it is for and
+        the wait. Such an op is the last one called before the wait on the wait's thread."""
         found = {}
         called: dict[Any, list[TraceEvent]] = defaultdict(list)
         for issuer in sorted(issuers, key=_start):

@@ -83,7 +83,8 @@ class Report:
 
 
 def _numbered(collectives: Sequence[Collective]) -> dict[tuple[Any, ...], Collective]:
-    """The collectives of units, by kind, name, pass and number among those with the same three."""
+    """Return the collectives of units, by kind, name, pass and number among those with the same
+    three."""
     seen: dict[tuple[Any, ...], int] = defaultdict(int)
     found = {}
     for c in collectives:
@@ -98,8 +99,8 @@ def _numbered(collectives: Sequence[Collective]) -> dict[tuple[Any, ...], Collec
 def read_report(
     *sources: Any, steps: int | None = None, progress: Progress | None = None
 ) -> Report:
-    """The report of one run, from the traces of one or more of its ranks. If any trace does not
-    name its rank, the order of the sources numbers the ranks.
+    """Return the report of one run, from the traces of one or more of its ranks. If any trace does
+    not name its rank, the order of the sources numbers the ranks.
 
     Args:
         sources: each a path of a Chrome trace, gzipped or not, of this library or FSDP2; the loaded
@@ -122,14 +123,14 @@ def read_report(
     for source in sources:
         read = 0
 
-        def told(now: int) -> None:
+        def report_progress(now: int) -> None:
             nonlocal read
             read = now
             if progress is not None:
                 progress(done + now)  # noqa: B023
 
         try:
-            rank = read_rank(source, steps, told)
+            rank = read_rank(source, steps, report_progress)
         except OSError:
             raise
         except Exception as error:  # of what a broken trace may hold

@@ -20,7 +20,7 @@ class ReportTable:
 
 
 def ranks_table(reports: Mapping[str, Report]) -> ReportTable:
-    """Where a step's time goes, a column for each rank."""
+    """Return where a step's time goes, a column for each rank."""
     ranks = [
         (name, rank, waits)
         for name, report in reports.items()
@@ -43,8 +43,8 @@ def ranks_table(reports: Mapping[str, Report]) -> ReportTable:
 
 
 def kinds_table(reports: Mapping[str, Report]) -> ReportTable:
-    """How many collectives of each kind there were, how large, and how much of them was hidden, on
-    the slowest rank of each report."""
+    """Return how many collectives of each kind there were, how large, and how much of them was
+    hidden, on the slowest rank of each report."""
     several = len(reports) > 1
     header = (
         "in a step",
@@ -70,7 +70,7 @@ def kinds_table(reports: Mapping[str, Report]) -> ReportTable:
 
 
 def collectives_table(rank: RankReport, most: int) -> ReportTable:
-    """The collectives of one rank that were exposed the longest, at most `most` of them."""
+    """Return the collectives of one rank that were exposed the longest, at most `most` of them."""
     header = (
         "collective",
         "pass",
@@ -88,12 +88,12 @@ def collectives_table(rank: RankReport, most: int) -> ReportTable:
 
 
 def describe(c: Collective) -> str:
-    """What the collective is: "all-gather of blocks.0"."""
+    """Return what the collective is: "all-gather of blocks.0"."""
     return c.name if c.kind == "other" else f"{_KIND_NAMES[c.kind]} of {c.name}"
 
 
 def describe_under(c: Collective) -> str:
-    """What the collective ran under: "backward blocks.1 8.5 ms"."""
+    """Return what the collective ran under: "backward blocks.1 8.5 ms"."""
     return ", ".join(f"{label} {time / 1e3:.1f} ms" for label, time in c.under) or "nothing"
 
 

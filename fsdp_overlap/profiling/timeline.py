@@ -120,14 +120,16 @@ def _window(marks: list[TraceEvent], recorded: BackendRecords) -> Interval:
 
 
 def _count_steps(steps: list[TraceEvent], marks: list[TraceEvent]) -> int | None:
-    """Counts the profiler's steps in which anything happened. If there are none, counts the
+    """Count the profiler's steps in which anything happened. If there are none, count the
     optimizers' steps, where all steps between two passes are one."""
     starts = sorted(e.start for e in marks)
     optimizers = sorted(e.start for e in steps if e.name.startswith(OPTIMIZER_STEP))
-    told = [e for e in steps if e.name.startswith(PROFILER_STEP)]
-    if told:
+    profiled = [e for e in steps if e.name.startswith(PROFILER_STEP)]
+    if profiled:
         moments = sorted(starts + optimizers)
-        return sum(bisect.bisect(moments, e.start) < bisect.bisect(moments, e.end) for e in told)
+        return sum(
+            bisect.bisect(moments, e.start) < bisect.bisect(moments, e.end) for e in profiled
+        )
     if not starts:
         return max(Counter(e.name for e in steps).values(), default=None)
     # Steps between the same two marks count once.
@@ -212,7 +214,8 @@ class _Grouping:
 
 
 def _backward(events: list[TraceEvent]) -> dict[Any, list[Interval]]:
-    """When autograd evaluated a function, by thread; a backward inside a backward nests there."""
+    """Return when autograd evaluated a function, by thread; a backward inside a backward nests
+    there."""
     spans: dict[Any, list[Interval]] = defaultdict(list)
     for e in events:
         if e.category == "cpu_op" and e.name.startswith("autograd::engine::evaluate_function"):

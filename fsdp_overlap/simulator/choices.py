@@ -15,7 +15,7 @@ LEANEST_FIRST = tuple(reversed(CHECKPOINTING))
 
 
 def with_defaults(training: Training) -> Training:
-    """The same work as the library does it if nothing is chosen."""
+    """Return the same work as the library does it if nothing is chosen."""
     return replace(
         training,
         blocks_per_unit=1,
@@ -28,7 +28,7 @@ def with_defaults(training: Training) -> Training:
 
 
 def leanest(training: Training) -> Training:
-    """The same work in the least memory."""
+    """Return the same work in the least memory."""
     return replace(with_defaults(training), prefetch=0, reduce_each=training.microbatches > 1)
 
 
@@ -44,8 +44,8 @@ def like(plan: Training, work: Training) -> Training:
 
 
 def works(training: Training) -> list[list[Training]]:
-    """The ways to do the same step, by how much memory their activations take: for each kind of
-    checkpointing, the microbatches that its sequences may be cut into, smallest first."""
+    """Return the ways to do the same step, by how much memory their activations take: for each kind
+    of checkpointing, the microbatches that its sequences may be cut into, smallest first."""
     sequences = training.micro_batch_size * training.microbatches
     batches = [size for size in range(1, sequences + 1) if sequences % size == 0]
     return [
@@ -77,7 +77,7 @@ def changes(training: Training, ranks_a_node: int, equal_blocks: int) -> Iterato
 
 
 def needs_no_less(one: Training, other: Training) -> bool:
-    """Whether ``one`` surely takes at least the memory of ``other``."""
+    """Return whether ``one`` surely takes at least the memory of ``other``."""
     if (one.microbatches > 1) < (other.microbatches > 1):
         return False  # several microbatches take memory for what they add up
     return all(mine >= its for mine, its in zip(_hunger(one), _hunger(other), strict=True))
@@ -97,7 +97,7 @@ def _hunger(training: Training) -> tuple[int, ...]:
 
 
 def ways_to_save(training: Training) -> list[str]:
-    """What would take less memory, as options of the command."""
+    """Return what would take less memory, as options of the command."""
     at = LEANEST_FIRST.index(training.checkpointing)
     found = [f"--checkpointing {LEANEST_FIRST[at - 1]}"] if at else []
     if training.micro_batch_size > 1 and training.microbatches > 1:

@@ -47,8 +47,8 @@ class LinkSchedule:
         self.busy: list[Interval] = []
 
     def take(self, ready: float, seconds: float) -> float:
-        """When a collective ends that needs the link for ``seconds`` and is ready at ``ready``. It
-        may begin before one that was enqueued earlier and is ready later."""
+        """Return when a collective ends that needs the link for ``seconds`` and is ready at
+        ``ready``. It may begin before one that was enqueued earlier and is ready later."""
         k = bisect.bisect_right(self.busy, ready, key=_end)
         start = at = ready
         first = k
@@ -122,7 +122,7 @@ class Clock:
         return end
 
     def _disturbed(self, start: float, seconds: float) -> float:
-        """When compute ends that would last ``seconds`` if no collective were under way."""
+        """Return when compute ends that would last ``seconds`` if no collective were under way."""
         slower = 1.0 + self.costs.slowdown
         if slower == 1.0:
             return start + seconds
@@ -140,7 +140,7 @@ class Clock:
         return at + seconds
 
     def _delay(self, since: float, busy_before: list[Interval]) -> None:
-        """Lets compute that is enqueued already end later, as far as links are now busy beside it
+        """Let compute that is enqueued already end later, as far as links are now busy beside it
         that were not before. Pauses of a stream take that up. What else waits for such compute has
         been told its end, and does not learn of this."""
         lost = 1.0 - 1.0 / (1.0 + self.costs.slowdown)  # of a second beside a collective
@@ -156,7 +156,7 @@ class Clock:
             stream.ends = max(stream.ends, end)
 
     def _busy_after(self, start: float) -> list[Interval]:
-        """When any link is busy, from ``start`` on."""
+        """Return when any link is busy, from ``start`` on."""
         return union(
             (max(begin, start), end)
             for link in self.links.values()

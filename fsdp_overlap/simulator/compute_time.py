@@ -73,7 +73,8 @@ def seconds_of(
     kwargs: Mapping[str, Any] | None,
     outputs: Any,
 ) -> float:
-    """Seconds on the device of `func(*args, **kwargs)`, an `OpOverload`, which returned `outputs`.
+    """Return the seconds on the device of `func(*args, **kwargs)`, an `OpOverload`, which returned
+    `outputs`.
 
     Attention that is causal does half of the arithmetic. Raises HardwareError where the device has
     no rate for products of the dtype.
@@ -127,14 +128,14 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs:
 
 
 def _flops_of_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> float:
-    """The scores, and their product with the values. All have shape ``[batch, heads, tokens,
+    """Return the scores, and their product with the values. All have shape ``[batch, heads, tokens,
     width]``."""
     scores = query.shape[:-1].numel() * key.shape[-2]
     return 2 * scores * (query.shape[-1] + value.shape[-1])
 
 
 def bytes_moved(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> int:
-    """Bytes that an operation reads from the device's memory and writes to it."""
+    """Return the bytes that an operation reads from the device's memory and writes to it."""
     name = func._schema.name
     if name in SCATTERS:
         # self, then a dimension or not, then indices and values: rows are read and written.
@@ -181,7 +182,7 @@ def _argument(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: s
 
 
 def _size(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor in memory: dimensions that were expanded repeat the same ones."""
+    """Return the bytes of a tensor in memory: expanded dimensions repeat the same ones."""
     numel = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         numel *= size if stride or not size else 1

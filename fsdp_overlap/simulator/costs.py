@@ -42,7 +42,7 @@ class Costs:
         return self.device.overlap_slowdown
 
     def on_host(self, operation: Operation) -> float:
-        """What the host takes to enqueue an operation."""
+        """Return what the host takes to enqueue an operation."""
         return self.device.operation_seconds
 
     def compute(self, operation: Operation) -> float:
@@ -70,23 +70,23 @@ class Costs:
         return seconds_of_list(self.fabric, group, kind, sizes)
 
     def link(self, ranks: Sequence[int]) -> str:
-        """Names what these ranks communicate over. Collectives on one link share it."""
+        """Name what these ranks communicate over. Collectives on one link share it."""
         return "between nodes" if group_of(self.fabric, ranks).nodes > 1 else "within nodes"
 
     def slowest(self, ranks: int) -> float:
-        """How many times as long compute takes on the slowest of so many devices."""
+        """Return how many times as long compute takes on the slowest of so many devices."""
         return 1.0 + self.device.variation * expected_maximum(ranks)
 
 
 def full_of(operation: Operation) -> Sequence[torch.Tensor]:
-    """What a collective reads or what it writes: the larger of the two."""
+    """Return what a collective reads or what it writes: the larger of the two."""
     return max(
         operation.reads, operation.writes, key=lambda tensors: sum(t.nbytes for t in tensors)
     )
 
 
 def expected_maximum(count: int) -> float:
-    """The mean of the largest of ``count`` draws from the standard normal distribution."""
+    """Return the mean of the largest of ``count`` draws from the standard normal distribution."""
     # The mean of x is the integral of 1 - F(x) above zero less that of F(x) below, where
     # F = cdf ** count is the distribution of the largest.
     width = _BOUND / _STEPS

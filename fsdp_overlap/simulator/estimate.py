@@ -37,8 +37,8 @@ def measure(training: Training, costs: Costs, with_exposed: bool = True) -> Step
 
 
 def count_equal_blocks(model: str) -> int:
-    """How many equal blocks the model has in a row. 0 if it can be made on the emulated device
-    alone, or has none."""
+    """Return how many equal blocks the model has in a row. 0 if it can be made on the emulated
+    device alone, or has none."""
     try:
         with torch.device("meta"):
             run = longest_run(model_of(model)())
@@ -48,7 +48,7 @@ def count_equal_blocks(model: str) -> int:
 
 
 def estimate(training: Training, costs: Costs, equal_blocks: int) -> StepCost:
-    """Extrapolates from models with fewer blocks, and from steps with fewer microbatches.
+    """Extrapolate from models with fewer blocks, and from steps with fewer microbatches.
 
     Where that would take as long, or the short models do not run, the whole is simulated. What is
     ``reserved`` beyond the tensors' memory is taken from the largest that was simulated.
@@ -77,7 +77,8 @@ def estimate(training: Training, costs: Costs, equal_blocks: int) -> StepCost:
 
 
 def _short_lengths(training: Training, equal_blocks: int) -> tuple[int, int] | None:
-    """Two lengths of short models, whose last unit has as many blocks as that of the whole."""
+    """Return two lengths of short models, whose last unit has as many blocks as that of the
+    whole."""
     size = training.blocks_per_unit
     units = max(ENOUGH_UNITS, -(-ENOUGH_BLOCKS // size), training.prefetch + 1)
     rest = equal_blocks % size
@@ -87,7 +88,7 @@ def _short_lengths(training: Training, equal_blocks: int) -> tuple[int, int] | N
 
 
 def _beyond(few: StepCost, more: StepCost, times: float) -> StepCost:
-    """What is ``times`` as far from ``few`` as ``more`` is."""
+    """Return what is ``times`` as far from ``few`` as ``more`` is."""
 
     def line(start: float, end: float) -> float:
         return start + times * (end - start)

@@ -21,7 +21,7 @@ MULTIPLE = 16
 
 
 def check_linear_dtype(linear_dtype: str | None, tokens: int) -> None:
-    """Checks that products of as many ``tokens`` can be computed in ``linear_dtype``.
+    """Check that products of as many ``tokens`` can be computed in ``linear_dtype``.
 
     Raises:
         ValueError: they cannot.
@@ -40,7 +40,7 @@ def check_linear_dtype(linear_dtype: str | None, tokens: int) -> None:
 
 
 def compute_in_float8(model: nn.Module, gathers: bool) -> None:
-    """Has torchao replace the linear layers of the model's blocks, so that the head stays. So do
+    """Have torchao replace the linear layers of the model's blocks, so that the head stays. So do
     layers whose sizes are no multiples of 16, and those that choose experts. With ``gathers``
     weights also travel in float8, as torchao has it.
 

@@ -46,7 +46,7 @@ class Fsdp2Training(Training):
 
     @classmethod
     def like(cls, training: Training) -> Fsdp2Training:
-        """What is to be compared with ``training``, whose AdamW becomes torch's."""
+        """Return what is to be compared with ``training``, whose AdamW becomes torch's."""
         if training.optimizer == "adamw":
             training = replace(training, optimizer="torch-adamw")
         return cls(**{each.name: getattr(training, each.name) for each in fields(Training)})
@@ -65,7 +65,7 @@ class Fsdp2Training(Training):
         return sharded
 
     def _prefetch(self, sharded: Any, units: list[SimulatedUnit], meshes: Meshes) -> None:
-        """Lists for each unit those that are entered next. A block is entered before the experts in
+        """List for each unit those that are entered next. A block is entered before the experts in
         it, in forward and in backward."""
         blocks: list[list[Any]] = []
         experts: list[Any] = []

@@ -55,7 +55,7 @@ class Device:
 
     @classmethod
     def read(cls, name_or_path: str | Path) -> Self:
-        """The device of this name in `hardware/`, or of the TOML file at this path."""
+        """Return the device of this name in `hardware/`, or of the TOML file at this path."""
         with reading("device", name_or_path) as top:
             products = {
                 dtype: MatmulRate(
@@ -114,7 +114,7 @@ class Fabric:
 
     @classmethod
     def read(cls, name_or_path: str | Path) -> Self:
-        """The fabric of this name in `hardware/`, or of the TOML file at this path."""
+        """Return the fabric of this name in `hardware/`, or of the TOML file at this path."""
         with reading("fabric", name_or_path) as top:
             library = top.text("library", ("nccl", "gloo"))
             is_nccl = library == "nccl"

@@ -36,12 +36,12 @@ class ModelError(ValueError):
 
 
 def known_models() -> list[str]:
-    """The models that come with the library."""
+    """Return the models that come with the library."""
     return sorted(path.stem for path in SHIPPED.glob("*.json"))
 
 
 def model_of(name: str) -> Callable[[], nn.Module]:
-    """What makes the model of ``name``, as :class:`Training` takes it.
+    """Return what makes the model of ``name``, as :class:`Training` takes it.
 
     Raises:
         ModelError: there is no such model, or it is none that can be predicted. So does what is
@@ -67,7 +67,7 @@ def model_of(name: str) -> Callable[[], nn.Module]:
 
 
 def on_meta(make: Callable[[], nn.Module]) -> nn.Module | None:
-    """The model without memory; ``None`` if it needs some."""
+    """Return the model without memory; ``None`` if it needs some."""
     try:
         with torch.device("meta"):
             return make()
@@ -76,7 +76,8 @@ def on_meta(make: Callable[[], nn.Module]) -> nn.Module | None:
 
 
 def positions_of(model: nn.Module) -> int | None:
-    """How many tokens a sequence of the model may have; ``None`` if its config does not say."""
+    """Return how many tokens a sequence of the model may have; ``None`` if its config does not
+    say."""
     for name, module in model.named_modules():
         # Models of RoBERTa's kind number positions from the one after the padding's.
         if isinstance(module, nn.Embedding) and "position" in name and module.padding_idx:
@@ -89,7 +90,7 @@ def positions_of(model: nn.Module) -> int | None:
 
 
 def check_positions(model: nn.Module, sequence: int) -> None:
-    """Raises a ModelError if the model has not as many positions."""
+    """Raise a ModelError if the model has not as many positions."""
     positions = positions_of(model)
     if positions is not None and sequence > positions:
         raise ModelError(
@@ -99,8 +100,8 @@ def check_positions(model: nn.Module, sequence: int) -> None:
 
 
 def unpredictable(name: str, error: Exception) -> ValueError:
-    """What to raise where the code of model ``name`` has raised ``error``: this very error if it is
-    one of the library's own, which says what would work, else a line about it."""
+    """Return what to raise where the code of model ``name`` has raised ``error``: this very error
+    if it is one of the library's own, which says what would work, else a line about it."""
     if isinstance(error, ValueError) and _is_ours(error):
         return error
     hint = "" if _config_file(name) is None else f". What can be predicted: {PREDICTED}"
@@ -108,7 +109,8 @@ def unpredictable(name: str, error: Exception) -> ValueError:
 
 
 def _in_a_line(error: Exception) -> str:
-    """What ``error`` says, and where others raised it, in a line of some 300 characters at most."""
+    """Return what ``error`` says, and where others raised it, in a line of some 300 characters at
+    most."""
     said = f"{type(error).__name__}: " + " ".join(str(error).split()).rstrip(".")
     if len(said) > 300:
         said = said[:300] + "..."
@@ -130,7 +132,7 @@ def _config_file(name: str) -> Path | None:
 
 
 def _read_config(path: Path) -> Any:
-    """The config in a file, as its class in transformers reads it."""
+    """Return the config in a file, as its class in transformers reads it."""
     try:
         import transformers
     except ImportError as error:
@@ -180,8 +182,8 @@ def _check_is_language_model(path: Path, config: Any) -> None:
 
 
 def _classes_of(config: Any) -> tuple[Any, Any] | None:
-    """The class of models that are trained to predict tokens, if there is one, and what makes such
-    a model of a config."""
+    """Return the class of models that are trained to predict tokens, if there is one, and what
+    makes such a model of a config."""
     import transformers
 
     for classes, maker in (
@@ -212,7 +214,7 @@ def _made(name: str, make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _runs_token_by_token(config: Any) -> bool:
-    """Whether the model runs more operations for more tokens."""
+    """Return whether the model runs more operations for more tokens."""
     device, counts = EmulatedDevice(values=False), []
     with running(device), torch.device(NAME), suppress(Exception):  # said when it is predicted
         model = _of_config(deepcopy(config), dtype=torch.bfloat16)
@@ -236,8 +238,8 @@ class EqualBlocks(NamedTuple):
 
 
 def longest_run(model: nn.Module) -> EqualBlocks | None:
-    """The most blocks in a row whose parameters have the same names and shapes, if a list has
-    them."""
+    """Return the most blocks in a row whose parameters have the same names and shapes, if a list
+    has them."""
     blocks = set(find_blocks(model))
     runs = []
     for modules in model.modules():
@@ -252,7 +254,7 @@ def longest_run(model: nn.Module) -> EqualBlocks | None:
 
 
 def shorten(model: nn.Module, blocks: int) -> None:
-    """Leaves so many blocks of the longest run.
+    """Leave so many blocks of the longest run.
 
     Raises:
         ValueError: there are fewer.

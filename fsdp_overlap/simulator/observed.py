@@ -91,11 +91,11 @@ class Ledger(Allocator):
 
     @property
     def position(self) -> int:
-        """Counts changes so far."""
+        """Count changes so far."""
         return len(self._changes)
 
     def note(self, operation: Operation, stream: Queue) -> None:
-        """Learns from an operation what memory is for."""
+        """Learn from an operation what memory is for."""
         if operation.group is not None:
             if stream not in self._device.program_streams:
                 self._note_collective(operation, stream)
@@ -136,13 +136,13 @@ class Ledger(Allocator):
         return "gradients" if held.stream in self._reducing else "other"
 
     def peak(self, since: int) -> dict[MemoryKind, int]:
-        """What memory holds when it holds the most, from change ``since`` on."""
+        """Return what memory holds when it holds the most, from change ``since`` on."""
         most = max(self._over(since), key=lambda usage: sum(usage.nbytes.values()))
         return most.nbytes
 
     def usage(self, since: int) -> list[Usage]:
-        """What memory holds over time, from change ``since`` on. Of changes at the same time the
-        last is given."""
+        """Return what memory holds over time, from change ``since`` on. Of changes at the same time
+        the last is given."""
         found: list[Usage] = []
         for usage in self._over(since):
             if found and found[-1].at == usage.at:
@@ -247,7 +247,7 @@ class ObservedDevice(EmulatedDevice):
 
 
 def traffic(fabric: Fabric, collectives: Iterable[ObservedCollective]) -> dict[str, float]:
-    """Bytes that come to a rank within its node, and from other nodes.
+    """Return the bytes that come to a rank within its node, and from other nodes.
 
     As by rings that pass all ranks of a node before they leave it: of what comes to a node, each of
     its ranks takes an equal part from the network, and has the rest from its neighbour. Trees and

@@ -56,19 +56,19 @@ class SharedLink:
         self.queues.setdefault(group, deque()).append(transfer)
 
     def advance(self, until: float) -> None:
-        """Lets everything happen up to the time ``until``."""
+        """Let everything happen up to the time ``until``."""
         while self.now < until and self._step(until):
             pass
         self.now = max(self.now, until)
 
     def end_of(self, transfer: Transfer) -> float:
-        """When ``transfer`` ends if nothing more is issued before that."""
+        """Return when ``transfer`` ends if nothing more is issued before that."""
         while transfer.end is None:
             self._step(float("inf"))
         return transfer.end
 
     def _step(self, until: float) -> bool:
-        """Goes on to when the next transfer changes what it does. Returns whether there is one."""
+        """Go on to when the next transfer changes what it does. Return whether there is one."""
         under_way = [
             (queue, transfer)
             for queue in self.queues.values()
@@ -205,7 +205,7 @@ def simulate_on_cpu(
     steps: int = 1,
     warmup: int = 2,
 ) -> CpuPrediction:
-    """Predicts ``steps`` steps of ``program``, one after the other.
+    """Predict ``steps`` steps of ``program``, one after the other.
 
     Args:
         program: builds and shards a model on the CPU, and returns what makes a training step of it.
@@ -244,7 +244,7 @@ def simulate_on_cpu(
 
 @contextmanager
 def _sleeping(device: EmulatedDevice) -> Iterator[None]:
-    """Lets ``time.sleep`` pass emulated time."""
+    """Let ``time.sleep`` pass emulated time."""
 
     def sleep(seconds: float) -> None:
         device.host.ends += seconds

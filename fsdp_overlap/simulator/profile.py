@@ -69,7 +69,7 @@ class Profile:
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """The operations of a trace.
+        """Return the operations of a trace.
 
         Raises:
             HardwareError: the file is no trace, or one without shapes.
@@ -112,7 +112,7 @@ class Profile:
         return cls(calls, _gaps(operators))
 
     def check_model(self, model: nn.Module) -> None:
-        """Checks that the trace may be one of ``model``, or of one that differs in depth alone.
+        """Check that the trace may be one of ``model``, or of one that differs in depth alone.
 
         Raises:
             HardwareError: it has no operation on matrices of the shape of some of the model's, or
@@ -146,9 +146,9 @@ class Profile:
                 )
 
     def seconds_of(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float | None:
-        """What ``func(*args, **kwargs)`` takes, an ``OpOverload``: as measured with these shapes,
-        and with these dtypes if there are such, or in proportion to the nearest shapes that were.
-        ``None`` if the operator was not measured at all."""
+        """Return what ``func(*args, **kwargs)`` takes, an ``OpOverload``: as measured with these
+        shapes, and with these dtypes if there are such, or in proportion to the nearest shapes that
+        were. ``None`` if the operator was not measured at all."""
         known = self.calls.get(func._schema.name)
         if not known:
             return None
@@ -168,7 +168,7 @@ class Profile:
 
 
 def _sides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Equal for a matrix, or stacked ones, and what is transposed of it."""
+    """Return the same for a matrix, or stacked ones, and what is transposed of it."""
     return tuple(sorted(shape))
 
 
@@ -179,8 +179,8 @@ def _may_be(traced: Dtypes, dtypes: Sequence[torch.dtype]) -> bool:
 def _of_operators(
     operators: Iterable[Mapping[str, Any]], kernels: Mapping[Any, float]
 ) -> dict[int, float]:
-    """The seconds of each operator's kernels, by the ``id()`` of its span. Those of operators that
-    it has called are its own too."""
+    """Return the seconds of each operator's kernels, by the ``id()`` of its span. Those of
+    operators that it has called are its own too."""
     seconds: dict[int, float] = {}
     open_on: dict[Any, list[Mapping[str, Any]]] = defaultdict(list)
     for span in sorted(operators, key=lambda span: (span["ts"], -span["dur"])):
@@ -195,7 +195,7 @@ def _of_operators(
 
 
 def _of_kernels(spans: Iterable[Mapping[str, Any]]) -> dict[Any, float]:
-    """The seconds of the kernels of each operation, by its id."""
+    """Return the seconds of the kernels of each operation, by its id."""
     seconds: dict[Any, float] = defaultdict(float)
     for span in spans:
         if span.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
@@ -204,7 +204,7 @@ def _of_kernels(spans: Iterable[Mapping[str, Any]]) -> dict[Any, float]:
 
 
 def _gaps(operators: Sequence[Mapping[str, Any]]) -> float:
-    """What passes between one operation and the next on its thread, on average."""
+    """Return what passes between one operation and the next on its thread, on average."""
     gaps: list[float] = []
     ends: dict[Any, float] = {}
     for span in sorted(operators, key=lambda span: span["ts"]):

@@ -83,7 +83,7 @@ def search(
     processes: int = 1,
     progress: Progress | None = None,
 ) -> SearchResult:
-    """Finds the fastest ways to train on as many tokens a step.
+    """Find the fastest ways to train on as many tokens a step.
 
     It may change how sequences are cut into microbatches, checkpointing, how many blocks a unit
     has, prefetch, what is kept between forward and backward and between steps, when gradients are
@@ -115,7 +115,8 @@ class Workers:
         self._pool: ProcessPoolExecutor | None = None
 
     def run(self, calls: Sequence[tuple[Any, ...]]) -> list[StepCost | str]:
-        """What each call, a function with its arguments, returns, or the error that it raises."""
+        """Return what each call, a function with its arguments, returns, or the error that it
+        raises."""
         if self._processes == 1 or not calls:
             return [_attempt(*call) for call in calls]
         if self._pool is None:
@@ -188,8 +189,8 @@ class _Search:
     # Estimates
 
     def find_works(self) -> list[Training]:
-        """How the sequences may be cut and checkpointed, each as the plan of the least memory, if
-        that fits."""
+        """Return how the sequences may be cut and checkpointed, each as the plan of the least
+        memory, if that fits."""
         rows = works(self.training)
         found = []
         for column in range(len(rows[0])):  # as many at once as there are kinds of checkpointing
@@ -232,7 +233,7 @@ class _Search:
     def costs_of(
         self, plans: list[Training], function: Callable[..., StepCost], *arguments: Any
     ) -> Iterator[tuple[Training, StepCost]]:
-        """What those plans take that can run."""
+        """Return what those plans take that can run."""
         calls = [(function, plan, self.costs, *arguments) for plan in plans]
         for plan, cost in zip(plans, self.workers.run(calls), strict=True):
             if isinstance(cost, str):
@@ -252,7 +253,7 @@ class _Search:
         return False
 
     def fits(self, plan: Training) -> bool:
-        """Whether it is likely to fit, as far as short models tell."""
+        """Return whether it is likely to fit, as far as short models tell."""
         taken = self.estimates[plan]
         gap = self.gaps.get(_work(plan), taken.reserved - taken.memory)
         return taken.memory + gap <= self.limit
@@ -264,7 +265,7 @@ class _Search:
     # What is shown
 
     def check(self, defaults: Training) -> list[Plan]:
-        """Simulates the best plans in full until enough are known to fit, and the defaults."""
+        """Simulate the best plans in full until enough are known to fit, and the defaults."""
         self.simulate_all([defaults])
         while len(self.fitting()) < SHOWN and len(self.full) < CHECKS:
             wave = sorted(
@@ -280,12 +281,12 @@ class _Search:
         return self.fitting()
 
     def simulated(self, plan: Training) -> Plan | None:
-        """Simulates a plan in full. ``None`` if it does not fit."""
+        """Simulate a plan in full. ``None`` if it does not fit."""
         self.simulate_all([plan])
         return next((each for each in self.fitting() if each.training == plan), None)
 
     def fitting(self) -> list[Plan]:
-        """What was simulated in full and fits, the fastest first."""
+        """Return what was simulated in full and fits, the fastest first."""
         plans = (Plan(plan, taken) for plan, taken in self.full.items())
         fitting = (plan for plan in plans if plan.taken.reserved <= self.limit)
         return sorted(fitting, key=lambda plan: plan.seconds)
@@ -301,7 +302,7 @@ class _Search:
                 self.skipped[DOES_NOT_FIT] += 1
 
     def may_fit(self, plan: Training) -> bool:
-        """Whether it is worth a simulation to know that it fits."""
+        """Return whether it is worth a simulation to know that it fits."""
         return self.estimates[plan].memory + self.gaps.get(_work(plan), 0.0) <= self.limit
 
     def tell(self) -> None:

@@ -85,22 +85,22 @@ class Prediction:
         return sum(stretch.waited for stretch in self.stretches)
 
     def fits(self, device: Device) -> bool:
-        """Whether the device has the memory."""
+        """Return whether the device has the memory."""
         return self.reserved <= device.memory_size
 
     def traffic(self, fabric: Fabric) -> dict[str, float]:
-        """Bytes that come to a rank in a step, over each link."""
+        """Return the bytes that come to a rank in a step, over each link."""
         return traffic(fabric, self.collectives)
 
     def cost(self, price: float) -> float:
-        """What a step costs, if a device costs ``price`` an hour."""
+        """Return what a step costs, if a device costs ``price`` an hour."""
         return self.world_size * self.seconds / 3600 * price
 
 
 def simulate(
     program: Callable[[], Step], world_size: int, costs: Costs, warmup: int = 1
 ) -> Prediction:
-    """Predicts a step of ``program``.
+    """Predict a step of ``program``.
 
     Args:
         program: builds and shards a model on the device ``"emulated"``, and returns what makes a

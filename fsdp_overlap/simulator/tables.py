@@ -33,7 +33,7 @@ class Curve:
 
 
 def shipped(kind: str) -> list[str]:
-    """Names of the devices, or of the fabrics, that come with the library."""
+    """Return the names of the devices, or of the fabrics, that come with the library."""
     return sorted(path.stem for path in (SHIPPED / kind).glob("*.toml"))
 
 
@@ -93,7 +93,7 @@ class TomlTable:
         return table
 
     def tables(self, of: tuple[str, ...]) -> Iterator[tuple[str, TomlTable]]:
-        """Those of the names ``of`` that there are."""
+        """Return those of the names ``of`` that there are."""
         return ((key, self.table(key)) for key in of if key in self)
 
     def refuse_the_rest(self) -> None:

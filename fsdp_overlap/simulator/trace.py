@@ -31,7 +31,7 @@ class TracedRange(NamedTuple):
 
 @contextmanager
 def marking(device: EmulatedDevice) -> Iterator[list[TracedRange]]:
-    """Collects the marks that the library, FSDP2 and optimizers would leave in a profiler's trace,
+    """Collect the marks that the library, FSDP2 and optimizers would leave in a profiler's trace,
     in the host's time on ``device``."""
     marks: list[TracedRange] = []
     begun: list[float] = []

@@ -214,7 +214,7 @@ class Training:
         return None if self.gathers_in_float8 else self.gather_dtype
 
     def program(self) -> Step:
-        """Builds and shards the model, and returns what makes a step of it."""
+        """Build and shard the model, and return what makes a step of it."""
         meshes = self._meshes()
         with torch.device(DEVICE):
             model = model_of(self.model)()
@@ -270,7 +270,8 @@ class Training:
         return Meshes(whole, grid[names], grid.get_group("experts"), None)
 
     def _units_of(self, model: nn.Module, meshes: Meshes) -> list[SimulatedUnit]:
-        """The units below the root, inner ones first. Blocks keep for backward what they shall."""
+        """Return the units below the root, inner ones first. Blocks keep for backward what they
+        shall."""
         blocks = find_blocks(model)
         if self.checkpointing != "none":
             kept = CHECKPOINTING[self.checkpointing]
