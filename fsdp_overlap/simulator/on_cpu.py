@@ -30,6 +30,7 @@ from fsdp_overlap.simulator.profile import Profile
 from fsdp_overlap.simulator.simulate import Step
 
 BACKEND = "gloo_in_name_only"
+_WARMUP = 2  # steps before those that are predicted: units are not gathered ahead in the first
 
 
 @dataclass(eq=False)
@@ -203,7 +204,6 @@ def simulate_on_cpu(
     fabric: Fabric,
     cores: int,
     steps: int = 1,
-    warmup: int = 2,
 ) -> CpuPrediction:
     """Predict ``steps`` steps of ``program``, one after the other.
 
@@ -215,7 +215,6 @@ def simulate_on_cpu(
         fabric: the link that all ranks share.
         cores: of the machine. Where ranks are more, what they compute takes so much longer.
         steps: how many are predicted.
-        warmup: steps before these. Units are not gathered ahead in the first.
 
     Raises:
         ValueError: the fabric is not gloo's, or has not so many ranks on one machine.
@@ -231,7 +230,7 @@ def simulate_on_cpu(
     device = EmulatedDevice(timing=clock)
     with fake_ranks(world_size, BACKEND), running(device), _sleeping(device):
         step = program()
-        for _ in range(warmup):
+        for _ in range(_WARMUP):
             step()
         clock.unknown.clear()
         start, before = device.host.ends, device.on_host

@@ -97,10 +97,8 @@ class Prediction:
         return self.world_size * self.seconds / 3600 * price
 
 
-def simulate(
-    program: Callable[[], Step], world_size: int, costs: Costs, warmup: int = 1
-) -> Prediction:
-    """Predict a step of ``program``.
+def simulate(program: Callable[[], Step], world_size: int, costs: Costs) -> Prediction:
+    """Predict a step of ``program`` once the order of units is recorded.
 
     Args:
         program: builds and shards a model on the device ``"emulated"``, and returns what makes a
@@ -108,7 +106,6 @@ def simulate(
             slowest of their devices. Tensors that it makes on the device have no values.
         world_size: the number of ranks, of which each has a device.
         costs: how long everything takes.
-        warmup: steps before the one that is predicted. Units are not gathered ahead in the first.
     """
     clock = Clock(costs, pace=costs.slowest(world_size))
     device = ObservedDevice(clock)
@@ -119,8 +116,7 @@ def simulate(
         torch_module.reset_peak_memory_stats()
         ledger.phase, built = "training", ledger.position
         with device.watching_optimizers():
-            for _ in range(warmup):
-                step()
+            step()  # units are not gathered ahead in the first one
             start, computed = device.default.ends, clock.computed
             device.stretches.clear()
             step()
