@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from hashlib import sha256
 from math import prod
 from operator import attrgetter
@@ -112,7 +112,7 @@ class ShardedSavePlanner(DefaultSavePlanner):
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
-        self._keys = keys = _MeshKeys()
+        self._key_of = cache(_mesh_key)
         self._sharded: dict[str, dict[str, DTensor]] = defaultdict(dict)
         self._plain: dict[str, dict[str, Any]] = defaultdict(dict)
         for fqn, value in sorted(self.state_dict.items()):
@@ -120,7 +120,7 @@ class ShardedSavePlanner(DefaultSavePlanner):
                 _check_plain(fqn, value)
                 self._plain[str(self.mappings[fqn][0])][fqn] = value
             elif value.device_mesh.get_coordinate() is not None:
-                self._sharded[keys.of(value.device_mesh)][fqn] = value
+                self._sharded[self._key_of(value.device_mesh)][fqn] = value
         plain = {key: _digest(map(_known, values.items())) for key, values in self._plain.items()}
         self.plan = SavePlan([], planner_data=_PlanSummary(self._mesh_summaries(), plain))
         return self.plan
@@ -142,7 +142,7 @@ class ShardedSavePlanner(DefaultSavePlanner):
                     if isinstance(each, RaggedShard):
                         if id(each.ranges) not in hashes:
                             hashes[id(each.ranges)] = hash(each.ranges)  # numbers: same everywhere
-                        line = self._keys.of(mesh, dim)
+                        line = self._key_of(mesh, dim)
                         ranks[line] = mesh.size(dim)
                         ranges[line].append(hashes[id(each.ranges)])
         return {
@@ -229,22 +229,15 @@ class ShardedSavePlanner(DefaultSavePlanner):
         return written
 
 
-class _MeshKeys:
-    """Keys that stand for the ranks of meshes, the same on each of these ranks."""
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[DeviceMesh, int | None], str] = {}
-
-    def of(self, mesh: DeviceMesh, dim: int | None = None) -> str:
-        """That of all ranks of ``mesh``, or of those along ``dim`` at this rank's place."""
-        if (mesh, dim) not in self._found:
-            ranks = mesh.mesh
-            if dim is not None:
-                place = mesh.get_coordinate()
-                assert place is not None
-                ranks = ranks[tuple(slice(None) if d == dim else at for d, at in enumerate(place))]
-            self._found[mesh, dim] = _digest((tuple(ranks.shape), ranks.flatten().tolist()))
-        return self._found[mesh, dim]
+def _mesh_key(mesh: DeviceMesh, dim: int | None = None) -> str:
+    """Return a key that stands for all ranks of ``mesh``, or for those along ``dim`` at this rank's
+    place. It is the same on each of these ranks."""
+    ranks = mesh.mesh
+    if dim is not None:
+        place = mesh.get_coordinate()
+        assert place is not None
+        ranks = ranks[tuple(slice(None) if d == dim else at for d, at in enumerate(place))]
+    return _digest((tuple(ranks.shape), ranks.flatten().tolist()))
 
 
 def _parts(tensors: Mapping[str, DTensor]) -> list[WriteItem]:

@@ -243,7 +243,7 @@ def simulate(
     ] = None,
     microbatches: Annotated[int, typer.Option(help="Backwards per optimizer step.")] = 1,
     checkpointing: Annotated[
-        str, typer.Option(help="none, selective, or full: what runs again in backward.")
+        str, typer.Option(help="none, selective, or full: what is recomputed in backward.")
     ] = "none",
     blocks_per_unit: Annotated[int, typer.Option(help="Blocks that are gathered as one.")] = 1,
     stage: Annotated[int, typer.Option(help="ZeRO stage: 3 frees weights after each use.")] = 3,

@@ -44,7 +44,7 @@ Owner = weakref.ref[MemPool] | None
 
 @dataclass(eq=False)
 class MemoryBlock:
-    """A piece of a segment, with its neighbours in the segment."""
+    """A piece of a segment, with its neighbors in the segment."""
 
     nbytes: int
     stream: int

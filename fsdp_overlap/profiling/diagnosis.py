@@ -176,7 +176,7 @@ def _issue_ahead(late: list[Collective], kind: Kind, pass_: Pass) -> str:
     if late[0].engine == "FSDP":
         return f"gather ahead with set_modules_to_{pass_}_prefetch()"
     return (
-        "gather ahead with FsdpContext(prefetch=1); what activation checkpointing runs again in "
+        "gather ahead with FsdpContext(prefetch=1); what activation checkpointing recomputes in "
         "backward is not gathered ahead"
         if pass_ == "backward"
         else "gather ahead with FsdpContext(prefetch=1)"

@@ -53,7 +53,7 @@ class EngineRanges:
 
 class Phases:
     """Which pass of which unit a thread computes at a moment: "forward blocks.0". What activation
-    checkpointing runs again is a part of the backward that it is run for."""
+    checkpointing recomputes is a part of the backward that it is recomputed for."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class Phases:
         changes: dict[Any, list[tuple[float, bool, str]]] = defaultdict(list)
         for event, mark in marked:
             turn, _, pass_ = mark.role.partition(" ")
-            runs_again = pass_ == "forward" and covers(backward[event.thread], event.start)
-            if pass_ and not runs_again:
+            is_recomputed = pass_ == "forward" and covers(backward[event.thread], event.start)
+            if pass_ and not is_recomputed:
                 change = event.start, turn == "begin", f"{pass_} {mark.unit}"
                 changes[event.thread].append(change)
         for step in optimizer_steps:

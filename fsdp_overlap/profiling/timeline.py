@@ -8,7 +8,7 @@ range that issued it:
   issue range around that call, on the call's thread, issued the kernel.
 - **CPU**: gloo writes a range `gloo:<operation>` on a thread of its own, without a link to what
   issued it. A group starts operations in the order in which they were issued, so the k-th range of
-  an operation belongs to its k-th `c10d::` op. Where two start at one moment, neighbours may be
+  an operation belongs to its k-th `c10d::` op. Where two start at one moment, neighbors may be
   taken for each other; and where several groups run the same operation at once, one that comes out
   of turn shifts all that is queued behind it.
 """

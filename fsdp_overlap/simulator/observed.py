@@ -250,7 +250,7 @@ def traffic(fabric: Fabric, collectives: Iterable[ObservedCollective]) -> dict[s
     """Return the bytes that come to a rank within its node, and from other nodes.
 
     As by rings that pass all ranks of a node before they leave it: of what comes to a node, each of
-    its ranks takes an equal part from the network, and has the rest from its neighbour. Trees and
+    its ranks takes an equal part from the network, and has the rest from its neighbor. Trees and
     switches that add up send less.
     """
     found = {"within nodes": 0.0, "between nodes": 0.0}

@@ -134,7 +134,7 @@ class Training:
         linear_dtype: ``"float8"`` computes the linear layers of blocks in float8, by torchao.
             Without, they compute in ``param_dtype``.
         optimizer: one of :data:`OPTIMIZERS`.
-        reshard_after_forward: among how many neighbouring ranks blocks keep their weights from
+        reshard_after_forward: among how many neighboring ranks blocks keep their weights from
             forward to backward, as :func:`fully_shard` takes the number. Without, ``stage`` says.
         reduce_each: whether each microbatch's gradients are reduced. Else they stay whole until
             those of the last are, which takes more memory and less communication.

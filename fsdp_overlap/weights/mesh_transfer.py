@@ -85,7 +85,7 @@ class MeshTransfer:
         return max((sum(chunk.numel for chunk in chunks) for chunks in held), default=0)
 
     def run(self, number: int, runs: int) -> slice:
-        """Return the places of some neighbours among chunks, if these are divided into so many
+        """Return the places of some neighbors among chunks, if these are divided into so many
         ``runs`` of about as many elements."""
         starts, numel = self._starts, self._starts[-1]
         first, last = (-(-numel * each // runs) for each in (number, number + 1))
