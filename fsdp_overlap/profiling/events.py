@@ -71,7 +71,7 @@ def read_trace(
             return read_trace(path, keep, progress)
 
     def prune(values: dict[str, Any]) -> Any:
-        """Of an event keep what is of use, of any other JSON object everything."""
+        """Return what is of use of an event, and all of any other JSON object."""
         if "ph" not in values:
             return values
         try:
