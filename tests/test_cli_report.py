@@ -229,7 +229,7 @@ def test_where_nothing_can_be_written_nothing_is(
 
 
 def tiny() -> nn.Module:
-    return GPT(layers=2, width=16, heads=2, tied=False)
+    return GPT(layers=2, width=16, heads=2)
 
 
 def test_a_folder_that_cannot_be_written_to_is_said_first(

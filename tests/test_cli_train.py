@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp_overlap.cli import main
 from fsdp_overlap.cli.config import TrainConfig
 from fsdp_overlap.cli.data import load_text, move, sample_batch, split_text, unigram_entropy
-from fsdp_overlap.cli.errors import BadInput
 from fsdp_overlap.cli.launch import find_place
+from fsdp_overlap.cli.output import BadInput
 from fsdp_overlap.cli.run_folder import check_out
 from fsdp_overlap.profiling import read_report
 from support.program import Program

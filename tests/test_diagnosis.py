@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from fsdp_overlap.profiling import Finding, Report, assert_overlapped, diagnose, read_report
-from fsdp_overlap.profiling.drawing import draw
+from fsdp_overlap.profiling import Diagnosis, Report, assert_overlapped, diagnose, read_report
 from fsdp_overlap.profiling.json_report import write_json
+from fsdp_overlap.profiling.plot import draw
 from support.traces import GLOO_A, Step, event, read, report_of, trace_of
 
 
@@ -22,7 +22,7 @@ def causes(report: Report) -> list[str]:
     return [finding.cause for finding in diagnose(report)]
 
 
-def find(report: Report, cause: str) -> Finding:
+def find(report: Report, cause: str) -> Diagnosis:
     (found,) = [finding for finding in diagnose(report) if finding.cause == cause]
     return found
 

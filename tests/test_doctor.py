@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from fsdp_overlap.cli import doctor, network, trial
 from fsdp_overlap.cli.doctor import Check
-from fsdp_overlap.cli.network import Chosen
+from fsdp_overlap.cli.network import GlooInterface
 from support.cli_runs import run_main
 from support.ranks import PRELOAD
 
@@ -47,7 +47,7 @@ def plain(monkeypatch: Patch) -> None:
     monkeypatch.setattr(doctor, "cores", lambda: 2)
     monkeypatch.setattr(doctor, "addresses", lambda: {"lo": ["127.0.0.1"], "eth0": ["10.0.0.2"]})
     monkeypatch.setattr(doctor, "reachable", lambda: ["eth0"])
-    monkeypatch.setattr(doctor, "by_host_name", lambda: Chosen("eth0", "10.0.0.2"))
+    monkeypatch.setattr(doctor, "by_host_name", lambda: GlooInterface("eth0", "10.0.0.2"))
     monkeypatch.setattr(doctor, "is_free", lambda address, port: True)
     multiprocessing.set_forkserver_preload(PRELOAD)  # a server that has imported torch
     monkeypatch.setattr(trial, "START_METHOD", "forkserver")
@@ -269,8 +269,8 @@ def test_the_interface_of_the_host_name(monkeypatch: Patch) -> None:
     found = doctor.gloo_interface()
     assert found.found == f"eth0, because the host name {host!r} is 10.0.0.2"
     for chosen, why in (
-        (Chosen("lo", "127.0.1.1"), f"lo, because the host name {host!r} is 127.0.1.1"),
-        (Chosen(None, None), f"the loopback, because the host name {host!r} is no address"),
+        (GlooInterface("lo", "127.0.1.1"), f"lo, because the host name {host!r} is 127.0.1.1"),
+        (GlooInterface(None, None), f"the loopback, because the host name {host!r} is no address"),
     ):
         monkeypatch.setattr(doctor, "by_host_name", lambda chosen=chosen: chosen)
         found = doctor.gloo_interface()
@@ -286,11 +286,11 @@ def test_the_host_name_is_looked_up_as_torch_does(monkeypatch: Patch) -> None:
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answers)
 
     names("192.0.2.77", "127.0.0.1")  # the first is of documents, and so of no machine
-    assert network.by_host_name() == Chosen("lo", "127.0.0.1")
+    assert network.by_host_name() == GlooInterface("lo", "127.0.0.1")
     names("127.0.1.1")
-    assert network.by_host_name() == Chosen("lo", "127.0.1.1")
+    assert network.by_host_name() == GlooInterface("lo", "127.0.1.1")
     names("192.0.2.77")
-    assert network.by_host_name() == Chosen(None, None)
+    assert network.by_host_name() == GlooInterface(None, None)
 
 
 def test_interfaces_have_the_addresses_that_can_be_bound() -> None:

@@ -15,7 +15,7 @@ from fsdp_overlap.comm.streams import has_streams, streams_of
 from fsdp_overlap.emulator import (
     EmulatedDevice,
     Event,
-    Issued,
+    IssuedCollective,
     Stream,
     compare_issued,
     current_stream,
@@ -350,7 +350,10 @@ def test_a_slow_host_holds_up_the_device_and_a_fast_one_runs_ahead() -> None:
 
 
 def test_communicators_in_different_orders_are_found() -> None:
-    gather, reduce = Issued("lanes of gathers", "all_gather"), Issued("reductions", "all_reduce")
+    gather, reduce = (
+        IssuedCollective("lanes of gathers", "all_gather"),
+        IssuedCollective("reductions", "all_reduce"),
+    )
     assert compare_issued([[gather, reduce], [gather, reduce]]) is None
     finding = compare_issued([[gather, reduce], [reduce, gather]])
     assert finding is not None
@@ -361,7 +364,7 @@ def test_communicators_in_different_orders_are_found() -> None:
 
 
 def test_three_communicators_of_which_each_two_ranks_share_one_are_found() -> None:
-    one, two, three = (Issued(str(a), "all_gather", (a, (a + 1) % 3)) for a in range(3))
+    one, two, three = (IssuedCollective(str(a), "all_gather", (a, (a + 1) % 3)) for a in range(3))
     assert compare_issued([[one, three], [one, two], [two, three]]) is None
     finding = compare_issued([[one, three], [two, one], [three, two]])
     assert finding is not None

@@ -20,7 +20,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 import fsdp_overlap
 from fsdp_overlap.desync.faults import Faults
-from fsdp_overlap.emulator import EmulatedDevice, Issued, compare_issued, fake_ranks, running
+from fsdp_overlap.emulator import (
+    EmulatedDevice,
+    IssuedCollective,
+    compare_issued,
+    fake_ranks,
+    running,
+)
 from fsdp_overlap.layout import TensorAtomic
 from fsdp_overlap.optim import Muon, clip_grad_norm_
 from support.emulated import Program
@@ -165,7 +171,7 @@ def test_after_a_fault_anywhere_training_goes_on_in_order_and_nothing_leaks(name
     assert not (ALWAYS | more) - failed
 
 
-def fail_with_values(**options: Any) -> tuple[set[str], list[Issued]]:
+def fail_with_values(**options: Any) -> tuple[set[str], list[IssuedCollective]]:
     """The forward and backward fail at the same place on every rank."""
     with running(EmulatedDevice()) as device:
         twins = Trained(lambda: Model(layers=1), shard_layers, **options)

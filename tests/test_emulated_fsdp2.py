@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_overlap.emulator import EmulatedDevice, Event, Stream, fake_ranks, running
-from fsdp_overlap.emulator.ranks import Done
+from fsdp_overlap.emulator.ranks import FinishedWork
 from support.nccl_like import BACKEND
 from support.ranks import run_ranks
 from support.tensor_parallel import LENGTH, WORDS, Transformer, loss_of, parallelize
@@ -115,7 +115,7 @@ def test_it_leaves_nothing_unordered(name: str, dims: tuple[int, ...]) -> None:
         (Event, "wait", {}),
         (Stream, "wait_event", {}),
         (Stream, "wait_stream", {}),
-        (Done, "wait", {"asks_ahead": True}),
+        (FinishedWork, "wait", {"asks_ahead": True}),
     ],
 )
 def test_what_it_leaves_out_is_found(owner: type, method: str, options: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from fsdp_overlap.emulator import EmulatedDevice, Issued, compare_issued, running
+from fsdp_overlap.emulator import EmulatedDevice, IssuedCollective, compare_issued, running
 from fsdp_overlap.layout import BlockAtomic, Flat, LayoutRule, PerTensor, TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 from support.emulated_twins import Trained
@@ -243,7 +243,7 @@ PROGRAMS[2]["whole tensors of rows"] = whole_rows
 PROGRAMS[2]["gradients of nothing"] = none_where_a_unit_did_not_run
 
 
-def run_all(only: str = "") -> dict[str, tuple[list[str], list[Issued]]]:
+def run_all(only: str = "") -> dict[str, tuple[list[str], list[IssuedCollective]]]:
     """What the model found in each program, and what this rank issued there."""
     seen = {}
     for name, program in PROGRAMS[dist.get_world_size()].items():

@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 from playwright.sync_api import Page, sync_playwright
 
-from fsdp_overlap.profiling.drawing import COLOURS
+from fsdp_overlap.profiling.html import write_html
 from fsdp_overlap.profiling.json_report import write_json
-from fsdp_overlap.profiling.page import write_html
-from fsdp_overlap.profiling.picture import write_png
+from fsdp_overlap.profiling.plot import COLORS, write_png
 from support.traces import Step, report_of
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -192,7 +191,7 @@ def test_the_eye_finds_what_is_exposed(page: Page, tmp_path: Path) -> None:
     write_png(REPORTS, tmp_path / "overlap.png")
     for name in ("page.png", "overlap.png"):
         pixels = (matplotlib.image.imread(tmp_path / name)[..., :3] * 255).round()
-        share = {what: _share(pixels, colour) for what, colour in COLOURS.items()}
+        share = {what: _share(pixels, colour) for what, colour in COLORS.items()}
         # Rows lie one below the other, so the red of one is in a few rows of pixels only.
         assert share["exposed"] > 0.002
         assert share["hidden"] > 0.002

@@ -20,9 +20,7 @@ from fsdp_overlap.simulator import (
     Training,
     simulate,
 )
-from fsdp_overlap.simulator.memory import KINDS
-from fsdp_overlap.simulator.observed import Collective, ObservedDevice
-from fsdp_overlap.simulator.traffic import traffic
+from fsdp_overlap.simulator.observed import KINDS, ObservedCollective, ObservedDevice, traffic
 from support.cli_runs import run_main
 from support.timed_program import LAYER_BYTES, UNITS, WIDTH, Seconds, predict, program
 
@@ -130,13 +128,13 @@ def test_a_stretch_is_a_row_of_operations_that_waited() -> None:
 
 
 def test_bytes_go_over_the_links_that_rings_take() -> None:
-    within = traffic(FABRIC, [Collective("all_gather", range(8), 800)])
+    within = traffic(FABRIC, [ObservedCollective("all_gather", range(8), 800)])
     assert within == {"within nodes": 700, "between nodes": 0}
-    across = traffic(FABRIC, [Collective("reduce_scatter", range(64), 6400)])
+    across = traffic(FABRIC, [ObservedCollective("reduce_scatter", range(64), 6400)])
     assert across == pytest.approx({"within nodes": 6300 * 7 / 8, "between nodes": 6300 / 8})
-    copies = traffic(FABRIC, [Collective("all_reduce", range(0, 64, 8), 800)])
+    copies = traffic(FABRIC, [ObservedCollective("all_reduce", range(0, 64, 8), 800)])
     assert copies == {"within nodes": 0, "between nodes": 1400}
-    tokens = traffic(FABRIC, [Collective("all_to_all", range(16), 1600)])
+    tokens = traffic(FABRIC, [ObservedCollective("all_to_all", range(16), 1600)])
     assert tokens == {"within nodes": 700, "between nodes": 800}
 
 

@@ -20,7 +20,7 @@ from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.tensor.boxes import boxes
 from fsdp_overlap.torch_internals import StridedShard
 from fsdp_overlap.weights import WeightResharder
-from fsdp_overlap.weights.tensor_chunks import Chunk, full_chunk, slabs
+from fsdp_overlap.weights.tensor_chunks import Chunk, full_chunk, slab, slab_count
 from fsdp_overlap.weights.transfer_plan import (
     Layouts,
     Messages,
@@ -42,10 +42,10 @@ shapes = st.lists(st.integers(0, 6), max_size=3).map(tuple)
 @given(shapes, st.integers(1, 40))
 def test_slabs_follow_each_other_and_are_small(shape: tuple[int, ...], most: int) -> None:
     values = torch.arange(prod(shape)).view(shape)
-    found = slabs(shape, most)
-    flat = torch.cat([slab.of(full_chunk(shape), values).reshape(-1) for slab in found])
+    found = [slab(shape, most, number) for number in range(slab_count(shape, most))]
+    flat = torch.cat([chunk.of(full_chunk(shape), values).reshape(-1) for chunk in found])
     assert flat.tolist() == list(range(prod(shape)))
-    assert all(slab.numel <= most for slab in found)
+    assert all(chunk.numel <= most for chunk in found)
 
 
 @st.composite

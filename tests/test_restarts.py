@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from fsdp_overlap.cli import train
 from fsdp_overlap.cli.config import TrainConfig
-from fsdp_overlap.cli.errors import BadInput
 from fsdp_overlap.cli.job import run_of_this_job, this_job
 from fsdp_overlap.cli.launch import find_place
+from fsdp_overlap.cli.output import BadInput
 from fsdp_overlap.cli.process_group import fresh_store
 from support.cli_runs import (
     assert_is_the_run_left_alone,

@@ -25,11 +25,11 @@ from fsdp_overlap.simulator.choices import (
     with_defaults,
     works,
 )
-from fsdp_overlap.simulator.estimate import Taken, count_equal_blocks, estimate, measure
+from fsdp_overlap.simulator.estimate import StepCost, count_equal_blocks, estimate, measure
 from fsdp_overlap.simulator.float8 import fused_casts
+from fsdp_overlap.simulator.models import longest_run, shorten
 from fsdp_overlap.simulator.plan_code import code_of
 from fsdp_overlap.simulator.search import DOES_NOT_FIT
-from fsdp_overlap.simulator.shortening import longest_run, shorten
 from support.cli_runs import run_main
 
 WIDTH, BLOCKS, VOCABULARY = 1024, 4, 1000
@@ -95,11 +95,11 @@ TINY, SHORT, LONG, LONGER, ONE_BY_ONE = (f"{__name__}:{name}" for name in NAMES)
 COSTS = Costs(Device.read("h100_sxm"), Fabric.read("nvlink4_400g"))
 
 
-TAKEN: dict[Training, Taken] = {}
+TAKEN: dict[Training, StepCost] = {}
 """What plans were found to take, with ``COSTS``."""
 
 
-def measure_once(plan: Training, costs: Costs) -> Taken:
+def measure_once(plan: Training, costs: Costs) -> StepCost:
     assert costs is COSTS
     if plan not in TAKEN:
         TAKEN[plan] = measure(plan, costs)
@@ -122,7 +122,7 @@ def training(**options: Any) -> Training:
     [
         {},
         {"prefetch": 3},
-        {"blocks_a_unit": 2},
+        {"blocks_per_unit": 2},
         {"stage": 2},
         {"reshard_after_forward": 8, "checkpointing": "full"},
         {"microbatches": 6, "reduce_each": True, "sequence": 512},
@@ -131,7 +131,7 @@ def training(**options: Any) -> Training:
     ids=str,
 )
 def test_short_models_tell_what_the_whole_takes(options: dict[str, Any]) -> None:
-    plan = training(model=LONGER if "blocks_a_unit" in options else LONG, **options)
+    plan = training(model=LONGER if "blocks_per_unit" in options else LONG, **options)
     blocks = count_equal_blocks(plan.model)
     told, took = estimate(plan, COSTS, blocks), measure(plan, COSTS)
     assert told.seconds == pytest.approx(took.seconds, rel=0.01)
@@ -154,16 +154,16 @@ def test_a_model_is_shortened_where_its_blocks_are_equal() -> None:
 
 
 def test_what_is_said_to_take_no_less_memory_takes_no_less() -> None:
-    base = leanest(training(batch=2, sequence=2048))
+    base = leanest(training(micro_batch_size=2, sequence=2048))
     base = replace(base, checkpointing=LEANEST_FIRST[0])
     grown = [
         replace(base, prefetch=2),
         replace(base, reshard_after_forward=8),
         replace(base, stage=2),
-        replace(base, blocks_a_unit=4),
+        replace(base, blocks_per_unit=4),
         replace(base, checkpointing="selective"),
         replace(base, checkpointing="none"),
-        replace(base, batch=4),
+        replace(base, micro_batch_size=4),
     ]
     took = {plan: measure(plan, COSTS).memory for plan in (base, *grown)}
     for one, other in product(took, took):
@@ -174,7 +174,7 @@ def test_what_is_said_to_take_no_less_memory_takes_no_less() -> None:
 
 
 def cut(found: Training) -> tuple[Any, ...]:
-    return found.batch, found.checkpointing
+    return found.micro_batch_size, found.checkpointing
 
 
 @pytest.mark.slow
@@ -185,7 +185,7 @@ def test_the_best_plan_is_that_of_an_exhaustive_search() -> None:
     assert all(plan.taken.reserved <= limit for plan in found.plans)
     best = found.plans[0]
     everything = [
-        replace(given, checkpointing=kind, prefetch=prefetch, stage=stage, blocks_a_unit=size)
+        replace(given, checkpointing=kind, prefetch=prefetch, stage=stage, blocks_per_unit=size)
         for kind in ("none", "full")
         for prefetch, stage, size in product((1, 3), (2, 3), (1, 2, 4))
     ]
@@ -200,16 +200,16 @@ def test_the_best_plan_is_that_of_an_exhaustive_search() -> None:
     assert (again.seconds, again.reserved) == (best.seconds, best.taken.reserved)
 
 
-def made_up(plan: Training, *_: object) -> Taken:
+def made_up(plan: Training, *_: object) -> StepCost:
     """Time and memory that every choice adds to by itself."""
     again, kept = {"none": (1.0, 8), "selective": (1.1, 4), "full": (1.3, 1)}[plan.checkpointing]
-    memory = kept * plan.batch + 2 * plan.prefetch + plan.blocks_a_unit
+    memory = kept * plan.micro_batch_size + 2 * plan.prefetch + plan.blocks_per_unit
     memory += 0 if plan.stage == 3 else 20
     memory += 0 if plan.microbatches == 1 or plan.reduce_each else 3
     reductions = plan.microbatches if plan.reduce_each else 1
     gathers = plan.microbatches if plan.stage == 3 else 1
-    exposed = 0.4 * gathers / (1 + plan.prefetch) + 0.1 * reductions + 0.05 / plan.blocks_a_unit
-    return Taken(again + exposed, again, memory, memory + 2)
+    exposed = 0.4 * gathers / (1 + plan.prefetch) + 0.1 * reductions + 0.05 / plan.blocks_per_unit
+    return StepCost(again + exposed, again, memory, memory + 2)
 
 
 @pytest.mark.parametrize("limit", [6, 9, 12, 16, 20, 30, 60])
@@ -219,10 +219,10 @@ def test_nothing_is_skipped_that_would_have_been_the_best(
     module = sys.modules[search.__module__]
     monkeypatch.setattr(module, "estimate", made_up)
     monkeypatch.setattr(module, "measure", made_up)
-    given = training(batch=4)
+    given = training(micro_batch_size=4)
     found = search(given, COSTS, memory=limit)
     everything = [
-        replace(work, prefetch=prefetch, stage=stage, blocks_a_unit=size, reduce_each=each)
+        replace(work, prefetch=prefetch, stage=stage, blocks_per_unit=size, reduce_each=each)
         for works_of_kind in works(given)
         for work in works_of_kind
         for prefetch, stage, size in product(PREFETCH, (2, 3), (1, 2))
@@ -249,16 +249,16 @@ def test_less_memory_gives_a_slower_plan_and_none_if_it_is_too_little() -> None:
     assert none.skipped[DOES_NOT_FIT] > 0
 
 
-def run_or_made_up(plan: Training, costs: Costs, *_: object) -> Taken:
+def run_or_made_up(plan: Training, costs: Costs, *_: object) -> StepCost:
     """Runs what may raise: several sequences at once."""
-    return measure(plan, costs) if plan.batch > 1 else made_up(plan)
+    return measure(plan, costs) if plan.micro_batch_size > 1 else made_up(plan)
 
 
 def test_what_cannot_run_is_skipped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("estimate", "measure"):
         monkeypatch.setattr(sys.modules[search.__module__], name, run_or_made_up)
-    found = search(training(model=ONE_BY_ONE, batch=2, sequence=512), COSTS)
-    assert {plan.training.batch for plan in found.plans} == {1}
+    found = search(training(model=ONE_BY_ONE, micro_batch_size=2, sequence=512), COSTS)
+    assert {plan.training.micro_batch_size for plan in found.plans} == {1}
     assert found.skipped["NotImplementedError: several sequences"] >= 3
     assert not found.given_fits
     assert found.defaults is not None
@@ -267,14 +267,14 @@ def test_what_cannot_run_is_skipped_and_counted(monkeypatch: pytest.MonkeyPatch)
 
 CODED = [
     {},
-    {"batch": 2, "checkpointing": "selective", "blocks_a_unit": 3, "prefetch": 2},
+    {"micro_batch_size": 2, "checkpointing": "selective", "blocks_per_unit": 3, "prefetch": 2},
     {"checkpointing": "full", "reshard_after_forward": 8, "optimizer": "torch-adamw"},
-    {"stage": 2, "layout": PerTensor(), "replicate": 8},
+    {"stage": 2, "layout": PerTensor(), "replicas": 8},
     {"optimizer": "muon", "layout": TensorAtomic(), "gather_dtype": torch.float8_e4m3fn},
     {"microbatches": 3, "sequence": 512},
     {"microbatches": 3, "sequence": 512, "reduce_each": True, "prefetch": 0},
-    {"products": "float8", "checkpointing": "selective"},
-    {"products": "float8", "gather_dtype": torch.float8_e4m3fn, "layout": PerTensor()},
+    {"linear_dtype": "float8", "checkpointing": "selective"},
+    {"linear_dtype": "float8", "gather_dtype": torch.float8_e4m3fn, "layout": PerTensor()},
 ]
 
 
@@ -297,11 +297,11 @@ def test_the_code_of_a_plan_does_what_was_predicted(options: dict[str, Any]) -> 
 
         def batches() -> Any:
             for _ in range(plan.microbatches):
-                yield torch.randint(2, (plan.batch, plan.sequence), device="emulated")
+                yield torch.randint(2, (plan.micro_batch_size, plan.sequence), device="emulated")
 
         def step() -> None:
             given = batches() if plan.microbatches > 1 else next(batches())
-            with fused_casts() if plan.products else nullcontext():
+            with fused_casts() if plan.linear_dtype else nullcontext():
                 code["train_step"](model, optimizer, loss_of, given)
 
         return step
@@ -318,7 +318,7 @@ def test_code_says_all_of_a_plan_or_nothing() -> None:
 
 
 def test_ways_to_save_are_options_that_save() -> None:
-    plan = training(batch=2, blocks_a_unit=2, stage=2)
+    plan = training(micro_batch_size=2, blocks_per_unit=2, stage=2)
     assert ways_to_save(plan) == [
         "--checkpointing selective",
         "a smaller --micro-batch-size",

@@ -101,7 +101,7 @@ def test_options_do_what_they_say() -> None:
     plain = predicted()
     # Of the blocks and the root, the last block is kept for backward, and the root is whole.
     assert (gathers(plain), reductions(plain)) == (2 * BLOCKS, BLOCKS + 1)
-    paired = predicted(blocks_a_unit=2)
+    paired = predicted(blocks_per_unit=2)
     assert reductions(paired) == BLOCKS // 2 + 1
     twice = predicted(microbatches=2)
     assert reductions(twice) == BLOCKS + 1
@@ -109,7 +109,7 @@ def test_options_do_what_they_say() -> None:
     kept = predicted(microbatches=2, stage=2)
     assert gathers(kept) < gathers(twice)
     assert kept.memory > twice.memory
-    copies = predicted(replicate=4)
+    copies = predicted(replicas=4)
     kinds = {event["name"] for event in copies.trace["traceEvents"]}
     assert "ncclDevKernel_all_reduce" in kinds
     in_8_bits = predicted(gather_dtype=torch.float8_e4m3fn)

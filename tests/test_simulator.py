@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fsdp_overlap.emulator import Operation, fake_ranks
 from fsdp_overlap.emulator.queues import Queue
-from fsdp_overlap.simulator.clock import Clock, Link
+from fsdp_overlap.simulator.clock import Clock, LinkSchedule
 from support.timed_program import LAYER_BYTES, UNITS, WIDTH, Seconds, predict
 
 
@@ -18,7 +18,7 @@ from support.timed_program import LAYER_BYTES, UNITS, WIDTH, Seconds, predict
 def test_a_link_serves_one_moment_once_and_never_idles_before_who_is_ready(
     transfers: list[tuple[int, int]],
 ) -> None:
-    link, used = Link(), set[int]()
+    link, used = LinkSchedule(), set[int]()
     for ready, seconds in transfers:
         moments = [at for at in range(200) if at >= ready and at not in used][:seconds]
         assert link.take(ready, seconds) == moments[-1] + 1
@@ -41,7 +41,7 @@ def test_a_link_serves_one_moment_once_and_never_idles_before_who_is_ready(
 def test_compute_is_slower_while_a_collective_is_under_way(
     start: float, seconds: float, end: float
 ) -> None:
-    one, other = Link(), Link()
+    one, other = LinkSchedule(), LinkSchedule()
     one.take(2.0, 1.5)
     other.take(2.5, 1.0)
     other.take(5.25, 3.0)

@@ -14,17 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_overlap.emulator import Call, Operation
+from fsdp_overlap.emulator import Operation, OperatorCall
 from fsdp_overlap.simulator.collective_time import (
     group_of,
     seconds_of_collective,
     seconds_of_list,
 )
-from fsdp_overlap.simulator.costs import Costs
+from fsdp_overlap.simulator.costs import Costs, expected_maximum
 from fsdp_overlap.simulator.hardware import Device, Fabric
 from fsdp_overlap.simulator.nccl_tuning import PROTOCOLS, Group, Kind, ring, tree
 from fsdp_overlap.simulator.tables import SHIPPED, Curve, HardwareError, shipped
-from fsdp_overlap.simulator.variation import expected_maximum
 
 H100 = Fabric.read("nvlink4_400g")
 LOOPBACK = Fabric.read("loopback_2g")
@@ -138,7 +137,7 @@ def test_stretched_compute_takes_so_many_times_as_long() -> None:
     device = Device.read("h100_sxm")
     values = torch.empty(MIB, device="meta")
     unknown = Operation("copy", [values], [values])  # by Python, which calls no operator
-    call = Call(torch.ops.aten.mul.Tensor, (values, values), {}, values)
+    call = OperatorCall(torch.ops.aten.mul.Tensor, (values, values), {}, values)
     for operation, moved in ((unknown, 2), (unknown._replace(call=call), 3)):
         expected = 2e-6 + moved * 4 * MIB / (3.35e12 * 0.92)
         assert Costs(device, H100).compute(operation) == pytest.approx(expected)

@@ -68,7 +68,7 @@ def test_models_have_as_many_parameters_as_published(name: str, parameters: int)
 @pytest.mark.parametrize("kind", [Training, Fsdp2Training])
 def test_tokens_travel_to_their_experts_and_back(config: str, kind: type[Training]) -> None:
     """Twice in forward, and twice in backward."""
-    sent = kernels(predicted(config, kind, experts=4), "ncclDevKernel_all_to_all")
+    sent = kernels(predicted(config, kind, expert_parallel=4), "ncclDevKernel_all_to_all")
     assert len(sent) == 4 * MIXTURES
     assert {each["args"]["In msg nelems"] for each in sent} == {TOKENS * CHOSEN * WIDTH * 2}
     assert not kernels(predicted(config, kind), "ncclDevKernel_all_to_all")
@@ -77,17 +77,17 @@ def test_tokens_travel_to_their_experts_and_back(config: str, kind: type[Trainin
 def test_experts_are_gathered_by_the_ranks_that_have_the_same(config: str) -> None:
     gathered = Counter(
         each["args"]["Out msg nelems"]
-        for each in kernels(predicted(config, experts=4), "ncclDevKernel_all_gather")
+        for each in kernels(predicted(config, expert_parallel=4), "ncclDevKernel_all_gather")
     )
     # This rank's experts, in bfloat16; in backward again.
     assert gathered[OF_EXPERTS // 4 * 2] == 2 * MIXTURES
-    reduced = kernels(predicted(config, experts=4), "ncclDevKernel_reduce_scatter")
+    reduced = kernels(predicted(config, expert_parallel=4), "ncclDevKernel_reduce_scatter")
     sizes = Counter(each["args"]["In msg nelems"] for each in reduced)
     assert sizes[OF_EXPERTS // 4 * 4] == MIXTURES
 
 
 def test_copies_of_experts_are_reduced_too(config: str) -> None:
-    prediction = predicted(config, experts=4, replicate=2)
+    prediction = predicted(config, expert_parallel=4, replicas=2)
     reduced = kernels(prediction, "ncclDevKernel_all_reduce")
     sizes = Counter(each["args"]["Out msg nelems"] for each in reduced)
     # Of 16 ranks 8 have a copy, in which 2 have the same experts.
@@ -97,7 +97,7 @@ def test_copies_of_experts_are_reduced_too(config: str) -> None:
 @pytest.mark.parametrize("experts", [1, 4])
 def test_as_much_is_computed_wherever_experts_are(config: str, experts: int) -> None:
     """Two products in forward and four in backward, of all that tokens chose."""
-    assert len(kernels(predicted(config, experts=experts), "bmm")) == 6 * MIXTURES
+    assert len(kernels(predicted(config, expert_parallel=experts), "bmm")) == 6 * MIXTURES
 
 
 def test_a_mixture_is_its_experts_weighted_mean() -> None:

@@ -82,7 +82,12 @@ class Alone(Plain):
 
 def training(kind: type[Training] = Training, **options: Any) -> Training:
     model = f"{__name__}:{options.pop('model', Plain).__name__}"
-    chosen = {"gpus": RANKS, "sequence": TOKENS, "optimizer": "torch-adamw", "products": "float8"}
+    chosen = {
+        "gpus": RANKS,
+        "sequence": TOKENS,
+        "optimizer": "torch-adamw",
+        "linear_dtype": "float8",
+    }
     return kind(model, **{**chosen, **options})
 
 
@@ -195,7 +200,7 @@ def test_fsdp2_computes_the_same() -> None:
         assert found["_scaled_mm"] == 3 * 2 * BLOCKS
         assert found["cast_to_float8"] == casts * 2 * BLOCKS
     with pytest.raises(ValueError, match=r"gather_dtype=torch\.float8_e4m3fn: FSDP2 has nothing"):
-        training(Fsdp2Training, gather_dtype=E4M3, products=None)
+        training(Fsdp2Training, gather_dtype=E4M3, linear_dtype=None)
 
 
 def test_casts_outside_of_a_simulation_are_torchaos() -> None:
@@ -209,7 +214,7 @@ def test_casts_outside_of_a_simulation_are_torchaos() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--linear-dtype", "float4"], "products='float4': must be float8, or be left out"),
+        (["--linear-dtype", "float4"], "linear_dtype='float4': must be float8, or be left out"),
         (
             ["--linear-dtype", "float8", "--sequence", "1000"],
             "of 1000 tokens: the gradient of a weight",

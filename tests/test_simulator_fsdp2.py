@@ -84,7 +84,7 @@ REDUCED = BLOCKS + 1, travels(ALL, 4)
         # Blocks once more in backward; the root is whole until its backward is done.
         ({}, (2 * BLOCKS + 1, travels(ALL + BLOCKS * OF_A_BLOCK, 2))),
         ({"prefetch": 2}, (2 * BLOCKS + 1, travels(ALL + BLOCKS * OF_A_BLOCK, 2))),
-        ({"blocks_a_unit": BLOCKS}, (3, travels(ALL + BLOCKS * OF_A_BLOCK, 2))),
+        ({"blocks_per_unit": BLOCKS}, (3, travels(ALL + BLOCKS * OF_A_BLOCK, 2))),
         ({"stage": 2}, (BLOCKS + 1, travels(ALL, 2))),
         ({"stage": 2, "microbatches": 2}, (BLOCKS + 1, travels(ALL, 2))),
     ],
@@ -93,7 +93,7 @@ def test_it_communicates_what_its_documents_say(
     options: dict[str, Any], gathered: tuple[int, int]
 ) -> None:
     found = counted(fsdp2(**options))
-    reduced = BLOCKS // options.get("blocks_a_unit", 1) + 1, REDUCED[1]
+    reduced = BLOCKS // options.get("blocks_per_unit", 1) + 1, REDUCED[1]
     assert found == {"all_gather": gathered, "reduce_scatter": reduced}
 
 

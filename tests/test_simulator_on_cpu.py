@@ -16,10 +16,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_overlap import FsdpContext, fully_shard
-from fsdp_overlap.emulator import Call, Operation
+from fsdp_overlap.emulator import Operation, OperatorCall
 from fsdp_overlap.simulator import Costs, Device, Fabric, Profile, Step, simulate_on_cpu
 from fsdp_overlap.simulator.on_cpu import SharedLink, Transfer
-from fsdp_overlap.simulator.profile import Measured
+from fsdp_overlap.simulator.profile import MeasuredOperation
 from fsdp_overlap.simulator.tables import Curve, HardwareError
 
 mm = torch.ops.aten.mm.default
@@ -116,8 +116,8 @@ def test_a_profile_says_what_its_trace_says(tmp_path: Path) -> None:
 
 def test_other_shapes_take_as_much_more_as_there_is_to_do() -> None:
     known = [
-        Measured(((8, 64), (64, 32)), (torch.float32, torch.float32), 1.0),
-        Measured(((64, 64), (64, 32)), (torch.float32, torch.float32), 4.0),
+        MeasuredOperation(((8, 64), (64, 32)), (torch.float32, torch.float32), 1.0),
+        MeasuredOperation(((64, 64), (64, 32)), (torch.float32, torch.float32), 4.0),
     ]
     profile = Profile({"aten::mm": known}, 0.0)
     assert profile.seconds_of(mm, shapes_of(64), {}) == 4.0
@@ -167,8 +167,8 @@ def test_kernels_of_what_an_operation_calls_are_its_own(tmp_path: Path) -> None:
 def test_a_profile_tells_dtypes_apart() -> None:
     shapes = ((8, 64), (64, 32))
     known = [
-        Measured(shapes, (torch.float32,) * 2, 2.0),
-        Measured(shapes, (torch.bfloat16,) * 2, 1.0),
+        MeasuredOperation(shapes, (torch.float32,) * 2, 2.0),
+        MeasuredOperation(shapes, (torch.bfloat16,) * 2, 1.0),
     ]
     profile = Profile({"aten::mm": known}, 0.0)
     exact = shapes_of(8)
@@ -180,11 +180,13 @@ def test_a_profile_tells_dtypes_apart() -> None:
 def test_a_profile_comes_before_the_numbers_of_a_device() -> None:
     left, right = shapes_of(8)
     calls = {
-        name: Operation(name, (left, right), (), Call(func, (left, right), {}, torch.empty(8, 32)))
+        name: Operation(
+            name, (left, right), (), OperatorCall(func, (left, right), {}, torch.empty(8, 32))
+        )
         for name, func in (("mm", mm), ("mul", torch.ops.aten.mul.Tensor))
     }
     shapes = tuple(left.shape), tuple(right.shape)
-    profile = Profile({"aten::mm": [Measured(shapes, (torch.float32,) * 2, 7.0)]}, 0.0)
+    profile = Profile({"aten::mm": [MeasuredOperation(shapes, (torch.float32,) * 2, 7.0)]}, 0.0)
     device, fabric = Device.read("h100_sxm"), Fabric.read("nvlink4_400g")
     costs, without = Costs(device, fabric, profile=profile), Costs(device, fabric)
     assert costs.compute(calls["mm"]) == 7.0
@@ -301,7 +303,9 @@ def test_a_slow_link_is_never_idle(ranks: int, copies: int, sent: int) -> None:
 
 
 def test_more_ranks_than_cores_compute_longer() -> None:
-    calls = {"aten::mm": [Measured(((2, WIDTH), (WIDTH, WIDTH)), (torch.float32,) * 2, 1.0)]}
+    calls = {
+        "aten::mm": [MeasuredOperation(((2, WIDTH), (WIDTH, WIDTH)), (torch.float32,) * 2, 1.0)]
+    }
     alone, crowded = (
         predicted(bandwidth=1e15, ranks=4, cores=cores, calls=calls) - COMPUTE for cores in (4, 2)
     )

@@ -56,7 +56,7 @@ def sent(prediction: Prediction, kind: str, nbytes: int) -> int:
 def test_activations_travel_between_ranks_that_share_products(
     config: str, kind: type[Training]
 ) -> None:
-    prediction = predicted(config, kind, tensor=4)
+    prediction = predicted(config, kind, tensor_parallel=4)
     whole = TOKENS * WIDTH * 2  # in bfloat16
     # Before attention and the layers behind it, and before the head; in backward again, for the
     # gradients of weights, of what was left cut. And gradients of what was summed are gathered.
@@ -67,7 +67,7 @@ def test_activations_travel_between_ranks_that_share_products(
 
 def test_compute_waits_for_what_it_gets(config: str) -> None:
     """Each product follows its gather: none of these is hidden, for nothing else can be done."""
-    prediction = predicted(config, tensor=4)
+    prediction = predicted(config, tensor_parallel=4)
     gathers = kernels(prediction, "ncclDevKernel_all_gather")
     activations = [g for g in gathers if g["args"]["Out msg nelems"] == TOKENS * WIDTH * 2]
     products = kernels(prediction, "mm")
@@ -77,14 +77,16 @@ def test_compute_waits_for_what_it_gets(config: str) -> None:
 
 
 def test_as_much_is_computed_by_all_together(config: str) -> None:
-    alone, shared = predicted(config), predicted(config, tensor=4, batch=4)
+    alone, shared = predicted(config), predicted(config, tensor_parallel=4, micro_batch_size=4)
     assert len(kernels(shared, "mm")) == len(kernels(alone, "mm"))
 
 
 def test_products_that_are_shared_may_be_in_float8(tmp_path: Path) -> None:
     wide = CONFIG | {"hidden_size": 256, "intermediate_size": 512}
     config = write_config(wide, tmp_path)
-    bfloat16, float8 = (predicted(config, tensor=4, products=each) for each in (None, "float8"))
+    bfloat16, float8 = (
+        predicted(config, tensor_parallel=4, linear_dtype=each) for each in (None, "float8")
+    )
     assert len(kernels(float8, "_scaled_mm")) == 3 * 7 * BLOCKS
     assert len(kernels(float8, "_scaled_mm")) + 3 == len(kernels(bfloat16, "mm"))
 
@@ -97,19 +99,19 @@ def test_each_rank_gathers_its_part_of_the_weights(config: str, tensor: int) -> 
     aligned = 16 * GPUS // tensor
     size = -(-whole // aligned) * aligned
     # What forward has gathered last stays for backward.
-    assert sent(predicted(config, tensor=tensor), "all_gather", size) == 2 * BLOCKS - 1
+    assert sent(predicted(config, tensor_parallel=tensor), "all_gather", size) == 2 * BLOCKS - 1
 
 
 def test_tokens_are_those_of_a_gpu() -> None:
-    alone = Training("llama3-8b", GPUS, batch=4)
-    shared = Training("llama3-8b", GPUS, batch=4, tensor=8)
+    alone = Training("llama3-8b", GPUS, micro_batch_size=4)
+    shared = Training("llama3-8b", GPUS, micro_batch_size=4, tensor_parallel=8)
     assert shared.tokens == alone.tokens / 8
 
 
 def test_the_first_step_takes_no_more_memory_than_others(config: str) -> None:
     """DTensors try out how results will lie on tensors of the whole size. These have no memory."""
-    first = predicted(config, tensor=4, batch=8)
-    again = predicted(config, tensor=4, batch=8)
+    first = predicted(config, tensor_parallel=4, micro_batch_size=8)
+    again = predicted(config, tensor_parallel=4, micro_batch_size=8)
     assert first.memory == again.memory
     logits = 8 * TOKENS * WORDS * 4
     assert first.memory < 4 * logits
@@ -142,12 +144,12 @@ def test_a_model_that_is_cut_gives_the_same_losses_and_gradients(config: str) ->
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"tensor": 3}, "256 is no multiple of 3"),
-        ({"tensor": 32}, "16 is no multiple of 32"),
-        ({"tensor": 8}, "num_key_value_heads=4 is no multiple"),
-        ({"tensor": 2, "experts": 2}, "leave one of the two at 1"),
-        ({"tensor": 8, "replicate": 4}, "2 is no multiple of 4"),
-        ({"tensor": 0}, "must be at least 1"),
+        ({"tensor_parallel": 3}, "256 is no multiple of 3"),
+        ({"tensor_parallel": 32}, "16 is no multiple of 32"),
+        ({"tensor_parallel": 8}, "num_key_value_heads=4 is no multiple"),
+        ({"tensor_parallel": 2, "expert_parallel": 2}, "leave one of the two at 1"),
+        ({"tensor_parallel": 8, "replicas": 4}, "2 is no multiple of 4"),
+        ({"tensor_parallel": 0}, "must be at least 1"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(config: str, options: dict[str, Any], said: str) -> None:
@@ -157,7 +159,9 @@ def test_what_cannot_be_shared_is_refused(config: str, options: dict[str, Any], 
 
 @pytest.mark.parametrize("other", ["mistral", "qwen2"])
 def test_models_like_llama_are_cut_too(tmp_path: Path, other: str) -> None:
-    prediction = predicted(write_config(CONFIG | {"model_type": other}, tmp_path), tensor=4)
+    prediction = predicted(
+        write_config(CONFIG | {"model_type": other}, tmp_path), tensor_parallel=4
+    )
     assert sent(prediction, "reduce_scatter", TOKENS * WIDTH * 2) == 4 * BLOCKS + 2
 
 
@@ -165,18 +169,18 @@ def test_models_like_llama_are_cut_too(tmp_path: Path, other: str) -> None:
     "other", [{"model_type": "gpt_neox"}, {"model_type": "qwen3"}, {"tie_word_embeddings": True}]
 )
 def test_models_that_are_not_like_llama_are_refused(tmp_path: Path, other: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"tensor=4: .* is not cut"):
-        predicted(write_config(CONFIG | other, tmp_path), tensor=4)
+    with pytest.raises(ValueError, match=r"tensor_parallel=4: .* is not cut"):
+        predicted(write_config(CONFIG | other, tmp_path), tensor_parallel=4)
 
 
 def test_a_model_of_others_is_refused() -> None:
     with pytest.raises(ValueError, match="Transformer is not cut"):
-        predict("torch.nn:Transformer", tensor=2)
+        predict("torch.nn:Transformer", tensor_parallel=2)
 
 
 @pytest.mark.parametrize("replicate", [1, 2])
 def test_the_code_of_a_plan_takes_a_mesh(replicate: int) -> None:
-    code = code_of(Training("llama3-70b", 64, tensor=8, replicate=replicate))
+    code = code_of(Training("llama3-70b", 64, tensor_parallel=8, replicas=replicate))
     compile(code, "plan", "exec")
     names = '("shard",)' if replicate == 1 else '("replicate", "shard")'
     assert f"    mesh = grid[{names}]" in code

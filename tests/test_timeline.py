@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -439,16 +440,22 @@ def test_files_are_read_in_chunks(
     [
         "",
         "[]",
+        "[" * 100_000,
+        "3",
+        "{}",
+        '{"x": "' + "long" * 1000,
+        '{"x": [1], "traceEvents": 1}',
         '{"traceEvents": 1}',
         '{"traceEvents": [{"ph": "X", "na',
         '{"traceEvents": [}]}',
         '{"traceEvents": []',
+        '{"traceEvents": [{"a": 1}]}',
     ],
 )
 def test_what_is_no_trace_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "trace.json"
     path.write_text(content)
-    with pytest.raises(ValueError, match=f"{path}, line 1: not a Chrome trace"):
+    with pytest.raises(ValueError, match=f"{path}: not a Chrome trace"):
         read_report(path)
 
 
@@ -456,8 +463,7 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, content: str) -> None:
     ("key", "value"),
     [("ts", "1"), ("ts", math.nan), ("dur", -1), ("dur", None), ("name", 3), ("ph", None)],
 )
-def test_the_line_of_a_broken_event_is_said(tmp_path: Path, key: str, value: Any) -> None:
-    """Also far behind the text that is held at once."""
+def test_a_broken_event_is_shown(tmp_path: Path, key: str, value: Any) -> None:
     path = tmp_path / "trace.json"
     event = {"cat": "kernel", "name": "k" * 100, "ts": 1, "dur": 1}
     good, bad = ({"ph": "X", **event}, {"ph": "X", **event, key: value})
@@ -466,10 +472,13 @@ def test_the_line_of_a_broken_event_is_said(tmp_path: Path, key: str, value: Any
         bad["ts"] = None
     lines = [json.dumps(good)] * 20000 + [json.dumps(bad), json.dumps(good)]
     path.write_text('{"traceEvents": [\n' + ",\n".join(lines) + "]}")
-    with pytest.raises(ValueError, match=f"{path}, line 20002: not a Chrome trace: cannot read"):
+    shown = re.escape(str(bad)[:100])
+    with pytest.raises(
+        ValueError, match=f"{path}: not a Chrome trace: cannot read the event {shown}"
+    ):
         read_report(path)
     path.write_text(path.read_text().replace(lines[20000], lines[20000].replace(":", "")))
-    with pytest.raises(ValueError, match=f"{path}, line 20002: not a Chrome trace: an event"):
+    with pytest.raises(ValueError, match=f"{path}: not a Chrome trace: .*line 20002 column"):
         read_report(path)
 
 
@@ -488,28 +497,6 @@ def test_a_trace_that_torch_would_not_write_is_named(
     path.write_text(json.dumps({**trace_of(*Step().events), **values}))
     with pytest.raises(ValueError, match=f"^{path}(:| says)"):
         read_report(path)
-
-
-@pytest.mark.parametrize(
-    ("before", "row", "behind"),
-    [
-        ("[", '{"a": 1},', "1]"),
-        ('{"x": [', '{"a": 1},', '1], "traceEvents": []}'),
-        ('{"x": "', "long", '"}'),
-        ('{"traceEvents": [', '{"a": 1},', "{}]}"),
-        ('{"traceEvents": [{"x": [', "[1, 2,     3],", "1]}]}"),
-        ('{"traceEvents": [], "x": [', '{"a": 1},', "1]}"),
-    ],
-)
-def test_a_large_file_that_is_no_trace_is_not_read_to_its_end(
-    before: str, row: str, behind: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "large.json"
-    path.write_text(before + row * (24 * 2**20 // len(row)) + behind)
-    read: list[int] = []
-    with pytest.raises(ValueError, match=f"{path}, line 1: not a Chrome trace"):
-        read_report(path, progress=read.append)
-    assert read[-1] < path.stat().st_size
 
 
 @pytest.mark.parametrize(

@@ -248,10 +248,10 @@ DEFECTS = [
         "tensor.record_stream(streams_of(tensor.device).current_stream())",
         EXPORTED,
     ),
-    Defect(export, "whole_weights", "ticket.wait()\n            for", EXPORTED, new="for"),
+    Defect(WeightExchange, "run", "ticket.wait()\n            yield", EXPORTED, new="yield"),
     Defect(
-        export,
-        "whole_weights",
+        WeightExchange,
+        "run",
         "RuntimeError):\n                ticket.wait()",
         EXPORTED,
         new="OSError): pass",

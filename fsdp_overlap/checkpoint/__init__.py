@@ -1,4 +1,4 @@
-"""Safe loading of checkpoints that a stranger may have written or a disk may have damaged.
+"""Safe loading of untrusted or damaged checkpoints.
 
 A sharded model's checkpoints are ordinary: plain ``torch.distributed.checkpoint`` (DCP) saves and
 loads them. But torch's own reader runs the code that a checkpoint's pickles name;

@@ -116,8 +116,8 @@ class ChecksumStream(io.RawIOBase):
 
 @functools.cache
 def streams_work() -> bool:
-    """Whether this torch saves as :class:`ChecksumStream` expects, and lets one thread alone do
-    without torch's checksums, as 2.11 does not."""
+    """Return whether this torch saves as :class:`ChecksumStream` expects, and lets one thread alone
+    do without torch's checksums, as 2.11 does not."""
     before = get_crc32_options()
     contextvars.copy_context().run(set_crc32_options, not before)
     if get_crc32_options() != before:
@@ -148,6 +148,6 @@ def _with(part: memoryview, position: int, checksum: int) -> memoryview:
 
 
 def checksum_of(tensor: torch.Tensor) -> int:
-    """The CRC-32 of the elements."""
+    """Return the CRC-32 of the elements."""
     values = tensor.detach().contiguous().cpu()
     return crc32((ctypes.c_char * values.nbytes).from_address(values.data_ptr()))

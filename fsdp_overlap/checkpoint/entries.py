@@ -79,11 +79,11 @@ class StoredTensor:
         return True
 
     def read(self, file: BufferedReader) -> torch.Tensor:
-        """The whole tensor, on the CPU."""
+        """Return the whole tensor, on the CPU."""
         return self.view(self.storage.read(file))
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """The tensor in ``flat``, the storage's bytes."""
+        """Return the tensor in ``flat``, the storage's bytes."""
         return flat.view(self.dtype).as_strided(self.size, self.stride, self.offset)
 
     def copy_box(
@@ -93,7 +93,7 @@ class StoredTensor:
         lengths: Sequence[int],
         target: torch.Tensor,
     ) -> None:
-        """Copies the box that begins at ``offsets`` and has the shape ``lengths`` into ``target``,
+        """Copy the box that begins at ``offsets`` and has the shape ``lengths`` into ``target``,
         a block of rows at a time."""
         if not self.is_contiguous:  # DCP writes only plain tensors this way
             box = self.read(file)

@@ -22,7 +22,7 @@ class CheckpointError(ValueError):
 
 @contextmanager
 def refusing(where: str) -> Iterator[None]:
-    """Turns every exception raised inside into a :class:`CheckpointError` about ``where``.
+    """Turn every exception raised inside into a :class:`CheckpointError` about ``where``.
 
     It is for code that fails only because of what a file holds: nobody can list all the exceptions
     that a damaged file causes in parsers.
@@ -38,7 +38,7 @@ def refusing(where: str) -> Iterator[None]:
 
 
 def file_size(path: Path) -> int:
-    """The size in bytes of the regular file at ``path``.
+    """Return the size in bytes of the regular file at ``path``.
 
     Raises:
         CheckpointError: there is no file, or it is not a regular one.
@@ -54,7 +54,7 @@ def file_size(path: Path) -> int:
 
 @contextmanager
 def opened(path: Path) -> Iterator[BufferedReader]:
-    """Opens the regular file at ``path`` for reading.
+    """Open the regular file at ``path`` for reading.
 
     Raises:
         CheckpointError: it cannot be opened, or is not a regular file.
@@ -69,7 +69,7 @@ def opened(path: Path) -> Iterator[BufferedReader]:
 
 
 def refuse_holes(file: BufferedReader, start: int, length: int) -> None:
-    """Refuses a range with a hole; call it before the whole range is read into memory.
+    """Refuse a range with a hole; call it before the whole range is read into memory.
 
     A file with holes may claim any number of bytes.
 

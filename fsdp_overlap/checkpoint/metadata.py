@@ -71,7 +71,7 @@ _ALLOWED: dict[str, Any] = {
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """The metadata of the checkpoint at ``folder``.
+    """Return the metadata of the checkpoint at ``folder``.
 
     Every tensor is covered exactly once by its chunks, and every chunk by an entry of a regular
     file in ``folder`` that is large enough for it and shares no byte with another entry.
@@ -96,7 +96,8 @@ def read_metadata(folder: Path) -> Metadata:
 
 @functools.cache
 def can_copy(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether torch can copy a tensor of ``source`` into one of ``target``; most pairs work."""
+    """Return whether torch can copy a tensor of ``source`` into one of ``target``; most pairs
+    work."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -190,7 +191,7 @@ def _storage_info(value: Any) -> StorageInfo:
 
 
 def check_paths(paths: Mapping[Any, Any], tensors: Mapping[str, Any]) -> None:
-    """Checks each key's path in the nested state dict, which DCP saves flattened.
+    """Check each key's path in the nested state dict, which DCP saves flattened.
 
     Raises:
         ValueError: a path is none, or is too long, or would make a load fill long lists.
@@ -213,7 +214,7 @@ def check_paths(paths: Mapping[Any, Any], tensors: Mapping[str, Any]) -> None:
 
 
 def _check_tiles(size: tuple[int, ...], chunks: list[ChunkStorageMetadata]) -> None:
-    """Checks that every element is in exactly one chunk."""
+    """Check that every element is in exactly one chunk."""
     for chunk in chunks:
         if len(chunk.offsets) != len(size) or len(chunk.sizes) != len(size):
             raise ValueError(f"chunk {chunk} of a tensor of {tuple(size)}")
@@ -239,7 +240,7 @@ def _check_tiles(size: tuple[int, ...], chunks: list[ChunkStorageMetadata]) -> N
 
 
 def _check_entries(folder: Path, metadata: Metadata) -> None:
-    """Checks that every value has its entries, and that every entry's bytes are in a file."""
+    """Check that every value has its entries, and that every entry's bytes are in a file."""
     needed: dict[MetadataIndex, int] = {}
     for fqn, item in metadata.state_dict_metadata.items():
         if isinstance(item, BytesStorageMetadata):

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from hashlib import sha256
 from math import prod
 from operator import attrgetter
@@ -112,7 +112,7 @@ class ShardedSavePlanner(DefaultSavePlanner):
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
-        self._keys = keys = _MeshKeys()
+        self._key_of = cache(_mesh_key)
         self._sharded: dict[str, dict[str, DTensor]] = defaultdict(dict)
         self._plain: dict[str, dict[str, Any]] = defaultdict(dict)
         for fqn, value in sorted(self.state_dict.items()):
@@ -120,14 +120,14 @@ class ShardedSavePlanner(DefaultSavePlanner):
                 _check_plain(fqn, value)
                 self._plain[str(self.mappings[fqn][0])][fqn] = value
             elif value.device_mesh.get_coordinate() is not None:
-                self._sharded[keys.of(value.device_mesh)][fqn] = value
+                self._sharded[self._key_of(value.device_mesh)][fqn] = value
         plain = {key: _digest(map(_known, values.items())) for key, values in self._plain.items()}
         self.plan = SavePlan([], planner_data=_PlanSummary(self._mesh_summaries(), plain))
         return self.plan
 
     def _mesh_summaries(self) -> dict[str, _MeshSummary]:
-        """What is known of the tensors over some ranks. Ranges are known to the ranks that have
-        them alone: those along one dimension of a mesh."""
+        """Return what is known of the tensors over some ranks. Ranges are known to the ranks that
+        have them alone: those along one dimension of a mesh."""
         ranks: dict[str, int] = {}
         facts: dict[str, list[object]] = defaultdict(list)
         ranges: dict[str, list[int]] = defaultdict(list)
@@ -142,7 +142,7 @@ class ShardedSavePlanner(DefaultSavePlanner):
                     if isinstance(each, RaggedShard):
                         if id(each.ranges) not in hashes:
                             hashes[id(each.ranges)] = hash(each.ranges)  # numbers: same everywhere
-                        line = self._keys.of(mesh, dim)
+                        line = self._key_of(mesh, dim)
                         ranks[line] = mesh.size(dim)
                         ranges[line].append(hashes[id(each.ranges)])
         return {
@@ -229,27 +229,20 @@ class ShardedSavePlanner(DefaultSavePlanner):
         return written
 
 
-class _MeshKeys:
-    """Keys that stand for the ranks of meshes, the same on each of these ranks."""
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[DeviceMesh, int | None], str] = {}
-
-    def of(self, mesh: DeviceMesh, dim: int | None = None) -> str:
-        """That of all ranks of ``mesh``, or of those along ``dim`` at this rank's place."""
-        if (mesh, dim) not in self._found:
-            ranks = mesh.mesh
-            if dim is not None:
-                place = mesh.get_coordinate()
-                assert place is not None
-                ranks = ranks[tuple(slice(None) if d == dim else at for d, at in enumerate(place))]
-            self._found[mesh, dim] = _digest((tuple(ranks.shape), ranks.flatten().tolist()))
-        return self._found[mesh, dim]
+def _mesh_key(mesh: DeviceMesh, dim: int | None = None) -> str:
+    """Return a key that stands for all ranks of ``mesh``, or for those along ``dim`` at this rank's
+    place. It is the same on each of these ranks."""
+    ranks = mesh.mesh
+    if dim is not None:
+        place = mesh.get_coordinate()
+        assert place is not None
+        ranks = ranks[tuple(slice(None) if d == dim else at for d, at in enumerate(place))]
+    return _digest((tuple(ranks.shape), ranks.flatten().tolist()))
 
 
 def _parts(tensors: Mapping[str, DTensor]) -> list[WriteItem]:
-    """What this rank writes of ``tensors``, which lie over one mesh. Of copies one is written.
-    Ranks that have them take turns, so that each writes as many bytes as the others."""
+    """Return what this rank writes of ``tensors``, which lie over one mesh. Of copies one is
+    written. Ranks that have them take turns, so that each writes as many bytes as the others."""
     loads: dict[tuple[int, ...], list[int]] = {}
     mine = {}
     for fqn, tensor in tensors.items():
@@ -274,7 +267,8 @@ def _sizes(item: WriteItem) -> torch.Size:
 
 
 def _known(named: tuple[str, Any]) -> tuple[object, ...]:
-    """What must be known of a value that is not sharded, so that another rank's may be written."""
+    """Return what must be known of a value that is not sharded, so that another rank's may be
+    written."""
     fqn, value = named
     return (fqn, value.shape, value.dtype) if isinstance(value, torch.Tensor) else (fqn,)
 
@@ -288,7 +282,7 @@ def _check_plain(fqn: str, value: object) -> None:
 
 
 def _check(summaries: Sequence[Mapping[str, _MeshSummary]]) -> None:
-    """Checks that ranks have in common what they must.
+    """Check that ranks have in common what they must.
 
     Raises:
         ValueError: they have not.
@@ -350,7 +344,7 @@ class RankWriteResult(NamedTuple):
 
 
 def merge_results(results: Sequence[RankWriteResult]) -> Metadata:
-    """The metadata of what all ranks wrote.
+    """Return the metadata of what all ranks wrote.
 
     Raises:
         ValueError: what should be copies differs, or parts do not make up a tensor.

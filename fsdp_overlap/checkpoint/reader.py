@@ -1,4 +1,4 @@
-"""A DCP reader for checkpoints that a stranger may have written or a disk may have damaged."""
+"""A DCP reader for untrusted or damaged checkpoints."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class SafeFileSystemReader(FileSystemReader):
         self.verify = verify
 
     def read_metadata(self) -> Metadata:
-        """The checked metadata. If it is refused, the result is empty and
+        """Return the checked metadata. If it is refused, the result is empty and
         :meth:`set_up_storage_reader` raises."""
         # torch.distributed.checkpoint.load() swallows exceptions raised here.
         self._refused: CheckpointError | None = None
@@ -79,7 +79,7 @@ class SafeFileSystemReader(FileSystemReader):
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Reads and checks what this rank is about to load, and remembers where it lies."""
+        """Read and check what this rank is about to load, and remember where it lies."""
         runs = self._runs({item.storage_index for item in plan.items}, _threads())
         self._values: dict[MetadataIndex, Any] = {}
         with ThreadPoolExecutor(len(runs)) as threads:
@@ -119,7 +119,7 @@ class SafeFileSystemReader(FileSystemReader):
         return done
 
     def _check_targets(self, planner: LoadPlanner) -> None:
-        """Checks the targets before anything is changed. Each rank has all keys, so all ranks
+        """Check the targets before anything is changed. Each rank has all keys, so all ranks
         refuse alike."""
         targets = getattr(planner, "state_dict", {})  # a planner need not have one
         for fqn, target in targets.items():
@@ -143,7 +143,7 @@ class SafeFileSystemReader(FileSystemReader):
                 )
 
     def _as_they_lie(self, indices: set[MetadataIndex]) -> list[MetadataIndex]:
-        """The entries in the order in which they lie in their files."""
+        """Return the entries in the order in which they lie in their files."""
 
         def place(index: MetadataIndex) -> tuple[str, int]:
             info = self.storage_data[index]
@@ -152,7 +152,8 @@ class SafeFileSystemReader(FileSystemReader):
         return sorted(indices, key=place)
 
     def _runs(self, indices: set[MetadataIndex], count: int) -> list[list[MetadataIndex]]:
-        """The entries in at most ``count`` parts of about as many bytes, each as they lie."""
+        """Return the entries in at most ``count`` parts of about as many bytes, each as they
+        lie."""
         runs: list[list[MetadataIndex]] = [[] for _ in range(count)]
         total = sum(self.storage_data[index].length for index in indices)
         before = 0
@@ -164,7 +165,7 @@ class SafeFileSystemReader(FileSystemReader):
     def _by_file(
         self, indices: list[MetadataIndex]
     ) -> Iterator[tuple[str, BufferedReader, list[MetadataIndex]]]:
-        """Each file with the entries to read from it."""
+        """Return each file with the entries to read from it."""
         for name, inside in groupby(indices, lambda index: self.storage_data[index].relative_path):
             with opened(Path(self.path) / name) as file:
                 yield str(Path(self.path) / name), file, list(inside)
@@ -185,7 +186,7 @@ def _checked(
     index: MetadataIndex,
     verify: bool,
 ) -> StoredTensor | io.BytesIO:
-    """The tensor at ``info``. Any other value is read and saved anew by torch.save, because
+    """Return the tensor at ``info``. Any other value is read and saved anew by torch.save, because
     planners load the bytes without a check."""
     if isinstance(item, BytesStorageMetadata):
         refuse_holes(file, info.offset, info.length)

@@ -19,6 +19,7 @@ from fsdp_overlap.comm.graphs import before_capture_or_replay
 from fsdp_overlap.tensor.extension import is_subclass
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
 from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded
+from fsdp_overlap.torch_internals import tree_map_only
 
 
 class ShardStager(AsyncStager):
@@ -48,12 +49,12 @@ class ShardStager(AsyncStager):
         self._buffers = StagingBuffers(max_copied_bytes)
 
     @property
-    def most_copied_bytes(self) -> int:
+    def peak_copied_bytes(self) -> int:
         """The most that copies took at once so far."""
         return self._buffers.peak_bytes
 
     def stage(self, state_dict: STATE_DICT_TYPE) -> Future[STATE_DICT_TYPE]:
-        """What ``dcp.save()`` can write, once, in another thread. It is ready at once."""
+        """Return what ``dcp.save()`` can write, once, in another thread. It is ready at once."""
         save = StagedSave(self._buffers)
         shards: list[StagedShard] = []
         others: list[Any] = []
@@ -65,11 +66,11 @@ class ShardStager(AsyncStager):
         plain.close()
         _guard(save)
         ready = _StagedFuture(save)
-        ready.set_result(_filled(staged, copied["others"]))
+        ready.set_result(tree_map_only(_CopiedIndex, copied["others"].__getitem__, staged))
         return ready
 
     def synchronize_staging(self) -> None:
-        """Returns when all shards that are being saved may be edited. Optimizers' steps do this
+        """Wait until all shards that are being saved may be edited. Optimizers' steps do this
         themselves."""
         _copy_remaining()
 
@@ -97,11 +98,11 @@ class StagedTensor:
         return self.save.take(self.shard, tuple(index.offset or ()))
 
     def peek(self, index: MetadataIndex) -> torch.Tensor:
-        """The values that are written later."""
+        """Return the values that are written later."""
         return self.save.peek(self.shard, tuple(index.offset or ()))
 
     def free(self, index: MetadataIndex) -> None:
-        """Frees what :meth:`__get_tensor_shard__` gave for ``index``, which is written."""
+        """Free what :meth:`__get_tensor_shard__` gave for ``index``, which is written."""
         self.shard.free(tuple(index.offset or ()))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -155,18 +156,10 @@ def _join(name: str, key: Any) -> str:
 
 
 def _is_readable(tensor: Sharded) -> bool:
-    """Whether its memory is all of it, and tells of edits."""
+    """Return whether its memory is all of it, and tells of edits."""
     local = tensor._local_tensor
     is_here = tensor.device_mesh.get_coordinate() is not None
     return is_here and not (is_subclass(local) or local.is_meta or local.is_inference())
-
-
-def _filled(value: Any, others: list[Any]) -> Any:
-    if isinstance(value, dict):
-        return {key: _filled(each, others) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_filled(each, others) for each in value]
-    return others[value] if isinstance(value, _CopiedIndex) else value
 
 
 def keep_planned(plan: SavePlan, planner: SavePlanner) -> dict[str, StagedTensor]:

@@ -39,7 +39,7 @@ class StagingBuffers:
         self.peak_bytes = max(self.nbytes, self.peak_bytes)
 
     def after_compute(self, device: torch.device) -> None:
-        """Copies from ``device`` that are made from now on see the compute enqueued so far."""
+        """Order copies from ``device`` after the compute enqueued so far."""
         if has_streams(device):
             if device not in self._streams:
                 self._streams[device] = streams_of(device).Stream(device)
@@ -174,11 +174,8 @@ class StagedSave:
             chunk = self._chunk_at(shard, offsets)
             del shard.chunks[offsets]
             self._num_untaken -= 1
-            copy = chunk.copy
-            if copy is None:
-                assert chunk.source is not None
-                copy = buffers.copy(chunk.source)
-                del self._uncopied[chunk]
+            copy = self._copy_of(chunk)
+            self._uncopied.pop(chunk, None)
             self._drop_copy(chunk)
             buffers.changed.notify_all()
         values = copy.wait()
@@ -194,18 +191,14 @@ class StagedSave:
         return values
 
     def peek(self, shard: StagedShard, offsets: Offsets) -> torch.Tensor:
-        """The values of a chunk that is still to be taken.
+        """Return the values of a chunk that is still to be taken.
 
         Raises:
             RuntimeError: as :meth:`take`.
         """
         with self._buffers.changed:
             self._raise_failure()
-            chunk = self._chunk_at(shard, offsets)
-            copy = chunk.copy
-            if copy is None:
-                assert chunk.source is not None
-                copy = self._buffers.copy(chunk.source)
+            copy = self._copy_of(self._chunk_at(shard, offsets))
         values = copy.wait()
         with self._buffers.changed:
             self._check_for_edit(shard)
@@ -264,9 +257,15 @@ class StagedSave:
             )
         return shard.chunks[offsets]
 
-    def _copy(self, chunk: StagedChunk) -> None:
+    def _copy_of(self, chunk: StagedChunk) -> D2HCopy:
+        """Return the copy that was made of ``chunk``, or a new one that nothing counts."""
+        if chunk.copy is not None:
+            return chunk.copy
         assert chunk.source is not None
-        chunk.copy = self._buffers.copy(chunk.source)
+        return self._buffers.copy(chunk.source)
+
+    def _copy(self, chunk: StagedChunk) -> None:
+        chunk.copy = self._copy_of(chunk)
         chunk.source = None
         self._held_bytes[0] += chunk.nbytes
         self._buffers.add(chunk.nbytes)

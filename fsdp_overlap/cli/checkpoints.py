@@ -22,7 +22,7 @@ _UNFINISHED = ".unfinished"  # there is at most one, being written or being remo
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step after which `checkpoint` was saved."""
+    """Return the step after which `checkpoint` was saved."""
     return int(checkpoint.name.removeprefix(_PREFIX))
 
 
@@ -38,7 +38,7 @@ class Checkpoints:
         self.keep = keep
 
     def all(self) -> list[Path]:
-        """The complete checkpoints, oldest first."""
+        """Return the complete checkpoints, oldest first."""
         found = [
             path
             for path in self.folder.glob(_PREFIX + "*")
@@ -50,7 +50,7 @@ class Checkpoints:
         return next(reversed(self.all()), None)
 
     def save(self, step: int, run: Stateful) -> Path:
-        """Saves `run` after `step` steps; collective. Returns the checkpoint's folder.
+        """Save `run` after `step` steps; collective. Return the checkpoint's folder.
 
         Raises CheckpointError, and leaves the earlier checkpoints, if it cannot be written.
         """
@@ -85,7 +85,7 @@ class Checkpoints:
         return "none was saved before" if latest is None else f"kept: {latest}"
 
     def load(self, path: Path, run: Stateful) -> None:
-        """Loads the checkpoint at `path` into `run`; collective.
+        """Load the checkpoint at `path` into `run`; collective.
 
         Raises CheckpointError, and leaves `run` as it was, if the checkpoint is damaged or of
         another kind of run.
@@ -113,7 +113,7 @@ def how_to_go_on(run: Path) -> str | None:
 
 
 def _sync(folder: Path) -> None:
-    """Waits until the names in `folder` are on the disk."""
+    """Wait until the names in `folder` are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with writing(folder):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdp_overlap.cli.errors import BadInput
+from fsdp_overlap.cli.output import BadInput
 
 # The peak learning rate that trains the default model best, to within a factor of two.
 BEST_LR = {"adamw": 3e-3, "muon": 1e-2}
@@ -34,7 +34,6 @@ class TrainConfig:
     layers: int = 6
     width: int = 192
     heads: int = 6
-    tied: bool = False
     optimizer: str = "adamw"
     lr: float | None = None
     seed: int = 0

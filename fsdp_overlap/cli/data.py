@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fsdp_overlap.cli.errors import BadInput
+from fsdp_overlap.cli.output import BadInput
 
 # More than a default run sees, and little enough to be read in a moment.
 STDLIB_BYTES = 4 << 20
@@ -28,9 +28,9 @@ class Text:
 
 
 def load_text(data: Path | None, seq_len: int) -> Text:
-    """The text at `data` (a file, or every file under a folder in order of name; None for the
-    standard library's sources), split the same way each time. Raises BadInput if there is none or
-    too little for `seq_len`."""
+    """Return the text at `data` (a file, or every file under a folder in order of name; None for
+    the standard library's sources), split the same way each time. Raises BadInput if there is none
+    or too little for `seq_len`."""
     if data is None:
         root = Path(sysconfig.get_path("stdlib"))
         text = _read(_files(root, only_sources=True), STDLIB_BYTES)
@@ -54,8 +54,8 @@ def load_text(data: Path | None, seq_len: int) -> Text:
 
 
 def split_text(text: bytes) -> tuple[Tensor, Tensor]:
-    """Every tenth piece goes to validation, the others to training, as uint8 tensors `[n]`. Pieces
-    are small, so that validation samples the whole text and not just its end."""
+    """Return training and validation bytes, uint8 tensors `[n]`. Every tenth piece is for
+    validation; pieces are small, so that it samples the whole text and not just its end."""
     rounds = math.ceil(len(text) / (10 * _MOST_BYTES_OF_A_PIECE))
     size = max(1, len(text) // max(1, 10 * rounds))
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
@@ -74,7 +74,7 @@ def sample_batch(
 
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:
-    """Moves `tensor` from the host's memory to `device` without making the host wait: an
+    """Move `tensor` from the host's memory to `device` without making the host wait: an
     accelerator copies from pinned memory while the host goes on."""
     if device.type == "cpu":
         return tensor
@@ -82,8 +82,8 @@ def move(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def unigram_entropy(text: Tensor) -> float:
-    """Nats per byte of the best model that knows nothing but how often each byte occurs in `text`,
-    uint8 `[n]`."""
+    """Return the nats per byte of the best model that knows nothing but how often each byte occurs
+    in `text`, uint8 `[n]`."""
     counts = torch.bincount(text.long(), minlength=256).double()
     p = counts[counts > 0] / len(text)
     return -(p * p.log()).sum().item()
@@ -94,7 +94,7 @@ def bits(nats: float) -> float:
 
 
 def _files(folder: Path, only_sources: bool = False) -> Iterator[Path]:
-    """The files under `folder` that are not hidden, in order of name; only Python sources if
+    """Return the files under `folder` that are not hidden, in order of name; only Python sources if
     `only_sources`."""
     for path in sorted(folder.iterdir()):
         if path.name.startswith("."):
@@ -107,7 +107,8 @@ def _files(folder: Path, only_sources: bool = False) -> Iterator[Path]:
 
 
 def _read(files: Iterable[Path], limit: int | None = None) -> bytes:
-    """The files joined, up to `limit` bytes. Files with a zero byte are not text and left out."""
+    """Return the files joined, up to `limit` bytes. Files with a zero byte are not text and left
+    out."""
     pieces: list[bytes] = []
     size = 0
     for path in files:

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from fsdp_overlap.cli import trial
 from fsdp_overlap.cli.network import addresses, by_host_name, is_free, reachable
-from fsdp_overlap.cli.system import cores
+from fsdp_overlap.cli.process_group import cores
 
 OLDEST_TORCH = (2, 11)
 NEWEST_TORCH = (2, 15)
@@ -32,7 +32,7 @@ EXTRAS = {
 }
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 _MEETING = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_TORCHRUN_PORT = 29500  # where torchrun meets unless it is told
+_TORCHRUN_PORT = 29500  # where torchrun meets by default
 _GIB = 2**30
 
 
@@ -48,8 +48,8 @@ class Check:
 
 
 def doctor(seconds: float, as_json: bool) -> bool:
-    """Looks at this machine and tries two ranks, for at most ``seconds``. Prints what it found.
-    Returns whether nothing that is needed is missing."""
+    """Look at this machine and try two ranks, for at most ``seconds``. Print what it found.
+    Return whether nothing that is needed is missing."""
     found = [*looked_at()]
     console = Console(highlight=False, soft_wrap=True)
     if not as_json:
@@ -67,7 +67,7 @@ def doctor(seconds: float, as_json: bool) -> bool:
 
 
 def looked_at() -> Iterator[Check]:
-    """All that can be found out without starting anything."""
+    """Return all that can be found out without starting anything."""
     yield _library()
     yield _system()
     yield _torch()
@@ -83,7 +83,7 @@ def looked_at() -> Iterator[Check]:
 
 
 def try_out(seconds: float) -> Check:
-    """Whether two ranks on this machine can gather and reduce one layer."""
+    """Return whether two ranks on this machine can gather and reduce one layer."""
     name = "two ranks"
     with Console(stderr=True).status("trying two ranks") as status:
         try:
@@ -96,11 +96,11 @@ def try_out(seconds: float) -> Check:
 
 
 def _why_not(error: trial.TrialError) -> str:
-    told = str(error)
-    if "Unable to find address" in told:
+    message = str(error)
+    if "Unable to find address" in message:
         return f"the interface has no address; export GLOO_SOCKET_IFNAME={_one_interface()}"
     if error.stage == trial.IMPORTING:
-        if "not done" in told:
+        if "not done" in message:
             return "the machine is slow or busy; give it more time: --timeout 300"
         return f"try by hand: {sys.executable} -c 'import fsdp_overlap'"
     if error.stage == trial.MEETING:
@@ -109,7 +109,7 @@ def _why_not(error: trial.TrialError) -> str:
             f"machine's; export GLOO_SOCKET_IFNAME={_one_interface()}, or give it more time: "
             "--timeout 300"
         )
-    if "not done" in told:
+    if "not done" in message:
         return "the ranks met, then hung or were slow; give it more time: --timeout 300"
     return "please report this with all that is printed here"
 
@@ -211,8 +211,8 @@ def _devices() -> Check:
 
 
 def gloo_interface() -> Check:
-    """Which interface gloo uses: that of GLOO_SOCKET_IFNAME, else that of the host name's first
-    address, as torch chooses."""
+    """Return which interface gloo uses: that of GLOO_SOCKET_IFNAME, else that of the host name's
+    first address, as torch chooses."""
     name = "gloo's interface"
     given = os.environ.get("GLOO_SOCKET_IFNAME", "")
     others = reachable()
@@ -306,7 +306,7 @@ _OVERLAP = (
 
 
 def overlap_variables() -> Check:
-    """What variables do to overlap and to recovery from faults on GPUs."""
+    """Return what variables do to overlap and to recovery from faults on GPUs."""
     found = {key: os.environ[key] for key, *_ in _OVERLAP if os.environ.get(key)}
     text = ", ".join(f"{key}={value}" for key, value in found.items())
     hints = [
@@ -320,8 +320,8 @@ def overlap_variables() -> Check:
 
 
 def threads() -> Check:
-    """How many threads a rank computes with. torchrun sets OMP_NUM_THREADS=1 where it is not set,
-    and other launchers leave each rank all cores."""
+    """Return how many threads a rank computes with. torchrun sets OMP_NUM_THREADS=1 where it is not
+    set, and other launchers leave each rank all cores."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or max(2, torch.accelerator.device_count()))
     share = max(1, cores() // ranks)
     given = os.environ.get("OMP_NUM_THREADS", "")
@@ -356,7 +356,8 @@ def _extra(extra: str) -> Check:
 
 
 def torchrun_variables() -> Check:
-    """Whether a launcher has started this process, and whether its port can be had if not."""
+    """Return whether a launcher has started this process, and whether its port can be had if
+    not."""
     name = "torchrun"
     has = [key for key in _MEETING if os.environ.get(key)]
     if not has:

@@ -10,15 +10,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from fsdp_overlap.checkpoint import CheckpointError, SafeFileSystemReader, read_metadata
-from fsdp_overlap.cli.errors import BadInput
-from fsdp_overlap.cli.output import check_writable, writing
+from fsdp_overlap.cli.output import BadInput, check_writable, writing
 
 
 def export(checkpoint: Path, out: Path, prefix: str | None) -> int:
-    """Writes the tensors of `checkpoint` whose names begin with `prefix` and a dot to `out`, under
+    """Write the tensors of `checkpoint` whose names begin with `prefix` and a dot to `out`, under
     the rest of their names. Without `prefix`: those under "model", or all if the checkpoint is of a
     bare state dict. `out` becomes a safetensors file, or one that `torch.load(weights_only=True)`
-    reads. Returns how many tensors there are. If this cannot be done, raises BadInput and writes
+    reads. Return how many tensors there are. If this cannot be done, raises BadInput and writes
     nothing."""
     if out.exists():
         raise BadInput(f"{out} exists; give a new file")
@@ -49,7 +48,7 @@ def export(checkpoint: Path, out: Path, prefix: str | None) -> int:
 
 
 def _names(metadata: Metadata, prefix: str | None, checkpoint: Path) -> dict[str, str]:
-    """What to call each item that is asked for, by its name in the checkpoint."""
+    """Return what to call each item that is asked for, by its name in the checkpoint."""
     items = metadata.state_dict_metadata
     # Where each lay in the state dict that was saved, whose keys may have dots.
     paths = {name: (metadata.planner_data or {}).get(name, (name,)) for name in items}

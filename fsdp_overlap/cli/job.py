@@ -15,15 +15,15 @@ _NO_ID = "none"  # torchrun's default
 
 
 def restarts() -> tuple[int, int]:
-    """How often the launcher has started the ranks again, and how often it may."""
+    """Return how often the launcher has started the ranks again, and how often it may."""
     names = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
     done, most = (int(os.environ.get(name, 0)) for name in names)
     return done, most
 
 
 def this_job() -> dict[str, Any]:
-    """What tells this job from others: torchrun's --rdzv-id and the command. If torchrun was given
-    no id, one is drawn that lasts as long as torchrun does."""
+    """Return what tells this job from others: torchrun's --rdzv-id and the command. If torchrun was
+    given no id, one is drawn that lasts as long as torchrun does."""
     given = os.environ.get("TORCHELASTIC_RUN_ID", _NO_ID)
     if given == _NO_ID and (kept := kept_store()) is not None:
         given = kept.compare_set("id of the job", "", uuid.uuid4().hex).decode()
@@ -31,8 +31,8 @@ def this_job() -> dict[str, Any]:
 
 
 def run_of_this_job(out: Path | None) -> Path | None:
-    """The folder of the run that this job has begun: `out` or, by default, the last such folder
-    under `runs`. None if there is none."""
+    """Return the folder of the run that this job has begun: `out` or, by default, the last such
+    folder under `runs`. None if there is none."""
     job = this_job()
     if job["id"] == _NO_ID:
         return None

@@ -17,9 +17,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fsdp_overlap.cli.config import TrainConfig
-from fsdp_overlap.cli.errors import BadInput
 from fsdp_overlap.cli.job import restarts
-from fsdp_overlap.cli.system import cores
+from fsdp_overlap.cli.output import BadInput
+from fsdp_overlap.cli.process_group import cores
 from fsdp_overlap.cli.train import train
 
 # More would only wait for each other, each with its own copy of torch in memory.
@@ -43,7 +43,7 @@ class Place:
 
 
 def find_place(ranks: int | None, device: str, max_restarts: int | None = None) -> Place:
-    """Where to run `ranks` ranks on `device`. Starts nothing.
+    """Return where to run `ranks` ranks on `device`. Start nothing.
 
     ranks: by default as many as the torchrun that started this process has; without torchrun, one
     per accelerator, or 2 on a CPU.
@@ -84,7 +84,7 @@ def find_place(ranks: int | None, device: str, max_restarts: int | None = None) 
 
 
 def launch(config: TrainConfig, place: Place, resume: bool) -> None:
-    """Trains on every rank of `place`; returns when all are done. Raises ChildFailedError if a rank
+    """Train on every rank of `place`; return when all are done. Raises ChildFailedError if a rank
     that it started failed."""
     if place.joining:
         with _leaving_last():
@@ -108,7 +108,7 @@ def launch(config: TrainConfig, place: Place, resume: bool) -> None:
 
 
 def _train_started(config: TrainConfig, device_type: str, resume: bool) -> None:
-    """Trains on a rank that we started. After it returns, the process waits for the launcher to
+    """Train on a rank that we started. After it returns, the process waits for the launcher to
     take its result. A launcher that was told to stop, or was killed, never does: so a timer ends
     the process."""
     with _leaving_last():
@@ -121,7 +121,7 @@ def _train_started(config: TrainConfig, device_type: str, resume: bool) -> None:
 
 @contextmanager
 def _leaving_last() -> Iterator[None]:
-    """Delays an error. Where a rank has died, the others fail as well. Launchers name the first
+    """Delay an error. Where a rank has died, the others fail as well. Launchers name the first
     that they see fail, and it should be the rank that died."""
     try:
         yield

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -16,13 +16,13 @@ from fsdp_overlap.cli.checkpoints import Checkpoints, how_to_go_on
 from fsdp_overlap.cli.config import TrainConfig
 from fsdp_overlap.cli.data import load_text, unigram_entropy
 from fsdp_overlap.cli.doctor import doctor as examine
-from fsdp_overlap.cli.errors import BadInput
 from fsdp_overlap.cli.export import export as export_checkpoint
 from fsdp_overlap.cli.job import RUNS, run_of_this_job
 from fsdp_overlap.cli.launch import Place, describe_failure, find_place, launch
+from fsdp_overlap.cli.output import BadInput
 from fsdp_overlap.cli.report import report as write_overlap_report
 from fsdp_overlap.cli.report import watch as watch_traces
-from fsdp_overlap.cli.run_folder import check_out, read_begun
+from fsdp_overlap.cli.run_folder import check_out, read_saved_run
 
 app = typer.Typer(
     help="Fully-sharded data parallelism for PyTorch, with every collective under compute.",
@@ -56,9 +56,6 @@ def train(
     layers: Annotated[int, typer.Option(help="Blocks, each a unit of its own.")] = 6,
     width: Annotated[int, typer.Option(help="Width of the residual stream.")] = 192,
     heads: Annotated[int, typer.Option(help="Attention heads.")] = 6,
-    tied: Annotated[
-        bool, typer.Option("--tied/--untied", help="Share embedding and output weight.")
-    ] = False,
     optimizer: Annotated[str, typer.Option(help="adamw or muon.")] = "adamw",
     lr: Annotated[
         float | None,
@@ -105,29 +102,11 @@ def train(
     if place.joining and (begun := run_of_this_job(out)) is not None:
         _go_on(begun, place)
         return
-    config = TrainConfig(
-        out=out or RUNS / datetime.now().strftime("%Y%m%d-%H%M%S"),
-        data=data,
-        steps=steps,
-        batch_size=batch_size,
-        microbatches=microbatches,
-        seq_len=seq_len,
-        layers=layers,
-        width=width,
-        heads=heads,
-        tied=tied,
-        optimizer=optimizer,
-        lr=lr,
-        seed=seed,
-        zero_stage=zero_stage,
-        prefetch=prefetch,
-        dtype=dtype,
-        gather_dtype=gather_dtype,
-        eval_every=eval_every,
-        log_every=log_every,
-        save_every=save_every,
-        keep=keep,
-    )
+    names = {field.name for field in fields(TrainConfig)}
+    options = {name: value for name, value in context.params.items() if name in names}
+    # The context has paths as strings.
+    out = out or RUNS / datetime.now().strftime("%Y%m%d-%H%M%S")
+    config = TrainConfig(**options | {"out": out, "data": data})
     check_out(config.out)
     load_text(config.data, config.seq_len)
     _run(config, place, resume=False)
@@ -150,7 +129,7 @@ def _check_alone(context: typer.Context) -> None:
 
 
 def _go_on(folder: Path, place: Place) -> None:
-    begun = read_begun(folder)
+    begun = read_saved_run(folder)
     config = begun.config
     together = begun.ranks * config.batch_size
     per_microbatch = together // config.microbatches
@@ -238,6 +217,7 @@ def report(
 
 @app.command()
 def simulate(
+    context: typer.Context,
     model: Annotated[
         str,
         typer.Argument(
@@ -251,93 +231,55 @@ def simulate(
         str, typer.Option(help="A fabric's name, or its TOML file.")
     ] = "nvlink4_400g",
     profile: Annotated[
-        Path | None,
-        typer.Option(
-            help="A trace of the model on one such device, with shapes: times of compute."
-        ),
+        Path | None, typer.Option(help="Trace of the model on one such device, with shapes.")
     ] = None,
-    replicate: Annotated[int, typer.Option("--replicas", help="Replicas of each shard.")] = 1,
-    experts: Annotated[int, typer.Option("--expert-parallel", help="Expert parallel degree.")] = 1,
-    tensor: Annotated[int, typer.Option("--tensor-parallel", help="Tensor parallel degree.")] = 1,
-    batch: Annotated[
-        int, typer.Option("--micro-batch-size", help="Sequences per rank and microbatch.")
-    ] = 1,
+    replicas: Annotated[int, typer.Option(help="Replicas of each shard.")] = 1,
+    expert_parallel: Annotated[int, typer.Option(help="Expert parallel degree.")] = 1,
+    tensor_parallel: Annotated[int, typer.Option(help="Tensor parallel degree.")] = 1,
+    micro_batch_size: Annotated[int, typer.Option(help="Sequences per rank and microbatch.")] = 1,
     sequence: Annotated[
         int | None,
         typer.Option(help="Tokens per sequence [default: the model's positions, at most 8192]."),
     ] = None,
     microbatches: Annotated[int, typer.Option(help="Backwards per optimizer step.")] = 1,
     checkpointing: Annotated[
-        str, typer.Option(help="none, selective, or full: what runs again in backward.")
+        str, typer.Option(help="none, selective, or full: what is recomputed in backward.")
     ] = "none",
-    blocks_a_unit: Annotated[
-        int, typer.Option("--blocks-per-unit", help="Blocks that are gathered as one.")
-    ] = 1,
+    blocks_per_unit: Annotated[int, typer.Option(help="Blocks that are gathered as one.")] = 1,
     stage: Annotated[int, typer.Option(help="ZeRO stage: 3 frees weights after each use.")] = 3,
     layout: Annotated[str, typer.Option(help="flat, rows or whole.")] = "flat",
     prefetch: Annotated[int, typer.Option(help="Units gathered ahead.")] = 1,
-    products: Annotated[
-        str | None,
-        typer.Option(
-            "--linear-dtype",
-            help="float8 for the linear layers of blocks, by torchao [default: bfloat16].",
-        ),
+    linear_dtype: Annotated[
+        str | None, typer.Option(help="float8, by torchao [default: bfloat16].")
     ] = None,
     optimizer: Annotated[str, typer.Option(help="adamw, torch-adamw or muon.")] = "adamw",
     against_fsdp2: Annotated[
         bool, typer.Option("--against-fsdp2", help="Predict FSDP2 on the same, too.")
     ] = False,
     reshard_after_forward: Annotated[
-        int | None,
-        typer.Option(help="Neighbours that keep a block's weights among them until backward."),
+        int | None, typer.Option(help="Neighbors that keep a block's weights until backward.")
     ] = None,
     reduce_each: Annotated[
-        bool,
-        typer.Option("--reduce-each", help="Reduce the gradients of each microbatch at once."),
+        bool, typer.Option("--reduce-each", help="Reduce gradients in each microbatch.")
     ] = False,
     best: Annotated[
-        bool,
-        typer.Option(
-            "--best", help="Look for the fastest plan for as many tokens a step that fits."
-        ),
+        bool, typer.Option("--best", help="Search for the fastest plan that fits.")
     ] = False,
     memory: Annotated[
         float | None, typer.Option(help="GiB that a rank may take [default: the device's].")
     ] = None,
-    price: Annotated[
-        float | None, typer.Option(help="Dollars for an hour of a GPU: says what a step costs.")
-    ] = None,
+    price: Annotated[float | None, typer.Option(help="Dollars for an hour of a GPU.")] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(help="Folder for the trace and its overlap report, or for the best plan."),
+        Path | None, typer.Option(help="Folder for the trace and its report, or the best plan.")
     ] = None,
 ) -> None:
     """Predict a training step on many GPUs, which need not be there: its time, its memory, and what
     communication it waits for. Runs the library's own schedule on emulated time. --best looks for
     the fastest way to do the step, and prints it as code."""
     # Gives torch one more kind of device.
-    from fsdp_overlap.cli.simulate import Asked, predict
+    from fsdp_overlap.cli.simulate import predict
 
-    predict(
-        Asked(device, fabric, profile, memory, price, best, against_fsdp2, out),
-        layout,
-        model=model,
-        gpus=gpus,
-        replicate=replicate,
-        experts=experts,
-        tensor=tensor,
-        batch=batch,
-        sequence=sequence,
-        microbatches=microbatches,
-        checkpointing=checkpointing,
-        blocks_a_unit=blocks_a_unit,
-        stage=stage,
-        prefetch=prefetch,
-        products=products,
-        optimizer=optimizer,
-        reshard_after_forward=reshard_after_forward,
-        reduce_each=reduce_each,
-    )
+    predict(**context.params | {"profile": profile, "out": out})  # there paths are strings
 
 
 @app.command()
@@ -363,9 +305,7 @@ def run() -> int:
     try:
         app()
     except BadInput as error:
-        if (
-            os.environ.get("RANK", "0") == "0"
-        ):  # one line, not one per rank, where torchrun started us
+        if os.environ.get("RANK", "0") == "0":  # one line, where torchrun has started several ranks
             _complain(str(error))
         return 2
     except OSError as error:

@@ -11,18 +11,16 @@ VOCABULARY = 256
 class GPT(nn.Module):
     """Bytes `[batch, time]` (int64) to logits of the next byte `[batch, time, 256]`.
 
-    width must be a multiple of 2 * heads. tied: the output layer shares the embedding's weight.
+    width must be a multiple of 2 * heads.
     """
 
-    def __init__(self, *, layers: int, width: int, heads: int, tied: bool) -> None:
+    def __init__(self, *, layers: int, width: int, heads: int) -> None:
         super().__init__()
         self.head_width = width // heads
         self.embed = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(GPTBlock(width, heads) for _ in range(layers))
         self.norm = nn.RMSNorm(width)
         self.output = nn.Linear(width, VOCABULARY, bias=False)
-        if tied:
-            self.output.weight = self.embed.weight
         self._initialize(layers)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -41,7 +39,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if residual else 0.02)
 
 
-class Block(nn.Module):
+class GPTBlock(nn.Module):
     """`[batch, time, width]` to the same shape; `rotation` as made by `_rotation`."""
 
     def __init__(self, width: int, heads: int) -> None:

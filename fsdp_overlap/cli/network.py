@@ -18,7 +18,7 @@ _IPV6 = Path("/proc/net/if_inet6")
 
 
 @dataclass(frozen=True)
-class Chosen:
+class GlooInterface:
     """The interface that gloo would use, and its address. ``interface`` is None if no interface is
     known to have the address, ``address`` is None if there is none that gloo could use."""
 
@@ -32,14 +32,14 @@ class Chosen:
 
 
 def addresses() -> dict[str, list[str]]:
-    """The addresses of each interface, IPv4 first. An interface without one is there too."""
+    """Return the addresses of each interface, IPv4 first. An interface without one is there too."""
     found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
     if fcntl is not None:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
             for name in found:
                 request = struct.pack("256s", name.encode()[:15])
                 try:
-                    answer = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, request)
+                    answer = fcntl.ioctl(query.fileno(), _SIOCGIFADDR, request)
                 except OSError:  # has none
                     continue
                 found[name].append(socket.inet_ntoa(answer[20:24]))
@@ -52,14 +52,14 @@ def addresses() -> dict[str, list[str]]:
     return found
 
 
-def by_host_name() -> Chosen:
-    """What gloo takes if GLOO_SOCKET_IFNAME is not set: the first address of this machine's host
-    name that a socket can be bound to. torch takes 127.0.0.1 if there is none, which is then not in
-    the answer."""
+def by_host_name() -> GlooInterface:
+    """Return what gloo takes if GLOO_SOCKET_IFNAME is not set: the first address of this machine's
+    host name that a socket can be bound to. torch takes 127.0.0.1 if there is none, which is then
+    not in the answer."""
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
-        return Chosen(None, None)
+        return GlooInterface(None, None)
     for family, kind, protocol, _, where in found:
         try:
             with socket.socket(family, kind, protocol) as tried:
@@ -70,12 +70,13 @@ def by_host_name() -> Chosen:
         has = [name for name, own in addresses().items() if address in own]
         # Linux answers to all of 127.0.0.0/8.
         loopback = "lo" if address.startswith("127.") else None
-        return Chosen(has[0] if has else loopback, address)
-    return Chosen(None, None)
+        return GlooInterface(has[0] if has else loopback, address)
+    return GlooInterface(None, None)
 
 
 def reachable() -> list[str]:
-    """The interfaces that other machines may reach: with an address, and not the loopback."""
+    """Return the interfaces that other machines may reach: with an address, and not the
+    loopback."""
     return [
         name
         for name, own in addresses().items()
@@ -84,8 +85,8 @@ def reachable() -> list[str]:
 
 
 def is_free(address: str, port: int) -> bool:
-    """Whether a program on this machine could listen on ``port``. True if ``address`` is that of
-    another machine, about which nothing is known."""
+    """Return whether a program on this machine could listen on ``port``. True if ``address`` is
+    that of another machine, about which nothing is known."""
     try:
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     except OSError:

@@ -1,15 +1,17 @@
-"""Files that commands write: all of them, or none."""
+"""Files that commands write, all of them or none, and the error for what cannot be done."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 
-from fsdp_overlap.cli.errors import BadInput
+
+class BadInput(ValueError):
+    """Reported as one line on stderr with exit code 2, before anything is started or written."""
 
 
 def check_writable(folder: Path) -> None:
-    """Raises BadInput if no file can be written to `folder`, which need not be there. Makes
+    """Raise BadInput if no file can be written to `folder`, which need not be there. Makes
     nothing; call it before long work."""
     try:
         there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -21,7 +23,7 @@ def check_writable(folder: Path) -> None:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[Path]:
-    """Yields a new folder. When the block ends, what it has written there replaces the files of the
+    """Yield a new folder. When the block ends, what it has written there replaces the files of the
     same names in `folder`. If one cannot be written, these stay as they are, and nothing is left of
     the new ones.
 

@@ -1,4 +1,5 @@
-"""Makes the default process group, also where a launcher has started the ranks again."""
+"""Makes the default process group, also where a launcher has started the ranks again; and counts
+the cores that ranks share."""
 
 import contextlib
 import os
@@ -11,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.cli.system import cores
 from fsdp_overlap.comm.streams import has_streams, streams_of
 
 _MEETING_SECONDS = 600.0
@@ -19,8 +19,8 @@ _MEETING_SECONDS = 600.0
 
 @contextlib.contextmanager
 def process_group(device_type: str) -> Iterator[torch.device]:
-    """Makes the default process group, with torch's default backend for `device_type`, and yields
-    this rank's device. Reads the environment that torchrun sets."""
+    """Make the default process group, with torch's default backend for `device_type`, and yield
+    this rank's device. Read the environment that torchrun sets."""
     local_rank = int(os.environ["LOCAL_RANK"])
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     ranks: dict[str, Any] = {}
@@ -78,3 +78,10 @@ def fresh_store(kept: dist.Store, rank: int, world_size: int, seconds: float) ->
             raise TimeoutError(f"ranks {sorted(silent)} have not come within {seconds:.0f} s")
         time.sleep(0.01)
     return dist.PrefixStore(part, kept)
+
+
+def cores() -> int:
+    """Return how many processor cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

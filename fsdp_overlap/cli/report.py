@@ -9,15 +9,14 @@ from pathlib import Path
 
 from rich.console import Console, JustifyMethod
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
-from rich.table import Table as RichTable
+from rich.table import Table
 
-from fsdp_overlap.cli.errors import BadInput
-from fsdp_overlap.cli.output import check_writable, writing
+from fsdp_overlap.cli.output import BadInput, check_writable, writing
 from fsdp_overlap.profiling import Report, diagnose, read_report
+from fsdp_overlap.profiling.html import write_html
 from fsdp_overlap.profiling.json_report import write_json
-from fsdp_overlap.profiling.page import write_html
-from fsdp_overlap.profiling.picture import write_png
-from fsdp_overlap.profiling.tables import Table, kinds_table, ranks_table
+from fsdp_overlap.profiling.plot import write_png
+from fsdp_overlap.profiling.tables import ReportTable, kinds_table, ranks_table
 
 _SUFFIXES = (".json", ".json.gz")
 _RECORD = "overlap.json"
@@ -27,7 +26,7 @@ _LOOK_SECONDS = 1.0  # between two looks at the files of a job that runs
 def report(
     given: Sequence[Path], against: Sequence[Path], out: Path | None, steps: int | None
 ) -> None:
-    """Reads the traces of one run, or of two, shows the report and writes it to `out`, by default
+    """Read the traces of one run, or of two, show the report and write it to `out`, by default
     where the first trace is. Raises BadInput before anything is written."""
     first = given[0]
     folder = out or (first if first.is_dir() else first.parent)
@@ -46,7 +45,7 @@ def report(
 def watch(
     given: Sequence[Path], against: Sequence[Path], out: Path | None, steps: int | None
 ) -> None:
-    """Reports as `report` does, each time that there are other traces, until Ctrl-C. A file is read
+    """Report as `report` does, each time that there are other traces, until Ctrl-C. A file is read
     when it was the same in two looks. Raises BadInput for a path that is not there."""
     if out is not None:
         check_writable(out)
@@ -67,7 +66,7 @@ def watch(
 
 
 def _changes(*runs: Sequence[Path]) -> dict[Path, tuple[int, int]]:
-    """When each trace was changed and its size; nothing while a run has none."""
+    """Return when each trace was changed and its size; nothing while a run has none."""
     for path in chain(*runs):
         if not path.exists():
             raise BadInput(f"{path}: no such file or folder")
@@ -79,8 +78,8 @@ def _changes(*runs: Sequence[Path]) -> dict[Path, tuple[int, int]]:
 
 
 def find_traces(paths: Sequence[Path]) -> list[Path]:
-    """The trace files that `paths` name. A folder stands for the traces in it or, if `train` wrote
-    it, for those in its `traces` folder. Raises BadInput for a path without a trace."""
+    """Return the trace files that `paths` name. A folder stands for the traces in it or, if `train`
+    wrote it, for those in its `traces` folder. Raises BadInput for a path without a trace."""
     found: list[Path] = []
     for path in paths:
         if not path.is_dir():
@@ -99,14 +98,14 @@ def find_traces(paths: Sequence[Path]) -> list[Path]:
 
 
 def write_report(reports: Mapping[str, Report], folder: Path) -> None:
-    """Writes overlap.html, overlap.png and overlap.json."""
+    """Write overlap.html, overlap.png and overlap.json."""
     write_html(reports, folder / "overlap.html")
     write_png(reports, folder / "overlap.png")
     write_json(reports, folder / _RECORD)
 
 
 def show_report(reports: Mapping[str, Report]) -> None:
-    """Prints the tables and what was found to stdout."""
+    """Print the tables and what was found to stdout."""
     # A file takes long lines; a terminal says how long.
     width = None if sys.stdout.isatty() else 160
     console = Console(highlight=False, soft_wrap=True, width=width)
@@ -119,8 +118,8 @@ def show_report(reports: Mapping[str, Report]) -> None:
             console.print(f"- {finding.text}", markup=False)
 
 
-def _rich(table: Table) -> RichTable:
-    shown = RichTable(box=None, pad_edge=False, header_style="bold")
+def _rich(table: ReportTable) -> Table:
+    shown = Table(box=None, pad_edge=False, header_style="bold")
     for k, cell in enumerate(table.header):
         is_label = k < table.labels
         justify: JustifyMethod = "left" if is_label else "right"

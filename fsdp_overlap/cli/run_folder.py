@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_overlap.cli.config import TrainConfig
-from fsdp_overlap.cli.errors import BadInput
+from fsdp_overlap.cli.output import BadInput
 from fsdp_overlap.tensor.dcp import writing
 
 TRACES = "traces"
@@ -18,7 +18,7 @@ _NEW = ".new"  # ends the name of a file that is being written
 
 
 def check_out(out: Path) -> None:
-    """Raises BadInput if a run folder cannot be made at `out`. Writes nothing."""
+    """Raise BadInput if a run folder cannot be made at `out`. Write nothing."""
     if out.is_dir():
         # A run that was killed at its very start leaves an unfinished file.
         if any(path.suffix != _NEW for path in out.iterdir()):
@@ -31,7 +31,7 @@ def check_out(out: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Begun:
+class SavedRun:
     """A run that was begun. unigram_entropy: of its validation text, to recognize the text by."""
 
     config: TrainConfig
@@ -39,8 +39,8 @@ class Begun:
     unigram_entropy: float
 
 
-def read_begun(folder: Path) -> Begun:
-    """The run in `folder`. Raises BadInput if there is none."""
+def read_saved_run(folder: Path) -> SavedRun:
+    """Return the run in `folder`. Raises BadInput if there is none."""
     path = folder / "config.json"
     try:
         settings = json.loads(path.read_text())
@@ -54,11 +54,11 @@ def read_begun(folder: Path) -> Begun:
     of_config["out"] = folder  # it may have been moved
     if of_config.get("data") is not None:
         of_config["data"] = Path(of_config["data"])
-    return Begun(TrainConfig(**of_config), ranks, entropy)
+    return SavedRun(TrainConfig(**of_config), ranks, entropy)
 
 
 def trace_path(folder: Path, rank: int, traces: str = TRACES) -> Path:
-    """Where a rank of the run in `folder` writes its profiler trace. `traces`: TRACES, or
+    """Return where a rank of the run in `folder` writes its profiler trace. `traces`: TRACES, or
     TRACES_AT_STAGE_3."""
     return folder / traces / f"rank-{rank}.json.gz"
 
@@ -67,7 +67,7 @@ class RunFolder:
     """The folder of a run. One rank makes it, and keeps other runs out while it lives."""
 
     def __init__(self, path: Path) -> None:
-        """Raises BadInput if another run is writing there."""
+        """Raise BadInput if another run is writing there."""
         self.path = path
         path.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(path, os.O_RDONLY)  # held until this process ends, however it does
@@ -79,7 +79,7 @@ class RunFolder:
             ) from None
 
     def begin(self, config: TrainConfig, about: dict[str, Any], steps_done: int) -> None:
-        """Writes the configuration and `about`, what else the run depends on. Drops the metrics of
+        """Write the configuration and `about`, what else the run depends on. Drop the metrics of
         steps beyond `steps_done`, which will be done again."""
         # Paths are made absolute: the run may be resumed from anywhere.
         settings = {
@@ -90,16 +90,16 @@ class RunFolder:
         _replace(self.path / "metrics.jsonl", "".join(json.dumps(m) + "\n" for m in kept))
 
     def clear_traces(self) -> None:
-        """Removes the traces of an earlier run, which may have had other ranks."""
+        """Remove the traces of an earlier run, which may have had other ranks."""
         for trace in (*self.traces(), *self.traces(TRACES_AT_STAGE_3)):
             trace.unlink()
 
     def traces(self, traces: str = TRACES) -> list[Path]:
-        """The profiler traces that ranks left, as in `trace_path`."""
+        """Return the profiler traces that ranks left, as in `trace_path`."""
         return sorted(trace_path(self.path, 0, traces).parent.glob("*.json.gz"))
 
     def log(self, metrics: dict[str, float]) -> None:
-        """Adds a line at once, so that a run that dies keeps what it had."""
+        """Add a line at once, so that a run that dies keeps what it had."""
         path = self.path / "metrics.jsonl"
         with writing(path), path.open("a") as file:
             file.write(json.dumps(metrics) + "\n")
@@ -137,7 +137,7 @@ class RunFolder:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Writes the file anew; a run that is killed leaves the old or the new."""
+    """Write the file anew; a run that is killed leaves the old or the new."""
     new = path.with_name(path.name + _NEW)
     with writing(new):
         new.write_text(text)

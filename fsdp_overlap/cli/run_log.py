@@ -5,11 +5,12 @@ from types import TracebackType
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fsdp_overlap.cli.checkpoints import how_to_go_on
 from fsdp_overlap.cli.config import TrainConfig
 from fsdp_overlap.cli.data import Text, bits, unigram_entropy
-from fsdp_overlap.cli.display import Display
 from fsdp_overlap.cli.job import restarts, this_job
 from fsdp_overlap.cli.report import show_report, write_report
 from fsdp_overlap.cli.run_folder import TRACES_AT_STAGE_3, RunFolder
@@ -41,7 +42,20 @@ class RunLog:
         self._val_loss = next(
             (m["val_loss"] for m in reversed(folder.metrics()) if "val_loss" in m), None
         )
-        self._display = Display(config.steps, trainer.steps_done)
+        # A progress bar, and a line at each validation, which a log file has too. soft_wrap: its
+        # lines are not cut to the width of a terminal that is not there.
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[status]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+        )
+        self._task = self._progress.add_task(
+            "training", total=config.steps, completed=trainer.steps_done, status=""
+        )
         self._first_line = (
             f"{trainer.parameters:,} parameters on {dist.get_world_size()} ranks; "
             f"{len(text.train):,} + {len(text.validation):,} bytes of {text.origin}"
@@ -55,8 +69,8 @@ class RunLog:
             self._first_line += "; from the beginning, because there was no checkpoint"
 
     def __enter__(self) -> "RunLog":
-        self._display.__enter__()
-        self._display.print(self._first_line)
+        self._progress.start()
+        self._console.print(self._first_line)
         return self
 
     def __exit__(
@@ -65,26 +79,28 @@ class RunLog:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._display.__exit__(kind, error, traceback)
+        self._progress.stop()
 
     def show(self, metrics: dict[str, float]) -> None:
-        """Shows the figures of one step, as the trainer gives them."""
+        """Show the figures of one step, as the trainer gives them."""
         if "loss" not in metrics:
             return
         self._folder.log(metrics)
         step, loss = int(metrics["step"]), metrics["loss"]
         self._val_loss = metrics.get("val_loss", self._val_loss)
-        self._display.show(step, loss, self._val_loss, metrics["tokens_per_s"])
+        val = "" if self._val_loss is None else f"  val {self._val_loss:.3f}"
+        status = f"loss {loss:.3f}{val}  {metrics['tokens_per_s']:,.0f} tokens/s"
+        self._progress.update(self._task, completed=step, status=status)
         if "val_loss" in metrics:
-            self._display.print(f"step {step}: loss {loss:.3f}, validation {self._val_loss:.3f}")
+            self._console.print(f"step {step}: loss {loss:.3f}, validation {self._val_loss:.3f}")
 
     def stopped(self, saved: Path) -> None:
-        """Says that the run was asked to stop, and was saved at `saved`."""
-        self._display.print(f"stopped; saved {saved}")
-        self._display.print(str(how_to_go_on(self._folder.path)))
+        """Say that the run was asked to stop, and was saved at `saved`."""
+        self._console.print(f"stopped; saved {saved}")
+        self._console.print(str(how_to_go_on(self._folder.path)))
 
     def conclude(self, stats: str) -> None:
-        """Writes and prints the results. Call it once all is trained and profiled. `stats`: what
+        """Write and print the results. Call it once all is trained and profiled. `stats`: what
         the run's context counted."""
         config, val_loss, entropy = self._config, self._val_loss, self._entropy
         assert val_loss is not None, "the last step always validates"

@@ -5,17 +5,16 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from fsdp_overlap.cli.best_plan import show_best
-from fsdp_overlap.cli.errors import BadInput
-from fsdp_overlap.cli.output import check_writable, writing
+from fsdp_overlap.cli.output import BadInput, check_writable, writing
 from fsdp_overlap.cli.report import show_report, write_report
 from fsdp_overlap.layout import Flat, LayoutRule, PerTensor, TensorAtomic
 from fsdp_overlap.profiling import read_report
@@ -24,8 +23,10 @@ from fsdp_overlap.simulator import (
     Device,
     Fabric,
     Fsdp2Training,
+    Plan,
     Prediction,
     Profile,
+    SearchResult,
     Training,
     search,
     simulate,
@@ -39,15 +40,30 @@ from fsdp_overlap.simulator.models import (
     positions_of,
     unpredictable,
 )
+from fsdp_overlap.simulator.plan_code import code_of
 
 LAYOUTS: dict[str, LayoutRule] = {"flat": Flat(), "rows": PerTensor(), "whole": TensorAtomic()}
 LONGEST = 8192
+BEST_HEADER = (
+    "plan",
+    "batch",
+    "checkpointing",
+    "blocks a unit",
+    "prefetch",
+    "kept",
+    "reduced",
+    "layout",
+    "step, ms",
+    "tokens/s, GPU",
+    "GiB",
+    "exposed, ms",
+)
 PROCESSES = min(2, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What the command was asked for beside the step: where it runs, and what to show of it.
+class SimulateOptions:
+    """What the command is asked for beside the step: where it runs, and what to show of it.
     ``memory`` in GiB a device, ``price`` in dollars an hour of one."""
 
     device: str
@@ -59,64 +75,64 @@ class Asked:
     against_fsdp2: bool
     out: Path | None
 
+    def costs(self) -> Costs:
+        device = Device.read(self.device)
+        if self.memory is not None:
+            device = replace(device, memory_size=int(self.memory * GIB))
+        profile = None if self.profile is None else Profile.read(self.profile)
+        return Costs(device, Fabric.read(self.fabric), profile=profile)
 
-def predict(asked: Asked, layout: str, sequence: int | None, **options: Any) -> None:
-    """Predicts a step, or looks for the best plan of it, and shows what was found. Writes files to
-    ``asked.out``. ``options`` are those of :class:`Training`. Without ``sequence``, sequences have
-    as many tokens as the model has positions, at most ``LONGEST``.
+
+def predict(layout: str, sequence: int | None, **arguments: Any) -> None:
+    """Predict a step, or look for the best plan of it, and show what was found. Write files to
+    ``out``. ``arguments`` are those of :class:`SimulateOptions` and of :class:`Training`. Without
+    ``sequence``, sequences have as many tokens as the model has positions, at most ``LONGEST``.
 
     Raises:
         BadInput: unknown hardware, model or layout, numbers that do not go together, or a step that
             does not fit. What a step that does not fit would take is shown all the same.
     """
+    options = SimulateOptions(**{f.name: arguments.pop(f.name) for f in fields(SimulateOptions)})
     if layout not in LAYOUTS:
         raise BadInput(f"--layout {layout}: must be one of {', '.join(LAYOUTS)}")
-    for name, number in (("memory", asked.memory), ("price", asked.price)):
+    for name, number in (("memory", options.memory), ("price", options.price)):
         if number is not None and number <= 0:
             raise BadInput(f"--{name} {number:g}: must be more than 0")
-    if asked.out is not None:
-        check_writable(asked.out)
+    if options.out is not None:
+        check_writable(options.out)
     try:
-        costs = _costs(asked)
-        model = on_meta(model_of(options["model"]))
+        costs = options.costs()
+        model = on_meta(model_of(arguments["model"]))
         if sequence is None:
             sequence = min(LONGEST, (model and positions_of(model)) or LONGEST)
         if model is not None:
             check_positions(model, sequence)
             if costs.profile is not None:
                 costs.profile.check_model(model)
-        training = Training(layout=LAYOUTS[layout], sequence=sequence, **options)
-        if asked.best:
-            _search(training, costs, asked)
+        training = Training(layout=LAYOUTS[layout], sequence=sequence, **arguments)
+        if options.best:
+            _search(training, costs, options)
         else:
-            _predict(training, costs, asked)
+            _predict(training, costs, options)
     except BadInput:
         raise
     except ValueError as error:  # unknown names, numbers that do not go, a missing package
         raise BadInput(str(error)) from None
 
 
-def _costs(asked: Asked) -> Costs:
-    device = Device.read(asked.device)
-    if asked.memory is not None:
-        device = replace(device, memory_size=int(asked.memory * GIB))
-    profile = None if asked.profile is None else Profile.read(asked.profile)
-    return Costs(device, Fabric.read(asked.fabric), profile=profile)
-
-
-def _search(training: Training, costs: Costs, asked: Asked) -> None:
-    if training.experts > 1 or asked.against_fsdp2:
-        other = "--against-fsdp2" if asked.against_fsdp2 else "--expert-parallel"
+def _search(training: Training, costs: Costs, options: SimulateOptions) -> None:
+    if training.expert_parallel > 1 or options.against_fsdp2:
+        other = "--against-fsdp2" if options.against_fsdp2 else "--expert-parallel"
         raise BadInput(f"--best and {other}: leave one of the two out")
     start = time.perf_counter()
     with Console(stderr=True).status(f"{training.model} on {training.gpus} GPUs") as status:
         found = search(training, costs, processes=PROCESSES, progress=status.update)
-    show_best(found, costs.device, asked.price, asked.out, time.perf_counter() - start)
+    _show_best(found, costs.device, options.price, options.out, time.perf_counter() - start)
 
 
-def _predict(training: Training, costs: Costs, asked: Asked) -> None:
+def _predict(training: Training, costs: Costs, options: SimulateOptions) -> None:
     trainings = {training.model: training}
-    if asked.against_fsdp2:
+    if options.against_fsdp2:
         trainings["FSDP2"] = Fsdp2Training.like(training)
     console = Console(highlight=False, soft_wrap=True)
     start = time.perf_counter()
@@ -130,24 +146,24 @@ def _predict(training: Training, costs: Costs, asked: Asked) -> None:
     took = time.perf_counter() - start
     prediction = predictions[training.model]
     for name, value in (
-        *_lines(training, prediction, costs, asked.price),
+        *_lines(training, prediction, costs, options.price),
         ("predicted in", f"{took:.0f} s"),
     ):
         console.print(f"{name:<24} {value}")
-    if asked.against_fsdp2:
+    if options.against_fsdp2:
         console.print()
         console.print(_beside(prediction, predictions["FSDP2"]))
     console.print()
     reports = {name: read_report(each.trace, steps=1) for name, each in predictions.items()}
     show_report(reports)
-    if asked.out is not None:
-        with writing(asked.out) as new:
+    if options.out is not None:
+        with writing(options.out) as new:
             _write_trace(prediction, new / "rank0.json.gz")
-            if asked.against_fsdp2:
+            if options.against_fsdp2:
                 (new / "fsdp2").mkdir()
                 _write_trace(predictions["FSDP2"], new / "fsdp2" / "rank0.json.gz")
             write_report(reports, new)
-        console.print(f"\n{asked.out / 'overlap.html'}, .png and .json")
+        console.print(f"\n{options.out / 'overlap.html'}, .png and .json")
     if not prediction.fits(costs.device):
         raise BadInput(_why_not(training, prediction, costs.device))
 
@@ -209,3 +225,76 @@ def _why_not(training: Training, prediction: Prediction, device: Device) -> str:
         f"{device.name} has {device.memory_size / GIB:.1f} GiB.{tried} --best finds a plan that "
         "fits, if there is one; more GPUs leave less on each"
     )
+
+
+def _show_best(
+    found: SearchResult, device: Device, price: float | None, out: Path | None, took: float
+) -> None:
+    """Print the table, how much better the best plan is than the defaults, and its code. Writes
+    the code to ``plan.py`` in ``out``.
+
+    Raises:
+        BadInput: no plan fits.
+    """
+    # A file takes long lines; a terminal says how long.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    skipped = ", ".join(f"{count} skipped: {why}" for why, count in found.skipped.most_common())
+    said = f"{found.tried} plans tried in {took:.0f} s{'; ' if skipped else ''}{skipped}"
+    if not found.plans:
+        least = found.least
+        needs = f"; the least needs {least.taken.reserved / GIB:.1f} GiB" if least else ""
+        raise BadInput(f"no plan fits in {device.memory_size / GIB:.1f} GiB{needs} ({said})")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in BEST_HEADER:
+        table.add_column(column, justify="right", overflow="fold")
+    for number, plan in enumerate(found.plans, 1):
+        table.add_row(str(number), *_plan_cells(plan))
+    if found.defaults is not None:
+        table.add_row("defaults", *_plan_cells(found.defaults))
+    console.print(table)
+    console.print(f"\n{said}", markup=False)
+    console.print(_against_defaults(found), markup=False)
+    best = found.plans[0]
+    if price is not None:
+        cost = best.training.gpus * best.seconds / 3600 * price
+        tokens = best.training.tokens * best.training.gpus
+        console.print(f"It costs ${cost:.4f} a step, ${cost / tokens * 1e9:.0f} a billion tokens.")
+    code = code_of(best.training)
+    print(f"\nThe best as code:\n\n{code}")
+    if out is not None:
+        with writing(out) as new:
+            (new / "plan.py").write_text(code)
+        console.print(f"{out / 'plan.py'}", markup=False)
+
+
+def _against_defaults(found: SearchResult) -> str:
+    if found.speedup is None:
+        return "The library's defaults do not fit."
+    what = "the library's defaults"
+    if not found.given_fits:
+        what += " with its microbatches and checkpointing; as given they do not fit"
+    return f"The best takes {100 * (1 - 1 / found.speedup):.1f}% less time than {what}."
+
+
+def _plan_cells(plan: Plan) -> list[str]:
+    training, taken = plan.training, plan.taken
+    if training.stage != 3:
+        kept = "all"
+    elif training.reshard_after_forward is not None:
+        kept = f"1/{training.reshard_after_forward}"
+    else:
+        kept = "nothing"
+    exposed = "" if taken.exposed is None else f"{1e3 * taken.exposed:.0f}"
+    return [
+        f"{training.microbatches} x {training.micro_batch_size}",
+        training.checkpointing,
+        str(training.blocks_per_unit),
+        str(training.prefetch),
+        kept,
+        "each" if training.reduce_each or training.microbatches == 1 else "last",
+        type(training.layout).__name__,
+        f"{1e3 * plan.seconds:.1f}",
+        f"{training.tokens / plan.seconds:.0f}",
+        f"{taken.reserved / GIB:.1f}",
+        exposed,
+    ]

@@ -1,10 +1,12 @@
 """One rank of `fsdp-overlap train`."""
 
 import contextlib
+import signal
 import socket
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import TypeVar
 
 import torch
@@ -13,12 +15,11 @@ import torch.distributed as dist
 from fsdp_overlap.cli.checkpoints import Checkpoints, how_to_go_on
 from fsdp_overlap.cli.config import TrainConfig
 from fsdp_overlap.cli.data import load_text
-from fsdp_overlap.cli.errors import BadInput
 from fsdp_overlap.cli.job import restarts
+from fsdp_overlap.cli.output import BadInput
 from fsdp_overlap.cli.process_group import process_group
 from fsdp_overlap.cli.run_folder import TRACES_AT_STAGE_3, RunFolder, trace_path
 from fsdp_overlap.cli.run_log import RunLog
-from fsdp_overlap.cli.stopping import StopRequest
 from fsdp_overlap.cli.trainer import Trainer
 
 T = TypeVar("T")
@@ -27,7 +28,7 @@ _SEEN_SECONDS = 60.0
 
 
 def train(config: TrainConfig, device_type: str, resume: bool) -> None:
-    """Trains as `config` says, on "cpu" or on accelerators such as "cuda". With `resume`, goes on
+    """Train as `config` says, on "cpu" or on accelerators such as "cuda". With `resume`, go on
     from the latest checkpoint of the run, if it has one. Collective: called on every rank, with the
     environment that torchrun sets. Where ranks differ in folder, batch size or `resume`, rank 0's
     count. Rank 0 alone prints and writes, except for checkpoints and traces."""
@@ -78,7 +79,7 @@ def _of_rank_0(value: T) -> T:
 
 
 def check_all_see(folder: Path, seconds: float) -> None:
-    """Raises BadInput, on every rank, if one does not see `folder` within `seconds`. Collective."""
+    """Raise BadInput, on every rank, if one does not see `folder` within `seconds`. Collective."""
     end = time.monotonic() + seconds
     while not (is_seen := folder.is_dir()) and time.monotonic() < end:
         time.sleep(0.1)
@@ -95,7 +96,7 @@ def check_all_see(folder: Path, seconds: float) -> None:
 def _train(
     config: TrainConfig, trainer: Trainer, checkpoints: Checkpoints, log: RunLog | None
 ) -> bool:
-    """Trains until all steps are done, and returns True; or until somebody asks to stop: False."""
+    """Train until all steps are done, and return True; or until somebody asks to stop: False."""
     stop = StopRequest()
     while trainer.steps_done < config.steps:
         stop.begin_step()
@@ -112,3 +113,33 @@ def _train(
         if stops:
             return False
     return True
+
+
+class StopRequest:
+    """Tells all ranks when any of them gets SIGTERM or Ctrl-C.
+
+    Ranks agree once a step, by a collective of one number that runs beside the step. It runs on the
+    CPU, because reading a number from a GPU would make the host wait.
+    """
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo")
+        self._asked = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._ask)
+
+    def begin_step(self) -> None:
+        """Start to tell the other ranks; collective."""
+        self._flag = torch.tensor(int(self._asked))
+        self._work = dist.all_reduce(
+            self._flag, dist.ReduceOp.MAX, group=self._group, async_op=True
+        )
+
+    def end_step(self) -> bool:
+        """Return whether any rank was asked to stop before this step; the same on every rank."""
+        assert self._work is not None
+        self._work.wait()
+        return bool(self._flag)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self._asked = True

@@ -45,7 +45,7 @@ class Trainer:
         self.device = device
         # Every rank makes the same weights and keeps its shard of them.
         torch.manual_seed(config.seed)
-        model = GPT(layers=config.layers, width=config.width, heads=config.heads, tied=config.tied)
+        model = GPT(layers=config.layers, width=config.width, heads=config.heads)
         model.to(device)
         self.parameters = sum(p.numel() for p in model.parameters())
         # Muon steps whole matrices, but not the output head.
@@ -76,7 +76,7 @@ class Trainer:
         self._start = self._lap = time.perf_counter()
 
     def advance(self) -> dict[str, float]:
-        """Trains one step. Returns its number and, every `log_every` steps, at every validation and
+        """Train one step. Return its number and, every `log_every` steps, at every validation and
         at the last step, the metrics since they were last returned."""
         config, ranks = self.config, dist.get_world_size()
         loss_sum, norm = self.step()
@@ -105,7 +105,7 @@ class Trainer:
         return metrics
 
     def step(self) -> tuple[Tensor, Tensor]:
-        """Trains one optimizer step. Returns the sum of the losses of this rank's sequences, in
+        """Train one optimizer step. Return the sum of the losses of this rank's sequences, in
         double precision, and the gradients' norm, both scalars on the device."""
         count = self.config.microbatches
         loss_sum = torch.zeros_like(self._loss_sum)
@@ -132,7 +132,7 @@ class Trainer:
         return _sum_over_ranks(torch.stack(losses).mean()).item() / dist.get_world_size()
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the next step depends on, for DCP. It may be loaded on another number of
+        """Return all that the next step depends on, for DCP. It may be loaded on another number of
         ranks."""
         return {
             "model": self.model.state_dict(),
@@ -156,7 +156,7 @@ class Trainer:
         self._sequences_summed = state["sequences_summed"]
 
     def release_unsharded(self) -> None:
-        """Frees the full buffers that stages 1 and 2 keep, and what was gathered for the next step,
+        """Free the full buffers that stages 1 and 2 keep, and what was gathered for the next step,
         before a checkpoint is written. The next step gathers them again. On an accelerator torch's
         allocator gives back what it would hold of those that are kept, for those who allocate
         without torch, such as NCCL."""
@@ -165,7 +165,7 @@ class Trainer:
             torch.accelerator.empty_cache()
 
     def profile_steps(self, trace: Path, zero_stage: int) -> None:
-        """Trains two more steps at `zero_stage` under the profiler and writes what this rank did to
+        """Train two more steps at `zero_stage` under the profiler and write what this rank did to
         `trace`. Every rank profiles, so that none is slower than the others. A few unprofiled steps
         come before: after a validation or a checkpoint, ranks first confirm to each other what they
         do."""
@@ -194,7 +194,7 @@ class Trainer:
     def _microbatches(
         self, text: Tensor, draws: torch.Generator
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Draws this rank's sequences of one step: the inputs and targets of each microbatch."""
+        """Draw this rank's sequences of one step: the inputs and targets of each microbatch."""
         # All ranks draw the same global batch and each takes its part, so that a run does not
         # depend on how many ranks share a batch.
         ranks, size = dist.get_world_size(), self.config.batch_size
@@ -204,7 +204,7 @@ class Trainer:
         return zip(inputs, targets, strict=True)
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss of one microbatch in nats per byte."""
+        """Return the mean loss of one microbatch in nats per byte."""
         targets = move(targets.flatten(), self.device)
         logits = self.model(move(inputs, self.device)).float()
         return F.cross_entropy(logits.flatten(0, 1), targets)

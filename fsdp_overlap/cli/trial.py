@@ -38,8 +38,8 @@ class TrialError(Exception):
 
 
 def try_two_ranks(seconds: float, progress: Callable[[str], None]) -> float:
-    """Starts two ranks, which train one step of one layer by gloo, on the CPU. Returns the seconds
-    that took. ``progress`` hears what they do.
+    """Start two ranks, which train one step of one layer by gloo, on the CPU. Return the seconds
+    that took. ``progress`` is called with what they do.
 
     Raises:
         TrialError: a rank raised, died, or was not done within ``seconds``. No process is left.
@@ -72,7 +72,7 @@ def try_two_ranks(seconds: float, progress: Callable[[str], None]) -> float:
 def _follow(
     pipes: list[Connection], end: float, seconds: float, progress: Callable[[str], None]
 ) -> None:
-    """Reads what ranks say until all are done."""
+    """Read what ranks say until all are done."""
     stages = [IMPORTING] * RANKS
     progress(IMPORTING)
     open_pipes = dict(enumerate(pipes))

@@ -2,10 +2,10 @@
 go wrong on a real one."""
 
 from fsdp_overlap.emulator.device import (
-    Call,
     EmulatedDevice,
-    Issued,
+    IssuedCollective,
     Operation,
+    OperatorCall,
     Timing,
     compare_issued,
 )
@@ -23,12 +23,12 @@ from fsdp_overlap.emulator.torch_module import (
 
 __all__ = [
     "CUDAGraph",
-    "Call",
     "EmulatedDevice",
     "Event",
     "Finding",
-    "Issued",
+    "IssuedCollective",
     "Operation",
+    "OperatorCall",
     "Stream",
     "Sync",
     "Timing",

@@ -43,8 +43,8 @@ Owner = weakref.ref[MemPool] | None
 
 
 @dataclass(eq=False)
-class Block:
-    """A piece of a segment, with its neighbours in the segment."""
+class MemoryBlock:
+    """A piece of a segment, with its neighbors in the segment."""
 
     nbytes: int
     stream: int
@@ -52,8 +52,8 @@ class Block:
     address: int
     owner: Owner
     is_free: bool = False
-    before: Block | None = None
-    after: Block | None = None
+    before: MemoryBlock | None = None
+    after: MemoryBlock | None = None
     last: dict[int, Access] = field(default_factory=dict)
     """Since the block was freed: the last access of each queue by its former owners."""
 
@@ -69,7 +69,7 @@ class Block:
 class _Held(NamedTuple):
     """A block that other streams used when it was freed. ``is_done`` tells when they have."""
 
-    block: Block
+    block: MemoryBlock
     is_done: Callable[[], bool]
 
 
@@ -85,22 +85,22 @@ class Allocator:
         self.expandable = expandable
         self.allocated = self.reserved = 0
         self.peak_allocated = self.peak_reserved = 0
-        self._free: dict[tuple[Owner, int, bool], list[Block]] = {}
-        self._first: dict[tuple[Owner, int, bool], Block] = {}
+        self._free: dict[tuple[Owner, int, bool], list[MemoryBlock]] = {}
+        self._first: dict[tuple[Owner, int, bool], MemoryBlock] = {}
         """The first block of each expandable segment."""
         self._waiting: dict[frozenset[Queue], deque[_Held]] = {}
         """By the streams that used the blocks, in the order in which these were freed."""
         self.may_ask = True
         """Whether blocks are asked for that other streams used. While a graph is captured none are.
         """
-        self._unsafe: dict[tuple[Owner, int, bool], dict[Block, None]] = {}
+        self._unsafe: dict[tuple[Owner, int, bool], dict[MemoryBlock, None]] = {}
         """Those of them that streams may use when the recorded ones are done."""
         self._end = 0
         """The first address that no segment has had."""
 
     def take(
         self, nbytes: int, stream: Queue, pool: MemPool | None = None
-    ) -> tuple[Block, list[Access]]:
+    ) -> tuple[MemoryBlock, list[Access]]:
         """Memory for what is enqueued on ``stream`` from now on, from ``pool`` or from segments
         that belong to none. Also returns the accesses that the new owner must come after: the last
         ones to every free block that is large enough, because which of these is taken depends on
@@ -133,12 +133,12 @@ class Allocator:
 
     def give_back(
         self,
-        block: Block,
+        block: MemoryBlock,
         accesses: Iterable[Access],
         used: frozenset[Queue] = frozenset(),
         is_done: Callable[[], bool] = bool,
     ) -> None:
-        """Frees ``block``. ``accesses`` to its memory may not be done yet. If other streams have
+        """Free ``block``. ``accesses`` to its memory may not be done yet. If other streams have
         ``used`` it, nobody gets it before a later allocation finds that ``is_done``."""
         self.allocated -= block.nbytes
         for access in accesses:
@@ -151,7 +151,7 @@ class Allocator:
             self._unsafe.setdefault(_key(block), {})[block] = None
 
     def put_back_what_is_done(self) -> None:
-        """Asks of blocks that other streams used whether these are done with them."""
+        """Ask of blocks that other streams used whether these are done with them."""
         if not self.may_ask:
             return
         for waiting in self._waiting.values():
@@ -168,7 +168,7 @@ class Allocator:
             weakref.finalize(pool, self._release, owner).atexit = False
         return owner
 
-    def _put_back(self, block: Block) -> None:
+    def _put_back(self, block: MemoryBlock) -> None:
         free = self._free[_key(block)]
         block.is_free = True
         for other in (block.before, block.after):
@@ -182,7 +182,7 @@ class Allocator:
             self._release(block.owner)
 
     def release_free(self) -> None:
-        """Gives what is not in use back to the device: whole segments, or the pages at the end of
+        """Give what is not in use back to the device: whole segments, or the pages at the end of
         expandable ones. Memory of pools stays theirs."""
         self.put_back_what_is_done()
         self._release(None)
@@ -204,7 +204,7 @@ class Allocator:
                         block.before.after = None
 
     def forget_accesses(self, pool: MemPool) -> None:
-        """Forgets what its former owners did to the free memory of ``pool``."""
+        """Forget what its former owners did to the free memory of ``pool``."""
         for used, waiting in self._waiting.items():
             mine = [held for held in waiting if held.block.pool is pool]
             self._waiting[used] = deque(held for held in waiting if held.block.pool is not pool)
@@ -220,7 +220,7 @@ class Allocator:
         """From now on peaks are those of what follows."""
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
 
-    def _reserve(self, nbytes: int, key: tuple[Owner, int, bool]) -> Block:
+    def _reserve(self, nbytes: int, key: tuple[Owner, int, bool]) -> MemoryBlock:
         owner, stream, is_small = key
         if is_small:
             size = SMALL_SEGMENT
@@ -230,9 +230,9 @@ class Allocator:
             size = -(-nbytes // ROUND_SEGMENT) * ROUND_SEGMENT
         address = self._end
         self._end += size
-        return self._map(Block(size, stream, is_small, address, owner))
+        return self._map(MemoryBlock(size, stream, is_small, address, owner))
 
-    def _expand(self, nbytes: int, key: tuple[Owner, int, bool]) -> Block:
+    def _expand(self, nbytes: int, key: tuple[Owner, int, bool]) -> MemoryBlock:
         """A block at the end of the expandable segment, which grows by as many pages as are
         missing."""
         owner, stream, is_small = key
@@ -242,30 +242,30 @@ class Allocator:
         missing = nbytes - (last.nbytes if last is not None and last.is_free else 0)
         size = -(-missing // _page(is_small)) * _page(is_small)
         if last is None:
-            self._first[key] = block = Block(size, stream, is_small, self._end, owner)
+            self._first[key] = block = MemoryBlock(size, stream, is_small, self._end, owner)
             self._end += ADDRESSES
             return self._map(block)
-        more = Block(size, stream, is_small, last.address + last.nbytes, owner, before=last)
+        more = MemoryBlock(size, stream, is_small, last.address + last.nbytes, owner, before=last)
         last.after = self._map(more)
         if not last.is_free:
             return more
         self._free[key].remove(last)
         return self._join(last, more)
 
-    def _map(self, block: Block) -> Block:
+    def _map(self, block: MemoryBlock) -> MemoryBlock:
         self.reserved += block.nbytes
         if block.pool is not None:
             block.pool.segments.append(range(block.address, block.address + block.nbytes))
         return block
 
-    def _split(self, block: Block, nbytes: int, free: list[Block]) -> None:
-        """Frees what ``block`` has beyond ``nbytes``, if that is large enough to be of use."""
+    def _split(self, block: MemoryBlock, nbytes: int, free: list[MemoryBlock]) -> None:
+        """Free what ``block`` has beyond ``nbytes``, if that is large enough to be of use."""
         if block.pool is not None and block.pool.no_split:
             return
         left = block.nbytes - nbytes
         if left < ROUND or (not block.is_small and not self.expandable and left <= SMALL):
             return
-        rest = Block(
+        rest = MemoryBlock(
             left,
             block.stream,
             block.is_small,
@@ -281,7 +281,7 @@ class Allocator:
         block.after, block.nbytes = rest, nbytes
         free.append(rest)
 
-    def _join(self, first: Block, second: Block) -> Block:
+    def _join(self, first: MemoryBlock, second: MemoryBlock) -> MemoryBlock:
         first.nbytes += second.nbytes
         _merge(first.last, second.last)
         first.after = second.after
@@ -290,7 +290,7 @@ class Allocator:
         return first
 
 
-def _key(block: Block) -> tuple[Owner, int, bool]:
+def _key(block: MemoryBlock) -> tuple[Owner, int, bool]:
     return block.owner, block.stream, block.is_small
 
 
@@ -299,7 +299,7 @@ def _page(is_small: bool) -> int:
 
 
 def _merge(last: dict[int, Access], others: dict[int, Access]) -> None:
-    """Adds ``others`` to ``last``. Of each queue the last access is enough: what comes after it
+    """Add ``others`` to ``last``. Of each queue the last access is enough: what comes after it
     comes after all earlier ones."""
     for queue, access in others.items():
         if queue not in last or last[queue].stamp.tick < access.stamp.tick:

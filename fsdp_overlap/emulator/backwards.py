@@ -52,7 +52,7 @@ class _Backward:
         """The gradients of nodes that have not run, by their inputs."""
 
 
-class _OfThread(threading.local):
+class _ThreadBackwards(threading.local):
     """The backwards that a thread runs, by the engine's number."""
 
     def __init__(self) -> None:
@@ -66,10 +66,10 @@ class Backwards:
         self.device = device
         self._thread = DeviceThread("emulated autograd", device.take_thread)
         self.end = self._thread.end
-        self._of_thread = _OfThread()
+        self._of_thread = _ThreadBackwards()
 
     def follow(self, output: Any) -> None:
-        """Lets the nodes that ``output`` added to the graph run on the current stream."""
+        """Let the nodes that ``output`` added to the graph run on the current stream."""
         stream = self.device.current
         for tensor in tensors_in(output):
             last: Any = tensor.grad_fn
@@ -105,7 +105,7 @@ class Backwards:
     def differentiate(
         self, run: Callable[..., Any], roots: Sequence[Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Calls ``run``, which lets the engine run a backward from ``roots``: on the thread of the
+        """Call ``run``, which lets the engine run a backward from ``roots``: on the thread of the
         device if a node is the device's, else on this one."""
         call = partial(self._differentiate, self.device.current, run, roots, *args, **kwargs)
         return self._thread.run(call) if any(map(self._runs_here, roots)) else call()
@@ -122,7 +122,7 @@ class Backwards:
             device.current, self._of_thread.running = before, running
 
     def _runs_here(self, root: Any) -> bool:
-        """Whether a node is the device's, as far as is known."""
+        """Return whether a node is the device's, as far as is known."""
         if isinstance(root, torch.Tensor):
             held = root if type(root) in PLAIN else inner_of(root)
             if held is not None and self.device.is_here(held):
@@ -184,7 +184,7 @@ class Backwards:
             self.device.wait(stream, moment or self.device.mark(made_on))
 
     def _end_backward(self, task: int) -> None:
-        """Lets the stream that backward was called on wait for the streams that nodes ran on."""
+        """Let the stream that backward was called on wait for the streams that nodes ran on."""
         device = self.device
         backward = self._of_thread.running.pop(task)
         for stream in backward.used:

@@ -101,7 +101,7 @@ class Calls(TorchFunctionMode):
         return self.device.index if self.device.is_here(tensor) else func(tensor)
 
     def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Runs a call that says where its output is to lie."""
+        """Run a call that says where its output is to lie."""
         target = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
         is_ours = False
         if target is not None and target.type == NAME:
@@ -157,7 +157,7 @@ class Calls(TorchFunctionMode):
         return self._to(torch.Tensor.to, tensor, "cpu")
 
     def _copy_deeply(self, func: Any, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
-        """Places the copy: torch copies the storage by operations that do not tell where it
+        """Place the copy: torch copies the storage by operations that do not tell where it
         lies."""
         self._copy_held(tensor, memo)
         with disable_current_modes():
@@ -169,7 +169,7 @@ class Calls(TorchFunctionMode):
         return output
 
     def _copy_held(self, tensor: torch.Tensor, memo: dict[int, Any]) -> None:
-        """Copies what torch copies together with ``tensor``: its gradient, and the tensors that it
+        """Copy what torch copies together with ``tensor``: its gradient, and the tensors that it
         consists of. torch, which finds the copies in ``memo``, would make them outside of this
         mode."""
         slots = chain.from_iterable(getattr(each, "__slots__", ()) for each in type(tensor).__mro__)
@@ -186,7 +186,7 @@ class Calls(TorchFunctionMode):
         return self.device.memory_of(tensor).is_pinned
 
     def _read(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The host reads values without an operation that the dispatcher sees."""
+        """Read values for the host without an operation that the dispatcher sees."""
         device = self.device
         if self.device.is_here(tensor):
             if func == torch.Tensor.numpy:
@@ -222,8 +222,8 @@ class Calls(TorchFunctionMode):
         is_causal: bool = False,
         **options: Any,
     ) -> Any:
-        """The kernel that a GPU would run, which keeps no matrix of attention. It wants values as
-        wide as keys."""
+        """Return the kernel that a GPU would run, which keeps no matrix of attention. It wants
+        values as wide as keys."""
         if attn_mask is not None or not self.device.is_here(query):
             return func(query, key, value, attn_mask, dropout_p, is_causal, **options)
         scale, width = options.get("scale"), value.shape[-1]

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.emulator.allocator import Allocator, Block, MemPool
+from fsdp_overlap.emulator.allocator import Allocator, MemoryBlock, MemPool
 from fsdp_overlap.emulator.findings import Finding, Sync, place
-from fsdp_overlap.emulator.memory import Access, Memory
+from fsdp_overlap.emulator.memory import Access, TrackedMemory
 from fsdp_overlap.emulator.queues import Moment, Queue
 
 # As in torch's c10/cuda/CUDAStream.
@@ -36,7 +36,7 @@ def _locked(method: F) -> F:
     return cast("F", run)
 
 
-class Issued(NamedTuple):
+class IssuedCollective(NamedTuple):
     """A collective that this rank enqueued: its ``kind``, the ``group`` whose communicator it uses,
     and the ``ranks`` of that group. Empty ``ranks`` stand for all ranks."""
 
@@ -46,7 +46,7 @@ class Issued(NamedTuple):
 
 
 @dataclass(eq=False)
-class Enqueued:
+class EnqueuedCollective:
     """An asynchronous collective. Its tensors are kept until it was waited for, or the host knows
     that it is done."""
 
@@ -55,11 +55,11 @@ class Enqueued:
     kept: Sequence[torch.Tensor]
 
     def wait(self) -> None:
-        """Lets the current stream wait for the collective. The host goes on."""
+        """Let the current stream wait for the collective. The host goes on."""
         self.device.land(self)
 
 
-class Call(NamedTuple):
+class OperatorCall(NamedTuple):
     """A call of one of torch's operators, and what it returned, once it has run."""
 
     func: Any
@@ -75,7 +75,7 @@ class Operation(NamedTuple):
     name: str
     reads: Sequence[torch.Tensor]
     writes: Sequence[torch.Tensor]
-    call: Call | None = None
+    call: OperatorCall | None = None
     group: dist.ProcessGroup | None = None
     staged: Sequence[torch.Tensor] = ()
 
@@ -84,16 +84,16 @@ class Timing(Protocol):
     """Says how long things take, in seconds."""
 
     def on_host(self, operation: Operation) -> float:
-        """How long the host is busy with an operation that it runs or enqueues."""
+        """Return how long the host is busy with an operation that it runs or enqueues."""
         ...
 
     def end(self, operation: Operation, stream: Queue, enqueued: float, ready: float) -> float:
-        """When ``operation`` ends on ``stream``, which is ready for it at the time ``ready``. The
-        host has ``enqueued`` it by then."""
+        """Return when ``operation`` ends on ``stream``, which is ready for it at the time
+        ``ready``. The host has ``enqueued`` it by then."""
         ...
 
 
-class OfThread(threading.local):
+class ThreadState(threading.local):
     """What each thread has of its own: its current device, its stream, and the pool that it takes
     memory from, if it does not take segments that belong to no pool."""
 
@@ -149,7 +149,7 @@ class EmulatedDevice:
         """All threads of the program: which of them comes first is not looked at."""
         self.queues = [self.host]
         self.default = self.add_stream("the default stream")
-        self.of_thread = OfThread(self.default)
+        self.of_thread = ThreadState(self.default)
         self.program_streams = {self.default}
         """Those on which the program communicates by itself, as about activations."""
         self.allocator = Allocator(expandable_segments)
@@ -160,18 +160,18 @@ class EmulatedDevice:
         """What is wrong so far."""
         self.syncs: list[Sync] = []
         """When the host waited for the device."""
-        self.issued: list[Issued] = []
+        self.issued: list[IssuedCollective] = []
         """The collectives, in the order in which the host enqueued them."""
         self.operations = 0
         self.backwards: list[tuple[float, float]] = []
         """When the host began and ended each backward."""
         self._elsewhere: dict[int, Queue] = {}
         self._group_streams: dict[str, Queue] = {}
-        self._in_flight: set[Enqueued] = set()
+        self._in_flight: set[EnqueuedCollective] = set()
         self._pools: list[list[Queue]] = [[] for _ in range(PRIORITIES)]
         self._turns = [0] * PRIORITIES
-        self._memories: dict[int, Memory] = {}
-        self._blocks: dict[Memory, Block] = {}
+        self._memories: dict[int, TrackedMemory] = {}
+        self._blocks: dict[TrackedMemory, MemoryBlock] = {}
 
     # Threads
 
@@ -185,7 +185,7 @@ class EmulatedDevice:
         self.of_thread.stream = stream
 
     def take_thread(self) -> None:
-        """Makes this device the current one of this thread."""
+        """Make this device the current one of this thread."""
         self.of_thread.index = self.index
 
     def use(self, index: int | None) -> None:
@@ -221,12 +221,12 @@ class EmulatedDevice:
         return pool[turn % STREAMS]
 
     def elsewhere(self, index: int) -> Queue:
-        """The default stream of another device, on which nothing runs."""
+        """Return the default stream of another device, on which nothing runs."""
         return self._elsewhere.setdefault(index, Queue(-1, f"device {index}", device=index))
 
     @_locked
     def mark(self, stream: Queue) -> Moment:
-        """What an event records on ``stream``: all that is enqueued there now."""
+        """Return what an event records on ``stream``: all that is enqueued there now."""
         # What the host enqueues comes after all that it has waited for.
         stream.learn(self.host.clock, 0.0)
         return Moment.of(stream)
@@ -244,7 +244,7 @@ class EmulatedDevice:
 
     @_locked
     def is_done(self, moment: Moment) -> bool:
-        """Whether the host knows that ``moment`` is over."""
+        """Return whether the host knows that ``moment`` is over."""
         if self.timing is not None:
             return moment.ends <= self.host.ends
         return all(self.host.clock.get(queue, 0) >= tick for queue, tick in moment.clock.items())
@@ -253,7 +253,7 @@ class EmulatedDevice:
 
     @_locked
     def run(self, operation: Operation, on_host: bool = False) -> None:
-        """Enqueues ``operation`` on the current stream, or lets the host do it at once."""
+        """Enqueue ``operation`` on the current stream, or let the host do it at once."""
         queue, timing = self.host if on_host else self.current, self.timing
         if timing is not None:
             self.host.ends += timing.on_host(operation)
@@ -273,7 +273,7 @@ class EmulatedDevice:
     def _note(
         self, name: str, tensors: Sequence[torch.Tensor], is_write: bool, queue: Queue
     ) -> None:
-        """Notes that an operation on ``queue`` reads or writes ``tensors``."""
+        """Note that an operation on ``queue`` reads or writes ``tensors``."""
         if not tensors:
             return
         where, stamp = place(), queue.add()
@@ -287,7 +287,7 @@ class EmulatedDevice:
             memory.note(access)
 
     def stream_of(self, group: str) -> Queue:
-        """The stream on which a group's asynchronous collectives run."""
+        """Return the stream on which a group's asynchronous collectives run."""
         if group not in self._group_streams:
             self._group_streams[group] = self.next_stream(name=f"the stream of {group}")
         return self._group_streams[group]
@@ -299,8 +299,8 @@ class EmulatedDevice:
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
         is_async: bool = False,
-    ) -> Enqueued | None:
-        """Enqueues a collective of ``group`` on the current stream. An asynchronous one runs on the
+    ) -> EnqueuedCollective | None:
+        """Enqueue a collective of ``group`` on the current stream. An asynchronous one runs on the
         stream of its group, after what is enqueued on the current one, and is to be waited for. If
         all memory is the host's, the host runs it at once."""
         operation = Operation(kind, reads, writes, group=group)
@@ -310,7 +310,7 @@ class EmulatedDevice:
         if self.issuing is not None:
             self.issuing(kind)
         ranks = tuple(dist.get_process_group_ranks(group))
-        self.issued.append(Issued(group.group_name, kind, ranks))
+        self.issued.append(IssuedCollective(group.group_name, kind, ranks))
         if not is_async:
             self.run(operation)
             return None
@@ -321,7 +321,7 @@ class EmulatedDevice:
             self.run(operation)
         finally:
             self.current = caller
-        enqueued = Enqueued(self, self.mark(stream), (*reads, *writes))
+        enqueued = EnqueuedCollective(self, self.mark(stream), (*reads, *writes))
         if not stream.is_captured:  # else nobody may ask
             self._in_flight = {each for each in self._in_flight if not self.is_done(each.moment)}
             self._in_flight.add(enqueued)
@@ -331,8 +331,8 @@ class EmulatedDevice:
         """The host waits for a barrier, a collective that is enqueued on the current stream."""
         self.wait_on_host(self.mark(self.current), "barrier")
 
-    def land(self, enqueued: Enqueued) -> None:
-        """Lets the current stream wait for a collective. Its tensors are kept no longer."""
+    def land(self, enqueued: EnqueuedCollective) -> None:
+        """Let the current stream wait for a collective. Its tensors are kept no longer."""
         self.wait(self.current, enqueued.moment)
         self._in_flight.discard(enqueued)
         enqueued.kept = ()
@@ -354,8 +354,8 @@ class EmulatedDevice:
     # Memory
 
     @_locked
-    def memory_of(self, tensor: torch.Tensor) -> Memory:
-        """The memory of ``tensor``'s storage. A storage from before the model began is the
+    def memory_of(self, tensor: torch.Tensor) -> TrackedMemory:
+        """Return the memory of ``tensor``'s storage. A storage from before the model began is the
         host's."""
         storage = tensor.untyped_storage()
         found = self._memories.get(storage._cdata)
@@ -365,14 +365,14 @@ class EmulatedDevice:
         return tensor.untyped_storage()._cdata in self._memories
 
     def is_here(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies on the device, and not on the host."""
+        """Return whether ``tensor`` lies on the device, and not on the host."""
         return self.memory_of(tensor).is_on_device
 
     @_locked
-    def place(self, tensor: torch.Tensor, on_device: bool, pinned: bool = False) -> Memory:
-        """Notes that ``tensor``'s storage is new, and whether it lies on the device."""
+    def place(self, tensor: torch.Tensor, on_device: bool, pinned: bool = False) -> TrackedMemory:
+        """Note that ``tensor``'s storage is new, and whether it lies on the device."""
         storage = tensor.untyped_storage()
-        memory = Memory(0, on_device, pinned)
+        memory = TrackedMemory(0, on_device, pinned)
         self._memories[storage._cdata] = memory
         weakref.finalize(storage, self._forget, storage._cdata, memory).atexit = False
         self._give(memory, storage.nbytes())
@@ -380,7 +380,7 @@ class EmulatedDevice:
 
     @_locked
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Notes the new size of ``storage``. Called before the size changes."""
+        """Note the new size of ``storage``. Called before the size changes."""
         memory = self._memories.get(storage._cdata)
         if memory is None or nbytes == memory.nbytes:
             return
@@ -389,7 +389,7 @@ class EmulatedDevice:
         self._give(memory, nbytes)
 
     def address_of(self, tensor: torch.Tensor) -> int:
-        """Where ``tensor``'s storage lies on the device."""
+        """Return where ``tensor``'s storage lies on the device."""
         return self._blocks[self.memory_of(tensor)].address
 
     def check_is_there(self, operation: str, tensors: Sequence[torch.Tensor]) -> None:
@@ -413,7 +413,7 @@ class EmulatedDevice:
         if block is None or block.stream != stream.index:
             memory.waited_for.add(stream)
 
-    def _give(self, memory: Memory, nbytes: int) -> None:
+    def _give(self, memory: TrackedMemory, nbytes: int) -> None:
         if memory.is_on_device and nbytes:
             if self.allocating is not None:
                 self.allocating(nbytes)
@@ -426,7 +426,7 @@ class EmulatedDevice:
             self.peak_on_host = max(self.peak_on_host, self.on_host)
         memory.nbytes = nbytes
 
-    def _take(self, memory: Memory) -> None:
+    def _take(self, memory: TrackedMemory) -> None:
         block = self._blocks.pop(memory, None)
         used = frozenset(memory.waited_for)
         moments = [self.mark(queue) for queue in used]
@@ -437,14 +437,14 @@ class EmulatedDevice:
             self.allocator.give_back(block, left, used, lambda: all(map(self.is_done, moments)))
 
     @_locked
-    def _forget(self, key: int, memory: Memory) -> None:
+    def _forget(self, key: int, memory: TrackedMemory) -> None:
         if self._memories.get(key) is memory:
             del self._memories[key]
         self._take(memory)
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The bytes of its storage between ``tensor``'s first and last element."""
+    """Return the bytes of its storage between ``tensor``'s first and last element."""
     if tensor.numel() == 0:
         return 0, 0
     size = tensor.element_size()
@@ -455,7 +455,7 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * size
 
 
-def compare_issued(ranks: Sequence[Sequence[Issued]]) -> Finding | None:
+def compare_issued(ranks: Sequence[Sequence[IssuedCollective]]) -> Finding | None:
     """A finding if ranks that enqueue these collectives, each in its own order, wait for each
     other; else None. Communicators that share a device must be used in one order on all ranks: else
     each waits for a kernel that cannot start."""

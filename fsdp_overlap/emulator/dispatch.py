@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap.emulator.device import Call, EmulatedDevice, Operation
+from fsdp_overlap.emulator.device import EmulatedDevice, Operation, OperatorCall
 from fsdp_overlap.emulator.findings import place
 from fsdp_overlap.emulator.functional import Functional, is_functional
 from fsdp_overlap.emulator.shapes import run_on_shapes
@@ -139,24 +139,16 @@ class Dispatch(TorchDispatchMode):
                 with self:
                     return self.functional.run(about.name, args)
             values = [*args, *(kwargs.get(a.name) for a in func._schema.arguments[len(args) :])]
-            reads = [
-                t
-                for value, w in zip(values, about.written, strict=True)
-                if not w
-                for t in tensors_in(value)
-            ]
-            writes = [
-                t
-                for value, w in zip(values, about.written, strict=True)
-                if w
-                for t in tensors_in(value)
-            ]
-            return self._run(about, Call(func, args, kwargs), values, reads, writes)
+            reads: list[torch.Tensor] = []
+            writes: list[torch.Tensor] = []
+            for value, is_written in zip(values, about.written, strict=True):
+                (writes if is_written else reads).extend(tensors_in(value))
+            return self._run(about, OperatorCall(func, args, kwargs), values, reads, writes)
 
     def _run(
         self,
         about: About,
-        call: Call,
+        call: OperatorCall,
         values: Sequence[Any],
         reads: list[torch.Tensor],
         writes: list[torch.Tensor],
@@ -203,7 +195,7 @@ class Dispatch(TorchDispatchMode):
         return output
 
     def _take_in(self, func: Any, args: Any) -> Any:
-        """Places a tensor that ``torch.tensor()`` has made from Python's numbers."""
+        """Place a tensor that ``torch.tensor()`` has made from Python's numbers."""
         output = func(*args)
         if not self.device.knows(output):
             self.device.place(output, bool(self.makes_on_device), self.makes_pinned)
@@ -212,7 +204,7 @@ class Dispatch(TorchDispatchMode):
         return output
 
     def _is_on_device(self, about: About, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether an operation on ``tensors`` runs on the device.
+        """Return whether an operation on ``tensors`` runs on the device.
 
         Raises:
             RuntimeError: some are on the host and some on the device, and it does not allow that.
@@ -231,7 +223,7 @@ class Dispatch(TorchDispatchMode):
     def _crossing(
         self, about: About, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
     ) -> list[Crossing]:
-        """The copies between the host and the device that an operation consists of."""
+        """Return the copies between the host and the device that an operation consists of."""
         if not (about.may_cross and reads and writes):
             return []
         is_here = self.device.is_here
@@ -243,8 +235,8 @@ class Dispatch(TorchDispatchMode):
         ]
 
     def _is_direct(self, crossing: Crossing) -> bool:
-        """Whether the device itself reads or writes the host's memory. Else the host may wait for
-        the copy, and CUDA does not promise that it does."""
+        """Return whether the device itself reads or writes the host's memory. Else the host may
+        wait for the copy, and CUDA does not promise that it does."""
         host = crossing.on_host
         # torch copies what is not contiguous by way of pageable memory.
         return self.device.memory_of(host).is_pinned and host.is_contiguous()
@@ -282,10 +274,10 @@ def has_values(tensor: torch.Tensor) -> bool:
 
 
 def run_without_values(
-    about: About, call: Call, tensors: Sequence[torch.Tensor], makes_on_device: bool
+    about: About, call: OperatorCall, tensors: Sequence[torch.Tensor], makes_on_device: bool
 ) -> Any:
-    """What a call returns for ``tensors`` of which some have no values. What it would write to
-    those that have some is lost, and what comes to the host is zero."""
+    """Return what a call returns for ``tensors`` of which some have no values. What it would write
+    to those that have some is lost, and what comes to the host is zero."""
     func, args, kwargs = call.func, call.args, call.kwargs
     without = [tensor.is_meta for tensor in tensors]
     if about.name == "_to_copy" and any(without) and not makes_on_device:

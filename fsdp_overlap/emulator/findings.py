@@ -50,7 +50,7 @@ class Sync:
 
 
 def place() -> str:
-    """The innermost line of the program that is neither torch's nor the model's, as
+    """Return the innermost line of the program that is neither torch's nor the model's, as
     ``file:line in function``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -18,7 +18,7 @@ from fsdp_overlap.torch_internals import AsyncCollectiveTensor, group_named
 
 
 def is_functional(func: Any) -> bool:
-    """Whether an operator is a functional collective, or of those that wait for one."""
+    """Return whether an operator is a functional collective, or of those that wait for one."""
     return bool(func.namespace == "_c10d_functional")
 
 
@@ -30,7 +30,7 @@ class Functional:
         self._pending: dict[int, _Pending] = {}
 
     def run(self, name: str, args: Sequence[Any]) -> torch.Tensor:
-        """Does what the operator ``name`` does. What it takes memory for and enqueues on the way is
+        """Do what the operator ``name`` does. What it takes memory for and enqueues on the way is
         seen by the modes that are on.
 
         Raises:

@@ -22,11 +22,11 @@ from unittest.mock import patch
 import torch
 
 from fsdp_overlap.emulator import torch_module
-from fsdp_overlap.emulator.allocator import Block, MemPool
-from fsdp_overlap.emulator.device import EmulatedDevice, Issued, Operation, extent
+from fsdp_overlap.emulator.allocator import MemoryBlock, MemPool
+from fsdp_overlap.emulator.device import EmulatedDevice, IssuedCollective, Operation, extent
 from fsdp_overlap.emulator.dispatch import tensors_in
 from fsdp_overlap.emulator.findings import Finding, place
-from fsdp_overlap.emulator.memory import Access, Memory
+from fsdp_overlap.emulator.memory import Access, TrackedMemory
 from fsdp_overlap.emulator.queues import Clock, Moment, Queue, Stamp
 from fsdp_overlap.emulator.torch_module import Stream, active, synchronize
 from fsdp_overlap.torch_internals import (
@@ -62,8 +62,8 @@ class Slot:
     """Memory that a graph uses: that of one storage, from one allocation to the next."""
 
     storage: weakref.ref[torch.UntypedStorage]
-    memory: Memory
-    block: Block | None
+    memory: TrackedMemory
+    block: MemoryBlock | None
     nbytes: int
     is_of_pool: bool
     """Whether it was taken from the graph's pool, which nobody else gets."""
@@ -71,15 +71,15 @@ class Slot:
     """The storage, if the program has it when the capture ends."""
     own: torch.UntypedStorage | None = None
     """In place of a storage of the pool that is gone."""
-    own_memory: Memory = field(default_factory=lambda: Memory(0, True))
+    own_memory: TrackedMemory = field(default_factory=lambda: TrackedMemory(0, True))
 
     def is_there(self, device: EmulatedDevice) -> bool:
-        """Whether the storage still has the memory that it had in the capture."""
+        """Return whether the storage still has the memory that it had in the capture."""
         return self.storage() is not None and device._blocks.get(self.memory) is self.block
 
-    def resolve(self, device: EmulatedDevice) -> tuple[torch.UntypedStorage, Memory] | None:
-        """The storage to replay on, and whose accesses to compare with. ``None`` if it was not of
-        the graph's pool, and was freed."""
+    def resolve(self, device: EmulatedDevice) -> tuple[torch.UntypedStorage, TrackedMemory] | None:
+        """Return the storage to replay on, and whose accesses to compare with. ``None`` if it was
+        not of the graph's pool, and was freed."""
         storage = self.storage()
         if storage is not None and self.is_there(device):
             return storage, self.memory
@@ -120,7 +120,7 @@ class Node:
     call: tuple[Callable[..., Any], Any, Any, Sequence[View | None]] | None
     """What to call with which arguments, in which views stand for tensors, and for each tensor that
     it returns where that is copied to."""
-    issued: Issued | None
+    issued: IssuedCollective | None
     with_grad: bool
     """Whether gradients were enabled: some kernels ask."""
 
@@ -134,14 +134,14 @@ class Capture:
         self.mode = mode
         self.origin = device.current
         self.nodes: list[Node] = []
-        self.slots: dict[tuple[Memory, int], Slot] = {}
+        self.slots: dict[tuple[TrackedMemory, int], Slot] = {}
         self.starts: dict[Queue, int] = {}
         """The streams that take part, and their ticks when they joined."""
         self.failure = ""
         self.collective: tuple[Callable[..., Any], Any, Any] | None = None
-        self._generations: dict[Memory, int] = {}
+        self._generations: dict[TrackedMemory, int] = {}
         self._clocks: dict[Queue, tuple[Clock, float]] = {}
-        self._accesses: dict[Memory, list[Access]] = {}
+        self._accesses: dict[TrackedMemory, list[Access]] = {}
         self._bytes: list[tuple[Slot, torch.Tensor]] = []
         self._random = torch.get_rng_state()
         self._issued = len(device.issued)
@@ -228,7 +228,7 @@ class Capture:
         if self.device.current in self.starts:
             self._save(tensors)
 
-    def give(self, give: Any, memory: Memory, nbytes: int) -> None:
+    def give(self, give: Any, memory: TrackedMemory, nbytes: int) -> None:
         device = self.device
         self._generations[memory] = self._generations.get(memory, 0) + 1
         # torch's allocator asks whether the stream is captured at this very moment.
@@ -252,7 +252,7 @@ class Capture:
         return self.slots[key]
 
     def _save(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Keeps what lies in memory from outside of the pool, to put it back."""
+        """Keep what lies in memory from outside of the pool, to put it back."""
         for tensor in tensors:
             is_new = (memory := self.device.memory_of(tensor)) not in self._accesses
             slot = self.slot_of(tensor)
@@ -262,7 +262,7 @@ class Capture:
                     self._bytes.append((slot, _bytes_of(tensor.untyped_storage()).clone()))
 
     def _is_number(self, tensor: torch.Tensor) -> bool:
-        """Whether the host reads ``tensor`` when it enqueues an operation on it."""
+        """Return whether the host reads ``tensor`` when it enqueues an operation on it."""
         return not (tensor.dim() or self.device.is_here(tensor))
 
     def _view(self, tensor: torch.Tensor) -> Any:
@@ -290,7 +290,7 @@ class Capture:
     # Its end
 
     def end(self) -> None:
-        """Undoes what was run.
+        """Undo what was run.
 
         Raises:
             RuntimeError: a rule was broken, or a stream has not joined the one that began.
@@ -346,7 +346,7 @@ class CUDAGraph:
     def capture_begin(
         self, pool: MemPool | None = None, capture_error_mode: str = "global", **options: Any
     ) -> None:
-        """Begins to capture what is enqueued on the current stream.
+        """Begin to capture what is enqueued on the current stream.
 
         Raises:
             RuntimeError: it is the default stream, or another capture is under way.
@@ -363,7 +363,7 @@ class CUDAGraph:
         self._capture = _captures[device] = Capture(device, self._pool, capture_error_mode)
 
     def capture_end(self) -> None:
-        """Ends the capture.
+        """End the capture.
 
         Raises:
             RuntimeError: it broke a rule of CUDA.
@@ -384,7 +384,7 @@ class CUDAGraph:
             self._counts[queue] = max(counts, default=0)
 
     def replay(self) -> None:
-        """Enqueues what was captured, as one, on the current stream.
+        """Enqueue what was captured, as one, on the current stream.
 
         Raises:
             RuntimeError: it was not captured, or uses memory that was freed.
@@ -414,7 +414,7 @@ class CUDAGraph:
             _replayed[self.pool()][branch.index] = branch.clock[branch.index]
 
     def _find_replay_beside(self, device: EmulatedDevice, launch: Queue) -> None:
-        """Compares with the last replays of other graphs that share the pool, and so memory."""
+        """Compare with the last replays of other graphs that share the pool, and so memory."""
         mine = {branch.index for branch in self._branches.values()}
         for index, tick in _replayed.setdefault(self.pool(), {}).items():
             if index not in mine and not launch.knows(Stamp(index, tick)):
@@ -425,7 +425,9 @@ class CUDAGraph:
                 device.findings.append(Finding("reuse", text))
                 return
 
-    def _resolve(self, device: EmulatedDevice, slot: Slot) -> tuple[torch.UntypedStorage, Memory]:
+    def _resolve(
+        self, device: EmulatedDevice, slot: Slot
+    ) -> tuple[torch.UntypedStorage, TrackedMemory]:
         assert self._capture is not None
         found = slot.resolve(device)
         if found is None:
@@ -445,9 +447,9 @@ class CUDAGraph:
         node: Node,
         before: Clock,
         bases: dict[Queue, int],
-        resolved: dict[Slot, tuple[torch.UntypedStorage, Memory]],
+        resolved: dict[Slot, tuple[torch.UntypedStorage, TrackedMemory]],
     ) -> None:
-        """Compares the accesses of ``node`` with those that are not ordered before it."""
+        """Compare the accesses of ``node`` with those that are not ordered before it."""
         branch = self._branches[node.queue]
         known = {self._branches[queue].index: bases[queue] + n for queue, n in node.clock.items()}
         branch.clock = {**before, **known}
@@ -463,9 +465,9 @@ class CUDAGraph:
             memory.note(access)
 
     def _prepare(
-        self, capture: Capture, resolved: dict[Slot, tuple[torch.UntypedStorage, Memory]]
+        self, capture: Capture, resolved: dict[Slot, tuple[torch.UntypedStorage, TrackedMemory]]
     ) -> list[Callable[[], None] | None]:
-        """What to call for each node, on the memory that slots have now."""
+        """Return what to call for each node, on the memory that slots have now."""
         key = [id(storage) for storage, _ in resolved.values()]
         if self._prepared is None or self._prepared[0] != key:
 
@@ -480,11 +482,11 @@ class CUDAGraph:
         return self._prepared[1]
 
     def reset(self) -> None:
-        """Forgets what was captured."""
+        """Forget what was captured."""
         self._capture = self._prepared = None
 
     def pool(self) -> MemPool:
-        """The pool that it takes memory from."""
+        """Return the pool that it takes memory from."""
         assert self._pool is not None
         return self._pool
 
@@ -540,7 +542,7 @@ def graph_pool_handle() -> MemPool:
 
 
 def is_current_stream_capturing() -> bool:
-    """Whether what is enqueued on the current stream is captured."""
+    """Return whether what is enqueued on the current stream is captured."""
     return active().current.is_captured
 
 
@@ -570,7 +572,7 @@ def _under_way(device: EmulatedDevice) -> Capture | None:
 
 @contextmanager
 def _unseen() -> Iterator[None]:
-    """The device does not see how a replay is made."""
+    """Hide from the device how a replay is made."""
     with disable_current_modes(), DisableTorchFunction(), torch.no_grad():
         yield
 
@@ -580,7 +582,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _fill_with_nan(storage: torch.UntypedStorage) -> None:
-    """Sets all bits, as in memory that nobody has written."""
+    """Set all bits, as in memory that nobody has written."""
     with _unseen():
         _bytes_of(storage).fill_(255)
 

@@ -24,7 +24,7 @@ class Access:
 
 
 @dataclass(eq=False)
-class Memory:
+class TrackedMemory:
     """The memory of one storage, with the accesses that a later one may conflict with."""
 
     nbytes: int
@@ -46,7 +46,7 @@ class Memory:
                 yield earlier
 
     def note(self, access: Access) -> None:
-        """Remembers ``access``. Forgets an earlier one if every later access that conflicts with it
+        """Remember ``access``. Forget an earlier one if every later access that conflicts with it
         also conflicts with ``access``."""
         mine = access.stamp.queue
         self.accesses = [
@@ -58,8 +58,8 @@ class Memory:
         self.accesses.append(access)
 
     def hand_over(self) -> list[Access]:
-        """The accesses that the next owner of the memory has to come after: those that no stream of
-        :attr:`waited_for` comes after."""
+        """Return the accesses that the next owner of the memory has to come after: those that no
+        stream of :attr:`waited_for` comes after."""
         left = [
             access
             for access in self.accesses
@@ -70,7 +70,7 @@ class Memory:
         return [replace(access, is_of_last_owner=True) for access in left]
 
     def take_over(self, accesses: Iterable[Access]) -> None:
-        """Adds the last accesses of the memory's former owners. They count for all of its bytes:
+        """Add the last accesses of the memory's former owners. They count for all of its bytes:
         which ones they touched is not known."""
         self.accesses.extend(
             replace(access, start=0, stop=max(self.nbytes, 1)) for access in accesses

@@ -32,11 +32,11 @@ class Queue:
     """The number of the device that it is a stream of."""
 
     def knows(self, stamp: Stamp) -> bool:
-        """Whether ``stamp`` comes before what is enqueued next."""
+        """Return whether ``stamp`` comes before what is enqueued next."""
         return stamp.tick <= self.clock.get(stamp.queue, 0)
 
     def learn(self, clock: Clock, ends: float) -> None:
-        """Orders what is enqueued from now on after all that ``clock`` counts, which ends at
+        """Order what is enqueued from now on after all that ``clock`` counts, which ends at
         ``ends``."""
         mine = self.clock
         for queue, tick in clock.items():
@@ -45,7 +45,7 @@ class Queue:
         self.ends = max(self.ends, ends)
 
     def add(self) -> Stamp:
-        """Enqueues an operation."""
+        """Enqueue an operation."""
         tick = self.clock.get(self.index, 0) + 1
         self.clock[self.index] = tick
         return Stamp(self.index, tick)

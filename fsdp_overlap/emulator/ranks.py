@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.emulator.device import Enqueued
+from fsdp_overlap.emulator.device import EnqueuedCollective
 from fsdp_overlap.emulator.dispatch import tensors_in
 from fsdp_overlap.emulator.torch_module import active, is_available
 from fsdp_overlap.torch_internals import (
@@ -24,7 +24,7 @@ BACKEND = "in_name_only"
 
 @contextmanager
 def fake_ranks(world_size: int, backend: str = BACKEND) -> Iterator[None]:
-    """Makes this process the first of ``world_size`` ranks, of which the others do not exist.
+    """Make this process the first of ``world_size`` ranks, of which the others do not exist.
     Within another, that one is gone afterwards."""
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -40,7 +40,7 @@ def fake_ranks(world_size: int, backend: str = BACKEND) -> Iterator[None]:
 _ProcessGroup: Any = dist.ProcessGroup
 
 
-class Nobody(_ProcessGroup):
+class FakeProcessGroup(_ProcessGroup):
     """One of several ranks, of which the others do not exist. Lists are gathered as if the others
     held the same, so that ranks agree; else nothing moves. Good for the order of operations, not
     for values."""
@@ -63,8 +63,8 @@ class Nobody(_ProcessGroup):
         # Of each tensor torch itself would say that it is on the host, within its own collectives.
         if is_available() and any(map(active().is_here, (*reads, *writes))):
             is_async = getattr(opts, "asyncOp", True)
-            return Done(active().issue(self, kind, reads, writes, is_async))
-        return Done()
+            return FinishedWork(active().issue(self, kind, reads, writes, is_async))
+        return FinishedWork()
 
     def _allgather_base(self, output: Any, input: Any, opts: object = None) -> dist.Work:
         return self._issue("all_gather", output, input, opts)
@@ -100,7 +100,7 @@ class Nobody(_ProcessGroup):
     def barrier(self, opts: object = None) -> dist.Work:
         if is_available():
             active().pass_barrier()
-        return Done()
+        return FinishedWork()
 
     def reduce_scatter_tensor_coalesced(
         self, outputs: Any, inputs: Any, opts: object = None
@@ -115,10 +115,10 @@ class Nobody(_ProcessGroup):
     all_to_all_single = alltoall_base
 
 
-class Done(dist.Work):
+class FinishedWork(dist.Work):
     """Work of which nothing is left to do for the host. The device may have ``enqueued`` it."""
 
-    def __init__(self, enqueued: Enqueued | None = None) -> None:
+    def __init__(self, enqueued: EnqueuedCollective | None = None) -> None:
         super().__init__()
         self._enqueued = enqueued
 
@@ -139,6 +139,6 @@ class Done(dist.Work):
 
 dist.Backend.register_backend(
     BACKEND,
-    lambda store, rank, world_size, timeout: Nobody(rank, world_size),
+    lambda store, rank, world_size, timeout: FakeProcessGroup(rank, world_size),
     devices=["cpu", "emulated"],
 )

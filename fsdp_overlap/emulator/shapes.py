@@ -33,8 +33,8 @@ _returned: dict[Any, Any] = {}
 
 
 def run_on_shapes(func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """What ``func`` returns. ``tensors``: all that are among its arguments, in the order of its
-    schema, all without values."""
+    """Return what ``func`` returns. ``tensors``: all that are among its arguments, in the order of
+    its schema, all without values."""
     try:
         key = (func, torch.get_default_dtype(), _key_of(args), _key_of(tuple(kwargs.items())))
         hash(key)
@@ -56,7 +56,7 @@ def run_on_shapes(func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Ten
 
 
 def _key_of(value: Any) -> Any:
-    """What of an argument decides what is returned. 1, 1.0 and True are told apart."""
+    """Return what of an argument decides what is returned. 1, 1.0 and True are told apart."""
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided or value.is_complex():
             raise _CannotBeRemembered

@@ -45,7 +45,7 @@ class DeviceThread:
         self._thread: threading.Thread | None = None
 
     def run(self, call: Call) -> Any:
-        """What ``call`` returns there. A call from the thread itself runs at once."""
+        """Return what ``call`` returns there. A call from the thread itself runs at once."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             _start(self._thread)
@@ -63,8 +63,8 @@ class DeviceThread:
 
     def _work(self) -> None:
         self._begin()
-        while (asked := self._calls.get()) is not None:
-            future, call = asked
+        while (request := self._calls.get()) is not None:
+            future, call = request
             try:
                 result = call()
             except BaseException as error:
@@ -72,11 +72,11 @@ class DeviceThread:
             else:
                 future.set_result(result)
                 del result
-            del asked, future, call  # they would keep tensors until the next call
+            del request, future, call  # they would keep tensors until the next call
 
 
 def _carried() -> Callable[[Call], Any]:
-    """Runs a call on another thread as it would run on this one."""
+    """Run a call on another thread as it would run on this one."""
     modes = get_current_dispatch_mode_stack(), get_current_function_mode_stack()
     disabled: Callable[[], AbstractContextManager[object]] = nullcontext
     if is_torch_function_all_disabled():

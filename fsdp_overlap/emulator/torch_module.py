@@ -41,7 +41,7 @@ _active: list[EmulatedDevice] = []
 
 
 def active() -> EmulatedDevice:
-    """The device of the innermost :func:`running`.
+    """Return the device of the innermost :func:`running`.
 
     Raises:
         RuntimeError: there is none.
@@ -53,7 +53,7 @@ def active() -> EmulatedDevice:
 
 @contextmanager
 def running(device: EmulatedDevice) -> Iterator[EmulatedDevice]:
-    """Makes ``device`` the one that ``torch.device("emulated")`` names, in this thread and in those
+    """Make ``device`` the one that ``torch.device("emulated")`` names, in this thread and in those
     that it starts."""
     _active.append(device)
     device.take_thread()
@@ -83,13 +83,13 @@ class Modes:
 
     @contextmanager
     def on_in_thread(self) -> Iterator[None]:
-        """Has the device see what this thread does."""
+        """Have the device see what this thread does."""
         dispatch = Dispatch(self.device, self._functional)
         with dispatch, Calls(self.device, dispatch, self.backwards):
             yield
 
     def are_on(self) -> bool:
-        """Whether the device sees what this thread does now."""
+        """Return whether the device sees what this thread does now."""
         return self._dispatch() is not None
 
     def _dispatch(self) -> Dispatch | None:
@@ -99,7 +99,7 @@ class Modes:
         return None
 
     def seeing(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs ``call`` so that calls of Python are seen, also where torch has left the mode
+        """Run ``call`` so that calls of Python are seen, also where torch has left the mode
         because it is handling the call around it."""
         dispatch = self._dispatch()
         modes = get_current_function_mode_stack()
@@ -109,13 +109,13 @@ class Modes:
             return call(*args, **kwargs)
 
     def differentiate(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls ``run``, which lets the engine run a backward."""
+        """Call ``run``, which lets the engine run a backward."""
         return self.seeing(self.backwards.differentiate, run, *args, **kwargs)
 
 
 @contextmanager
 def _telling(modes: Modes) -> Iterator[None]:
-    """Patches functions of torch that no mode sees, or that call back outside of the mode."""
+    """Patch functions of torch that no mode sees, or that call back outside of the mode."""
     resize = torch.UntypedStorage.resize_
     checks = determinism_checks()
     device = modes.device
@@ -179,7 +179,7 @@ class Event:
             active().wait_on_host(self._moment, "Event.synchronize")
 
     def elapsed_time(self, end: Event) -> float:
-        """Milliseconds from this event to ``end``."""
+        """Return the milliseconds from this event to ``end``."""
         assert self._moment is not None
         assert end._moment is not None
         return 1e3 * (end._moment.ends - self._moment.ends)
@@ -233,7 +233,7 @@ class Stream:
 
 
 def current_stream(device: object = None) -> Stream:
-    """The stream that operations are enqueued on."""
+    """Return the stream that operations are enqueued on."""
     here, index = active(), _index(device)
     return Stream(queue=here.current if index == here.index else here.elsewhere(index))
 
@@ -244,7 +244,7 @@ def default_stream(device: object = None) -> Stream:
 
 
 def set_stream(stream: Stream) -> None:
-    """Makes ``stream`` the current one, and its device."""
+    """Make ``stream`` the current one, and its device."""
     here = active()
     if stream.device_index != here.of_thread.index:
         set_device(stream.device)
@@ -254,7 +254,7 @@ def set_stream(stream: Stream) -> None:
 
 @contextmanager
 def stream(stream: Stream | None) -> Iterator[None]:
-    """Makes ``stream`` the current one. Afterwards the current device is what it was, even if it is
+    """Make ``stream`` the current one. Afterwards the current device is what it was, even if it is
     another."""
     if stream is None:
         yield
@@ -270,7 +270,7 @@ def stream(stream: Stream | None) -> Iterator[None]:
 
 @contextmanager
 def use_mem_pool(pool: MemPool, device: object = None) -> Iterator[None]:
-    """Makes allocations of this thread take memory from ``pool``."""
+    """Make allocations of this thread take memory from ``pool``."""
     here = active().of_thread
     before, here.pool = here.pool, pool
     try:
@@ -305,7 +305,7 @@ def current_device() -> int:
 
 
 def set_device(device: object) -> None:
-    """Makes ``device`` the current one of this thread."""
+    """Make ``device`` the current one of this thread."""
     index = _index(device)
     active().use(index)
     active().of_thread.index = index
@@ -313,7 +313,7 @@ def set_device(device: object) -> None:
 
 @contextmanager
 def device(device: object) -> Iterator[None]:
-    """Makes ``device`` the current one of this thread. Going back to another makes no context
+    """Make ``device`` the current one of this thread. Going back to another makes no context
     there."""
     before = current_device()
     set_device(device)
@@ -324,7 +324,7 @@ def device(device: object) -> Iterator[None]:
 
 
 def _index(device: object) -> int:
-    """The number of ``device``, of the current one if it has none."""
+    """Return the number of ``device``, of the current one if it has none."""
     if isinstance(device, str):
         device = torch.device(device)
     index = device.index if isinstance(device, torch.device) else device

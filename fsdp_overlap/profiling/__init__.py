@@ -1,13 +1,13 @@
 """What a torch.profiler trace says about overlap."""
 
-from fsdp_overlap.profiling.claims import assert_overlapped
-from fsdp_overlap.profiling.diagnosis import Finding, diagnose
+from fsdp_overlap.profiling.diagnosis import Diagnosis, diagnose
 from fsdp_overlap.profiling.overlap import Collective, RankReport, Total
 from fsdp_overlap.profiling.report import Report, read_report
+from fsdp_overlap.profiling.testing import assert_overlapped
 
 __all__ = [
     "Collective",
-    "Finding",
+    "Diagnosis",
     "RankReport",
     "Report",
     "Total",

@@ -43,7 +43,7 @@ _NAMES = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
 
 
 @dataclass(frozen=True)
-class Finding:
+class Diagnosis:
     """Something that costs time, or may.
 
     Args:
@@ -57,8 +57,8 @@ class Finding:
     text: str
 
 
-def diagnose(report: Report) -> list[Finding]:
-    """The findings about the rank that the others wait for, the costliest first."""
+def diagnose(report: Report) -> list[Diagnosis]:
+    """Return the findings about the rank that the others wait for, the costliest first."""
     rank = report.slowest
     found = [*_slow_rank(report), *_exposed(rank), *_limits(rank)]
     # A shared group is reported even where it costs nothing yet.
@@ -67,7 +67,7 @@ def diagnose(report: Report) -> list[Finding]:
     return sorted(found, key=lambda finding: -finding.cost)
 
 
-def _slow_rank(report: Report) -> Iterator[Finding]:
+def _slow_rank(report: Report) -> Iterator[Diagnosis]:
     if not report.has_straggler:
         return
     rank = report.slowest
@@ -78,7 +78,7 @@ def _slow_rank(report: Report) -> Iterator[Finding]:
     else:
         busy = "what it does alone that is no compute, such as reading data"
     lag = report.lag / rank.steps
-    yield Finding(
+    yield Diagnosis(
         "slow rank",
         lag,
         f"rank {rank.rank} is slow: it works {_ms(lag)} a step longer than {others}, and the "
@@ -86,14 +86,14 @@ def _slow_rank(report: Report) -> Iterator[Finding]:
     )
 
 
-def _exposed(rank: RankReport) -> Iterator[Finding]:
+def _exposed(rank: RankReport) -> Iterator[Diagnosis]:
     worth = _WORTH * rank.duration
     of_units = [c for c in rank.collectives if c.kind != "other"]
     edges = _edges(rank)
     inner = [c for c in of_units if id(c) not in edges]
     waiting = [c for c in inner if c.pass_ == "backward" and not _is_late(c)]
     if shared := _shared_group(waiting):
-        yield Finding(
+        yield Diagnosis(
             "shared group",
             _cost(waiting, rank),
             f"all-gathers and reduce-scatters share {shared}, where they run one after the other; "
@@ -113,7 +113,7 @@ def _exposed(rank: RankReport) -> Iterator[Finding]:
     others = [c for c in rank.collectives if c.kind == "other"]
     if _sum(others) > worth:
         cost = _ms(_cost(others, rank))
-        yield Finding(
+        yield Diagnosis(
             "not of a unit",
             _cost(others, rank),
             f"collectives of no unit are exposed {cost} a step, most of it {_most_of(others)}",
@@ -131,11 +131,11 @@ def _most_of(others: list[Collective]) -> str:
 
 def _of_kind(
     kind: Kind, pass_: Pass, same: list[Collective], rank: RankReport, worth: float
-) -> Iterator[Finding]:
+) -> Iterator[Diagnosis]:
     late = [c for c in same if _is_late(c)]
     if len(late) > len(same) / 2 and _sum(late) > worth:
         what = f"{_each(late, rank)} of {_each(same, rank)} {pass_} {_NAMES[kind]}s"
-        yield Finding(
+        yield Diagnosis(
             "issued late",
             _cost(late, rank),
             f"{what} are waited for as soon as they are issued, with no compute in between: "
@@ -156,7 +156,7 @@ def _of_kind(
         if room < duration
         else "there is compute enough beside it, but it comes late, behind others in its lane"
     )
-    yield Finding(
+    yield Diagnosis(
         "short compute",
         _cost(same, rank),
         f"the {_name(worst)} in {pass_} is exposed {exposed / duration:.0%} "
@@ -176,14 +176,14 @@ def _issue_ahead(late: list[Collective], kind: Kind, pass_: Pass) -> str:
     if late[0].engine == "FSDP":
         return f"gather ahead with set_modules_to_{pass_}_prefetch()"
     return (
-        "gather ahead with FsdpContext(prefetch=1); what activation checkpointing runs again in "
+        "gather ahead with FsdpContext(prefetch=1); what activation checkpointing recomputes in "
         "backward is not gathered ahead"
         if pass_ == "backward"
         else "gather ahead with FsdpContext(prefetch=1)"
     )
 
 
-def _at_edges(at_edges: list[Collective], rank: RankReport) -> Finding:
+def _at_edges(at_edges: list[Collective], rank: RankReport) -> Diagnosis:
     cost = _cost(at_edges, rank)
     if len({c.name for c in rank.collectives if c.kind != "other"}) == 1:
         text = (
@@ -197,13 +197,13 @@ def _at_edges(at_edges: list[Collective], rank: RankReport) -> Finding:
             f"under: {_ms(cost)} a step, most of it for the {_name(worst)}; make the first and the "
             "last unit small"
         )
-    return Finding("edge", cost, text)
+    return Diagnosis("edge", cost, text)
 
 
-def _limits(rank: RankReport) -> Iterator[Finding]:
+def _limits(rank: RankReport) -> Iterator[Diagnosis]:
     excess = rank.communication_time - rank.compute_time
     if excess > _WORTH * rank.duration and rank.compute_time:
-        yield Finding(
+        yield Diagnosis(
             "more communication than compute",
             excess / rank.steps,
             f"communication takes {_ms(rank.communication_time / rank.steps)} a step and compute "
@@ -212,7 +212,7 @@ def _limits(rank: RankReport) -> Iterator[Finding]:
             "accumulation without synchronization), or send fewer bytes (bfloat16)",
         )
     if rank.idle_time > _IDLE * rank.duration:
-        yield Finding(
+        yield Diagnosis(
             "idle",
             rank.idle_time / rank.steps,
             f"for {_ms(rank.idle_time / rank.steps)} a step there is neither compute nor a wait "
@@ -220,25 +220,26 @@ def _limits(rank: RankReport) -> Iterator[Finding]:
         )
 
 
-def _nothing(rank: RankReport) -> Finding:
-    """What to report where no cause costs enough to be reported."""
+def _nothing(rank: RankReport) -> Diagnosis:
+    """Return what to report where no cause costs enough to be reported."""
     cost = rank.exposed_time / rank.steps
     part = rank.exposed_time / rank.duration if rank.duration else 0.0
     if not rank.collectives:
-        return Finding("hidden", 0.0, "nothing travels: the trace holds no collective")
+        return Diagnosis("hidden", 0.0, "nothing travels: the trace holds no collective")
     if part > _WORTH:
-        return Finding(
+        return Diagnosis(
             "small causes",
             cost,
             f"{part:.1%} of a step is exposed, and no cause by itself costs {_WORTH:.0%}",
         )
-    return Finding(
+    return Diagnosis(
         "hidden", cost, f"communication is hidden: what is exposed takes {part:.1%} of a step"
     )
 
 
 def _edges(rank: RankReport) -> set[int]:
-    """The ids of gathers before the compute of their pass, and of reduce-scatters after it."""
+    """Return the ids of gathers before the compute of their pass, and of reduce-scatters after
+    it."""
     edges = set()
     for same in rank.passes:
         start, end = same[0].start, max(c.spans[-1][1] for c in same)

@@ -8,7 +8,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time as sorted, disjoint intervals; empty ones are dropped."""
+    """Return the same time as sorted, disjoint intervals; empty ones are dropped."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if end <= start:
@@ -37,39 +37,24 @@ def intersect(a: list[Interval], b: list[Interval]) -> list[Interval]:
 
 def subtract(a: list[Interval], b: list[Interval]) -> list[Interval]:
     """Time in `a` that is not in `b`, each of them a union."""
-    left: list[Interval] = []
-    j = 0
-    for start, end in a:
-        while j < len(b) and b[j][1] <= start:
-            j += 1
-        k = j
-        while k < len(b) and b[k][0] < end:
-            if start < b[k][0]:
-                left.append((start, b[k][0]))
-            start = b[k][1]
-            k += 1
-        if start < end:
-            left.append((start, end))
-    return left
+    if not b:  # as for most ops
+        return union(a)
+    ends, starts = [-math.inf, *(end for _, end in b)], [*(start for start, _ in b), math.inf]
+    return intersect(a, list(zip(ends, starts, strict=True)))
 
 
 def covers(a: list[Interval], time: float) -> bool:
-    """Whether `time` lies in the union `a`, its ends included."""
+    """Return whether `time` lies in the union `a`, its ends included."""
     k = bisect.bisect_right(a, (time, math.inf)) - 1
     return k >= 0 and time <= a[k][1]
 
 
 def clip(a: list[Interval], start: float, end: float) -> list[Interval]:
-    """The part of the union `a` between two times. Its cost grows with that part, not with `a`."""
+    """Return the part of the union `a` between two times. Its cost grows with that part, not with
+    `a`."""
     first = max(bisect.bisect_right(a, (start, math.inf)) - 1, 0)
-    found: list[Interval] = []
-    for k in range(first, len(a)):
-        begin, finish = a[k]
-        if begin >= end:
-            break
-        if finish > start:
-            found.append((max(begin, start), min(finish, end)))
-    return found
+    near = a[first : bisect.bisect_left(a, (end,))]
+    return intersect(near, [(start, end)]) if near else near
 
 
 def measure(a: Iterable[Interval]) -> float:

@@ -15,7 +15,7 @@ _OPS = 20
 
 
 def write_json(reports: Mapping[str, Report], path: str | os.PathLike[str]) -> None:
-    """Writes the reports, by name: all that the page shows, and every collective. Times are in
+    """Write the reports, by name: all that the page shows, and every collective. Times are in
     microseconds, bandwidths in bytes a second. `per_step` and `cost` are for one step, all else is
     for all steps."""
     runs = {name: _run(report) for name, report in reports.items()}
@@ -50,16 +50,14 @@ def _rank(rank: RankReport, waits: float | None) -> dict[str, Any]:
         "world_size": rank.world_size,
         "steps": rank.steps,
         "per_step": {k: None if v is None else v / rank.steps for k, v in times.items()},
-        "totals": {label: _total(rank, label) for label, _, _ in ROWS},
+        "totals": {
+            label: asdict(total) | {"hidden": total.hidden, "bandwidth": total.bandwidth}
+            for label, kind, pass_ in ROWS
+            for total in [rank.total(kind, pass_)]
+        },
         "compute_by_op": dict(rank.compute_by_op()[:_OPS]),
         "collectives": [_collective(c, rank) for c in rank.collectives],
     }
-
-
-def _total(rank: RankReport, label: str) -> dict[str, Any]:
-    kind, pass_ = next((kind, pass_) for name, kind, pass_ in ROWS if name == label)
-    total = rank.total(kind, pass_)
-    return asdict(total) | {"hidden": total.hidden, "bandwidth": total.bandwidth}
 
 
 def _collective(c: Collective, rank: RankReport) -> dict[str, Any]:

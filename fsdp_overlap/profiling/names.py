@@ -35,7 +35,7 @@ _KINDS: dict[str, Kind] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class EngineMark:
     """What a range's name says.
 
     role: "issue" and "wait" enclose what an engine does for a collective; the others stand before
@@ -53,16 +53,16 @@ class Mark:
 
 
 @lru_cache(maxsize=1 << 16)
-def read_mark(name: str) -> Mark | None:
-    """The mark that a range's name stands for; None if it is not a mark."""
+def read_mark(name: str) -> EngineMark | None:
+    """Return the mark that a range's name stands for; None if it is not a mark."""
     if (match := _NAME.fullmatch(name)) is None:
         return None
     engine, wait, operation, unit, nbytes = match.groups()
     unit = ROOT if unit is None else unit
     if role := _ROLES.get(operation):
-        return Mark(engine, role, unit)
+        return EngineMark(engine, role, unit)
     if engine == "FSDP" and operation not in _KINDS:
         return None
     kind = _KINDS.get(operation, "other")
     size = None if nbytes is None else int(nbytes)
-    return Mark(engine, "wait" if wait else "issue", unit, kind, operation, size)
+    return EngineMark(engine, "wait" if wait else "issue", unit, kind, operation, size)

@@ -2,14 +2,15 @@
 
 import bisect
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
+from typing import Any
 
 from fsdp_overlap.profiling.intervals import Interval, clip, intersect, measure, subtract, union
 from fsdp_overlap.profiling.names import Kind, Pass
 from fsdp_overlap.profiling.pieces import Compute
-from fsdp_overlap.profiling.timeline import InFlight, Timeline
 
 EXPOSED_AT_MOST = 0.5
 """A collective counts as under compute only if at most this share of it is exposed."""
@@ -85,8 +86,8 @@ class Collective:
         return self.is_hidden(EXPOSED_AT_MOST)
 
     def is_hidden(self, exposed_at_most: float) -> bool:
-        """Whether at most this share of its time in flight was exposed, and there was compute for
-        as long as the rest of it.
+        """Return whether at most this share of its time in flight was exposed, and there was
+        compute for as long as the rest of it.
 
         The second condition excludes collectives that had nothing to run under, such as the first
         gather of a pass, even if such a collective is over before the rank waits for it.
@@ -180,7 +181,7 @@ class RankReport:
         return union(span for c in self.collectives for span in c.exposed_spans)
 
     def computed(self, start: float, end: float) -> float:
-        """How long this rank computed between two moments."""
+        """Return how long this rank computed between two moments."""
         return measure(clip(self._busy, start, end))
 
     @property
@@ -206,8 +207,16 @@ class RankReport:
         return max(self.compute_time, self.communication_time)
 
     def total(self, kind: Kind, pass_: Pass | None = None) -> Total:
-        """The sums for one kind, in one pass or, with None, in both."""
-        return _sum(c for c in self.collectives if c.kind == kind and pass_ in (None, c.pass_))
+        """Return the sums for one kind, in one pass or, with None, in both."""
+        same = [c for c in self.collectives if c.kind == kind and pass_ in (None, c.pass_)]
+        known = all(c.nbytes is not None for c in same)
+        return Total(
+            count=len(same),
+            under_compute=sum(c.ran_under_compute for c in same),
+            duration=sum(c.duration for c in same),
+            exposed=sum(c.exposed for c in same),
+            nbytes=sum(c.nbytes or 0 for c in same) if known else None,
+        )
 
     @cached_property
     def passes(self) -> tuple[tuple[Collective, ...], ...]:
@@ -227,95 +236,61 @@ class RankReport:
         return tuple(tuple(found) for found in passes)
 
     def compute_by_op(self) -> list[tuple[str, float]]:
-        """How much of the compute each op took, the most first."""
+        """Return how much of the compute each op took, the most first."""
         times: dict[str, float] = defaultdict(float)
         for c in self.compute:
             times[c.op] += c.end - c.start
         return sorted(times.items(), key=lambda item: -item[1])
 
 
-def measure_overlap(timeline: Timeline, steps: int | None = None) -> RankReport:
-    """`steps`: how many the trace holds; None for as many as it says itself."""
-    return RankReport(
-        rank=timeline.rank,
-        world_size=timeline.world_size,
-        steps=steps or timeline.steps or 1,
-        window=timeline.window,
-        collectives=tuple(_Measure(timeline.compute).each(timeline.collectives)),
-        compute=timeline.compute,
-        gemms=timeline.gemms,
-        engine=timeline.engine,
-    )
+class ComputeTimeline:
+    """The compute of one rank, to measure what collectives ran beside."""
 
-
-class _Measure:
-    def __init__(self, compute: tuple[Compute, ...]) -> None:
+    def __init__(self, compute: Sequence[Compute]) -> None:
         self._compute = compute
-        self._starts = [c.start for c in compute]
         self._busy = union((c.start, c.end) for c in compute)
         self._lanes: dict[str, list[Compute]] = defaultdict(list)
         for c in compute:
             self._lanes[c.lane].append(c)
 
-    def each(self, collectives: Iterable[InFlight]) -> Iterable[Collective]:
-        for c in collectives:
-            spans = list(c.spans)
-            busy = clip(self._busy, spans[0][0], spans[-1][1])
-            exposed = intersect(spans, [c.wait]) if c.wait else subtract(spans, busy)
-            issued = spans[0][0] if c.issued is None else c.issued
-            needed = c.wait[0] if c.wait else spans[-1][1]
-            yield Collective(
-                kind=c.kind,
-                name=c.name,
-                pass_=c.pass_,
-                spans=c.spans,
-                exposed_spans=tuple(exposed),
-                overlapped=measure(intersect(spans, busy)),
-                room=measure(clip(self._busy, issued, needed)),
-                under=self._under(spans),
-                held_up=self._after(max(exposed, key=_length)[1]) if exposed else None,
-                nbytes=c.nbytes,
-                lanes=c.lanes,
-                group=c.group,
-                engine=c.engine,
-                blocks=c.blocks,
-            )
+    def measure(
+        self,
+        spans: list[Interval],
+        issued: float | None = None,
+        wait: Interval | None = None,
+        **fields: Any,
+    ) -> Collective:
+        """Return a collective that was in flight for ``spans``, with these other ``fields``.
+
+        ``issued``, ``wait``: when the engine issued it and when the rank's compute was held up to
+        wait for it. None where the trace does not say, as on a GPU, whose host runs ahead.
+        """
+        start, end = spans[0][0], spans[-1][1]
+        busy = clip(self._busy, start, end)
+        exposed = intersect(spans, [wait]) if wait else subtract(spans, busy)
+        room = clip(self._busy, start if issued is None else issued, wait[0] if wait else end)
+        longest = max(exposed, key=lambda span: span[1] - span[0], default=None)
+        return Collective(
+            spans=tuple(spans),
+            exposed_spans=tuple(exposed),
+            overlapped=measure(intersect(spans, busy)),
+            room=measure(room),
+            under=self._under(spans),
+            held_up=None if longest is None else self._label_after(longest[1]),
+            **fields,
+        )
 
     def _under(self, spans: list[Interval]) -> tuple[tuple[str, float], ...]:
         parts: dict[str, list[Interval]] = {}
         for lane in self._lanes.values():
             for start, end in spans:
                 # Stretches on one lane end in the order in which they start.
-                first = bisect.bisect_right(lane, start, key=_end)
-                for c in lane[first : bisect.bisect_left(lane, end, key=_start)]:
+                first = bisect.bisect_right(lane, start, key=attrgetter("end"))
+                for c in lane[first : bisect.bisect_left(lane, end, key=attrgetter("start"))]:
                     parts.setdefault(c.label, []).append((max(c.start, start), min(c.end, end)))
         times = {label: measure(union(found)) for label, found in parts.items()}
         return tuple(sorted(times.items(), key=lambda item: -item[1])[:_LABELS])
 
-    def _after(self, time: float) -> str | None:
-        k = bisect.bisect_left(self._starts, time)
+    def _label_after(self, time: float) -> str | None:
+        k = bisect.bisect_left(self._compute, time, key=attrgetter("start"))
         return self._compute[k].label if k < len(self._compute) else None
-
-
-def _start(compute: Compute) -> float:
-    return compute.start
-
-
-def _end(compute: Compute) -> float:
-    return compute.end
-
-
-def _length(interval: Interval) -> float:
-    return interval[1] - interval[0]
-
-
-def _sum(collectives: Iterable[Collective]) -> Total:
-    chosen = list(collectives)
-    known = all(c.nbytes is not None for c in chosen)
-    return Total(
-        count=len(chosen),
-        under_compute=sum(c.ran_under_compute for c in chosen),
-        duration=sum(c.duration for c in chosen),
-        exposed=sum(c.exposed for c in chosen),
-        nbytes=sum(c.nbytes or 0 for c in chosen) if known else None,
-    )

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from fsdp_overlap.profiling.events import Event
+from fsdp_overlap.profiling.events import TraceEvent
 from fsdp_overlap.profiling.intervals import Interval, union
-from fsdp_overlap.profiling.ranges import ELSEWHERE, Engine, Phases
+from fsdp_overlap.profiling.ranges import ELSEWHERE, EngineRanges, Phases
 
 # From the name of a c10d op to that of its gloo range, where they differ by more than a trailing
 # underscore.
@@ -65,12 +65,12 @@ _NO_COMPUTE = ("c10d", "_c10d", "autograd::", "torch::", "profiler::", "fsdp::")
 _COMPILED = "## Call CompiledFxGraph"
 
 
-class Piece(NamedTuple):
+class CollectivePiece(NamedTuple):
     """A part of a collective in flight. issuer: the event that issued it, if the trace holds it.
-    The other fields are as in `InFlight`."""
+    The other fields are as in `Collective`."""
 
     operation: str
-    issuer: Event | None
+    issuer: TraceEvent | None
     start: float
     end: float
     lane: str
@@ -93,23 +93,23 @@ class Compute(NamedTuple):
     lane: str
 
 
-class Recorded(NamedTuple):
+class BackendRecords(NamedTuple):
     """compute: sorted by start. gemms: the part of it that multiplies matrices. engine: when an
     engine worked. Both are unions of intervals."""
 
-    pieces: list[Piece]
+    pieces: list[CollectivePiece]
     compute: list[Compute]
     gemms: list[Interval]
     engine: list[Interval]
 
 
-def read_cpu(events: list[Event], engine: Engine, phases: Phases) -> Recorded:
-    """Reads gloo's ranges as collectives, and ops as compute."""
+def read_cpu(events: list[TraceEvent], engine: EngineRanges, phases: Phases) -> BackendRecords:
+    """Read gloo's ranges as collectives, and ops as compute."""
     pieces = _read_gloo(events)
     # A send or receive is recorded on the thread that calls it, not on one of gloo's.
     callers = {e.thread for e in events if e.name.startswith("c10d::")}
     gloo_threads = {e.thread for e in events if e.name.startswith("gloo:")} - callers
-    ops: dict[Any, list[Event]] = defaultdict(list)
+    ops: dict[Any, list[TraceEvent]] = defaultdict(list)
     for e in events:
         if _computes(e) and e.thread not in gloo_threads:
             ops[e.thread].append(e)
@@ -126,12 +126,12 @@ def read_cpu(events: list[Event], engine: Engine, phases: Phases) -> Recorded:
         if op.name.startswith(_GEMMS)
         for span in engine.outside(op)
     ]
-    return Recorded(pieces, sorted(compute), union(gemms), engine.spans())
+    return BackendRecords(pieces, sorted(compute), union(gemms), engine.spans())
 
 
-def _read_gloo(events: list[Event]) -> list[Piece]:
-    running: dict[str, list[Event]] = defaultdict(list)
-    issued: dict[str, list[Event]] = defaultdict(list)
+def _read_gloo(events: list[TraceEvent]) -> list[CollectivePiece]:
+    running: dict[str, list[TraceEvent]] = defaultdict(list)
+    issued: dict[str, list[TraceEvent]] = defaultdict(list)
     for e in events:
         if e.name.startswith("gloo:"):
             running[e.name.removeprefix("gloo:")].append(e)
@@ -139,7 +139,7 @@ def _read_gloo(events: list[Event]) -> list[Piece]:
             operation = e.name.removeprefix("c10d::").removesuffix("_")
             issued[_GLOO_NAMES.get(operation, operation)].append(e)
 
-    pieces: list[Piece] = []
+    pieces: list[CollectivePiece] = []
     for operation, ranges in running.items():
         issuers = sorted(issued[operation], key=_start)
         k = 0
@@ -149,12 +149,14 @@ def _read_gloo(events: list[Event]) -> list[Piece]:
             k += issuer is not None
             nbytes = _bytes_of_op(issuer) if issuer else None
             pieces.append(
-                Piece(operation, issuer, e.start, e.end, f"thread {e.thread}", None, nbytes)
+                CollectivePiece(
+                    operation, issuer, e.start, e.end, f"thread {e.thread}", None, nbytes
+                )
             )
     return pieces
 
 
-def _computes(event: Event) -> bool:
+def _computes(event: TraceEvent) -> bool:
     if event.category != "cpu_op":
         return False
     return event.name.startswith(_COMPILED) or (
@@ -162,8 +164,8 @@ def _computes(event: Event) -> bool:
     )
 
 
-def _outermost(ops: list[Event]) -> Iterator[Event]:
-    """The ops of one thread that lie in no other op."""
+def _outermost(ops: list[TraceEvent]) -> Iterator[TraceEvent]:
+    """Return the ops of one thread that lie in no other op."""
     end = float("-inf")
     for op in sorted(ops, key=lambda op: (op.start, -op.end)):
         if op.end > end:
@@ -171,8 +173,8 @@ def _outermost(ops: list[Event]) -> Iterator[Event]:
             end = op.end
 
 
-def _bytes_of_op(op: Event) -> int | None:
-    """What the op moves, if its input and output are one tensor each and the trace has their
+def _bytes_of_op(op: TraceEvent) -> int | None:
+    """Return what the op moves, if its input and output are one tensor each and the trace has their
     shapes."""
     shapes, types = op.args.get("Input Dims"), op.args.get("Input type")
     if not shapes or not types or "_base" not in op.name:
@@ -181,18 +183,18 @@ def _bytes_of_op(op: Event) -> int | None:
 
 
 def _travels(one: int, other: int, dtype: str) -> int | None:
-    """The bytes that a rank's collective moves, from how many elements the rank has before and
-    after. One of the two is the rank's own part of the other."""
+    """Return the bytes that a rank's collective moves, from how many elements the rank has before
+    and after. One of the two is the rank's own part of the other."""
     size = _ITEM_BYTES.get(dtype.lower())
     return None if size is None or one == other else abs(one - other) * size
 
 
-def _is_nccl(event: Event) -> bool:
+def _is_nccl(event: TraceEvent) -> bool:
     return event.category == "kernel" and event.name.startswith("nccl")
 
 
-def read_cuda(events: list[Event], engine: Engine, phases: Phases) -> Recorded:
-    """Reads NCCL's kernels, and gloo's ranges if there are any, as collectives, and all other
+def read_cuda(events: list[TraceEvent], engine: EngineRanges, phases: Phases) -> BackendRecords:
+    """Read NCCL's kernels, and gloo's ranges if there are any, as collectives, and all other
     kernels as compute."""
     launches = {
         e.args["correlation"]: e
@@ -211,7 +213,9 @@ def read_cuda(events: list[Event], engine: Engine, phases: Phases) -> Recorded:
         if _is_nccl(e):
             name = e.args.get("Collective name", e.name.split("(")[0])
             group = e.args.get("Process Group Name")
-            pieces.append(Piece(name, launch, e.start, e.end, lane, group, _bytes_of_kernel(e)))
+            pieces.append(
+                CollectivePiece(name, launch, e.start, e.end, lane, group, _bytes_of_kernel(e))
+            )
         elif launch is None:
             compute.append(Compute(e.start, e.end, ELSEWHERE, e.name, lane))
         elif engine.covers(launch):
@@ -221,10 +225,10 @@ def read_cuda(events: list[Event], engine: Engine, phases: Phases) -> Recorded:
             label = phases.at(launch.thread, launch.start)
             compute.append(Compute(e.start, e.end, label, op, lane))
     gemms = union((c.start, c.end) for c in compute if c.op.startswith(_GEMMS))
-    return Recorded(pieces, sorted(compute), gemms, union(copies))
+    return BackendRecords(pieces, sorted(compute), gemms, union(copies))
 
 
-def _bytes_of_kernel(kernel: Event) -> int | None:
+def _bytes_of_kernel(kernel: TraceEvent) -> int | None:
     args = kernel.args
     try:
         return _travels(args["In msg nelems"], args["Out msg nelems"], args["dtype"])
@@ -232,11 +236,12 @@ def _bytes_of_kernel(kernel: Event) -> int | None:
         return None
 
 
-def _innermost_ops(events: list[Event], launches: list[Event]) -> dict[Any, str]:
-    """The innermost `aten::` op around each launch that has one, by the launch's correlation id."""
+def _innermost_ops(events: list[TraceEvent], launches: list[TraceEvent]) -> dict[Any, str]:
+    """Return the innermost `aten::` op around each launch that has one, by the launch's correlation
+    id."""
     ops = [e for e in events if e.category == "cpu_op" and e.name.startswith("aten::")]
     found: dict[Any, str] = {}
-    under_way: dict[Any, list[Event]] = defaultdict(list)
+    under_way: dict[Any, list[TraceEvent]] = defaultdict(list)
     # Of events that start at one moment, the outer op comes first and the launch last.
     for is_launch, e in heapq.merge(
         ((False, e) for e in sorted(ops, key=lambda e: (e.start, -e.end))),
@@ -253,5 +258,5 @@ def _innermost_ops(events: list[Event], launches: list[Event]) -> dict[Any, str]
     return found
 
 
-def _start(event: Event) -> float:
+def _start(event: TraceEvent) -> float:
     return event.start

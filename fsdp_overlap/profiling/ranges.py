@@ -5,9 +5,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fsdp_overlap.profiling.events import Event
+from fsdp_overlap.profiling.events import TraceEvent
 from fsdp_overlap.profiling.intervals import Interval, clip, covers, subtract, union
-from fsdp_overlap.profiling.names import CHECK, Mark
+from fsdp_overlap.profiling.names import CHECK, EngineMark
 
 OPTIMIZER = "optimizer"
 ELSEWHERE = "outside units"
@@ -16,56 +16,56 @@ ELSEWHERE = "outside units"
 class Ranges:
     """Finds the range around an event on the event's own thread. Ranges must not nest."""
 
-    def __init__(self, events: Iterable[Event]) -> None:
-        self._by_thread: dict[Any, list[Event]] = defaultdict(list)
+    def __init__(self, events: Iterable[TraceEvent]) -> None:
+        self._by_thread: dict[Any, list[TraceEvent]] = defaultdict(list)
         for e in sorted(events, key=_start):
             self._by_thread[e.thread].append(e)
 
-    def around(self, event: Event) -> Event | None:
-        """The range in which `event` starts."""
+    def around(self, event: TraceEvent) -> TraceEvent | None:
+        """Return the range in which `event` starts."""
         ranges = self._by_thread.get(event.thread, [])
         k = bisect.bisect_right(ranges, event.start, key=_start) - 1
         return ranges[k] if k >= 0 and event.start <= ranges[k].end else None
 
 
-class Engine:
+class EngineRanges:
     """When an engine itself works on a thread, from the ranges that it marks."""
 
-    def __init__(self, ranges: Iterable[Event]) -> None:
+    def __init__(self, ranges: Iterable[TraceEvent]) -> None:
         spans: dict[Any, list[Interval]] = defaultdict(list)
         for e in ranges:
             spans[e.thread].append((e.start, e.end))
         self._by_thread = {thread: union(found) for thread, found in spans.items()}
 
-    def covers(self, event: Event) -> bool:
-        """Whether `event` starts while the engine works on its thread."""
+    def covers(self, event: TraceEvent) -> bool:
+        """Return whether `event` starts while the engine works on its thread."""
         return covers(self._by_thread.get(event.thread, []), event.start)
 
-    def outside(self, event: Event) -> list[Interval]:
-        """The parts of `event` in which the engine does not work."""
+    def outside(self, event: TraceEvent) -> list[Interval]:
+        """Return the parts of `event` in which the engine does not work."""
         busy = clip(self._by_thread.get(event.thread, []), event.start, event.end)
         return subtract([(event.start, event.end)], busy)
 
     def spans(self) -> list[Interval]:
-        """When the engine works, on any thread."""
+        """Return when the engine works, on any thread."""
         return union(span for spans in self._by_thread.values() for span in spans)
 
 
 class Phases:
     """Which pass of which unit a thread computes at a moment: "forward blocks.0". What activation
-    checkpointing runs again is a part of the backward that it is run for."""
+    checkpointing recomputes is a part of the backward that it is recomputed for."""
 
     def __init__(
         self,
-        marked: Iterable[tuple[Event, Mark]],
-        optimizer_steps: Iterable[Event],
+        marked: Iterable[tuple[TraceEvent, EngineMark]],
+        optimizer_steps: Iterable[TraceEvent],
         backward: Mapping[Any, list[Interval]],
     ) -> None:
         changes: dict[Any, list[tuple[float, bool, str]]] = defaultdict(list)
         for event, mark in marked:
             turn, _, pass_ = mark.role.partition(" ")
-            runs_again = pass_ == "forward" and covers(backward[event.thread], event.start)
-            if pass_ and not runs_again:
+            is_recomputed = pass_ == "forward" and covers(backward[event.thread], event.start)
+            if pass_ and not is_recomputed:
                 change = event.start, turn == "begin", f"{pass_} {mark.unit}"
                 changes[event.thread].append(change)
         for step in optimizer_steps:
@@ -79,13 +79,13 @@ class Phases:
             self._labels[thread] = _innermost(at_thread)
 
     def at(self, thread: Any, time: float) -> str:
-        """The innermost pass and unit; `ELSEWHERE` if there is none."""
+        """Return the innermost pass and unit; `ELSEWHERE` if there is none."""
         k = bisect.bisect_right(self._times.get(thread, []), time)
         return self._labels[thread][k - 1] if k else ELSEWHERE
 
 
 def _innermost(changes: list[tuple[float, bool, str]]) -> list[str]:
-    """The label from each change on."""
+    """Return the label from each change on."""
     labels: list[str] = []
     under_way: list[str] = []
     for _, begins, label in changes:
@@ -101,9 +101,9 @@ class Waits:
     """Finds the wait that belongs to an issue. Each issue is waited for once. Of several with one
     name (from two models), the first issued is taken to be waited for first."""
 
-    def __init__(self, marked: Iterable[tuple[Event, Mark]]) -> None:
-        issues: dict[tuple[str, str], list[Event]] = defaultdict(list)
-        waits: dict[tuple[str, str], list[Event]] = defaultdict(list)
+    def __init__(self, marked: Iterable[tuple[TraceEvent, EngineMark]]) -> None:
+        issues: dict[tuple[str, str], list[TraceEvent]] = defaultdict(list)
+        waits: dict[tuple[str, str], list[TraceEvent]] = defaultdict(list)
         for event, mark in sorted(marked, key=lambda pair: pair[0].start):
             if mark.role in ("issue", "wait"):
                 found = issues if mark.role == "issue" else waits
@@ -124,14 +124,14 @@ class Waits:
                 if wait is not None:
                     self._of[id(issue)] = wait.start, wait.end
 
-    def of(self, issue: Event) -> Interval | None:
+    def of(self, issue: TraceEvent) -> Interval | None:
         return self._of.get(id(issue))
 
-    def confirmations(self, issuers: Iterable[Event]) -> dict[int, tuple[str, Interval]]:
-        """The ops that issued a confirmation, by id, each with the unit that it is for and the
-        wait. Such an op is the last one called before the wait on the wait's thread."""
+    def confirmations(self, issuers: Iterable[TraceEvent]) -> dict[int, tuple[str, Interval]]:
+        """Return the ops that issued a confirmation, by id, each with the unit that it is for and
+        the wait. Such an op is the last one called before the wait on the wait's thread."""
         found = {}
-        called: dict[Any, list[Event]] = defaultdict(list)
+        called: dict[Any, list[TraceEvent]] = defaultdict(list)
         for issuer in sorted(issuers, key=_start):
             called[issuer.thread].append(issuer)
         for wait, unit in self._confirmations:
@@ -141,5 +141,5 @@ class Waits:
         return found
 
 
-def _start(event: Event) -> float:
+def _start(event: TraceEvent) -> float:
     return event.start

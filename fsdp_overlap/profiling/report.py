@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from fsdp_overlap.profiling.events import Progress, TraceError
+from fsdp_overlap.profiling.events import Progress
 from fsdp_overlap.profiling.names import Kind, Pass
-from fsdp_overlap.profiling.overlap import Collective, RankReport, measure_overlap
-from fsdp_overlap.profiling.timeline import read_timeline
+from fsdp_overlap.profiling.overlap import Collective, RankReport
+from fsdp_overlap.profiling.timeline import read_rank
 
 # The rows of every table.
 ROWS: tuple[tuple[str, Kind, Pass | None], ...] = (
@@ -83,7 +83,8 @@ class Report:
 
 
 def _numbered(collectives: Sequence[Collective]) -> dict[tuple[Any, ...], Collective]:
-    """The collectives of units, by kind, name, pass and number among those with the same three."""
+    """Return the collectives of units, by kind, name, pass and number among those with the same
+    three."""
     seen: dict[tuple[Any, ...], int] = defaultdict(int)
     found = {}
     for c in collectives:
@@ -98,8 +99,8 @@ def _numbered(collectives: Sequence[Collective]) -> dict[tuple[Any, ...], Collec
 def read_report(
     *sources: Any, steps: int | None = None, progress: Progress | None = None
 ) -> Report:
-    """The report of one run, from the traces of one or more of its ranks. If any trace does not
-    name its rank, the order of the sources numbers the ranks.
+    """Return the report of one run, from the traces of one or more of its ranks. If any trace does
+    not name its rank, the order of the sources numbers the ranks.
 
     Args:
         sources: each a path of a Chrome trace, gzipped or not, of this library or FSDP2; the loaded
@@ -122,21 +123,21 @@ def read_report(
     for source in sources:
         read = 0
 
-        def told(now: int) -> None:
+        def report_progress(now: int) -> None:
             nonlocal read
             read = now
             if progress is not None:
                 progress(done + now)  # noqa: B023
 
         try:
-            rank = measure_overlap(read_timeline(source, told), steps)
-        except (OSError, TraceError):
+            rank = read_rank(source, steps, report_progress)
+        except OSError:
             raise
         except Exception as error:  # of what a broken trace may hold
             said = error if isinstance(error, ValueError) else f"not as torch writes it: {error!r}"
-            raise TraceError(f"{_describe(source)}: {said}") from error
+            raise ValueError(f"{_describe(source)}: {said}") from error
         if not isinstance(rank.rank, int | None):
-            raise TraceError(f"{_describe(source)} says that its rank is {rank.rank!r}")
+            raise ValueError(f"{_describe(source)} says that its rank is {rank.rank!r}")
         done += read
         if not rank.collectives and not rank.compute:
             raise ValueError(

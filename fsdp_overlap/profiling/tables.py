@@ -11,7 +11,7 @@ _KIND_NAMES = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
     """labels: how many columns, from the left, are words; the others are figures."""
 
     header: tuple[str, ...]
@@ -19,8 +19,8 @@ class Table:
     labels: int = 1
 
 
-def ranks_table(reports: Mapping[str, Report]) -> Table:
-    """Where a step's time goes, a column for each rank."""
+def ranks_table(reports: Mapping[str, Report]) -> ReportTable:
+    """Return where a step's time goes, a column for each rank."""
     ranks = [
         (name, rank, waits)
         for name, report in reports.items()
@@ -39,12 +39,12 @@ def ranks_table(reports: Mapping[str, Report]) -> Table:
         ("bound", *(_ms(r.bound, r) for _, r, _ in ranks)),
         ("step / bound", *(_ratio(r.duration, r.bound) for _, r, _ in ranks)),
     )
-    return Table(header, rows)
+    return ReportTable(header, rows)
 
 
-def kinds_table(reports: Mapping[str, Report]) -> Table:
-    """How many collectives of each kind there were, how large, and how much of them was hidden, on
-    the slowest rank of each report."""
+def kinds_table(reports: Mapping[str, Report]) -> ReportTable:
+    """Return how many collectives of each kind there were, how large, and how much of them was
+    hidden, on the slowest rank of each report."""
     several = len(reports) > 1
     header = (
         "in a step",
@@ -66,11 +66,11 @@ def kinds_table(reports: Mapping[str, Report]) -> Table:
             if (total := rank.total(kind, pass_)).count:
                 rows.append((label, who, *_cells(rank, total)))
                 label = ""  # once, in the first row of its kind
-    return Table(header, tuple(rows), labels=2)
+    return ReportTable(header, tuple(rows), labels=2)
 
 
-def collectives_table(rank: RankReport, most: int) -> Table:
-    """The collectives of one rank that were exposed the longest, at most `most` of them."""
+def collectives_table(rank: RankReport, most: int) -> ReportTable:
+    """Return the collectives of one rank that were exposed the longest, at most `most` of them."""
     header = (
         "collective",
         "pass",
@@ -84,16 +84,16 @@ def collectives_table(rank: RankReport, most: int) -> Table:
         "lane",
     )
     worst = sorted(rank.collectives, key=lambda c: -c.exposed)[:most]
-    return Table(header, tuple(_row(c, rank) for c in worst), labels=2)
+    return ReportTable(header, tuple(_row(c, rank) for c in worst), labels=2)
 
 
 def describe(c: Collective) -> str:
-    """What the collective is: "all-gather of blocks.0"."""
+    """Return what the collective is: "all-gather of blocks.0"."""
     return c.name if c.kind == "other" else f"{_KIND_NAMES[c.kind]} of {c.name}"
 
 
 def describe_under(c: Collective) -> str:
-    """What the collective ran under: "backward blocks.1 8.5 ms"."""
+    """Return what the collective ran under: "backward blocks.1 8.5 ms"."""
     return ", ".join(f"{label} {time / 1e3:.1f} ms" for label, time in c.under) or "nothing"
 
 

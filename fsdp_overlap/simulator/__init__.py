@@ -7,7 +7,7 @@ from fsdp_overlap.simulator.hardware import Device, Fabric
 from fsdp_overlap.simulator.models import known_models
 from fsdp_overlap.simulator.on_cpu import CpuPrediction, simulate_on_cpu
 from fsdp_overlap.simulator.profile import Profile
-from fsdp_overlap.simulator.search import Found, Plan, search
+from fsdp_overlap.simulator.search import Plan, SearchResult, search
 from fsdp_overlap.simulator.simulate import Prediction, Step, simulate
 from fsdp_overlap.simulator.training import Training
 
@@ -17,11 +17,11 @@ __all__ = [
     "CpuPrediction",
     "Device",
     "Fabric",
-    "Found",
     "Fsdp2Training",
     "Plan",
     "Prediction",
     "Profile",
+    "SearchResult",
     "Step",
     "Training",
     "known_models",

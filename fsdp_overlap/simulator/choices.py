@@ -9,16 +9,16 @@ from fsdp_overlap.layout import Flat, LayoutRule, PerTensor, TensorAtomic
 from fsdp_overlap.simulator.training import CHECKPOINTING, Training
 
 PREFETCH = (0, 1, 2, 3)
-BLOCKS_A_UNIT = (1, 2, 3, 4, 6, 8)
+BLOCKS_PER_UNIT = (1, 2, 3, 4, 6, 8)
 LAYOUTS: tuple[LayoutRule, ...] = (Flat(), PerTensor(), TensorAtomic())
 LEANEST_FIRST = tuple(reversed(CHECKPOINTING))
 
 
 def with_defaults(training: Training) -> Training:
-    """The same work as the library does it if nothing is chosen."""
+    """Return the same work as the library does it if nothing is chosen."""
     return replace(
         training,
-        blocks_a_unit=1,
+        blocks_per_unit=1,
         prefetch=1,
         stage=3,
         layout=Flat(),
@@ -28,7 +28,7 @@ def with_defaults(training: Training) -> Training:
 
 
 def leanest(training: Training) -> Training:
-    """The same work in the least memory."""
+    """Return the same work in the least memory."""
     return replace(with_defaults(training), prefetch=0, reduce_each=training.microbatches > 1)
 
 
@@ -36,7 +36,7 @@ def like(plan: Training, work: Training) -> Training:
     """``plan`` with the microbatches and the checkpointing of ``work``."""
     return replace(
         plan,
-        batch=work.batch,
+        micro_batch_size=work.micro_batch_size,
         microbatches=work.microbatches,
         checkpointing=work.checkpointing,
         reduce_each=work.microbatches > 1 and plan.reduce_each,
@@ -44,13 +44,18 @@ def like(plan: Training, work: Training) -> Training:
 
 
 def works(training: Training) -> list[list[Training]]:
-    """The ways to do the same step, by how much memory their activations take: for each kind of
-    checkpointing, the microbatches that its sequences may be cut into, smallest first."""
-    sequences = training.batch * training.microbatches
+    """Return the ways to do the same step, by how much memory their activations take: for each kind
+    of checkpointing, the microbatches that its sequences may be cut into, smallest first."""
+    sequences = training.micro_batch_size * training.microbatches
     batches = [size for size in range(1, sequences + 1) if sequences % size == 0]
     return [
         [
-            replace(training, checkpointing=kind, batch=batch, microbatches=sequences // batch)
+            replace(
+                training,
+                checkpointing=kind,
+                micro_batch_size=batch,
+                microbatches=sequences // batch,
+            )
             for batch in batches
         ]
         for kind in LEANEST_FIRST
@@ -60,19 +65,19 @@ def works(training: Training) -> list[list[Training]]:
 def changes(training: Training, ranks_a_node: int, equal_blocks: int) -> Iterator[list[Training]]:
     """For each choice, the plans that differ from this one in it alone."""
     yield [replace(training, prefetch=each) for each in PREFETCH]
-    ranks = training.gpus // training.replicate
+    ranks = training.gpus // training.replicas
     kept: list[tuple[int, int | None]] = [(3, None), (2, None)]
     if 1 < ranks_a_node < ranks and ranks % ranks_a_node == 0:
         kept.insert(1, (3, ranks_a_node))
     yield [replace(training, stage=stage, reshard_after_forward=part) for stage, part in kept]
     most = max(1, equal_blocks // 2)
-    yield [replace(training, blocks_a_unit=each) for each in BLOCKS_A_UNIT if each <= most]
+    yield [replace(training, blocks_per_unit=each) for each in BLOCKS_PER_UNIT if each <= most]
     if training.microbatches > 1:
         yield [replace(training, reduce_each=each) for each in (True, False)]
 
 
 def needs_no_less(one: Training, other: Training) -> bool:
-    """Whether ``one`` surely takes at least the memory of ``other``."""
+    """Return whether ``one`` surely takes at least the memory of ``other``."""
     if (one.microbatches > 1) < (other.microbatches > 1):
         return False  # several microbatches take memory for what they add up
     return all(mine >= its for mine, its in zip(_hunger(one), _hunger(other), strict=True))
@@ -82,22 +87,22 @@ def _hunger(training: Training) -> tuple[int, ...]:
     """Numbers that memory grows with, each by itself."""
     keeps_part, keeps_all = training.reshard_after_forward is not None, training.stage != 3
     return (
-        training.batch,
+        training.micro_batch_size,
         LEANEST_FIRST.index(training.checkpointing),
         training.prefetch,
         max(keeps_part, 2 * keeps_all),
-        training.blocks_a_unit,
+        training.blocks_per_unit,
         0 if training.reduce_each or training.microbatches == 1 else 1,
     )
 
 
 def ways_to_save(training: Training) -> list[str]:
-    """What would take less memory, as options of the command."""
+    """Return what would take less memory, as options of the command."""
     at = LEANEST_FIRST.index(training.checkpointing)
     found = [f"--checkpointing {LEANEST_FIRST[at - 1]}"] if at else []
-    if training.batch > 1 and training.microbatches > 1:
+    if training.micro_batch_size > 1 and training.microbatches > 1:
         found.append("a smaller --micro-batch-size with more --microbatches")
-    elif training.batch > 1:
+    elif training.micro_batch_size > 1:
         found.append("a smaller --micro-batch-size")
     if training.microbatches > 1 and not training.reduce_each:
         found.append("--reduce-each")
@@ -105,7 +110,7 @@ def ways_to_save(training: Training) -> list[str]:
         found.append("--stage 3")
     elif training.reshard_after_forward is not None:
         found.append("no --reshard-after-forward")
-    if training.blocks_a_unit > 1:
+    if training.blocks_per_unit > 1:
         found.append("--blocks-per-unit 1")
     if training.prefetch > 0:
         found.append(f"--prefetch {training.prefetch - 1}")

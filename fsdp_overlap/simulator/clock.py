@@ -3,46 +3,19 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from operator import attrgetter
 
-import torch
 import torch.distributed as dist
 
 from fsdp_overlap.emulator import Operation
 from fsdp_overlap.emulator.queues import Queue
-
-Interval = tuple[float, float]
-
-
-class Costs(Protocol):
-    """How many seconds things take that nothing else disturbs."""
-
-    @property
-    def slowdown(self) -> float:
-        """How much longer compute takes while a collective is under way: 0.1 for a tenth."""
-        ...
-
-    def on_host(self, operation: Operation) -> float:
-        """What the host takes to enqueue an operation."""
-        ...
-
-    def compute(self, operation: Operation) -> float: ...
-
-    def collective(self, operation: Operation, ranks: Sequence[int]) -> float: ...
-
-    def link(self, ranks: Sequence[int]) -> str:
-        """Names what these ranks communicate over. Collectives on one link share it."""
-        ...
-
-    def slowest(self, ranks: int) -> float:
-        """How many times as long compute takes on the slowest of so many devices."""
-        ...
+from fsdp_overlap.profiling.intervals import Interval, clip, measure, union
+from fsdp_overlap.simulator.costs import Costs
 
 
 @dataclass
-class Ran:
+class TimedOperation:
     """An operation on a stream. Times in seconds since the device's start."""
 
     name: str
@@ -63,10 +36,10 @@ class Row:
 
     start: float
     end: float
-    last: Ran
+    last: TimedOperation
 
 
-class Link:
+class LinkSchedule:
     """A link, which collectives share. It is given to whoever is ready first, so what one takes is
     time that others do not have."""
 
@@ -74,8 +47,8 @@ class Link:
         self.busy: list[Interval] = []
 
     def take(self, ready: float, seconds: float) -> float:
-        """When a collective ends that needs the link for ``seconds`` and is ready at ``ready``. It
-        may begin before one that was enqueued earlier and is ready later."""
+        """Return when a collective ends that needs the link for ``seconds`` and is ready at
+        ``ready``. It may begin before one that was enqueued earlier and is ready later."""
         k = bisect.bisect_right(self.busy, ready, key=_end)
         start = at = ready
         first = k
@@ -101,8 +74,8 @@ class Clock:
     costs: Costs
     computed: float = 0.0
     """Seconds of compute so far, as if it had been alone."""
-    ran: list[Ran] = field(default_factory=list)
-    links: dict[str, Link] = field(default_factory=dict)
+    ran: list[TimedOperation] = field(default_factory=list)
+    links: dict[str, LinkSchedule] = field(default_factory=dict)
     pace: float = 1.0
     """How many times as long compute takes on this device as the costs say."""
     ended: dict[str, float] = field(default_factory=dict)
@@ -119,7 +92,7 @@ class Clock:
         seconds = self.pace * self.costs.compute(operation)
         self.computed += seconds
         end = self._disturbed(ready, seconds)
-        ran = Ran(operation.name, stream.index, enqueued, ready, end)
+        ran = TimedOperation(operation.name, stream.index, enqueued, ready, end)
         self.ran.append(ran)
         rows = self.rows.setdefault(stream, [])
         if rows and ready <= rows[-1].end:
@@ -139,17 +112,17 @@ class Clock:
         ranks, name = dist.get_process_group_ranks(group), group.group_name
         # NCCL runs the collectives of a communicator one after the other, on whatever streams.
         ready = max(ready, self.ended.get(name, 0.0))
-        link = self.links.setdefault(self.costs.link(ranks), Link())
+        link = self.links.setdefault(self.costs.link(ranks), LinkSchedule())
         busy = self._busy_after(ready)
         end = self.ended[name] = link.take(ready, self.costs.collective(operation, ranks))
         self._delay(ready, busy)
         given, got = (sum(t.nbytes for t in each) for each in (operation.reads, operation.writes))
-        ran = Ran(operation.name, stream.index, enqueued, ready, end, name, given, got)
+        ran = TimedOperation(operation.name, stream.index, enqueued, ready, end, name, given, got)
         self.ran.append(ran)
         return end
 
     def _disturbed(self, start: float, seconds: float) -> float:
-        """When compute ends that would last ``seconds`` if no collective were under way."""
+        """Return when compute ends that would last ``seconds`` if no collective were under way."""
         slower = 1.0 + self.costs.slowdown
         if slower == 1.0:
             return start + seconds
@@ -166,8 +139,8 @@ class Clock:
             at = end
         return at + seconds
 
-    def _delay(self, since: float, busy_before: Sequence[Interval]) -> None:
-        """Lets compute that is enqueued already end later, as far as links are now busy beside it
+    def _delay(self, since: float, busy_before: list[Interval]) -> None:
+        """Let compute that is enqueued already end later, as far as links are now busy beside it
         that were not before. Pauses of a stream take that up. What else waits for such compute has
         been told its end, and does not learn of this."""
         lost = 1.0 - 1.0 / (1.0 + self.costs.slowdown)  # of a second beside a collective
@@ -176,42 +149,24 @@ class Clock:
         busy = self._busy_after(since)
         for stream, rows in self.rows.items():
             end = 0.0
-            for row in rows[bisect.bisect_right(rows, since, key=_end_of_row) :]:
+            for row in rows[bisect.bisect_right(rows, since, key=attrgetter("end")) :]:
                 more = _overlap(row, busy) - _overlap(row, busy_before)
                 row.end += max(0.0, end - row.start) + lost * more
                 row.last.end = end = row.end
             stream.ends = max(stream.ends, end)
 
     def _busy_after(self, start: float) -> list[Interval]:
-        """When any link is busy, from ``start`` on."""
-        found = sorted(
+        """Return when any link is busy, from ``start`` on."""
+        return union(
             (max(begin, start), end)
             for link in self.links.values()
             for begin, end in link.busy[bisect.bisect_right(link.busy, start, key=_end) :]
         )
-        merged: list[Interval] = []
-        for begin, end in found:
-            if merged and begin <= merged[-1][1]:
-                merged[-1] = merged[-1][0], max(end, merged[-1][1])
-            else:
-                merged.append((begin, end))
-        return merged
-
-
-def full_of(operation: Operation) -> Sequence[torch.Tensor]:
-    """What a collective reads or what it writes: the larger of the two."""
-    return max(
-        operation.reads, operation.writes, key=lambda tensors: sum(t.nbytes for t in tensors)
-    )
 
 
 def _end(interval: Interval) -> float:
     return interval[1]
 
 
-def _end_of_row(row: Row) -> float:
-    return row.end
-
-
-def _overlap(row: Row, busy: Sequence[Interval]) -> float:
-    return sum(max(0.0, min(row.end, end) - max(row.start, begin)) for begin, end in busy)
+def _overlap(row: Row, busy: list[Interval]) -> float:
+    return measure(clip(busy, row.start, row.end))

@@ -38,14 +38,14 @@ ALL_TO_ALL_IDLE = 0.44
 
 
 def group_of(fabric: Fabric, ranks: Sequence[int]) -> Group:
-    """The group of these ranks of the world, where ranks fill one node after the other."""
+    """Return the group of these ranks of the world, where ranks fill one node after the other."""
     if not ranks or len(set(ranks)) != len(ranks) or min(ranks) < 0:
         raise ValueError(f"a group of the ranks {list(ranks)}: give each rank once")
     return Group(len(ranks), len({rank // fabric.ranks_a_node for rank in ranks}))
 
 
 def seconds_of_collective(fabric: Fabric, group: Group, kind: Kind, size: float) -> float:
-    """Seconds from when the last rank has begun, until all are done."""
+    """Return the seconds from when the last rank has begun, until all are done."""
     _check(group, kind, size)
     if group.ranks == 1 or size == 0:
         return 0.0
@@ -57,8 +57,8 @@ def seconds_of_collective(fabric: Fabric, group: Group, kind: Kind, size: float)
 
 
 def seconds_of_list(fabric: Fabric, group: Group, kind: Kind, sizes: Sequence[float]) -> float:
-    """Seconds of several collectives of one kind in one launch: one of each parameter, or the
-    broadcasts or reduces that ragged shards travel by.
+    """Return the seconds of several collectives of one kind in one launch: one of each parameter,
+    or the broadcasts or reduces that ragged shards travel by.
 
     As many broadcasts (or reduces) as ranks stand for one from each rank (or to it), and then the
     link into a rank carries all but its own. NCCL gives each channel its part of the list, and adds
@@ -92,7 +92,7 @@ def _check(group: Group, kind: Kind, size: float) -> None:
 
 
 def _over_one_link(fabric: Fabric, group: Group, kind: Kind, size: float, count: int) -> float:
-    """All ranks send over the one link, so what each of them receives adds up."""
+    """Return the seconds where all ranks send over one link, so that what each receives adds up."""
     sent = GLOO_PASSES.get(kind, 1) * (group.ranks - 1) * size
     bandwidth = fabric.within.bandwidth * fabric.within.efficiency.at(group.ranks)
     latency = fabric.within.latency * math.ceil(count / GLOO_AT_A_TIME)
@@ -100,7 +100,8 @@ def _over_one_link(fabric: Fabric, group: Group, kind: Kind, size: float, count:
 
 
 def _all_to_all(fabric: Fabric, group: Group, size: float) -> float:
-    """Each rank sends to all others at once: over NVLink, and over its own link to the network."""
+    """Return the seconds where each rank sends to all others at once: over NVLink, and over its own
+    link to the network."""
     to_own_node = size * (group.a_node - 1) / group.ranks
     within = fabric.within.bandwidth * fabric.within.efficiency.at(group.ranks)
     seconds = to_own_node / within

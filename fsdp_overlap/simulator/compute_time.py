@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils import flop_counter
 
+from fsdp_overlap.emulator.dispatch import tensors_in
 from fsdp_overlap.simulator.hardware import Device
 from fsdp_overlap.simulator.tables import HardwareError
 
@@ -72,7 +73,8 @@ def seconds_of(
     kwargs: Mapping[str, Any] | None,
     outputs: Any,
 ) -> float:
-    """Seconds on the device of `func(*args, **kwargs)`, an `OpOverload`, which returned `outputs`.
+    """Return the seconds on the device of `func(*args, **kwargs)`, an `OpOverload`, which returned
+    `outputs`.
 
     Attention that is causal does half of the arithmetic. Raises HardwareError where the device has
     no rate for products of the dtype.
@@ -90,7 +92,7 @@ def seconds_of(
 
 def rate_of(device: Device, name: str, args: Sequence[Any]) -> float:
     """FLOP/s that an operation reaches whose arithmetic is matrix products."""
-    dtype = next(_tensors(args)).dtype
+    dtype = tensors_in(args)[0].dtype
     key = PRODUCTS_OF.get(dtype, "float32")
     if key == "float32" and torch.get_float32_matmul_precision() != "highest":
         key = "tfloat32"
@@ -126,30 +128,30 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs:
 
 
 def _flops_of_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> float:
-    """The scores, and their product with the values. All have shape ``[batch, heads, tokens,
+    """Return the scores, and their product with the values. All have shape ``[batch, heads, tokens,
     width]``."""
     scores = query.shape[:-1].numel() * key.shape[-2]
     return 2 * scores * (query.shape[-1] + value.shape[-1])
 
 
 def bytes_moved(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> int:
-    """Bytes that an operation reads from the device's memory and writes to it."""
+    """Return the bytes that an operation reads from the device's memory and writes to it."""
     name = func._schema.name
     if name in SCATTERS:
         # self, then a dimension or not, then indices and values: rows are read and written.
-        others = sum(map(_size, _tensors(args[1:])))
-        return others + 2 * max(map(_size, _tensors(args[1:])), default=0)
+        others = sum(map(_size, tensors_in(args[1:])))
+        return others + 2 * max(map(_size, tensors_in(args[1:])), default=0)
     skipped = PICKED_FROM.get(name, -1)
     read = [value for at, value in enumerate(args) if at != skipped]
     if name in OVERWRITES:
         read = read[1:]
     if name == "fsdp::all_gather_copy_in":
-        return 2 * sum(map(_size, _tensors(args[0])))  # into a part of the second
+        return 2 * sum(map(_size, tensors_in(args[0])))  # into a part of the second
     only_written = {argument.name for argument in func._schema.arguments if argument.is_out}
     read += [value for key, value in kwargs.items() if key not in only_written]
-    moved = sum(map(_size, _tensors(read)))
+    moved = sum(map(_size, tensors_in(read)))
     if skipped == 0:
-        moved += sum(map(_size, _tensors(outputs)))  # what was picked
+        moved += sum(map(_size, tensors_in(outputs)))  # what was picked
     return moved + sum(map(_size, _written(func, args, kwargs, outputs)))
 
 
@@ -166,7 +168,7 @@ def _written(
         and argument.name != "grads"
     ]
     seen: set[int] = set()
-    for tensor in _tensors([outputs, edited]):
+    for tensor in tensors_in([outputs, edited]):
         if id(tensor) not in seen:
             seen.add(id(tensor))
             yield tensor
@@ -179,18 +181,8 @@ def _argument(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: s
     return None
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
-
-
 def _size(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor in memory: dimensions that were expanded repeat the same ones."""
+    """Return the bytes of a tensor in memory: expanded dimensions repeat the same ones."""
     numel = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         numel *= size if stride or not size else 1

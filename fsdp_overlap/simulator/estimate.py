@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fsdp_overlap.simulator.costs import Costs
-from fsdp_overlap.simulator.models import model_of
-from fsdp_overlap.simulator.shortening import longest_run
+from fsdp_overlap.simulator.models import longest_run, model_of
 from fsdp_overlap.simulator.simulate import simulate
 from fsdp_overlap.simulator.training import Training
 
@@ -19,7 +18,7 @@ ENOUGH_MICROBATCHES = 2
 
 
 @dataclass(frozen=True)
-class Taken:
+class StepCost:
     """What a step takes, in seconds and bytes. ``compute``: seconds that compute would take alone;
     ``exposed``: seconds of communication that compute waits for, if it is known."""
 
@@ -30,16 +29,16 @@ class Taken:
     exposed: float | None = None
 
 
-def measure(training: Training, costs: Costs) -> Taken:
-    """Simulates all of the model."""
+def measure(training: Training, costs: Costs, with_exposed: bool = True) -> StepCost:
+    """Simulate all of the model."""
     found = simulate(training.program, training.gpus, costs)
-    exposed = found.report.exposed_time * 1e-6
-    return Taken(found.seconds, found.compute, found.memory, found.reserved, exposed)
+    exposed = found.report.exposed_time * 1e-6 if with_exposed else None
+    return StepCost(found.seconds, found.compute, found.memory, found.reserved, exposed)
 
 
 def count_equal_blocks(model: str) -> int:
-    """How many equal blocks the model has in a row. 0 if it can be made on the emulated device
-    alone, or has none."""
+    """Return how many equal blocks the model has in a row. 0 if it can be made on the emulated
+    device alone, or has none."""
     try:
         with torch.device("meta"):
             run = longest_run(model_of(model)())
@@ -48,8 +47,8 @@ def count_equal_blocks(model: str) -> int:
     return 0 if run is None else run.length
 
 
-def estimate(training: Training, costs: Costs, equal_blocks: int) -> Taken:
-    """Extrapolates from models with fewer blocks, and from steps with fewer microbatches.
+def estimate(training: Training, costs: Costs, equal_blocks: int) -> StepCost:
+    """Extrapolate from models with fewer blocks, and from steps with fewer microbatches.
 
     Where that would take as long, or the short models do not run, the whole is simulated. What is
     ``reserved`` beyond the tensors' memory is taken from the largest that was simulated.
@@ -63,9 +62,9 @@ def estimate(training: Training, costs: Costs, equal_blocks: int) -> Taken:
         per_step = [ENOUGH_MICROBATCHES, ENOUGH_MICROBATCHES + 1]
     times = (equal_blocks - few) / (more - few)
 
-    def with_all_blocks(microbatches: int) -> Taken:
+    def with_all_blocks(microbatches: int) -> StepCost:
         plan = replace(training, microbatches=microbatches)
-        ends = [_simulated(replace(plan, blocks=blocks), costs) for blocks in short]
+        ends = [measure(replace(plan, blocks=blocks), costs, False) for blocks in short]
         return _beyond(ends[0], ends[1], times)
 
     try:
@@ -77,14 +76,10 @@ def estimate(training: Training, costs: Costs, equal_blocks: int) -> Taken:
     return _beyond(taken[0], taken[1], training.microbatches - ENOUGH_MICROBATCHES)
 
 
-def _simulated(training: Training, costs: Costs) -> Taken:
-    found = simulate(training.program, training.gpus, costs)
-    return Taken(found.seconds, found.compute, found.memory, found.reserved)
-
-
 def _short_lengths(training: Training, equal_blocks: int) -> tuple[int, int] | None:
-    """Two lengths of short models, whose last unit has as many blocks as that of the whole."""
-    size = training.blocks_a_unit
+    """Return two lengths of short models, whose last unit has as many blocks as that of the
+    whole."""
+    size = training.blocks_per_unit
     units = max(ENOUGH_UNITS, -(-ENOUGH_BLOCKS // size), training.prefetch + 1)
     rest = equal_blocks % size
     few = rest + units * size
@@ -92,14 +87,14 @@ def _short_lengths(training: Training, equal_blocks: int) -> tuple[int, int] | N
     return (few, more) if few + more < equal_blocks else None
 
 
-def _beyond(few: Taken, more: Taken, times: float) -> Taken:
-    """What is ``times`` as far from ``few`` as ``more`` is."""
+def _beyond(few: StepCost, more: StepCost, times: float) -> StepCost:
+    """Return what is ``times`` as far from ``few`` as ``more`` is."""
 
     def line(start: float, end: float) -> float:
         return start + times * (end - start)
 
     memory = line(few.memory, more.memory)
-    return Taken(
+    return StepCost(
         seconds=line(few.seconds, more.seconds),
         compute=line(few.compute, more.compute),
         memory=memory,

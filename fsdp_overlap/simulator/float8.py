@@ -20,16 +20,16 @@ MULTIPLE = 16
 """GPUs multiply matrices in float8 whose sizes are multiples of this."""
 
 
-def check_products(products: str | None, tokens: int) -> None:
-    """Checks that products of as many ``tokens`` can be computed in ``products``.
+def check_linear_dtype(linear_dtype: str | None, tokens: int) -> None:
+    """Check that products of as many ``tokens`` can be computed in ``linear_dtype``.
 
     Raises:
         ValueError: they cannot.
     """
-    if products is None:
+    if linear_dtype is None:
         return
-    if products != "float8":
-        raise ValueError(f"products={products!r}: must be float8, or be left out")
+    if linear_dtype != "float8":
+        raise ValueError(f"linear_dtype={linear_dtype!r}: must be float8, or be left out")
     if find_spec("torchao") is None:
         raise ValueError("products in float8 need torchao: pip install 'torchao>=0.18'")
     if tokens % MULTIPLE:
@@ -40,7 +40,7 @@ def check_products(products: str | None, tokens: int) -> None:
 
 
 def compute_in_float8(model: nn.Module, gathers: bool) -> None:
-    """Has torchao replace the linear layers of the model's blocks, so that the head stays. So do
+    """Have torchao replace the linear layers of the model's blocks, so that the head stays. So do
     layers whose sizes are no multiples of 16, and those that choose experts. With ``gathers``
     weights also travel in float8, as torchao has it.
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fsdp_overlap.layout import Flat
-from fsdp_overlap.simulator.training import Meshes, Training, Unit
+from fsdp_overlap.simulator.training import Meshes, SimulatedUnit, Training
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Fsdp2Training(Training):
             ("stage", self.stage in (2, 3)),
             ("prefetch", self.prefetch >= 1),
             ("layout", self.layout == Flat()),
-            ("gather_dtype", self.gather_dtype is None or self.gathers_for_products),
+            ("gather_dtype", self.gather_dtype is None or self.gathers_in_float8),
             ("optimizer", self.optimizer == "torch-adamw"),
         ):
             if not has:
@@ -41,17 +41,17 @@ class Fsdp2Training(Training):
                 )
 
     @property
-    def gathers_for_products(self) -> bool:
-        return self.products is not None and self.gather_dtype is torch.float8_e4m3fn
+    def gathers_in_float8(self) -> bool:
+        return self.linear_dtype is not None and self.gather_dtype is torch.float8_e4m3fn
 
     @classmethod
     def like(cls, training: Training) -> Fsdp2Training:
-        """What is to be compared with ``training``, whose AdamW becomes torch's."""
+        """Return what is to be compared with ``training``, whose AdamW becomes torch's."""
         if training.optimizer == "adamw":
             training = replace(training, optimizer="torch-adamw")
         return cls(**{each.name: getattr(training, each.name) for each in fields(Training)})
 
-    def _shard(self, model: nn.Module, units: list[Unit], meshes: Meshes) -> Any:
+    def _shard(self, model: nn.Module, units: list[SimulatedUnit], meshes: Meshes) -> Any:
         policy = MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype)
         shard = partial(fully_shard, mp_policy=policy)
         part = self.reshard_after_forward
@@ -64,8 +64,8 @@ class Fsdp2Training(Training):
             self._prefetch(sharded, units, meshes)
         return sharded
 
-    def _prefetch(self, sharded: Any, units: list[Unit], meshes: Meshes) -> None:
-        """Lists for each unit those that are entered next. A block is entered before the experts in
+    def _prefetch(self, sharded: Any, units: list[SimulatedUnit], meshes: Meshes) -> None:
+        """List for each unit those that are entered next. A block is entered before the experts in
         it, in forward and in backward."""
         blocks: list[list[Any]] = []
         experts: list[Any] = []

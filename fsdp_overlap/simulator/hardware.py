@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from fsdp_overlap.simulator.tables import Curve, Table, reading
+from fsdp_overlap.simulator.tables import Curve, TomlTable, reading
 
 MICRO, GIGA, TERA, GIB = 1e-6, 1e9, 1e12, 2**30
 PRODUCTS = ("bfloat16", "float8", "float32", "tfloat32", "float64")
 
 
 @dataclass(frozen=True)
-class Products:
+class MatmulRate:
     """Matrix products of one dtype: FLOP/s by the data sheet, without sparsity, and the share of
     them that large products reach."""
 
@@ -32,7 +32,7 @@ class Device:
     """One GPU, and the host that feeds it."""
 
     name: str
-    products: Mapping[str, Products]
+    products: Mapping[str, MatmulRate]
     """By dtype, of those in ``PRODUCTS``: bfloat16 is float16 too, tfloat32 is float32 that is
     rounded."""
     attention_forward: float
@@ -55,10 +55,10 @@ class Device:
 
     @classmethod
     def read(cls, name_or_path: str | Path) -> Self:
-        """The device of this name in `hardware/`, or of the TOML file at this path."""
+        """Return the device of this name in `hardware/`, or of the TOML file at this path."""
         with reading("device", name_or_path) as top:
             products = {
-                dtype: Products(
+                dtype: MatmulRate(
                     table.number("peak_tflops", 1, 1e5) * TERA, table.number("efficiency", 0.01, 1)
                 )
                 for dtype, table in top.table("products").tables(PRODUCTS)
@@ -114,7 +114,7 @@ class Fabric:
 
     @classmethod
     def read(cls, name_or_path: str | Path) -> Self:
-        """The fabric of this name in `hardware/`, or of the TOML file at this path."""
+        """Return the fabric of this name in `hardware/`, or of the TOML file at this path."""
         with reading("fabric", name_or_path) as top:
             library = top.text("library", ("nccl", "gloo"))
             is_nccl = library == "nccl"
@@ -140,7 +140,7 @@ class Fabric:
             )
 
 
-def _link(table: Table) -> Link:
+def _link(table: TomlTable) -> Link:
     return Link(
         bandwidth=table.number("bandwidth_gb_per_s", 0.001, 1e5) * GIGA,
         efficiency=table.curve("efficiency_by_ranks"),

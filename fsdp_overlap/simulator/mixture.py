@@ -90,7 +90,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def spread_experts(model: nn.Module, group: dist.ProcessGroup | None) -> list[Experts]:
-    """Puts a :class:`Mixture` in the place of each mixture of a model of transformers, and returns
+    """Put a :class:`Mixture` in the place of each mixture of a model of transformers, and return
     the experts of all of them. Mixtures are modules with a ``gate`` and with ``experts`` that are
     stacked. Call it with the device on which the model lies as the default.
 

@@ -11,14 +11,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
 from functools import partial
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from fsdp_overlap.emulator import EmulatedDevice, running
 from fsdp_overlap.emulator.calls import NAME
+from fsdp_overlap.fully_shard import find_blocks
 
 PACKAGE = Path(__file__).parents[1]
 SHIPPED = Path(__file__).parent / "models"
@@ -34,12 +36,12 @@ class ModelError(ValueError):
 
 
 def known_models() -> list[str]:
-    """The models that come with the library."""
+    """Return the models that come with the library."""
     return sorted(path.stem for path in SHIPPED.glob("*.json"))
 
 
 def model_of(name: str) -> Callable[[], nn.Module]:
-    """What makes the model of ``name``, as :class:`Training` takes it.
+    """Return what makes the model of ``name``, as :class:`Training` takes it.
 
     Raises:
         ModelError: there is no such model, or it is none that can be predicted. So does what is
@@ -65,7 +67,7 @@ def model_of(name: str) -> Callable[[], nn.Module]:
 
 
 def on_meta(make: Callable[[], nn.Module]) -> nn.Module | None:
-    """The model without memory; ``None`` if it needs some."""
+    """Return the model without memory; ``None`` if it needs some."""
     try:
         with torch.device("meta"):
             return make()
@@ -74,7 +76,8 @@ def on_meta(make: Callable[[], nn.Module]) -> nn.Module | None:
 
 
 def positions_of(model: nn.Module) -> int | None:
-    """How many tokens a sequence of the model may have; ``None`` if its config does not say."""
+    """Return how many tokens a sequence of the model may have; ``None`` if its config does not
+    say."""
     for name, module in model.named_modules():
         # Models of RoBERTa's kind number positions from the one after the padding's.
         if isinstance(module, nn.Embedding) and "position" in name and module.padding_idx:
@@ -87,7 +90,7 @@ def positions_of(model: nn.Module) -> int | None:
 
 
 def check_positions(model: nn.Module, sequence: int) -> None:
-    """Raises a ModelError if the model has not as many positions."""
+    """Raise a ModelError if the model has not as many positions."""
     positions = positions_of(model)
     if positions is not None and sequence > positions:
         raise ModelError(
@@ -97,8 +100,8 @@ def check_positions(model: nn.Module, sequence: int) -> None:
 
 
 def unpredictable(name: str, error: Exception) -> ValueError:
-    """What to raise where the code of model ``name`` has raised ``error``: this very error if it is
-    one of the library's own, which says what would work, else a line about it."""
+    """Return what to raise where the code of model ``name`` has raised ``error``: this very error
+    if it is one of the library's own, which says what would work, else a line about it."""
     if isinstance(error, ValueError) and _is_ours(error):
         return error
     hint = "" if _config_file(name) is None else f". What can be predicted: {PREDICTED}"
@@ -106,7 +109,8 @@ def unpredictable(name: str, error: Exception) -> ValueError:
 
 
 def _in_a_line(error: Exception) -> str:
-    """What ``error`` says, and where others raised it, in a line of some 300 characters at most."""
+    """Return what ``error`` says, and where others raised it, in a line of some 300 characters at
+    most."""
     said = f"{type(error).__name__}: " + " ".join(str(error).split()).rstrip(".")
     if len(said) > 300:
         said = said[:300] + "..."
@@ -128,7 +132,7 @@ def _config_file(name: str) -> Path | None:
 
 
 def _read_config(path: Path) -> Any:
-    """The config in a file, as its class in transformers reads it."""
+    """Return the config in a file, as its class in transformers reads it."""
     try:
         import transformers
     except ImportError as error:
@@ -178,8 +182,8 @@ def _check_is_language_model(path: Path, config: Any) -> None:
 
 
 def _classes_of(config: Any) -> tuple[Any, Any] | None:
-    """The class of models that are trained to predict tokens, if there is one, and what makes such
-    a model of a config."""
+    """Return the class of models that are trained to predict tokens, if there is one, and what
+    makes such a model of a config."""
     import transformers
 
     for classes, maker in (
@@ -210,7 +214,7 @@ def _made(name: str, make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _runs_token_by_token(config: Any) -> bool:
-    """Whether the model runs more operations for more tokens."""
+    """Return whether the model runs more operations for more tokens."""
     device, counts = EmulatedDevice(values=False), []
     with running(device), torch.device(NAME), suppress(Exception):  # said when it is predicted
         model = _of_config(deepcopy(config), dtype=torch.bfloat16)
@@ -219,3 +223,48 @@ def _runs_token_by_token(config: Any) -> bool:
             model(torch.zeros(1, tokens, dtype=torch.int64))
             counts.append(device.operations - before)
     return len(counts) == 2 and counts[0] != counts[1]
+
+
+# Models with fewer blocks: each block adds the same to a step's time and memory, so that short
+# models tell what long ones take.
+
+
+class EqualBlocks(NamedTuple):
+    """Equal blocks that follow each other in a list, from ``start`` on."""
+
+    modules: nn.ModuleList
+    start: int
+    length: int
+
+
+def longest_run(model: nn.Module) -> EqualBlocks | None:
+    """Return the most blocks in a row whose parameters have the same names and shapes, if a list
+    has them."""
+    blocks = set(find_blocks(model))
+    runs = []
+    for modules in model.modules():
+        if isinstance(modules, nn.ModuleList):
+            start = 0
+            for is_like, alike in groupby(modules, _looks):
+                members = list(alike)
+                if is_like and blocks.issuperset(members):
+                    runs.append(EqualBlocks(modules, start, len(members)))
+                start += len(members)
+    return max(runs, key=lambda run: run.length, default=None)
+
+
+def shorten(model: nn.Module, blocks: int) -> None:
+    """Leave so many blocks of the longest run.
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    run = longest_run(model)
+    if run is None or run.length < blocks:
+        raise ValueError(f"{type(model).__name__} has no {blocks} equal blocks in a list")
+    del run.modules[run.start + blocks : run.start + run.length]
+
+
+def _looks(module: nn.Module) -> tuple[object, ...]:
+    shapes = [(name, parameter.shape) for name, parameter in module.named_parameters()]
+    return (type(module), *shapes) if shapes else ()

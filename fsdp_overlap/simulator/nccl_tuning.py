@@ -87,7 +87,7 @@ TREE_SHARES = {
 
 
 def channels(fabric: Fabric, group: Group) -> int:
-    """How many rings (or trees) run beside each other."""
+    """Return how many rings (or trees) run beside each other."""
     if group.nodes == 1:
         return CHANNELS_WITHIN[fabric.generation]
     return min(2 * group.a_node, fabric.ranks_a_node)
@@ -111,7 +111,7 @@ def link_bandwidth(fabric: Fabric, group: Group) -> float:
 
 
 def past_nvlink(fabric: Fabric, group: Group, bandwidth: float) -> float:
-    """What is left of a bandwidth where rings also go from rank to rank within each node."""
+    """Return what is left of a bandwidth where rings also go from rank to rank within each node."""
     if group.a_node == 1:
         return bandwidth
     return min(bandwidth, within_bandwidth(fabric, group))
@@ -163,7 +163,7 @@ def tree(fabric: Fabric, group: Group, protocol: str, size: float) -> Estimate:
 
 
 def estimates(fabric: Fabric, group: Group, kind: Kind, size: float) -> Iterator[Estimate]:
-    """What NCCL chooses from for a collective of `size` bytes, the full buffer."""
+    """Return what NCCL chooses from for a collective of `size` bytes, the full buffer."""
     is_whole = group.a_node == fabric.ranks_a_node and group.a_node > 1
     share = fabric.whole_nodes.at(size / group.ranks) if is_whole and group.nodes > 1 else 1.0
     for protocol in PROTOCOLS:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from fsdp_overlap.emulator import EmulatedDevice, Operation, active, fake_ranks, running
 from fsdp_overlap.emulator.dispatch import tensors_in
 from fsdp_overlap.emulator.queues import Queue
-from fsdp_overlap.emulator.ranks import Nobody
+from fsdp_overlap.emulator.ranks import FakeProcessGroup
 from fsdp_overlap.simulator.collective_time import GLOO_AT_A_TIME, GLOO_PASSES
 from fsdp_overlap.simulator.compute_time import FREE
 from fsdp_overlap.simulator.hardware import Fabric
@@ -30,6 +30,7 @@ from fsdp_overlap.simulator.profile import Profile
 from fsdp_overlap.simulator.simulate import Step
 
 BACKEND = "gloo_in_name_only"
+_WARMUP = 2  # steps before those that are predicted: units are not gathered ahead in the first
 
 
 @dataclass(eq=False)
@@ -56,19 +57,19 @@ class SharedLink:
         self.queues.setdefault(group, deque()).append(transfer)
 
     def advance(self, until: float) -> None:
-        """Lets everything happen up to the time ``until``."""
+        """Let everything happen up to the time ``until``."""
         while self.now < until and self._step(until):
             pass
         self.now = max(self.now, until)
 
     def end_of(self, transfer: Transfer) -> float:
-        """When ``transfer`` ends if nothing more is issued before that."""
+        """Return when ``transfer`` ends if nothing more is issued before that."""
         while transfer.end is None:
             self._step(float("inf"))
         return transfer.end
 
     def _step(self, until: float) -> bool:
-        """Goes on to when the next transfer changes what it does. Returns whether there is one."""
+        """Go on to when the next transfer changes what it does. Return whether there is one."""
         under_way = [
             (queue, transfer)
             for queue in self.queues.values()
@@ -100,10 +101,10 @@ def _less(value: float, other: float, least: float) -> float:
     return left if left > least else 0.0
 
 
-class Sent(dist.Work):
+class GlooWork(dist.Work):
     """Work of gloo, for which the host waits in emulated time."""
 
-    def __init__(self, clock: Clock, transfer: Transfer) -> None:
+    def __init__(self, clock: CpuClock, transfer: Transfer) -> None:
         super().__init__()
         self.clock, self.transfer = clock, transfer
 
@@ -117,7 +118,7 @@ class Sent(dist.Work):
         return self.transfer.end is not None
 
 
-class Gloo(Nobody):
+class Gloo(FakeProcessGroup):
     """One of several ranks that send over the clock's link, of which the others do not exist."""
 
     def name(self) -> str:
@@ -127,11 +128,11 @@ class Gloo(Nobody):
         """``nbytes`` is what all ranks of the group send. Groups of the other ranks send as much at
         the same time."""
         clock = active().timing
-        assert isinstance(clock, Clock)
+        assert isinstance(clock, CpuClock)
         groups = dist.get_world_size() / self.size()
         transfer = Transfer(clock.latency, nbytes * groups)
         clock.link.add(self, transfer, active().host.ends)
-        return Sent(clock, transfer)
+        return GlooWork(clock, transfer)
 
     def _issue(self, kind: str, writes: Any, reads: Any = (), opts: object = None) -> dist.Work:
         others = self.size() - 1
@@ -150,7 +151,7 @@ class Gloo(Nobody):
 
 
 @dataclass
-class Clock:
+class CpuClock:
     """The host's time, and the link's.
 
     latency: of a collective. slower: how many times as long operations take as in the profile.
@@ -203,9 +204,8 @@ def simulate_on_cpu(
     fabric: Fabric,
     cores: int,
     steps: int = 1,
-    warmup: int = 2,
 ) -> CpuPrediction:
-    """Predicts ``steps`` steps of ``program``, one after the other.
+    """Predict ``steps`` steps of ``program``, one after the other.
 
     Args:
         program: builds and shards a model on the CPU, and returns what makes a training step of it.
@@ -215,7 +215,6 @@ def simulate_on_cpu(
         fabric: the link that all ranks share.
         cores: of the machine. Where ranks are more, what they compute takes so much longer.
         steps: how many are predicted.
-        warmup: steps before these. Units are not gathered ahead in the first.
 
     Raises:
         ValueError: the fabric is not gloo's, or has not so many ranks on one machine.
@@ -227,11 +226,11 @@ def simulate_on_cpu(
         )
     bandwidth = fabric.within.bandwidth * fabric.within.efficiency.at(world_size)
     slower = max(1.0, world_size / cores)
-    clock = Clock(profile, SharedLink(bandwidth), fabric.within.latency, slower)
+    clock = CpuClock(profile, SharedLink(bandwidth), fabric.within.latency, slower)
     device = EmulatedDevice(timing=clock)
     with fake_ranks(world_size, BACKEND), running(device), _sleeping(device):
         step = program()
-        for _ in range(warmup):
+        for _ in range(_WARMUP):
             step()
         clock.unknown.clear()
         start, before = device.host.ends, device.on_host
@@ -244,7 +243,7 @@ def simulate_on_cpu(
 
 @contextmanager
 def _sleeping(device: EmulatedDevice) -> Iterator[None]:
-    """Lets ``time.sleep`` pass emulated time."""
+    """Let ``time.sleep`` pass emulated time."""
 
     def sleep(seconds: float) -> None:
         device.host.ends += seconds

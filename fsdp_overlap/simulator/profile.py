@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import nn
 
-from fsdp_overlap.profiling.events import raw_events
+from fsdp_overlap.emulator.dispatch import tensors_in
+from fsdp_overlap.profiling.events import events_of, load_trace
 from fsdp_overlap.simulator.compute_time import flops_of
 from fsdp_overlap.simulator.tables import HardwareError
 
@@ -46,7 +47,7 @@ class _WithoutShapes(Exception):
     pass
 
 
-class Measured(NamedTuple):
+class MeasuredOperation(NamedTuple):
     """What an operation on tensors of these shapes took."""
 
     shapes: Shapes
@@ -63,19 +64,19 @@ class Profile:
         host_seconds: what the host took for an operation beside these.
     """
 
-    calls: Mapping[str, Sequence[Measured]]
+    calls: Mapping[str, Sequence[MeasuredOperation]]
     host_seconds: float
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """The operations of a trace.
+        """Return the operations of a trace.
 
         Raises:
             HardwareError: the file is no trace, or one without shapes.
         """
         path = Path(path)
         try:
-            return cls._of(raw_events(path, {}))
+            return cls._of(events_of(load_trace(path)))
         except _WithoutShapes:
             raise HardwareError(
                 f"{path} has no shapes of operations: profile with record_shapes=True"
@@ -100,11 +101,10 @@ class Profile:
         taken = _of_operators(operators, kernels) if kernels else None
         for span in measured:
             seconds = 1e-6 * span["dur"] if taken is None else taken[id(span)]
-            key = tuple(_shapes(span)), tuple(_dtypes(span))
-            found[span["name"]][key].append(seconds)
+            found[span["name"]][_tensors_of(span)].append(seconds)
         calls = {
             name: [
-                Measured(shapes, dtypes, statistics.median(each))
+                MeasuredOperation(shapes, dtypes, statistics.median(each))
                 for (shapes, dtypes), each in by_tensors.items()
             ]
             for name, by_tensors in found.items()
@@ -112,7 +112,7 @@ class Profile:
         return cls(calls, _gaps(operators))
 
     def check_model(self, model: nn.Module) -> None:
-        """Checks that the trace may be one of ``model``, or of one that differs in depth alone.
+        """Check that the trace may be one of ``model``, or of one that differs in depth alone.
 
         Raises:
             HardwareError: it has no operation on matrices of the shape of some of the model's, or
@@ -146,13 +146,13 @@ class Profile:
                 )
 
     def seconds_of(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float | None:
-        """What ``func(*args, **kwargs)`` takes, an ``OpOverload``: as measured with these shapes,
-        and with these dtypes if there are such, or in proportion to the nearest shapes that were.
-        ``None`` if the operator was not measured at all."""
+        """Return what ``func(*args, **kwargs)`` takes, an ``OpOverload``: as measured with these
+        shapes, and with these dtypes if there are such, or in proportion to the nearest shapes that
+        were. ``None`` if the operator was not measured at all."""
         known = self.calls.get(func._schema.name)
         if not known:
             return None
-        tensors = list(_tensors([*args, *kwargs.values()]))
+        tensors = tensors_in([*args, *kwargs.values()])
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         if same := [call for call in known if call.shapes == shapes]:
             dtypes = [tensor.dtype for tensor in tensors]
@@ -160,7 +160,7 @@ class Profile:
             return max(call.seconds for call in same_dtypes or same)
         work = _work(func, tensors)
 
-        def distance(call: Measured) -> float:
+        def distance(call: MeasuredOperation) -> float:
             return abs(math.log(max(1.0, work) / max(1.0, _work_of_call(func, call))))
 
         nearest = min(known, key=distance)
@@ -168,7 +168,7 @@ class Profile:
 
 
 def _sides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Equal for a matrix, or stacked ones, and what is transposed of it."""
+    """Return the same for a matrix, or stacked ones, and what is transposed of it."""
     return tuple(sorted(shape))
 
 
@@ -179,8 +179,8 @@ def _may_be(traced: Dtypes, dtypes: Sequence[torch.dtype]) -> bool:
 def _of_operators(
     operators: Iterable[Mapping[str, Any]], kernels: Mapping[Any, float]
 ) -> dict[int, float]:
-    """The seconds of each operator's kernels, by the ``id()`` of its span. Those of operators that
-    it has called are its own too."""
+    """Return the seconds of each operator's kernels, by the ``id()`` of its span. Those of
+    operators that it has called are its own too."""
     seconds: dict[int, float] = {}
     open_on: dict[Any, list[Mapping[str, Any]]] = defaultdict(list)
     for span in sorted(operators, key=lambda span: (span["ts"], -span["dur"])):
@@ -195,7 +195,7 @@ def _of_operators(
 
 
 def _of_kernels(spans: Iterable[Mapping[str, Any]]) -> dict[Any, float]:
-    """The seconds of the kernels of each operation, by its id."""
+    """Return the seconds of the kernels of each operation, by its id."""
     seconds: dict[Any, float] = defaultdict(float)
     for span in spans:
         if span.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
@@ -204,7 +204,7 @@ def _of_kernels(spans: Iterable[Mapping[str, Any]]) -> dict[Any, float]:
 
 
 def _gaps(operators: Sequence[Mapping[str, Any]]) -> float:
-    """What passes between one operation and the next on its thread, on average."""
+    """Return what passes between one operation and the next on its thread, on average."""
     gaps: list[float] = []
     ends: dict[Any, float] = {}
     for span in sorted(operators, key=lambda span: span["ts"]):
@@ -216,23 +216,20 @@ def _gaps(operators: Sequence[Mapping[str, Any]]) -> float:
     return 1e-6 * statistics.mean(short) if short else 0.0
 
 
-def _shapes(span: Mapping[str, Any]) -> Iterator[Shape]:
+def _tensors_of(span: Mapping[str, Any]) -> Tensors:
+    shapes: list[Shape] = []
+    dtypes: list[torch.dtype | None] = []
     for dims, kind in zip(span["args"]["Input Dims"], span["args"]["Input type"], strict=True):
         if kind == "TensorList":
-            yield from map(tuple, dims)
+            shapes += map(tuple, dims)
+            dtypes += [None] * len(dims)
         elif kind not in ("", "Scalar", "ScalarList", "GenericList"):
-            yield tuple(dims)
+            shapes.append(tuple(dims))
+            dtypes.append(DTYPES.get(kind))
+    return tuple(shapes), tuple(dtypes)
 
 
-def _dtypes(span: Mapping[str, Any]) -> Iterator[torch.dtype | None]:
-    for dims, kind in zip(span["args"]["Input Dims"], span["args"]["Input type"], strict=True):
-        if kind == "TensorList":
-            yield from [None] * len(dims)
-        elif kind not in ("", "Scalar", "ScalarList", "GenericList"):
-            yield DTYPES.get(kind)
-
-
-def _work_of_call(func: Any, call: Measured) -> float:
+def _work_of_call(func: Any, call: MeasuredOperation) -> float:
     tensors = [
         torch.empty(shape, dtype=dtype or torch.float32, device="meta")
         for shape, dtype in zip(call.shapes, call.dtypes, strict=True)
@@ -247,11 +244,3 @@ def _work(func: Any, tensors: Sequence[torch.Tensor]) -> float:
     except (AttributeError, TypeError, ValueError, IndexError, AssertionError):
         flops = 0.0  # an operation that has other arguments between its tensors
     return flops or float(sum(tensor.nbytes for tensor in tensors))
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)

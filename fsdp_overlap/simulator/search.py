@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -23,7 +23,7 @@ from fsdp_overlap.simulator.choices import (
     works,
 )
 from fsdp_overlap.simulator.costs import Costs
-from fsdp_overlap.simulator.estimate import Taken, count_equal_blocks, estimate, measure
+from fsdp_overlap.simulator.estimate import StepCost, count_equal_blocks, estimate, measure
 from fsdp_overlap.simulator.training import Training
 
 SHOWN = 3
@@ -40,7 +40,7 @@ class Plan:
     """A way to do the step, and what it takes."""
 
     training: Training
-    taken: Taken
+    taken: StepCost
 
     @property
     def seconds(self) -> float:
@@ -48,7 +48,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search has found.
 
     Args:
@@ -82,8 +82,8 @@ def search(
     memory: float | None = None,
     processes: int = 1,
     progress: Progress | None = None,
-) -> Found:
-    """Finds the fastest ways to train on as many tokens a step.
+) -> SearchResult:
+    """Find the fastest ways to train on as many tokens a step.
 
     It may change how sequences are cut into microbatches, checkpointing, how many blocks a unit
     has, prefetch, what is kept between forward and backward and between steps, when gradients are
@@ -103,7 +103,7 @@ def search(
         ValueError: there is no such model, or nothing that was tried can run.
     """
     limit = costs.device.memory_size if memory is None else memory
-    with Workers(processes) as workers:
+    with closing(Workers(processes)) as workers:
         return _Search(training, costs, limit, workers, progress or (lambda line: None)).run()
 
 
@@ -114,19 +114,9 @@ class Workers:
         self._processes = processes
         self._pool: ProcessPoolExecutor | None = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stop()
-
-    def run(self, calls: Sequence[tuple[Any, ...]]) -> list[Taken | str]:
-        """What each call, a function with its arguments, returns, or the error that it raises."""
+    def run(self, calls: Sequence[tuple[Any, ...]]) -> list[StepCost | str]:
+        """Return what each call, a function with its arguments, returns, or the error that it
+        raises."""
         if self._processes == 1 or not calls:
             return [_attempt(*call) for call in calls]
         if self._pool is None:
@@ -136,20 +126,20 @@ class Workers:
         futures = [self._pool.submit(_attempt, *call) for call in calls]
         return [self._result(future) for future in futures]
 
-    def _result(self, future: Future[Taken | str]) -> Taken | str:
+    def _result(self, future: Future[StepCost | str]) -> StepCost | str:
         try:
             return future.result()
         except BrokenProcessPool:  # all that was under way is lost with the process
-            self._stop()
+            self.close()
             return "its process was killed"
 
-    def _stop(self) -> None:
+    def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
             self._pool = None
 
 
-def _attempt(function: Callable[..., Taken], *arguments: Any) -> Taken | str:
+def _attempt(function: Callable[..., StepCost], *arguments: Any) -> StepCost | str:
     try:
         return function(*arguments)
     except Exception as error:  # whatever a program does that cannot run
@@ -163,8 +153,8 @@ class _Search:
         self.training, self.costs, self.limit = training, costs, limit
         self.workers, self.progress = workers, progress
         self.equal_blocks = training.blocks or count_equal_blocks(training.model)
-        self.estimates: dict[Training, Taken] = {}
-        self.full: dict[Training, Taken] = {}
+        self.estimates: dict[Training, StepCost] = {}
+        self.full: dict[Training, StepCost] = {}
         """Those of which all of the model was simulated."""
         self.failed: set[Training] = set()
         self.too_large: list[Training] = []
@@ -172,7 +162,7 @@ class _Search:
         self.gaps: dict[tuple[int, str], float] = {}
         """What is reserved beyond tensors, by batch and checkpointing, where that is known."""
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         works = self.find_works()
         for work in sorted(works, key=lambda work: self.estimates[work].compute):
             if self.estimates[work].compute * (1 + GAIN) >= self.best_seconds():
@@ -187,7 +177,7 @@ class _Search:
             like_best = with_defaults(plans[0].training)
             defaults = self.simulated(given if given_fits else like_best)
         least = min(self.estimates, key=lambda plan: self.estimates[plan].reserved, default=None)
-        return Found(
+        return SearchResult(
             plans=plans[:SHOWN],
             defaults=defaults,
             given_fits=given_fits,
@@ -199,8 +189,8 @@ class _Search:
     # Estimates
 
     def find_works(self) -> list[Training]:
-        """How the sequences may be cut and checkpointed, each as the plan of the least memory, if
-        that fits."""
+        """Return how the sequences may be cut and checkpointed, each as the plan of the least
+        memory, if that fits."""
         rows = works(self.training)
         found = []
         for column in range(len(rows[0])):  # as many at once as there are kinds of checkpointing
@@ -229,21 +219,29 @@ class _Search:
         return changes(plan, self.costs.fabric.ranks_a_node, self.equal_blocks)
 
     def try_all(self, plans: Iterable[Training]) -> list[Training]:
-        """Estimates those plans that may fit, and returns those that do."""
+        """Estimate those plans that may fit, and return those that do."""
         plans = list(dict.fromkeys(plans))
         new = [plan for plan in plans if plan not in self.estimates and not self.is_hopeless(plan)]
-        calls = [(estimate, plan, self.costs, self.equal_blocks) for plan in new]
-        for plan, taken in zip(new, self.workers.run(calls), strict=True):
-            if isinstance(taken, str):
-                self.skipped[taken] += 1
-                self.failed.add(plan)
-                continue
-            self.estimates[plan] = taken
-            if taken.memory > self.limit:
+        for plan, cost in self.costs_of(new, estimate, self.equal_blocks):
+            self.estimates[plan] = cost
+            if cost.memory > self.limit:
                 self.too_large.append(plan)
                 self.skipped[DOES_NOT_FIT] += 1
         self.tell()
         return [plan for plan in plans if plan in self.estimates and self.fits(plan)]
+
+    def costs_of(
+        self, plans: list[Training], function: Callable[..., StepCost], *arguments: Any
+    ) -> Iterator[tuple[Training, StepCost]]:
+        """Return what those plans take that can run."""
+        calls = [(function, plan, self.costs, *arguments) for plan in plans]
+        for plan, cost in zip(plans, self.workers.run(calls), strict=True):
+            if isinstance(cost, str):
+                self.skipped[cost] += 1
+                self.failed.add(plan)
+                self.estimates.pop(plan, None)
+            else:
+                yield plan, cost
 
     def is_hopeless(self, plan: Training) -> bool:
         if plan in self.failed:
@@ -255,7 +253,7 @@ class _Search:
         return False
 
     def fits(self, plan: Training) -> bool:
-        """Whether it is likely to fit, as far as short models tell."""
+        """Return whether it is likely to fit, as far as short models tell."""
         taken = self.estimates[plan]
         gap = self.gaps.get(_work(plan), taken.reserved - taken.memory)
         return taken.memory + gap <= self.limit
@@ -267,7 +265,7 @@ class _Search:
     # What is shown
 
     def check(self, defaults: Training) -> list[Plan]:
-        """Simulates the best plans in full until enough are known to fit, and the defaults."""
+        """Simulate the best plans in full until enough are known to fit, and the defaults."""
         self.simulate_all([defaults])
         while len(self.fitting()) < SHOWN and len(self.full) < CHECKS:
             wave = sorted(
@@ -283,12 +281,12 @@ class _Search:
         return self.fitting()
 
     def simulated(self, plan: Training) -> Plan | None:
-        """Simulates a plan in full. ``None`` if it does not fit."""
+        """Simulate a plan in full. ``None`` if it does not fit."""
         self.simulate_all([plan])
         return next((each for each in self.fitting() if each.training == plan), None)
 
     def fitting(self) -> list[Plan]:
-        """What was simulated in full and fits, the fastest first."""
+        """Return what was simulated in full and fits, the fastest first."""
         plans = (Plan(plan, taken) for plan, taken in self.full.items())
         fitting = (plan for plan in plans if plan.taken.reserved <= self.limit)
         return sorted(fitting, key=lambda plan: plan.seconds)
@@ -296,13 +294,7 @@ class _Search:
     def simulate_all(self, plans: Iterable[Training]) -> None:
         new = [plan for plan in plans if plan not in self.full]
         self.progress(f"simulating {len(new)} of the best in full")
-        calls = [(measure, plan, self.costs) for plan in new]
-        for plan, taken in zip(new, self.workers.run(calls), strict=True):
-            if isinstance(taken, str):
-                self.skipped[taken] += 1
-                self.failed.add(plan)
-                self.estimates.pop(plan, None)
-                continue
+        for plan, taken in self.costs_of(new, measure):
             self.full[plan] = self.estimates[plan] = taken
             gap = taken.reserved - taken.memory
             if taken.reserved > self.limit:
@@ -310,7 +302,7 @@ class _Search:
                 self.skipped[DOES_NOT_FIT] += 1
 
     def may_fit(self, plan: Training) -> bool:
-        """Whether it is worth a simulation to know that it fits."""
+        """Return whether it is worth a simulation to know that it fits."""
         return self.estimates[plan].memory + self.gaps.get(_work(plan), 0.0) <= self.limit
 
     def tell(self) -> None:
@@ -321,4 +313,4 @@ class _Search:
 
 
 def _work(plan: Training) -> tuple[int, str]:
-    return plan.batch, plan.checkpointing
+    return plan.micro_batch_size, plan.checkpointing

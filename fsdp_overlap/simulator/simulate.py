@@ -11,14 +11,21 @@ import torch
 import torch.distributed as dist
 
 from fsdp_overlap.emulator import fake_ranks, running, torch_module
-from fsdp_overlap.emulator.ranks import Nobody
+from fsdp_overlap.emulator.ranks import FakeProcessGroup
 from fsdp_overlap.profiling import RankReport, read_report
-from fsdp_overlap.simulator.clock import Clock, Costs
+from fsdp_overlap.simulator.clock import Clock
+from fsdp_overlap.simulator.costs import Costs
 from fsdp_overlap.simulator.hardware import Device, Fabric
-from fsdp_overlap.simulator.memory import Kind, Usage, counters
-from fsdp_overlap.simulator.observed import Collective, ObservedDevice, Stretch
-from fsdp_overlap.simulator.trace import Mark, marking, trace_of
-from fsdp_overlap.simulator.traffic import traffic
+from fsdp_overlap.simulator.observed import (
+    MemoryKind,
+    ObservedCollective,
+    ObservedDevice,
+    Stretch,
+    Usage,
+    counters,
+    traffic,
+)
+from fsdp_overlap.simulator.trace import TracedRange, marking, trace_of
 
 Step = Callable[[], object]
 """A training step: forwards, backwards and the optimizer's step."""
@@ -26,7 +33,7 @@ Step = Callable[[], object]
 BACKEND = "nccl_in_name_only"
 
 
-class Nccl(Nobody):
+class Nccl(FakeProcessGroup):
     """Ranks that name themselves NCCL, which the library has collectives of their own for."""
 
     def name(self) -> str:
@@ -62,9 +69,9 @@ class Prediction:
     stretches: Sequence[Stretch]
     memory: int
     reserved: int
-    peak: Mapping[Kind, int]
+    peak: Mapping[MemoryKind, int]
     usage: Sequence[Usage]
-    collectives: Sequence[Collective]
+    collectives: Sequence[ObservedCollective]
     trace: dict[str, Any]
 
     @cached_property
@@ -78,22 +85,20 @@ class Prediction:
         return sum(stretch.waited for stretch in self.stretches)
 
     def fits(self, device: Device) -> bool:
-        """Whether the device has the memory."""
+        """Return whether the device has the memory."""
         return self.reserved <= device.memory_size
 
     def traffic(self, fabric: Fabric) -> dict[str, float]:
-        """Bytes that come to a rank in a step, over each link."""
+        """Return the bytes that come to a rank in a step, over each link."""
         return traffic(fabric, self.collectives)
 
     def cost(self, price: float) -> float:
-        """What a step costs, if a device costs ``price`` an hour."""
+        """Return what a step costs, if a device costs ``price`` an hour."""
         return self.world_size * self.seconds / 3600 * price
 
 
-def simulate(
-    program: Callable[[], Step], world_size: int, costs: Costs, warmup: int = 1
-) -> Prediction:
-    """Predicts a step of ``program``.
+def simulate(program: Callable[[], Step], world_size: int, costs: Costs) -> Prediction:
+    """Predict a step of ``program`` once the order of units is recorded.
 
     Args:
         program: builds and shards a model on the device ``"emulated"``, and returns what makes a
@@ -101,7 +106,6 @@ def simulate(
             slowest of their devices. Tensors that it makes on the device have no values.
         world_size: the number of ranks, of which each has a device.
         costs: how long everything takes.
-        warmup: steps before the one that is predicted. Units are not gathered ahead in the first.
     """
     clock = Clock(costs, pace=costs.slowest(world_size))
     device = ObservedDevice(clock)
@@ -112,8 +116,7 @@ def simulate(
         torch_module.reset_peak_memory_stats()
         ledger.phase, built = "training", ledger.position
         with device.watching_optimizers():
-            for _ in range(warmup):
-                step()
+            step()  # units are not gathered ahead in the first one
             start, computed = device.default.ends, clock.computed
             device.stretches.clear()
             step()
@@ -124,7 +127,7 @@ def simulate(
                 noted.clear()
             start, begun = device.host.ends, ledger.position
             step()
-            marks.append(Mark("ProfilerStep#0", start, device.host.ends))
+            marks.append(TracedRange("ProfilerStep#0", start, device.host.ends))
         usage = ledger.usage(begun)
         trace = trace_of(clock.ran, marks, device.backwards, world_size)
         trace["traceEvents"] += counters(usage)

@@ -33,17 +33,17 @@ class Curve:
 
 
 def shipped(kind: str) -> list[str]:
-    """Names of the devices, or of the fabrics, that come with the library."""
+    """Return the names of the devices, or of the fabrics, that come with the library."""
     return sorted(path.stem for path in (SHIPPED / kind).glob("*.toml"))
 
 
-class Table:
+class TomlTable:
     """A table of the file, which remembers what was not asked for."""
 
     def __init__(self, values: dict[str, Any], where: str) -> None:
         self._values, self._where = values, where
         self._known: set[str] = set()
-        self._tables: list[Table] = []
+        self._tables: list[TomlTable] = []
 
     def __contains__(self, key: str) -> bool:
         self._known.add(key)
@@ -85,15 +85,15 @@ class Table:
             raise HardwareError(f"{self._where}: {key} = {values!r} is none; write {what}")
         return Curve(tuple(points))
 
-    def table(self, key: str) -> Table:
+    def table(self, key: str) -> TomlTable:
         value = self._get(key, f"a table [{key}]")
         if not isinstance(value, dict):
             raise HardwareError(f"{self._where}: {key} = {value!r} is none; write a table [{key}]")
-        self._tables.append(table := Table(value, f"{self._where}: [{key}]"))
+        self._tables.append(table := TomlTable(value, f"{self._where}: [{key}]"))
         return table
 
-    def tables(self, of: tuple[str, ...]) -> Iterator[tuple[str, Table]]:
-        """Those of the names ``of`` that there are."""
+    def tables(self, of: tuple[str, ...]) -> Iterator[tuple[str, TomlTable]]:
+        """Return those of the names ``of`` that there are."""
         return ((key, self.table(key)) for key in of if key in self)
 
     def refuse_the_rest(self) -> None:
@@ -106,7 +106,7 @@ class Table:
 
 
 @contextmanager
-def reading(kind: str, name_or_path: str | Path) -> Iterator[Table]:
+def reading(kind: str, name_or_path: str | Path) -> Iterator[TomlTable]:
     path = Path(name_or_path)
     if path.suffix != ".toml":
         path = SHIPPED / kind / f"{name_or_path}.toml"
@@ -122,6 +122,6 @@ def reading(kind: str, name_or_path: str | Path) -> Iterator[Table]:
         raise HardwareError(f"there is no file {path}") from None
     except ValueError as error:  # also of UTF-8
         raise HardwareError(f"{path}: {error}") from None
-    table = Table(values, str(path))
+    table = TomlTable(values, str(path))
     yield table
     table.refuse_the_rest()

@@ -23,7 +23,7 @@ from fsdp_overlap.fully_shard import find_blocks
 
 
 def parallelize(model: Any, mesh: DeviceMesh) -> None:
-    """Cuts ``model``, a module, over ``mesh``, by the plan that transformers has for the products
+    """Cut ``model``, a module, over ``mesh``, by the plan that transformers has for the products
     of its blocks. Between these, ranks have parts of the sequence. The embedding and the head are
     cut by words, and logits stay so: use ``loss_parallel()``. All ranks must have the same weights.
 
@@ -35,14 +35,15 @@ def parallelize(model: Any, mesh: DeviceMesh) -> None:
     base = getattr(model, getattr(model, "base_model_prefix", ""), None)
     if not plan or not {"colwise", "rowwise"} >= set(plan.values()) or not _ends_alike(model, base):
         raise ValueError(
-            f"tensor={mesh.size()}: {type(model).__name__} is not cut, because transformers has no "
-            "plan for it of columns and rows alone, or its embedding and head are not as Llama's "
-            "are, which has them apart"
+            f"tensor_parallel={mesh.size()}: {type(model).__name__} is not cut, because "
+            "transformers has no plan for it of columns and rows alone, or its embedding and head "
+            "are not as Llama's are, which has them apart"
         )
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
         if getattr(config, name) % mesh.size():
             raise ValueError(
-                f"tensor={mesh.size()}: {name}={getattr(config, name)} is no multiple of it"
+                f"tensor_parallel={mesh.size()}: {name}={getattr(config, name)} is no multiple of "
+                "it"
             )
     # Nobody sends weights: each rank has made all of them.
     cut = partial(parallelize_module, device_mesh=mesh, src_data_rank=None)
@@ -63,16 +64,16 @@ def parallelize(model: Any, mesh: DeviceMesh) -> None:
 
 
 def _ends_alike(model: Any, base: Any) -> bool:
-    """Whether the model has an embedding, a last norm and a head of the names that Llama has, and
-    the head has a weight of its own."""
+    """Return whether the model has an embedding, a last norm and a head of the names that Llama
+    has, and the head has a weight of its own."""
     names = ("embed_tokens", "norm")
     has_all = all(hasattr(base, name) for name in names) and hasattr(model, "lm_head")
     return has_all and base.embed_tokens.weight is not model.lm_head.weight
 
 
 def _of_block(block: nn.Module, plan: dict[str, str]) -> dict[str, ParallelStyle]:
-    """What each module of a block does. A module whose products are cut by columns gathers the
-    sequence once for all of them."""
+    """Return what each module of a block does. A module whose products are cut by columns gathers
+    the sequence once for all of them."""
     styles: dict[str, ParallelStyle] = {}
     for pattern, style in plan.items():
         inside = pattern.partition(".*.")[2]

@@ -13,7 +13,7 @@ from fsdp_overlap.comm import spans
 from fsdp_overlap.emulator import EmulatedDevice
 from fsdp_overlap.engine import hooks
 from fsdp_overlap.engine.comm_context import CommContext
-from fsdp_overlap.simulator.clock import Ran
+from fsdp_overlap.simulator.clock import TimedOperation
 
 HOST_THREAD = 1
 LAUNCH_SECONDS = 1e-7  # so short that a launch lies within what the host was busy with
@@ -21,7 +21,7 @@ LAUNCH_SECONDS = 1e-7  # so short that a launch lies within what the host was bu
 BACKWARD = "autograd::engine::evaluate_function: all"
 
 
-class Mark(NamedTuple):
+class TracedRange(NamedTuple):
     """A range of the host's time, in seconds."""
 
     name: str
@@ -30,10 +30,10 @@ class Mark(NamedTuple):
 
 
 @contextmanager
-def marking(device: EmulatedDevice) -> Iterator[list[Mark]]:
-    """Collects the marks that the library, FSDP2 and optimizers would leave in a profiler's trace,
+def marking(device: EmulatedDevice) -> Iterator[list[TracedRange]]:
+    """Collect the marks that the library, FSDP2 and optimizers would leave in a profiler's trace,
     in the host's time on ``device``."""
-    marks: list[Mark] = []
+    marks: list[TracedRange] = []
     begun: list[float] = []
 
     def enter(mark: record_function) -> record_function:
@@ -41,7 +41,7 @@ def marking(device: EmulatedDevice) -> Iterator[list[Mark]]:
         return mark
 
     def leave(mark: record_function, *error: object) -> None:
-        marks.append(Mark(mark.name, begun.pop(), device.host.ends))
+        marks.append(TracedRange(mark.name, begun.pop(), device.host.ends))
 
     def is_profiled() -> bool:
         return True
@@ -58,8 +58,8 @@ def marking(device: EmulatedDevice) -> Iterator[list[Mark]]:
 
 
 def trace_of(
-    ran: Iterable[Ran],
-    marks: Iterable[Mark],
+    ran: Iterable[TimedOperation],
+    marks: Iterable[TracedRange],
     backwards: Iterable[tuple[float, float]],
     world_size: int,
 ) -> dict[str, Any]:

@@ -26,10 +26,9 @@ from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, QuantizedCommPolicy,
 from fsdp_overlap.fully_shard import find_blocks
 from fsdp_overlap.layout import Flat, LayoutRule, PerTensor
 from fsdp_overlap.optim import AdamW, Muon
-from fsdp_overlap.simulator.float8 import check_products, compute_in_float8, step_in_float8
+from fsdp_overlap.simulator.float8 import check_linear_dtype, compute_in_float8, step_in_float8
 from fsdp_overlap.simulator.mixture import Experts, spread_experts
-from fsdp_overlap.simulator.models import check_positions, model_of
-from fsdp_overlap.simulator.shortening import shorten
+from fsdp_overlap.simulator.models import check_positions, model_of, shorten
 from fsdp_overlap.simulator.simulate import Step
 from fsdp_overlap.simulator.tensor_parallel import parallelize
 from fsdp_overlap.torch_internals import flash_attention
@@ -45,13 +44,13 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 
 _COUNTS = (
     "gpus",
-    "replicate",
-    "experts",
-    "tensor",
-    "batch",
+    "replicas",
+    "expert_parallel",
+    "tensor_parallel",
+    "micro_batch_size",
     "sequence",
     "microbatches",
-    "blocks_a_unit",
+    "blocks_per_unit",
 )
 
 
@@ -66,7 +65,7 @@ class Meshes(NamedTuple):
     tensor: DeviceMesh | None
 
 
-class Unit(NamedTuple):
+class SimulatedUnit(NamedTuple):
     """Modules that one call shards over ``mesh``. ``divisor`` is what gradients are divided by; 0
     for the number of ranks that they are reduced over."""
 
@@ -111,31 +110,31 @@ class Training:
             ``module:function`` for a function that makes a module. The module maps token ids of
             shape ``[batch, sequence]`` to logits, or to what has ``.logits``.
         gpus: devices, one a rank.
-        replicate: how many copies of each shard there are.
-        experts: how many ranks share the experts of a mixture, each with a part of them. Only of
-            models of transformers, whose routing is replaced by one that gives all experts equally
-            many tokens (:class:`Mixture`).
-        tensor: how many neighbouring ranks share the products of a block, and its sequences
-            (:func:`parallelize`). They count as one rank for ``batch``.
-        batch: sequences of a rank in a microbatch.
+        replicas: how many replicas of each shard there are.
+        expert_parallel: how many ranks share the experts of a mixture, each with a part of them.
+            Only of models of transformers, whose routing is replaced by one that gives all experts
+            equally many tokens (:class:`Mixture`).
+        tensor_parallel: how many neighboring ranks share the products of a block, and its sequences
+            (:func:`parallelize`). They count as one rank for ``micro_batch_size``.
+        micro_batch_size: sequences of a rank in a microbatch.
         sequence: tokens in a sequence, no more than the model has positions.
         microbatches: forwards and backwards before each optimizer step.
-        checkpointing: what blocks keep for backward: ``"none"`` runs again, ``"full"`` keeps their
+        checkpointing: what blocks keep for backward: ``"none"`` recomputes, ``"full"`` keeps their
             inputs alone, ``"selective"`` keeps attention's and every second product's output too,
             as torchtitan's default does.
-        blocks_a_unit: how many blocks one ``fully_shard`` call takes.
+        blocks_per_unit: how many blocks one ``fully_shard`` call takes.
         stage: as :meth:`FSDPModule.set_zero_stage` takes it. 3 frees weights after each use.
         layout: as :class:`FsdpContext` takes it.
         prefetch: as :class:`FsdpContext` takes it.
         param_dtype: as :class:`MixedPrecisionPolicy` takes it.
         reduce_dtype: as :class:`MixedPrecisionPolicy` takes it.
-        gather_dtype: as :class:`QuantizedCommPolicy` takes it. Without, weights travel in
-            ``param_dtype``. With products in float8, ``torch.float8_e4m3fn`` in :class:`PerTensor`
-            are torchao's gathers.
-        products: ``"float8"`` computes the linear layers of blocks in float8, by torchao. Without,
-            they compute in ``param_dtype``.
+        gather_dtype: as :class:`QuantizedCommPolicy` takes it. Without, weights are gathered in
+            ``param_dtype``. With linear layers in float8, ``torch.float8_e4m3fn`` in
+            :class:`PerTensor` are torchao's gathers.
+        linear_dtype: ``"float8"`` computes the linear layers of blocks in float8, by torchao.
+            Without, they compute in ``param_dtype``.
         optimizer: one of :data:`OPTIMIZERS`.
-        reshard_after_forward: among how many neighbouring ranks blocks keep their weights from
+        reshard_after_forward: among how many neighboring ranks blocks keep their weights from
             forward to backward, as :func:`fully_shard` takes the number. Without, ``stage`` says.
         reduce_each: whether each microbatch's gradients are reduced. Else they stay whole until
             those of the last are, which takes more memory and less communication.
@@ -144,21 +143,21 @@ class Training:
 
     model: str
     gpus: int
-    replicate: int = 1
-    experts: int = 1
-    tensor: int = 1
-    batch: int = 1
+    replicas: int = 1
+    expert_parallel: int = 1
+    tensor_parallel: int = 1
+    micro_batch_size: int = 1
     sequence: int = 8192
     microbatches: int = 1
     checkpointing: str = "none"
-    blocks_a_unit: int = 1
+    blocks_per_unit: int = 1
     stage: int = 3
     layout: LayoutRule = field(default_factory=Flat)
     prefetch: int = 1
     param_dtype: torch.dtype = torch.bfloat16
     reduce_dtype: torch.dtype = torch.float32
     gather_dtype: torch.dtype | None = None
-    products: str | None = None
+    linear_dtype: str | None = None
     optimizer: str = "adamw"
     reshard_after_forward: int | None = None
     reduce_each: bool = False
@@ -168,34 +167,26 @@ class Training:
         for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
-        if self.tensor > 1 and self.experts > 1:
+        if self.tensor_parallel > 1 and self.expert_parallel > 1:
             raise ValueError(
-                f"tensor={self.tensor} with experts={self.experts}: leave one of the two at 1"
+                f"tensor_parallel={self.tensor_parallel} with expert_parallel="
+                f"{self.expert_parallel}: leave one of the two at 1"
             )
-        if self.sequence % self.tensor:
-            raise ValueError(
-                f"{self.tensor} GPUs cannot share a sequence of {self.sequence} tokens: "
-                f"{self.sequence} is no multiple of {self.tensor}"
-            )
-        if self.gpus % self.tensor:
-            raise ValueError(
-                f"{self.gpus} GPUs cannot share products {self.tensor} by {self.tensor}: "
-                f"{self.gpus} is no multiple of {self.tensor}"
-            )
-        if self.gpus // self.tensor % self.replicate:
-            raise ValueError(
-                f"{self.gpus // self.tensor} GPUs cannot hold {self.replicate} copies of each "
-                f"shard: {self.gpus // self.tensor} is no multiple of {self.replicate}"
-            )
-        if self.gpus // self.replicate % self.experts:
-            raise ValueError(
-                f"{self.gpus // self.replicate} GPUs that hold one copy cannot share experts "
-                f"{self.experts} by {self.experts}: it is no multiple"
-            )
+        tensor, wide = self.tensor_parallel, self.gpus // self.tensor_parallel
+        experts, of_copy = self.expert_parallel, self.gpus // self.replicas
+        by = f"{experts} by {experts}"
+        for total, parts, problem in (
+            (self.sequence, tensor, f"{tensor} GPUs cannot share {self.sequence} tokens"),
+            (self.gpus, tensor, f"{self.gpus} GPUs cannot share products {tensor} by {tensor}"),
+            (wide, self.replicas, f"{wide} GPUs cannot hold {self.replicas} copies of a shard"),
+            (of_copy, experts, f"{of_copy} GPUs that hold one copy cannot share experts {by}"),
+        ):
+            if total % parts:
+                raise ValueError(f"{problem}: {total} is no multiple of {parts}")
         for name, known in (("optimizer", OPTIMIZERS), ("checkpointing", CHECKPOINTING)):
             if (given := getattr(self, name)) not in known:
                 raise ValueError(f"{name}={given!r}: must be one of {', '.join(known)}")
-        check_products(self.products, self.batch * self.sequence)
+        check_linear_dtype(self.linear_dtype, self.micro_batch_size * self.sequence)
         if self.reshard_after_forward is not None and self.stage != 3:
             raise ValueError(
                 f"reshard_after_forward={self.reshard_after_forward} with stage={self.stage}, "
@@ -205,14 +196,14 @@ class Training:
     @property
     def tokens(self) -> float:
         """What a GPU trains on in a step: its part, where several share a sequence."""
-        return self.batch * self.sequence * self.microbatches / self.tensor
+        return self.micro_batch_size * self.sequence * self.microbatches / self.tensor_parallel
 
     @property
-    def gathers_for_products(self) -> bool:
+    def gathers_in_float8(self) -> bool:
         """Whether weights travel as the float8 numbers that are multiplied, which is up to torchao
         then: it has one scale for each weight, and needs shards of whole rows."""
         return (
-            self.products is not None
+            self.linear_dtype is not None
             and self.gather_dtype is torch.float8_e4m3fn
             and self.layout == PerTensor()
         )
@@ -220,10 +211,10 @@ class Training:
     @property
     def wire_dtype(self) -> torch.dtype | None:
         """What weights are rounded to for the wire alone, by a :class:`QuantizedCommPolicy`."""
-        return None if self.gathers_for_products else self.gather_dtype
+        return None if self.gathers_in_float8 else self.gather_dtype
 
     def program(self) -> Step:
-        """Builds and shards the model, and returns what makes a step of it."""
+        """Build and shard the model, and return what makes a step of it."""
         meshes = self._meshes()
         with torch.device(DEVICE):
             model = model_of(self.model)()
@@ -231,14 +222,14 @@ class Training:
             if self.blocks is not None:
                 shorten(model, self.blocks)
             spread = spread_experts(model, meshes.tokens)
-        if self.products is not None:
-            compute_in_float8(model, self.gathers_for_products)
+        if self.linear_dtype is not None:
+            compute_in_float8(model, self.gathers_in_float8)
         if meshes.tensor is not None:
             parallelize(model, meshes.tensor)
-        if self.experts > 1 and not spread:
+        if self.expert_parallel > 1 and not spread:
             raise ValueError(
-                f"experts={self.experts}: {self.model} has no mixture of experts as transformers "
-                "builds them"
+                f"expert_parallel={self.expert_parallel}: {self.model} has no mixture of experts "
+                "as transformers builds them"
             )
         sharded = self._shard(model, self._units_of(model, meshes), meshes)
         optimizer = OPTIMIZERS[self.optimizer](sharded)
@@ -246,7 +237,7 @@ class Training:
         def step() -> None:
             for number in range(self.microbatches):
                 self._begin(sharded, is_last=number == self.microbatches - 1)
-                tokens = torch.randint(2, (self.batch, self.sequence), device=DEVICE)
+                tokens = torch.randint(2, (self.micro_batch_size, self.sequence), device=DEVICE)
                 output = sharded(tokens)
                 logits = getattr(output, "logits", output)
                 with loss_parallel() if meshes.tensor else nullcontext():
@@ -255,30 +246,32 @@ class Training:
             optimizer.step()
             optimizer.zero_grad()
 
-        if self.products is not None:
-            return step_in_float8(step, sharded, self.gathers_for_products)
+        if self.linear_dtype is not None:
+            return step_in_float8(step, sharded, self.gathers_in_float8)
         return step
 
     def _meshes(self) -> Meshes:
-        copies, shards = self.replicate, self.gpus // self.replicate // self.tensor
+        copies, shards = self.replicas, self.gpus // self.replicas // self.tensor_parallel
         names = ("replicate", "shard") if copies > 1 else ("shard",)
-        if self.tensor > 1:
-            sizes = (copies, shards, self.tensor)
-            grid = init_device_mesh(
-                DEVICE, sizes[-len(names) - 1 :], mesh_dim_names=(*names, "tensor")
-            )
+
+        def mesh_of(*sizes: int, inner: str = "") -> DeviceMesh:
+            all_names = (*names, inner) if inner else names
+            return init_device_mesh(DEVICE, sizes[-len(all_names) :], mesh_dim_names=all_names)
+
+        if self.tensor_parallel > 1:
+            grid = mesh_of(copies, shards, self.tensor_parallel, inner="tensor")
             return Meshes(grid[names], grid[names], None, grid["tensor"])
-        whole = init_device_mesh(DEVICE, (copies, shards)[-len(names) :], mesh_dim_names=names)
-        if self.experts == 1:
+        whole = mesh_of(copies, shards)
+        if self.expert_parallel == 1:
             return Meshes(whole, whole, None, None)
-        sizes = (copies, shards // self.experts, self.experts)
-        grid = init_device_mesh(
-            DEVICE, sizes[-len(names) - 1 :], mesh_dim_names=(*names, "experts")
+        grid = mesh_of(
+            copies, shards // self.expert_parallel, self.expert_parallel, inner="experts"
         )
         return Meshes(whole, grid[names], grid.get_group("experts"), None)
 
-    def _units_of(self, model: nn.Module, meshes: Meshes) -> list[Unit]:
-        """The units below the root, inner ones first. Blocks keep for backward what they shall."""
+    def _units_of(self, model: nn.Module, meshes: Meshes) -> list[SimulatedUnit]:
+        """Return the units below the root, inner ones first. Blocks keep for backward what they
+        shall."""
         blocks = find_blocks(model)
         if self.checkpointing != "none":
             kept = CHECKPOINTING[self.checkpointing]
@@ -287,20 +280,20 @@ class Training:
                     checkpoint, block.forward, use_reentrant=False, context_fn=kept
                 )
         units = []
-        for first in range(0, len(blocks), self.blocks_a_unit):
-            of_unit = blocks[first : first + self.blocks_a_unit]
+        for first in range(0, len(blocks), self.blocks_per_unit):
+            of_unit = blocks[first : first + self.blocks_per_unit]
             if meshes.tokens is not None:
                 # Of each expert there is one in each of these groups, which tokens of all reach.
                 units += [
-                    Unit([module], meshes.experts, self.gpus)
+                    SimulatedUnit([module], meshes.experts, self.gpus)
                     for block in of_unit
                     for module in block.modules()
                     if isinstance(module, Experts)
                 ]
-            units.append(Unit(of_unit, meshes.whole))
+            units.append(SimulatedUnit(of_unit, meshes.whole))
         return units
 
-    def _shard(self, model: nn.Module, units: list[Unit], meshes: Meshes) -> Any:
+    def _shard(self, model: nn.Module, units: list[SimulatedUnit], meshes: Meshes) -> Any:
         ctx = FsdpContext(meshes.whole, layout=self.layout, prefetch=self.prefetch)
         policy = MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype)
         wire = QuantizedCommPolicy(self.wire_dtype) if self.wire_dtype is not None else None

@@ -1,15 +1,19 @@
-"""Exchanges of weights: the ranks that take part, what they tell each other, and rounds of packed
-messages between them."""
+"""Exchanges of weights: the ranks that take part, what they know of each other, and rounds
+of packed messages between them."""
 
 from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import blake2b
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -20,9 +24,8 @@ from fsdp_overlap.comm.collectives import Issued, all_to_all, choose
 from fsdp_overlap.comm.lanes import Lane, Ticket, make_lane
 from fsdp_overlap.comm.objects import all_give, gather_objects, tell_object
 from fsdp_overlap.desync.faults import Faults
-from fsdp_overlap.engine.context import context_of
+from fsdp_overlap.engine.context import FsdpContext, context_of
 from fsdp_overlap.layout import BucketPlan
-from fsdp_overlap.weights.plan_cache import ExchangePlan, PlanCache, hash_of, plan_cache_of
 from fsdp_overlap.weights.tensor_chunks import Chunk, chunks_by_rank, full_chunk, local_chunks
 from fsdp_overlap.weights.tensors import connected, units_of
 from fsdp_overlap.weights.transfer_plan import (
@@ -32,7 +35,6 @@ from fsdp_overlap.weights.transfer_plan import (
     TensorLayout,
     TransferItem,
     TransferRound,
-    on_several_meshes,
     plan_rounds,
     plan_transfers,
 )
@@ -41,14 +43,80 @@ from fsdp_overlap.weights.transfer_plan import (
 # weights themselves, and are still large enough to travel well.
 _PIECE_BYTES = (1 << 20, 64 << 20)
 
+# An export for evaluation and one for generation take turns, and files are written now and then.
+_MAX_PLANS = 4
+
 TensorParts = Callable[[str], Sequence[tuple[Chunk, torch.Tensor]]]
 """Gives chunks of the tensor of a name, and views of their values."""
 
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class ExchangePlan:
+    """What all ranks planned. Knows no tensor, so that it keeps none alive."""
+
+    number: int
+    """The same on all ranks, and another for each other plan."""
+    has: Layouts
+    rounds: list[TransferRound]
+
+
+TensorLayouts = list[tuple[object, torch.Size, torch.dtype]]
+
+
+class PlanCache:
+    """The last few plans of one context, on this rank."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, tuple[str, ...]], tuple[TensorLayouts, ExchangePlan]] = {}
+
+    def find(self, arguments: str, weights: Mapping[str, torch.Tensor]) -> ExchangePlan | None:
+        """Return the plan that was kept for the same ``arguments``, if ``weights`` lie as they did.
+        The other ranks may have none."""
+        layouts, plan = self._kept.get((arguments, tuple(weights)), ([], None))
+        same = layouts and all(
+            one is other and its == own
+            for (one, *its), (other, *own) in zip(layouts, _layouts_of(weights), strict=True)
+        )
+        return plan if same else None
+
+    def keep(self, arguments: str, weights: Mapping[str, torch.Tensor], plan: ExchangePlan) -> None:
+        """Keep ``plan``, and drop the oldest if there are many."""
+        key = arguments, tuple(weights)
+        self._kept.pop(key, None)
+        self._kept[key] = _layouts_of(weights), plan
+        if len(self._kept) > _MAX_PLANS:
+            del self._kept[next(iter(self._kept))]
+
+    def clear(self) -> None:
+        """Drop all plans."""
+        self._kept.clear()
+
+
+def plan_cache_of(context: FsdpContext) -> PlanCache:
+    """Return the plans of ``context``, which go with it."""
+    return _of_contexts.setdefault(context, PlanCache())
+
+
+_of_contexts: WeakKeyDictionary[FsdpContext, PlanCache] = WeakKeyDictionary()
+
+
+def _layouts_of(weights: Mapping[str, torch.Tensor]) -> TensorLayouts:
+    """Return how each of ``weights`` lies. A tensor that lies otherwise has another spec."""
+    return [
+        (tensor._spec if isinstance(tensor, DTensor) else None, tensor.shape, tensor.dtype)
+        for tensor in weights.values()
+    ]
+
+
+def hash_of(*what: object) -> int:
+    """A number for ``what``, by its ``repr``, of 56 bits. The same on all ranks."""
+    return int.from_bytes(blake2b(repr(what).encode(), digest_size=7).digest(), "little")
+
+
 class RankLayouts(NamedTuple):
-    """What a rank tells the others: how what it ``has`` and ``wants`` lies, by name."""
+    """How what a rank ``has`` and ``wants`` is laid out, by name."""
 
     has: Mapping[str, TensorLayout]
     wants: Mapping[str, TensorLayout]
@@ -62,7 +130,7 @@ class RankLayouts(NamedTuple):
 
 
 class GatheredLayouts(NamedTuple):
-    """What all ranks told, and a number for what each told."""
+    """The layouts of all ranks, and a digest of each rank's."""
 
     has: dict[str, list[tuple[TensorLayout, Sequence[int]]]]
     wants: dict[str, list[tuple[TensorLayout, Sequence[int]]]]
@@ -88,9 +156,9 @@ class WeightExchange:
         make: Callable[[Layouts], list[TransferRound]],
         alone: str = "",
     ) -> tuple[Mapping[str, torch.Tensor], ExchangePlan]:
-        """The weights of this rank, as ``find`` gives them, and the plan of their exchange, which
-        ``make`` makes of what ranks have. Collective. If all ranks keep the same plan for the same
-        ``arguments``, that is the plan. ``alone`` are arguments that change nothing in it.
+        """Return the weights of this rank, as ``find`` gives them, and the plan of their exchange,
+        which ``make`` makes of what ranks have. Collective. If all ranks keep the same plan for the
+        same ``arguments``, that is the plan. ``alone`` are arguments that change nothing in it.
 
         Raises:
             RuntimeError: ``find`` raised on another rank.
@@ -99,37 +167,37 @@ class WeightExchange:
         weights: Mapping[str, torch.Tensor] = {}
         raised: Exception | None = None
         plan = None
-        asked = f"{self.what}: {arguments}"
+        key = f"{self.what}: {arguments}"
         try:
             weights = find()
-            plan = self.plans.find(asked, weights)
+            plan = self.plans.find(key, weights)
         except Exception as error:
             raised = error
         if self._all_equal(0 if plan is None else hash_of(plan.number, alone)) and plan:
             return weights, plan
 
-        def note() -> RankLayouts:
+        def describe() -> RankLayouts:
             if raised is not None:
                 raise raised
             return self.layouts_of(weights, {})
 
-        told = self.gather_layouts(note, f"{arguments}{alone}")
-        plan = ExchangePlan(hash_of(asked, told.digests), told.has, make(told.has))
-        self.plans.keep(asked, weights, plan)
+        gathered = self.gather_layouts(describe, f"{arguments}{alone}")
+        plan = ExchangePlan(hash_of(key, gathered.digests), gathered.has, make(gathered.has))
+        self.plans.keep(key, weights, plan)
         return weights, plan
 
     def layouts_of(
         self, has: Mapping[str, torch.Tensor], wants: Mapping[str, torch.Tensor]
     ) -> RankLayouts:
-        """What this rank tells of its tensors."""
+        """Return how this rank's tensors are laid out."""
         known: dict[object, TensorLayout] = {}
         return RankLayouts(self._by_tensor(has, known), self._by_tensor(wants, known))
 
     def _by_tensor(
         self, weights: Mapping[str, torch.Tensor], known: dict[object, TensorLayout]
     ) -> dict[str, TensorLayout]:
-        """How each of ``weights`` lies. Those that lie alike, as those of equal blocks, have one
-        object, so that it is told once and planned once."""
+        """Return how each of ``weights`` lies. Those that lie alike, as those of equal blocks, have
+        one object, so that it is sent once and planned once."""
         found = {}
         for name, tensor in weights.items():
             plain = tuple(tensor.shape), tensor.dtype
@@ -152,35 +220,37 @@ class WeightExchange:
             return {dist.get_rank() if dist.is_initialized() else 0: 0}
         return {rank: at for at, rank in enumerate(dist.get_process_group_ranks(self.group))}
 
-    def gather_layouts(self, note: Callable[[], RankLayouts], arguments: str) -> GatheredLayouts:
-        """What all ranks have and want, as their ``note`` says. Collective. Ranks whose notes are
-        equal tell them once.
+    def gather_layouts(
+        self, describe: Callable[[], RankLayouts], arguments: str
+    ) -> GatheredLayouts:
+        """Return what all ranks have and want, as their ``describe`` says. Collective. Ranks whose
+        layouts are equal send them once.
 
         Raises:
-            RuntimeError: ``note`` raised on another rank.
+            RuntimeError: ``describe`` raised on another rank.
             ValueError: ranks gave other ``arguments``.
         """
         raised: Exception | None = None
-        mine, digest = RankLayouts({}, {}), 0
+        local, digest = RankLayouts({}, {}), 0
         try:
-            mine = note()
-            digest = mine.digest()
+            local = describe()
+            digest = local.digest()
         except Exception as error:
             raised = error
-        told = self.gather((arguments, digest, f"{raised!r}"))
+        answers = self.gather((arguments, digest, f"{raised!r}"))
         if raised is not None:
             raise raised
         members: dict[int, list[int]] = {}
-        for rank, (given, its, what) in enumerate(told):
-            if not its:
+        for rank, (given, other_digest, what) in enumerate(answers):
+            if not other_digest:
                 raise RuntimeError(f"{self.what}: rank {self.global_rank(rank)} raised {what}")
-            if given != told[0][0]:
-                first = f"rank {self.global_rank(0)} gave {told[0][0]}"
+            if given != answers[0][0]:
+                first = f"rank {self.global_rank(0)} gave {answers[0][0]}"
                 raise ValueError(f"{self.what}: {first}, and rank {self.global_rank(rank)} {given}")
-            members.setdefault(its, []).append(rank)
-        found = GatheredLayouts({}, {}, [its for _, its, _ in told])
+            members.setdefault(other_digest, []).append(rank)
+        found = GatheredLayouts({}, {}, [each for _, each, _ in answers])
         for ranks in members.values():
-            each = mine if len(members) == 1 else self._broadcast(ranks[0], mine)
+            each = local if len(members) == 1 else self._broadcast(ranks[0], local)
             for name, layout in each.has.items():
                 found.has.setdefault(name, []).append((layout, ranks))
             for name, layout in each.wants.items():
@@ -190,7 +260,8 @@ class WeightExchange:
     def plan_transfers(
         self, has: Layouts, wants: Layouts, *, strict: bool, one: bool
     ) -> list[PlannedTensor]:
-        """How each tensor travels. See :func:`~fsdp_overlap.weights.transfer_plan.plan_transfers`.
+        """Return how each tensor travels. See
+        :func:`~fsdp_overlap.weights.transfer_plan.plan_transfers`.
 
         Raises:
             ValueError: what ranks have and want does not go together.
@@ -201,31 +272,36 @@ class WeightExchange:
             raise ValueError(f"{self.what}: {error}") from None
 
     def check_replicas(self, has: Layouts, weights: Mapping[str, torch.Tensor]) -> None:
-        """Checks that what lies on each of several meshes under one name are copies. Collective if
+        """Check that what lies on each of several meshes under one name are copies. Collective if
         there is any.
 
         Raises:
             ValueError: they differ, as experts do that have the same names on all ranks.
         """
-        names = on_several_meshes(has)
+        # Copies, or tensors of their own, as those of experts.
+        names = [
+            name for name, layouts in has.items() if len({layout.mesh for layout, _ in layouts}) > 1
+        ]
         if not names:
             return
-        mine = {
+        local = {
             (name, chunk): digest_of(values)
             for name in names
             if name in weights
             for chunk, values in local_chunks(weights[name])
         }
-        told = self.gather(mine)
+        digests = self.gather(local)
         for name in names:
             by_mesh: dict[tuple[int, ...], dict[Chunk, int]] = {}
             for layout, ranks in has[name]:
                 of_mesh = by_mesh.setdefault(layout.mesh, {})
                 for rank, chunks in layout.on(ranks):
-                    of_mesh.update({each: told[rank][name, each] for each in chunks if each.numel})
+                    of_mesh.update(
+                        {each: digests[rank][name, each] for each in chunks if each.numel}
+                    )
             first, *others = by_mesh.items()
-            for mesh, digests in others:
-                if digests != first[1]:
+            for mesh, of_other in others:
+                if of_other != first[1]:
                     raise ValueError(
                         f"{self.what}: {name!r} has other values on ranks {list(mesh)} than on "
                         f"ranks {list(first[0])}, as experts have, or is cut otherwise: give each "
@@ -235,7 +311,7 @@ class WeightExchange:
     def rounds(
         self, tensors: Sequence[PlannedTensor], piece_bytes: int | None
     ) -> list[TransferRound]:
-        """The rounds in which ``tensors`` travel."""
+        """Return the rounds in which ``tensors`` travel."""
         least, most = _PIECE_BYTES
         largest = max(
             (full_chunk(t.plan.shape).numel * t.dtype.itemsize for t in tensors), default=0
@@ -243,20 +319,20 @@ class WeightExchange:
         return plan_rounds(tensors, piece_bytes or min(max(largest // 4, least), most))
 
     def gather(self, mine: T) -> list[T]:
-        """What each rank tells. Collective."""
+        """Return what each rank gives. Collective."""
         if self.group is None:
             return [mine]
         self._begin()
         return gather_objects(mine, self.group, self.device, self.what)
 
     def _broadcast(self, rank: int, mine: T) -> T:
-        """What ``rank`` tells, of what each has. Collective."""
+        """Return what ``rank`` gives. Collective."""
         assert self.group is not None
         self._begin()
         return tell_object(mine, rank, self.group, self.device, self.what)
 
     def _all_equal(self, number: int) -> bool:
-        """Whether all ranks give the same number. Collective."""
+        """Return whether all ranks give the same number. Collective."""
         if self.group is None:
             return True
         self._begin()
@@ -277,7 +353,7 @@ class WeightExchange:
         return 1 if self.group is None else self.group.size()
 
     def global_rank(self, rank: int) -> int:
-        """The global rank of a place in the group."""
+        """Return the global rank of a place in the group."""
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
     def start(
@@ -287,7 +363,7 @@ class WeightExchange:
         sources: TensorParts,
         targets: TensorParts,
     ) -> Ticket:
-        """Enqueue a round, from ``sources`` into ``targets``, which are asked in the lane's order.
+        """Enqueue a round, from ``sources`` into ``targets``, which are called in the lane's order.
         This rank has ``messages``. Collective."""
         self._begin()
         self.lane.after_compute()  # which may have edited what is sent
@@ -317,10 +393,36 @@ class WeightExchange:
         label = ", ".join(each.completes[:3])
         return self.lane.enqueue(self.what, label, issue, accept, sum(sizes))
 
+    def run(
+        self,
+        rounds: Iterable[tuple[TransferRound, Messages]],
+        sources: TensorParts,
+        targets: TensorParts,
+        ahead: int,
+    ) -> Iterator[tuple[TransferRound, Messages]]:
+        """Enqueue ``rounds`` with what this rank sends and receives in each, so many ``ahead`` of
+        the one that is waited for. Yield each when it is done. Collective."""
+        in_flight: deque[tuple[Ticket, tuple[TransferRound, Messages]]] = deque()
+        to_start = iter(rounds)
+        try:
+            while True:
+                while len(in_flight) <= ahead and (each := next(to_start, None)) is not None:
+                    in_flight.append((self.start(*each, sources, targets), each))
+                if not in_flight:
+                    return
+                ticket, done = in_flight.popleft()
+                ticket.wait()
+                yield done
+        finally:
+            # Where the loop was left, what travels still reads shards and writes to memory.
+            for ticket, _ in in_flight:
+                with suppress(RuntimeError):
+                    ticket.wait()
+
 
 def exchange_of(model: nn.Module, weights: Collection[torch.Tensor], what: str) -> WeightExchange:
-    """The exchange among the ranks that together have ``weights``, those of ``model``. Collective
-    over them at its first call.
+    """Return the exchange among the ranks that together have ``weights``, those of ``model``.
+    Collective over them at its first call.
 
     Raises:
         ValueError: they lie over several ranks, and no module of the model is a unit.
@@ -348,7 +450,7 @@ def digest_of(values: torch.Tensor) -> int:
 
 
 def _sizes(messages: Mapping[int, Sequence[TransferItem]], ranks: int) -> list[int]:
-    """The bytes of the message of each of so many ``ranks``."""
+    """Return the bytes of the message of each of so many ``ranks``."""
     sizes = [0] * ranks
     for rank, parts in messages.items():
         sizes[rank] = sum(part.nbytes for part in parts)
@@ -356,7 +458,7 @@ def _sizes(messages: Mapping[int, Sequence[TransferItem]], ranks: int) -> list[i
 
 
 def _in_order(messages: Mapping[int, Sequence[TransferItem]]) -> list[TransferItem]:
-    """All parts, as messages follow each other in memory."""
+    """Return all parts, as messages follow each other in memory."""
     return [part for rank in sorted(messages) for part in messages[rank]]
 
 
@@ -368,7 +470,7 @@ def _pack(message: torch.Tensor, parts: Sequence[TransferItem], sources: TensorP
 def _views(
     message: torch.Tensor, parts: Sequence[TransferItem]
 ) -> list[tuple[TransferItem, torch.Tensor]]:
-    """Where each of ``parts`` lies in ``message``."""
+    """Return where each of ``parts`` lies in ``message``."""
     starts = accumulate((part.nbytes for part in parts), initial=0)
     return [
         (
@@ -382,7 +484,7 @@ def _views(
 
 
 def _view(part: TransferItem, tensors: TensorParts) -> torch.Tensor:
-    """Where the values of ``part`` are, or belong."""
+    """Return where the values of ``part`` are, or belong."""
     found = tensors(part.name)
     outer, values = (
         found[0]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_overlap.comm.lanes import Ticket
 from fsdp_overlap.comm.streams import has_streams, streams_of
 from fsdp_overlap.weights.exchange import WeightExchange, exchange_of
 from fsdp_overlap.weights.tensor_chunks import Chunk, full_chunk, local_chunks
@@ -33,7 +30,7 @@ def export_weights(
     prefetch: int = 1,
     piece_bytes: int | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Iterates over the whole weights of a sharded model, in its order, with their names.
+    """Iterate over the whole weights of a sharded model, in its order, with their names.
 
     Parameters and persistent buffers come once each, also where several modules share one. They
     travel in pieces. A rank has memory for the weight that is used, for those that the next pieces
@@ -71,7 +68,7 @@ def export_weights(
     """
     found = weights_of(model)
     exchange = exchange_of(model, found.values(), "export_weights")
-    asked = None if ranks is None else sorted(ranks)
+    targets = None if ranks is None else sorted(ranks)
 
     def find() -> Mapping[str, torch.Tensor]:
         if prefetch < 0:
@@ -79,18 +76,18 @@ def export_weights(
         return checked(renamed(found, names))
 
     def make(has: Layouts) -> list[TransferRound]:
-        """Each rank that is asked for wants all that it has."""
+        """Let each target rank want all that it has."""
         places = exchange.places
-        among = None if asked is None else {places[rank] for rank in asked if rank in places}
+        among = None if targets is None else {places[rank] for rank in targets if rank in places}
         wants = wants_all(has, dtype, among)
         return exchange.rounds(
             exchange.plan_transfers(has, wants, strict=False, one=False), piece_bytes
         )
 
-    arguments = f"dtype={dtype}, ranks={asked}, prefetch={prefetch}, piece_bytes={piece_bytes}"
+    arguments = f"dtype={dtype}, ranks={targets}, prefetch={prefetch}, piece_bytes={piece_bytes}"
     weights, plan = exchange.planned(find, arguments, make)
-    is_asked = asked is None or (dist.get_rank() if dist.is_initialized() else 0) in asked
-    wants = {n: whole_of(w.shape, w.dtype, dtype) for n, w in weights.items()} if is_asked else {}
+    is_target = targets is None or (dist.get_rank() if dist.is_initialized() else 0) in targets
+    wants = {n: whole_of(w.shape, w.dtype, dtype) for n, w in weights.items()} if is_target else {}
     return whole_weights(exchange, plan.rounds, weights, wants, prefetch)
 
 
@@ -101,7 +98,8 @@ def whole_weights(
     wants: dict[str, TensorLayout],
     prefetch: int,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights that this rank ``wants`` as they are complete, after so many ``rounds``."""
+    """Return the weights that this rank ``wants`` as they are complete, after so many
+    ``rounds``."""
     arriving: dict[str, torch.Tensor] = {}
 
     def sources(name: str) -> list[tuple[Chunk, torch.Tensor]]:
@@ -113,24 +111,12 @@ def whole_weights(
             arriving[name] = torch.empty(shape, dtype=dtype, device=exchange.device)
         return [(full_chunk(wants[name].shape), arriving[name])]
 
-    in_flight: deque[tuple[Ticket, TransferRound]] = deque()
-    to_start = iter(rounds)
-    try:
-        for _ in rounds:
-            while len(in_flight) <= prefetch and (each := next(to_start, None)) is not None:
-                messages = each.messages(exchange.rank)
-                in_flight.append((exchange.start(each, messages, sources, targets), each))
-            ticket, done = in_flight.popleft()
-            ticket.wait()
-            for name in done.completes:
-                if name in wants:
-                    targets(name)  # has memory by now, but for one without elements
-                    yield name, handed_over(arriving.pop(name))
-    finally:
-        # Where the loop was left, what travels still reads shards and writes to this memory.
-        for ticket, _ in in_flight:
-            with suppress(RuntimeError):
-                ticket.wait()
+    messages = ((each, each.messages(exchange.rank)) for each in rounds)
+    for done, _ in exchange.run(messages, sources, targets, prefetch):
+        for name in done.completes:
+            if name in wants:
+                targets(name)  # has memory by now, but for one without elements
+                yield name, handed_over(arriving.pop(name))
 
 
 def handed_over(tensor: torch.Tensor) -> torch.Tensor:

@@ -59,7 +59,8 @@ class _File:
         return self.path.with_name(self.path.name + _UNFINISHED)
 
     def header(self) -> bytes:
-        """What comes before the values: its own length, then names, dtypes, shapes and places."""
+        """Return what comes before the values: its own length, then names, dtypes, shapes and
+        places."""
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
         start = 0
         for name, layout in self.weights.items():
@@ -84,7 +85,7 @@ def save_weights(
     file_bytes: int = 5 << 30,
     piece_bytes: int | None = None,
 ) -> None:
-    """Writes the whole weights of a sharded model as ``transformers`` loads them: files of
+    """Write the whole weights of a sharded model as ``transformers`` loads them: files of
     safetensors, and an index if there are several.
 
     Each rank writes files of its own, one weight while the next is on its way, and has no more than
@@ -123,7 +124,7 @@ def save_weights(
         return weights
 
     def make(has: Layouts) -> list[TransferRound]:
-        """Each rank wants what it writes. Weights travel in the order in which they are written."""
+        """Let each rank want what it writes. They travel in the order of writing."""
         files = _files(folder, has, dtype, file_bytes, exchange.ranks)
         wants: dict[str, list[tuple[TensorLayout, list[int]]]] = {}
         for number, file in enumerate(files):
@@ -154,7 +155,7 @@ def save_weights(
 
 
 def _on_all(exchange: WeightExchange, run: Callable[[], object]) -> None:
-    """Does ``run`` on each rank, and goes on if all could. Collective.
+    """Do ``run`` on each rank, and go on if all could. Collective.
 
     Raises:
         RuntimeError: a rank could not write; names it.
@@ -164,10 +165,10 @@ def _on_all(exchange: WeightExchange, run: Callable[[], object]) -> None:
         run()
     except OSError as error:
         failure = error
-    for rank, told in enumerate(exchange.gather(failure and repr(failure))):
-        if told is not None:
-            who = f"{exchange.what}: rank {exchange.global_rank(rank)} could not write: {told}"
-            raise RuntimeError(who) from failure
+    for rank, error_of_rank in enumerate(exchange.gather(failure and repr(failure))):
+        if error_of_rank is not None:
+            who = f"{exchange.what}: rank {exchange.global_rank(rank)}"
+            raise RuntimeError(f"{who} could not write: {error_of_rank}") from failure
 
 
 def _check(folder: Path) -> None:
@@ -179,7 +180,7 @@ def _check(folder: Path) -> None:
 def _files(
     folder: Path, has: Layouts, dtype: torch.dtype | None, file_bytes: int, ranks: int
 ) -> list[_File]:
-    """The files of all weights, in order. Ranks share the work if it is enough."""
+    """Return the files of all weights, in order. Ranks share the work if it is enough."""
     known: dict[TensorLayout, TensorLayout] = {}
     weights: dict[str, TensorLayout] = {}
     for name, [(layout, _), *_] in has.items():
@@ -200,8 +201,8 @@ def _files(
 
 
 def _in_turns(files: list[_File], ranks: int) -> Iterator[str]:
-    """The order in which weights travel: each rank gets one file after the other, and all ranks
-    theirs at once."""
+    """Return the order in which weights travel: each rank gets one file after the other, and all
+    ranks theirs at once."""
     for first in range(0, len(files), ranks):
         turn: list[tuple[int, int, str]] = []
         for number, file in enumerate(files[first : first + ranks]):
@@ -211,7 +212,7 @@ def _in_turns(files: list[_File], ranks: int) -> Iterator[str]:
 
 
 def _write_files(files: list[_File], arriving: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Writes ``files``, whose weights come in order. A thread writes one while the next is on its
+    """Write ``files``, whose weights come in order. A thread writes one while the next is on its
     way. If it fails, all weights are taken all the same, because other ranks wait for what this one
     sends meanwhile."""
     try:
@@ -234,7 +235,7 @@ def _write_files(files: list[_File], arriving: Iterator[tuple[str, torch.Tensor]
 
 
 def _write(out: BinaryIO, weight: torch.Tensor, ready: Any) -> int:
-    """Writes ``weight``, which is there after the event ``ready``. This thread has a stream of its
+    """Write ``weight``, which is there after the event ``ready``. This thread has a stream of its
     own."""
     if ready is not None:
         ready.wait(streams_of(weight.device).current_stream(weight.device))

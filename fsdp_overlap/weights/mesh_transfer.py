@@ -1,5 +1,5 @@
-"""Who has which chunks of a tensor, and who asks whom for them. Chunks are searched in order, so
-that a rank scans those alone that overlap its own."""
+"""Who has which chunks of a tensor, and who receives them from whom. Chunks are searched in
+order, so that a rank scans those alone that overlap its own."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class ChunkIndex:
         self._ends = [*accumulate((end for _, end in spans), max)]
 
     def touching(self, other: Chunk) -> list[Chunk]:
-        """Those that have elements in common with ``other``, in order."""
+        """Return those that have elements in common with ``other``, in order."""
         start, end = self._span(other)
         near = self.chunks[bisect_right(self._ends, start) : bisect_left(self._starts, end)]
         return [chunk for chunk in near if chunk & other is not None]
 
     def place(self, chunk: Chunk) -> int:
-        """The place of one of them."""
+        """Return the place of one of them."""
         return bisect_left(self.chunks, chunk)
 
     def _span(self, chunk: Chunk) -> tuple[int, int]:
-        """Where it begins and ends in the flattened tensor."""
+        """Return where it begins and ends in the flattened tensor."""
         start = end = 0
         for offset, size, stride in zip(chunk.offsets, chunk.sizes, self._strides, strict=False):
             start += offset * stride
@@ -85,8 +85,8 @@ class MeshTransfer:
         return max((sum(chunk.numel for chunk in chunks) for chunks in held), default=0)
 
     def run(self, number: int, runs: int) -> slice:
-        """The places of some neighbours among chunks, if these are divided into so many ``runs``
-        of about as many elements."""
+        """Return the places of some neighbors among chunks, if these are divided into so many
+        ``runs`` of about as many elements."""
         starts, numel = self._starts, self._starts[-1]
         first, last = (-(-numel * each // runs) for each in (number, number + 1))
         return slice(bisect_left(starts, first), bisect_left(starts, last))
@@ -117,14 +117,14 @@ class MeshTransfer:
         return ChunkIndex(self._shape, found), found
 
     def source(self, chunk: Chunk, target: int) -> int:
-        """The rank that sends ``chunk`` to ``target``: itself if it can, else one that others who
-        want the same do not all ask."""
+        """Return the rank that sends ``chunk`` to ``target``: itself if it can, else one that
+        others who want the same do not all ask."""
         ranks = self.holders[chunk]
         return target if _in(target, ranks) else ranks[target * len(ranks) // self._ranks]
 
     def sends(self, me: int) -> list[tuple[int, Chunk, WantedChunks]]:
-        """The chunks that rank ``me`` sends of, each with its place among all, and with the parts
-        that others want of it."""
+        """Return the chunks that rank ``me`` sends of, each with its place among all, and with the
+        parts that others want of it."""
         if me not in self._sends:
             self._sends[me] = [
                 (self._all_held.place(chunk), chunk, wanting)
@@ -152,8 +152,8 @@ class MeshTransfer:
         return found
 
     def receives(self, me: int) -> list[tuple[int, Chunk, tuple[int, list[Chunk]]]]:
-        """The chunks that rank ``me`` wants some of, each with its place among all, the rank that
-        it comes from, and what is wanted of it."""
+        """Return the chunks that rank ``me`` wants some of, each with its place among all, the rank
+        that it comes from, and what is wanted of it."""
         if me not in self._receives:
             touched: dict[Chunk, list[Chunk]] = {}
             for want in sorted(self._wanted.get(me, ())):
@@ -167,7 +167,7 @@ class MeshTransfer:
 
 
 def between(found: Sequence[tuple[int, Chunk, T]], places: slice) -> Iterator[tuple[Chunk, T]]:
-    """Those of ``found``, which is in order, that are at ``places``."""
+    """Return those of ``found``, which is in order, that are at ``places``."""
     first, last = (
         None if each is None else bisect_left(found, each, key=itemgetter(0))
         for each in (places.start, places.stop)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap.comm.lanes import Ticket, make_lane
+from fsdp_overlap.comm.lanes import make_lane
 from fsdp_overlap.comm.streams import current_device
 from fsdp_overlap.engine.context import context_of
 from fsdp_overlap.weights.exchange import RankLayouts, WeightExchange
@@ -88,13 +86,15 @@ class WeightResharder:
         device = _device_of(source, target, group)
         self._exchange = WeightExchange("Resharding", group, device, make_lane(device))
 
-        def note() -> RankLayouts:
+        def describe() -> RankLayouts:
             self._find()
             return self._exchange.layouts_of(self._source, self._target)
 
-        told = self._exchange.gather_layouts(note, f"piece_bytes={piece_bytes}")
-        self._exchange.check_replicas(told.has, self._source)
-        self._tensors = self._exchange.plan_transfers(told.has, told.wants, strict=True, one=True)
+        layouts = self._exchange.gather_layouts(describe, f"piece_bytes={piece_bytes}")
+        self._exchange.check_replicas(layouts.has, self._source)
+        self._tensors = self._exchange.plan_transfers(
+            layouts.has, layouts.wants, strict=True, one=True
+        )
 
     def _find(self) -> None:
         """Find the tensors of both sides, which a module may have replaced."""
@@ -103,7 +103,7 @@ class WeightResharder:
         self._target = checked(_by_name(target))
 
     def run(self, *, changed: bool = False) -> None:
-        """Copies the weights. Compute enqueued from now on waits for it. Collective.
+        """Copy the weights. Compute enqueued from now on waits for it. Collective.
 
         Args:
             changed: whether to leave out sharded parameters that were not edited since the last
@@ -117,21 +117,9 @@ class WeightResharder:
         if isinstance(self._sides[1], nn.Module):
             for unit in units_of(self._sides[1]):  # whose weights may be gathered ahead
                 context_of(unit).comm_context.gather_lane.before_compute()
-        in_flight: deque[Ticket] = deque()
-        try:
-            with torch.no_grad():
-                for each, messages in rounds:
-                    start = self._exchange.start(each, messages, self._sources, self._targets)
-                    in_flight.append(start)
-                    self._count(each, messages)
-                    if len(in_flight) > _AHEAD:
-                        in_flight.popleft().wait()
-                while in_flight:
-                    in_flight.popleft().wait()
-        finally:
-            for ticket in in_flight:  # after an error: it reads and writes all the same
-                with suppress(RuntimeError):
-                    ticket.wait()
+        with torch.no_grad():
+            for each, messages in self._exchange.run(rounds, self._sources, self._targets, _AHEAD):
+                self._count(each, messages)
         self._versions.update(versions)
 
     @cached_property
@@ -139,7 +127,8 @@ class WeightResharder:
         return self._planned(self._tensors)
 
     def _planned(self, tensors: list[PlannedTensor]) -> list[tuple[TransferRound, Messages]]:
-        """The rounds in which ``tensors`` travel, and what this rank sends and receives in each."""
+        """Return the rounds in which ``tensors`` travel, and what this rank sends and receives in
+        each."""
         rounds = self._exchange.rounds(tensors, self._piece_bytes)
         return [(each, each.messages(self._exchange.rank)) for each in rounds]
 
@@ -179,17 +168,17 @@ def _by_name(weights: Weights | None) -> Mapping[str, torch.Tensor]:
 def _device_of(
     source: Weights | None, target: Weights | None, group: dist.ProcessGroup | None
 ) -> torch.device:
-    """Where messages lie, of one type on all ranks: that of the tensors of some rank that has an
-    accelerator, or else the host. Collective over ``group``."""
-    kinds = [
+    """Return where messages lie, of one type on all ranks: that of the tensors of some rank that
+    has an accelerator, or else the host. Collective over ``group``."""
+    local_types = [
         each.device_mesh.device_type if isinstance(each, DTensor) else each.device.type
         for side in (source, target)
         for each in _by_name(side).values()
         if isinstance(each, torch.Tensor)
     ]
-    mine = next((kind for kind in kinds if kind not in ("cpu", "meta")), "cpu")
-    told: list[Any] = [mine]
+    local_type = next((kind for kind in local_types if kind not in ("cpu", "meta")), "cpu")
+    types: list[Any] = [local_type]
     if group is not None:
-        told = [None] * group.size()
-        dist.all_gather_object(told, mine, group=group)
-    return current_device(next((kind for kind in told if kind != "cpu"), "cpu"))
+        types = [None] * group.size()
+        dist.all_gather_object(types, local_type, group=group)
+    return current_device(next((kind for kind in types if kind != "cpu"), "cpu"))

@@ -29,7 +29,7 @@ class Chunk(NamedTuple):
         return prod(self.sizes)
 
     def __and__(self, other: Chunk) -> Chunk | None:
-        """What both have, if anything."""
+        """Return what both have, if anything."""
         starts = tuple(map(max, self.offsets, other.offsets))
         sizes = tuple(
             min(mine + size, its + other_size) - start
@@ -40,7 +40,7 @@ class Chunk(NamedTuple):
         return Chunk(starts, sizes) if all(size > 0 for size in sizes) else None
 
     def moved(self, offsets: Sequence[int]) -> Chunk:
-        """The same chunk of a larger tensor, in which this tensor begins at ``offsets``."""
+        """Return the same chunk of a larger tensor, in which this tensor begins at ``offsets``."""
         return Chunk(tuple(map(add, self.offsets, offsets)), self.sizes)
 
     def of(self, outer: Chunk, values: torch.Tensor) -> torch.Tensor:
@@ -52,19 +52,13 @@ class Chunk(NamedTuple):
 
 
 def full_chunk(shape: Sequence[int]) -> Chunk:
-    """All of a tensor of ``shape``."""
+    """Return all of a tensor of ``shape``."""
     return Chunk((0,) * len(shape), tuple(shape))
 
 
-def slabs(shape: Sequence[int], most: int) -> list[Chunk]:
-    """The tensor of ``shape``, cut into chunks of at most ``most`` elements, but of one element at
-    least. They follow each other in the flattened tensor."""
-    sizes = tuple(shape)
-    return [slab(sizes, most, number) for number in range(slab_count(sizes, most))]
-
-
 def slab(shape: tuple[int, ...], most: int, number: int) -> Chunk:
-    """One of :func:`slabs`, reckoned without the others."""
+    """One chunk of the tensor of ``shape``, cut into chunks of at most ``most`` elements, but of
+    one element at least, which follow each other in the flattened tensor."""
     offsets, sizes = [], []
     for size, step, count in reversed(_steps(shape, most)):
         number, along = divmod(number, count)
@@ -74,7 +68,7 @@ def slab(shape: tuple[int, ...], most: int, number: int) -> Chunk:
 
 
 def slab_count(shape: tuple[int, ...], most: int) -> int:
-    """How many :func:`slabs` there are."""
+    """Return how many chunks :func:`slab` gives."""
     return prod(count for _, _, count in _steps(shape, most))
 
 
@@ -94,7 +88,7 @@ def _steps(shape: tuple[int, ...], most: int) -> tuple[tuple[int, int, int], ...
 
 
 def local_chunks(tensor: torch.Tensor) -> list[tuple[Chunk, torch.Tensor]]:
-    """What this rank has of ``tensor``, which may lie over ranks: chunks, and views of their
+    """Return what this rank has of ``tensor``, which may lie over ranks: chunks, and views of their
     values."""
     if isinstance(tensor, RaggedDTensor):
         spec, local = tensor._spec, tensor._local_tensor.detach()
@@ -154,8 +148,8 @@ def chunks_by_rank(tensor: DTensor) -> Mapping[int, tuple[Chunk, ...]]:
 
 
 def _is_known(tensor: DTensor) -> bool:
-    """Whether this rank's part is a box, and the one that is reckoned. A strided shard is one where
-    it is cut after, by other dimensions of the mesh, into as many parts as it says."""
+    """Return whether this rank's part is a box, and the one that is reckoned. A strided shard is
+    one where it is cut after, by other dimensions of the mesh, into as many parts as it says."""
     if tensor.device_mesh.get_coordinate() is None:
         return True  # nothing of it is here
     for dim, placement in enumerate(tensor.placements):

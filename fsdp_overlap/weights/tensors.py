@@ -64,14 +64,14 @@ def renamed(weights: Mapping[str, torch.Tensor], names: Names | None) -> dict[st
 
 
 def units_of(model: nn.Module) -> list[Unit]:
-    """The units in ``model``."""
+    """Return the units in ``model``."""
     found = (unit_of(module) for module in model.modules())
     return list(dict.fromkeys(unit for unit in found if unit is not None))
 
 
 def connected(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
-    """The ranks that together have all of ``tensors``, of which this rank has parts: those along
-    the dimensions of meshes that cut, over all tensors. Not those that hold copies alone."""
+    """Return the ranks that together have all of ``tensors``, of which this rank has parts: those
+    along the dimensions of meshes that cut, over all tensors. Not those that hold copies alone."""
     parents: dict[int, int] = {}
 
     def root(rank: int) -> int:
@@ -96,8 +96,8 @@ def connected(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
 
 
 def is_first(tensors: Collection[torch.Tensor]) -> bool:
-    """Whether this rank is among those that :func:`connected` gives for the first rank that has
-    parts of ``tensors``. Others hold copies of theirs."""
+    """Return whether this rank is among those that :func:`connected` gives for the first rank that
+    has parts of ``tensors``. Others hold copies of theirs."""
     meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
     return min((int(mesh.mesh.min()) for mesh in meshes), default=0) in connected(tensors)
 

@@ -1,5 +1,5 @@
 """Who sends which part of which tensor to whom, in rounds of a bounded size. All ranks plan
-the same rounds from what they told each other. What one rank sends and receives in a round is
+the same rounds from the layouts of all. What one rank sends and receives in a round is
 reckoned when the round begins, and takes time for that alone."""
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ class TensorLayout(NamedTuple):
     mesh: tuple[int, ...] = ()
 
     def on(self, ranks: Sequence[int]) -> Iterator[tuple[int, tuple[Chunk, ...]]]:
-        """What each of ``ranks`` has, if anything."""
+        """Return what each of ``ranks`` has, if anything."""
         if self.chunks is None:
             everything = (full_chunk(self.shape),)
             yield from ((rank, everything) for rank in ranks)
@@ -40,7 +41,7 @@ class TensorLayout(NamedTuple):
 
 Layouts = Mapping[str, Sequence[tuple[TensorLayout, Sequence[int]]]]
 """By the names of tensors: how each lies, and on which ranks, in ascending order. Several where
-ranks told different things."""
+ranks differ."""
 
 
 class TransferItem(NamedTuple):
@@ -90,12 +91,12 @@ class TransferPlan:
     def send_factor(self) -> int:
         """How many times as much as a piece the rank that has most of it may have to send."""
         numel = full_chunk(self.shape).numel
-        asked = sum(transfer.wanted_numel for transfer in self.transfers)
+        wanted = sum(transfer.wanted_numel for transfer in self.transfers)
         most = max((transfer.max_held_numel for transfer in self.transfers), default=0)
-        return max(1, -(-asked * most // max(1, numel * numel)))
+        return max(1, -(-wanted * most // max(1, numel * numel)))
 
     def cut(self, most: int) -> PieceSplit:
-        """How to cut it into pieces of about ``most`` elements."""
+        """Return how to cut it into pieces of about ``most`` elements."""
         count = max(1, -(-full_chunk(self.shape).numel // most))
         largest = max(
             (chunk.numel for transfer in self.transfers for chunk in transfer.holders), default=0
@@ -169,11 +170,11 @@ class TensorPiece(NamedTuple):
                     into.receives.setdefault(sender, []).extend(parts)
 
     def _places(self, transfer: MeshTransfer) -> slice:
-        """Which chunks of ``transfer`` the piece has some of."""
+        """Return which chunks of ``transfer`` the piece has some of."""
         return slice(None) if self.cut.parts else transfer.run(self.number, self.cut.pieces)
 
     def _of(self, chunk: Chunk) -> Chunk | None:
-        """What of ``chunk``, which is at one of these places, is in the piece."""
+        """Return what of ``chunk``, which is at one of these places, is in the piece."""
         if self.cut.parts is None:
             return chunk
         most = _part(chunk.sizes, self.cut.parts)
@@ -200,7 +201,7 @@ class TransferRound:
     completes: list[str] = field(default_factory=list)
 
     def messages(self, me: int) -> Messages:
-        """What rank ``me`` sends and receives."""
+        """Return what rank ``me`` sends and receives."""
         found = Messages()
         for piece in self.pieces:
             if self.gathered:
@@ -213,12 +214,13 @@ class TransferRound:
 
 
 def whole_of(shape: Sequence[int], dtype: torch.dtype, to: torch.dtype | None) -> TensorLayout:
-    """All of a tensor, cast ``to`` a dtype if one is given and it has floating-point numbers."""
+    """Return all of a tensor, cast ``to`` a dtype if one is given and it has floating-point
+    numbers."""
     return TensorLayout(tuple(shape), to if to is not None and dtype.is_floating_point else dtype)
 
 
 def wants_all(has: Layouts, to: torch.dtype | None, among: Collection[int] | None) -> Layouts:
-    """What ranks want if each has to get all of what it has a part of, cast as by
+    """Return what ranks want if each has to get all of what it has a part of, cast as by
     :func:`whole_of`. ``among`` are the ranks that want anything, all by default."""
     layouts: dict[tuple[object, ...], TensorLayout] = {}
     members: dict[int, list[int]] = {}
@@ -234,18 +236,10 @@ def wants_all(has: Layouts, to: torch.dtype | None, among: Collection[int] | Non
     return found
 
 
-def on_several_meshes(has: Layouts) -> list[str]:
-    """The names that stand for a tensor on each of several meshes: copies, or tensors of their own,
-    as those of experts."""
-    return [
-        name for name, layouts in has.items() if len({layout.mesh for layout, _ in layouts}) > 1
-    ]
-
-
 def plan_transfers(
     has: Layouts, wants: Layouts, ranks: int, *, strict: bool, one: bool
 ) -> list[PlannedTensor]:
-    """How tensors travel among so many ``ranks``, in the order of ``has``.
+    """Return how tensors travel among so many ``ranks``, in the order of ``has``.
 
     ``strict``: whether it is an error if nobody wants a tensor. ``one``: whether a name stands for
     one tensor, of which those on several meshes are copies; else each rank gets that of its own
@@ -260,27 +254,25 @@ def plan_transfers(
     known: dict[tuple[tuple[int, int], ...], TransferPlan] = {}
     found = []
     for name, layouts in has.items():
-        if asked := wants.get(name):
+        if wanted := wants.get(name):
             try:
-                _check_same(name, "shape", [*_shapes(layouts), *_shapes(asked)])
-                for each in (layouts, asked):
+                _check_same(name, "shape", [*_shapes(layouts), *_shapes(wanted)])
+                for each in (layouts, wanted):
                     _check_same(name, "dtype", [(ranks[0], layout.dtype) for layout, ranks in each])
-                # Layouts that are told once are one object for all tensors that lie so.
-                key = tuple((id(layout), id(ranks)) for layout, ranks in (*layouts, *asked))
+                # Layouts that are sent once are one object for all tensors that lie so.
+                key = tuple((id(layout), id(ranks)) for layout, ranks in (*layouts, *wanted))
                 if key not in known:
-                    known[key] = _plan_transfer(name, layouts, asked, ranks, one)
-                dtypes = layouts[0][0].dtype, asked[0][0].dtype
-                found.append(PlannedTensor(name, min(dtypes, key=_itemsize), known[key]))
+                    known[key] = _plan_transfer(name, layouts, wanted, ranks, one)
+                dtypes = layouts[0][0].dtype, wanted[0][0].dtype
+                found.append(
+                    PlannedTensor(name, min(dtypes, key=attrgetter("itemsize")), known[key])
+                )
             except ValueError as error:
                 problems.append(str(error))
     if problems:
         more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise ValueError("; ".join(problems[:8]) + more)
     return found
-
-
-def _itemsize(dtype: torch.dtype) -> int:
-    return dtype.itemsize
 
 
 def _shapes(layouts: Sequence[tuple[TensorLayout, Sequence[int]]]) -> list[tuple[int, object]]:
@@ -310,13 +302,13 @@ def _plan_transfer(
     if len(by_mesh) > 1 and not one:
         numbers = {mesh: number for number, mesh in enumerate(by_mesh)}
         own = {rank: numbers[layout.mesh] for layout, members in has for rank in members}
-    asked: list[dict[tuple[Chunk, ...], list[int]]] = [{} for _ in by_mesh]
+    wanted: list[dict[tuple[Chunk, ...], list[int]]] = [{} for _ in by_mesh]
     for layout, members in wants:
         for rank, chunks in layout.on(members):
-            asked[own.get(rank, 0)].setdefault(chunks, []).append(rank)
+            wanted[own.get(rank, 0)].setdefault(chunks, []).append(rank)
     transfers = [
         MeshTransfer(holders, of_mesh, shape, ranks)
-        for holders, of_mesh in zip(by_mesh.values(), asked, strict=True)
+        for holders, of_mesh in zip(by_mesh.values(), wanted, strict=True)
         if of_mesh
     ]
     return TransferPlan(shape, transfers, ranks)
@@ -327,13 +319,13 @@ def _check_same(name: str, what: str, given: Sequence[tuple[int, object]]) -> No
     for rank, value in given:
         first.setdefault(value, rank)
     if len(first) > 1:
-        told = ", ".join(f"{value} on rank {rank}" for value, rank in first.items())
-        raise ValueError(f"{name!r} has not the same {what} everywhere: {told}")
+        values = ", ".join(f"{value} on rank {rank}" for value, rank in first.items())
+        raise ValueError(f"{name!r} has not the same {what} everywhere: {values}")
 
 
 def plan_rounds(tensors: Iterable[PlannedTensor], max_bytes: int) -> list[TransferRound]:
-    """The rounds in which ``tensors`` travel. In each, no rank sends or receives more than about
-    ``max_bytes``."""
+    """Return the rounds in which ``tensors`` travel. In each, no rank sends or receives more than
+    about ``max_bytes``."""
     rounds: list[TransferRound] = []
     cuts: dict[tuple[int, int], PieceSplit] = {}
     room = 0

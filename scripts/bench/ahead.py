@@ -28,17 +28,17 @@ CASES: dict[str, tuple[Training, str, str]] = {
     "70B, 256 GPUs": (replace(full, model="llama3-70b", gpus=256), H100, FAST),
     "405B, 1,024 GPUs": (replace(full, model="llama3-405b", gpus=1024), H200, FAST),
     "Moonlight, 64 GPUs": (
-        replace(full, model="moonlight-16b", experts=8, sequence=4096),
+        replace(full, model="moonlight-16b", expert_parallel=8, sequence=4096),
         H100,
         FAST,
     ),
     "Moonlight, 64 GPUs, batch 4": (
-        replace(full, model="moonlight-16b", experts=8, sequence=4096, batch=4),
+        replace(full, model="moonlight-16b", expert_parallel=8, sequence=4096, micro_batch_size=4),
         H100,
         FAST,
     ),
     "DeepSeek-V3, 1,024 GPUs": (
-        replace(full, model="deepseek-v3", gpus=1024, experts=32, sequence=4096, blocks=9),
+        replace(full, model="deepseek-v3", gpus=1024, expert_parallel=32, sequence=4096, blocks=9),
         H200,
         FAST,
     ),

@@ -22,7 +22,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from fsdp_overlap.cli.errors import BadInput
+from fsdp_overlap.cli.output import BadInput
 from fsdp_overlap.cli.run_folder import check_out
 from harness.benchmarks import BENCHMARKS, Benchmark
 from harness.measurement import Measurement, read_measurement

@@ -214,7 +214,7 @@ def run_rank(args: argparse.Namespace) -> None:
                 "nbytes": 12 * sum(parameter.numel() for parameter in model.parameters()),
                 "samples": worst,
                 "times": times,
-                "copied": stager.most_copied_bytes,
+                "copied": stager.peak_copied_bytes,
             }
         )
     dist.barrier()

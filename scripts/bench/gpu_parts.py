@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 import llama
 from fsdp_overlap.profiling import Report, assert_overlapped, read_report
 from fsdp_overlap.profiling.report import ROWS
-from fsdp_overlap.profiling.tables import Table, kinds_table, ranks_table
+from fsdp_overlap.profiling.tables import ReportTable, kinds_table, ranks_table
 from harness import output, simulated_ranks, turns
 from harness.markdown import markdown_table
 from harness.measurement import Measurement, Ratio, Spread, interval, three_decimals
@@ -236,7 +236,7 @@ def per_step(report: Report) -> dict[str, Any]:
     return figures
 
 
-def _markdown(table: Table) -> str:
+def _markdown(table: ReportTable) -> str:
     return markdown_table(table.header, table.rows)
 
 

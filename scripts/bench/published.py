@@ -76,19 +76,23 @@ JUNE = f"{TORCHTITAN}llama3-8b_h200_202506_trainy-whitefiber.md"
 ASYNC_TP = f"{TORCHTITAN}asyncTP_llama3_h100_2025-06_torchtitan.md"
 FOUNDRY = "https://github.com/mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md"
 
-LLAMA = Training("llama3-8b", gpus=1, batch=2, checkpointing="selective", optimizer="torch-adamw")
-FLOAT8 = replace(LLAMA, products="float8", gather_dtype=torch.float8_e4m3fn)
+LLAMA = Training(
+    "llama3-8b", gpus=1, micro_batch_size=2, checkpointing="selective", optimizer="torch-adamw"
+)
+FLOAT8 = replace(LLAMA, linear_dtype="float8", gather_dtype=torch.float8_e4m3fn)
 # Composer's FSDP reduced gradients in the precision of compute.
 MPT = Training(
     "published:mpt_13b",
     gpus=1,
-    batch=2,
+    micro_batch_size=2,
     sequence=2048,
     reduce_dtype=torch.bfloat16,
     optimizer="torch-adamw",
 )
 
-LLAMA_70B = replace(LLAMA, model="llama3-70b", gpus=8, tensor=8, batch=16, checkpointing="full")
+LLAMA_70B = replace(
+    LLAMA, model="llama3-70b", gpus=8, tensor_parallel=8, micro_batch_size=16, checkpointing="full"
+)
 
 COMPILED = Published(
     "the same, compiled",
@@ -139,7 +143,7 @@ TABLES = (
         DECEMBER,
         "h100_500w",
         "nvlink4_400g",
-        replace(LLAMA_70B, products="float8"),
+        replace(LLAMA_70B, linear_dtype="float8"),
         (Row(256, 829, 71.9),),
         like=COMPILED_FLOAT8,
     ),
@@ -158,7 +162,7 @@ TABLES = (
         FOUNDRY,
         "h100_sxm",
         "nvlink4_400g",
-        replace(MPT, model="published:mpt_1b", batch=20),
+        replace(MPT, model="published:mpt_1b", micro_batch_size=20),
         (Row(16, 46037), Row(32, 45130), Row(64, 44402)),
     ),
     Published(
@@ -166,7 +170,7 @@ TABLES = (
         FOUNDRY,
         "a100_sxm",
         "nvlink3_roce_200g",
-        replace(MPT, model="published:mpt_7b", batch=18, checkpointing="full"),
+        replace(MPT, model="published:mpt_7b", micro_batch_size=18, checkpointing="full"),
         (Row(32, 3725), Row(64, 3665), Row(128, 3623)),
     ),
 )

@@ -88,7 +88,7 @@ def run_rank(args: argparse.Namespace) -> None:
     """Train on this rank; rank 0 reports what each of them found."""
     rank, world_size = processes.join_ranks(timeout_s=args.timeout)
     torch.manual_seed(0)
-    model = GPT(layers=args.blocks, width=32, heads=2, tied=False)
+    model = GPT(layers=args.blocks, width=32, heads=2)
     ctx = FsdpContext(prefetch=PREFETCH)
     for module in (*model.blocks, model):
         fully_shard(module, ctx)

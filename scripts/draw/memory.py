@@ -104,7 +104,7 @@ def counted(most: dict[int, int]) -> Iterator[None]:
 
 def measure(optimizer: str, stage: int) -> tuple[Memory, list[BucketPlan]]:
     """What this rank allocates for a small model in two steps of two microbatches."""
-    model = GPT(layers=6, width=32, heads=2, tied=False)
+    model = GPT(layers=6, width=32, heads=2)
     ctx = FsdpContext(prefetch=PREFETCH, layout=LAYOUTS[optimizer])
     ctx.plan_layout([*model.blocks, model])
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -56,8 +56,9 @@ def predict(training: Training, device: str = DEVICE) -> Found:
         training.tokens,
     )
     Console(stderr=True, highlight=False, soft_wrap=True).print(
-        f"{training.model} on {training.gpus} {device} in {training.replicate} copies, "
-        f"{training.blocks_a_unit} blocks a unit, prefetch {training.prefetch}, {training.layout}: "
+        f"{training.model} on {training.gpus} {device} in {training.replicas} copies, "
+        f"{training.blocks_per_unit} blocks a unit, prefetch {training.prefetch}, "
+        f"{training.layout}: "
         f"{result.seconds:.3f} s, of which it waits for gathers {result.gathers:.3f} s and for "
         f"reductions {result.reductions:.3f} s, {result.reserved / GIB:.1f} GiB"
     )
@@ -71,14 +72,14 @@ def draw_gpus(figure: Figure) -> None:
     for (model, device, fewest), color in zip(
         (("8b", DEVICE, 8), ("70b", DEVICE, 64), ("405b", LARGE, 256)), COLORS, strict=False
     ):
-        base = Training(f"llama3-{model}", gpus=1, batch=1, checkpointing="full")
+        base = Training(f"llama3-{model}", gpus=1, micro_batch_size=1, checkpointing="full")
         whole = [replace(base, gpus=count) for count in counts if count >= fewest]
         rates = [_rate(predict(training, device)) for training in whole]
         shown = [100 * rate / rates[0] for rate in rates]
         name = f"{model.upper()}, {device[:4].upper()}"
         axes.plot([each.gpus for each in whole], shown, "o-", color=color, label=name)
         if model == "8b":
-            copies = [replace(each, replicate=each.gpus // 256) for each in whole[3:]]
+            copies = [replace(each, replicas=each.gpus // 256) for each in whole[3:]]
             shown = [100 * _rate(predict(training, device)) / rates[0] for training in copies]
             numbers, name = [each.gpus for each in copies], "8B, a copy on every 256"
             axes.plot(numbers, shown, "s--", color=color, markersize=4, label=name)
@@ -95,11 +96,11 @@ def _rate(found: Found) -> float:
 
 def draw_prefetch(figure: Figure) -> None:
     """A line for each number of blocks a unit, a point for each prefetch."""
-    base = Training("llama3-70b", gpus=256, batch=1, checkpointing="full")
+    base = Training("llama3-70b", gpus=256, micro_batch_size=1, checkpointing="full")
     axes = figure.subplots()
     for blocks, color in zip((1, 2, 4), COLORS, strict=False):
         points = {
-            prefetch: predict(replace(base, blocks_a_unit=blocks, prefetch=prefetch))
+            prefetch: predict(replace(base, blocks_per_unit=blocks, prefetch=prefetch))
             for prefetch in (0, 1, 2, 3)
         }
         sizes = [found.reserved / GIB for found in points.values()]
@@ -127,7 +128,7 @@ LAYOUTS: dict[str, tuple[LayoutRule, int]] = {
 
 def draw_ragged(figure: Figure) -> None:
     """What a step takes more than with Flat(), whose shards are equal without padding."""
-    base = Training("llama3-8b", gpus=1, batch=1, checkpointing="full")
+    base = Training("llama3-8b", gpus=1, micro_batch_size=1, checkpointing="full")
     counts = (8, 32, 128, 512, 2048)
     axes = figure.subplots()
     for (label, (layout, most)), color in zip(LAYOUTS.items(), COLORS, strict=False):

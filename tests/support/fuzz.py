@@ -20,7 +20,7 @@ from hypothesis.internal.conjecture.engine import ConjectureRunner
 
 from fsdp_overlap import BlockAtomic, Flat, PerTensor
 from fsdp_overlap import TensorAtomic as WholeMatrices
-from fsdp_overlap.emulator import EmulatedDevice, Issued, compare_issued, running
+from fsdp_overlap.emulator import EmulatedDevice, IssuedCollective, compare_issued, running
 from fsdp_overlap.layout import LayoutRule
 from support import nccl_like
 from support.fuzz_errors import PLACES, EditTooSoon, Fail, FailAlone, Reset, Stray
@@ -69,7 +69,7 @@ class Seen(NamedTuple):
 
     done: Counter[str]
     findings: list[str] = []  # noqa: RUF012
-    issued: list[Issued] = []  # noqa: RUF012
+    issued: list[IssuedCollective] = []  # noqa: RUF012
 
 
 def run_program(program: Program) -> Seen:

@@ -42,7 +42,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fsdp_overlap.comm import collectives, row_collectives
 from fsdp_overlap.emulator import graphs
 from fsdp_overlap.emulator import torch_module as streams
-from fsdp_overlap.emulator.device import Enqueued
+from fsdp_overlap.emulator.device import EnqueuedCollective
 
 # As NCCL's name is spoken. Written, it would stand for a GPU.
 BACKEND = "nickel"
@@ -100,7 +100,7 @@ class Delivery(dist.Work):
         super().__init__()
         self._arrival = arrival
         self._receive: Receive | None = receive
-        self.enqueued: Enqueued | None = None
+        self.enqueued: EnqueuedCollective | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         # C++ asks with a timeout of 0 or less where there is none.

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.emulator import Operation
 from fsdp_overlap.optim import AdamW
-from fsdp_overlap.simulator.clock import full_of
+from fsdp_overlap.simulator.costs import full_of
 from fsdp_overlap.simulator.simulate import Prediction, Step, simulate
 
 UNITS, WIDTH = 6, 64

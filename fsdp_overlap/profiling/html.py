@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 
 from fsdp_overlap.profiling.diagnosis import diagnose
-from fsdp_overlap.profiling.drawing import COLOURS, LEGEND, draw
+from fsdp_overlap.profiling.plot import COLORS, LEGEND, draw
 from fsdp_overlap.profiling.report import Report
 from fsdp_overlap.profiling.tables import collectives_table, kinds_table, ranks_table
 
@@ -17,7 +17,7 @@ _MOST_COLLECTIVES = 100
 
 
 def write_html(reports: Mapping[str, Report], path: str | os.PathLike[str]) -> None:
-    """Writes the reports, by name: what was found, an interactive timeline and tables."""
+    """Write the reports, by name: what was found, an interactive timeline and tables."""
     environment = Environment(
         loader=PackageLoader("fsdp_overlap.profiling", "."), autoescape=True, trim_blocks=True
     )
@@ -46,7 +46,7 @@ def _figure(reports: Mapping[str, Report]) -> Any:
 
     drawing = draw(reports)
     figure = go.Figure()
-    for what, colour in COLOURS.items():
+    for what, color in COLORS.items():
         bars = [bar for bar in drawing.bars if bar.what == what]
         if not bars:
             continue
@@ -60,9 +60,9 @@ def _figure(reports: Mapping[str, Report]) -> Any:
             hovertext=[bar.text for bar in bars],
             hoverinfo="text",
             marker={
-                "color": colour,
+                "color": color,
                 # A line around them, so that the shortest can be seen.
-                "line": {"color": colour, "width": 1 if what == "exposed" else 0},
+                "line": {"color": color, "width": 1 if what == "exposed" else 0},
             },
         )
     rows = len(drawing.rows)

@@ -1,6 +1,7 @@
-"""A timeline as rows of coloured bars, for any plotting library to paint."""
+"""A timeline as rows of colored bars, and as a PNG."""
 
 import html
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -10,8 +11,8 @@ from fsdp_overlap.profiling.ranges import OPTIMIZER
 from fsdp_overlap.profiling.report import Report
 from fsdp_overlap.profiling.tables import describe, describe_under
 
-# The kinds of bars and their colours: pale where all is well, striking for what is exposed.
-COLOURS = {
+# The kinds of bars and their colors: pale where all is well, striking for what is exposed.
+COLORS = {
     "forward": "#9ecae1",
     "backward": "#6baed6",
     "optimizer": "#bcbddc",
@@ -24,6 +25,7 @@ _ROWS = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "other"
 # Stretches of one unit's compute become one bar if the gaps between them are shorter than this part
 # of the picture.
 _GAP = 1 / 2000
+_INCHES_PER_ROW = 0.3
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,43 @@ def draw(reports: Mapping[str, Report]) -> Drawing:
     return Drawing(tuple(rows), tuple(bars))
 
 
+def write_png(reports: Mapping[str, Report], path: str | os.PathLike[str]) -> None:
+    """Draw the timelines of the reports, by name, one below the other. Needs matplotlib."""
+    # Takes half a second, which a program that draws at its end, if at all, need not take at its
+    # start.
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    drawing = draw(reports)
+    matplotlib.use("agg")
+    figure = Figure(figsize=(12, 1.4 + _INCHES_PER_ROW * len(drawing.rows)), layout="constrained")
+    axes = figure.subplots()
+    for what, color in COLORS.items():
+        for row in range(len(drawing.rows)):
+            spans = [
+                (bar.start, bar.end - bar.start)
+                for bar in drawing.bars
+                if bar.what == what and bar.row == row
+            ]
+            # A line around them, so that the shortest can be seen.
+            line = 0.8 if what == "exposed" else 0.0
+            axes.broken_barh(spans, (row - 0.4, 0.8), color=color, linewidth=line)
+    axes.set_yticks(range(len(drawing.rows)), drawing.rows)
+    axes.set_ylim(len(drawing.rows) - 0.4, -0.6)
+    axes.set_xlabel("ms")
+    axes.margins(x=0.005)
+    axes.spines[["top", "right"]].set_visible(False)
+    used = {bar.what for bar in drawing.bars}
+    handles = [
+        Patch(color=color, label=LEGEND.get(what, what))
+        for what, color in COLORS.items()
+        if what in used
+    ]
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
+    figure.savefig(path, dpi=110)
+
+
 def _compute_bars(rank: RankReport, row: int, left: float) -> Iterator[Bar]:
     gap = rank.duration * _GAP
     for label, start, end, busy in _joined(rank.compute, gap):
@@ -80,7 +119,7 @@ def _compute_bars(rank: RankReport, row: int, left: float) -> Iterator[Bar]:
 
 
 def _joined(compute: Iterable[Compute], gap: float) -> Iterator[tuple[str, float, float, float]]:
-    """Joins neighbours with the same label; yields the label, start, end and time busy of each."""
+    """Join neighbors with the same label; yield the label, start, end and time busy of each."""
     current: tuple[str, float, float, float] | None = None
     for c in compute:
         if current is not None and c.label == current[0] and c.start - current[2] <= gap:

@@ -18,7 +18,7 @@ def assert_overlapped(
     exposed_at_most: float = EXPOSED_AT_MOST,
     steps: int | None = None,
 ) -> None:
-    """Asserts how many collectives, at least, ran under compute on every rank and in every pass.
+    """Assert how many collectives, at least, ran under compute on every rank and in every pass.
 
     For `n` equal blocks under one context, `all_gathers=n - 1, reduce_scatters=n - 1` holds: only
     the first gather of forward and the last reduce-scatter have nothing to run under. Passes
