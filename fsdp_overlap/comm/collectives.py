@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.comm.group_facts import backend_name, communicates, is_in_python
+from fsdp_overlap.comm.process_groups import backend_name, communicates, is_in_python
 from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.layout import BucketPlan, Plan
 from fsdp_overlap.tensor.carried import CARRIED, as_carried, carried_ranges

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.comm.group_facts import backend_name, backend_of
+from fsdp_overlap.comm.process_groups import backend_name, backend_of
 from fsdp_overlap.comm.streams import streams_of
 
 

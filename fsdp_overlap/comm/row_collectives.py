@@ -30,7 +30,7 @@ from fsdp_overlap.comm.collectives import (
     gather_pieces,
     reduce_into,
 )
-from fsdp_overlap.comm.group_facts import backend_name
+from fsdp_overlap.comm.process_groups import backend_name
 from fsdp_overlap.layout import BucketPlan, RowsPlan
 from fsdp_overlap.tensor.carried import as_carried
 

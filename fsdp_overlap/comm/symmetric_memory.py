@@ -13,7 +13,7 @@ from fsdp_overlap.comm.collectives import (
     own_range,
     reduce_into,
 )
-from fsdp_overlap.comm.group_facts import backend_name
+from fsdp_overlap.comm.process_groups import backend_name
 from fsdp_overlap.comm.streams import streams_of
 from fsdp_overlap.layout import BucketPlan, Plan
 from fsdp_overlap.torch_internals import symmetric_memory

@@ -12,13 +12,14 @@ from threading import Lock
 from typing import Protocol
 from weakref import WeakSet
 
+import torch
 import torch.distributed as dist
 
-from fsdp_overlap.comm.group_facts import group_timeout
-from fsdp_overlap.comm.groups import GroupCache
+from fsdp_overlap.comm.process_groups import GroupCache, group_timeout
 from fsdp_overlap.comm.store_notes import StoreNotes
 from fsdp_overlap.desync.order_check import (
     Interval,
+    OrderCheck,
     describe_difference,
     first_difference,
 )
@@ -68,17 +69,6 @@ class Note:
         return cls(**fields)
 
 
-class Checked(Protocol):
-    """What this rank issued, as far as ranks compare it. An :class:`OrderCheck` is one."""
-
-    @property
-    def confirms(self) -> bool: ...
-    @property
-    def progress(self) -> tuple[int, int]: ...
-    @property
-    def history(self) -> Sequence[Interval]: ...
-
-
 class Party(Protocol):
     """Some ranks, such as those of one mesh, and what this one knows of them."""
 
@@ -90,29 +80,24 @@ class Party(Protocol):
         ...
 
     @property
-    def order_check(self) -> Checked: ...
+    def order_check(self) -> OrderCheck: ...
     @property
     def labels(self) -> Sequence[str]:
         """The labels of the buckets that this rank has sharded over the mesh, in order."""
         ...
 
 
-@dataclass(frozen=True)
-class Unchecked:
-    """What ranks issue where they compare nothing but how much it is."""
-
-    confirms: bool = False
-    progress: tuple[int, int] = (0, 0)
-    history: Sequence[Interval] = ()
+_UNUSED_CHECK = OrderCheck(torch.device("cpu"), False, tuple, str, lambda: None)
 
 
 @dataclass(frozen=True)
-class Connected:
-    """The ranks of a group that serves an optimizer's steps alone."""
+class OptimizerRanks:
+    """The ranks of a group that serves an optimizer's steps alone. They compare nothing but how
+    much they issue."""
 
     device_type: str
     groups_of_all: Sequence[dist.ProcessGroup]
-    order_check: Unchecked = Unchecked()
+    order_check: OrderCheck = _UNUSED_CHECK
     labels: Sequence[str] = ()
 
 
@@ -269,7 +254,7 @@ class Faults:
         apart = self._apart(notes)
         self._groups.close()
         for name, ranks in apart.items():
-            if self._groups.is_ended(name):
+            if self._groups.is_closed(name):
                 continue  # a new one takes its place
             if not self._groups.owns(name):
                 raise RuntimeError(
@@ -316,8 +301,8 @@ class Faults:
         meshes over the same ranks share a group, so the name also counts the group's uses."""
         seen: Counter[str] = Counter()
         serving = self._groups.of_optimizers
-        teams = [Connected(loan.device_type, [loan.group]) for loan in serving]
-        for party in [*self._parties(), *teams]:
+        others = [OptimizerRanks(own.device_type, [own.group]) for own in serving]
+        for party in [*self._parties(), *others]:
             for group in party.groups_of_all:
                 label = self._groups.label(group)
                 yield party, group, f"{label}/{seen[label]}"
@@ -403,7 +388,7 @@ class Faults:
                         )
         return ""
 
-    def _is_ahead(self, check: Checked, note: Note) -> bool:
+    def _is_ahead(self, check: OrderCheck, note: Note) -> bool:
         """Whether this rank has issued more than the one that wrote ``note``. What nobody checks,
         such as an optimizer's step, counts too."""
         issued = self._groups.issued()

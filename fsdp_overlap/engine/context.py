@@ -13,9 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_overlap.comm.graphs import watch
-from fsdp_overlap.comm.groups import GroupCache, LaneGroups
 from fsdp_overlap.comm.lanes import Lane, make_lane
-from fsdp_overlap.comm.mesh_groups import MeshGroups
+from fsdp_overlap.comm.process_groups import GroupCache, LaneGroups, MeshGroups
 from fsdp_overlap.comm.store_notes import has_peers
 from fsdp_overlap.comm.streams import current_device, has_streams, is_capturing
 from fsdp_overlap.desync.faults import Faults

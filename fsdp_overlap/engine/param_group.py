@@ -28,9 +28,8 @@ from fsdp_overlap.comm.collectives import (
 )
 from fsdp_overlap.comm.custom_collectives import CustomCollectives, CustomComms
 from fsdp_overlap.comm.extension_gather import ExtensionGather
-from fsdp_overlap.comm.group_facts import communicates
-from fsdp_overlap.comm.groups import LaneGroups
 from fsdp_overlap.comm.lanes import Lane, Mark, Ticket, Travel
+from fsdp_overlap.comm.process_groups import LaneGroups, communicates
 from fsdp_overlap.comm.quantized import (
     QuantizedGather,
     QuantizedReduction,
