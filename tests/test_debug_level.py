@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 
-from fsdp_overlap.comm.collectives import coalesces, gather_pieces
+from fsdp_overlap.comm.collectives import InPlaceRows, coalesces, gather_pieces
 from fsdp_overlap.comm.process_groups import OwnGroup, backend_name, backend_of, options_of
-from fsdp_overlap.comm.row_collectives import InPlaceRows
 from fsdp_overlap.layout import ParamSpec, PerTensor, RowsPlan
 from fsdp_overlap.torch_internals import unwrapped
 from support.ranks import run_ranks

@@ -69,14 +69,14 @@ class ExtensionGather:
 
     @torch.no_grad()
     def inputs(self) -> list[list[torch.Tensor]]:
-        """What this rank sends. Collective if an extension makes it so."""
+        """Return what this rank sends. Collective if an extension makes it so."""
         return [extension.inputs() for extension in self.extensions]
 
     @torch.no_grad()
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, plan: RowsPlan, group: dist.ProcessGroup
     ) -> Issued:
-        """Fills the unsharded parameters. ``full`` and ``shard`` are empty, but ``full`` is where
+        """Fill the unsharded parameters. ``full`` and ``shard`` are empty, but ``full`` is where
         compute is."""
         inputs = self.inputs()
         assert self._pieces is not None
@@ -87,7 +87,7 @@ class ExtensionGather:
     def all_gather_first(
         self, inputs: Sequence[Sequence[torch.Tensor]], full: torch.Tensor, group: dist.ProcessGroup
     ) -> Issued:
-        """Gathers :attr:`outputs` anew, and makes nothing of them."""
+        """Gather :attr:`outputs` anew, and make nothing of them."""
         pieces = self._pieces = Pieces(inputs)
         ranks = group.size()
         with torch.inference_mode(False):
@@ -101,7 +101,7 @@ class ExtensionGather:
         return self._gather(inputs, pieces, full, group, lambda: None)
 
     def _check(self, inputs: Sequence[Sequence[torch.Tensor]], expected: Pieces) -> None:
-        """Checks that what is sent has the dtypes and sizes of the first time.
+        """Check that what is sent has the dtypes and sizes of the first time.
 
         Raises:
             RuntimeError: it has not.

@@ -31,13 +31,13 @@ class GroupMemory:
             backend.register_mem_pool(self._pool)
 
     def use(self) -> AbstractContextManager[None]:
-        """What this thread allocates within comes from the pool."""
+        """Return a context within which what this thread allocates comes from the pool."""
         within: AbstractContextManager[None] = self._streams.use_mem_pool(self._pool)
         return within
 
 
 def check_memory(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Checks that the backend of ``group`` allocates memory on ``device``.
+    """Check that the backend of ``group`` allocates memory on ``device``.
 
     Raises:
         ValueError: it does not.

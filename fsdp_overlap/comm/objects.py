@@ -16,9 +16,9 @@ T = TypeVar("T")
 
 
 def gather_objects(mine: T, group: dist.ProcessGroup, device: torch.device, what: str) -> list[T]:
-    """What each rank of ``group`` gives, in the order of ranks. Travels in memory of ``device``.
-    ``what`` says in errors who asks. Collective; the host waits, and asks the group's watch, which
-    ``torch.distributed.all_gather_object()`` does not.
+    """Return what each rank of ``group`` gives, in the order of ranks. Travels in memory of
+    ``device``. ``what`` says in errors who asks. Collective; the host waits, and asks the group's
+    watch, which ``torch.distributed.all_gather_object()`` does not.
 
     Raises:
         RuntimeError: a rank did not come.
@@ -37,7 +37,7 @@ def gather_objects(mine: T, group: dist.ProcessGroup, device: torch.device, what
 def tell_object(
     mine: T, source: int, group: dist.ProcessGroup, device: torch.device, what: str
 ) -> T:
-    """What the rank at place ``source`` of ``group`` gives; that of others is ignored. As
+    """Return what the rank at place ``source`` of ``group`` gives; that of others is ignored. As
     :func:`gather_objects` otherwise.
 
     Raises:
@@ -57,8 +57,8 @@ def tell_object(
 
 
 def all_give(number: int, group: dist.ProcessGroup, device: torch.device, what: str) -> bool:
-    """Whether all ranks of ``group`` give the same ``number``, of 63 bits. One collective of two
-    numbers, as :func:`gather_objects` otherwise.
+    """Return whether all ranks of ``group`` give the same ``number``, of 63 bits. One collective of
+    two numbers, as :func:`gather_objects` otherwise.
 
     Raises:
         RuntimeError: a rank did not come.

@@ -44,7 +44,7 @@ OPTIMIZER = "optimizer"
 
 
 def alive(reference: ref[dist.ProcessGroup]) -> dist.ProcessGroup:
-    """The group that ``reference`` refers to.
+    """Return the group that ``reference`` refers to.
 
     Raises:
         RuntimeError: the user destroyed the group.
@@ -59,7 +59,7 @@ def alive(reference: ref[dist.ProcessGroup]) -> dist.ProcessGroup:
 
 
 def collectives_issued(group: dist.ProcessGroup) -> int | None:
-    """How many collectives this rank issued on ``group``; ``None`` if its backend does not
+    """Return how many collectives this rank issued on ``group``; ``None`` if its backend does not
     count."""
     try:
         issued: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
@@ -69,8 +69,8 @@ def collectives_issued(group: dist.ProcessGroup) -> int | None:
 
 
 def registered_backend(group: dist.ProcessGroup, device_type: str) -> str:
-    """The backend that ``group`` was told to use for tensors on ``device_type``. Empty if it has
-    none for them."""
+    """Return the backend that ``group`` was told to use for tensors on ``device_type``. Empty if it
+    has none for them."""
     devices = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
     return devices.get(device_type, "")
 
@@ -119,24 +119,25 @@ def is_in_python(group: dist.ProcessGroup, device_type: str) -> bool:
 
 
 def options_of(group: dist.ProcessGroup, device_type: str) -> Any:
-    """The backend's options that ``group`` was made with. ``None`` if it does not tell."""
+    """Return the backend's options that ``group`` was made with. ``None`` if it does not tell."""
     return getattr(backend_of(group, device_type), "options", None)
 
 
 def backend_name(device_type: str, group: dist.ProcessGroup) -> str:
-    """``"gloo"``, ``"nccl"``, ...: the backend that serves ``device_type`` in ``group``."""
+    """Return ``"gloo"``, ``"nccl"``, ...: the backend that serves ``device_type`` in ``group``."""
     backend = backend_of(group, device_type)
     name: str = dist.get_backend(group) if backend is None else backend.name()
     return name.lower()
 
 
 def can_close(device_type: str, group: dist.ProcessGroup) -> bool:
-    """Whether the host waits for the collectives of ``group``, and they can be made to end."""
+    """Return whether the host waits for the collectives of ``group``, and they can be made to
+    end."""
     return device_type == "cpu" and backend_name(device_type, group) == "gloo"
 
 
 def group_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
-    """The timeout of ``group``, or ``None`` where its backend does not tell."""
+    """Return the timeout of ``group``, or ``None`` where its backend does not tell."""
     return getattr(options_of(group, device_type), "_timeout", None)
 
 
@@ -342,7 +343,7 @@ class MeshGroups:
     confirm: dist.ProcessGroup | None = None
 
     def checked(self, mesh: DeviceMesh) -> Iterator[tuple[str, list[int], dist.ProcessGroup]]:
-        """The purpose, the ranks and the group of each one that was given.
+        """Yield the purpose, the ranks and the group of each one that was given.
 
         Raises:
             TypeError: one is no process group of this rank.
@@ -515,7 +516,7 @@ class GroupCache:
         }
 
     def check_options(self, mesh: DeviceMesh) -> None:
-        """Checks that groups over ``mesh`` can be made with the options that the user gave.
+        """Check that groups over ``mesh`` can be made with the options that the user gave.
 
         Raises:
             TypeError: they are those of another backend, or the backend of ``mesh`` takes none.
@@ -533,8 +534,8 @@ class GroupCache:
                 )
 
     def get(self, mesh: DeviceMesh, separate: bool = True) -> LaneGroups:
-        """The groups of a mesh of one dimension, or of ``(replicate, shard)``. Collective over the
-        mesh at its first call.
+        """Return the groups of a mesh of one dimension, or of ``(replicate, shard)``. Collective
+        over the mesh at its first call.
 
         ``separate``: whether reductions run on a group of their own, if this context separates
         them at all.
@@ -552,9 +553,9 @@ class GroupCache:
         return LaneGroups(gather, reduce, across, self._get("order_check", copies, mesh))
 
     def get_part(self, mesh: DeviceMesh, size: int) -> dist.ProcessGroup:
-        """The group of ``size`` neighbours that this rank belongs to, along the dimension that
-        ``mesh`` shards over. ``size`` divides that dimension. Collective over the mesh at its first
-        call."""
+        """Return the group of ``size`` neighbours that this rank belongs to, along the dimension
+        that ``mesh`` shards over. ``size`` divides that dimension. Collective over the mesh at its
+        first call."""
         shard = mesh.get_group(mesh.ndim - 1)
         first = shard.rank() // size * size
         ranks = dist.get_process_group_ranks(shard)[first : first + size]
@@ -566,9 +567,10 @@ class GroupCache:
     def find(
         self, ranks: Sequence[int], like: dist.ProcessGroup, device_type: str
     ) -> dist.ProcessGroup | None:
-        """The group that an optimizer's step uses to connect ``ranks``, in this order. It may serve
-        another purpose too, because ranks issue all they issue on it in the same order. ``like``
-        itself serves if it connects them and cannot be closed. ``None`` if there is none yet."""
+        """Return the group that an optimizer's step uses to connect ``ranks``, in this order. It
+        may serve another purpose too, because ranks issue all they issue on it in the same order.
+        ``like`` itself serves if it connects them and cannot be closed. ``None`` if there is none
+        yet."""
         for (_, its), group in self._groups.items():
             if its == tuple(ranks):
                 return alive(group)
@@ -578,7 +580,7 @@ class GroupCache:
     def connect(
         self, ranks: Sequence[int], like: dist.ProcessGroup, device_type: str
     ) -> dist.ProcessGroup:
-        """The group that :meth:`find` gives, or a new one, made as ``like``. Collective over
+        """Return the group that :meth:`find` gives, or a new one, made as ``like``. Collective over
         ``ranks`` at its first call."""
         group = self.find(ranks, like, device_type)
         if group is None:

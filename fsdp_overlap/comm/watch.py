@@ -17,7 +17,7 @@ class Watch(Protocol):
     """Is asked on the host, while collectives are under way."""
 
     def look(self) -> None:
-        """Is called while a collective lasts. The other ranks may have told why.
+        """Look for a reason while a collective lasts. The other ranks may have told why.
 
         Raises:
             RuntimeError: the collective will never be done; says why.
@@ -25,7 +25,7 @@ class Watch(Protocol):
         ...
 
     def explain(self, failure: RuntimeError) -> str:
-        """Says why a collective ended with ``failure``, as far as the other ranks tell."""
+        """Return why a collective ended with ``failure``, as far as the other ranks tell."""
         ...
 
 
@@ -34,18 +34,18 @@ _watches: WeakKeyDictionary[dist.ProcessGroup, ref[Watch]] = WeakKeyDictionary()
 
 
 def watch_over(group: dist.ProcessGroup, watch: Watch) -> None:
-    """From now on ``watch`` is asked about collectives of ``group``, as long as ``watch`` lives."""
+    """Ask ``watch`` from now on about collectives of ``group``, as long as ``watch`` lives."""
     _watches[group] = ref(watch)
 
 
 def watch_of(group: dist.ProcessGroup | None) -> Watch | None:
-    """The watch that is asked about collectives of ``group``, or ``None``."""
+    """Return the watch that is asked about collectives of ``group``, or ``None``."""
     found = None if group is None else _watches.get(group)
     return None if found is None else found()
 
 
 def wait(work: dist.Work, watch: Watch) -> None:
-    """Blocks the host until ``work`` is done. Meanwhile asks ``watch``, at intervals that double.
+    """Block the host until ``work`` is done. Meanwhile ask ``watch``, at intervals that double.
 
     Raises:
         RuntimeError: ``work`` failed or timed out, or ``watch`` knows that it will.
