@@ -18,7 +18,7 @@ from torch.profiler import record_function
 from fsdp_overlap.comm.collectives import Issued
 from fsdp_overlap.comm.graphs import capture_under_way
 from fsdp_overlap.comm.streams import has_streams, streams_of
-from fsdp_overlap.comm.watch import Watch, wait, watch_of
+from fsdp_overlap.comm.watchdog import Watchdog, wait, watchdog_of
 from fsdp_overlap.tensor.flat_buffer import Buffer
 from fsdp_overlap.torch_internals import profiler_enabled
 
@@ -171,28 +171,25 @@ class HostTicket:
 
     def _wait_for(self, issued: Issued) -> None:
         with span("wait_" + self.kind, self.label):
-            watch = watch_of(issued.group)
+            watchdog = watchdog_of(issued.group)
             failure: RuntimeError | None = None
             # All are waited for, also after one has failed: the others may still read or write
             # what is freed next.
             for work in issued.works:
                 try:
-                    if watch is None:
-                        work.wait()
-                    else:
-                        wait(work, watch)
+                    wait(work, watchdog)
                 except RuntimeError as error:
                     failure = failure or error
             if failure is not None:
-                raise RuntimeError(self._describe(issued, watch, failure)) from failure
+                raise RuntimeError(self._describe(issued, watchdog, failure)) from failure
 
-    def _describe(self, issued: Issued, watch: Watch | None, failure: RuntimeError) -> str:
+    def _describe(self, issued: Issued, watchdog: Watchdog | None, failure: RuntimeError) -> str:
         what = f"{self.kind} of unit {self.label!r}" if self.label else self.kind
         where = ""
         if issued.group is not None:
             ranks = dist.get_process_group_ranks(issued.group)
             where = f" among ranks {ranks} (group {issued.group.group_name!r})"
-        why = str(failure) if watch is None else watch.explain(failure)
+        why = str(failure) if watchdog is None else watchdog.explain(failure)
         return f"{what}{where} failed: {why}"
 
     def wait_on_host(self) -> None:
@@ -204,7 +201,7 @@ class HostTicket:
     def abandon(self) -> None:
         issued, self._issued = self._issued, None
         if issued is not None and issued.works:
-            with suppress(RuntimeError):  # the watch knows, and tells those who need a result
+            with suppress(RuntimeError):  # the watchdog knows, and tells those who need a result
                 self._wait_for(issued)
 
 

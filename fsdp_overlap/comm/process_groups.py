@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_overlap.comm.streams import current_device, has_streams
-from fsdp_overlap.comm.watch import Watch, watch_over
+from fsdp_overlap.comm.watchdog import Watchdog, set_watchdog
 from fsdp_overlap.torch_internals import (
     default_group,
     default_timeout,
@@ -474,8 +474,8 @@ class GroupCache:
         for lane in self.options:
             if lane not in LANES:
                 raise ValueError(f"pg_options: there is no lane {lane!r}; use {', '.join(LANES)}")
-        self.watch: Callable[[], Watch | None] = lambda: None
-        """Gives the watch that is asked when a collective lasts or fails. Does not keep it
+        self.watchdog: Callable[[], Watchdog | None] = lambda: None
+        """Gives the watchdog that is asked when a collective lasts or fails. Does not keep it
         alive."""
         self._groups: dict[tuple[str, tuple[int, ...]], ref[dist.ProcessGroup]] = {}
         self._given: dict[DeviceMesh, dict[str, ref[dist.ProcessGroup]]] = {}
@@ -675,8 +675,8 @@ class GroupCache:
         self._groups[key] = own.reference
         self._own[group.group_name] = own
         self._count_use(group)
-        if own.is_closable and (watch := self.watch()) is not None:
-            watch_over(group, watch)
+        if own.is_closable and (watchdog := self.watchdog()) is not None:
+            set_watchdog(group, watchdog)
         return group
 
     def _count_use(self, group: dist.ProcessGroup) -> None:

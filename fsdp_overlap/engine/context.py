@@ -251,7 +251,7 @@ class FsdpContext:
         )
         mesh_infos = weakref.ref(self._mesh_infos)
         self.faults = Faults(lambda: found.all() if (found := mesh_infos()) else (), self._groups)
-        self._groups.watch = weakref.ref(self.faults)
+        self._groups.watchdog = weakref.ref(self.faults)
         self._toggled: weakref.WeakSet[Unit] = weakref.WeakSet()
         """Units whose trainability has changed since the last backward began."""
         self.uncompared: Uncompared = []

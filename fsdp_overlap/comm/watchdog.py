@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 # How long a rank waits before it asks. Long compared to a step, short compared to the patience of
 # people.
-FIRST_LOOK = timedelta(seconds=1)
+FIRST_CHECK = timedelta(seconds=1)
 
 
-class Watch(Protocol):
+class Watchdog(Protocol):
     """Is asked on the host, while collectives are under way."""
 
     def look(self) -> None:
@@ -29,28 +29,33 @@ class Watch(Protocol):
         ...
 
 
-# Weak on both sides: a watch knows its groups, and a group keeps its threads until it is freed.
-_watches: WeakKeyDictionary[dist.ProcessGroup, ref[Watch]] = WeakKeyDictionary()
+# Weak on both sides: a watchdog knows its groups, and a group keeps its threads until it is freed.
+_watchdogs: WeakKeyDictionary[dist.ProcessGroup, ref[Watchdog]] = WeakKeyDictionary()
 
 
-def watch_over(group: dist.ProcessGroup, watch: Watch) -> None:
-    """Ask ``watch`` from now on about collectives of ``group``, as long as ``watch`` lives."""
-    _watches[group] = ref(watch)
+def set_watchdog(group: dist.ProcessGroup, watchdog: Watchdog) -> None:
+    """Ask ``watchdog`` from now on about collectives of ``group``, as long as ``watchdog``
+    lives."""
+    _watchdogs[group] = ref(watchdog)
 
 
-def watch_of(group: dist.ProcessGroup | None) -> Watch | None:
-    """Return the watch that is asked about collectives of ``group``, or ``None``."""
-    found = None if group is None else _watches.get(group)
+def watchdog_of(group: dist.ProcessGroup | None) -> Watchdog | None:
+    """Return the watchdog that is asked about collectives of ``group``, or ``None``."""
+    found = None if group is None else _watchdogs.get(group)
     return None if found is None else found()
 
 
-def wait(work: dist.Work, watch: Watch) -> None:
-    """Block the host until ``work`` is done. Meanwhile ask ``watch``, at intervals that double.
+def wait(work: dist.Work, watchdog: Watchdog | None) -> None:
+    """Block the host until ``work`` is done. Meanwhile ask ``watchdog``, if there is one, at
+    intervals that double.
 
     Raises:
-        RuntimeError: ``work`` failed or timed out, or ``watch`` knows that it will.
+        RuntimeError: ``work`` failed or timed out, or ``watchdog`` knows that it will.
     """
-    patience = FIRST_LOOK
+    if watchdog is None:
+        work.wait()
+        return
+    patience = FIRST_CHECK
     while True:
         try:
             work.wait(patience)
@@ -59,5 +64,5 @@ def wait(work: dist.Work, watch: Watch) -> None:
             if work.is_completed():
                 work.wait()  # raises if it failed; otherwise it was done in the meantime
                 return
-        watch.look()
+        watchdog.look()
         patience *= 2
