@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_overlap import FsdpContext
+from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.comm import process_groups
 from fsdp_overlap.comm.process_groups import GroupCache
 from support.lagging import LaggingGroup
@@ -148,6 +148,25 @@ def independent() -> None:
 
 def test_contexts_are_freed_on_each_rank_at_its_own_time() -> None:
     run_ranks(independent, 2)
+
+
+def in_another_order_on_each_rank() -> None:
+    """Two models of one shape. On shared groups each would take half of the other's weights."""
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=2)), "cpu")
+    models = [torch.nn.Linear(8, 8, bias=False) for _ in range(2)]
+    for value, model in enumerate(models):
+        torch.nn.init.constant_(model.weight, value)
+        fully_shard(model, FsdpContext(mesh))
+    with torch.no_grad():
+        for _ in range(4):  # until nothing is confirmed
+            for model in models:
+                model(torch.ones(1, 8))
+        with impatient(), pytest.raises(RuntimeError, match="all_gather of unit 'Linear'"):
+            models[dist.get_rank()](torch.ones(1, 8))
+
+
+def test_a_context_takes_no_data_of_another_that_ranks_run_in_another_order() -> None:
+    run_ranks(in_another_order_on_each_rank, 2)
 
 
 def destroyed_before_the_end() -> None:
