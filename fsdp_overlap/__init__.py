@@ -2,7 +2,7 @@
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from fsdp_overlap.comm.mesh_groups import MeshGroups
+from fsdp_overlap.comm.process_groups import MeshGroups
 from fsdp_overlap.engine.context import FsdpContext
 from fsdp_overlap.engine.options import QuantizedCommPolicy
 from fsdp_overlap.fsdp_module import (

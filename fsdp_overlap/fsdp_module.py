@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
-from fsdp_overlap.comm.custom_collectives import CustomComms
+from fsdp_overlap.comm.collectives import CustomComms
 from fsdp_overlap.comm.group_memory import check_memory
 from fsdp_overlap.comm.lanes import Lane
 from fsdp_overlap.comm.symmetric_memory import use_symmetric_memory

@@ -29,8 +29,7 @@ from fsdp_overlap import (
     fully_shard,
 )
 from fsdp_overlap.comm.collectives import Issued
-from fsdp_overlap.comm.quantized import QuantizedGather
-from fsdp_overlap.comm.wire import Wire
+from fsdp_overlap.comm.quantized import QuantizedGather, Wire
 from fsdp_overlap.layout import BucketPlan, LayoutRule, ParamSpec, Plan, RowsPlan, plan_units
 from fsdp_overlap.layout.wire_plan import Block
 from support.quantized import LARGEST, as_gathered, quantize_twin

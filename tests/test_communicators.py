@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.comm import groups, pool
+from fsdp_overlap.comm import process_groups
 from fsdp_overlap.emulator import EmulatedDevice, running
 from support.emulated_twins import Trained
 from support.nccl_like import BACKEND, NcclLikeGroup, Options
@@ -25,10 +25,18 @@ def nothing(*_: object) -> None:
     pass
 
 
-DEFECTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "": (groups, "connect", groups.connect),
-    "own groups not connected": (pool, "connect", nothing),
-    "not split": (pool, "can_split", lambda *_: False),
+connect = process_groups.connect
+
+
+def connect_users(device_type: str, group: dist.ProcessGroup) -> None:
+    if not group.group_name.startswith("fsdp_overlap"):
+        connect(device_type, group)
+
+
+DEFECTS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "": ("connect", connect),
+    "own groups not connected": ("connect", connect_users),
+    "not split": ("can_split", lambda *_: False),
 }
 
 
@@ -50,7 +58,7 @@ def check_groups(twins: Twins) -> list[NcclLikeGroup]:
 def connect_in_settle(options: dict[str, Any], defect: str) -> None:
     """Also again after a fault that ended the library's groups, and with the user's options."""
     given = {"reduce_scatter": Options(), "all_reduce": Options()}
-    with patch.object(*DEFECTS[defect]), running(EmulatedDevice()):
+    with patch.object(process_groups, *DEFECTS[defect]), running(EmulatedDevice()):
         for more in ({}, given):
             twins = Trained.of("layers", **options)
             cache = twins.ctx.mesh_infos[0].group_cache
@@ -81,7 +89,7 @@ def test_a_communicator_of_the_first_step_is_found(defect: str) -> None:
 
 def connect_the_meshs(connect: Callable[..., None]) -> None:
     """The only group, if reductions have none of their own."""
-    with patch.object(groups, "connect", connect), running(EmulatedDevice()):
+    with patch.object(process_groups, "connect", connect), running(EmulatedDevice()):
         twins = Trained.of("layers")
         twins.ctx.mesh_infos[0].group_cache.separate = False
         twins.train(1)
@@ -89,18 +97,14 @@ def connect_the_meshs(connect: Callable[..., None]) -> None:
 
 
 def test_the_meshs_group_is_connected_too() -> None:
-    run_ranks(connect_the_meshs, 2, groups.connect, backend=BACKEND)
+    run_ranks(connect_the_meshs, 2, connect, backend=BACKEND)
     expect_rank_errors(connect_the_meshs, 2, nothing, backend=BACKEND, match="AssertionError")
 
 
 def split_beside_a_collective(is_drained: bool) -> None:
     """A collective of the user is under way on the mesh's group."""
-    connect = groups.connect if is_drained else nothing
-    with (
-        running(EmulatedDevice()),
-        patch.object(pool, "connect", connect),
-        patch.object(groups, "connect", connect),
-    ):
+    connects = connect if is_drained else nothing
+    with running(EmulatedDevice()), patch.object(process_groups, "connect", connects):
         twins = Trained.of("layers")
         dist.barrier(group=twins.ctx.mesh.get_group())
         values = torch.ones(1 << 20, device="emulated")

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from fsdp_overlap import CPUOffloadPolicy, FsdpContext, RaggedDTensor
-from fsdp_overlap.comm.recording import Entry, RecordingLane
 from fsdp_overlap.engine import unit_init
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_, updates
 from fsdp_overlap.tensor import ragged_dtensor, sums_and_norms
 from support.ranks import run_ranks
+from support.recorded import Entry, RecordingLane
 from support.twins import Twins
 from support.zoo import Model, shard_layers
 

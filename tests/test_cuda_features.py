@@ -16,7 +16,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from fsdp_overlap import FsdpContext, QuantizedCommPolicy, fully_shard
-from fsdp_overlap.comm import group_facts
+from fsdp_overlap.comm import process_groups
 from fsdp_overlap.emulator import EmulatedDevice, active, running
 from fsdp_overlap.layout import BlockAtomic, PerTensor, TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
@@ -114,7 +114,7 @@ FEATURES["late memory"] = late_memory
 @contextmanager
 def ready(device: str) -> Iterator[None]:
     """One rank communicates too, so that its steps are those of many."""
-    with patch.object(group_facts, "one_rank_communicates", True):
+    with patch.object(process_groups, "one_rank_communicates", True):
         if device == "cuda":
             yield
             return

@@ -6,16 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 
-from fsdp_overlap.comm.collectives import coalesces, gather_pieces
-from fsdp_overlap.comm.group_facts import backend_name, backend_of, options_of
-from fsdp_overlap.comm.row_collectives import InPlaceRows
-from fsdp_overlap.comm.shelves import Loan
+from fsdp_overlap.comm.collectives import InPlaceRows, coalesces, gather_pieces
+from fsdp_overlap.comm.process_groups import OwnGroup, backend_name, backend_of, options_of
 from fsdp_overlap.layout import ParamSpec, PerTensor, RowsPlan
 from fsdp_overlap.torch_internals import unwrapped
 from support.ranks import run_ranks
@@ -102,12 +101,8 @@ def aborted() -> list[str]:
             assert type(backend_of(group, device_type)) is dist.ProcessGroupGloo
             return Backend()
 
-        loan = Loan(lambda: group, None, 0, "cpu")  # type: ignore[arg-type]
-        with (
-            patch("fsdp_overlap.comm.shelves.backend_of", inner),
-            patch("fsdp_overlap.comm.shelves.can_close", lambda *_: False),
-        ):
-            loan.close()
+        with patch("fsdp_overlap.comm.process_groups.backend_of", inner):
+            OwnGroup(ref(group), "cpu", is_closable=False).close()
         return called
 
 

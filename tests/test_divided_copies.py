@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_overlap import FsdpContext
-from fsdp_overlap.comm.recording import Entry, RecordingLane
 from fsdp_overlap.layout import TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon
 from support.ranks import run_ranks
+from support.recorded import Entry, RecordingLane
 from support.twins import Twins, same
 from support.zoo import Model, shard_layers
 

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import Shard
 
 from fsdp_overlap import FsdpContext, fully_shard
-from fsdp_overlap.comm import pool
+from fsdp_overlap.comm import process_groups
 from fsdp_overlap.optim import AdamW
 from support.experts import ROWS, WIDTH, Moe, compare, meshes, shard, train
 from support.ranks import run_ranks
@@ -105,13 +105,13 @@ def groups_and_lanes() -> None:
     ctx = FsdpContext(whole)
     shard(model, whole, shards, ctx)
     made: list[list[int]] = []
-    make = pool.make_group
+    make = process_groups.make_group
 
     def counted(name: str, ranks: list[int], *options: Any) -> dist.ProcessGroup:
         made.append(ranks)
         return make(name, ranks, *options)
 
-    with patch.object(pool, "make_group", counted):
+    with patch.object(process_groups, "make_group", counted):
         for _ in range(2):
             model(torch.ones(ROWS, WIDTH, dtype=torch.double)).sum().backward()
     # Two for each set, one to gather and one to reduce.

@@ -13,9 +13,8 @@ from fsdp_overlap import (
     FsdpContext,
     fully_shard,
 )
-from fsdp_overlap.comm.recording import RecordingLane
 from support.ranks import run_ranks
-from support.recorded import GATHER, REDUCE, Recorded, layer, position
+from support.recorded import GATHER, REDUCE, Recorded, RecordingLane, layer, position
 from support.twins import Twins
 from support.zoo import Checkpointed, CheckpointedReentrant, Model, SharedLayer, shard_layers
 

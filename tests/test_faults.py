@@ -23,9 +23,9 @@ from fsdp_overlap import FsdpContext, RaggedDTensor, fully_shard
 from fsdp_overlap.comm import store_notes
 from fsdp_overlap.comm.collectives import Issued
 from fsdp_overlap.comm.lanes import HostTicket
-from fsdp_overlap.comm.recording import RecordingLane
 from fsdp_overlap.desync import faults
 from support.ranks import RankError, expect_rank_errors, run_ranks
+from support.recorded import RecordingLane
 from support.twins import Twins, impatient
 from support.zoo import WIDTH, Block, Model, shard_layers
 

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_overlap import FsdpContext
-from fsdp_overlap.comm import pool
-from fsdp_overlap.comm.groups import GroupCache
+from fsdp_overlap import FsdpContext, fully_shard
+from fsdp_overlap.comm import process_groups
+from fsdp_overlap.comm.process_groups import GroupCache
 from support.lagging import LaggingGroup
 from support.ranks import expect_rank_errors, run_ranks
 from support.twins import NAMES, Twins, impatient
@@ -30,9 +30,10 @@ from support.zoo import Model, shard_layers
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="counts threads and files in /proc")
 
 
-def held() -> tuple[int, int]:
-    """The threads and open files of this process."""
-    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+def held() -> tuple[int, int, int]:
+    """The threads, open files and process groups of this process."""
+    threads, files = (len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd"))
+    return threads, files, len(c10d._world.pg_map)
 
 
 def one_context_after_another() -> None:
@@ -59,24 +60,26 @@ def groups_of(twins: Twins) -> set[str]:
 
 
 def contexts_side_by_side() -> None:
-    """Which ranks free at different moments, in another order."""
+    """Which ranks free at different moments, in another order: what others use goes on."""
     rank = dist.get_rank()
     first, second = Twins.of("layers"), Twins.of("layers")
     first.train(1)
     second.train(1)
-    names = groups_of(first), groups_of(second)
-    assert not names[0] & names[1]
+    names = groups_of(first) | groups_of(second)
+    assert len(names) == 4
     kept: list[Twins] = [first, second]
     del first, second
     del kept[rank]  # rank 0 the first, rank 1 the second
     third = Twins.of("layers")
     third.train(1)
-    assert not groups_of(third) & (names[0] | names[1])  # on no rank both are free
     kept.clear()
     fourth = Twins.of("layers")
     fourth.train(1)
     third.train(1)
-    assert groups_of(fourth) == names[0]
+    names |= groups_of(third) | groups_of(fourth)
+    assert len(names) == 8
+    alive = {group.group_name for group in c10d._world.pg_names} & names
+    assert alive == groups_of(third) | groups_of(fourth)
 
 
 def left_at_different_places() -> None:
@@ -91,7 +94,7 @@ def left_at_different_places() -> None:
     del twins, gathers
     twins = Twins.of("layers")
     twins.train(2)
-    assert len(groups_of(twins) & names) == 1  # that of the reductions
+    assert not groups_of(twins) & names
     assert reference() is None
 
 
@@ -108,14 +111,62 @@ def closed_by_a_fault() -> None:
         assert not groups_of(twins) & names
 
 
-def reuse() -> None:
-    contexts_side_by_side()
-    left_at_different_places()
-    closed_by_a_fault()
+def collect(*_: object) -> None:
+    gc.collect()
 
 
-def test_a_group_is_used_again_where_all_ranks_are_done_with_it_alike() -> None:
-    run_ranks(reuse, 2)
+def freed_by_the_collector() -> None:
+    """A context that only one rank's garbage collector has freed, in the middle of a step."""
+    twins = Twins.of("layers")
+    twins.train(1)
+    names = groups_of(twins)
+    cycle: list[Any] = [twins]
+    cycle.append(cycle)
+    other = Twins.of("layers")
+    del twins, cycle
+    if dist.get_rank() == 1:
+        other.model.layers[0].register_forward_hook(collect)
+    other.train(2)
+    third = Twins.of("layers")
+    third.train(1)
+    other.train(1)
+    there = {group.group_name for group in c10d._world.pg_names} & names
+    assert there == (names if dist.get_rank() == 0 else set())
+    gc.collect()
+
+
+def independent() -> None:
+    gc.disable()  # a context's groups are free at once, and not when Python looks for cycles
+    try:
+        contexts_side_by_side()
+        left_at_different_places()
+        closed_by_a_fault()
+        freed_by_the_collector()
+    finally:
+        gc.enable()
+
+
+def test_contexts_are_freed_on_each_rank_at_its_own_time() -> None:
+    run_ranks(independent, 2)
+
+
+def in_another_order_on_each_rank() -> None:
+    """Two models of one shape. On shared groups each would take half of the other's weights."""
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=2)), "cpu")
+    models = [torch.nn.Linear(8, 8, bias=False) for _ in range(2)]
+    for value, model in enumerate(models):
+        torch.nn.init.constant_(model.weight, value)
+        fully_shard(model, FsdpContext(mesh))
+    with torch.no_grad():
+        for _ in range(4):  # until nothing is confirmed
+            for model in models:
+                model(torch.ones(1, 8))
+        with impatient(), pytest.raises(RuntimeError, match="all_gather of unit 'Linear'"):
+            models[dist.get_rank()](torch.ones(1, 8))
+
+
+def test_a_context_takes_no_data_of_another_that_ranks_run_in_another_order() -> None:
+    run_ranks(in_another_order_on_each_rank, 2)
 
 
 def destroyed_before_the_end() -> None:
@@ -127,7 +178,7 @@ def destroyed_before_the_end() -> None:
     during = held()[0]
     dist.destroy_process_group()
     assert [group() for group in groups] == [None, None]
-    pool._end_threads()
+    process_groups._end_threads()
     # The model, which a program still has when it ends, keeps none: those of the default group were
     # there before.
     assert held()[0] < before < during
@@ -295,7 +346,7 @@ def many_ranks() -> None:
     assert like is not None
     with patch.object(c10d, "_new_process_group_helper", helper):
         ranks = c10d._world.pg_group_ranks[like]
-        pool.borrow("all_gather", like, range(4096), "cpu")
+        process_groups.own_group("all_gather", like, range(4096), "cpu")
         c10d._world.pg_group_ranks[like] = ranks
     assert len(names[0]) < 64
 

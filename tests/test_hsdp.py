@@ -15,11 +15,11 @@ from torch.distributed.tensor import Replicate
 
 from fsdp_overlap import FsdpContext, RaggedDTensor, fully_shard
 from fsdp_overlap.comm.lanes import Ticket
-from fsdp_overlap.comm.recording import Entry, RecordingLane
 from fsdp_overlap.engine import grads
 from fsdp_overlap.layout import TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 from support.ranks import run_ranks
+from support.recorded import Entry, RecordingLane
 from support.twins import Twins, loss_of
 from support.zoo import ZOO, Model, shard_layers
 

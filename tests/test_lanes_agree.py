@@ -11,11 +11,11 @@ import torch
 
 from fsdp_overlap.comm.collectives import Issued
 from fsdp_overlap.comm.lanes import HostLane, Lane, Mark, StreamLane, Ticket
-from fsdp_overlap.comm.recording import Entry, RecordingLane
 from fsdp_overlap.emulator import EmulatedDevice, fake_ranks, running
 from fsdp_overlap.layout import PerTensor, TensorAtomic
 from fsdp_overlap.schedule.stats import Stats
 from support.emulated import Program
+from support.recorded import Entry, RecordingLane
 from support.zoo import ZOO
 
 RANKS = 4

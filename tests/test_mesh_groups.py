@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_overlap import FsdpContext, MeshGroups, fully_shard
-from fsdp_overlap.comm import pool
+from fsdp_overlap.comm import process_groups
 from support import experts
 from support.lagging import BACKEND as LAGGING
 from support.lagging import LaggingGroup, Options
@@ -52,7 +52,7 @@ def given(groups: MeshGroups) -> dict[str, dist.ProcessGroup]:
 @contextmanager
 def making_none() -> Iterator[None]:
     """Whoever makes a group fails."""
-    with patch.object(pool, "make_group", side_effect=AssertionError("made a group")):
+    with patch.object(process_groups, "make_group", side_effect=AssertionError("made a group")):
         yield
 
 

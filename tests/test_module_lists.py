@@ -12,10 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_overlap import FsdpContext, FsdpModule, RaggedDTensor, fully_shard
-from fsdp_overlap.comm.recording import Entry, RecordingLane
 from support.module_lists import Normed, shard_ends, shard_last_two
 from support.ranks import run_ranks
-from support.recorded import GATHER, REDUCE
+from support.recorded import GATHER, REDUCE, Entry, RecordingLane
 from support.twins import LENGTH, Twins, loss_of, same
 from support.zoo import ROWS, VOCABULARY, Block
 

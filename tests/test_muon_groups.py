@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_overlap import FsdpContext, fully_shard
-from fsdp_overlap.comm.group_facts import group_timeout
+from fsdp_overlap.comm.process_groups import group_timeout
 from fsdp_overlap.optim import Muon, muon
 from fsdp_overlap.optim.teams import Teams
 from support.lagging import BACKEND as LAGGING

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_overlap.comm.recording import Entry
 from fsdp_overlap.engine.comm_context import CommContext
 from fsdp_overlap.layout import Flat, LayoutRule, TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon, fused_adamw, orthogonalization
 from support.ranks import run_ranks
-from support.recorded import GATHER, Recorded
+from support.recorded import GATHER, Entry, Recorded
 from support.twins import Twins
 
 STEPPED = Entry("compute", "has stepped", "optimizer", "")

@@ -20,9 +20,9 @@ import torch.distributed.checkpoint as dcp
 
 from fsdp_overlap.checkpoint import SafeFileSystemReader, SafeFileSystemWriter, ShardStager
 from fsdp_overlap.checkpoint.staging import StagingBuffers
-from fsdp_overlap.comm import group_facts
+from fsdp_overlap.comm import process_groups
 from fsdp_overlap.comm.collectives import RaggedTensorCollectives
-from fsdp_overlap.comm.group_facts import backend_of, collectives_issued
+from fsdp_overlap.comm.process_groups import backend_of, collectives_issued
 from fsdp_overlap.comm.streams import streams_of
 from fsdp_overlap.comm.symmetric_memory import SymmetricCollectives
 from fsdp_overlap.emulator import EmulatedDevice, running
@@ -48,7 +48,7 @@ MUON: dict[str, Any] = {"optimizer": Muon, "ns_dtype": torch.float64}
 def one_rank(device: str, symmetric: bool = False) -> Iterator[Callable[..., Twins]]:
     """Gives what makes twins on ``device``, whose one rank communicates."""
     with ExitStack() as stack:
-        stack.enter_context(patch.object(group_facts, "one_rank_communicates", True))
+        stack.enter_context(patch.object(process_groups, "one_rank_communicates", True))
         if device == "cuda":
             yield lambda **options: Twins.of("layers", device=device, **(OPTIONS | options))
             return

@@ -16,14 +16,13 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_overlap.comm import lanes
 from fsdp_overlap.comm.lanes import HostTicket
-from fsdp_overlap.comm.recording import Entry
 from fsdp_overlap.engine import grads
 from fsdp_overlap.engine.unit import unit_of
 from fsdp_overlap.layout import ParamSpec, pieces
 from fsdp_overlap.layout.pieces import LEAST_SHARD_BYTES, MOST_PIECES, in_pieces
 from fsdp_overlap.optim import AdamW
 from support.ranks import run_ranks
-from support.recorded import GATHER, REDUCE, Recorded, layer, position
+from support.recorded import GATHER, REDUCE, Entry, Recorded, layer, position
 from support.twins import Twins
 from support.zoo import VOCABULARY, ZOO, shard_layers
 

@@ -12,11 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_overlap import FsdpContext
 from fsdp_overlap.comm.lanes import HostLane, Mark
-from fsdp_overlap.comm.recording import Entry, RecordingLane
 from fsdp_overlap.schedule.stats import Stats
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 from support.ranks import run_ranks
-from support.recorded import GATHER, REDUCE, Recorded, layer, position
+from support.recorded import GATHER, REDUCE, Entry, Recorded, RecordingLane, layer, position
 from support.twins import NAMES, Twins
 from support.zoo import Checkpointed, Model, SharedLayer, shard_layers
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_overlap.comm import pool
+from fsdp_overlap.comm import process_groups
 from support.lagging import BACKEND as LAGGING
 from support.lagging import LaggingGroup
 from support.nccl_like import BACKEND as NICKEL
@@ -25,13 +25,13 @@ from support.twins import COPIES, NAMES, Twins
 @contextmanager
 def counted(made: list[str]) -> Iterator[None]:
     """Notes the names of groups that are made."""
-    make = pool.make_group
+    make = process_groups.make_group
 
     def counting(name: str, *rest: Any) -> dist.ProcessGroup:
         made.append(name)
         return make(name, *rest)
 
-    with patch.object(pool, "make_group", counting):
+    with patch.object(process_groups, "make_group", counting):
         yield
 
 
@@ -86,34 +86,6 @@ def of_copies() -> None:
 
 def test_contexts_with_copies_share_one_set_too() -> None:
     run_ranks(of_copies, 4, backend=NICKEL)
-
-
-def left_at_different_counts(is_kept: bool) -> None:
-    """One rank alone has issued something on the group that all share."""
-    first = Twins.of("layers")
-    first.train(1)
-    reduce = first.ctx.groups.reduce
-    LaggingGroup.patience = timedelta(seconds=0.3)
-    if dist.get_rank() == 1:
-        dist.broadcast(torch.ones(1), group=reduce, group_src=1)
-    LaggingGroup.patience = None
-    if not is_kept:
-        del first
-    second = Twins.of("layers")
-    second.train(2)
-    assert second.ctx.groups.reduce is not reduce
-    assert reduce.aborted != is_kept  # it goes when its last context does
-    if is_kept:
-        del first
-        third = Twins.of("layers")
-        third.train(1)
-        assert third.ctx.groups.reduce is second.ctx.groups.reduce
-        assert reduce.aborted
-
-
-@pytest.mark.parametrize("is_kept", [False, True])
-def test_a_group_that_ranks_left_at_different_counts_is_replaced(is_kept: bool) -> None:
-    run_ranks(left_at_different_counts, 2, is_kept, backend=LAGGING)
 
 
 def reset_by_one() -> None:

@@ -14,10 +14,10 @@ import torch
 from fsdp_overlap.checkpoint import stager
 from fsdp_overlap.checkpoint.staging import StagedSave, StagingBuffers
 from fsdp_overlap.comm import quantized
+from fsdp_overlap.comm.collectives import PackedRows
 from fsdp_overlap.comm.extension_gather import ExtensionGather
 from fsdp_overlap.comm.lanes import StreamLane, StreamTicket
 from fsdp_overlap.comm.quantized import QuantizedReduction, QuantizedRowsReduction
-from fsdp_overlap.comm.row_collectives import PackedRows
 from fsdp_overlap.desync.order_check import OrderCheck
 from fsdp_overlap.emulator import EmulatedDevice, active, fake_ranks, running
 from fsdp_overlap.engine import comm_context

@@ -20,9 +20,8 @@ from fsdp_overlap import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from fsdp_overlap.comm.recording import RecordingLane
 from support.ranks import run_ranks
-from support.recorded import GATHER
+from support.recorded import GATHER, RecordingLane
 from support.twins import Twins, loss_of, same
 from support.zoo import WIDTH, Block, Model, shard_layers
 

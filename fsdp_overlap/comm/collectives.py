@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from math import inf, prod
 from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.comm.group_facts import backend_name, communicates, is_in_python
+from fsdp_overlap.comm.process_groups import backend_name, communicates, is_in_python
 from fsdp_overlap.comm.streams import has_streams
-from fsdp_overlap.layout import BucketPlan, Plan
+from fsdp_overlap.layout import BucketPlan, Plan, RowsPlan
 from fsdp_overlap.tensor.carried import CARRIED, as_carried, carried_ranges
-from fsdp_overlap.torch_internals import AllgatherOptions
+from fsdp_overlap.torch_internals import AllGather, AllgatherOptions, ReduceScatter
 
 AVG, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
 
@@ -48,11 +49,15 @@ for _async_op, _options in _ALL_TO_ALL.items():
 
 @cache
 def _from_rank(rank: int) -> Any:
-    """Options for an asynchronous broadcast from ``rank``, a place in the group."""
+    """Return options for an asynchronous broadcast from ``rank``, a place in the group."""
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor, options.asyncOp = rank, 0, True
     return options
 
+
+# Parameters of at least this size travel by themselves. The collectives of smaller ones take longer
+# than a copy.
+LARGE_BYTES = 256 * 1024
 
 # Backends that cannot reduce to a mean, on any device.
 _WITHOUT_MEANS = ("gloo", "mpi")
@@ -83,7 +88,7 @@ class Collectives(Protocol[P]):
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, plan: P, group: dist.ProcessGroup
     ) -> Issued:
-        """Fills ``full`` in place from every rank's ``shard``, cast to ``full``'s dtype. The shard
+        """Fill ``full`` in place from every rank's ``shard``, cast to ``full``'s dtype. The shard
         may lie in the host's memory. It is read from there in the order of the current stream."""
         ...
 
@@ -94,7 +99,7 @@ class Collectives(Protocol[P]):
         group: dist.ProcessGroup,
         divisor: float | None = None,
     ) -> Issued:
-        """Gives this rank's range of the sum of all ranks' ``gradients``, divided by ``divisor``.
+        """Return this rank's range of the sum of all ranks' ``gradients``, divided by ``divisor``.
         ``None`` stands for the number of ranks, in whichever way the backend takes a mean.
         ``gradients`` may be overwritten."""
         ...
@@ -110,7 +115,7 @@ class GathersInPlace:
     def make_pieces(
         self, full: torch.Tensor, shard: torch.Tensor, plan: Any, group: dist.ProcessGroup
     ) -> Pieces:
-        """Puts this rank's shard where it is sent from, and says what is to be gathered. The
+        """Put this rank's shard where it is sent from, and return what is to be gathered. The
         arguments are those of :meth:`Collectives.all_gather`."""
         raise NotImplementedError
 
@@ -307,7 +312,7 @@ def all_to_all(
     source_sizes: list[int],
     group: dist.ProcessGroup,
 ) -> Issued:
-    """Sends ``source_sizes[r]`` elements of ``source`` to each rank ``r``, and fills ``output``
+    """Send ``source_sizes[r]`` elements of ``source`` to each rank ``r``, and fill ``output``
     with ``output_sizes[r]`` elements from each. Both are flat. Collective over ``group``."""
     is_host = not has_streams(output.device)  # elsewhere the current stream waits, not the host
     sent, received = as_real(source), as_real(output)
@@ -323,7 +328,7 @@ def all_to_all(
 def all_reduce(
     values: torch.Tensor, group: dist.ProcessGroup, divisor: float | None = None
 ) -> Issued:
-    """Replaces ``values`` by their sum over ranks, divided by ``divisor``, which may be ``None`` as
+    """Replace ``values`` by their sum over ranks, divided by ``divisor``, which may be ``None`` as
     in :meth:`Collectives.reduce_scatter`. Collective over ``group``."""
     if divisor is None and backend_name(values.device.type, group) in _WITHOUT_MEANS:
         divisor = group.size()
@@ -337,7 +342,8 @@ def all_reduce(
 
 
 def choose(device_type: str, group: dist.ProcessGroup, plan: BucketPlan) -> Collectives[BucketPlan]:
-    """The fastest collectives known for ``plan`` on the backend of ``group`` on ``device_type``."""
+    """Return the fastest collectives known for ``plan`` on the backend of ``group`` on
+    ``device_type``."""
     if not communicates(group):
         return LocalCollectives()
     if device_type == "cpu" and backend_name(device_type, group) == "gloo":
@@ -357,7 +363,7 @@ def coalesces() -> bool:
 
 
 def gather_pieces(pieces: Pieces, group: dist.ProcessGroup) -> None:
-    """Fills what ``pieces`` say, in one launch. Collective over ``group``."""
+    """Fill what ``pieces`` say, in one launch. Collective over ``group``."""
     received, sent = pieces
     if coalesces():
         end(group.allgather_into_tensor_coalesced(received, sent, GATHER))
@@ -372,19 +378,19 @@ def reduce_into(
     group: dist.ProcessGroup,
     op: dist.ReduceOp.RedOpType,
 ) -> None:
-    """Fills ``own`` with this rank's range of all ranks' ``gradients``, reduced by ``op``, which is
+    """Fill ``own`` with this rank's range of all ranks' ``gradients``, reduced by ``op``, which is
     a sum or a mean. Ranges are equal. Collective over ``group``."""
     end(group._reduce_scatter_base(as_real(own), as_real(gradients), REDUCE_SCATTER[op]))
 
 
 def end(work: dist.Work | None) -> None:
-    """Ends a synchronous collective, for which some backends return a work all the same."""
+    """End a synchronous collective, for which some backends return a work all the same."""
     if work is not None:
         work.wait()
 
 
 def divide_early(gradients: torch.Tensor, divisor: float | None) -> float | None:
-    """Divides ``gradients`` in half precision by ``divisor`` in place, before they are summed,
+    """Divide ``gradients`` in half precision by ``divisor`` in place, before they are summed,
     because the sum may overflow. Returns what is left to divide the sum by."""
     if divisor is None or gradients.dtype not in (torch.float16, torch.complex32):
         return divisor
@@ -393,18 +399,318 @@ def divide_early(gradients: torch.Tensor, divisor: float | None) -> float | None
 
 
 def divided(total: torch.Tensor, divisor: float | None) -> torch.Tensor:
-    """Divides ``total`` in place by ``divisor``, unless that is ``None``."""
+    """Divide ``total`` in place by ``divisor``, unless that is ``None``."""
     if divisor is not None and divisor != 1:
         as_real(total).div_(divisor)  # there is no division of half-precision complex numbers
     return total
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """Views complex numbers as pairs of real ones, because backends reduce no complex numbers."""
+    """View complex numbers as pairs of real ones, because backends reduce no complex numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def own_range(full: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup) -> torch.Tensor:
-    """The part of ``full`` that this rank's shard fills."""
+    """Return the part of ``full`` that this rank's shard fills."""
     rank = group.rank()
     return full.narrow(0, plan.shard_starts[rank], plan.shard_numels[rank])
+
+
+# ---- Rows: a rank has a chunk of each parameter. In a shard the chunks of one rank follow each
+# other, and in a flat buffer the chunks of one parameter. ----
+
+
+class InPlaceRows(GathersInPlace):
+    """For NCCL, which runs many collectives as one: a collective for each parameter, in place in
+    the flat buffer."""
+
+    def __init__(self) -> None:
+        self._regions = _Views(regions_of)
+
+    def all_gather(
+        self, full: torch.Tensor, shard: torch.Tensor, plan: RowsPlan, group: dist.ProcessGroup
+    ) -> Issued:
+        gather_pieces(self.make_pieces(full, shard, plan, group), group)
+        return Issued((), lambda: full)
+
+    def make_pieces(
+        self, full: torch.Tensor, shard: torch.Tensor, plan: RowsPlan, group: dist.ProcessGroup
+    ) -> Pieces:
+        regions = self._regions.of(full, plan)
+        own = [region[group.rank()] for region in regions]
+        torch._foreach_copy_(own, chunks_of(shard, plan), non_blocking=True)
+        received = [as_carried(region.view(-1)) for region in regions]
+        return received, [as_carried(chunk) for chunk in own]
+
+    def reduce_scatter(
+        self,
+        gradients: torch.Tensor,
+        plan: RowsPlan,
+        group: dist.ProcessGroup,
+        divisor: float | None = None,
+    ) -> Issued:
+        left = divide_early(gradients, divisor)
+        own = _new(gradients, plan.shard_numels[group.rank()], plan)
+        received = [as_real(chunk) for chunk in chunks_of(own, plan)]
+        sent = [as_real(region.view(-1)) for region in self._regions.of(gradients, plan)]
+        op = AVG if divisor is None else SUM
+        if coalesces():
+            end(group.reduce_scatter_tensor_coalesced(received, sent, REDUCE_SCATTER[op]))
+        else:
+            for mine, of_all in zip(received, sent, strict=True):
+                reduce_into(mine, of_all, group, op)
+        return Issued((), lambda: divided(own, left))
+
+
+class PackedRows:
+    """For any backend: ``others`` gather into a packed buffer, where shards follow each other, and
+    reduce one. Chunks are copied between it and the flat buffer.
+
+    Parameters of at least ``large_bytes`` are left out of the packed buffer, which would take as
+    much memory again. ``others`` gather and reduce each of them by itself, in place.
+    """
+
+    def __init__(self, others: Collectives[BucketPlan], large_bytes: float = inf) -> None:
+        self._others = others
+        self._large_bytes = large_bytes
+        self._regions = _Views(regions_of)
+        self._divisions: dict[int, _Division] = {}
+        """By the size of an element."""
+
+    def all_gather(
+        self, full: torch.Tensor, shard: torch.Tensor, plan: RowsPlan, group: dist.ProcessGroup
+    ) -> Issued:
+        division = self._division(plan, full)
+        regions, chunks = self._regions.of(full, plan), chunks_of(shard, plan)
+        parts = [
+            self._others.all_gather(regions[index].view(-1), chunks[index], alone, group)
+            for index, alone in division.large
+        ]
+        small = division.small
+        if not small.specs:
+            return _together(parts, lambda: full)
+        packed = full.new_empty(small.packed.numel)
+        if division.large:
+            shard = packed.view(small.world_size, -1)[group.rank()]
+            torch._foreach_copy_(chunks_of(shard, small), division.of_small(chunks))
+        parts.append(self._others.all_gather(packed, shard, small.packed, group))
+
+        def finish() -> torch.Tensor:
+            for part in parts:
+                part.finish()
+            targets, sources = division.places.of(full, plan), _packed_chunks(packed, small)
+            torch._foreach_copy_(targets, sources)
+            return full
+
+        return _together(parts, finish)
+
+    def reduce_scatter(
+        self,
+        gradients: torch.Tensor,
+        plan: RowsPlan,
+        group: dist.ProcessGroup,
+        divisor: float | None = None,
+    ) -> Issued:
+        division = self._division(plan, gradients)
+        regions = self._regions.of(gradients, plan)
+        parts = [
+            self._others.reduce_scatter(regions[index].view(-1), alone, group, divisor)
+            for index, alone in division.large
+        ]
+        small = division.small
+        if small.specs:
+            packed = _new(gradients, small.packed.numel, small)
+            targets, sources = _packed_chunks(packed, small), division.places.of(gradients, plan)
+            torch._foreach_copy_(targets, sources)
+            parts.append(self._others.reduce_scatter(packed, small.packed, group, divisor))
+
+        def finish() -> torch.Tensor:
+            if not division.large:
+                return parts[0].finish()
+            own = _new(gradients, plan.shard_numels[0], plan)
+            chunks = chunks_of(own, plan)
+            for part, (index, _) in zip(parts, division.large, strict=False):
+                chunks[index].copy_(part.finish())
+            if small.specs:
+                shard = parts[-1].finish()
+                torch._foreach_copy_(division.of_small(chunks), chunks_of(shard, small))
+            return own
+
+        return _together(parts, finish)
+
+    def _division(self, plan: RowsPlan, flat: torch.Tensor) -> _Division:
+        size = flat.element_size()
+        if size not in self._divisions:
+            self._divisions[size] = _Division(plan, self._large_bytes / size)
+        return self._divisions[size]
+
+
+def _together(parts: Sequence[Issued], finish: Callable[[], torch.Tensor]) -> Issued:
+    """Return several collectives of one group as one, whose result ``finish`` gives."""
+    return Issued([work for part in parts for work in part.works], finish, parts[0].group)
+
+
+class _Division:
+    """Which parameters of a bucket travel by themselves: those of at least ``large`` elements. The
+    others are ``small``."""
+
+    def __init__(self, plan: RowsPlan, large: float) -> None:
+        ranks = plan.world_size
+        sizes = list(zip(plan.specs, plan.chunks, strict=True))
+        self.large = [
+            (index, BucketPlan((), (), (chunk,) * ranks))
+            for index, (spec, chunk) in enumerate(sizes)
+            if spec.cut_dim == 0 and chunk * ranks >= large
+        ]
+        """The number of each, and its plan."""
+        alone = {index for index, _ in self.large}
+        self._indices = [index for index in range(len(sizes)) if index not in alone]
+        self.small = RowsPlan(tuple(plan.specs[index] for index in self._indices), ranks)
+        self.places = _Views(partial(_chunks_in, indices=self._indices))
+        """Where the chunks of :func:`_packed_chunks` lie in a flat buffer."""
+
+    def of_small(self, chunks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [chunks[index] for index in self._indices]
+
+
+def choose_for_rows(
+    device_type: str, group: dist.ProcessGroup, plan: RowsPlan
+) -> Collectives[RowsPlan]:
+    """Return the fastest collectives known for ``plan`` on the backend of ``group`` on
+    ``device_type``."""
+    if plan.is_in_place and backend_name(device_type, group) == "nccl":
+        return InPlaceRows()
+    return PackedRows(choose(device_type, group, plan.packed), LARGE_BYTES)
+
+
+class _Views:
+    """Views of the flat buffers of one bucket, made once for each."""
+
+    def __init__(self, make: Callable[[torch.Tensor, RowsPlan], list[torch.Tensor]]) -> None:
+        self._make = make
+        self._known: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+
+    def of(self, flat: torch.Tensor, plan: RowsPlan) -> list[torch.Tensor]:
+        for known, views in self._known:
+            if known is flat:
+                return views
+        with torch.inference_mode(False), torch.no_grad():
+            views = self._make(flat, plan)
+        self._known.append((flat, views))
+        return views
+
+
+def _new(like: torch.Tensor, numel: int, plan: RowsPlan) -> torch.Tensor:
+    """Return memory for gradients. What no parameter fills is zero, because it travels too."""
+    return like.new_empty(numel) if plan.is_even else like.new_zeros(numel)
+
+
+def regions_of(flat: torch.Tensor, plan: RowsPlan) -> list[torch.Tensor]:
+    """Return what each parameter takes of a flat buffer, with a row for each rank's chunk."""
+    ranks = plan.world_size
+    return [
+        flat[offset : offset + ranks * chunk].view(ranks, chunk)
+        for offset, chunk in zip(plan.offsets, plan.chunks, strict=True)
+    ]
+
+
+def chunks_of(shard: torch.Tensor, plan: RowsPlan) -> list[torch.Tensor]:
+    """Return the chunks in a shard, flat."""
+    parts = list(shard.split_with_sizes(plan.sizes))
+    return parts[::2] if plan.has_gaps else parts
+
+
+def _chunks_in(flat: torch.Tensor, plan: RowsPlan, indices: Sequence[int]) -> list[torch.Tensor]:
+    """Return where the chunks of :func:`_packed_chunks` lie in a flat buffer: those of the
+    parameters ``indices``."""
+    found = []
+    regions = regions_of(flat, plan)
+    for index in indices:
+        spec, offset = plan.specs[index], plan.offsets[index]
+        if spec.cut_dim == 0:
+            found.append(regions[index])
+            continue
+        whole = flat[offset : offset + spec.numel].view(spec.shape)
+        for rank in range(plan.world_size):
+            first, last = plan.held(spec, rank)
+            found.append(whole.narrow(spec.cut_dim, first, last - first))
+    return found
+
+
+def _packed_chunks(packed: torch.Tensor, plan: RowsPlan) -> list[torch.Tensor]:
+    """Return the chunks in a packed buffer: of all ranks together, with a row for each, or one by
+    one if the parameter is not cut along its first dimension."""
+    columns = list(packed.view(plan.world_size, -1).split_with_sizes(plan.sizes, 1))
+    if plan.has_gaps:
+        columns = columns[::2]
+    if plan.is_in_place:
+        return columns
+    found: list[torch.Tensor] = []
+    for spec, column in zip(plan.specs, columns, strict=True):
+        if spec.cut_dim == 0:
+            found.append(column)
+            continue
+        for rank, chunk in enumerate(column):
+            shape = plan.chunk_shape(spec, rank)
+            found.append(chunk[: prod(shape)].view(shape))
+    return found
+
+
+# ---- Collectives of the user's own ----
+
+
+@dataclass(frozen=True)
+class CustomComms:
+    """A user's collectives, with FSDP2's interfaces. ``None`` stands for the library's own."""
+
+    all_gather: AllGather | None = None
+    reduce_scatter: ReduceScatter | None = None
+
+
+class CustomCollectives:
+    """For equal shards: the collectives of ``comms``, and those of ``others`` where it has none.
+
+    The user's objects work on memory that they allocate, and may use it again for their next call.
+    Parameters and gradients are views of other memory, so what travels is copied. On a CPU each
+    collective is waited for at once.
+    """
+
+    def __init__(self, comms: CustomComms, others: Collectives[BucketPlan]) -> None:
+        self._comms = comms
+        self._others = others
+
+    def all_gather(
+        self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
+    ) -> Issued:
+        comm = self._comms.all_gather
+        if comm is None:
+            return self._others.all_gather(full, shard, plan, group)
+        gathered = comm.allocate(full.shape, dtype=full.dtype, device=full.device)
+        own = own_range(gathered, plan, group).copy_(shard, non_blocking=True)
+        sent, received = as_carried(own), as_carried(gathered)
+        end(comm(output_tensor=received, input_tensor=sent, group=group, async_op=False))
+        full.copy_(gathered)
+        return Issued((), lambda: full)
+
+    def reduce_scatter(
+        self,
+        gradients: torch.Tensor,
+        plan: BucketPlan,
+        group: dist.ProcessGroup,
+        divisor: float | None = None,
+    ) -> Issued:
+        comm = self._comms.reduce_scatter
+        if comm is None:
+            return self._others.reduce_scatter(gradients, plan, group, divisor)
+        left = divide_early(gradients, divisor)
+        source, own = (
+            comm.allocate((numel,), dtype=gradients.dtype, device=gradients.device)
+            for numel in (plan.numel, plan.shard_numels[group.rank()])
+        )
+        source.copy_(gradients)
+        op = AVG if divisor is None else SUM
+        sent, received = as_real(source), as_real(own)
+        work = comm(output_tensor=received, input_tensor=sent, group=group, op=op, async_op=False)
+        end(work)
+        mean = divided(own.clone(), left)
+        return Issued((), lambda: mean)

@@ -7,7 +7,6 @@ and is copied in before it and out after it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -24,27 +23,19 @@ Kind = tuple[torch.Size, torch.dtype]
 """The size and the dtype of a tensor that travels."""
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Where a tensor that is not empty lies in what a rank sends, in bytes."""
-
-    start: int
-    stop: int
-    dtype: torch.dtype
-
-
-class Pieces:
-    """What a rank sends of a bucket whose extensions give ``inputs``."""
+class SendLayout:
+    """Where what a rank sends of a bucket lies, whose extensions give ``inputs``."""
 
     def __init__(self, inputs: Sequence[Sequence[torch.Tensor]]) -> None:
         self.kinds = [_kinds(tensors) for tensors in inputs]
-        self.all: list[Piece] = []
+        self.ranges: list[tuple[slice, torch.dtype]] = []
+        """The bytes and the dtype of each tensor that is not empty."""
         self.nbytes = 0
         self.has_gaps = False
         for size, dtype in chain.from_iterable(self.kinds):
             stop = self.nbytes + size.numel() * dtype.itemsize
             if stop > self.nbytes:
-                self.all.append(Piece(self.nbytes, stop, dtype))
+                self.ranges.append((slice(self.nbytes, stop), dtype))
             self.nbytes = -(-stop // ALIGN_BYTES) * ALIGN_BYTES
             self.has_gaps |= self.nbytes > stop
 
@@ -58,37 +49,37 @@ class ExtensionGather:
     def __init__(self, extensions: Sequence[Extension]) -> None:
         self.extensions = extensions
         self.others: Collectives[BucketPlan]
-        self._pieces: Pieces | None = None
+        self._layout: SendLayout | None = None
         self.outputs: list[list[torch.Tensor]] = []
-        """For each parameter, what is gathered of its pieces, flat."""
+        """For each parameter, what is gathered of each tensor that its extension gives, flat."""
 
     @property
     def nbytes(self) -> int:
         """What a rank sends."""
-        return self._pieces.nbytes if self._pieces is not None else 0
+        return self._layout.nbytes if self._layout is not None else 0
 
     @torch.no_grad()
     def inputs(self) -> list[list[torch.Tensor]]:
-        """What this rank sends. Collective if an extension makes it so."""
+        """Return what this rank sends. Collective if an extension makes it so."""
         return [extension.inputs() for extension in self.extensions]
 
     @torch.no_grad()
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, plan: RowsPlan, group: dist.ProcessGroup
     ) -> Issued:
-        """Fills the unsharded parameters. ``full`` and ``shard`` are empty, but ``full`` is where
+        """Fill the unsharded parameters. ``full`` and ``shard`` are empty, but ``full`` is where
         compute is."""
         inputs = self.inputs()
-        assert self._pieces is not None
-        self._check(inputs, self._pieces)
-        return self._gather(inputs, self._pieces, full, group, self._fill)
+        assert self._layout is not None
+        self._check(inputs, self._layout)
+        return self._gather(inputs, self._layout, full, group, self._fill)
 
     @torch.no_grad()
     def all_gather_first(
         self, inputs: Sequence[Sequence[torch.Tensor]], full: torch.Tensor, group: dist.ProcessGroup
     ) -> Issued:
-        """Gathers :attr:`outputs` anew, and makes nothing of them."""
-        pieces = self._pieces = Pieces(inputs)
+        """Gather :attr:`outputs` anew, and make nothing of them."""
+        layout = self._layout = SendLayout(inputs)
         ranks = group.size()
         with torch.inference_mode(False):
             self.outputs = [
@@ -98,10 +89,10 @@ class ExtensionGather:
                 ]
                 for tensors in inputs
             ]
-        return self._gather(inputs, pieces, full, group, lambda: None)
+        return self._gather(inputs, layout, full, group, lambda: None)
 
-    def _check(self, inputs: Sequence[Sequence[torch.Tensor]], expected: Pieces) -> None:
-        """Checks that what is sent has the dtypes and sizes of the first time.
+    def _check(self, inputs: Sequence[Sequence[torch.Tensor]], expected: SendLayout) -> None:
+        """Check that what is sent has the dtypes and sizes of the first time.
 
         Raises:
             RuntimeError: it has not.
@@ -118,20 +109,20 @@ class ExtensionGather:
     def _gather(
         self,
         inputs: Sequence[Sequence[torch.Tensor]],
-        pieces: Pieces,
+        layout: SendLayout,
         full: torch.Tensor,
         group: dist.ProcessGroup,
         then: Callable[[], None],
     ) -> Issued:
         ranks = group.size()
-        travels = BucketPlan((), (), (pieces.nbytes,) * ranks)
-        gathered = torch.empty(travels.numel, dtype=torch.uint8, device=full.device)
-        own = own_range(gathered, travels, group)
-        if pieces.has_gaps:
+        all_ranks = BucketPlan((), (), (layout.nbytes,) * ranks)
+        gathered = torch.empty(all_ranks.numel, dtype=torch.uint8, device=full.device)
+        own = own_range(gathered, all_ranks, group)
+        if layout.has_gaps:
             own.zero_()  # gaps travel, too
         sources = [each.reshape(-1) for each in chain.from_iterable(inputs) if each.numel()]
-        _copy([own[each.start : each.stop].view(each.dtype) for each in pieces.all], sources)
-        issued = self.others.all_gather(gathered, own, travels, group)
+        _copy([own[at].view(dtype) for at, dtype in layout.ranges], sources)
+        issued = self.others.all_gather(gathered, own, all_ranks, group)
 
         @torch.no_grad()
         def finish() -> torch.Tensor:
@@ -143,7 +134,7 @@ class ExtensionGather:
             try:
                 _copy(
                     [output.view(ranks, -1) for output in outputs],
-                    [rows[:, each.start : each.stop].view(each.dtype) for each in pieces.all],
+                    [rows[:, at].view(dtype) for at, dtype in layout.ranges],
                 )
                 then()
             finally:

@@ -34,11 +34,11 @@ class Watcher(Protocol):
 
     def capture_begins(self) -> None: ...
     def capture_ends(self) -> Replays | None:
-        """The capture is about to end. Returns who is to be told of its replays."""
+        """The capture is about to end. Return who is to be told of its replays."""
         ...
 
     def capture_ended(self) -> None:
-        """Raises a RuntimeError if replays would be wrong: there are none then."""
+        """Raise a RuntimeError if replays would be wrong: there are none then."""
         ...
 
 
@@ -60,13 +60,13 @@ _is_guarded = False
 
 
 def capture_under_way() -> object | None:
-    """Stands for the capture under way. ``None`` if there is none, or it is not by the graphs of a
-    device that :func:`watch` was called for."""
+    """Return what stands for the capture under way. ``None`` if there is none, or it is not by the
+    graphs of a device that :func:`watch` was called for."""
     return _capture
 
 
 def watch(device: torch.device, watcher: Watcher) -> None:
-    """Tells ``watcher``, which it refers to weakly, of the graphs of ``device``."""
+    """Tell ``watcher``, which it refers to weakly, of the graphs of ``device``."""
     kind = getattr(streams_of(device), "CUDAGraph", None)
     if kind is None:
         return

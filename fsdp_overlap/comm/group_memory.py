@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.comm.group_facts import backend_name, backend_of
+from fsdp_overlap.comm.process_groups import backend_name, backend_of
 from fsdp_overlap.comm.streams import streams_of
 
 
@@ -31,13 +31,13 @@ class GroupMemory:
             backend.register_mem_pool(self._pool)
 
     def use(self) -> AbstractContextManager[None]:
-        """What this thread allocates within comes from the pool."""
+        """Return a context within which what this thread allocates comes from the pool."""
         within: AbstractContextManager[None] = self._streams.use_mem_pool(self._pool)
         return within
 
 
 def check_memory(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Checks that the backend of ``group`` allocates memory on ``device``.
+    """Check that the backend of ``group`` allocates memory on ``device``.
 
     Raises:
         ValueError: it does not.

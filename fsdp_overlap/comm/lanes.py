@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from fsdp_overlap.comm.collectives import Issued
 from fsdp_overlap.comm.graphs import capture_under_way
-from fsdp_overlap.comm.spans import span
 from fsdp_overlap.comm.streams import has_streams, streams_of
-from fsdp_overlap.comm.watch import Watch, wait, watch_of
+from fsdp_overlap.comm.watchdog import Watchdog, wait, watchdog_of
 from fsdp_overlap.tensor.flat_buffer import Buffer
 from fsdp_overlap.torch_internals import profiler_enabled
 
@@ -40,11 +40,28 @@ MAX_LAUNCHED = 1024
 MAX_KEPT_BACK = 4
 
 
+_NO_SPAN: AbstractContextManager[Any] = nullcontext()
+
+
+def span(kind: str, label: str, nbytes: int = 0) -> AbstractContextManager[Any]:
+    """Mark what runs inside as ``fsdp_overlap::<kind>(<label>)`` in a running profiler's trace. See
+    Note [marks].
+
+    ``profiling/names.py`` reads the names. ``nbytes`` is how many bytes the collective issued
+    inside brings to this rank or takes from it. If it is not zero, the name ends in it, as in
+    `` 4096 B``.
+    """
+    if not profiler_enabled():
+        return _NO_SPAN
+    size = f" {nbytes} B" if nbytes else ""
+    return record_function(f"fsdp_overlap::{kind}({label}){size}")
+
+
 class Ticket(Protocol):
     """What a lane hands back for enqueued work."""
 
     def wait(self) -> None:
-        """Makes the caller's compute wait. Safe to call twice.
+        """Make the caller's compute wait. Safe to call twice.
 
         Raises:
             RuntimeError: the collective failed or timed out; names it and its unit.
@@ -52,60 +69,58 @@ class Ticket(Protocol):
         ...
 
     def wait_on_host(self) -> None:
-        """Blocks the host until the work is done."""
+        """Block the host until the work is done."""
         ...
 
     def done(self) -> bool:
-        """Whether :meth:`wait_on_host` would return without waiting."""
+        """Return whether :meth:`wait_on_host` would return without waiting."""
         ...
 
     def abandon(self) -> None:
-        """Is called instead of :meth:`wait` if nobody needs the result. Afterwards compute may edit
+        """Give up the result instead of :meth:`wait`. Afterwards compute may edit
         what the work reads, and what the work writes to may be freed in the lane's order."""
         ...
 
 
-class Lane(Protocol):
-    """``label`` names the unit in errors and traces, ``kind`` names the collective."""
+class Lane:
+    """A queue of communication. What it need not do on a CPU does nothing here.
 
-    runs_ahead: bool
+    ``label`` names the unit in errors and traces, ``kind`` names the collective.
+    """
+
+    runs_ahead = False
     """Whether the host goes on before what it enqueues has begun."""
-    is_captured: bool
+    is_captured = False
     """Whether what is enqueued is captured in a graph, and does not run yet."""
 
     def set_captured(self, is_captured: bool) -> None:
-        """A capture that the lane takes part in has begun, or is about to end."""
-        ...
+        """Note that a capture that the lane takes part in has begun, or is about to end."""
 
     def after_compute(self) -> None:
-        """What is enqueued from now on starts after the compute enqueued so far."""
-        ...
+        """Start what is enqueued from now on after the compute enqueued so far."""
 
     def after_event(self, event: torch.Event) -> None:
-        """What is enqueued from now on starts after ``event``."""
-        ...
+        """Start what is enqueued from now on after ``event``."""
 
     def after_ticket(self, ticket: Ticket) -> None:
-        """What is enqueued from now on starts after the work of ``ticket``, which is of another
+        """Start what is enqueued from now on after the work of ``ticket``, which is of another
         lane."""
-        ...
+        raise NotImplementedError
 
     def after_replay(self) -> None:
-        """What is enqueued from now on starts after a graph that was just enqueued as compute,
+        """Start what is enqueued from now on after a graph that was just enqueued as compute,
         which waits for what was enqueued here so far."""
-        ...
 
     def before_compute(self) -> None:
-        """Compute enqueued from now on starts after what was enqueued here so far."""
-        ...
+        """Start compute enqueued from now on after what was enqueued here so far."""
 
     def mark_compute(self) -> Mark:
-        """A mark of the compute enqueued so far."""
-        ...
+        """Return a mark of the compute enqueued so far."""
+        return None
 
     def allocate(self, label: str, buffer: Buffer) -> None:
-        """Gives ``buffer`` storage, in the lane's order."""
-        ...
+        """Give ``buffer`` storage, in the lane's order."""
+        raise NotImplementedError
 
     def enqueue(
         self,
@@ -115,15 +130,15 @@ class Lane(Protocol):
         accept: Callable[[torch.Tensor], None] | None = None,
         nbytes: int = 0,
     ) -> Ticket:
-        """Runs ``issue`` and gives its result to ``accept``, in the lane's order. ``nbytes`` is how
+        """Run ``issue`` and give its result to ``accept``, in the lane's order. ``nbytes`` is how
         many bytes travel to or from this rank, 0 if they were not counted."""
-        ...
+        raise NotImplementedError
 
     def free(self, label: str, buffer: Buffer, after: Mark, waits: bool = True) -> None:
-        """Frees what this lane allocated, once the compute up to ``after`` is done (None: at
+        """Free what this lane allocated, once the compute up to ``after`` is done (None: at
         once). If the lane need not wait (``waits``), what is enqueued from now on may start before
         that, in other memory."""
-        ...
+        raise NotImplementedError
 
 
 class HostTicket:
@@ -156,28 +171,25 @@ class HostTicket:
 
     def _wait_for(self, issued: Issued) -> None:
         with span("wait_" + self.kind, self.label):
-            watch = watch_of(issued.group)
+            watchdog = watchdog_of(issued.group)
             failure: RuntimeError | None = None
             # All are waited for, also after one has failed: the others may still read or write
             # what is freed next.
             for work in issued.works:
                 try:
-                    if watch is None:
-                        work.wait()
-                    else:
-                        wait(work, watch)
+                    wait(work, watchdog)
                 except RuntimeError as error:
                     failure = failure or error
             if failure is not None:
-                raise RuntimeError(self._describe(issued, watch, failure)) from failure
+                raise RuntimeError(self._describe(issued, watchdog, failure)) from failure
 
-    def _describe(self, issued: Issued, watch: Watch | None, failure: RuntimeError) -> str:
+    def _describe(self, issued: Issued, watchdog: Watchdog | None, failure: RuntimeError) -> str:
         what = f"{self.kind} of unit {self.label!r}" if self.label else self.kind
         where = ""
         if issued.group is not None:
             ranks = dist.get_process_group_ranks(issued.group)
             where = f" among ranks {ranks} (group {issued.group.group_name!r})"
-        why = str(failure) if watch is None else watch.explain(failure)
+        why = str(failure) if watchdog is None else watchdog.explain(failure)
         return f"{what}{where} failed: {why}"
 
     def wait_on_host(self) -> None:
@@ -189,36 +201,16 @@ class HostTicket:
     def abandon(self) -> None:
         issued, self._issued = self._issued, None
         if issued is not None and issued.works:
-            with suppress(RuntimeError):  # the watch knows, and tells those who need a result
+            with suppress(RuntimeError):  # the watchdog knows, and tells those who need a result
                 self._wait_for(issued)
 
 
-class HostLane:
-    """A queue of asynchronous work on a CPU."""
-
-    runs_ahead = False
-    is_captured = False
-
-    def set_captured(self, is_captured: bool) -> None:
-        pass  # a CPU has no graphs
-
-    def after_compute(self) -> None:
-        pass
-
-    def after_event(self, event: torch.Event) -> None:
-        pass
+class HostLane(Lane):
+    """A queue of asynchronous work on a CPU. Tickets are waited for one by one: nothing else knows
+    what is under way. There are no graphs."""
 
     def after_ticket(self, ticket: Ticket) -> None:
         ticket.wait()
-
-    def after_replay(self) -> None:
-        pass  # a CPU has no graphs
-
-    def before_compute(self) -> None:
-        pass  # tickets are waited for one by one: nothing else knows what is under way
-
-    def mark_compute(self) -> Mark:
-        return None
 
     def allocate(self, label: str, buffer: Buffer) -> None:
         buffer.allocate()
@@ -294,11 +286,10 @@ class CapturedTicket(StreamTicket):
         return capture_under_way() is self._capture
 
 
-class StreamLane:
+class StreamLane(Lane):
     """A stream of a device that has them."""
 
     runs_ahead = True
-    is_captured = False
 
     def __init__(self, device: torch.device) -> None:
         self._streams = streams_of(device)
@@ -388,5 +379,5 @@ class StreamLane:
 
 
 def make_lane(device: torch.device) -> Lane:
-    """A new lane for compute on ``device``."""
+    """Return a new lane for compute on ``device``."""
     return StreamLane(device) if has_streams(device) else HostLane()

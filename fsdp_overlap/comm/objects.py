@@ -1,4 +1,4 @@
-"""Objects that ranks tell each other."""
+"""Objects that ranks send each other, and numbers that they compare."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ T = TypeVar("T")
 
 
 def gather_objects(mine: T, group: dist.ProcessGroup, device: torch.device, what: str) -> list[T]:
-    """What each rank of ``group`` gives, in the order of ranks. Travels in memory of ``device``.
-    ``what`` says in errors who asks. Collective; the host waits, and asks the group's watch, which
-    ``torch.distributed.all_gather_object()`` does not.
+    """Return what each rank of ``group`` gives, in the order of ranks. Travels in memory of
+    ``device``. ``what`` says in errors who asks. Collective; the host waits, and asks the group's
+    watchdog, which ``torch.distributed.all_gather_object()`` does not.
 
     Raises:
         RuntimeError: a rank did not come.
@@ -34,10 +34,10 @@ def gather_objects(mine: T, group: dist.ProcessGroup, device: torch.device, what
     ]
 
 
-def tell_object(
+def broadcast_object(
     mine: T, source: int, group: dist.ProcessGroup, device: torch.device, what: str
 ) -> T:
-    """What the rank at place ``source`` of ``group`` gives; that of others is ignored. As
+    """Return what the rank at place ``source`` of ``group`` gives; that of others is ignored. As
     :func:`gather_objects` otherwise.
 
     Raises:
@@ -56,9 +56,9 @@ def tell_object(
     return told
 
 
-def all_give(number: int, group: dist.ProcessGroup, device: torch.device, what: str) -> bool:
-    """Whether all ranks of ``group`` give the same ``number``, of 63 bits. One collective of two
-    numbers, as :func:`gather_objects` otherwise.
+def all_equal(number: int, group: dist.ProcessGroup, device: torch.device, what: str) -> bool:
+    """Return whether all ranks of ``group`` give the same ``number``, of 63 bits. One collective of
+    two numbers, as :func:`gather_objects` otherwise.
 
     Raises:
         RuntimeError: a rank did not come.

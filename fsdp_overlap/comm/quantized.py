@@ -7,7 +7,8 @@ reduce input before, one of rows takes one; both take one over as much memory af
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -16,14 +17,214 @@ from fsdp_overlap.comm.collectives import (
     Collectives,
     Issued,
     all_to_all,
+    chunks_of,
     divide_early,
     divided,
     own_range,
+    regions_of,
 )
-from fsdp_overlap.comm.row_collectives import chunks_of, regions_of
-from fsdp_overlap.comm.wire import Segments, Wire, copy_all, scales_of
 from fsdp_overlap.layout import BucketPlan, RowsPlan
-from fsdp_overlap.tensor.quantization import decode_into, multiply
+from fsdp_overlap.layout.wire_plan import Run, Segment, WirePlan
+from fsdp_overlap.tensor.quantization import at_once, decode_into, encode, multiply
+
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How the shards of a bucket travel: where things lie, and in which dtypes. ``own`` is this
+    rank's segment. Codes without ``scales`` are numbers of a narrower dtype."""
+
+    plan: WirePlan
+    own: Segment
+    codes: torch.dtype
+    scales: torch.dtype | None
+
+    def encode_own(self, shard: torch.Tensor, segment: torch.Tensor, dtype: torch.dtype) -> None:
+        """Fill this rank's segment. ``dtype`` is that of what is not quantized."""
+        segment.zero_()  # gaps travel, too
+        codes, scales, kept = self.parts_of(segment, dtype)
+        self.encode(shard, self.own.runs, codes, scales)
+        targets = [kept[place.at : place.at + place.numel] for place in self.own.kept]
+        copy_all(targets, [shard[place.start : place.stop] for place in self.own.kept])
+
+    def parts_of(
+        self, segments: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the codes, the scales, and what is not quantized, which has ``dtype``.
+        ``segments``: one like this rank's, or several of that size, with a row for each."""
+        codes, _, scales, _, kept, _ = segments.split_with_sizes(self.own.parts, -1)
+        return codes.view(self.codes), scales.view(self.scales or torch.uint8), kept.view(dtype)
+
+    def encode(
+        self, values: torch.Tensor, runs: Sequence[Run], codes: torch.Tensor, scales: torch.Tensor
+    ) -> None:
+        """Fill ``codes`` and ``scales`` with those of ``runs``, which lie at the same places of
+        ``values`` and ``codes``. All are flat."""
+        for run in runs:
+            place = slice(run.start, run.start + run.numel)
+            self.encode_run(values[place], run, codes[place], scales)
+
+    def encode_run(
+        self, values: torch.Tensor, run: Run, codes: torch.Tensor, scales: torch.Tensor
+    ) -> None:
+        """Fill ``codes`` and the scales of ``run`` from ``values``, which are those of the run
+        alone. Each is flat, or has a row for each rank."""
+        if self.scales is None:
+            codes.copy_(values)
+        else:
+            blocks, coded = values.unflatten(-1, run.shape), codes.unflatten(-1, run.shape)
+            encode(blocks, coded, scales_of(scales, run))
+
+    def add_up(
+        self, segments: torch.Tensor, mine: torch.Tensor, rank: int, total: torch.Tensor
+    ) -> None:
+        """Fill ``total`` with the sum of what ``segments`` stand for, a row of each rank. In place
+        of the row of ``rank``, this rank, ``mine`` is added. Half precision is added in float32."""
+        ranks, wide = len(segments), torch.promote_types(mine.dtype, torch.float32)
+        codes, scales, kept = self.parts_of(segments, mine.dtype)
+        for run in self.own.runs:
+            rows, height, blocks, width = run.shape
+            numel = height * blocks * width
+            some = min(ranks, max(1, at_once(mine) // numel))  # ranks at once
+            step = max(1, at_once(mine) // (some * numel))  # rows of blocks at once
+            for first in range(0, rows, step):
+                count = min(step, rows - first)
+                start, scale = run.start + first * numel, run.scale + first * blocks
+                here = slice(start, start + count * numel)
+                added = torch.zeros_like(mine[here], dtype=wide)
+                for lowest in range(0, ranks, some):
+                    senders = slice(lowest, lowest + some)
+                    values = torch.empty_like(codes[senders, here], dtype=wide)
+                    decode_into(values, codes[senders, here])
+                    if self.scales is not None:
+                        of_these = scales[senders, scale : scale + count * blocks]
+                        multiply(
+                            values.unflatten(1, (count, height, blocks, width)),
+                            of_these.unflatten(1, (count, blocks)),
+                        )
+                    if lowest <= rank < lowest + some:
+                        values[rank - lowest] = mine[here]
+                    added += values.sum(0)
+                total[here] = added
+        for place in self.own.kept:
+            values = kept[:, place.at : place.at + place.numel]
+            values[rank] = mine[place.start : place.stop]
+            total[place.start : place.stop] = values.sum(0, dtype=wide)
+
+
+class Segments:
+    """Finds codes, scales and what is kept in a buffer that holds all ranks' segments.
+
+    Each method takes that whole buffer, or the whole flat buffer. None takes longer on more ranks
+    if shards are equal and no matrix that is kept is cut.
+    """
+
+    def __init__(self, wire: Wire) -> None:
+        plan = wire.plan
+        self._wire = wire
+        self._numels = plan.plan.shard_numels
+        self._is_equal = plan.plan.is_equal
+        starts = plan.packed.shard_starts
+        ranks = range(len(starts))
+        self._codes = [(starts[rank], plan.parts[rank][0]) for rank in ranks]
+        before_scales = [starts[rank] + sum(plan.parts[rank][:2]) for rank in ranks]
+        self._scales = [
+            (before, count * plan.scale_bytes)
+            for before, count in zip(before_scales, plan.scales_of_ranks, strict=True)
+        ]
+        self._kept = [
+            (place.start, place.numel, starts[rank] + sum(plan.parts[rank][:4]), place.at)
+            for rank, place in plan.kept_of_ranks
+        ]
+        # Which scales are no padding, where each rank's have room for as many.
+        self._real: torch.Tensor | None = None
+        counts = plan.scales_of_ranks
+        if self._is_equal and min(counts) < max(counts):
+            room = torch.arange(max(counts), device="cpu").expand(len(counts), -1)
+            is_real = room < torch.tensor(counts, device="cpu")[:, None]
+            self._real = is_real.flatten().nonzero().squeeze(1)
+
+    def shards(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the shards, flat, or all in one tensor with a row for each."""
+        if self._is_equal:
+            return [flat.view(len(self._numels), -1)]
+        return [part for part in flat.split_with_sizes(self._numels) if len(part)]
+
+    def codes(self, segments: torch.Tensor) -> list[torch.Tensor]:
+        """Return the codes, of shape as :meth:`shards`."""
+        if self._is_equal:
+            return [self._rows(segments, self._codes[0][1], 0).view(self._wire.codes)]
+        parts = [segments[start : start + size] for start, size in self._codes if size]
+        return [part.view(self._wire.codes) for part in parts]
+
+    def scales(self, segments: torch.Tensor) -> torch.Tensor:
+        """Return all scales, one after the other."""
+        dtype = self._wire.scales
+        assert dtype is not None
+        if not self._is_equal:
+            return torch.cat(self._scales_of_ranks(segments)).view(dtype)
+        room = self._room(segments)
+        if self._real is None:
+            return room.flatten().view(dtype)
+        return room.flatten().index_select(0, self._real_on(segments)).view(dtype)
+
+    def put_scales(self, segments: torch.Tensor, scales: torch.Tensor) -> None:
+        """Write what :meth:`scales` reads."""
+        if not self._is_equal:
+            targets = self._scales_of_ranks(segments)
+            sizes = [len(target) for target in targets]
+            copy_all(targets, scales.view(torch.uint8).split_with_sizes(sizes))
+            return
+        room = self._room(segments)
+        numbers = scales.view(room.dtype)
+        if self._real is not None:
+            padded = numbers.new_zeros(room.numel())
+            numbers = padded.index_copy_(0, self._real_on(segments), numbers)
+        room.copy_(numbers.view(room.shape))
+
+    def kept(self, segments: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return what travels in full, in pieces of which each lies on one rank."""
+        size = dtype.itemsize
+        return [
+            segments[part + at * size : part + (at + numel) * size].view(dtype)
+            for _, numel, part, at in self._kept
+        ]
+
+    def kept_in(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return where the pieces of :meth:`kept` lie in a flat buffer."""
+        return [flat[start : start + numel] for start, numel, _, _ in self._kept]
+
+    def _rows(self, segments: torch.Tensor, size: int, start: int) -> torch.Tensor:
+        return segments.view(len(self._numels), -1).narrow(1, start, size)
+
+    def _room(self, segments: torch.Tensor) -> torch.Tensor:
+        """Return the scales of equal segments with their padding, as integers, which torch can
+        index."""
+        size = max(size for _, size in self._scales)
+        integer = _INTEGER[self._wire.plan.scale_bytes]
+        return self._rows(segments, size, self._scales[0][0]).view(integer)
+
+    def _scales_of_ranks(self, segments: torch.Tensor) -> list[torch.Tensor]:
+        return [segments[start : start + size] for start, size in self._scales if size]
+
+    def _real_on(self, segments: torch.Tensor) -> torch.Tensor:
+        assert self._real is not None
+        if self._real.device != segments.device:
+            self._real = self._real.to(segments.device)
+        return self._real
+
+
+def copy_all(targets: list[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, list(sources))
+
+
+def scales_of(scales: torch.Tensor, run: Run) -> torch.Tensor:
+    """Return the scales of ``run``: its rows of blocks, and the blocks in a row. ``scales`` are
+    flat, or have a row for each rank."""
+    rows, _, blocks, _ = run.shape
+    return scales[..., run.scale : run.scale + run.scales].unflatten(-1, (rows, blocks))
 
 
 class QuantizedGather:
@@ -103,7 +304,7 @@ class QuantizedReduction:
         return _reduce(self._wire, sent, sizes, mine, group, left)
 
     def _encode(self, gradients: torch.Tensor) -> torch.Tensor:
-        """The segments for all ranks."""
+        """Return the segments for all ranks."""
         wire, plan, segments = self._wire, self._wire.plan, self._segments
         sent = torch.zeros(plan.packed.numel, dtype=torch.uint8, device=gradients.device)
         codes = torch.zeros_like(gradients, dtype=wire.codes)
@@ -140,7 +341,7 @@ class QuantizedRowsReduction:
         return _reduce(self._wire, sent.flatten(), [sent.shape[1]] * ranks, mine, group, left)
 
     def _encode(self, regions: list[torch.Tensor], plan: RowsPlan) -> torch.Tensor:
-        """The segments for all ranks, with a row for each."""
+        """Return the segments for all ranks, with a row for each."""
         wire = self._wire
         size = wire.plan.packed.numel
         sent = regions[0].new_zeros((plan.world_size, size), dtype=torch.uint8)
@@ -163,7 +364,7 @@ def _gather(
     others: Collectives[BucketPlan],
     decode: Callable[[torch.Tensor, torch.Tensor], None],
 ) -> Issued:
-    """Gathers what all ranks send into a buffer of the plan ``segments``, from which ``decode``
+    """Gather what all ranks send into a buffer of the plan ``segments``, from which ``decode``
     fills ``full``."""
     gathered = torch.empty(segments.numel, dtype=torch.uint8, device=full.device)
     own = own_range(gathered, segments, group)
@@ -186,7 +387,7 @@ def _reduce(
     group: dist.ProcessGroup,
     divisor: float | None,
 ) -> Issued:
-    """Sends each rank its segment of ``sent``, which have ``sizes``, and sums those that arrive
+    """Send each rank its segment of ``sent``, which have ``sizes``, and sum those that arrive
     with ``mine``. The sum is divided by ``divisor``."""
     rank = group.rank()
     arriving = [sizes[rank]] * len(sizes)

@@ -10,18 +10,20 @@ import torch
 
 @cache
 def has_streams(device: torch.device) -> bool:
-    """Whether compute on ``device`` is enqueued on streams, so that the host runs ahead of it."""
+    """Return whether compute on ``device`` is enqueued on streams, so that the host runs ahead of
+    it."""
     # torch.cpu has classes of these names too, which do nothing.
     return device.type not in ("cpu", "meta") and hasattr(streams_of(device), "Stream")
 
 
 def streams_of(device: torch.device) -> Any:
-    """The module with ``device``'s streams and events, such as ``torch.cuda`` for a GPU."""
+    """Return the module with ``device``'s streams and events, such as ``torch.cuda`` for a GPU."""
     return torch.get_device_module(device)
 
 
 def current_device(device_type: str) -> torch.device:
-    """The device of this type that is computed on now, with its index if the type has streams."""
+    """Return the device of this type that is computed on now, with its index if the type has
+    streams."""
     device = torch.device(device_type)
     if has_streams(device):
         return torch.device(device_type, streams_of(device).current_device())
@@ -29,15 +31,15 @@ def current_device(device_type: str) -> torch.device:
 
 
 def mark_enqueued(device: torch.device) -> Any:
-    """An event after all that this thread has enqueued on its current stream of ``device``, which
-    other threads can wait for. None if the device has no streams: there all of it is done."""
+    """Return an event after all that this thread has enqueued on its current stream of ``device``,
+    which other threads can wait for. None if the device has no streams: there all of it is done."""
     if not has_streams(device):
         return None
     return streams_of(device).current_stream(device).record_event()
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether the current stream is being captured into a graph, such as a CUDA graph."""
+    """Return whether the current stream is being captured into a graph, such as a CUDA graph."""
     if not has_streams(device):
         return False
     ask = getattr(streams_of(device), "is_current_stream_capturing", None)

@@ -13,7 +13,7 @@ from fsdp_overlap.comm.collectives import (
     own_range,
     reduce_into,
 )
-from fsdp_overlap.comm.group_facts import backend_name
+from fsdp_overlap.comm.process_groups import backend_name
 from fsdp_overlap.comm.streams import streams_of
 from fsdp_overlap.layout import BucketPlan, Plan
 from fsdp_overlap.torch_internals import symmetric_memory
@@ -36,12 +36,13 @@ class SymmetricPiece:
         """The names of the groups that the memory is registered with."""
 
     def reserve(self, nbytes: int) -> None:
-        """Makes the piece at least so large, if it has no memory yet."""
+        """Make the piece at least so large, if it has no memory yet."""
         self._reserved = max(self._reserved, nbytes)
 
     def take(self, group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor in the piece, for a collective of ``group`` on the current stream. Later
-        ones overwrite it. Collective over ``group`` if the piece is not registered with it."""
+        """Return a flat tensor in the piece, for a collective of ``group`` on the current stream.
+        Later ones overwrite it. Collective over ``group`` if the piece is not registered with
+        it."""
         nbytes = numel * dtype.itemsize
         memory = self._memory
         if memory is None or memory.numel() < nbytes:
@@ -69,7 +70,7 @@ class SymmetricMemory:
         self.reduced = SymmetricPiece(device)
 
     def reserve(self, plan: Plan, compute_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
-        """Makes pieces large enough for a bucket of equal shards."""
+        """Make pieces large enough for a bucket of equal shards."""
         self.gathered.reserve(plan.numel * compute_dtype.itemsize)
         if plan.specs[0].requires_grad:  # else they grow if it becomes trainable
             self.unreduced.reserve(plan.numel * reduce_dtype.itemsize)
@@ -111,7 +112,7 @@ class SymmetricCollectives:
 
 
 def use_symmetric_memory(backend: str, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Makes ``backend`` serve torch's symmetric memory on ``device``, for collectives of ``group``.
+    """Make ``backend`` serve torch's symmetric memory on ``device``, for collectives of ``group``.
 
     Raises:
         ValueError: it cannot. Nothing was changed.

@@ -12,13 +12,14 @@ from threading import Lock
 from typing import Protocol
 from weakref import WeakSet
 
+import torch
 import torch.distributed as dist
 
-from fsdp_overlap.comm.group_facts import group_timeout
-from fsdp_overlap.comm.groups import GroupCache
+from fsdp_overlap.comm.process_groups import GroupCache, group_timeout
 from fsdp_overlap.comm.store_notes import StoreNotes
 from fsdp_overlap.desync.order_check import (
     Interval,
+    OrderCheck,
     describe_difference,
     first_difference,
 )
@@ -68,17 +69,6 @@ class Note:
         return cls(**fields)
 
 
-class Checked(Protocol):
-    """What this rank issued, as far as ranks compare it. An :class:`OrderCheck` is one."""
-
-    @property
-    def confirms(self) -> bool: ...
-    @property
-    def progress(self) -> tuple[int, int]: ...
-    @property
-    def history(self) -> Sequence[Interval]: ...
-
-
 class Party(Protocol):
     """Some ranks, such as those of one mesh, and what this one knows of them."""
 
@@ -90,29 +80,24 @@ class Party(Protocol):
         ...
 
     @property
-    def order_check(self) -> Checked: ...
+    def order_check(self) -> OrderCheck: ...
     @property
     def labels(self) -> Sequence[str]:
         """The labels of the buckets that this rank has sharded over the mesh, in order."""
         ...
 
 
-@dataclass(frozen=True)
-class Unchecked:
-    """What ranks issue where they compare nothing but how much it is."""
-
-    confirms: bool = False
-    progress: tuple[int, int] = (0, 0)
-    history: Sequence[Interval] = ()
+_UNUSED_CHECK = OrderCheck(torch.device("cpu"), False, tuple, str, lambda: None)
 
 
 @dataclass(frozen=True)
-class Connected:
-    """The ranks of a group that serves an optimizer's steps alone."""
+class OptimizerRanks:
+    """The ranks of a group that serves an optimizer's steps alone. They compare nothing but how
+    much they issue."""
 
     device_type: str
     groups_of_all: Sequence[dist.ProcessGroup]
-    order_check: Unchecked = Unchecked()
+    order_check: OrderCheck = _UNUSED_CHECK
     labels: Sequence[str] = ()
 
 
@@ -147,17 +132,17 @@ class Faults:
         _all.add(self)
 
     def look(self) -> None:
-        """Looks for a reason why a collective lasts. Does not wait for the others.
+        """Look for a reason why a collective lasts. Do not wait for the others.
 
         Raises:
             Fault: the collective will never be done; says why.
         """
-        self._post()
-        if told := self._read() or self._read_resets():
-            raise Fault(self._fail(told))
+        self.post()
+        if reason := self._read() or self._read_resets():
+            raise Fault(self._fail(reason))
 
     def check(self) -> None:
-        """Refuses to go on after a fault that the desync monitor has found.
+        """Refuse to go on after a fault that the desync monitor has found.
 
         Raises:
             RuntimeError: there was one, and ``ctx.reset()`` was not called since.
@@ -168,59 +153,59 @@ class Faults:
             )
 
     def post(self) -> None:
-        """Tells the others what this rank has issued, and where it stands."""
-        self._post()
+        """Tell the others what this rank has issued, and where it stands."""
+        with self._posting:
+            for party, group, name in self._stores():
+                self._notes_in(name, group).post(self._note_of(party))
 
     def notes(self, most: int | None = None) -> list[dict[int, Note]]:
-        """What the others have told, by their ranks, for each set of ranks of the context. All of
-        them, or the first ``most``."""
-        stores = [self._notes_in(name, group) for _, group, name in self._stores()]
-        return [_parsed(store.read(most)) for store in stores]
+        """Return what the others have told, by their ranks, for each set of ranks of the context:
+        all of them, or the first ``most``."""
+        return [notes for _, notes in self._notes(most)]
 
     def ranks(self) -> list[list[int]]:
-        """The ranks of each set whose :meth:`notes` these are."""
+        """Return the ranks of each set whose :meth:`notes` these are."""
         return [sorted(dist.get_process_group_ranks(group)) for _, group, _ in self._stores()]
 
     def explain(self, failure: RuntimeError) -> str:
-        """Says why a collective ended with ``failure``."""
+        """Return why a collective ended with ``failure``."""
         if str(failure) == self._failure:
             return self._failure  # look() has raised it
         if self._failure:
             return f"ctx.reset() was not called, on every rank, since {self._failure}"
-        self._post()
+        self.post()
         # A rank that closed the connection on purpose posted the reason before. A rank that died
         # is not waited for: the launcher may be about to end this rank too.
         died = f"a rank died, or did not come in time{self._events()}: {failure}"
         return self._fail(self._read() or died)
 
     def explain_difference(self, unit: str) -> str:
-        """Says what ranks did differently. ``unit`` is where, empty if that is not known. Waits for
-        the others to tell, at most :data:`GRACE_SECONDS`."""
-        self._post()
+        """Return what ranks did differently. ``unit`` is where, empty if that is not known. Wait
+        for the others to tell, at most :data:`GRACE_SECONDS`."""
+        self.post()
         end = time.monotonic() + GRACE_SECONDS
-        while not (told := self._read()) and time.monotonic() < end:
+        while not (reason := self._read()) and time.monotonic() < end:
             time.sleep(GRACE_SECONDS / 40)  # the others are about to tell
-        if told:
-            return self._fail(told)
-        if unit:
-            return self._fail(
+        if not reason and unit:
+            reason = (
                 f"ranks planned unit {unit!r} differently, by shapes, dtypes or layouts: every "
                 "rank must build the same model and shard it in the same way"
             )
         return self._fail(
-            "ranks ran different units, before the collectives that are remembered or on ranks "
+            reason
+            or "ranks ran different units, before the collectives that are remembered or on ranks "
             "that this one does not compare itself with"
         )
 
     def raised(self, where: str, error: BaseException) -> None:
-        """Tells the others that ``error`` left the model, in ``where``. They may wait for this rank
+        """Tell the others that ``error`` left the model, in ``where``. They may wait for this rank
         in vain."""
         if self._groups.can_close:
             self._event = f"{where} raised {error!r}"
-            self._post()
+            self.post()
 
     def begins(self, what: str, group: dist.ProcessGroup) -> None:
-        """Notes that this rank begins ``what``, as a step of an optimizer, for which the ranks of
+        """Note that this rank begins ``what``, as a step of an optimizer, for which the ranks of
         ``group`` exchange data. All of them must take it between the same other collectives."""
         name = group.group_name
         if name not in self._begun:
@@ -229,31 +214,32 @@ class Faults:
         self._begun[name] = ranks, before + 1, what
 
     def gave_up(self, what: str, error: BaseException) -> None:
-        """Ends what the others wait for, because ``error`` left collectives of ``what`` half
+        """End what the others wait for, because ``error`` left collectives of ``what`` half
         done on this rank. Afterwards the context must be reset."""
         if self._groups.can_close and not self._failure:
             self._fail(f"{what} raised {error!r}")
 
     def meet(self, error: BaseException | None) -> None:
-        """Meets the other ranks in ``ctx.reset()``, before everything is dropped. Waits for them,
-        which may have to learn of the reset first, and ends collectives that will never be done.
+        """Meet the other ranks in ``ctx.reset()``, before everything is dropped. Wait for them,
+        which may have to learn of the reset first, and end collectives that will never be done.
         ``error`` is the one that this rank handles, if any. Must be called on every rank.
 
         Raises:
             RuntimeError: some ranks did not come, or they issued more or fewer collectives than
                 this rank on a group that is the user's.
         """
-        if not any(self._stores()):
+        stores = list(self._stores())
+        if not stores:
             return
         self._has_reset = True
-        for _, _, name in self._stores():
+        for _, _, name in stores:
             self._resets_before.setdefault(name, self._resets)
         self._resets += 1
         self._event = "called ctx.reset()" + (f" after {error!r}" if error is not None else "")
         for other in [*self._others(), self]:  # this one last, because it is read first
-            other._post()
+            other.post()
         notes: list[tuple[Party, dict[int, Note]]] = []
-        for party, group, name in self._stores():
+        for party, group, name in stores:
             timeout = group_timeout(group, party.device_type)
             # A name for this reset alone: a rank that has met the others goes on, and may post
             # other notes at once.
@@ -269,7 +255,7 @@ class Faults:
         apart = self._apart(notes)
         self._groups.close()
         for name, ranks in apart.items():
-            if self._groups.is_ended(name):
+            if self._groups.is_closed(name):
                 continue  # a new one takes its place
             if not self._groups.owns(name):
                 raise RuntimeError(
@@ -281,9 +267,9 @@ class Faults:
             self._groups.abort(name)
 
     def _apart(self, told: Iterable[tuple[Party, dict[int, Note]]]) -> dict[str, list[int]]:
-        """The groups on which others issued more or fewer collectives than this rank, by name, and
-        which ranks did. ``told`` is what ranks posted when they met. All ranks of a group agree on
-        whether it is among them."""
+        """Return the groups on which others issued more or fewer collectives than this rank, by
+        name, and which ranks did. ``told`` is what ranks posted when they met. All ranks of a group
+        agree on whether it is among them."""
         found: dict[str, list[int]] = {}
         for party, notes in told:
             for name, mine in self._groups.issued().items():
@@ -298,44 +284,39 @@ class Faults:
         return found
 
     def clear(self) -> None:
-        """Forgets the last fault. Everything is at rest again."""
+        """Forget the last fault. Everything is at rest again."""
         self._failure = self._event = ""
         self._has_reset = False
         self._begun.clear()
         self._cleared = self._resets
 
     def _fail(self, text: str) -> str:
-        """Notes what happened, and ends what the other ranks wait for. Returns ``text``."""
+        """Note what happened, and end what the other ranks wait for. Return ``text``."""
         self._failure = text
-        self._post()
+        self.post()
         self._groups.close()
         return text
 
     def _stores(self) -> Iterator[tuple[Party, dist.ProcessGroup, str]]:
-        """The groups in which ranks compare themselves, with a name for the notes of each. Two
-        meshes over the same ranks share a group, so the name also counts the group's uses."""
+        """Yield the groups in which ranks compare themselves, with a name for the notes of each.
+        Two meshes over the same ranks share a group, so the name also counts the group's uses."""
         seen: Counter[str] = Counter()
         serving = self._groups.of_optimizers
-        teams = [Connected(loan.device_type, [loan.group]) for loan in serving]
-        for party in [*self._parties(), *teams]:
+        others = [OptimizerRanks(own.device_type, [own.group]) for own in serving]
+        for party in [*self._parties(), *others]:
             for group in party.groups_of_all:
                 label = self._groups.label(group)
                 yield party, group, f"{label}/{seen[label]}"
                 seen[label] += 1
 
     def _notes_in(self, name: str, group: dist.ProcessGroup) -> StoreNotes:
-        """The notes since the last reset. What ranks posted before no longer holds, and groups that
-        cannot be closed, whose names these are, are the same after it."""
+        """Return the notes since the last reset. What ranks posted before no longer holds, and
+        groups that cannot be closed, whose names these are, are the same after it."""
         number = self._cleared - self._resets_before.get(name, self._cleared)
         return StoreNotes(f"{name}/after/{number}", group)
 
-    def _post(self) -> None:
-        with self._posting:
-            for party, group, name in self._stores():
-                self._notes_in(name, group).post(self._note_of(party))
-
     def _note_of(self, party: Party) -> str:
-        """What this rank tells the others of ``party`` now."""
+        """Return what this rank tells the others of ``party`` now."""
         check = party.order_check
         note = Note(
             self._event,
@@ -351,14 +332,14 @@ class Faults:
         )
         return json.dumps(asdict(note), default=list)
 
-    def _notes(self) -> Iterator[tuple[Party, dict[int, Note]]]:
+    def _notes(self, most: int | None = None) -> Iterator[tuple[Party, dict[int, Note]]]:
         for party, group, name in self._stores():
-            yield party, _parsed(self._notes_in(name, group).read())
+            yield party, _parsed(self._notes_in(name, group).read(most))
 
     def _read(self) -> str:
-        """Why this rank waits for a collective in vain, as the others tell. Empty if they tell no
-        reason. What they told a while ago still holds."""
-        told = ""
+        """Return why this rank waits for a collective in vain, as the others tell. Empty if they
+        tell no reason. What they told a while ago still holds."""
+        reason = ""
         for party, notes in self._notes():
             check = party.order_check
             histories = {rank: note.history for rank, note in notes.items()}
@@ -368,21 +349,21 @@ class Faults:
                 return describe_difference(*found, units, exchanged=not check.confirms)
             for rank, note in notes.items():
                 if note.has_reset and self._is_ahead(check, note):
-                    told = told or f"rank {rank} {note.event}: call it on every rank"
+                    reason = reason or f"rank {rank} {note.event}: call it on every rank"
                 elif note.failure:
                     # If that rank learned of the failure from another, the text names the other.
                     is_first = " ended: " not in note.failure
-                    told = told or (f"rank {rank} ended: " if is_first else "") + note.failure
+                    reason = reason or (f"rank {rank} ended: " if is_first else "") + note.failure
                 elif note.progress > check.progress and (what := self._skipped(rank, note)):
-                    told = told or (
+                    reason = reason or (
                         f"rank {rank} went on without {what} that this rank has begun with it: "
                         "call it on every rank, or on none"
                     )
-        return told
+        return reason
 
     def _skipped(self, rank: int, note: Note) -> str:
-        """What this rank has begun together with ``rank``, which wrote ``note``, more often than
-        that. Empty if nothing."""
+        """Return what this rank has begun together with ``rank``, which wrote ``note``, more often
+        than that. Empty if nothing."""
         for name, (ranks, begun, what) in self._begun.copy().items():
             if rank in ranks and note.begun.get(name, 0) < begun:
                 return what
@@ -403,9 +384,9 @@ class Faults:
                         )
         return ""
 
-    def _is_ahead(self, check: Checked, note: Note) -> bool:
-        """Whether this rank has issued more than the one that wrote ``note``. What nobody checks,
-        such as an optimizer's step, counts too."""
+    def _is_ahead(self, check: OrderCheck, note: Note) -> bool:
+        """Return whether this rank has issued more than the one that wrote ``note``. What nobody
+        checks, such as an optimizer's step, counts too."""
         issued = self._groups.issued()
         return note.progress < check.progress or any(
             (theirs or 0) < (issued.get(name) or 0)

@@ -1,7 +1,7 @@
 """Says within seconds where every rank stands when ranks on devices with streams stop moving.
 
 There the host waits nowhere, so nobody notices until the backend's timeout, ten minutes with NCCL.
-A CPU's host waits for each collective, and asks by itself: see :mod:`~fsdp_overlap.comm.watch`.
+A CPU's host waits for each collective, and asks by itself: see :mod:`~fsdp_overlap.comm.watchdog`.
 """
 
 from __future__ import annotations

@@ -14,10 +14,16 @@ import torch.distributed as dist
 from fsdp_overlap.comm.collectives import Issued
 from fsdp_overlap.comm.lanes import HostTicket, Lane, Ticket
 from fsdp_overlap.comm.streams import has_streams
-from fsdp_overlap.desync.expectation import Expectation
 
 # How many collectives since the last check are remembered. Older ones only count in the digest.
 MAX_REMEMBERED = 4096
+
+# At least so many of the last codes are remembered, at most twice as many. Enough for steps of some
+# thousand collectives.
+REMEMBERED = 1 << 15
+
+# How many of the last codes are looked for in the history: as many as occur there.
+CONTEXTS = (2, 4, 16, 64, 256, 1024)
 
 DIGEST_BYTES = 4
 
@@ -40,8 +46,8 @@ class Subject(Protocol):
     label: str
 
     def signature(self, dtype: torch.dtype) -> int:
-        """A number that is equal on ranks that planned the bucket alike and have as many buckets
-        and parameters on its mesh. ``dtype`` is what the collective sends."""
+        """Return a number that is equal on ranks that planned the bucket alike and have as many
+        buckets and parameters on its mesh. ``dtype`` is what the collective sends."""
         ...
 
 
@@ -56,12 +62,58 @@ class Interval(NamedTuple):
     is_over: bool
 
     def at(self, position: int) -> int | None:
-        """The code at ``position``. ``None`` if the rank has not come there yet, ``NOTHING`` if its
-        backward ended before."""
+        """Return the code at ``position``. ``None`` if the rank has not come there yet, ``NOTHING``
+        if its backward ended before."""
         index = position - self.first
         if index < len(self.codes):
             return self.codes[index]
         return NOTHING if self.is_over else None
+
+
+class Expectation:
+    """Predicts the next code from the codes that were taken in so far, the history.
+
+    It expects the code at one place of the history. While that is right, the place moves along. If
+    it is wrong, the place moves to behind the previous occurrence of the last codes, as many as
+    were there before. So, if anything repeats, the place comes to be one period behind.
+
+    The prediction follows from the history alone. Two ranks with the same history predict the same.
+    See Note [confirmation].
+    """
+
+    def __init__(self) -> None:
+        self._history = array("l")
+        self._place: int | None = None
+
+    def take(self, code: int) -> bool:
+        """Take ``code`` in. Return whether it was expected."""
+        history, place = self._history, self._place
+        is_expected = place is not None and history[place] == code
+        history.append(code)
+        if is_expected:
+            assert place is not None
+            self._place = place + 1
+        else:
+            self._place = self._find()
+        if len(history) > 2 * REMEMBERED:
+            del history[:REMEMBERED]
+            if self._place is not None:
+                self._place = self._place - REMEMBERED if self._place >= REMEMBERED else None
+        return is_expected
+
+    def _find(self) -> int | None:
+        """Return the place behind the previous occurrence of the longest context that has one."""
+        size, codes, place = self._history.itemsize, self._history.tobytes(), None
+        end = len(codes) - size
+        for context in CONTEXTS:
+            last = codes[-context * size :]
+            while (at := codes.rfind(last, 0, end)) % size and at >= 0:
+                end = at + len(last) - 1  # between two codes
+            if at < 0:
+                break
+            end = at + len(last)  # longer ones do not occur later
+            place = end // size
+        return place
 
 
 class OrderCheck:
@@ -109,8 +161,8 @@ class OrderCheck:
         self._expectation = Expectation()
 
     def note(self, code: int, subject: Subject, dtype: torch.dtype) -> None:
-        """This rank is about to issue the collective ``code`` of ``subject``, which sends
-        ``dtype``. Waits for the other ranks if it was not predicted.
+        """Note that this rank is about to issue the collective ``code`` of ``subject``, which sends
+        ``dtype``. Wait for the other ranks if it was not predicted.
 
         Raises:
             RuntimeError: they issue other collectives; names what each issues. Or they planned
@@ -125,14 +177,16 @@ class OrderCheck:
             self._fold()
 
     def note_new_bucket(self) -> None:
-        """A bucket was added to the mesh. So the next check has another size. Earlier confirmations
-        do not tell whether all ranks added the bucket, so everything is confirmed again."""
+        """Note that a bucket was added to the mesh. So the next check has another size. Earlier
+        confirmations do not tell whether all ranks added the bucket, so everything is confirmed
+        again."""
         if self.confirms and self._count:
             self._issued.append(NEW_UNIT)
             self._expectation = Expectation()
 
     def note_failure(self) -> None:
-        """This rank found a difference on another mesh: the next check of this one fails."""
+        """Note that this rank found a difference on another mesh: the next check of this one
+        fails."""
         self._issued.append(FAILED_ELSEWHERE)
 
     def _confirm(self, code: int, subject: Subject, dtype: torch.dtype) -> None:
@@ -144,7 +198,7 @@ class OrderCheck:
                 raise RuntimeError(self._explain(subject.label))
 
     def ask(self, mine: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
-        """Tells ``mine``, three numbers, to the ranks of ``group``, and returns those of each rank.
+        """Tell ``mine``, three numbers, to the ranks of ``group``, and return those of each rank.
         The first number says what is asked. Collective; the host waits.
 
         Raises:
@@ -172,7 +226,7 @@ class OrderCheck:
     def send(
         self, lane: Lane, groups: Sequence[dist.ProcessGroup], has_gradient: bytearray
     ) -> None:
-        """Enqueues the check. Collective over ``groups``."""
+        """Enqueue the check. Collective over ``groups``."""
         self._over = Interval(self._checks, self._first, self._issued[:], is_over=True)
         self._checks += 1
         self._first = 0
@@ -196,7 +250,7 @@ class OrderCheck:
         return Issued((), lambda: sent.copy_(on_device, non_blocking=True))
 
     def read(self) -> bytes:
-        """Reads the oldest check that was not read yet. Returns for each parameter whether some
+        """Read the oldest check that was not read yet. Return for each parameter whether some
         rank has a gradient. Blocks the host until the check has arrived.
 
         Raises:
@@ -212,7 +266,7 @@ class OrderCheck:
         return received[2 * DIGEST_BYTES :]
 
     def read_arrived(self) -> None:
-        """Reads the checks that have arrived. Does not wait for the others.
+        """Read the checks that have arrived. Do not wait for the others.
 
         Raises:
             RuntimeError: as :meth:`read`.
@@ -221,7 +275,7 @@ class OrderCheck:
             self.read()
 
     def drop(self) -> None:
-        """Forgets checks under way and what was issued. Must be called on every rank."""
+        """Forget checks under way and what was issued. Must be called on every rank."""
         self._under_way.clear()
         self._forget()
 
@@ -244,8 +298,8 @@ class OrderCheck:
 def first_difference(
     histories: Mapping[int, Sequence[Interval]],
 ) -> tuple[int, dict[int, int]] | None:
-    """Where ``histories``, by rank, first differ: the position since a check, and the codes there
-    of the ranks that have come that far. ``None`` if they do not differ."""
+    """Return where ``histories``, by rank, first differ: the position since a check, and the codes
+    there of the ranks that have come that far. ``None`` if they do not differ."""
     for number in sorted({part.number for history in histories.values() for part in history}):
         parts = {
             rank: part
@@ -272,7 +326,7 @@ def describe_difference(
     units: Mapping[int, Sequence[str]],
     exchanged: bool,
 ) -> str:
-    """Says what ranks issued at ``position`` since the last check. ``codes`` are those of the
+    """Return what ranks issued at ``position`` since the last check. ``codes`` are those of the
     collectives and ``units`` the labels of all buckets, both by rank. ``exchanged`` is whether the
     collectives have exchanged data."""
     said = {rank: _describe(code, units[rank]) for rank, code in sorted(codes.items())}
@@ -312,7 +366,7 @@ def _describe(code: int, units: Sequence[str]) -> str:
 
 
 def greatest(values: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
-    """Replaces ``values`` in place by their maximum over the ranks that ``groups`` together
+    """Replace ``values`` in place by their maximum over the ranks that ``groups`` together
     connect. Collective over ``groups``."""
     for group in groups:
         work = dist.all_reduce(values, dist.ReduceOp.MAX, group, async_op=True)

@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import Issued, gather_pieces
 from fsdp_overlap.comm.graphs import before_capture_or_replay, capture_under_way
-from fsdp_overlap.comm.lanes import Lane, Mark, Ticket, Travel
-from fsdp_overlap.comm.spans import span
+from fsdp_overlap.comm.lanes import Lane, Mark, Ticket, Travel, span
 from fsdp_overlap.engine.grads import BucketGradients
 from fsdp_overlap.engine.hsdp import ReplicaReduction
 from fsdp_overlap.engine.mesh import MeshInfo

@@ -13,9 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_overlap.comm.graphs import watch
-from fsdp_overlap.comm.groups import GroupCache, LaneGroups
 from fsdp_overlap.comm.lanes import Lane, make_lane
-from fsdp_overlap.comm.mesh_groups import MeshGroups
+from fsdp_overlap.comm.process_groups import GroupCache, LaneGroups, MeshGroups
 from fsdp_overlap.comm.store_notes import has_peers
 from fsdp_overlap.comm.streams import current_device, has_streams, is_capturing
 from fsdp_overlap.desync.faults import Faults
@@ -252,7 +251,7 @@ class FsdpContext:
         )
         mesh_infos = weakref.ref(self._mesh_infos)
         self.faults = Faults(lambda: found.all() if (found := mesh_infos()) else (), self._groups)
-        self._groups.watch = weakref.ref(self.faults)
+        self._groups.watchdog = weakref.ref(self.faults)
         self._toggled: weakref.WeakSet[Unit] = weakref.WeakSet()
         """Units whose trainability has changed since the last backward began."""
         self.uncompared: Uncompared = []

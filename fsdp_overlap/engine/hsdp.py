@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import Issued, all_reduce, choose
-from fsdp_overlap.comm.group_facts import alive
-from fsdp_overlap.comm.groups import LaneGroups
 from fsdp_overlap.comm.lanes import Lane, Ticket
+from fsdp_overlap.comm.process_groups import LaneGroups, alive
 from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.layout import BucketPlan, Plan, RowsPlan
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer

@@ -17,11 +17,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp_overlap.comm.group_facts import can_close, communicates
 from fsdp_overlap.comm.group_memory import GroupMemory
-from fsdp_overlap.comm.groups import GroupCache, LaneGroups
 from fsdp_overlap.comm.lanes import Lane, Ticket
-from fsdp_overlap.comm.pool import end_threads_before_python
+from fsdp_overlap.comm.process_groups import (
+    GroupCache,
+    LaneGroups,
+    can_close,
+    communicates,
+    end_threads_before_python,
+)
 from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.comm.symmetric_memory import SymmetricMemory
 from fsdp_overlap.desync.faults import Faults

@@ -20,27 +20,28 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_overlap.comm.collectives import (
     Collectives,
+    CustomCollectives,
+    CustomComms,
     GathersInPlace,
     Issued,
     LocalCollectives,
+    PackedRows,
     Pieces,
     choose,
+    choose_for_rows,
 )
-from fsdp_overlap.comm.custom_collectives import CustomCollectives, CustomComms
 from fsdp_overlap.comm.extension_gather import ExtensionGather
-from fsdp_overlap.comm.group_facts import communicates
-from fsdp_overlap.comm.groups import LaneGroups
 from fsdp_overlap.comm.lanes import Lane, Mark, Ticket, Travel
+from fsdp_overlap.comm.process_groups import LaneGroups, communicates
 from fsdp_overlap.comm.quantized import (
     QuantizedGather,
     QuantizedReduction,
     QuantizedRowsGather,
     QuantizedRowsReduction,
+    Wire,
 )
-from fsdp_overlap.comm.row_collectives import PackedRows, choose_for_rows
 from fsdp_overlap.comm.streams import mark_enqueued
 from fsdp_overlap.comm.symmetric_memory import SymmetricCollectives
-from fsdp_overlap.comm.wire import Wire
 from fsdp_overlap.engine.autograd import VersionCounters, graph_task, is_in_backward
 from fsdp_overlap.engine.hsdp import DividedShard, PostForwardShard
 from fsdp_overlap.engine.mesh import BucketEdits, MeshInfo

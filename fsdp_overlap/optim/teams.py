@@ -10,9 +10,8 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.comm.group_facts import alive
-from fsdp_overlap.comm.groups import GroupCache
 from fsdp_overlap.comm.objects import gather_objects
+from fsdp_overlap.comm.process_groups import GroupCache, alive
 from fsdp_overlap.comm.streams import current_device
 from fsdp_overlap.engine.mesh import MeshInfo, mesh_info_of
 from fsdp_overlap.optim.matrices import Division, Holding, Split, divide, whole_parts

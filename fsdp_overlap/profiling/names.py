@@ -1,4 +1,4 @@
-"""The names of ranges in a trace: this library's, which `comm/spans.py` writes, and FSDP2's."""
+"""The names of ranges in a trace: this library's, which `comm/lanes.py` writes, and FSDP2's."""
 
 import re
 from dataclasses import dataclass

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from torch.profiler import record_function
 
-from fsdp_overlap.comm import spans
+from fsdp_overlap.comm import lanes
 from fsdp_overlap.emulator import EmulatedDevice
 from fsdp_overlap.engine import hooks
 from fsdp_overlap.engine.comm_context import CommContext
@@ -47,7 +47,7 @@ def marking(device: EmulatedDevice) -> Iterator[list[TracedRange]]:
         return True
 
     with (
-        patch.object(spans, "profiler_enabled", is_profiled),
+        patch.object(lanes, "profiler_enabled", is_profiled),
         # These ask by themselves, which is faster than an empty span.
         patch.object(hooks, "profiler_enabled", is_profiled),
         patch.object(CommContext, "is_profiled", staticmethod(is_profiled)),

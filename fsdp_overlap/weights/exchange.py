@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.comm.collectives import Issued, all_to_all, choose
 from fsdp_overlap.comm.lanes import Lane, Ticket, make_lane
-from fsdp_overlap.comm.objects import all_give, gather_objects, tell_object
+from fsdp_overlap.comm.objects import all_equal, broadcast_object, gather_objects
 from fsdp_overlap.desync.faults import Faults
 from fsdp_overlap.engine.context import FsdpContext, context_of
 from fsdp_overlap.layout import BucketPlan
@@ -329,14 +329,14 @@ class WeightExchange:
         """Return what ``rank`` gives. Collective."""
         assert self.group is not None
         self._begin()
-        return tell_object(mine, rank, self.group, self.device, self.what)
+        return broadcast_object(mine, rank, self.group, self.device, self.what)
 
     def _all_equal(self, number: int) -> bool:
         """Return whether all ranks give the same number. Collective."""
         if self.group is None:
             return True
         self._begin()
-        return all_give(number, self.group, self.device, self.what)
+        return all_equal(number, self.group, self.device, self.what)
 
     def _begin(self) -> None:
         if self.faults is not None and self.group is not None:

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, QuantizedCommPolicy, fully_shard
 from fsdp_overlap.comm import quantized
-from fsdp_overlap.comm.wire import Wire
+from fsdp_overlap.comm.quantized import Wire
 from harness import link_training, output, processes, slow_link, turns
 from harness.measurement import Measurement, Ratio, Spread
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from fsdp_overlap import BlockAtomic, QuantizedCommPolicy
-from fsdp_overlap.comm.wire import Wire
+from fsdp_overlap.comm.quantized import Wire
 from fsdp_overlap.layout import BucketPlan, ParamSpec, plan_units
 from harness import output
 from harness.measurement import Measurement, Sweep

@@ -1,19 +1,76 @@
-"""A model on recording lanes, and the position of an entry in their log."""
+"""Lanes that write down what happens on them, a model on such lanes, and places in their log."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp_overlap import FsdpContext
-from fsdp_overlap.comm.recording import Entry, RecordingLane
+from fsdp_overlap.comm.collectives import Issued
+from fsdp_overlap.comm.lanes import HostLane, HostTicket, Mark, Ticket
+from fsdp_overlap.tensor.flat_buffer import Buffer
 from support.twins import LENGTH, loss_of
 from support.zoo import ROWS, VOCABULARY, Model, shard_layers
 
 GATHER, REDUCE = "all_gather", "reduce_scatter"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One thing that happened. ``action`` is allocate, enqueue, wait or free, ``kind`` is the
+    collective."""
+
+    lane: str
+    action: str
+    kind: str
+    label: str
+
+
+class RecordingTicket(HostTicket):
+    log: list[Entry]
+    lane: str
+
+    def wait(self) -> None:
+        if self._issued is not None:
+            self.log.append(Entry(self.lane, "wait", self.kind, self.label))
+        super().wait()
+
+
+class RecordingLane(HostLane):
+    """Runs like a host lane and logs to a list that lanes may share, in program order.
+
+    The schedule is the same for every lane. So a test without a GPU can assert in which order
+    things are enqueued on one.
+    """
+
+    def __init__(self, name: str, log: list[Entry]) -> None:
+        self.name = name
+        self.log = log
+
+    def allocate(self, label: str, buffer: Buffer) -> None:
+        self.log.append(Entry(self.name, "allocate", "", label))
+        super().allocate(label, buffer)
+
+    def enqueue(
+        self,
+        kind: str,
+        label: str,
+        issue: Callable[[], Issued],
+        accept: Callable[[torch.Tensor], None] | None = None,
+        nbytes: int = 0,
+    ) -> Ticket:
+        self.log.append(Entry(self.name, "enqueue", kind, label))
+        ticket = RecordingTicket(kind, label, issue(), accept)
+        ticket.log, ticket.lane = self.log, self.name
+        return ticket
+
+    def free(self, label: str, buffer: Buffer, after: Mark, waits: bool = True) -> None:
+        self.log.append(Entry(self.name, "free", "", label))
+        super().free(label, buffer, after, waits)
 
 
 class Recorded:

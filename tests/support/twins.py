@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_overlap import FsdpContext, MeshGroups
-from fsdp_overlap.comm import watch
+from fsdp_overlap.comm import watchdog
 from fsdp_overlap.layout import Flat, LayoutRule
 from fsdp_overlap.optim import Muon
 from support.held import held_of
@@ -171,12 +171,12 @@ class Twins:
 @contextmanager
 def impatient() -> Iterator[None]:
     """Ranks ask each other sooner than users would like, so that tests are quick."""
-    patience = watch.FIRST_LOOK
-    watch.FIRST_LOOK = timedelta(seconds=0.1)
+    patience = watchdog.FIRST_CHECK
+    watchdog.FIRST_CHECK = timedelta(seconds=0.1)
     try:
         yield
     finally:
-        watch.FIRST_LOOK = patience
+        watchdog.FIRST_CHECK = patience
 
 
 def loss_of(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
