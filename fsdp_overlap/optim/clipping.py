@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import reduce
-from itertools import compress
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap.optim.runs import (
-    classes_of,
-    find_runs,
+from fsdp_overlap.optim.spans import (
+    find_spans,
     flatten,
-    gradients_of,
     local_of,
     locals_of,
-    numels_of,
-    with_gradient,
 )
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
 from fsdp_overlap.tensor.sums_and_norms import (
@@ -31,6 +26,7 @@ from fsdp_overlap.tensor.sums_and_norms import (
 from fsdp_overlap.torch_internals import DTensorSpec
 
 _dtype = attrgetter("dtype")
+_grad = attrgetter("grad")
 
 
 @torch.no_grad()
@@ -56,15 +52,15 @@ def clip_grad_norm_(
     """
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
-    parameters, order = list(parameters), float(norm_type)
-    cuts = _cuts(gradients_of(with_gradient(parameters)))
+    order = float(norm_type)
+    gradients = [gradient for gradient in map(_grad, parameters) if gradient is not None]
+    cuts = _cuts(gradients)
     if not cuts:
         return torch.tensor(0.0)
     parts = [_norm(cut, order) for cut in cuts]
     total = parts[0]
     if len(parts) > 1:
-        device = next(p.grad.device for p in parameters if p.grad is not None)
-        together = torch.stack([part.to(device) for part in parts])
+        together = torch.stack([part.to(gradients[0].device) for part in parts])
         total = together.sum() if order == 0 else torch.linalg.vector_norm(together, order)
     flats = [flat for cut in cuts for flat in cut.flats]
     if error_if_nonfinite and not torch.isfinite(total):
@@ -95,7 +91,7 @@ class Cut(NamedTuple):
 
 def _cuts(gradients: list[Any]) -> list[Cut]:
     sharded, plain = gradients, []
-    if not all(issubclass(each, DTensor) for each in classes_of(gradients)):
+    if not all(issubclass(cls, DTensor) for cls in set(map(type, gradients))):
         sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
         plain = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
     found: list[tuple[DTensorSpec | None, list[Any]]] = [
@@ -113,7 +109,7 @@ def _widest(tensors: Iterable[torch.Tensor]) -> torch.dtype:
 
 
 def _norm(cut: Cut, order: float) -> torch.Tensor:
-    """The norm of the gradients of ``cut`` on all ranks."""
+    """Return the norm of the gradients of ``cut`` on all ranks."""
     if order == 0:  # as in torch, the number of tensors that are not all zero
         counts = norms if cut.spec is not None else local_norms
         return torch.linalg.vector_norm(torch.stack(list(counts(cut.members, order))), order)
@@ -123,12 +119,13 @@ def _norm(cut: Cut, order: float) -> torch.Tensor:
 
 
 def _flat(gradients: list[torch.Tensor], locals_: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What this rank holds of the gradients. Neighbours in memory are one flat tensor."""
-    held = list(compress(locals_, numels_of(locals_)))
-    marks: list[object] = list(map(_dtype, held))
-    if not classes_of(gradients) <= {RaggedDTensor}:  # whose ranges are flat
+    """Return what this rank holds of the gradients. What lies end to end in memory is one flat
+    tensor."""
+    held = list(filter(torch.Tensor.numel, locals_))
+    keys: list[object] | None = None
+    if not set(map(type, gradients)) <= {RaggedDTensor}:  # whose ranges are flat
         is_sharded = isinstance(gradients[0], DTensor)
-        marks = [
-            local.dtype if is_sharded and local.is_contiguous() else object() for local in held
-        ]
-    return flatten(held, find_runs([held], marks))
+        keys = [local.dtype if is_sharded and local.is_contiguous() else object() for local in held]
+    elif len(set(map(_dtype, held))) > 1:
+        keys = list(map(_dtype, held))
+    return flatten(held, find_spans([held], keys))

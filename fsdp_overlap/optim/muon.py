@@ -11,15 +11,14 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.comm.lanes import Lane, make_lane
 from fsdp_overlap.optim import exchange
-from fsdp_overlap.optim.adamw import AdamW
+from fsdp_overlap.optim.adamw import AdamW, FusedAdamW
 from fsdp_overlap.optim.exchange import Exchange, plan_rounds
-from fsdp_overlap.optim.fused_adamw import FusedAdamW
 from fsdp_overlap.optim.groups import ALGORITHMS, parameter_groups
 from fsdp_overlap.optim.matrices import Split, part_rows
 from fsdp_overlap.optim.newton_schulz import COEFFICIENTS, Polynomial, polynomials
-from fsdp_overlap.optim.next_forward import NextForward
 from fsdp_overlap.optim.orthogonalization import Products, Task, run, run_rounds, tasks_of
-from fsdp_overlap.optim.runs import local_of
+from fsdp_overlap.optim.post_optim_prefetch import PostOptimPrefetch
+from fsdp_overlap.optim.spans import local_of
 from fsdp_overlap.optim.states import pack, restore
 from fsdp_overlap.optim.teams import Team, Teams
 from fsdp_overlap.optim.updates import Settings, Update
@@ -197,24 +196,24 @@ class Muon(torch.optim.Optimizer):
             if group["algorithm"] == "muon"
             for update in self._updates(group)
         ]
-        next_forward = NextForward(self.param_groups if self._prefetch_next_forward else ())
+        prefetch = PostOptimPrefetch(self.param_groups if self._prefetch_next_forward else ())
         stepped = 0
         for index, group in enumerate(self.param_groups):
             if group["algorithm"] == "adamw":
-                for lot in self._adamw.lots(index, group, next_forward.edits):
-                    self._adamw.step(self.state, lot, group)
-                    stepped += len(lot.parameters) if lot.is_first else 0
-        first = [update for update in updates if next_forward.needs(update.parameter)]
-        rest = [update for update in updates if not next_forward.needs(update.parameter)]
+                for foreach_group in self._adamw.foreach_groups(index, group, prefetch.edits):
+                    self._adamw.step(self.state, foreach_group, group)
+                    stepped += len(foreach_group.parameters) if foreach_group.is_first else 0
+        first = [update for update in updates if prefetch.needs(update.parameter)]
+        rest = [update for update in updates if not prefetch.needs(update.parameter)]
         if any(update.member.division.shared for update in updates):
             # What ranks share they exchange together, in as few rounds as can be.
             self._step_matrices(updates)
             rest = []
         else:
             self._step_matrices(first)
-        next_forward.begin(stepped + len(first))
+        prefetch.start(stepped + len(first))
         self._step_matrices(rest)
-        next_forward.finish()
+        prefetch.finish()
         return loss
 
     def _step_matrices(self, updates: list[Update]) -> None:

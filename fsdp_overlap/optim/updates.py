@@ -11,7 +11,7 @@ import torch
 
 from fsdp_overlap.optim.matrices import Shared, Stack
 from fsdp_overlap.optim.newton_schulz import Polynomial, polynomials
-from fsdp_overlap.optim.runs import local_of
+from fsdp_overlap.optim.spans import local_of
 from fsdp_overlap.optim.teams import Member
 from fsdp_overlap.tensor.placement import is_on_mesh
 from fsdp_overlap.tensor.row_tensor import Sharded

@@ -113,13 +113,15 @@ def _are_cut_alike(specs: Sequence[DTensorSpec]) -> bool:
     Python frame for each, and holds for the gradients of most models."""
     placements = list(map(_placements, specs))
     classes = set(map(type, chain.from_iterable(placements)))
-    if any(issubclass(each, Partial) for each in classes):
+    if any(issubclass(cls, Partial) for cls in classes):
         raise ValueError(
             "a gradient is a DTensor placed as Partial(), of which ranks have parts of a sum: "
             "redistribute() it like its parameter first"
         )
     if len(set(map(id, map(_mesh, specs)))) != 1:
         return False
+    if not any(issubclass(cls, Replicate) for cls in classes):
+        return True
     return all(
         len({issubclass(each, Replicate) for each in set(map(type, along))}) == 1
         for along in zip(*placements, strict=True)
