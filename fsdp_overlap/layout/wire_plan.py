@@ -39,7 +39,7 @@ def block_in(spec: ParamSpec, block: Block) -> BlockSize:
     return height, width
 
 
-def grain_of(spec: ParamSpec, size: BlockSize) -> int:
+def block_numel(spec: ParamSpec, size: BlockSize) -> int:
     """The number of elements between places where a cut divides no block."""
     height, width = size
     return width if height == 1 else height * spec.shape[-1]
@@ -227,12 +227,12 @@ def check_cuts(plan: BucketPlan, spec: ParamSpec, size: BlockSize | None) -> Non
     Raises:
         ValueError: it cuts one.
     """
-    grain = 1 if size is None else grain_of(spec, size)
+    step = 1 if size is None else block_numel(spec, size)
     for _, _, stop in plan.ranges(spec.fqn):
-        if stop % grain and stop != spec.numel:
+        if stop % step and stop != spec.numel:
             raise ValueError(
                 f"parameter {spec.fqn!r} of shape {tuple(spec.shape)} is cut at element {stop}, "
-                f"inside of the {grain} elements that share scales: choose a layout that cuts at "
+                f"inside of the {step} elements that share scales: choose a layout that cuts at "
                 "multiples of them, such as BlockAtomic(rows=...), or TensorAtomic(), which cuts "
                 "no matrix but "
                 "embeddings; or name the parameter in keep=(...)"
