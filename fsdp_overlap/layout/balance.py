@@ -100,8 +100,8 @@ class Loads:
         self._bytes = [held + part for held in self._bytes]
 
     def are_even(self, items: Sequence[Item]) -> bool:
-        """Return whether the ranks hold nearly the same bytes, compared with those of ``items``. Then
-        equal parts of ``items`` keep them even."""
+        """Return whether the ranks hold nearly the same bytes, compared with those of ``items``.
+        Then equal parts of ``items`` keep them even."""
         spread = max(self._bytes) - min(self._bytes)
         return spread * self.world_size <= _EVEN * sum(item.nbytes for item in items)
 
