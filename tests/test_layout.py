@@ -22,7 +22,7 @@ from fsdp_overlap.layout import (
 from fsdp_overlap.layout.balance import water_level
 from fsdp_overlap.layout.layouts import layout_for
 from fsdp_overlap.layout.planner import Planner
-from fsdp_overlap.tensor.boxes import boxes, pieces
+from fsdp_overlap.tensor.boxes import bounded_boxes, boxes
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -368,14 +368,14 @@ def test_boxes_cover_the_range_in_order(shape: tuple[int, ...], data: st.DataObj
 
 @settings(max_examples=300)
 @given(SHAPES, st.integers(1, 40), st.data())
-def test_pieces_are_small_and_follow_each_other(
+def test_bounded_boxes_are_small_and_follow_each_other(
     shape: tuple[int, ...], most: int, data: st.DataObject
 ) -> None:
     numel = prod(shape)
     start = data.draw(st.integers(0, numel))
     stop = data.draw(st.integers(start, numel))
     position = start
-    for box in pieces(shape, start, stop, most):
+    for box in bounded_boxes(shape, start, stop, most):
         assert box.start == position
         assert 0 < box.numel <= most
         position += box.numel

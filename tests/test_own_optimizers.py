@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -374,16 +375,19 @@ def not_sharded() -> None:
         model.register_parameter("narrow", nn.Parameter(narrow, requires_grad=False))
     ours = optim.AdamW(pair[0].parameters())
     theirs = torch.optim.AdamW(pair[1].parameters(), fused=True)
+    step_counts = Mock(wraps=adamw.StepCounts)
     for step in range(3):
         for model, optimizer in zip(pair, (ours, theirs), strict=True):
             model.zero_grad()
             backward(model, step)
             model.plain.grad = torch.linspace(-1, 1, 12).view(4, 3)
             model.narrow.grad = torch.ones(3, dtype=torch.bfloat16)
-            optimizer.step()
+            with patch.object(adamw, "StepCounts", step_counts):
+                optimizer.step()
         for name in ("plain", "narrow"):
             assert torch.equal(getattr(pair[0], name), getattr(pair[1], name)), name
     assert torch.equal(pair[0].head.weight.to_local(), pair[1].head.weight.to_local())
+    assert step_counts.call_count == 2  # the host reads them once for each dtype
 
 
 def test_other_parameters_are_stepped_too() -> None:

@@ -88,39 +88,22 @@ class ForeachGroup:
         return list(map(span_key, self.held, compress(self.steps.values, self.is_held)))
 
 
-class ForeachGroups:
-    """The parameters of a param group that have a gradient, in foreach groups. ``first`` has the
-    edit counters of the units that the next forward needs first."""
-
-    def __init__(self, parameters: list[torch.Tensor], first: Collection[ShardEdits]) -> None:
-        self._first = first
-        self._parameters = list(parameters)
-        self._is_lasting = set(map(type, parameters)) <= {RaggedDTensor, RowTensor}
-        self._locals = locals_of(parameters)
-        # An op on tensors of a class of its own may run once for each of their parts.
-        kinds = [
-            (
-                isinstance(parameter, Sharded) and parameter.edits in first,
-                _kind(local),
-                type(local) if is_subclass(local) else None,
-            )
-            for parameter, local in zip(parameters, self._locals, strict=True)
-        ]
-        self.groups = [
-            ForeachGroup(kind[0], list(compress(parameters, map(kind.__eq__, kinds))))
-            for kind in dict.fromkeys(kinds)
-        ]
-
-    def are_of(self, parameters: list[torch.Tensor], first: Collection[ShardEdits]) -> bool:
-        """Return whether they are still right, and of these very parameters. A sharded parameter
-        that was moved, or cast, has another local tensor. Others may be moved in place."""
-        return (
-            self._is_lasting
-            and first == self._first
-            and len(parameters) == len(self._parameters)
-            and all(map(is_, parameters, self._parameters))
-            and all(map(is_, locals_of(parameters), self._locals))
+def _foreach_groups(
+    parameters: list[torch.Tensor], locals_: list[torch.Tensor], first: Collection[ShardEdits]
+) -> list[ForeachGroup]:
+    # An op on tensors of a class of its own may run once for each of their parts.
+    kinds = [
+        (
+            isinstance(parameter, Sharded) and parameter.edits in first,
+            _kind(local),
+            type(local) if is_subclass(local) else None,
         )
+        for parameter, local in zip(parameters, locals_, strict=True)
+    ]
+    return [
+        ForeachGroup(kind[0], list(compress(parameters, map(kind.__eq__, kinds))))
+        for kind in dict.fromkeys(kinds)
+    ]
 
 
 class FusedAdamW:
@@ -129,7 +112,9 @@ class FusedAdamW:
 
     def __init__(self, moment_dtype: torch.dtype | None = None) -> None:
         self._moment_dtype = moment_dtype
-        self._groups: dict[int, ForeachGroups] = {}
+        self._groups: dict[int, tuple[list[object], list[torch.Tensor], list[ForeachGroup]]] = {}
+        """The foreach groups of each param group, what they depend on, and the local tensors, so
+        that their ids stay theirs."""
 
     def load(self, state: State, group: dict[str, Any]) -> None:
         """Take over the loaded state of ``group``."""
@@ -142,11 +127,18 @@ class FusedAdamW:
         """Return the parameters of ``group`` that have a gradient, in groups for :meth:`step`.
         ``index`` is the position of the group in the optimizer. ``first`` has the edit counters of
         the units that the next forward needs first."""
-        known = self._groups.get(index)
         parameters = with_gradient(group["params"])
-        if known is None or not known.are_of(parameters, first):
-            known = self._groups[index] = ForeachGroups(parameters, first)
-        return known.groups
+        locals_ = locals_of(parameters)
+        # A sharded parameter that was moved, or cast, has another local tensor. Others may be moved
+        # in place.
+        key: list[object] = [first, *map(id, parameters), *map(id, locals_)]
+        if not set(map(type, parameters)) <= {RaggedDTensor, RowTensor}:
+            key += map(_kind, locals_)
+        known = self._groups.get(index)
+        if known is None or known[0] != key:
+            known = key, locals_, _foreach_groups(parameters, locals_, first)
+            self._groups[index] = known
+        return known[-1]
 
     def step(
         self,

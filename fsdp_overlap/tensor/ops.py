@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 import torch
 
 from fsdp_overlap.tensor import creation, pointwise, sums_and_norms, views
-from fsdp_overlap.tensor.data_assignment import assign_data
 from fsdp_overlap.tensor.gradient_errors import raise_in_backward, tensors_in
 from fsdp_overlap.tensor.operands import own_elements
 from fsdp_overlap.tensor.ragged_dtensor import CANNOT_MOVE, RaggedDTensor, raise_unsupported
@@ -212,7 +211,7 @@ def _alias(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def _assign_data(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not isinstance(args[0], RaggedDTensor):
         raise_unsupported("data of a plain tensor")
-    assign_data(*args)
+    args[0].assign_data(args[1])
 
 
 def _data_ptr(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -20,11 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
+from fsdp_overlap.tensor.boxes import chunks_of, with_own_storage
 from fsdp_overlap.tensor.carried import as_carried
-from fsdp_overlap.tensor.chunks import all_of_a_storage, chunks_of
-from fsdp_overlap.tensor.data_assignment import note_alias
 from fsdp_overlap.tensor.gradient_errors import needs_gradient, raise_in_backward
-from fsdp_overlap.tensor.held_gradient import HoldsGradient
 from fsdp_overlap.tensor.placement import (
     RaggedShard,
     contiguous_spec,
@@ -33,8 +31,8 @@ from fsdp_overlap.tensor.placement import (
     local_range,
     range_dim,
     tile_of,
-    with_range,
 )
+from fsdp_overlap.tensor.sharded_param import ShardedParamMixin
 from fsdp_overlap.torch_internals import (
     DisableTorchFunctionSubclass,
     DTensorSpec,
@@ -66,7 +64,7 @@ class ShardEdits:
         self.trainability += 1
 
 
-class RaggedDTensor(HoldsGradient, DTensor):
+class RaggedDTensor(ShardedParamMixin, DTensor):
     """A tensor of which each rank of a mesh holds one contiguous range, flattened.
 
     It is a :class:`~torch.distributed.tensor.DTensor` to ``isinstance``, ``device_mesh`` and
@@ -91,22 +89,6 @@ class RaggedDTensor(HoldsGradient, DTensor):
         if edits is not None:
             tensor.edits = edits
         return tensor
-
-    def alias_of(self, local: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:
-        """A tensor that lies as ``spec`` says and has the range ``local``, of this tensor's
-        memory. Its edits count as edits of this one."""
-        alias = RaggedDTensor.wrap(local, spec, self.edits)
-        note_alias(alias, self)
-        return alias
-
-    def wrap_like(self, local: torch.Tensor) -> RaggedDTensor:
-        """A tensor of ``local``'s dtype that lies as this one does and has the range ``local``."""
-        spec = self._spec
-        meta = spec.tensor_meta
-        assert meta is not None
-        if meta.dtype != local.dtype:
-            spec = with_range(spec, self.placement, meta.shape, local.dtype)
-        return RaggedDTensor.wrap(local, spec)
 
     @classmethod
     def __torch_function__(
@@ -284,7 +266,7 @@ class RaggedDTensor(HoldsGradient, DTensor):
             if index.offset is None or tuple(index.offset) == box.offsets:
                 first = box.start - self.local_range[0]
                 values = self._local_tensor.detach()[first : first + box.numel].view(box.sizes)
-                return all_of_a_storage(values)
+                return with_own_storage(values)
         raise ValueError(f"{index} is not a box of this rank's range of {self!r}")
 
     @property

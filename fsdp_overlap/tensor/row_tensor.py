@@ -14,16 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.overrides import enable_reentrant_dispatch
 
-from fsdp_overlap.tensor.data_assignment import assign_data, note_alias
 from fsdp_overlap.tensor.extension import is_subclass
-from fsdp_overlap.tensor.held_gradient import HoldsGradient
-from fsdp_overlap.tensor.placement import contiguous_spec
 from fsdp_overlap.tensor.ragged_dtensor import (
     CANNOT_MOVE,
     RaggedDTensor,
     ShardEdits,
     attributes_of,
 )
+from fsdp_overlap.tensor.sharded_param import ShardedParamMixin
 from fsdp_overlap.torch_internals import (
     DisableTorchFunctionSubclass,
     DTensorSpec,
@@ -65,7 +63,7 @@ class _CopyEdits(ShardEdits):
         )
 
 
-class RowTensor(HoldsGradient, DTensor):
+class RowTensor(ShardedParamMixin, DTensor):
     """A sharded parameter of which each rank of a mesh has a chunk of rows.
 
     torch treats it as the DTensor that it is: all ops are DTensor's, and their results are plain
@@ -100,13 +98,13 @@ class RowTensor(HoldsGradient, DTensor):
         kwargs = kwargs or {}
         if kind == "alias":
             tensor = args[0] if args else kwargs["input"]
-            return tensor._alias_of(tensor._local_tensor.detach(), tensor._spec)
+            return tensor.alias_of(tensor._local_tensor.detach(), tensor._spec)
         if kind == "grad dtype":
             return args[0]._set_grad_dtype(args[1])
         if kind == "move":
             raise RuntimeError(CANNOT_MOVE)
         if kind == "assignment":
-            return assign_data(*args)
+            return args[0].assign_data(args[1])
         if kind == "edit":
             _note_edits(args[0] if args else next(iter(kwargs.values())))
             if func is torch.Tensor.copy_ and isinstance(args[0], RowTensor):
@@ -141,23 +139,6 @@ class RowTensor(HoldsGradient, DTensor):
         # The storage of a tensor extension is empty, and does not tell.
         may_be_view = is_subclass(whole) or whole.untyped_storage()._cdata == of._cdata
         return whole.clone() if may_be_view else whole
-
-    def _alias_of(self, local: torch.Tensor, spec: DTensorSpec) -> RowTensor:
-        """A tensor of ``local``, which has this tensor's memory. Its edits count as this one's."""
-        alias = RowTensor.wrap(local, spec, self.edits)
-        note_alias(alias, self)
-        return alias
-
-    def wrap_like(self, local: torch.Tensor) -> RowTensor:
-        """A tensor of ``local``'s dtype that lies as this one does. This rank has ``local`` of it,
-        which may be flat."""
-        spec = self._spec
-        meta = spec.tensor_meta
-        assert meta is not None
-        if meta.dtype != local.dtype:
-            spec = contiguous_spec(spec.mesh, spec.placements, meta.shape, local.dtype)
-        rows = local.view(self._local_tensor.shape)
-        return RowTensor.wrap(rows, spec)
 
     def own_part(self, value: torch.Tensor) -> torch.Tensor:
         """What this rank has of ``value`` if it is laid out like this tensor. A plain tensor is
@@ -251,7 +232,7 @@ def _with_edits(result: Any, args: tuple[Any, ...], is_view: bool = False) -> An
     if result.grad_fn is not None:
         return result
     if local.untyped_storage()._cdata == of._cdata:
-        return parameter._alias_of(local, result._spec)
+        return parameter.alias_of(local, result._spec)
     return RowTensor.wrap(local, result._spec, _CopyEdits()) if is_view else result
 
 

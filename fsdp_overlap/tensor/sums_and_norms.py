@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from fsdp_overlap.tensor.carried import CARRIED
 from fsdp_overlap.tensor.gradient_errors import raise_in_backward, tensors_in
-from fsdp_overlap.tensor.operands import local_operand, whole_operand
+from fsdp_overlap.tensor.operands import call_with, local_operand, whole_operand
 from fsdp_overlap.tensor.placement import cut_dims, is_on_mesh, tile_of
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, raise_unsupported
 from fsdp_overlap.torch_internals import DTensorSpec
@@ -182,7 +182,7 @@ def reduction(name: str, func: Call, args: Args, kwargs: Kwargs) -> torch.Tensor
     def stand_in(value: Any) -> Any:
         return whole if value is tensor else value
 
-    partial = func(*map(stand_in, args), **{key: stand_in(value) for key, value in kwargs.items()})
+    partial = call_with(stand_in, func, args, kwargs)
     spec = tensor._spec
     if name in ("sum", "mean"):
         total = _all_reduce(partial, dist.ReduceOp.SUM, spec)
@@ -212,7 +212,7 @@ def of_wholes(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
     """Runs an op on the whole of each tensor, and returns what it does."""
     if kwargs.get("out") is not None:
         raise_unsupported(f"{name} with out=")
-    return func(*map(whole_operand, args), **{k: whole_operand(v) for k, v in kwargs.items()})
+    return call_with(whole_operand, func, args, kwargs)
 
 
 def equal(name: str, func: Call, args: Args, kwargs: Kwargs) -> bool:

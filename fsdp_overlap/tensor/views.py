@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 
 from fsdp_overlap.tensor.gradient_errors import needs_gradient, raise_in_backward
+from fsdp_overlap.tensor.operands import call_with
 from fsdp_overlap.tensor.placement import RaggedShard, has_tiles, with_range
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, raise_unsupported
 from fsdp_overlap.torch_internals import DTensorSpec
@@ -42,7 +43,7 @@ def view(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
             return torch.empty(value._shape, device="meta")
         return value
 
-    shadows = func(*map(stand_in, args), **{k: stand_in(v) for k, v in kwargs.items()})
+    shadows = call_with(stand_in, func, args, kwargs)
     if shadows is shadow:  # as flatten() of a flat tensor does
         return tensor
     if isinstance(shadows, torch.Tensor):
