@@ -133,8 +133,8 @@ class BucketPlan:
         return found
 
     def __str__(self) -> str:
-        """A picture in text. Each rank has a line: a bar as long as its range, and the names of the
-        parameters that lie there."""
+        """Return a picture in text. Each rank has a line: a bar as long as its range, and the names
+        of the parameters that lie there."""
         kind = "equal" if self.is_equal else "ragged"
         lines = [
             f"{len(self.specs)} parameters on {self.world_size} ranks, {self.numel:,} elements in "

@@ -21,8 +21,8 @@ BlockSize = tuple[int, int]
 
 
 def block_in(spec: ParamSpec, block: Block) -> BlockSize:
-    """The rows and columns of a block of a parameter, whose last dimension has its columns, and all
-    others its rows. The last block may have fewer rows.
+    """Return the rows and columns of a block of a parameter, whose last dimension has its columns,
+    and all others its rows. The last block may have fewer rows.
 
     Raises:
         ValueError: its columns cannot be divided into such blocks.
@@ -40,7 +40,7 @@ def block_in(spec: ParamSpec, block: Block) -> BlockSize:
 
 
 def block_numel(spec: ParamSpec, size: BlockSize) -> int:
-    """The number of elements between places where a cut divides no block."""
+    """Return the number of elements between places where a cut divides no block."""
     height, width = size
     return width if height == 1 else height * spec.shape[-1]
 
@@ -118,7 +118,7 @@ class WirePlan:
             check_cuts(self.plan, spec, size)
 
     def segment(self, rank: int) -> Segment:
-        """What a rank sends. Starts are counted from that of its shard, scales from 0."""
+        """Return what a rank sends. Starts are counted from that of its shard, scales from 0."""
         places = self._places[rank]
         return Segment(tuple(self._runs_in(places)), tuple(self._kept_in(places)), self.parts[rank])
 
@@ -196,7 +196,7 @@ class WirePlan:
 
 
 def one_rank(plan: RowsPlan, blocks: Sequence[BlockSize | None]) -> BucketPlan:
-    """Where the chunks of any one rank lie in its shard.
+    """Return where the chunks of any one rank lie in its shard.
 
     Raises:
         ValueError: a chunk begins or ends within a block.
@@ -222,7 +222,7 @@ def one_rank(plan: RowsPlan, blocks: Sequence[BlockSize | None]) -> BucketPlan:
 
 
 def check_cuts(plan: BucketPlan, spec: ParamSpec, size: BlockSize | None) -> None:
-    """Checks that ``plan`` cuts a parameter between its blocks.
+    """Check that ``plan`` cuts a parameter between its blocks.
 
     Raises:
         ValueError: it cuts one.
@@ -240,8 +240,8 @@ def check_cuts(plan: BucketPlan, spec: ParamSpec, size: BlockSize | None) -> Non
 
 
 def _shapes(numel: int, size: BlockSize, columns: int) -> list[tuple[int, int, int, int]]:
-    """How blocks lie in ``numel`` elements of a matrix: those of full height, and those of the
-    last rows."""
+    """Return how blocks lie in ``numel`` elements of a matrix: those of full height, and those of
+    the last rows."""
     height, width = size
     if height == 1:
         return [(numel // width, 1, 1, width)] if numel else []

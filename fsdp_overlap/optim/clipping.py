@@ -36,7 +36,7 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """Scales the gradients down so that their norm, taken as one vector, is at most ``max_norm``.
+    """Scale the gradients down so that their norm, taken as one vector, is at most ``max_norm``.
 
     It does what ``torch.nn.utils.clip_grad_norm_`` does, with one all-reduce of one number for each
     dimension of each mesh that gradients are cut along, and one kernel for each run of neighbours

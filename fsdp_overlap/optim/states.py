@@ -79,7 +79,7 @@ def check_not_captured(device: torch.device) -> None:
 
 @torch.no_grad()
 def restore(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Copies values from ``state_dict`` into the states whose dtype differs from their parameter's.
+    """Copy values from ``state_dict`` into the states whose dtype differs from their parameter's.
     Call it after torch's ``load_state_dict``, which rounds them to the parameter's dtype."""
     saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     own = chain.from_iterable(group["params"] for group in optimizer.param_groups)
@@ -94,7 +94,7 @@ def restore(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> 
 
 
 def _own_part(value: torch.Tensor, parameter: Sharded) -> torch.Tensor:
-    """What this rank has of a loaded ``value``, which may be whole."""
+    """Return what this rank has of a loaded ``value``, which may be whole."""
     if isinstance(parameter, RowTensor):
         return parameter.own_part(value)
     found: torch.Tensor = local_operand("load_state_dict", value, parameter)

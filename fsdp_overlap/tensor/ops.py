@@ -98,7 +98,7 @@ _resolved: dict[Callable[..., Any], tuple[Handler, str]] = {}
 
 
 def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs ``func`` on arguments of which at least one is a sharded tensor.
+    """Run ``func`` on arguments of which at least one is a sharded tensor.
 
     Raises:
         RuntimeError: the op is not known to be right on ranges, or edits one that requires grad.
@@ -111,7 +111,8 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def op_name(func: Callable[..., Any]) -> str:
-    """The op's plain name: ``mul_`` for ``Tensor.mul_``, ``__imul__`` and ``aten.mul_.Tensor``."""
+    """Return the op's plain name: ``mul_`` for ``Tensor.mul_``, ``__imul__`` and
+    ``aten.mul_.Tensor``."""
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__", "__delete__"):
         return str(func.__self__.__name__)  # type: ignore[attr-defined]
@@ -168,7 +169,7 @@ def _refuse(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _foreach(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs what ``func`` is built on, whose ops arrive here again."""
+    """Run what ``func`` is built on, whose ops arrive here again."""
     return func.__wrapped__(*args, **kwargs)
 
 
@@ -233,7 +234,7 @@ def _register_hook(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _factory(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Runs ``new_zeros`` and the like. As with a DTensor, the result is sharded if it has the shape
+    """Run ``new_zeros`` and the like. As with a DTensor, the result is sharded if it has the shape
     of the tensor, else plain."""
     tensor = args[0]
     if not isinstance(tensor, RaggedDTensor) or kwargs.get("requires_grad"):

@@ -38,7 +38,7 @@ DETACHED = frozenset({"empty_like", "full_like", "ones_like", "zeros_like"})
 
 
 def pointwise(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
-    """Runs a point-wise op, also in place or with ``out``. If the tensor it edits is plain, the
+    """Run a point-wise op, also in place or with ``out``. If the tensor it edits is plain, the
     sharded operands are gathered, which is collective."""
     values = [*args, *kwargs.values()]
     if kwargs.get("requires_grad"):
@@ -75,7 +75,7 @@ def pointwise(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
 
 
 def foreach(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
-    """Runs a point-wise op on lists of tensors, each of which has its own layout."""
+    """Run a point-wise op on lists of tensors, each of which has its own layout."""
     tensors: Sequence[Any] = args[0]
     is_edit = name.endswith("_")
     if needs_gradient([*args, *kwargs.values()]):
@@ -132,7 +132,7 @@ def _operand(name: str, value: torch.Tensor, target: Any) -> torch.Tensor:
 
 
 def fused(name: str, func: Call, args: Args, kwargs: Kwargs) -> None:
-    """Runs ``_fused_adamw_`` and the like on lists of parameters, gradients, states and steps."""
+    """Run ``_fused_adamw_`` and the like on lists of parameters, gradients, states and steps."""
     parameters: Sequence[Any] = args[0]
     for parameter in parameters if torch.is_grad_enabled() else ():
         check_edit(name, parameter)
@@ -155,7 +155,7 @@ def fused(name: str, func: Call, args: Args, kwargs: Kwargs) -> None:
 
 
 def copy(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
-    """Runs ``copy_``. Each rank takes its range of a source that is whole. A sharded source is
+    """Run ``copy_``. Each rank takes its range of a source that is whole. A sharded source is
     gathered, which is collective, if it lies otherwise over the ranks or the target is plain."""
     target, source = args[0], args[1]
     if not isinstance(target, torch.Tensor):
@@ -179,7 +179,7 @@ def copy(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
 
 
 def convert(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
-    """Runs ``to`` and ``type_as``. Another tensor may give the dtype and the device."""
+    """Run ``to`` and ``type_as``. Another tensor may give the dtype and the device."""
     tensor = args[0]
     result = call_with(_own, func, args, kwargs)
     if not isinstance(tensor, RaggedDTensor):
@@ -190,7 +190,7 @@ def convert(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
 
 
 def set_item(name: str, func: Call, args: Args, kwargs: Kwargs) -> None:
-    """Runs ``tensor[mask] = number`` and ``tensor[index] = value``."""
+    """Run ``tensor[mask] = number`` and ``tensor[index] = value``."""
     target, index, value = args
     if not isinstance(target, RaggedDTensor):
         target[whole_operand(index)] = whole_operand(value)
@@ -206,7 +206,7 @@ def set_item(name: str, func: Call, args: Args, kwargs: Kwargs) -> None:
 
 
 def random(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
-    """Runs random fills and ``torch.nn.init``.
+    """Run random fills and ``torch.nn.init``.
 
     Every rank draws the whole tensor, as without sharding, and takes its range. So if all ranks
     have the same seed, the result does not depend on their number. The whole tensor needs memory

@@ -84,7 +84,8 @@ class RaggedDTensor(ShardedParamMixin, DTensor):
     def wrap(
         cls, local: torch.Tensor, spec: DTensorSpec, edits: ShardEdits | None = None
     ) -> RaggedDTensor:
-        """The sharded tensor whose range on this rank is ``local``, flat. It is not copied."""
+        """Return the sharded tensor whose range on this rank is ``local``, flat. It is not
+        copied."""
         tensor = cast(RaggedDTensor, DTensor.__new__(cls, local, spec, requires_grad=False))
         if edits is not None:
             tensor.edits = edits
@@ -139,14 +140,16 @@ class RaggedDTensor(ShardedParamMixin, DTensor):
         return local_range(self._spec)
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """This rank's range, flat. It shares memory: in-place edits of it edit the parameter."""
+        """Return this rank's range, flat. It shares memory: in-place edits of it edit the
+        parameter."""
         if needs_gradient([self]):
             local = self._local_tensor.detach()
             return cast(torch.Tensor, raise_in_backward("to_local", local, [self]))
         return self._local_tensor
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """The whole tensor on every rank, a copy. Must be called on every rank of the mesh."""
+        """Return the whole tensor on every rank, a copy. Must be called on every rank of the
+        mesh."""
         spec, full = self._spec, self.full_tile()
         if has_tiles(spec):
             placements = tuple(p if isinstance(p, Shard) else Replicate() for p in spec.placements)
@@ -156,8 +159,8 @@ class RaggedDTensor(ShardedParamMixin, DTensor):
         return cast(torch.Tensor, raise_in_backward("full_tensor", full, [self]))
 
     def full_tile(self) -> torch.Tensor:
-        """This rank's whole tile, on the device of the mesh, a copy. Must be called on every rank
-        of :attr:`range_group`."""
+        """Return this rank's whole tile, on the device of the mesh, a copy. Must be called on every
+        rank of :attr:`range_group`."""
         spec = self._spec
         tile = tile_of(spec)
         local = self._local_tensor.detach()
@@ -180,7 +183,8 @@ class RaggedDTensor(ShardedParamMixin, DTensor):
         placements: Sequence[Placement] | None = None,
         **options: Any,
     ) -> DTensor:
-        """A copy that lies over the same mesh in another way. Must be called on every rank of it.
+        """Return a copy of another layout over the same mesh. Must be called on every rank of
+        it.
 
         Pass one placement for each dimension of the mesh. With ``Replicate()`` and ``Shard(dim)``
         alone the copy is a plain DTensor, with a ``RaggedShard(...)`` it is a RaggedDTensor.
@@ -212,8 +216,8 @@ class RaggedDTensor(ShardedParamMixin, DTensor):
         return repr(self).__format__(format_spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedDTensor:
-        """A copy with memory of its own. It lies over the mesh as this tensor does, and belongs to
-        no unit."""
+        """Return a copy with memory of its own. It has this tensor's layout, and belongs to no
+        unit."""
         if id(self) in memo:
             return cast(RaggedDTensor, memo[id(self)])
         duplicate = RaggedDTensor.wrap(self._local_tensor.detach().clone(), self._spec)
@@ -227,7 +231,7 @@ class RaggedDTensor(ShardedParamMixin, DTensor):
         return duplicate
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # What is pickled is this rank's range and how the tensor lies over the mesh, without units.
+        # What is pickled is this rank's range and the layout of the tensor, without units.
         spec = self._spec
         parts = (self._local_tensor.detach(), spec.mesh, spec.placements, self._shape)
         is_parameter = isinstance(self, nn.Parameter)
@@ -277,7 +281,7 @@ class RaggedDTensor(ShardedParamMixin, DTensor):
 
 
 def _summary(values: torch.Tensor) -> str:
-    """The first three and the last three elements, as text."""
+    """Return the first three and the last three elements, as text."""
     if values.is_meta:
         return "..."
     ends = values.tolist() if values.numel() <= 6 else [*values[:3].tolist(), *values[-3:].tolist()]
@@ -295,7 +299,7 @@ CANNOT_MOVE = (
 
 
 def raise_unsupported(op: str) -> NoReturn:
-    """Raises an error which says that ``op`` is not supported, and what to do instead."""
+    """Raise an error which says that ``op`` is not supported, and what to do instead."""
     # Python's operators would replace a TypeError by one of their own, which does not say why.
     raise RuntimeError(
         f"{op} is not supported on a RaggedDTensor, of which each rank holds only a range: use "
@@ -324,12 +328,12 @@ _OWN_ATTRIBUTES = frozenset(
 
 
 def attributes_of(parameter: torch.Tensor) -> dict[str, Any]:
-    """The attributes that users, and other libraries, hung on a parameter."""
+    """Return the attributes that users, and other libraries, hung on a parameter."""
     return {key: value for key, value in vars(parameter).items() if key not in _OWN_ATTRIBUTES}
 
 
 def users_attributes(parameter: torch.Tensor, local: torch.Tensor) -> dict[str, Any]:
-    """As :func:`attributes_of`, for a parameter whose part here is ``local``. Without those that
+    """Return :func:`attributes_of` a parameter whose local tensor is ``local``, without those that
     every tensor of the class of ``local`` has."""
     given = attributes_of(parameter)
     return {key: value for key, value in given.items() if key not in vars(local)}
@@ -343,7 +347,7 @@ def rebuild_sharded_tensor(
     requires_grad: bool,
     is_parameter: bool,
 ) -> RaggedDTensor:
-    """Makes the sharded tensor that was pickled."""
+    """Make the sharded tensor that was pickled."""
     spec = contiguous_spec(mesh, placements, torch.Size(shape), local.dtype)
     tensor = RaggedDTensor.wrap(local, spec)
     if is_parameter:
@@ -352,7 +356,7 @@ def rebuild_sharded_tensor(
 
 
 def give_grads(parameters: Iterable[RaggedDTensor], ranges: Iterable[torch.Tensor]) -> None:
-    """Gives each parameter its gradient. ``ranges`` has this rank's range of each gradient. If a
+    """Give each parameter its gradient. ``ranges`` has this rank's range of each gradient. If a
     parameter has a gradient already, the two are added."""
     for parameter, local in zip(parameters, ranges, strict=True):
         gradient = parameter._gradient

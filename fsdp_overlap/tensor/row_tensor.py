@@ -79,7 +79,7 @@ class RowTensor(ShardedParamMixin, DTensor):
     def wrap(
         cls, local: torch.Tensor, spec: DTensorSpec, edits: ShardEdits | None = None
     ) -> RowTensor:
-        """The tensor whose rows on this rank are ``local``, which is not copied."""
+        """Return the tensor whose rows on this rank are ``local``, which is not copied."""
         tensor = cast(RowTensor, _wrap(cls, local, spec))
         tensor.edits = edits
         return tensor
@@ -132,8 +132,8 @@ class RowTensor(ShardedParamMixin, DTensor):
         return isinstance(gradient, DTensor) and gradient.shape == self._spec.shape
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """The whole tensor on every rank, a copy. torch's is a view where this rank holds all: what
-        was saved would follow the parameter, and edits of it would go unnoticed."""
+        """Return the whole tensor on every rank, a copy. torch's is a view where this rank holds
+        all: what was saved would follow the parameter, and edits of it would go unnoticed."""
         whole: torch.Tensor = super().full_tensor(grad_placements=grad_placements)
         of = self._local_tensor.untyped_storage()
         # The storage of a tensor extension is empty, and does not tell.
@@ -141,13 +141,14 @@ class RowTensor(ShardedParamMixin, DTensor):
         return whole.clone() if may_be_view else whole
 
     def own_part(self, value: torch.Tensor) -> torch.Tensor:
-        """What this rank has of ``value`` if it is laid out like this tensor. A plain tensor is
-        whole. Collective over the mesh if ``value`` lies over it in another way."""
+        """Return what this rank has of ``value`` if it is laid out like this tensor. A plain tensor
+        is whole. Collective over the mesh if ``value`` has another layout."""
         return self._laid_alike(value)._local_tensor
 
     def _laid_alike(self, value: torch.Tensor) -> DTensor:
-        """``value`` as torch's ops take it beside this tensor. Unlike FSDP2's parameters, it may be
-        copied from whole tensors and from those of other layouts, as state dicts have them."""
+        """Return ``value`` as torch's ops take it beside this tensor. Unlike FSDP2's parameters, it
+        may be copied from whole tensors and from those of other layouts, as state dicts have
+        them."""
         if isinstance(value, RaggedDTensor):
             value = value.full_tensor()
         if isinstance(value, DTensor):
@@ -158,8 +159,8 @@ class RowTensor(ShardedParamMixin, DTensor):
         return distribute_tensor(whole, self.device_mesh, self.placements, src_data_rank=None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
-        """A plain DTensor with memory of its own. It lies over the mesh as this one does, and
-        belongs to no unit."""
+        """Return a plain DTensor with memory of its own. It has this tensor's layout, and belongs
+        to no unit."""
         if id(self) in memo:
             return cast(DTensor, memo[id(self)])
         duplicate = self._plain(self._local_tensor.detach().clone())
@@ -175,7 +176,7 @@ class RowTensor(ShardedParamMixin, DTensor):
         return self._plain(self._local_tensor.detach()).__reduce_ex__(protocol)
 
     def _plain(self, local: torch.Tensor) -> DTensor:
-        """The same as a plain DTensor of ``local``."""
+        """Return the same as a plain DTensor of ``local``."""
         plain = _wrap(DTensor, local, self._spec)
         if isinstance(self, nn.Parameter):
             return cast(DTensor, nn.Parameter(plain, self.requires_grad))
@@ -219,8 +220,9 @@ def _kind_of(func: Callable[..., Any]) -> str:
 
 
 def _with_edits(result: Any, args: tuple[Any, ...], is_view: bool = False) -> Any:
-    """``result``, whose edits are edits of the parameter in ``args`` if it is a view of it, and
-    raise if it ``is_view`` without sharding alone. Those that autograd recorded are left alone."""
+    """Return ``result``, whose edits are edits of the parameter in ``args`` if it is a view of it,
+    and raise if it ``is_view`` without sharding alone. Those that autograd recorded are left
+    alone."""
     if isinstance(result, (list, tuple)):
         if not any(type(each) is DTensor for each in result):
             return result
@@ -237,7 +239,7 @@ def _with_edits(result: Any, args: tuple[Any, ...], is_view: bool = False) -> An
 
 
 def _is_index(options: tuple[Any, ...]) -> bool:
-    """Whether indexing by ``options`` gives a view: not by tensors or lists."""
+    """Return whether indexing by ``options`` gives a view: not by tensors or lists."""
     flat = [each for x in options for each in (x if isinstance(x, tuple) else (x,))]
     return not any(isinstance(each, (torch.Tensor, list)) for each in flat)
 
@@ -249,7 +251,7 @@ def _note_edits(edited: Any) -> None:
 
 
 def _watch_autograd(parameter: Any) -> None:
-    """Has gradients taken over that autograd accumulates, because the sharded parameter itself was
+    """Have gradients taken over that autograd accumulates, because the sharded parameter itself was
     used, as in a penalty on weights. Call it with torch's own attributes at hand."""
     if parameter.requires_grad and not parameter.is_watched:
         parameter.is_watched = True
@@ -257,7 +259,7 @@ def _watch_autograd(parameter: Any) -> None:
 
 
 def _take_accumulated(parameter: RowTensor) -> None:
-    """Adds what autograd has accumulated to the gradient."""
+    """Add what autograd has accumulated to the gradient."""
     accumulated: Any = _torchs_grad.__get__(parameter)
     _torchs_grad.__set__(parameter, None)
     _add_gradient(parameter, accumulated)
@@ -272,7 +274,7 @@ def _add_gradient(parameter: RowTensor, gradient: DTensor) -> None:
 
 
 def give_row_grads(parameters: Iterable[RowTensor], chunks: Iterable[torch.Tensor]) -> None:
-    """Gives each parameter its gradient. ``chunks`` has this rank's rows of each gradient, flat. If
+    """Give each parameter its gradient. ``chunks`` has this rank's rows of each gradient, flat. If
     a parameter has a gradient already, the two are added."""
     for parameter, local in zip(parameters, chunks, strict=True):
         if parameter._local_tensor.dim() != 1:
@@ -294,7 +296,7 @@ def give_row_grads(parameters: Iterable[RowTensor], chunks: Iterable[torch.Tenso
 
 @torch.no_grad()
 def call_gradient_hooks(parameters: Iterable[Any], locals_: Iterable[torch.Tensor]) -> None:
-    """Calls what users gave to ``register_hook()`` of sharded parameters, with the gradients of
+    """Call what users gave to ``register_hook()`` of sharded parameters, with the gradients of
     which ``locals_`` are this rank's parts, flat. What a hook returns is written into them.
 
     Raises:
@@ -326,7 +328,7 @@ def call_gradient_hooks(parameters: Iterable[Any], locals_: Iterable[torch.Tenso
 
 
 def call_hooks(parameters: Iterable[torch.Tensor]) -> None:
-    """Calls what users gave to ``register_post_accumulate_grad_hook()`` of sharded parameters."""
+    """Call what users gave to ``register_post_accumulate_grad_hook()`` of sharded parameters."""
     for parameter in parameters:
         with DisableTorchFunctionSubclass():
             hooks = parameter._post_accumulate_grad_hooks or {}

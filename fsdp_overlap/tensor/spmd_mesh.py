@@ -1,7 +1,7 @@
 """Parameters over a mesh of all parallelism, of which data parallelism has some dimensions.
 
 The user names these dimensions by ``dp_mesh_dims``. A parameter has the same values along them
-before it is sharded, and lies over the whole mesh before and after.
+before it is sharded, and is laid out over the whole mesh before and after.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def annotated_placements(
     if other := {axis: kind for axis, kind in types.items() if kind is not spmd.R}:
         raise ValueError(
             f"spmd_types has {other} for {where}: it must be R along the dimensions of data "
-            f"parallelism, and may be other things only along other dimensions of {mesh}"
+            f"parallelism, and may be something else only along other dimensions of {mesh}"
         )
     return tuple(placements), tuple(of_gradient)
 
@@ -142,7 +142,8 @@ class SPMDMesh:
 
 
 def spmd_mesh(mesh: DeviceMesh | None, dims: Any) -> SPMDMesh | None:
-    """``mesh`` with what ``dims``, a ``DataParallelMeshDims``, says of it. ``None`` without one.
+    """Return ``mesh`` with what ``dims``, a ``DataParallelMeshDims``, says of it. ``None`` without
+    one.
 
     Raises:
         TypeError: ``dims`` is something else.
@@ -196,7 +197,7 @@ def _names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class SPMDPlacement:
-    """How one parameter lies over a full mesh before it is sharded.
+    """How one parameter is laid out over a full mesh before it is sharded.
 
     ``placements`` are those of the parameter, whose shape over all ranks is ``shape``.
     ``of_gradient`` are those of its gradient if both are plain tensors on each rank. ``None`` if
@@ -258,8 +259,8 @@ class SPMDPlacement:
         )
 
     def summed(self, gradient: torch.Tensor, dtype: torch.dtype) -> DTensor:
-        """``gradient``, summed in ``dtype`` over all dimensions that data parallelism has not.
-        Collective over these.
+        """Return ``gradient``, summed in ``dtype`` over all dimensions that data parallelism has
+        not. Collective over these.
 
         Raises:
             RuntimeError: it is no gradient of a parameter that lies here.

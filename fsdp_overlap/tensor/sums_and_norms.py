@@ -27,7 +27,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def norm(name: str, func: Call, args: Args, kwargs: Kwargs) -> torch.Tensor:
-    """Runs ``torch.norm`` and ``torch.linalg.vector_norm``, also along dimensions."""
+    """Run ``torch.norm`` and ``torch.linalg.vector_norm``, also along dimensions."""
     given = dict(zip(("input", "ord", "dim", "keepdim"), args, strict=False))
     given |= {{"p": "ord", "A": "input", "x": "input"}.get(k, k): v for k, v in kwargs.items()}
     tensor, order = given.pop("input", None), given.pop("ord", None)
@@ -57,9 +57,8 @@ def foreach_norm(name: str, func: Call, args: Args, kwargs: Kwargs) -> list[torc
 def norms(
     tensors: Sequence[Any], order: float, dtype: torch.dtype | None = None
 ) -> list[torch.Tensor]:
-    """The norm of each whole tensor, with one all-reduce for all that are cut among the same ranks.
-    Collective over their meshes. A plain tensor is whole, and the same on every rank.
-    """
+    """Return the norm of each whole tensor, with one all-reduce for all that are cut among the same
+    ranks. Collective over their meshes. A plain tensor is whole, and the same on every rank."""
     sharded = [index for index, each in enumerate(tensors) if isinstance(each, DTensor)]
     dtypes = {tensors[index]._local_tensor.dtype for index in sharded}
     if not all(each.is_floating_point or each.is_complex for each in dtypes):
@@ -81,7 +80,7 @@ def norms(
 
 
 def by_cut(tensors: Iterable[DTensor]) -> list[tuple[DTensorSpec, list[int]]]:
-    """Groups ``tensors`` that are cut among the same ranks. A group is the spec of its first tensor
+    """Group ``tensors`` that are cut among the same ranks. A group is the spec of its first tensor
     and the positions of its tensors in ``tensors``. The order of groups is the order of their first
     tensors, and so the same on all ranks.
 
@@ -109,8 +108,8 @@ _placements = attrgetter("placements")
 
 
 def _are_cut_alike(specs: Sequence[DTensorSpec]) -> bool:
-    """Whether all lie over the same mesh, and each of its dimensions cuts all or none. It takes no
-    Python frame for each, and holds for the gradients of most models."""
+    """Return whether all lie over the same mesh, and each of its dimensions cuts all or none. It
+    takes no Python frame for each, and holds for the gradients of most models."""
     placements = list(map(_placements, specs))
     classes = set(map(type, chain.from_iterable(placements)))
     if any(issubclass(cls, Partial) for cls in classes):
@@ -131,8 +130,8 @@ def _are_cut_alike(specs: Sequence[DTensorSpec]) -> bool:
 def local_norms(
     tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """The norms of plain tensors, shape ``[len(tensors)]``, in float32 or wider. The norm of an
-    empty tensor is the neutral element of :func:`combine_norms`."""
+    """Return the norms of plain tensors, shape ``[len(tensors)]``, in float32 or wider. The norm of
+    an empty tensor is the neutral element of :func:`combine_norms`."""
     if any(tensor.is_complex() for tensor in tensors):
         tensors = [tensor.abs() if tensor.is_complex() else tensor for tensor in tensors]
     dtype = torch.promote_types((dtype or torch.float32).to_real(), torch.float32)
@@ -150,8 +149,8 @@ def local_norms(
 
 
 def combine_norms(partial: torch.Tensor, order: float, spec: DTensorSpec) -> torch.Tensor:
-    """The norms of whole tensors that are cut as ``spec`` says, from the norms of this rank's
-    ranges. One all-reduce for each dimension of the mesh that cuts."""
+    """Return the norms of whole tensors that are cut as ``spec`` says, from the norms of this
+    rank's ranges. One all-reduce for each dimension of the mesh that cuts."""
     if order == inf:
         return _largest(partial, spec)
     if order == -inf:
@@ -162,7 +161,7 @@ def combine_norms(partial: torch.Tensor, order: float, spec: DTensorSpec) -> tor
 
 
 def reduction(name: str, func: Call, args: Args, kwargs: Kwargs) -> torch.Tensor:
-    """Runs ``sum``, ``mean``, ``amax``, ``amin``, ``any`` and ``all``, also along dimensions, and
+    """Run ``sum``, ``mean``, ``amax``, ``amin``, ``any`` and ``all``, also along dimensions, and
     ``max`` and ``min`` of the whole tensor. The whole tensor needs memory meanwhile."""
     tensor = args[0] if args else kwargs.get("input")
     if not isinstance(tensor, RaggedDTensor) or kwargs.get("out") is not None:
@@ -193,7 +192,7 @@ def reduction(name: str, func: Call, args: Args, kwargs: Kwargs) -> torch.Tensor
 
 
 def dot(name: str, func: Call, args: Args, kwargs: Kwargs) -> torch.Tensor:
-    """Runs ``torch.dot`` of two flat tensors of the same layout."""
+    """Run ``torch.dot`` of two flat tensors of the same layout."""
     values: list[Any] = tensors_in([*args, *kwargs.values()])
     dtypes = {value.dtype for value in values}
     is_sharded = all(isinstance(value, RaggedDTensor) for value in values)
@@ -209,14 +208,14 @@ def dot(name: str, func: Call, args: Args, kwargs: Kwargs) -> torch.Tensor:
 
 
 def of_wholes(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
-    """Runs an op on the whole of each tensor, and returns what it does."""
+    """Run an op on the whole of each tensor, and return its result."""
     if kwargs.get("out") is not None:
         raise_unsupported(f"{name} with out=")
     return call_with(whole_operand, func, args, kwargs)
 
 
 def equal(name: str, func: Call, args: Args, kwargs: Kwargs) -> bool:
-    """Runs ``torch.equal``. The answer is the same on every rank."""
+    """Run ``torch.equal``. The answer is the same on every rank."""
     values = [*args, *kwargs.values()]
     model = next(value for value in values if isinstance(value, RaggedDTensor))
     if any(value.shape != model.shape or value.dtype != model.dtype for value in values):
@@ -227,7 +226,7 @@ def equal(name: str, func: Call, args: Args, kwargs: Kwargs) -> bool:
 
 
 def unscale(name: str, func: Call, args: Args, kwargs: Kwargs) -> None:
-    """Unscales gradients for ``torch.amp.GradScaler``. An overflow on one rank counts on all ranks
+    """Unscale gradients for ``torch.amp.GradScaler``. An overflow on one rank counts on all ranks
     that a gradient is cut among."""
     gradients, found_inf, inv_scale = args
     cuts = by_cut(gradient for gradient in gradients if isinstance(gradient, RaggedDTensor))
@@ -241,7 +240,8 @@ def unscale(name: str, func: Call, args: Args, kwargs: Kwargs) -> None:
 
 
 def _embedded(tensor: RaggedDTensor, neutral: float) -> torch.Tensor:
-    """A plain tensor of the whole shape, with this rank's range, and ``neutral`` elsewhere."""
+    """Return a plain tensor of the whole shape, with this rank's range, and ``neutral``
+    elsewhere."""
     local = tensor._local_tensor.detach()
     tile = tile_of(tensor._spec)
     start, stop = tensor.local_range
@@ -264,7 +264,8 @@ def _extreme(dtype: torch.dtype, *, lowest: bool) -> float:
 
 
 def _largest(values: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """The largest over the ranks, or NaN if a rank has NaN. Backends do not promise to keep NaN."""
+    """Return the largest over the ranks, or NaN if a rank has NaN. Backends do not promise to keep
+    NaN."""
     if not values.is_floating_point():
         return _extreme_integer(values, dist.ReduceOp.MAX, spec)
     is_nan = values.isnan()
@@ -291,7 +292,7 @@ def _extreme_integer(
 def _all_reduce(
     values: torch.Tensor, op: dist.ReduceOp.RedOpType, spec: DTensorSpec
 ) -> torch.Tensor:
-    """All-reduces over the ranks that a tensor is cut among."""
+    """All-reduce over the ranks that a tensor is cut among."""
     sent = values.contiguous()
     if not is_on_mesh(values, spec):
         sent = values.to(spec.mesh.device_type)
