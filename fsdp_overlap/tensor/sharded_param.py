@@ -79,7 +79,8 @@ class ShardedParamMixin:
         spec, meta = self._spec, self._spec.tensor_meta
         if meta.dtype != local.dtype:
             spec = contiguous_spec(spec.mesh, spec.placements, meta.shape, local.dtype)
-        return self.wrap(local.view(self._local_tensor.shape), spec)
+        shape = self._local_tensor.shape
+        return self.wrap(local if local.shape == shape else local.view(shape), spec)
 
     # ---- what shares the memory of a parameter ----
 
